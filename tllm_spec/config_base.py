@@ -30,6 +30,7 @@ class ConfigModel(BaseModel):
     )
 
     not_served: ClassVar[Mapping[str, NotServed]] = {}
+    is_public: ClassVar[bool] = True  # whether users know the name of the class
 
     def __init__(self, /, **options: Any) -> None:
         if lines := many_unknown(options, {*type(self).model_fields, *self.not_served}):
@@ -68,7 +69,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no plain form")
 
 
-def _sentences(error: ValidationError, model: type[BaseModel]) -> list[str]:
+def _sentences(error: ValidationError, model: type[ConfigModel]) -> list[str]:
     """One or more readable lines for each error that pydantic found in `model`'s arguments."""
     lines: list[str] = []
     for detail in error.errors(include_url=False):
@@ -86,7 +87,10 @@ def _sentences(error: ValidationError, model: type[BaseModel]) -> list[str]:
                 else unknown_option(path, detail["input"], model.model_fields)
             )
         elif detail["type"] == "missing":
-            lines.append(f"{path} is required by {model.__name__}")
+            owner = f" by {model.__name__}" if model.is_public else ""
+            lines.append(f"{path} is required{owner}")
+        elif detail["type"] == "model_type" and not model.is_public:
+            lines.append(f"{path} = {given}: an object is needed")
         else:
             lines.append(f"{path} = {given}: {detail['msg'][0].lower()}{detail['msg'][1:]}")
     return lines

@@ -148,7 +148,7 @@ CHAT = [{"role": "user", "content": "hello"}]
             "/v1/chat/completions",
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
             None,
-            "function is required by ToolCall",
+            "messages.0.tool_calls.0.function is required",
         ),
         (
             "/v1/chat/completions",
@@ -179,6 +179,33 @@ def test_a_bad_request_is_answered_with_400_and_openais_error_object(
     assert sentence in error["message"]
     if param is not None:
         assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("completions", {}, "prompt is required"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content is required"),
+        ("chat/completions", {"messages": [5]}, "messages.0 = 5: an object is needed"),
+        (
+            "chat/completions",
+            {"messages": CHAT, "tool_choice": 5},
+            "tool_choice = 5: none, auto, required or an object that names a function is needed",
+        ),
+        (
+            "chat/completions",
+            {"messages": CHAT, "tool_choice": {"function": {}}},
+            "tool_choice.function.name is required",
+        ),
+        ("responses", {"input": [{"role": "user"}]}, "input.content is required"),
+        ("responses", {"input": 5}, "input = 5: a text or a list of messages is needed"),
+    ],
+)
+def test_a_message_about_a_bad_request_has_no_names_of_classes(
+    post: Callable[..., httpx.Response], path: str, body: dict[str, Any], message: str
+) -> None:
+    error = post(f"/v1/{path}", **body).json()["error"]
+    assert (error["message"], error["param"]) == (message, message.split(" ")[0])
 
 
 def test_a_body_that_is_not_json_is_a_bad_request(url: str) -> None:

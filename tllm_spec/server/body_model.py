@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from tllm_spec.config_base import ConfigModel
 
@@ -10,6 +10,8 @@ from tllm_spec.config_base import ConfigModel
 class BodyModel(ConfigModel):
     """A part of a request body. null means the default of an option, and is ignored for an unknown
     name: clients send null for options that are not set."""
+
+    is_public: ClassVar[bool] = False
 
     def __init__(self, /, **options: Any) -> None:
         super().__init__(**{name: value for name, value in options.items() if value is not None})

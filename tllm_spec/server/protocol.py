@@ -26,7 +26,7 @@ from tllm_spec.server.body_model import BodyModel
 from tllm_spec.server.guided_options import GUIDED_NAMES, guided_params
 from tllm_spec.server.tool_protocol import (
     MAX_TOOLS,
-    NamedChoice,
+    Choice,
     Tool,
     ToolCall,
     check_choice,
@@ -317,7 +317,7 @@ class ChatMessage(BodyModel):
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"role = {self.role!r}: only an assistant's message has tool_calls")
         if self.content is None and not self.tool_calls:
-            raise ValueError("content is required by ChatMessage")
+            raise ValueError("content is required")
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -342,7 +342,7 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tool_choice: Choice = None
     parallel_tool_calls: bool = True
 
     not_served: ClassVar[Mapping[str, NotServed]] = CHAT_NOT_SERVED

@@ -40,12 +40,12 @@ class InputItem(BodyModel):
 
 def _as_items(given: object) -> object:
     """Only the first mistake is named: thousands would take seconds to describe."""
-    if not isinstance(given, list):
+    if isinstance(given, str):
         return given
+    if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
+        raise ValueError("a text or a list of messages is needed")
     if not given:
         raise ValueError("at least one item is needed")
-    if not all(isinstance(item, dict) for item in given):
-        raise ValueError("a text or a list of messages is needed")
     return [InputItem(**item) for item in given]
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from tllm_spec.option_checks import NotServed
 from tllm_spec.server.body_model import BodyModel
@@ -81,7 +81,17 @@ class ToolCall(BodyModel):
         return plain | {"function": {"name": self.function.name, "arguments": arguments}}
 
 
-Choice = Literal["none", "auto", "required"] | NamedChoice | None
+def _as_choice(given: object) -> object:
+    if isinstance(given, dict):
+        return NamedChoice(**given)
+    if given not in ("none", "auto", "required"):
+        raise ValueError("none, auto, required or an object that names a function is needed")
+    return given
+
+
+Choice = Annotated[
+    Literal["none", "auto", "required"] | NamedChoice | None, BeforeValidator(_as_choice)
+]
 
 
 def check_choice(tools: Sequence[Tool], choice: Choice) -> None:
