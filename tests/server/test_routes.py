@@ -22,7 +22,19 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
 
 
 def test_an_unknown_route_is_answered_with_openais_error_object(url: str) -> None:
-    assert httpx.get(f"{url}/v2/nothing").json()["error"]["type"] == "invalid_request_error"
+    answer = httpx.get(f"{url}/v2/nothing?a=1")
+    assert (answer.status_code, answer.json()["error"]) == (
+        404,
+        {
+            "message": "GET /v2/nothing is not served here; GET / says how to call this server, "
+            "GET /openapi.json lists its routes",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": None,
+        },
+    )
+    routes = httpx.get(f"{url}/openapi.json").json()["paths"]
+    assert httpx.get(f"{url}/").status_code == 200 and "/v1/completions" in routes
     assert httpx.get(f"{url}/v1/completions").status_code == 405
 
 

@@ -365,7 +365,13 @@ def _cause(detail: Mapping[str, Any]) -> str:
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    return JSONResponse(error_body(error.detail, "invalid_request_error"), error.status_code)
+    message = error.detail
+    if error.status_code == 404:  # the router's: routes raise RequestRefused
+        message = (
+            f"{request.method} {request.url.path} is not served here; GET / says how to call this "
+            "server, GET /openapi.json lists its routes"
+        )
+    return JSONResponse(error_body(message, "invalid_request_error"), error.status_code)
 
 
 async def _internal_error(request: Request, error: Exception) -> JSONResponse:
