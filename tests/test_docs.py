@@ -52,3 +52,12 @@ def test_lines_are_short_except_in_tables(document: Path) -> None:
 def test_pages_are_short(name: str) -> None:
     (document,) = [path for path in DOCUMENTS if path.name == name]
     assert len(document.read_text(encoding="utf-8").splitlines()) <= MAX_LINES[name]
+
+
+def test_the_readme_lists_every_extra_but_dev() -> None:
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    block = setup[setup.index("extras_require") :].partition("}")[0]
+    extras = set(re.findall(r'^ +"(\w+)":', block, re.MULTILINE)) - {"dev"}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"'\.\[([\w,]+)\]'", readme)
+    assert {extra for each in listed for extra in each.split(",")} == extras
