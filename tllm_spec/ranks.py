@@ -28,9 +28,11 @@ from tllm_spec.executor.request_wire import unpack_requests
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import recover
 from tllm_spec.grammars import Grammars
+from tllm_spec.models.registry import check_shards
 from tllm_spec.rank_checks import checkpoints, mismatch, versions
 from tllm_spec.stop_strings import StopStringChecker
 from tllm_spec.tokenizer import Tokenizer, load_tokenizer
+from tllm_spec.zoo.registry import resolve_model
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -58,12 +60,12 @@ def join_ranks(args: LlmArgs) -> Communicator:
     processes of mpirun serve until rank 0 ends, and end with SystemExit.
 
     Raises:
-        ValueError: mpi4py is missing, mpirun started another number of processes, or the ranks have
-            different versions or checkpoints.
+        ValueError: mpi4py is missing, mpirun started another number of processes, the ranks have
+            different versions or checkpoints, or a size of the model cannot be split over them.
     """
     if args.tensor_parallel_size == 1:
         return SINGLE
-    comm, started = _comm(args.tensor_parallel_size)
+    comm, started = _comm(args)
     if comm.rank:
         follow(comm)
     from tllm_spec.distributed.process_group import ProcessGroup
@@ -121,10 +123,11 @@ def _follow(group: Communicator) -> None:
     run_until_end(build_together(args, tokenizer, lambda responses: None, group), args, tokenizer)
 
 
-def _comm(size: int) -> tuple[MPI.Intracomm, MPI.Intercomm | None]:
+def _comm(args: LlmArgs) -> tuple[MPI.Intracomm, MPI.Intercomm | None]:
     """The ranks, and what joins this one to those that it has started."""
     # A rank takes a device and not a processor. Read by Open MPI when it is loaded.
     os.environ.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
+    size = args.tensor_parallel_size
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -137,6 +140,8 @@ def _comm(size: int) -> tuple[MPI.Intracomm, MPI.Intercomm | None]:
             f"tensor_parallel_size = {size}, and mpirun has started {world.size} processes; the "
             "numbers must be equal"
         )
+    # Before the other ranks load their libraries, which takes long.
+    check_shards(resolve_model(args.model), size, args.ep_size)
     command = sys.executable, ["-m", "tllm_spec.ranks"]
     with _mpiexec_on_path():
         started = MPI.COMM_SELF.Spawn(command[0], args=command[1], maxprocs=size - 1)

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 
 from tllm_spec.distributed.communicator import SINGLE, Communicator
+from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
@@ -29,6 +30,14 @@ MODELS: dict[str, type[LlamaForCausalLM]] = {
     "DeepseekV2ForCausalLM": DeepseekForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekForCausalLM,
 }
+
+
+def check_shards(path: Path, tp_size: int, ep_size: int) -> None:
+    """Raises ValueError if a size of the model that `path/config.json` describes cannot be split
+    over the ranks. The model's own layers check, on a device without memory."""
+    config = ModelConfig.from_pretrained(path)
+    placement = Placement(config.dtype, torch.device("meta"), Mapping(0, tp_size, tp_size, ep_size))
+    MODELS[config.architecture](config, max_positions=1, placement=placement)
 
 
 def load_model(

@@ -1,0 +1,68 @@
+"""What is refused before a rank is started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.distributed.tiny_models import save_tiny
+from tllm_spec.config import LlmArgs
+from tllm_spec.models.registry import check_shards
+from tllm_spec.ranks import join_ranks
+
+
+class Started(Exception):
+    """The ranks."""
+
+
+@pytest.fixture(autouse=True)
+def mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spawn(*args: Any, **options: Any) -> None:
+        raise Started
+
+    alone = SimpleNamespace(size=1, Spawn=spawn)
+    mpi = SimpleNamespace(COMM_WORLD=alone, COMM_SELF=alone)
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=mpi))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "problem"),
+    [
+        ("zoo:llama", {}, "vocab_size is 2048, which tensor_parallel_size 3 does not divide"),
+        (
+            "zoo:llama",
+            {"tensor_parallel_size": 4},
+            "num_attention_heads is 6, which tensor_parallel_size 4 does not divide",
+        ),
+        ("no/such/model", {}, "no/such/model"),
+    ],
+)
+def test_a_model_that_the_ranks_cannot_share_is_refused_before_they_are_started(
+    model: str, options: dict[str, Any], problem: str
+) -> None:
+    args = LlmArgs.from_kwargs(model, **{"tensor_parallel_size": 3, **options})
+    with pytest.raises(ValueError, match=problem):
+        join_ranks(args)
+
+
+def test_ranks_are_started_for_a_model_that_they_can_share() -> None:
+    with pytest.raises(Started):
+        join_ranks(LlmArgs.from_kwargs("zoo:llama", tensor_parallel_size=2))
+
+
+@pytest.mark.parametrize("family", ["qwen2-moe", "qwen3-moe", "mixtral", "llama4", "deepseek-v3"])
+def test_the_sizes_of_every_family_are_checked_without_its_weights(
+    family: str, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, family)
+    folder = tmp_path / family
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()
+    for ep_size in (1, 2):
+        check_shards(folder, 2, ep_size)
+    with pytest.raises(ValueError, match=r"is \d+, which tensor_parallel_size 3 does not divide"):
+        check_shards(folder, 3, 1)
