@@ -17,7 +17,6 @@ its own. It needs an MPI with `mpiexec`. NVLink multicast is never used."""
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,9 +28,10 @@ from pathlib import Path
 from benchmarks.deepseek import TINY as TINY_V3
 from benchmarks.deepseek import V3_STYLE
 from benchmarks.harness.killed_rank import killed
-from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, RATES, Config
+from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, RATES, TINY, Config
 from benchmarks.harness.rank_job import Job
 from benchmarks.harness.report import Row, about, number, save, table
+from tllm_spec.distributed.mpirun import find_mpiexec
 
 JOB_LIMIT_S = 170
 DRAFT_LEN = 3
@@ -42,14 +42,6 @@ AS_70B = {
 }
 LLAMA_70B: Config = {**LLAMA_8B, **AS_70B, "num_hidden_layers": 80}
 EAGLE3_70B: Config = {**EAGLE3_8B, **AS_70B}
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "torch_dtype": "float32",
-}
 TINY_LLAMA: Config = {**LLAMA_8B, **TINY, "num_hidden_layers": 7}
 TINY_EAGLE3: Config = {**EAGLE3_8B, **TINY, "draft_vocab_size": 256}
 FIXED_SUMS = ("NCCL", "one-shot")
@@ -119,8 +111,7 @@ def run_job(job: Job) -> list[Row]:
 
 
 def _mpiexec() -> str:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    found = shutil.which("mpiexec", path=path)
+    found = find_mpiexec()
     if found is None:
         raise ValueError("there is no mpiexec on the PATH: pip install 'tllm_spec[parallel]'")
     return found

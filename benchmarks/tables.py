@@ -69,8 +69,7 @@ def all_tables() -> dict[str, list[str]]:
     title = "Streamed clients, 512 in / 256 out: `python -m benchmarks.serving_load`"
     found[title] = _block(load_result["about"], lines)
     several = load("several_devices")["llama-8b"]
-    title = "Llama 3.1 8B's shape on one and two GPUs: "
-    title += "`python -m benchmarks.several_devices llama-8b`"
+    title = "One and two GPUs: `python -m benchmarks.several_devices llama-8b`"
     found[title] = _block(several["about"], several_devices.rounds_table(several["rows"]))
     for script in SCRIPTS:
         name = script.__name__.rpartition(".")[2]

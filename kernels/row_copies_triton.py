@@ -130,7 +130,9 @@ def copy_rows_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["first", "num_elements"], do_not_specialize_on_alignment=["rows"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
+    do_not_specialize=["first", "num_elements"], do_not_specialize_on_alignment=["rows"]
+)
 def gather_slice_rows_kernel(
     table: tl.tensor,
     rows: tl.tensor,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
+from tllm_spec.distributed.mpirun import find_mpiexec
 from tllm_spec.executor.build import BuiltExecutor, build_executor
 from tllm_spec.executor.faults import described
 from tllm_spec.executor.ranks import FollowerQueue, RanksEnded
@@ -150,11 +150,9 @@ def _comm(args: LlmArgs) -> tuple[MPI.Intracomm, MPI.Intercomm | None]:
 
 @contextmanager
 def _mpiexec_on_path() -> Iterator[None]:
-    """Spawn runs `mpiexec` from PATH. MPICH's wheel has it next to the interpreter, which need not
-    be there. When a rank dies, MPICH's mpiexec kills its own process group, so it gets one."""
-    path = os.environ.get("PATH", "")
-    own = str(Path(sys.executable).parent)
-    found = shutil.which("mpiexec", path=f"{own}{os.pathsep}{path}")
+    """Spawn runs `mpiexec` from PATH. When a rank dies, MPICH's mpiexec kills its own process
+    group, so it gets one."""
+    path, found = os.environ.get("PATH", ""), find_mpiexec()
     if found is None:
         yield  # Spawn reports it
         return

@@ -12,27 +12,18 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.harness.models import LLAMA_8B
+from benchmarks.harness.models import LLAMA_8B, TINY
 from benchmarks.harness.report import Row
 from tllm_spec import LLM, SamplingParams
 
 CLIENTS, WARM_S, END_LIMIT_S = 16, 3.0, 60.0
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "torch_dtype": "float32",
-}
 
 
 def killed(ranks: int, device: str) -> Row:
     """Kills the last rank. `error_s`: until the first client had its error; `end_s`: until no
     process was left. `exit`: of the process that holds the LLM."""
     with tempfile.TemporaryDirectory() as folder:
-        config = LLAMA_8B if device == "cuda" else {**LLAMA_8B, **TINY}
+        config = LLAMA_8B if device == "cuda" else {**LLAMA_8B, **TINY, "num_hidden_layers": 2}
         Path(folder, "config.json").write_text(json.dumps(config))
         command = [sys.executable, "-m", "benchmarks.harness.killed_rank", str(ranks), device]
         process = subprocess.Popen([*command, folder], stdout=subprocess.PIPE, text=True)

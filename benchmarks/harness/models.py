@@ -45,6 +45,14 @@ LLAMA_1B: Config = {
     "head_dim": 64,
     "tie_word_embeddings": True,
 }
+TINY: Config = {  # of a Llama on a CPU, whose number of layers each user chooses
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "torch_dtype": "float32",
+}
 SHAPES: Mapping[str, Config] = {"target": LLAMA_8B, "eagle3": EAGLE3_8B, "draft": LLAMA_1B}
 ZOO = {"target": "zoo:llama", "eagle3": "zoo:llama-eagle3", "draft": "zoo:llama-draft"}
 NUM_CAPTURED = 3  # target layers whose hidden states an EAGLE-3 head reads

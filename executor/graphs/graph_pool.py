@@ -58,8 +58,8 @@ class GraphPool:
         """No graph can be replayed afterwards."""
         if self._graphs:
             torch.cuda.synchronize(self._device)
-        for graph in self._graphs:
-            graph.reset()
+        while self._graphs:
+            self._graphs.pop().reset()
 
 
 def replay_seconds(

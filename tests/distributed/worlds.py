@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from tllm_spec.distributed.mpirun import find_mpiexec
 
 SECONDS = 300  # a world that hangs fails its test
 REPOSITORY = Path(__file__).parents[2]
@@ -20,8 +21,7 @@ class World:
 
 
 def mpirun(num_ranks: int, arguments: list[str]) -> list[str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    found = shutil.which("mpiexec", path=path)
+    found = find_mpiexec()
     assert found is not None, "mpi4py is installed without an mpiexec"
     # mpi4py's runner ends all ranks after an exception of one.
     return [found, "-n", str(num_ranks), sys.executable, "-m", "mpi4py", *arguments]

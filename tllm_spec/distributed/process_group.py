@@ -149,8 +149,8 @@ class ProcessGroup(Communicator):
 
     def close(self) -> None:
         self._watch.close()
-        for release in self._releases:
-            release()
+        while self._releases:
+            self._releases.pop(0)()
         if dist.is_initialized():
             dist.destroy_process_group()
         if self._started is not None:
