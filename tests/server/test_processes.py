@@ -20,6 +20,7 @@ from tests.server.served_process import (
     MEDIUM,
     MODEL,
     ROOT,
+    RUN,
     SHORT,
     ServedProcess,
     complete,
@@ -38,6 +39,17 @@ class Endless:
 from tllm_spec.cli import entry
 sys.meta_path.insert(0, Endless())
 getattr(entry, sys.argv[1])()
+"""
+CTRL_C_WHILE_THE_LOOP_IS_MADE = """
+import asyncio.events, os, signal
+
+make = asyncio.events.new_event_loop
+
+def make_with_ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+    return make()
+
+asyncio.events.new_event_loop = make_with_ctrl_c
 """
 SETS = ("SigIgn", "SigCgt")  # of signals, in a process' status
 
@@ -164,6 +176,12 @@ def test_ctrl_c_while_the_model_is_loaded_prints_no_traceback(tmp_path: Path) ->
         wait_for(lambda: "loading zoo:llama" in served.text)
         assert served.end(signal.SIGINT) == 128 + signal.SIGINT
         assert "Traceback" not in served.text
+
+
+def test_ctrl_c_while_the_event_loop_is_made_prints_no_traceback(tmp_path: Path) -> None:
+    with ServedProcess(tmp_path, code=CTRL_C_WHILE_THE_LOOP_IS_MADE + RUN) as served:
+        assert served.wait() == 128 + signal.SIGINT
+        assert "Traceback" not in served.text and "never awaited" not in served.text
 
 
 @pytest.mark.parametrize("name", ["serve", "bench"])

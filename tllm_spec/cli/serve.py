@@ -145,9 +145,11 @@ def serve(settings: ChildSettings, listener: socket.socket, num_fronts: int) -> 
             "anybody who reaches %s may use this server: --api_key is not set",
             listener.getsockname()[0],
         )
-    logger.info("loading %s", settings.served_model_name)
     timeout = settings.server["shutdown_timeout"]
-    return asyncio.run(Supervisor(settings, listener, num_fronts, timeout).run())
+    supervisor = Supervisor(settings, listener, num_fronts, timeout)
+    supervisor.catch_signals()
+    logger.info("loading %s", settings.served_model_name)
+    return asyncio.run(supervisor.run())
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -121,6 +121,15 @@ class Supervisor:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._is_serving = False
 
+    def catch_signals(self) -> None:
+        """Before `run`: a Ctrl-C while asyncio makes its loop would leave half of one, and print a
+        traceback."""
+        for number in SIGNALS:
+            signal.signal(
+                number,
+                lambda caught, frame: self._events.put_nowait(Event(None, "signal", caught)),
+            )
+
     async def run(self) -> int:
         """Until a signal. Returns the exit status. Raises ServeError."""
         loop = asyncio.get_running_loop()
