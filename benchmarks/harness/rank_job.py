@@ -28,11 +28,11 @@ from benchmarks.harness.report import Row
 from tllm_spec.distributed import process_group
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.distributed.one_shot import OneShotSum
-from tllm_spec.distributed.sum_choice import NCCL, SIZES, ChosenSums, Sum, graph_seconds
+from tllm_spec.distributed.sum_choice import NCCL, SIZES, ChosenSums, Sum, graph_seconds, nccl_sum
 from tllm_spec.models.moe import Router
 
 HANGS_AFTER_S = 150
-SUM_KERNELS = ("nccl", "one_shot_all_reduce")  # in a kernel's name
+SUM_KERNELS = ("nccl", "rank_sum")  # in a kernel's name
 TIMINGS = 3
 
 
@@ -114,14 +114,13 @@ def sums_of(trace: Trace, num_rounds: int) -> Row:
 
 
 def sum_times(device: torch.device) -> Iterator[Row]:
-    """Microseconds of a sum of each size in a CUDA graph. All ranks measure together."""
-    from torch.distributed import all_reduce
-
+    """Microseconds of a sum of each size that is added to other values, in a CUDA graph. All ranks
+    measure together."""
     seconds, one_shot = graph_seconds(device), OneShotSum(max(SIZES), device)
     for size in SIZES:
         yield {
             "bytes": size,
-            "nccl_us": 1e6 * seconds(all_reduce, size),
+            "nccl_us": 1e6 * seconds(nccl_sum, size),
             "one_shot_us": 1e6 * seconds(one_shot, size),
         }
 

@@ -67,6 +67,7 @@ from mpi4py import MPI
 from tllm_spec.distributed.one_shot import OneShotSum
 from tllm_spec.distributed.process_group import ProcessGroup
 from tllm_spec.distributed.sum_choice import SIZES, choose_sums, graph_seconds
+from tllm_spec.kernels.rank_sum import rank_sum_reference
 
 group = ProcessGroup(MPI.COMM_WORLD)
 rank, size = group.mapping.rank, group.mapping.world_size
@@ -75,24 +76,41 @@ group.join(device)
 one_shot = OneShotSum(max(SIZES), device)
 sums = choose_sums({"one-shot": one_shot}, graph_seconds(device), group.share)
 print("choice", ["nccl" if each is None else "one-shot" for each in sums._by_size], flush=True)
+shapes = [(1, 4096), (256, 4096), (3, 100), (8, 4096), (64, 4096)]  # of sums that follow each other
 for dtype in (torch.float32, torch.bfloat16):
-    values = torch.zeros(7, 4096, device=device, dtype=dtype)
-    assert one_shot.serves(values) and not one_shot.serves(values[:, 1:])
+    parts = [
+        [torch.randn(*shape, generator=torch.Generator().manual_seed(100 * n + r)).to(dtype)
+         for r in range(size)]
+        for n, shape in enumerate(shapes)
+    ]
+    values = [each[rank].to(device) for each in parts]
+    assert all(map(one_shot.serves, values)) and not one_shot.serves(values[0][:, 1::2])
+
+    def work():
+        totals = [torch.ones_like(each) for each in values]
+        for total, each in zip(totals, values):
+            one_shot(each.clone(), total)
+        last = values[-1].clone()
+        one_shot(last)
+        return totals, last
+
+    def check(totals, last):
+        torch.cuda.synchronize(device)
+        for total, each in zip(totals, parts):
+            expected = rank_sum_reference(each, torch.ones_like(each[0]))
+            assert torch.equal(total.cpu(), expected), (dtype, each[0].shape)
+        assert torch.equal(last.cpu(), rank_sum_reference(parts[-1])), dtype
+
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
-        one_shot(values.clone())
-    torch.cuda.synchronize(device)
+        check(*work())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        for _ in range(3):  # one buffer serves sums that follow each other
-            found = values.clone()
-            one_shot(found)
-    for step in range(1, 6):
-        values.copy_(torch.arange(4096) % 8 + step * (rank + 1))
+        found = work()
+    for _ in range(50):
         graph.replay()
-        torch.cuda.synchronize(device)
-        expected = size * (torch.arange(4096) % 8) + step * size * (size + 1) // 2
-        assert (found.cpu() == expected.to(dtype)).all(), (dtype, step)
+    check(*found)
+    check(*work())  # eager sums go on counting where replays have stopped
 group.close()
 """
 STAGED = """

@@ -24,8 +24,10 @@ class Recorded:
     def serves(self, values: torch.Tensor) -> bool:
         return values.dtype == torch.float32 and values.numel() * 4 <= 1 << 16
 
-    def __call__(self, values: torch.Tensor) -> None:
+    def __call__(self, values: torch.Tensor, add_to: torch.Tensor | None = None) -> None:
         self.used.append("one-shot")
+        if add_to is not None:
+            add_to.add_(values)
 
 
 @pytest.fixture
@@ -61,6 +63,18 @@ def test_what_a_way_does_not_serve_goes_to_nccl(used: list[str]) -> None:
     sums = choose_sums({"one-shot": one_shot}, times(max(SIZES), one_shot), lambda value: value)
     assert ways_of(sums, used, 1 << 14, (1 << 14) + 4, dtype=torch.float32) == NAMES
     assert ways_of(sums, used, 8, dtype=torch.float16) == ["nccl"]
+
+
+def test_a_sum_is_added_to_the_total_whichever_way_it_goes(used: list[str]) -> None:
+    """The recorded sums are those of one rank."""
+    one_shot = Recorded(used)
+    sums = choose_sums({"one-shot": one_shot}, times(1 << 14, one_shot), lambda value: value)
+    used.clear()
+    for size in (1 << 10, 1 << 14):
+        total = torch.full((size,), 2.0)
+        sums.all_reduce_into(total, torch.ones(size))
+        assert (total == 3).all()
+    assert used == NAMES
 
 
 def test_rank_0_decides_for_ranks_that_measured_otherwise(used: list[str]) -> None:

@@ -18,6 +18,11 @@ class Collectives:
     def all_reduce(self, values: torch.Tensor) -> None:
         dist.all_reduce(values)
 
+    def all_reduce_into(self, total: torch.Tensor, values: torch.Tensor) -> None:
+        """Adds the sum of all ranks' values to `total`. `values` is scratch afterwards."""
+        self.all_reduce(values)
+        total.add_(values)
+
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """`[R, N]` of each rank as `[ranks, R, N]`."""
         number, (rows, columns) = dist.get_world_size(), values.shape

@@ -46,6 +46,12 @@ class Communicator:
         """The sum of all ranks' values, in place: the same bits on every rank. Enqueued on the
         current stream; a CUDA graph can hold it."""
 
+    def all_reduce_into(self, total: torch.Tensor, values: torch.Tensor) -> None:
+        """Adds the sum of all ranks' values to `total` in place. `values` is scratch afterwards. As
+        `all_reduce`."""
+        self.all_reduce(values)
+        total.add_(values)
+
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """`[R, N]` of each rank, side by side in the order of the ranks, `[R, tp_size * N]`. As
         `all_reduce`."""

@@ -1,6 +1,5 @@
-"""Sums of small tensors in one step: every rank reads the other ranks' memory and adds, which costs
-one exchange of signals instead of NCCL's steps. From torch's symmetric memory, without NVLink
-multicast."""
+"""Sums of small tensors in one step: every rank writes into the other ranks' memory, and adds. The
+memory is torch's symmetric memory, without NVLink multicast."""
 
 from __future__ import annotations
 
@@ -9,36 +8,40 @@ import os
 import torch
 import torch.distributed as dist
 
-DTYPES = (torch.float32, torch.bfloat16)
-ALIGNMENT = 16  # bytes that a thread reads at a time
+from tllm_spec.kernels.rank_lines import BLOCK_WORDS, WORD_BYTES, RankLines
+from tllm_spec.kernels.rank_sum import rank_sum, serves
 
 
 class OneShotSum:
     """Sums of tensors of at most `max_bytes` on `device`. Every rank makes one, at the same time.
 
-    Raises RuntimeError where the devices cannot read each other's memory, ImportError or
+    Raises RuntimeError where the devices cannot write each other's memory, ImportError or
     AttributeError in a torch without this."""
 
     def __init__(self, max_bytes: int, device: torch.device) -> None:
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        self.max_bytes, group = max_bytes, dist.group.WORLD
+        group, ranks = dist.group.WORLD, dist.get_world_size()
         assert group is not None
-        self._group = group.group_name
-        self._buffer = symmetric_memory.empty(max_bytes, dtype=torch.uint8, device=device)
-        symmetric_memory.rendezvous(self._buffer, group)
-        self._sum = torch.ops.symm_mem.one_shot_all_reduce_out
+        blocks = -(-max_bytes // (BLOCK_WORDS * WORD_BYTES))
+        num_bytes = RankLines.num_bytes(ranks, blocks * BLOCK_WORDS)
+        self._memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+        addresses = symmetric_memory.rendezvous(self._memory, group).buffer_ptrs
+        self._lines = RankLines(
+            dist.get_rank(),
+            torch.tensor(addresses, device=device),
+            torch.zeros(blocks, dtype=torch.int32, device=device),
+        )
+        self._memory.zero_()
+        dist.barrier()  # before another rank writes
 
     def serves(self, values: torch.Tensor) -> bool:
-        num_bytes = values.numel() * values.element_size()
-        fits = 0 < num_bytes <= self.max_bytes and num_bytes % ALIGNMENT == 0
-        is_aligned = values.is_contiguous() and values.data_ptr() % ALIGNMENT == 0
-        return fits and is_aligned and values.dtype in DTYPES
+        return serves(self._lines, values)
 
-    def __call__(self, values: torch.Tensor) -> None:
-        """The sum of all ranks' values in place, added in the order of the ranks: the same bits on
-        each."""
-        own = self._buffer.view(values.dtype)[: values.numel()].view(values.shape)
-        own.copy_(values)
-        self._sum(own, "sum", self._group, values)
+    def __call__(self, values: torch.Tensor, add_to: torch.Tensor | None = None) -> None:
+        if add_to is None or add_to.is_contiguous():
+            rank_sum(values, self._lines, add_to)
+        else:
+            rank_sum(values, self._lines)
+            add_to.add_(values)

@@ -99,6 +99,9 @@ class ProcessGroup(Communicator):
     def all_reduce(self, values: torch.Tensor) -> None:
         self._tensors.all_reduce(values)
 
+    def all_reduce_into(self, total: torch.Tensor, values: torch.Tensor) -> None:
+        self._tensors.all_reduce_into(total, values)
+
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         return self._tensors.all_gather(values).transpose(0, 1).reshape(len(values), -1)
 
@@ -132,7 +135,7 @@ class ProcessGroup(Communicator):
             self._choose_sums(device)
 
     def _choose_sums(self, device: torch.device) -> None:
-        """Where all devices can read each other's memory, NCCL's sum is not the only one."""
+        """Where all devices can write each other's memory, NCCL's sum is not the only one."""
         try:
             one_shot = OneShotSum(max(SIZES), device)
             problem = ""

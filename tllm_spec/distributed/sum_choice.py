@@ -20,6 +20,8 @@ SIZES = tuple(1 << power for power in range(12, 23))
 IN_A_ROW = 50  # sums of a graph that is timed
 WEIGHT_SIZE = 4096  # rows and columns of a GEMM before each sum; 32 MiB are not in the L2 cache
 NCCL = "nccl"
+Way = Callable[[torch.Tensor, torch.Tensor], None]
+"""Adds the sum of all ranks' first tensor to the second one."""
 
 
 class Sum(Protocol):
@@ -28,8 +30,9 @@ class Sum(Protocol):
     def serves(self, values: torch.Tensor) -> bool:
         """Known from size, dtype and layout: the same on all ranks."""
 
-    def __call__(self, values: torch.Tensor) -> None:
-        """The sum of all ranks' values, in place."""
+    def __call__(self, values: torch.Tensor, add_to: torch.Tensor | None = None) -> None:
+        """The sum of all ranks' values, in place. If `add_to` is given it is added to that, and
+        `values` is scratch afterwards."""
 
 
 class ChosenSums(Collectives):
@@ -40,22 +43,32 @@ class ChosenSums(Collectives):
         self._by_size = [others.get(name) for name in choice]
 
     def all_reduce(self, values: torch.Tensor) -> None:
-        index = bisect_left(SIZES, values.numel() * values.element_size())
-        chosen = self._by_size[index] if index < len(SIZES) else None
-        if chosen is not None and chosen.serves(values):
+        if (chosen := self._way_of(values)) is not None:
             chosen(values)
         else:
             super().all_reduce(values)
 
+    def all_reduce_into(self, total: torch.Tensor, values: torch.Tensor) -> None:
+        if (chosen := self._way_of(values)) is not None:
+            chosen(values, total)
+        else:
+            super().all_reduce_into(total, values)
+
+    def _way_of(self, values: torch.Tensor) -> Sum | None:
+        """None: NCCL's."""
+        index = bisect_left(SIZES, values.numel() * values.element_size())
+        chosen = self._by_size[index] if index < len(SIZES) else None
+        return chosen if chosen is not None and chosen.serves(values) else None
+
 
 def choose_sums(
     others: Mapping[str, Sum],
-    seconds: Callable[[Callable[[torch.Tensor], None], int], float],
+    seconds: Callable[[Way, int], float],
     share: Callable[[Any], Any],
 ) -> ChosenSums:
-    """seconds: of one sum of so many bytes. All ranks measure together, and rank 0's times count:
-    `share` returns rank 0's value."""
-    ways: dict[str, Callable[[torch.Tensor], None]] = {NCCL: Collectives().all_reduce, **others}
+    """seconds: of adding one sum of so many bytes. All ranks measure together, and rank 0's times
+    count: `share` returns rank 0's value."""
+    ways: dict[str, Way] = {NCCL: nccl_sum, **others}
     times = [{name: seconds(way, size) for name, way in ways.items()} for size in SIZES]
     choice = share([min(found, key=lambda name: found[name]) for found in times])
     for size, name, found in zip(SIZES, choice, times, strict=True):
@@ -64,10 +77,14 @@ def choose_sums(
     return ChosenSums(others, choice)
 
 
-def graph_seconds(device: torch.device) -> Callable[[Callable[[torch.Tensor], None], int], float]:
-    """Times a sum as decoding runs it: in a CUDA graph, each after a GEMM of one row, whose time is
-    subtracted. Back to back a kernel that is slow to launch looks worse than it is in a round,
-    where the GEMM hides its launch."""
+def nccl_sum(values: torch.Tensor, add_to: torch.Tensor) -> None:
+    Collectives().all_reduce_into(add_to, values)
+
+
+def graph_seconds(device: torch.device) -> Callable[[Way, int], float]:
+    """Times a sum as decoding runs it: in a CUDA graph, added to other values, each after a GEMM of
+    one row, whose time is subtracted. Back to back a kernel that is slow to launch looks worse than
+    it is in a round, where the GEMM hides its launch."""
     weights = torch.zeros(WEIGHT_SIZE, WEIGHT_SIZE, dtype=torch.bfloat16, device=device)
     row = weights.new_zeros(1, WEIGHT_SIZE)
     result = torch.empty_like(row)
@@ -77,12 +94,13 @@ def graph_seconds(device: torch.device) -> Callable[[Callable[[torch.Tensor], No
 
     of_gemms = _seconds_in_graph(gemm, device)
 
-    def seconds(way: Callable[[torch.Tensor], None], num_bytes: int) -> float:
+    def seconds(way: Way, num_bytes: int) -> float:
         values = weights.new_zeros(num_bytes // 2)
+        total = torch.zeros_like(values)
 
         def gemm_and_sum() -> None:
             gemm()
-            way(values)
+            way(values, total)
 
         return _seconds_in_graph(gemm_and_sum, device) - of_gemms
 

@@ -192,9 +192,7 @@ class RowLinear(Linear):
         if self.mapping.tp_size == 1:
             super().add_to(total, x)
             return
-        part = self.forward(x)
-        self.communicator.all_reduce(part)
-        total.add_(part)
+        self.communicator.all_reduce_into(total, self.forward(x))
 
     def add_part_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         """As `add_to`, of this rank only: the caller sums over the ranks."""

@@ -268,7 +268,7 @@ class SparseMoE(Module):
         """Add the output for `norm(hidden)` to hidden `[T, H]` in place."""
         x = norm.forward(hidden)
         if self.is_shared:
-            hidden.add_(self.forward(x))
+            self.communicator.all_reduce_into(hidden, self._output(x, None))
         else:
             self._output(x, hidden)
 

@@ -1,0 +1,123 @@
+"""The Triton kernel of rank_sum.py, which describes inputs and outputs; rank_lines.py describes the
+protocol. Importing this file imports Triton."""
+
+import torch
+import triton
+import triton.language as tl
+
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.programmatic_launch_triton import begin
+from tllm_spec.kernels.rank_lines import BLOCK_WORDS, WORD_BYTES, RankLines
+
+
+def rank_sum_triton(
+    values: torch.Tensor, lines: RankLines, add_to: torch.Tensor | None = None
+) -> None:
+    """See `rank_sum`."""
+    output = values if add_to is None else add_to
+    num_words = values.numel() * values.element_size() // WORD_BYTES
+    rank_sum_kernel[(triton.cdiv(num_words, BLOCK_WORDS),)](
+        values.view(-1).view(torch.int32),
+        output.view(-1).view(torch.int32),
+        num_words,
+        lines.addresses,
+        lines.counts,
+        CAPACITY=lines.capacity,
+        RANK=lines.rank,
+        RANKS=lines.addresses.numel(),
+        ADDS=add_to is not None,
+        PACKED=values.dtype == torch.bfloat16,
+        BLOCK=BLOCK_WORDS,
+        num_warps=4,
+        **programmatic_launch(values.device),
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def rank_sum_kernel(
+    values: tl.tensor,
+    output: tl.tensor,
+    num_words: tl.tensor,
+    addresses: tl.tensor,
+    counts: tl.tensor,
+    CAPACITY: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    ADDS: tl.constexpr,
+    PACKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (blocks of words). PACKED: a word is two bfloat16. A block has its own lines and its own
+    count, so blocks of one rank do not wait for each other."""
+    begin(PDL)
+    block = tl.program_id(0)
+    words = block * BLOCK + tl.arange(0, BLOCK)
+    real = words < num_words
+    number = tl.load(counts + block) + 1
+    buffer = (number & 1) * RANKS * CAPACITY
+    own = tl.load(values + words, mask=real, other=0)
+    line = (number.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
+    for other in tl.static_range(RANKS):
+        if other != RANK:
+            theirs = memory_of(other, addresses) + buffer + RANK * CAPACITY
+            tl.store(theirs + words, line, mask=real)
+    mine = memory_of(RANK, addresses) + buffer
+    if ADDS:
+        total = tl.load(output + words, mask=real, other=0)
+    low = tl.zeros([BLOCK], tl.float32)
+    high = tl.zeros([BLOCK], tl.float32)
+    for source in tl.static_range(RANKS):
+        word = own
+        if source != RANK:
+            word = received(mine + source * CAPACITY + words, real, number)
+        low, high = low + lower(word, PACKED), high + upper(word)
+    if ADDS:
+        low = lower(total, PACKED) + rounded(low, PACKED)
+        high = upper(total) + rounded(high, PACKED)
+    tl.store(output + words, packed(low, high, PACKED), mask=real)
+    tl.store(counts + block, number)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def memory_of(rank: tl.tensor, addresses: tl.tensor) -> tl.tensor:
+    """The lines of a rank. Its alignment is what lets a thread write 16 bytes at a time."""
+    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int64)), 16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def received(lines: tl.tensor, real: tl.tensor, number: tl.tensor) -> tl.tensor:
+    """The words of the lines, once all of them have the number."""
+    found = tl.load(lines, mask=real, other=0, volatile=True)
+    while tl.max(((found >> 32).to(tl.int32) != number).to(tl.int32) & real.to(tl.int32), 0) != 0:
+        found = tl.load(lines, mask=real, other=0, volatile=True)
+    return found.to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def lower(word: tl.tensor, PACKED: tl.constexpr) -> tl.tensor:
+    """The float32, or the first of two bfloat16."""
+    return (word << 16 if PACKED else word).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def upper(word: tl.tensor) -> tl.tensor:
+    """The second of two bfloat16."""
+    return (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def rounded(value: tl.tensor, PACKED: tl.constexpr) -> tl.tensor:
+    return value.to(tl.bfloat16).to(tl.float32) if PACKED else value
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def packed(low: tl.tensor, high: tl.tensor, PACKED: tl.constexpr) -> tl.tensor:
+    """The word of one or two values."""
+    if PACKED:
+        first = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        second = high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+        word = first | (second << 16)
+    else:
+        word = low.to(tl.int32, bitcast=True)
+    return word
