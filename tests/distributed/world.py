@@ -28,6 +28,7 @@ def main() -> None:
         raise AssertionError("mpi4py's bcast must fail here")
     found = {}
     for name in names:
+        print(f"rank {MPI.COMM_WORLD.rank}: {name}", flush=True)
         try:
             found[name] = ALL[name].outputs(folder, MPI.COMM_WORLD.size)
         except SystemExit as end:  # another rank than the first, after rank 0's end
