@@ -27,10 +27,11 @@ class OneShotSum:
         blocks = -(-max_bytes // (BLOCK_WORDS * WORD_BYTES))
         num_bytes = RankLines.num_bytes(ranks, blocks * BLOCK_WORDS)
         self._memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-        addresses = symmetric_memory.rendezvous(self._memory, group).buffer_ptrs
+        rank, starts = dist.get_rank(), symmetric_memory.rendezvous(self._memory, group).buffer_ptrs
+        offset = self._memory.data_ptr() - starts[rank]  # in the allocation: the same on all ranks
         self._lines = RankLines(
-            dist.get_rank(),
-            torch.tensor(addresses, device=device),
+            rank,
+            torch.tensor([start + offset for start in starts], device=device),
             torch.zeros(blocks, dtype=torch.int32, device=device),
         )
         self._memory.zero_()
