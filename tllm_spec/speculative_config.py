@@ -52,6 +52,26 @@ MTP_NOT_SERVED: Mapping[str, NotServed] = {
 }
 
 
+def check_draft_backend(
+    config: DraftModelDecodingConfig, backend: DraftBackend, one_model: str
+) -> None:
+    """one_model: the option that chooses the path. Raises ValueError where the backend does not
+    draft."""
+    if backend == "torch":
+        return
+    reasons = []
+    if getattr(config, one_model):
+        reasons.append(f"{one_model} = True drafts in the target's own round")
+    if config.drafts_trees:
+        reasons.append("its network drafts chains, not trees")
+    if config.speculative_token_map is not None:
+        reasons.append("its network has no token map")
+    if reasons:
+        raise ValueError(
+            f"draft_backend = {backend!r} is refused: {'; '.join(reasons)}; accepted: 'torch'"
+        )
+
+
 class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
     """Drafts from a smaller model with the target's tokenizer."""
 
@@ -67,20 +87,7 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfi
 
     @model_validator(mode="after")
     def _check_draft_backend(self) -> DraftTargetDecodingConfig:
-        if self.draft_backend == "torch":
-            return self
-        reasons = []
-        if self.draft_target_one_model:
-            reasons.append("draft_target_one_model = True drafts in the target's own round")
-        if self.drafts_trees:
-            reasons.append("its network drafts chains, not trees")
-        if self.speculative_token_map is not None:
-            reasons.append("its network has no token map")
-        if reasons:
-            raise ValueError(
-                f"draft_backend = {self.draft_backend!r} is refused: {'; '.join(reasons)}; "
-                "accepted: 'torch'"
-            )
+        check_draft_backend(self, self.draft_backend, "draft_target_one_model")
         return self
 
     @property
@@ -134,6 +141,14 @@ class Eagle3DecodingConfig(EagleHeadDecodingConfig):
 
     decoding_type: Literal["Eagle3"] = "Eagle3"
     """An EAGLE-3 head: one layer that reads hidden states of the target."""
+    draft_backend: DraftBackend = "torch"
+    """What runs the layers of the head. `tensorrt` builds an engine at the first start and keeps it
+    on disk; `onnxruntime` is for CPUs. With `eagle3_one_model: false`."""
+
+    @model_validator(mode="after")
+    def _check_draft_backend(self) -> Eagle3DecodingConfig:
+        check_draft_backend(self, self.draft_backend, "eagle3_one_model")
+        return self
 
 
 class MTPDecodingConfig(DraftTreeDecodingConfig):

@@ -26,7 +26,9 @@ from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.registry import load_model
 from tllm_spec.zoo.registry import resolve_model
 
-LIMITS = EngineLimits(max_batch_size=20, max_chunk=256, max_cached=MAX_LEN, page_size=PAGE_SIZE)
+LIMITS = EngineLimits(
+    max_batch_size=20, max_window=2, max_chunk=256, max_cached=MAX_LEN, page_size=PAGE_SIZE
+)
 TYPES = {torch.float32: trt.float32, torch.bfloat16: trt.bfloat16, torch.float16: trt.float16}
 
 
@@ -47,6 +49,7 @@ def test_inputs_and_outputs_of_the_zoos_draft_network(dtype: torch.dtype) -> Non
     assert {tensor.name: (tuple(tensor.shape), tensor.dtype) for tensor in inputs} == {
         "token_ids": ((-1, -1), trt.int64),
         "positions": ((-1, -1), trt.int64),
+        "own_keys": ((-1, -1), trt.int64),
         "cached_rows": ((-1, -1), trt.int64),
     } | dict.fromkeys(heads, ((-1, 1, 32), own))
     assert {tensor.name: (tuple(tensor.shape), tensor.dtype) for tensor in outputs} == {

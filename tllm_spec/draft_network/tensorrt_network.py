@@ -9,7 +9,7 @@ import torch
 
 from tllm_spec.draft_network.decoder import BATCH, CACHED_ROWS, TOKEN_IDS
 from tllm_spec.draft_network.network import ALIGNMENT
-from tllm_spec.draft_network.tensorrt_build import MAX_WINDOW, EngineLimits
+from tllm_spec.draft_network.tensorrt_build import EngineLimits
 
 _Tensors = Mapping[str, torch.Tensor]
 
@@ -43,7 +43,7 @@ class TensorRTNetwork:
         self._trt = trt
         self._runtime, self._engine = loaded
         self._sizes = [profile[BATCH][2] for profile in limits.profiles[:-1]]
-        self._device = device
+        self._max_window, self._device = limits.max_window, device
         size = self._engine.device_memory_size_v2
         self._scratch = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
         # On the default stream TensorRT would make the host wait.
@@ -89,7 +89,7 @@ class TensorRTNetwork:
     def _profile(self, shape: torch.Size) -> int:
         """For token ids of this shape. The last profile is that of prompts."""
         batch_size, width = shape
-        if width > MAX_WINDOW:
+        if width > self._max_window:
             return len(self._sizes)
         return next(index for index, size in enumerate(self._sizes) if size >= batch_size)
 
