@@ -2,6 +2,7 @@
 it runs on torch's memory, with a stand-in for the engine."""
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.draft_network.head_pairs import head_pair, load_head, load_target
 from tests.draft_network.network_interpreter import PACKAGE, InterpretedNetwork, interpret, trt
 from tests.draft_network.step_pairs import CPU, MAX_LEN, PAGE_SIZE, load, network_side, torch_side
+from tests.draft_network.test_head_numbers import assert_equal_rounds
 from tests.draft_network.test_numbers import assert_close, assert_equal_steps
 from tllm_spec.draft_network import tensorrt_build
 from tllm_spec.draft_network.tensorrt_build import (
@@ -22,6 +25,7 @@ from tllm_spec.draft_network.tensorrt_build import (
 )
 from tllm_spec.draft_network.tensorrt_network import TensorRTNetwork
 from tllm_spec.draft_network.tensorrt_package import trt_logger
+from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.registry import load_model
 from tllm_spec.zoo.registry import resolve_model
@@ -39,22 +43,57 @@ def zoo_model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     return model
 
 
+def zoo_head(dtype: torch.dtype = torch.float32) -> Eagle3Head:
+    target = load_target(resolve_model("zoo:llama"), dtype)
+    return load_head(resolve_model("zoo:llama-eagle3"), target, 3)
+
+
+def shapes_of(number: int, get: Callable[[int], Any]) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and type of each input or output."""
+    tensors = map(get, range(number))
+    return {tensor.name: (tuple(tensor.shape), tensor.dtype) for tensor in tensors}
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_inputs_and_outputs_of_the_zoos_draft_network(dtype: torch.dtype) -> None:
     builder = trt.Builder(trt_logger(trt))
     network, _emitter = define(PACKAGE, builder, zoo_model(dtype))
-    inputs = [network.get_input(i) for i in range(network.num_inputs)]
-    outputs = [network.get_output(i) for i in range(network.num_outputs)]
     own, heads = TYPES[dtype], ("keys.0", "values.0", "keys.1", "values.1")
-    assert {tensor.name: (tuple(tensor.shape), tensor.dtype) for tensor in inputs} == {
+    assert shapes_of(network.num_inputs, network.get_input) == {
         "token_ids": ((-1, -1), trt.int64),
         "positions": ((-1, -1), trt.int64),
         "own_keys": ((-1, -1), trt.int64),
         "cached_rows": ((-1, -1), trt.int64),
     } | dict.fromkeys(heads, ((-1, 1, 32), own))
-    assert {tensor.name: (tuple(tensor.shape), tensor.dtype) for tensor in outputs} == {
-        "logits": ((-1, 2048), own)
-    } | {f"new_{name}": ((-1, -1, 1, 32), own) for name in heads}
+    assert shapes_of(network.num_outputs, network.get_output) == {"logits": ((-1, 2048), own)} | {
+        f"new_{name}": ((-1, -1, 1, 32), own) for name in heads
+    }
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_inputs_and_outputs_of_the_zoos_head(dtype: torch.dtype) -> None:
+    builder = trt.Builder(trt_logger(trt))
+    network, _emitter = define(PACKAGE, builder, zoo_head(dtype))
+    own, heads = TYPES[dtype], ("keys.0", "values.0")
+    assert shapes_of(network.num_inputs, network.get_input) == {
+        "token_ids": ((-1, -1), trt.int64),
+        "positions": ((-1, -1), trt.int64),
+        "own_keys": ((-1, -1), trt.int64),
+        "cached_rows": ((-1, -1), trt.int64),
+        "states": ((-1, -1, 192), own),
+        "wanted": ((-1,), trt.int64),
+    } | dict.fromkeys(heads, ((-1, 2, 32), own))
+    assert shapes_of(network.num_outputs, network.get_output) == {
+        "next_states": ((-1, 192), own),
+        "logits": ((-1, 1024), own),
+    } | {f"new_{name}": ((-1, -1, 2, 32), own) for name in heads}
+
+
+def test_the_zoos_head_builds_and_serialises() -> None:
+    head = zoo_head(torch.bfloat16)
+    layers = [*head.layers.parameters(), head.output.weight, head.borrowed.embed_tokens.weight]
+    weight_bytes = sum(each.numel() * each.element_size() for each in layers)
+    assert build(PACKAGE, head, replace(LIMITS, max_window=16)).nbytes > weight_bytes
 
 
 def test_the_zoos_draft_network_builds_and_serialises() -> None:
@@ -93,7 +132,7 @@ class StandInContext:
         self.shapes[name] = shape
         self.num_shapes_set += name == "token_ids"
         if name == "token_ids":
-            ranges = LIMITS.profiles[self.profile]
+            ranges = self.engine.limits.profiles[self.profile]
             sizes = zip(shape, (ranges["batch"], ranges["window"]), strict=True)
             return all(low <= size <= high for size, (low, _, high) in sizes)
         return True
@@ -125,8 +164,8 @@ class StandInContext:
 class StandInEngine:
     device_memory_size_v2 = 1000
 
-    def __init__(self, definition: Any) -> None:
-        self.definition = definition
+    def __init__(self, definition: Any, limits: EngineLimits = LIMITS) -> None:
+        self.definition, self.limits = definition, limits
         self.contexts: list[StandInContext] = []
         self.streams: list[int] = []
 
@@ -196,6 +235,18 @@ def test_an_engine_on_torchs_memory_gives_the_numbers_of_torch(
     assert len(default_stream.waits) == len(engine.streams)
     # One context for windows of 3 requests, and one for prompts.
     assert sorted(context.profile for context in engine.contexts) == [1, 3]
+
+
+def test_a_heads_engine_on_torchs_memory_gives_the_numbers_of_torch(
+    default_stream: StandInStream,
+) -> None:
+    head, limits = zoo_head(), replace(LIMITS, max_window=16)
+    interpreted = InterpretedNetwork(head)
+    engine = StandInEngine(interpreted.definition, limits)
+    network = TensorRTNetwork(trt, (None, engine), limits, CPU)
+    assert_equal_rounds(head_pair(head, network), 2048)
+    # Contexts for windows of 1 and of up to 8 requests, and one for prompts.
+    assert sorted(context.profile for context in engine.contexts) == [0, 1, 3]
 
 
 def test_each_shape_of_a_captured_run_has_a_context_of_its_own(
