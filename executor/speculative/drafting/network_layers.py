@@ -38,7 +38,7 @@ class NetworkLayers:
         self, draft: HeadNetwork, spec: SpecMetadata, pool: KVPool, rows: RowBuilder
     ) -> None:
         self.net = NetworkHeadNet(draft.head, spec)
-        self.rows = rows
+        self.pool, self.rows = pool, rows
         self._paged = PagedNetwork(draft.network, pool, rows)
         self._size = draft.config.hidden_size
 
