@@ -107,6 +107,9 @@ class EagleHeadDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig)
     `config.json` says, else a low, a middle and a high layer."""
     eagle3_model_arch: Literal["llama3"] = "llama3"
     """Architecture of the head."""
+    draft_backend: DraftBackend = "torch"
+    """What runs the layers of an EAGLE-3 head with `eagle3_one_model: false`. `tensorrt` builds an
+    engine at the first start and keeps it on disk; `onnxruntime` is for CPUs."""
 
     not_served: ClassVar[Mapping[str, NotServed]] = EAGLE_NOT_SERVED
     old_names: ClassVar[Mapping[str, str]] = TREE_NAMES
@@ -122,6 +125,11 @@ class EagleHeadDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig)
                 "captured, and null means a low, a middle and a high one"
             )
         return tuple(sorted(set(layers)))
+
+    @model_validator(mode="after")
+    def _check_draft_backend(self) -> EagleHeadDecodingConfig:
+        check_draft_backend(self, self.draft_backend, "eagle3_one_model")
+        return self
 
     @property
     def may_pause(self) -> bool:
@@ -141,14 +149,6 @@ class Eagle3DecodingConfig(EagleHeadDecodingConfig):
 
     decoding_type: Literal["Eagle3"] = "Eagle3"
     """An EAGLE-3 head: one layer that reads hidden states of the target."""
-    draft_backend: DraftBackend = "torch"
-    """What runs the layers of the head. `tensorrt` builds an engine at the first start and keeps it
-    on disk; `onnxruntime` is for CPUs. With `eagle3_one_model: false`."""
-
-    @model_validator(mode="after")
-    def _check_draft_backend(self) -> Eagle3DecodingConfig:
-        check_draft_backend(self, self.draft_backend, "eagle3_one_model")
-        return self
 
 
 class MTPDecodingConfig(DraftTreeDecodingConfig):

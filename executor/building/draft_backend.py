@@ -14,7 +14,11 @@ from tllm_spec.draft_network.tensorrt_package import find_tensorrt
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device_choice import cpu_threads, pick_dtype
 from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN
-from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft, draft_folder
+from tllm_spec.executor.speculative.drafting.loaded_draft import (
+    LoadedDraft,
+    draft_folder,
+    kind_of_head,
+)
 from tllm_spec.executor.speculative.modes import DraftModel
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3 import Eagle3Head
@@ -31,17 +35,23 @@ def check_draft_backend(plan: BuildPlan) -> None:
     if draft is None or draft.backend == "torch":
         return
     folder, dtype = draft_folder(draft), plan.dtype
-    config = (Eagle3Config if draft.is_head else ModelConfig).from_pretrained(folder)
-    reasons = []
-    if not draft.is_head and config.architecture not in ARCHITECTURES:
-        reasons.append(
-            f"its network is a dense decoder ({', '.join(ARCHITECTURES)}), and the draft model is "
-            f"{config.architecture}"
-        )
+    reasons, config = [], plan.config
+    if draft.is_head:
+        kind = kind_of_head(draft, folder)
+        if kind == "EAGLE-3":
+            config = Eagle3Config.from_pretrained(folder)
+        else:
+            reasons.append(f"its network is an EAGLE-3 head, and the head is {kind}")
+    else:
+        config = ModelConfig.from_pretrained(folder)
+        dtype = pick_dtype(plan.args.dtype, config.dtype, plan.device)
+        if config.architecture not in ARCHITECTURES:
+            reasons.append(
+                f"its network is a dense decoder ({', '.join(ARCHITECTURES)}), and the draft model "
+                f"is {config.architecture}"
+            )
     if (size := plan.mapping.world_size) > 1:
         reasons.append(f"it runs on one device, and tensor_parallel_size is {size}")
-    if not draft.is_head:  # a head has the target's
-        dtype = pick_dtype(plan.args.dtype, config.dtype, plan.device)
     if draft.backend == "onnxruntime":
         reasons += _why_no_onnxruntime(plan.device, dtype)
     else:

@@ -21,8 +21,6 @@ BATCH, WINDOW, CACHED, KV_ROWS = "batch", "window", "cached", "kv_rows"
 TOKEN_IDS, POSITIONS, OWN_KEYS = "token_ids", "positions", "own_keys"
 CACHED_ROWS, LOGITS = "cached_rows", "logits"
 NEVER = 1 << 40  # a position that no token has
-# Finite: a row of padding may see nothing, and its NaN would be another row's value times 0.
-NO_SCORE = -1e30
 
 
 def pool_inputs(layer: int) -> tuple[str, str]:
@@ -73,7 +71,7 @@ class Layers(Generic[Value]):
         halves = torch.tensor([1, 0], dtype=torch.int64)
         self._swapped = emitter.constant(halves)
         self._scale = self._number(config.head_dim**-0.5, 4)
-        self._no_score, self._no_value = self._number(NO_SCORE, 5), self._number(0.0, 4)
+        self._no_score, self._no_value = self._number(-torch.inf, 5), self._number(0.0, 4)
 
     def _tokens(self, weight: torch.Tensor) -> Value:
         """`[B, W, H]`: the rows of the input `token_ids` in an embedding."""
