@@ -8,7 +8,7 @@ import torch
 
 from tllm_spec.draft_network.definition import NetworkModel
 from tllm_spec.draft_network.network import ALIGNMENT, DraftNetwork, HeadNetwork, Network
-from tllm_spec.draft_network.tensorrt_build import EngineLimits, load_or_build
+from tllm_spec.draft_network.tensorrt_build import EngineLimits, load_or_build, max_kv_rows
 from tllm_spec.draft_network.tensorrt_network import TensorRTNetwork
 from tllm_spec.draft_network.tensorrt_package import find_tensorrt
 from tllm_spec.executor.building.plan import BuildPlan
@@ -93,6 +93,17 @@ def load_head_network(plan: BuildPlan, loaded: LoadedDraft) -> LoadedDraft:
     return replace(loaded, net=net)
 
 
+def check_pool(draft: LoadedDraft | None, num_rows: int) -> None:
+    """Raises ValueError if TensorRT cannot address a KV pool of so many tokens."""
+    if draft is None or draft.plan.backend != "tensorrt":
+        return
+    if num_rows > (most := max_kv_rows(draft.net.config)):
+        raise ValueError(
+            f"the KV cache has {num_rows} tokens, and with draft_backend = 'tensorrt' it has at "
+            f"most {most} of this drafter's; set kv_cache_config.max_tokens"
+        )
+
+
 def _network(model: NetworkModel, plan: BuildPlan, draft: DraftModel) -> Network:
     return (_onnxruntime if draft.backend == "onnxruntime" else _tensorrt)(model, plan)
 
@@ -117,7 +128,7 @@ def _tensorrt(model: NetworkModel, plan: BuildPlan) -> Network:
         return TensorRTNetwork(package.trt, loaded, limits, plan.device)
     except torch.cuda.OutOfMemoryError as error:
         raise ValueError(
-            "out of memory for the scratch memory of the draft model's engine, which grows with "
+            "out of memory for contexts and scratch memory of the draft engine, which grow with "
             f"max_batch_size = {limits.max_batch_size} times max_seq_len = {plan.max_seq_len}; "
             "lower one of them, or use draft_backend: torch"
         ) from error

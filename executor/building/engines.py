@@ -11,7 +11,11 @@ from tllm_spec.attention.choice import create_backend, create_batch_invariant
 from tllm_spec.attention.geometry import Geometry
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.draft_network.network import DraftNetwork, HeadNetwork
-from tllm_spec.executor.building.draft_backend import load_head_network, load_network
+from tllm_spec.executor.building.draft_backend import (
+    check_pool,
+    load_head_network,
+    load_network,
+)
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device_choice import pick_dtype
@@ -72,6 +76,7 @@ def build_engines(plan: BuildPlan) -> Engines:
         plan.args, models, plan.max_len, plan.communicator, reserved_bytes(plan, draft)
     )
     num_pages = plan.communicator.minimum(num_pages)
+    check_pool(draft, num_pages * plan.page_size)
     logger.info("KV cache: %d pages of %d tokens", num_pages - DUMMY_PAGES, plan.page_size)
     engine, kv, layers = _build_engine(
         plan,
@@ -84,7 +89,8 @@ def build_engines(plan: BuildPlan) -> Engines:
     own_engine = None
     if draft is not None and layers is None:
         own_engine = _build_draft_engine(plan, draft, num_pages)
-    in_torch = [model for model in models if not isinstance(model, DraftNetwork)]
+    with_heads = (each.head if isinstance(each, HeadNetwork) else each for each in models)
+    in_torch = [model for model in with_heads if not isinstance(model, DraftNetwork)]
     return Engines(engine, kv, own_engine, layers, in_torch)
 
 

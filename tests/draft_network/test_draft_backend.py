@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,6 +148,28 @@ def test_of_a_head_outside_torch_only_fuse_is_kept() -> None:
     assert {name for name, _ in net.head.named_parameters()} == {"fc.weight"}
 
 
+def engines_of(monkeypatch: pytest.MonkeyPatch, network: Callable[..., object]) -> None:
+    """A stand-in for TensorRT, which serves any device. network: made as `TensorRTNetwork`, but of
+    the model."""
+    monkeypatch.setattr(draft_backend, "find_tensorrt", lambda device: SimpleNamespace(trt=None))
+    monkeypatch.setattr(draft_backend, "load_or_build", lambda package, model, limits: model)
+    monkeypatch.setattr(draft_backend, "TensorRTNetwork", network)
+
+
+@pytest.mark.parametrize("make", [harness, head_harness])
+def test_a_pool_that_tensorrt_cannot_address_is_refused(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Harness]
+) -> None:
+    """Not when the first request runs."""
+    engines_of(monkeypatch, lambda trt, model, limits, device: EagerNetwork(model))
+    monkeypatch.setattr(draft_backend, "max_kv_rows", lambda config: 500)
+    own = {"draft_backend": "tensorrt"}
+    options: dict[str, Any] = own if make is harness else {"spec": own}
+    make(**options, kv_cache_config={"tokens_per_block": 32, "max_tokens": 400})
+    with pytest.raises(ValueError, match=r"has 544 tokens, .* at most 500 of this"):
+        make(**options, kv_cache_config={"tokens_per_block": 32, "max_tokens": 512})
+
+
 def test_the_engine_of_a_head_is_built_for_its_longest_window(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -157,9 +180,7 @@ def test_the_engine_of_a_head_is_built_for_its_longest_window(
         built.append(limits)
         return EagerNetwork(loaded)  # type: ignore[arg-type] # `load_or_build` below
 
-    monkeypatch.setattr(draft_backend, "find_tensorrt", lambda device: SimpleNamespace(trt=None))
-    monkeypatch.setattr(draft_backend, "load_or_build", lambda package, model, limits: model)
-    monkeypatch.setattr(draft_backend, "TensorRTNetwork", in_torch)
+    engines_of(monkeypatch, in_torch)
     for draft_len in (3, 20):
         head_harness(spec={"draft_backend": "tensorrt", "max_draft_len": draft_len})
     harness(draft_backend="tensorrt")
@@ -244,10 +265,7 @@ def test_an_engine_whose_scratch_memory_does_not_fit_is_refused_by_option(
     def too_large(*_: object) -> None:
         raise torch.cuda.OutOfMemoryError
 
-    found = SimpleNamespace(trt=None)
-    monkeypatch.setattr(draft_backend, "find_tensorrt", lambda device: found)
-    monkeypatch.setattr(draft_backend, "load_or_build", lambda *_: None)
-    monkeypatch.setattr(draft_backend, "TensorRTNetwork", too_large)
+    engines_of(monkeypatch, too_large)
     with pytest.raises(ValueError, match="max_batch_size = 8 times max_seq_len = 256; lower one"):
         harness(draft_backend="tensorrt")
 

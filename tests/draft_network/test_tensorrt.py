@@ -102,9 +102,19 @@ def test_the_zoos_draft_network_builds_and_serialises() -> None:
     assert build(PACKAGE, model, LIMITS).nbytes > weight_bytes
 
 
-def test_profiles_cover_every_batch_size_once_and_then_the_chunks_of_prompts() -> None:
-    *windows, prompts = replace(LIMITS, max_batch_size=100).profiles
-    sizes = [(1, 1, 1), (2, 8, 8), (9, 64, 64), (65, 100, 100)]
+@pytest.mark.parametrize(
+    ("max_batch_size", "sizes"),
+    [
+        (1, [(1, 1, 1)]),
+        (2, [(1, 1, 1), (2, 2, 2)]),
+        (9, [(1, 1, 1), (2, 8, 8), (9, 9, 9)]),
+        (100, [(1, 1, 1), (2, 8, 8), (9, 64, 64), (65, 100, 100)]),
+    ],
+)
+def test_profiles_cover_every_batch_size_once_and_then_the_chunks_of_prompts(
+    max_batch_size: int, sizes: list[tuple[int, int, int]]
+) -> None:
+    *windows, prompts = replace(LIMITS, max_batch_size=max_batch_size).profiles
     assert [profile["batch"] for profile in windows] == sizes
     assert {profile["window"] for profile in windows} == {(1, 1, 2)}
     assert prompts["batch"] == (1, 1, 1) and prompts["window"] == (1, 256, 256)
@@ -233,8 +243,8 @@ def test_an_engine_on_torchs_memory_gives_the_numbers_of_torch(
     # Not on the default stream, but in its order.
     assert set(engine.streams) == {default_stream.waits[0].cuda_stream}
     assert len(default_stream.waits) == len(engine.streams)
-    # One context for windows of 3 requests, and one for prompts.
-    assert sorted(context.profile for context in engine.contexts) == [1, 3]
+    # Of windows of 3 requests, and of prompts.
+    assert {context.profile for context in engine.contexts if context.num_shapes_set} == {1, 3}
 
 
 def test_a_heads_engine_on_torchs_memory_gives_the_numbers_of_torch(
@@ -245,8 +255,8 @@ def test_a_heads_engine_on_torchs_memory_gives_the_numbers_of_torch(
     engine = StandInEngine(interpreted.definition, limits)
     network = TensorRTNetwork(trt, (None, engine), limits, CPU)
     assert_equal_rounds(head_pair(head, network), 2048)
-    # Contexts for windows of 1 and of up to 8 requests, and one for prompts.
-    assert sorted(context.profile for context in engine.contexts) == [0, 1, 3]
+    used = {context.profile for context in engine.contexts if context.num_shapes_set}
+    assert used == {0, 1, 3}  # windows of 1 and of up to 8 requests, and prompts
 
 
 def test_each_shape_of_a_captured_run_has_a_context_of_its_own(
@@ -263,7 +273,28 @@ def test_each_shape_of_a_captured_run_has_a_context_of_its_own(
     for tokens in ([[1, 2]], [[3]], [[1, 2]], [[3]]):
         assert_close(*(side.step([0], [3], torch.tensor(tokens)) for side in sides))
     assert engine.streams[1:] == [capturing.cuda_stream] * 4
-    assert [context.num_shapes_set for context in engine.contexts] == [1, 1, 1]
+    own = engine.contexts[len(LIMITS.profiles) :]
+    assert [context.num_shapes_set for context in own] == [1, 1]
+
+
+def test_a_run_outside_captures_makes_no_context(default_stream: StandInStream) -> None:
+    """A context takes memory, and whoever makes one waits for the device: that is for start-up."""
+    interpreted = InterpretedNetwork(zoo_model())
+    engine = StandInEngine(interpreted.definition)
+    network = TensorRTNetwork(trt, (None, engine), LIMITS, CPU)
+    assert [context.profile for context in engine.contexts] == [0, 1, 2, 3]
+    side = network_side(load(resolve_model("zoo:llama-draft")), network)
+    side.read(0, [5, 6, 7])
+    side.step([0], [3], torch.tensor([[1, 2]]))
+    assert len(engine.contexts) == 4
+
+
+def test_a_context_that_tensorrt_cannot_make_is_out_of_memory(
+    default_stream: StandInStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandInEngine, "create_execution_context", lambda *_: None)
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="no execution context"):
+        TensorRTNetwork(trt, (None, StandInEngine(None)), LIMITS, CPU)
 
 
 @pytest.mark.parametrize("is_capturable", [True, False])
@@ -321,6 +352,22 @@ def test_a_kept_engine_that_does_not_load_is_built_again(builds: list[EngineLimi
     path.write_bytes(b"broken")
     assert load_or_build(PACKAGE, zoo_model(), LIMITS)[1] == "engine"
     assert builds == [LIMITS] and path.read_bytes() == b"built"
+
+
+def test_a_kept_engine_that_cannot_be_read_is_built_again(
+    builds: list[EngineLimits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_bytes = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path.suffix == ".engine":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_bytes(path)
+
+    load_or_build(PACKAGE, zoo_model(), LIMITS)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert load_or_build(PACKAGE, zoo_model(), LIMITS)[1] == "engine"
+    assert builds == [LIMITS] * 2
 
 
 def test_other_weights_limits_types_and_targets_have_engines_of_their_own() -> None:

@@ -17,6 +17,7 @@ from tllm_spec.executor.building import draft_backend
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
 from tllm_spec.llm import LLM
+from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.outputs import RequestOutput
 
 pytestmark = pytest.mark.gpu
@@ -105,6 +106,7 @@ def test_the_definition_in_torch_drafts_in_cuda_graphs(
     def in_torch(model: NetworkModel, plan: BuildPlan) -> Network:
         return EagerNetwork(model)
 
+    monkeypatch.setattr(Eagle3Head, "leave_fuse", lambda _: None)  # torch runs its layers
     monkeypatch.setattr(draft_backend, "find_tensorrt", lambda device: None)
     monkeypatch.setattr(draft_backend, "_tensorrt", in_torch)
     check(speculation, reference, cases, oracle)

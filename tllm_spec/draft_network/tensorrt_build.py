@@ -15,6 +15,7 @@ from tllm_spec.draft_network.definition import NetworkModel, emit_network, weigh
 from tllm_spec.draft_network.tensorrt_emitter import TensorRTEmitter
 from tllm_spec.draft_network.tensorrt_package import TensorRTPackage, trt_logger
 from tllm_spec.kernels.disk_cache import cache_folder, write_file
+from tllm_spec.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +69,8 @@ def load_or_build(
     """A runtime and its engine. Raises ValueError if TensorRT cannot build it."""
     path = engine_file(package, model, limits)
     runtime = package.trt.Runtime(trt_logger(package.trt))
-    if path.is_file():
-        engine = runtime.deserialize_cuda_engine(path.read_bytes())
+    if (kept := _kept(path)) is not None:
+        engine = runtime.deserialize_cuda_engine(kept)
         if engine is not None:
             logger.info("%s: the draft model's engine was read from %s", package.name, path)
             return runtime, engine
@@ -84,6 +85,17 @@ def load_or_build(
     return runtime, engine
 
 
+def _kept(path: Path) -> bytes | None:
+    """The engine of an earlier start. None: there is none that can be read."""
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        logger.warning("%s cannot be read (%s)", path, error.strerror)
+        return None
+
+
 def build(package: TensorRTPackage, model: NetworkModel, limits: EngineLimits) -> Any:
     """The serialised engine, as an IHostMemory. Raises ValueError if TensorRT cannot build it."""
     trt = package.trt
@@ -96,8 +108,7 @@ def build(package: TensorRTPackage, model: NetworkModel, limits: EngineLimits) -
         config.set_compute_capability(package.target, 0)
     if package.is_rtx:  # needed for CUDA graphs
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
-    kv_heads = model.config.num_kv_heads * model.config.head_dim
-    most = (2**31 - 1) // kv_heads  # TensorRT's limit of a tensor's elements
+    most = max_kv_rows(model.config)
     kv_rows = limits.page_size, min(limits.max_cached, most), most
     for profile in limits.profiles:
         config.add_optimization_profile(_profile(builder, network, {**profile, KV_ROWS: kv_rows}))
@@ -106,6 +117,11 @@ def build(package: TensorRTPackage, model: NetworkModel, limits: EngineLimits) -
     if serialised is None:
         raise ValueError(f"{package.name} cannot build the draft model's engine; see the log")
     return serialised
+
+
+def max_kv_rows(config: ModelConfig) -> int:
+    """Of a KV pool: TensorRT's limit of a tensor's elements."""
+    return int((2**31 - 1) // (config.num_kv_heads * config.head_dim))
 
 
 def define(

@@ -48,7 +48,8 @@ class TensorRTNetwork:
         self._scratch = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
         # On the default stream TensorRT would make the host wait.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch has no annotation
-        self._shared: dict[int, _Context] = {}
+        # Made before the pools take the memory that is left, and not in a round.
+        self._shared = [self._context(profile) for profile in range(len(limits.profiles))]
         self._captured: dict[tuple[torch.Size, torch.Size], _Context] = {}
 
     @functools.cached_property
@@ -69,7 +70,8 @@ class TensorRTNetwork:
             self._own_context(inputs).enqueue(inputs, outputs, current)
             return
         self._stream.wait_stream(current)
-        self._shared_context(inputs).enqueue(inputs, outputs, self._stream)
+        shared = self._shared[self._profile(inputs[TOKEN_IDS].shape)]
+        shared.enqueue(inputs, outputs, self._stream)
         current.wait_stream(self._stream)
 
     def _own_context(self, inputs: _Tensors) -> _Context:
@@ -79,12 +81,6 @@ class TensorRTNetwork:
         if key not in self._captured:
             self._captured[key] = self._context(self._profile(key[0]))
         return self._captured[key]
-
-    def _shared_context(self, inputs: _Tensors) -> _Context:
-        profile = self._profile(inputs[TOKEN_IDS].shape)
-        if profile not in self._shared:
-            self._shared[profile] = self._context(profile)
-        return self._shared[profile]
 
     def _profile(self, shape: torch.Size) -> int:
         """For token ids of this shape. The last profile is that of prompts."""
@@ -96,6 +92,8 @@ class TensorRTNetwork:
     def _context(self, profile: int) -> _Context:
         strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
         context = self._engine.create_execution_context(strategy)
+        if context is None:
+            raise torch.cuda.OutOfMemoryError("TensorRT makes no execution context; see the log")
         start = -(-self._scratch.data_ptr() // ALIGNMENT) * ALIGNMENT
         context.set_device_memory(start, self._engine.device_memory_size_v2)
         stream = self._stream.cuda_stream
