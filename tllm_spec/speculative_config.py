@@ -52,7 +52,7 @@ MTP_NOT_SERVED: Mapping[str, NotServed] = {
 }
 
 
-def check_draft_backend(
+def _check_backend(
     config: DraftModelDecodingConfig, backend: DraftBackend, one_model: str
 ) -> None:
     """one_model: the option that chooses the path. Raises ValueError where the backend does not
@@ -87,7 +87,7 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfi
 
     @model_validator(mode="after")
     def _check_draft_backend(self) -> DraftTargetDecodingConfig:
-        check_draft_backend(self, self.draft_backend, "draft_target_one_model")
+        _check_backend(self, self.draft_backend, "draft_target_one_model")
         return self
 
     @property
@@ -128,7 +128,7 @@ class EagleHeadDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig)
 
     @model_validator(mode="after")
     def _check_draft_backend(self) -> EagleHeadDecodingConfig:
-        check_draft_backend(self, self.draft_backend, "eagle3_one_model")
+        _check_backend(self, self.draft_backend, "eagle3_one_model")
         return self
 
     @property
