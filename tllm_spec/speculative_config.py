@@ -52,9 +52,7 @@ MTP_NOT_SERVED: Mapping[str, NotServed] = {
 }
 
 
-def _check_backend(
-    config: DraftModelDecodingConfig, backend: DraftBackend, one_model: str
-) -> None:
+def _check_backend(config: DraftModelDecodingConfig, backend: DraftBackend, one_model: str) -> None:
     """one_model: the option that chooses the path. Raises ValueError where the backend does not
     draft."""
     if backend == "torch":
