@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.draft_head import DraftHead
 
 SINGLE_THREAD_BYTES = 32 << 20
 
@@ -34,7 +35,7 @@ def pick_dtype(name: str, of_checkpoint: torch.dtype, device: torch.device) -> t
     return of_checkpoint if device.type == "cuda" else torch.float32
 
 
-def cpu_threads(target: CausalLM) -> int | None:
+def cpu_threads(target: CausalLM | DraftHead) -> int | None:
     """One thread for a model whose weights fit into a core's caches: waking others for every op
     costs more than they save. None: torch's own number."""
     if target.device.type != "cpu":

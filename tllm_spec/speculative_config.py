@@ -52,6 +52,24 @@ MTP_NOT_SERVED: Mapping[str, NotServed] = {
 }
 
 
+def _check_backend(config: DraftModelDecodingConfig, backend: DraftBackend, one_model: str) -> None:
+    """one_model: the option that chooses the path. Raises ValueError where the backend does not
+    draft."""
+    if backend == "torch":
+        return
+    reasons = []
+    if getattr(config, one_model):
+        reasons.append(f"{one_model} = True drafts in the target's own round")
+    if config.drafts_trees:
+        reasons.append("its network drafts chains, not trees")
+    if config.speculative_token_map is not None:
+        reasons.append("its network has no token map")
+    if reasons:
+        raise ValueError(
+            f"draft_backend = {backend!r} is refused: {'; '.join(reasons)}; accepted: 'torch'"
+        )
+
+
 class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
     """Drafts from a smaller model with the target's tokenizer."""
 
@@ -67,20 +85,7 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfi
 
     @model_validator(mode="after")
     def _check_draft_backend(self) -> DraftTargetDecodingConfig:
-        if self.draft_backend == "torch":
-            return self
-        reasons = []
-        if self.draft_target_one_model:
-            reasons.append("draft_target_one_model = True drafts in the target's own round")
-        if self.drafts_trees:
-            reasons.append("its network drafts chains, not trees")
-        if self.speculative_token_map is not None:
-            reasons.append("its network has no token map")
-        if reasons:
-            raise ValueError(
-                f"draft_backend = {self.draft_backend!r} is refused: {'; '.join(reasons)}; "
-                "accepted: 'torch'"
-            )
+        _check_backend(self, self.draft_backend, "draft_target_one_model")
         return self
 
     @property
@@ -100,6 +105,9 @@ class EagleHeadDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig)
     `config.json` says, else a low, a middle and a high layer."""
     eagle3_model_arch: Literal["llama3"] = "llama3"
     """Architecture of the head."""
+    draft_backend: DraftBackend = "torch"
+    """What runs the layers of an EAGLE-3 head with `eagle3_one_model: false`. `tensorrt` builds an
+    engine at the first start and keeps it on disk; `onnxruntime` is for CPUs."""
 
     not_served: ClassVar[Mapping[str, NotServed]] = EAGLE_NOT_SERVED
     old_names: ClassVar[Mapping[str, str]] = TREE_NAMES
@@ -115,6 +123,11 @@ class EagleHeadDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig)
                 "captured, and null means a low, a middle and a high one"
             )
         return tuple(sorted(set(layers)))
+
+    @model_validator(mode="after")
+    def _check_draft_backend(self) -> EagleHeadDecodingConfig:
+        _check_backend(self, self.draft_backend, "eagle3_one_model")
+        return self
 
     @property
     def may_pause(self) -> bool:

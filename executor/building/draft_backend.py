@@ -1,19 +1,28 @@
-"""A draft model whose network runs outside torch: what is refused, and how it is loaded."""
+"""A draft model or head whose network runs outside torch: what is refused, and how it is loaded."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from tllm_spec.draft_network.network import ALIGNMENT, DraftNetwork, Network
-from tllm_spec.draft_network.tensorrt_build import EngineLimits, load_or_build
+from tllm_spec.draft_network.definition import NetworkModel
+from tllm_spec.draft_network.network import ALIGNMENT, DraftNetwork, HeadNetwork, Network
+from tllm_spec.draft_network.tensorrt_build import EngineLimits, load_or_build, max_kv_rows
 from tllm_spec.draft_network.tensorrt_network import TensorRTNetwork
 from tllm_spec.draft_network.tensorrt_package import find_tensorrt
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device_choice import cpu_threads, pick_dtype
-from tllm_spec.executor.speculative.drafting.loaded_draft import draft_folder
+from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN
+from tllm_spec.executor.speculative.drafting.loaded_draft import (
+    LoadedDraft,
+    draft_folder,
+    kind_of_head,
+)
 from tllm_spec.executor.speculative.modes import DraftModel
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.eagle3 import Eagle3Head
+from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.registry import load_model
 
@@ -25,16 +34,24 @@ def check_draft_backend(plan: BuildPlan) -> None:
     draft = plan.draft_plan
     if draft is None or draft.backend == "torch":
         return
-    config = ModelConfig.from_pretrained(draft_folder(draft))
-    reasons = []
-    if config.architecture not in ARCHITECTURES:
-        reasons.append(
-            f"its network is a dense decoder ({', '.join(ARCHITECTURES)}), and the draft model is "
-            f"{config.architecture}"
-        )
+    folder, dtype = draft_folder(draft), plan.dtype
+    reasons, config = [], plan.config
+    if draft.is_head:
+        kind = kind_of_head(draft, folder)
+        if kind == "EAGLE-3":
+            config = Eagle3Config.from_pretrained(folder)
+        else:
+            reasons.append(f"its network is an EAGLE-3 head, and the head is {kind}")
+    else:
+        config = ModelConfig.from_pretrained(folder)
+        dtype = pick_dtype(plan.args.dtype, config.dtype, plan.device)
+        if config.architecture not in ARCHITECTURES:
+            reasons.append(
+                f"its network is a dense decoder ({', '.join(ARCHITECTURES)}), and the draft model "
+                f"is {config.architecture}"
+            )
     if (size := plan.mapping.world_size) > 1:
         reasons.append(f"it runs on one device, and tensor_parallel_size is {size}")
-    dtype = pick_dtype(plan.args.dtype, config.dtype, plan.device)
     if draft.backend == "onnxruntime":
         reasons += _why_no_onnxruntime(plan.device, dtype)
     else:
@@ -57,21 +74,51 @@ def load_network(plan: BuildPlan, draft: DraftModel, folder: Path) -> DraftNetwo
         max_positions=plan.max_len,
     )
     assert isinstance(model, LlamaForCausalLM)
-    in_onnxruntime = draft.backend == "onnxruntime"
-    network = (_onnxruntime if in_onnxruntime else _tensorrt)(model, plan)
-    return DraftNetwork(config, model.dtype, plan.device, network)
+    return DraftNetwork(config, model.dtype, plan.device, _network(model, plan, draft))
 
 
-def _onnxruntime(model: LlamaForCausalLM, plan: BuildPlan) -> Network:
+def load_head_network(plan: BuildPlan, loaded: LoadedDraft) -> LoadedDraft:
+    """Builds the network of a loaded head. Raises ValueError where that fails."""
+    head = loaded.net
+    assert isinstance(head, Eagle3Head)
+    network = _network(head, plan, loaded.plan)
+    if plan.graph_sizes and plan.device.type == "cuda" and not network.may_be_captured:
+        raise ValueError(
+            f"speculative_config.draft_backend = {loaded.plan.backend!r} is refused: TensorRT does "
+            "not allow CUDA graphs of the head's network; set cuda_graph_config: null, or use "
+            "draft_backend: torch"
+        )
+    head.leave_fuse()
+    net = HeadNetwork(head.config, head.dtype, head.device, network, head)
+    return replace(loaded, net=net)
+
+
+def check_pool(draft: LoadedDraft | None, num_rows: int) -> None:
+    """Raises ValueError if TensorRT cannot address a KV pool of so many tokens."""
+    if draft is None or draft.plan.backend != "tensorrt":
+        return
+    if num_rows > (most := max_kv_rows(draft.net.config)):
+        raise ValueError(
+            f"the KV cache has {num_rows} tokens, and with draft_backend = 'tensorrt' it has at "
+            f"most {most} of this drafter's; set kv_cache_config.max_tokens"
+        )
+
+
+def _network(model: NetworkModel, plan: BuildPlan, draft: DraftModel) -> Network:
+    return (_onnxruntime if draft.backend == "onnxruntime" else _tensorrt)(model, plan)
+
+
+def _onnxruntime(model: NetworkModel, plan: BuildPlan) -> Network:
     from tllm_spec.draft_network.onnxruntime_network import OnnxRuntimeNetwork
 
     return OnnxRuntimeNetwork(model, cpu_threads(model) or torch.get_num_threads())
 
 
-def _tensorrt(model: LlamaForCausalLM, plan: BuildPlan) -> Network:
+def _tensorrt(model: NetworkModel, plan: BuildPlan) -> Network:
     package = find_tensorrt(plan.device)
     limits = EngineLimits(
         max_batch_size=plan.slots.max_batch_size,
+        max_window=_max_window(model, plan),
         max_chunk=plan.args.max_num_tokens,
         max_cached=-(-plan.max_len // plan.page_size) * plan.page_size,
         page_size=plan.page_size,
@@ -81,10 +128,18 @@ def _tensorrt(model: LlamaForCausalLM, plan: BuildPlan) -> Network:
         return TensorRTNetwork(package.trt, loaded, limits, plan.device)
     except torch.cuda.OutOfMemoryError as error:
         raise ValueError(
-            "out of memory for the scratch memory of the draft model's engine, which grows with "
+            "out of memory for contexts and scratch memory of the draft engine, which grow with "
             f"max_batch_size = {limits.max_batch_size} times max_seq_len = {plan.max_seq_len}; "
             "lower one of them, or use draft_backend: torch"
         ) from error
+
+
+def _max_window(model: NetworkModel, plan: BuildPlan) -> int:
+    """A draft model reads two tokens in the first step of a round. A head reads what the round has
+    emitted, or what rounds without drafts have left."""
+    if isinstance(model, LlamaForCausalLM):
+        return 2
+    return max(plan.shapes.longest.path, BACKLOG_LEN)
 
 
 def _why_no_tensorrt(plan: BuildPlan, config: ModelConfig, dtype: torch.dtype) -> list[str]:

@@ -10,8 +10,12 @@ import torch
 from tllm_spec.attention.choice import create_backend, create_batch_invariant
 from tllm_spec.attention.geometry import Geometry
 from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.draft_network.network import DraftNetwork
-from tllm_spec.executor.building.draft_backend import load_network
+from tllm_spec.draft_network.network import DraftNetwork, HeadNetwork
+from tllm_spec.executor.building.draft_backend import (
+    check_pool,
+    load_head_network,
+    load_network,
+)
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device_choice import pick_dtype
@@ -35,6 +39,7 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     load_head,
     load_mtp,
 )
+from tllm_spec.executor.speculative.drafting.network_layers import NetworkLayers
 from tllm_spec.executor.speculative.modes import DraftEngine
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
@@ -71,6 +76,7 @@ def build_engines(plan: BuildPlan) -> Engines:
         plan.args, models, plan.max_len, plan.communicator, reserved_bytes(plan, draft)
     )
     num_pages = plan.communicator.minimum(num_pages)
+    check_pool(draft, num_pages * plan.page_size)
     logger.info("KV cache: %d pages of %d tokens", num_pages - DUMMY_PAGES, plan.page_size)
     engine, kv, layers = _build_engine(
         plan,
@@ -83,7 +89,8 @@ def build_engines(plan: BuildPlan) -> Engines:
     own_engine = None
     if draft is not None and layers is None:
         own_engine = _build_draft_engine(plan, draft, num_pages)
-    in_torch = [model for model in models if not isinstance(model, DraftNetwork)]
+    with_heads = (each.head if isinstance(each, HeadNetwork) else each for each in models)
+    in_torch = [model for model in with_heads if not isinstance(model, DraftNetwork)]
     return Engines(engine, kv, own_engine, layers, in_torch)
 
 
@@ -116,13 +123,14 @@ def load_draft(plan: BuildPlan, target: CausalLM) -> LoadedDraft:
         vocab_size = min(model.config.vocab_size, plan.config.vocab_size)
         keep_tokens(draft, model, vocab_size, plan.communicator)
         return LoadedDraft(draft, model, None)
-    return load_head(
+    loaded = load_head(
         draft,
         target,
         max_positions=plan.max_len,
         max_num_tokens=plan.args.max_num_tokens,
         communicator=plan.communicator,
     )
+    return loaded if draft.backend == "torch" else load_head_network(plan, loaded)
 
 
 def _load(
@@ -169,13 +177,12 @@ def _build_engine(
     geometry = model.config.attention_geometry(plan.mapping)
     pools = [_pool(plan, geometry, model.dtype, num_pages)]
     rows = _rows(plan, num_pages)
-    layers, spec = None, None
+    layers: DraftLayers | None = None
+    spec = None
     if draft is not None and draft.plan.shares_pages:
         own = draft.net.config.attention_geometry(plan.mapping)
         pools.append(_pool(plan, own, draft.net.dtype, num_pages))
-        backend = create_backend(plan.attention, own, pools[-1], plans_latents=plan.plans_latents)
-        layers = draft.layers(backend, rows, plan.config.vocab_size)
-        spec = draft.spec
+        layers, spec = _draft_layers(plan, draft, own, pools[-1], rows), draft.spec
     kv = KVCacheManager(
         _cache(plan, pools, lookahead=int(spec is not None)),
         pools[0],
@@ -189,6 +196,17 @@ def _build_engine(
             plan.attention, geometry, pools[0], plans_latents=plan.plans_latents
         )
     return ModelEngine(model, attention, rows, plan.config.vocab_size, spec), kv, layers
+
+
+def _draft_layers(
+    plan: BuildPlan, draft: LoadedDraft, geometry: Geometry, pool: KVPool, rows: RowBuilder
+) -> DraftLayers:
+    """A draft network on the target's pages; `pool` has its entries."""
+    if isinstance(draft.net, HeadNetwork):
+        assert draft.spec is not None
+        return NetworkLayers(draft.net, draft.spec, pool, rows)
+    backend = create_backend(plan.attention, geometry, pool, plans_latents=plan.plans_latents)
+    return draft.layers(backend, rows, plan.config.vocab_size)
 
 
 def _rows(plan: BuildPlan, num_pages: int) -> RowBuilder:

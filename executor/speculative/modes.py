@@ -257,6 +257,7 @@ def _eagle_head(config: DecodingBaseConfig) -> DraftModel:
         capture_layers=config.eagle3_layers_to_capture,
         shares_pages=True,
         in_target_forward=config.eagle3_one_model,
+        backend=config.draft_backend,
         head_kinds=("EAGLE-3",) if is_eagle3 else ("EAGLE-1/2", "EAGLE-3"),
         token_map=config.speculative_token_map,
     )

@@ -6,9 +6,8 @@ from itertools import count
 
 import torch
 
-from tllm_spec.draft_network.decoder import Decoder
+from tllm_spec.draft_network.definition import NetworkModel, emit_network
 from tllm_spec.draft_network.emitter import Emitter
-from tllm_spec.models.llama import LlamaForCausalLM
 
 
 class EagerEmitter(Emitter[torch.Tensor]):
@@ -92,9 +91,9 @@ class EagerEmitter(Emitter[torch.Tensor]):
 class EagerNetwork:
     may_be_captured = True
 
-    def __init__(self, model: LlamaForCausalLM) -> None:
+    def __init__(self, model: NetworkModel) -> None:
         self._model = model
         self._constants: list[torch.Tensor] = []
 
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
-        Decoder(EagerEmitter(inputs, outputs, self._constants), self._model).emit()
+        emit_network(EagerEmitter(inputs, outputs, self._constants), self._model)

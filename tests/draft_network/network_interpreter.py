@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from tllm_spec.draft_network.definition import NetworkModel
 from tllm_spec.draft_network.tensorrt_build import define
 from tllm_spec.draft_network.tensorrt_package import TensorRTPackage, trt_logger
-from tllm_spec.models.llama import LlamaForCausalLM
 
 trt = pytest.importorskip("tensorrt_rtx")  # there are wheels for Linux on x86-64
 PACKAGE = TensorRTPackage(trt, trt.ComputeCapability.SM89, "")
@@ -32,7 +32,7 @@ class InterpretedNetwork:
 
     may_be_captured = False
 
-    def __init__(self, model: LlamaForCausalLM) -> None:
+    def __init__(self, model: NetworkModel) -> None:
         self._builder = trt.Builder(trt_logger(trt))
         self.definition, self._emitter = define(PACKAGE, self._builder, model)
 

@@ -17,6 +17,7 @@ from tllm_spec.executor.engine.network_engine import NetworkEngine
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.registry import load_model
 
@@ -56,7 +57,7 @@ class Side:
 
 
 def torch_side(model: LlamaForCausalLM, input_vocab_size: int | None = None) -> Side:
-    pool, rows = _cache(model)
+    pool, rows = cache_of(model)
     geometry = model.config.attention_geometry(SINGLE_RANK)
     assert isinstance(geometry, AttentionGeometry)
     backend = VanillaAttention(geometry, pool)
@@ -67,13 +68,13 @@ def torch_side(model: LlamaForCausalLM, input_vocab_size: int | None = None) -> 
 def network_side(
     model: LlamaForCausalLM, network: Network, input_vocab_size: int | None = None
 ) -> Side:
-    pool, rows = _cache(model)
+    pool, rows = cache_of(model)
     draft = DraftNetwork(model.config, model.dtype, CPU, network)
     size = input_vocab_size or model.config.vocab_size
     return Side(NetworkEngine(draft, pool, rows, size), pool)
 
 
-def _cache(model: LlamaForCausalLM) -> tuple[KVPool, RowBuilder]:
+def cache_of(model: LlamaForCausalLM | Eagle3Head) -> tuple[KVPool, RowBuilder]:
     num_pages = MAX_LEN // PAGE_SIZE
     geometry = model.config.attention_geometry(SINGLE_RANK)
     pool = KVPool(

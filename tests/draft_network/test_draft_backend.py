@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +11,28 @@ from typing import Any
 import pytest
 import torch
 
+from tests.draft_network.eager_network import EagerNetwork
+from tests.draft_network.head_pairs import load_head, load_target
+from tests.executor.draft_caches import worker_of
 from tests.executor.harness import Harness
 from tests.models.helpers import save_checkpoint
+from tests.models.tiny_eagle import write_tiny_eagle
 from tests.test_layout import PACKAGE_FILES
+from tllm_spec.config import LlmArgs
 from tllm_spec.draft_network import tensorrt_package
+from tllm_spec.draft_network.network import HeadNetwork
+from tllm_spec.draft_network.tensorrt_build import EngineLimits
 from tllm_spec.draft_network.tensorrt_package import find_tensorrt, package_for
 from tllm_spec.draft_shape import chain_of
 from tllm_spec.executor.building import draft_backend
+from tllm_spec.executor.building.draft_backend import load_head_network
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
+from tllm_spec.executor.speculative.drafting.draft_net import HeadNet
+from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
-from tllm_spec.speculative_config import DraftTargetDecodingConfig
+from tllm_spec.executor.speculative.modes import draft_model_of
+from tllm_spec.speculative_config import DraftTargetDecodingConfig, Eagle3DecodingConfig
+from tllm_spec.zoo.registry import resolve_model
 
 LIBRARIES = ("onnx", "onnxruntime", "tensorrt", "tensorrt_rtx")
 TARGETS = {"NONE": 0, "CURRENT": 1, "SM75": 75, "SM89": 89, "SM120": 120}
@@ -75,6 +88,120 @@ def test_a_backend_outside_torch_drafts_chains_before_the_round(backend: str) ->
         )
     for sentence in (f"draft_backend = {backend!r}", "chains, not trees", "'torch'", "one_model"):
         assert sentence in str(refusal.value)
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+def test_a_head_outside_torch_drafts_chains_in_launches_of_its_own(backend: str) -> None:
+    options = {"max_draft_len": 3, "speculative_model": "d", "draft_backend": backend}
+    served = Eagle3DecodingConfig(**options, eagle3_one_model=False)
+    assert served.draft_backend == backend
+    with pytest.raises(ValueError) as refusal:
+        Eagle3DecodingConfig(**options, use_dynamic_tree=True, dynamic_tree_max_topK=2)
+    for sentence in (
+        f"draft_backend = {backend!r} is refused",
+        "eagle3_one_model = True drafts in the target's own round",
+        "its network drafts chains, not trees",
+    ):
+        assert sentence in str(refusal.value)
+
+
+@pytest.mark.parametrize("decoding_type", ["MTP", "NGram"])
+def test_other_drafters_have_no_backend(decoding_type: str) -> None:
+    config = {"decoding_type": decoding_type, "max_draft_len": 1, "draft_backend": "tensorrt"}
+    with pytest.raises(ValueError, match="is an option of Draft_Target and Eagle3 and Eagle, not"):
+        LlmArgs.from_kwargs("m", speculative_config=config)
+
+
+def head_harness(**options: Any) -> Harness:
+    spec = {
+        "decoding_type": "Eagle3",
+        "speculative_model": "zoo:llama-eagle3",
+        "max_draft_len": 3,
+        "eagle3_one_model": False,
+        "draft_backend": "onnxruntime",
+    }
+    return Harness("zoo:llama", speculative_config=spec | options.pop("spec", {}), **options)
+
+
+def test_a_head_is_refused_as_a_draft_model_is() -> None:
+    with pytest.raises(ValueError) as refusal:
+        head_harness(spec={"draft_backend": "tensorrt"}, kv_cache_config={"tokens_per_block": 1})
+    assert str(refusal.value) == (
+        "speculative_config.draft_backend = 'tensorrt' is refused: it runs on CUDA, and device is "
+        "'cpu'"
+    )
+    with pytest.raises(ValueError, match="it runs in float32, and dtype is 'bfloat16'"):
+        head_harness(dtype="bfloat16")
+
+
+def test_a_head_of_another_kind_is_refused(tmp_path: Path) -> None:
+    write_tiny_eagle(tmp_path)
+    spec = {"decoding_type": "Eagle", "speculative_model": str(tmp_path)}
+    with pytest.raises(ValueError, match=r"an EAGLE-3 head, and the head is EAGLE-1/2$"):
+        head_harness(spec=spec)
+    head_harness(spec={"decoding_type": "Eagle"}).submit([1, 2], max_tokens=9)
+
+
+def test_of_a_head_outside_torch_only_fuse_is_kept() -> None:
+    net = worker_of(head_harness()).net
+    assert isinstance(net, HeadNet)
+    assert {name for name, _ in net.head.named_parameters()} == {"fc.weight"}
+
+
+def engines_of(monkeypatch: pytest.MonkeyPatch, network: Callable[..., object]) -> None:
+    """A stand-in for TensorRT, which serves any device. network: made as `TensorRTNetwork`, but of
+    the model."""
+    monkeypatch.setattr(draft_backend, "find_tensorrt", lambda device: SimpleNamespace(trt=None))
+    monkeypatch.setattr(draft_backend, "load_or_build", lambda package, model, limits: model)
+    monkeypatch.setattr(draft_backend, "TensorRTNetwork", network)
+
+
+@pytest.mark.parametrize("make", [harness, head_harness])
+def test_a_pool_that_tensorrt_cannot_address_is_refused(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Harness]
+) -> None:
+    """Not when the first request runs."""
+    engines_of(monkeypatch, lambda trt, model, limits, device: EagerNetwork(model))
+    monkeypatch.setattr(draft_backend, "max_kv_rows", lambda config: 500)
+    own = {"draft_backend": "tensorrt"}
+    options: dict[str, Any] = own if make is harness else {"spec": own}
+    make(**options, kv_cache_config={"tokens_per_block": 32, "max_tokens": 400})
+    with pytest.raises(ValueError, match=r"has 544 tokens, .* at most 500 of this"):
+        make(**options, kv_cache_config={"tokens_per_block": 32, "max_tokens": 512})
+
+
+def test_the_engine_of_a_head_is_built_for_its_longest_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of accepted tokens, or of what rounds without drafts have left."""
+    built: list[EngineLimits] = []
+
+    def in_torch(_: object, loaded: object, limits: EngineLimits, device: object) -> object:
+        built.append(limits)
+        return EagerNetwork(loaded)  # type: ignore[arg-type] # `load_or_build` below
+
+    engines_of(monkeypatch, in_torch)
+    for draft_len in (3, 20):
+        head_harness(spec={"draft_backend": "tensorrt", "max_draft_len": draft_len})
+    harness(draft_backend="tensorrt")
+    assert [limits.max_window for limits in built] == [16, 21, 2]
+
+
+def test_a_heads_engine_that_cuda_graphs_cannot_hold_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = SimpleNamespace(may_be_captured=False)
+    monkeypatch.setattr(draft_backend, "_network", lambda *_: network)
+    plan: Any = SimpleNamespace(device=torch.device("cuda"), graph_sizes=(1, 2))
+    head = load_head(resolve_model("zoo:llama-eagle3"), load_target(resolve_model("zoo:llama")), 3)
+    options = {"max_draft_len": 3, "speculative_model": "d", "draft_backend": "tensorrt"}
+    draft = draft_model_of(Eagle3DecodingConfig(**options, eagle3_one_model=False))
+    assert draft is not None
+    with pytest.raises(ValueError, match="set cuda_graph_config: null, or use draft_backend: torc"):
+        load_head_network(plan, LoadedDraft(draft, head, None))
+    plan.graph_sizes = ()
+    loaded = load_head_network(plan, LoadedDraft(draft, head, None))
+    assert isinstance(loaded.net, HeadNetwork) and loaded.net.num_logits == 1024
 
 
 def test_onnxruntime_is_refused_with_every_reason_at_once(tmp_path: Path) -> None:
@@ -138,10 +265,7 @@ def test_an_engine_whose_scratch_memory_does_not_fit_is_refused_by_option(
     def too_large(*_: object) -> None:
         raise torch.cuda.OutOfMemoryError
 
-    found = SimpleNamespace(trt=None)
-    monkeypatch.setattr(draft_backend, "find_tensorrt", lambda device: found)
-    monkeypatch.setattr(draft_backend, "load_or_build", lambda *_: None)
-    monkeypatch.setattr(draft_backend, "TensorRTNetwork", too_large)
+    engines_of(monkeypatch, too_large)
     with pytest.raises(ValueError, match="max_batch_size = 8 times max_seq_len = 256; lower one"):
         harness(draft_backend="tensorrt")
 

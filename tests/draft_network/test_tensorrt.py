@@ -2,6 +2,7 @@
 it runs on torch's memory, with a stand-in for the engine."""
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.draft_network.head_pairs import head_pair, load_head, load_target
 from tests.draft_network.network_interpreter import PACKAGE, InterpretedNetwork, interpret, trt
 from tests.draft_network.step_pairs import CPU, MAX_LEN, PAGE_SIZE, load, network_side, torch_side
+from tests.draft_network.test_head_numbers import assert_equal_rounds
 from tests.draft_network.test_numbers import assert_close, assert_equal_steps
 from tllm_spec.draft_network import tensorrt_build
 from tllm_spec.draft_network.tensorrt_build import (
@@ -22,11 +25,14 @@ from tllm_spec.draft_network.tensorrt_build import (
 )
 from tllm_spec.draft_network.tensorrt_network import TensorRTNetwork
 from tllm_spec.draft_network.tensorrt_package import trt_logger
+from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.registry import load_model
 from tllm_spec.zoo.registry import resolve_model
 
-LIMITS = EngineLimits(max_batch_size=20, max_chunk=256, max_cached=MAX_LEN, page_size=PAGE_SIZE)
+LIMITS = EngineLimits(
+    max_batch_size=20, max_window=2, max_chunk=256, max_cached=MAX_LEN, page_size=PAGE_SIZE
+)
 TYPES = {torch.float32: trt.float32, torch.bfloat16: trt.bfloat16, torch.float16: trt.float16}
 
 
@@ -37,21 +43,57 @@ def zoo_model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     return model
 
 
+def zoo_head(dtype: torch.dtype = torch.float32) -> Eagle3Head:
+    target = load_target(resolve_model("zoo:llama"), dtype)
+    return load_head(resolve_model("zoo:llama-eagle3"), target, 3)
+
+
+def shapes_of(number: int, get: Callable[[int], Any]) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and type of each input or output."""
+    tensors = map(get, range(number))
+    return {tensor.name: (tuple(tensor.shape), tensor.dtype) for tensor in tensors}
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_inputs_and_outputs_of_the_zoos_draft_network(dtype: torch.dtype) -> None:
     builder = trt.Builder(trt_logger(trt))
     network, _emitter = define(PACKAGE, builder, zoo_model(dtype))
-    inputs = [network.get_input(i) for i in range(network.num_inputs)]
-    outputs = [network.get_output(i) for i in range(network.num_outputs)]
     own, heads = TYPES[dtype], ("keys.0", "values.0", "keys.1", "values.1")
-    assert {tensor.name: (tuple(tensor.shape), tensor.dtype) for tensor in inputs} == {
+    assert shapes_of(network.num_inputs, network.get_input) == {
         "token_ids": ((-1, -1), trt.int64),
         "positions": ((-1, -1), trt.int64),
+        "own_keys": ((-1, -1), trt.int64),
         "cached_rows": ((-1, -1), trt.int64),
     } | dict.fromkeys(heads, ((-1, 1, 32), own))
-    assert {tensor.name: (tuple(tensor.shape), tensor.dtype) for tensor in outputs} == {
-        "logits": ((-1, 2048), own)
-    } | {f"new_{name}": ((-1, -1, 1, 32), own) for name in heads}
+    assert shapes_of(network.num_outputs, network.get_output) == {"logits": ((-1, 2048), own)} | {
+        f"new_{name}": ((-1, -1, 1, 32), own) for name in heads
+    }
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_inputs_and_outputs_of_the_zoos_head(dtype: torch.dtype) -> None:
+    builder = trt.Builder(trt_logger(trt))
+    network, _emitter = define(PACKAGE, builder, zoo_head(dtype))
+    own, heads = TYPES[dtype], ("keys.0", "values.0")
+    assert shapes_of(network.num_inputs, network.get_input) == {
+        "token_ids": ((-1, -1), trt.int64),
+        "positions": ((-1, -1), trt.int64),
+        "own_keys": ((-1, -1), trt.int64),
+        "cached_rows": ((-1, -1), trt.int64),
+        "states": ((-1, -1, 192), own),
+        "wanted": ((-1,), trt.int64),
+    } | dict.fromkeys(heads, ((-1, 2, 32), own))
+    assert shapes_of(network.num_outputs, network.get_output) == {
+        "next_states": ((-1, 192), own),
+        "logits": ((-1, 1024), own),
+    } | {f"new_{name}": ((-1, -1, 2, 32), own) for name in heads}
+
+
+def test_the_zoos_head_builds_and_serialises() -> None:
+    head = zoo_head(torch.bfloat16)
+    layers = [*head.layers.parameters(), head.output.weight, head.borrowed.embed_tokens.weight]
+    weight_bytes = sum(each.numel() * each.element_size() for each in layers)
+    assert build(PACKAGE, head, replace(LIMITS, max_window=16)).nbytes > weight_bytes
 
 
 def test_the_zoos_draft_network_builds_and_serialises() -> None:
@@ -60,9 +102,19 @@ def test_the_zoos_draft_network_builds_and_serialises() -> None:
     assert build(PACKAGE, model, LIMITS).nbytes > weight_bytes
 
 
-def test_profiles_cover_every_batch_size_once_and_then_the_chunks_of_prompts() -> None:
-    *windows, prompts = replace(LIMITS, max_batch_size=100).profiles
-    sizes = [(1, 1, 1), (2, 8, 8), (9, 64, 64), (65, 100, 100)]
+@pytest.mark.parametrize(
+    ("max_batch_size", "sizes"),
+    [
+        (1, [(1, 1, 1)]),
+        (2, [(1, 1, 1), (2, 2, 2)]),
+        (9, [(1, 1, 1), (2, 8, 8), (9, 9, 9)]),
+        (100, [(1, 1, 1), (2, 8, 8), (9, 64, 64), (65, 100, 100)]),
+    ],
+)
+def test_profiles_cover_every_batch_size_once_and_then_the_chunks_of_prompts(
+    max_batch_size: int, sizes: list[tuple[int, int, int]]
+) -> None:
+    *windows, prompts = replace(LIMITS, max_batch_size=max_batch_size).profiles
     assert [profile["batch"] for profile in windows] == sizes
     assert {profile["window"] for profile in windows} == {(1, 1, 2)}
     assert prompts["batch"] == (1, 1, 1) and prompts["window"] == (1, 256, 256)
@@ -90,7 +142,7 @@ class StandInContext:
         self.shapes[name] = shape
         self.num_shapes_set += name == "token_ids"
         if name == "token_ids":
-            ranges = LIMITS.profiles[self.profile]
+            ranges = self.engine.limits.profiles[self.profile]
             sizes = zip(shape, (ranges["batch"], ranges["window"]), strict=True)
             return all(low <= size <= high for size, (low, _, high) in sizes)
         return True
@@ -122,8 +174,8 @@ class StandInContext:
 class StandInEngine:
     device_memory_size_v2 = 1000
 
-    def __init__(self, definition: Any) -> None:
-        self.definition = definition
+    def __init__(self, definition: Any, limits: EngineLimits = LIMITS) -> None:
+        self.definition, self.limits = definition, limits
         self.contexts: list[StandInContext] = []
         self.streams: list[int] = []
 
@@ -191,8 +243,20 @@ def test_an_engine_on_torchs_memory_gives_the_numbers_of_torch(
     # Not on the default stream, but in its order.
     assert set(engine.streams) == {default_stream.waits[0].cuda_stream}
     assert len(default_stream.waits) == len(engine.streams)
-    # One context for windows of 3 requests, and one for prompts.
-    assert sorted(context.profile for context in engine.contexts) == [1, 3]
+    # Of windows of 3 requests, and of prompts.
+    assert {context.profile for context in engine.contexts if context.num_shapes_set} == {1, 3}
+
+
+def test_a_heads_engine_on_torchs_memory_gives_the_numbers_of_torch(
+    default_stream: StandInStream,
+) -> None:
+    head, limits = zoo_head(), replace(LIMITS, max_window=16)
+    interpreted = InterpretedNetwork(head)
+    engine = StandInEngine(interpreted.definition, limits)
+    network = TensorRTNetwork(trt, (None, engine), limits, CPU)
+    assert_equal_rounds(head_pair(head, network), 2048)
+    used = {context.profile for context in engine.contexts if context.num_shapes_set}
+    assert used == {0, 1, 3}  # windows of 1 and of up to 8 requests, and prompts
 
 
 def test_each_shape_of_a_captured_run_has_a_context_of_its_own(
@@ -209,7 +273,28 @@ def test_each_shape_of_a_captured_run_has_a_context_of_its_own(
     for tokens in ([[1, 2]], [[3]], [[1, 2]], [[3]]):
         assert_close(*(side.step([0], [3], torch.tensor(tokens)) for side in sides))
     assert engine.streams[1:] == [capturing.cuda_stream] * 4
-    assert [context.num_shapes_set for context in engine.contexts] == [1, 1, 1]
+    own = engine.contexts[len(LIMITS.profiles) :]
+    assert [context.num_shapes_set for context in own] == [1, 1]
+
+
+def test_a_run_outside_captures_makes_no_context(default_stream: StandInStream) -> None:
+    """A context takes memory, and whoever makes one waits for the device: that is for start-up."""
+    interpreted = InterpretedNetwork(zoo_model())
+    engine = StandInEngine(interpreted.definition)
+    network = TensorRTNetwork(trt, (None, engine), LIMITS, CPU)
+    assert [context.profile for context in engine.contexts] == [0, 1, 2, 3]
+    side = network_side(load(resolve_model("zoo:llama-draft")), network)
+    side.read(0, [5, 6, 7])
+    side.step([0], [3], torch.tensor([[1, 2]]))
+    assert len(engine.contexts) == 4
+
+
+def test_a_context_that_tensorrt_cannot_make_is_out_of_memory(
+    default_stream: StandInStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandInEngine, "create_execution_context", lambda *_: None)
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="no execution context"):
+        TensorRTNetwork(trt, (None, StandInEngine(None)), LIMITS, CPU)
 
 
 @pytest.mark.parametrize("is_capturable", [True, False])
@@ -267,6 +352,22 @@ def test_a_kept_engine_that_does_not_load_is_built_again(builds: list[EngineLimi
     path.write_bytes(b"broken")
     assert load_or_build(PACKAGE, zoo_model(), LIMITS)[1] == "engine"
     assert builds == [LIMITS] and path.read_bytes() == b"built"
+
+
+def test_a_kept_engine_that_cannot_be_read_is_built_again(
+    builds: list[EngineLimits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_bytes = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path.suffix == ".engine":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_bytes(path)
+
+    load_or_build(PACKAGE, zoo_model(), LIMITS)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert load_or_build(PACKAGE, zoo_model(), LIMITS)[1] == "engine"
+    assert builds == [LIMITS] * 2
 
 
 def test_other_weights_limits_types_and_targets_have_engines_of_their_own() -> None:

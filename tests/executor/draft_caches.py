@@ -14,9 +14,12 @@ from tests.models.helpers import PagedRunner
 from tests.models.tiny_eagle import write_tiny_eagle
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.kv_cache import unread_by_draft
+from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
 from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, HeadNet
+from tllm_spec.executor.speculative.drafting.network_layers import NetworkLayers
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.kernels.gumbel import gumbel_noise
 
@@ -74,7 +77,9 @@ def one_model(
         return draft_target(draft, draft_len, **options)
     if mode == "draft_target":
         return draft_target(draft, draft_len, draft_target_one_model=True, **options)
-    options["eagle3_one_model"] = not mode.endswith("_two_model")
+    options["eagle3_one_model"] = not mode.endswith(("_two_model", "_onnxruntime"))
+    if mode.endswith("_onnxruntime"):
+        options["draft_backend"] = "onnxruntime"
     if mode.startswith("eagle3"):
         return eagle3(head, draft_len, **options)
     return eagle(head / "eagle", draft_len, **options)
@@ -106,7 +111,11 @@ def pools_of(harness: Harness) -> list[KVPool]:
     """The target's, then the one of the layers that share its pages, if there are any."""
     if not isinstance(harness.parts.runner.round_end, DraftWorker):
         return [harness.parts.kv.pool]
-    return [harness.parts.kv.pool, worker_of(harness)._layers.backend.pool]
+    layers = worker_of(harness)._layers
+    if isinstance(layers, NetworkLayers):
+        return [harness.parts.kv.pool, layers.pool]
+    assert isinstance(layers, TorchLayers)
+    return [harness.parts.kv.pool, layers.backend.pool]
 
 
 def spoil_free_pages(harness: Harness) -> None:
@@ -211,9 +220,18 @@ def with_lengths(harness: Harness, lengths: Iterator[int] | int) -> None:
 
 
 def count_forwards(harness: Harness) -> list[int]:
-    """Rows of every forward of the draft network."""
+    """Rows of every forward of the draft network; of chunks outside torch, each is a forward."""
     rows: list[int] = []
-    net = worker_of(harness).net
+    layers, net = worker_of(harness)._layers, worker_of(harness).net
+    if isinstance(layers, NetworkLayers):
+        run = layers._run
+
+        def counted_run(windows: Windows, *others: Any) -> torch.Tensor:
+            rows.append(windows.token_ids.numel())
+            return run(windows, *others)
+
+        layers._run = counted_run  # type: ignore[method-assign] # a spy on this one object
+        return rows
     forward = net.forward
 
     def counted(token_ids: torch.Tensor, *others: Any) -> torch.Tensor:

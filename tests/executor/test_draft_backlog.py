@@ -36,8 +36,9 @@ from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN, DraftBacklog
+from tllm_spec.models.eagle3 import Eagle3Head
 
-MODES = ["draft_target", "eagle3", "eagle3_two_model", "eagle"]
+MODES = ["draft_target", "eagle3", "eagle3_two_model", "eagle3_onnxruntime", "eagle"]
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
 PAGES = {"kv_cache_config": {"tokens_per_block": 4}}
 NO_OVERLAP = {"disable_overlap_scheduler": True}
@@ -50,8 +51,12 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=MODES)
-def speculation(request: pytest.FixtureRequest, tiny_draft: Path, head: Path) -> dict[str, Any]:
-    """A mode whose drafts are made inside the forward, and whose rounds may have none."""
+def speculation(
+    request: pytest.FixtureRequest, tiny_draft: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """A mode whose draft network has the target's pages, and whose rounds may have no drafts."""
+    # The head in torch is the reference of the one outside.
+    monkeypatch.setattr(Eagle3Head, "leave_fuse", lambda _: None)
     return one_model(tiny_draft, head, request.param, **MAY_PAUSE)
 
 

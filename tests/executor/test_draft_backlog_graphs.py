@@ -15,6 +15,7 @@ from tllm_spec.executor.graphs.slot_graphs import SlotGraphs, graph_keys
 from tllm_spec.executor.request import LlmRequest
 
 MODES = ["draft_target", "eagle3", "eagle3_two_model"]
+ON_CPU = [*MODES, "eagle3_onnxruntime"]
 PAUSES = {"draft_len_schedule": {1: 3, 5: 0}}
 
 
@@ -80,7 +81,7 @@ def assert_alike(ours: list[LlmRequest], theirs: list[LlmRequest]) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ON_CPU)
 def test_a_captured_catch_up_writes_what_an_eager_one_writes(
     tiny: Path, tiny_draft: Path, head: Path, eager_graphs: None, mode: str, sampled: bool
 ) -> None:
@@ -92,7 +93,7 @@ def test_a_captured_catch_up_writes_what_an_eager_one_writes(
     assert all_pages_are_back(harness.executor)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ON_CPU)
 def test_no_catch_up_has_more_rows_than_a_round_may_have(
     tiny: Path, tiny_draft: Path, head: Path, eager_graphs: None, mode: str
 ) -> None:

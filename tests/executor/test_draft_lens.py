@@ -15,7 +15,7 @@ from tllm_spec.draft_shape import DraftShape, DraftShapes, chain_of
 from tllm_spec.executor.building.draft_lens import without_outliers
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
-from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
+from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
 from tllm_spec.speculative_config import NGramDecodingConfig
 
 LADDER = {"candidate_steps": [0, 1, 4]}
@@ -83,7 +83,7 @@ def test_without_graphs_a_separate_drafter_is_timed_with_dummy_requests(
     mode: str,
 ) -> None:
     """Each forward of its network takes 10 ms. The dummy requests leave nothing behind."""
-    network: Any = {"draft_target": ModelEngine, "eagle3_two_model": DraftLayers}[mode]
+    network: Any = {"draft_target": ModelEngine, "eagle3_two_model": TorchLayers}[mode]
     forward = network.forward
 
     def slow(*args: Any, **keywords: Any) -> Any:

@@ -1,6 +1,7 @@
 """An EAGLE-3 head in launches of its own (two-model path): it drafts in the round that it reads, as
 the one-model path does, and its rounds overlap."""
 
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -166,3 +167,30 @@ def test_after_a_pause_the_head_drafts_as_if_there_had_been_none(
     assert len(own) > 15 and all(
         windows[0][key] == window for key, window in own.items() if key in windows[0]
     )
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["undisturbed", "small_pool"])
+@pytest.mark.parametrize("rejects", [False, True], ids=["coupled", "independent"])
+def test_a_head_outside_torch_makes_the_windows_of_the_head_in_torch(
+    tiny: Path,
+    head: Path,
+    eager_graphs: None,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    rejects: bool,
+    graphs: bool,
+) -> None:
+    windows = []
+    for backend in ("onnxruntime", "torch"):
+        speculation = two_model(head, draft_backend=backend, use_rejection_sampling=rejects)
+        make = partial(with_graphs, sizes=(2, 4), draft_lens={0, 3}) if graphs else Harness
+        harness = make(tiny, **options | {"max_batch_size": 8}, **speculation)
+        windows.append(watch_windows(harness, monkeypatch))
+        submit_traffic(harness, Random(5), 14)
+        harness.run()
+        assert bool(harness.parts.scheduler.num_preemptions) == bool(options)
+        assert all_pages_are_back(harness.executor)
+    assert windows[0] == windows[1]
+    assert sum(len(window) == 4 for window in windows[0].values()) > 20

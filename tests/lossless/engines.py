@@ -28,6 +28,12 @@ MODES: dict[str, dict[str, Any] | None] = {
         "speculative_model": HEAD,
         "eagle3_one_model": False,
     },
+    "eagle3_onnxruntime": {
+        "decoding_type": "Eagle3",
+        "speculative_model": HEAD,
+        "eagle3_one_model": False,
+        "draft_backend": "onnxruntime",
+    },
 }
 DYNAMIC_TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4}
 TREES = ("eagle3", "eagle3_two_model", "draft_target_one_model", "draft_target", "ngram")
@@ -39,9 +45,10 @@ LONG_ONLY = (
     "draft_target_one_model_tree",
     "draft_target_tree",
     "draft_target_onnxruntime",
+    "eagle3_onnxruntime",
     "eagle3_static",
 )
-ON_GPU = tuple(mode for mode in MODES if mode != "draft_target_onnxruntime")
+ON_GPU = tuple(mode for mode in MODES if not mode.endswith("_onnxruntime"))
 OVERLAPPING = tuple(mode for mode in MODES if not mode.startswith("ngram"))
 
 

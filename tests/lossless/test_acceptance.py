@@ -189,6 +189,16 @@ def test_a_drafter_proposes_the_same_inside_the_targets_forward_and_outside(
     assert undisturbed(one_model) == undisturbed(two_model)
 
 
+@pytest.mark.parametrize(
+    ("in_torch", "outside"),
+    [("draft_target", "draft_target_onnxruntime"), ("eagle3_two_model", "eagle3_onnxruntime")],
+)
+def test_a_drafter_proposes_the_same_outside_torch(
+    undisturbed: Callable[..., SpeculativeStats], in_torch: str, outside: str
+) -> None:
+    assert undisturbed(in_torch) == undisturbed(outside)
+
+
 def test_the_zoos_head_reaches_its_trained_acceptance(
     long_prompts: list[list[int]],
 ) -> None:

@@ -161,6 +161,7 @@ def test_a_strategy_moves_between_draft_lengths_and_changes_no_text(
         ("eagle3", True),
         ("draft_target", False),
         pytest.param("eagle3_two_model", True, marks=pytest.mark.slow),
+        pytest.param("eagle3_onnxruntime", True, marks=pytest.mark.slow),
     ],
 )
 def test_sampled_texts_are_those_of_plain_decoding_while_tiers_change(

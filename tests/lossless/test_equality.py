@@ -99,6 +99,7 @@ FLOORS = {
     "draft_target_map": 1.2,
     "draft_target_map_tree": 1.3,
     "draft_target_one_model_map": 1.2,
+    "eagle3_onnxruntime": 1.3,
 }
 
 

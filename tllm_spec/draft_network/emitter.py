@@ -22,7 +22,7 @@ class Emitter(ABC, Generic[Value]):
 
     @abstractmethod
     def constant(self, tensor: torch.Tensor) -> Value:
-        """A tensor on the host, which must not change."""
+        """A tensor that must not change."""
 
     @abstractmethod
     def linear(self, x: Value, weight: torch.Tensor) -> Value:

@@ -7,13 +7,14 @@ from typing import Protocol
 import torch
 
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.draft_head import DraftHead
 
 # Of a tensor's address, in bytes: what TensorRT asks for. torch allocates at multiples of 512.
 ALIGNMENT = 256
 
 
 class Network(Protocol):
-    """A network that `Decoder` has defined."""
+    """A network that `Decoder` or `HeadDecoder` has defined."""
 
     @property
     def may_be_captured(self) -> bool:
@@ -36,3 +37,14 @@ class DraftNetwork:
     def num_logits(self) -> int:
         """Of one row."""
         return self.config.vocab_size
+
+
+@dataclass(frozen=True)
+class HeadNetwork(DraftNetwork):
+    """Of a head whose layers run in the network. `head`: what is left to torch, which is `fuse`."""
+
+    head: DraftHead
+
+    @property
+    def num_logits(self) -> int:
+        return self.head.num_logits

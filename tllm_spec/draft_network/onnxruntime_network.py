@@ -6,9 +6,8 @@ import numpy as np
 import onnxruntime
 import torch
 
-from tllm_spec.draft_network.decoder import Decoder
+from tllm_spec.draft_network.definition import NetworkModel, emit_network
 from tllm_spec.draft_network.onnx_emitter import OnnxEmitter
-from tllm_spec.models.llama import LlamaForCausalLM
 
 _TYPES = {torch.float32: np.float32, torch.int64: np.int64}
 
@@ -18,9 +17,9 @@ class OnnxRuntimeNetwork:
 
     may_be_captured = False
 
-    def __init__(self, model: LlamaForCausalLM, num_threads: int) -> None:
+    def __init__(self, model: NetworkModel, num_threads: int) -> None:
         emitter = OnnxEmitter()
-        Decoder(emitter, model).emit()
+        emit_network(emitter, model)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = num_threads
         # Waiting threads would take time from the target's.

@@ -3,43 +3,35 @@ serialised engine is kept on disk."""
 
 import hashlib
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import torch
 
-from tllm_spec.draft_network.decoder import (
-    BATCH,
-    CACHED,
-    KV_ROWS,
-    WINDOW,
-    Decoder,
-)
+from tllm_spec.draft_network.decoder import BATCH, CACHED, KV_ROWS, WINDOW
+from tllm_spec.draft_network.definition import NetworkModel, emit_network, weights_of
 from tllm_spec.draft_network.tensorrt_emitter import TensorRTEmitter
 from tllm_spec.draft_network.tensorrt_package import TensorRTPackage, trt_logger
 from tllm_spec.kernels.disk_cache import cache_folder, write_file
-from tllm_spec.models.llama import LlamaForCausalLM
+from tllm_spec.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-# The first step of a round reads two tokens, the others one.
-MAX_WINDOW = 2
 _BATCH_STEP = 8
-_SOURCES = ("decoder.py", "tensorrt_emitter.py", "tensorrt_build.py")
+_SOURCES = ("decoder.py", "head_decoder.py", "tensorrt_emitter.py", "tensorrt_build.py")
 
 Range = tuple[int, int, int]  # minimum, the size to optimise for, maximum
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What an engine is built for. max_cached: entries before a window, a multiple of
-    `page_size`."""
+    """What an engine is built for. max_window: tokens of each request in a batch; max_cached:
+    entries before a window, a multiple of `page_size`."""
 
     max_batch_size: int
+    max_window: int
     max_chunk: int
     max_cached: int
     page_size: int
@@ -53,32 +45,32 @@ class EngineLimits:
         while smallest <= self.max_batch_size:
             size = 1 if smallest == 1 else (smallest - 1) * _BATCH_STEP
             size = min(size, self.max_batch_size)
-            found.append({BATCH: (smallest, size, size), WINDOW: (1, 1, MAX_WINDOW)})
+            found.append({BATCH: (smallest, size, size), WINDOW: (1, 1, self.max_window)})
             smallest = size + 1
         found.append({BATCH: (1, 1, 1), WINDOW: (1, min(512, self.max_chunk), self.max_chunk)})
         return [profile | {CACHED: cached} for profile in found]
 
 
-def engine_file(package: TensorRTPackage, model: LlamaForCausalLM, limits: EngineLimits) -> Path:
+def engine_file(package: TensorRTPackage, model: NetworkModel, limits: EngineLimits) -> Path:
     """Where the engine of these weights, limits and versions is kept."""
     built_for = package.target or package.device_name
     facts = (package.name, built_for, model.config, model.dtype, limits)
     digest = hashlib.sha256(repr(facts).encode())
     for source in _SOURCES:
         digest.update(Path(__file__).with_name(source).read_bytes())
-    for tensor in _weights(model):
-        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().data)
+    for tensor in weights_of(model):
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return cache_folder() / "engines" / f"{digest.hexdigest()}.engine"
 
 
 def load_or_build(
-    package: TensorRTPackage, model: LlamaForCausalLM, limits: EngineLimits
+    package: TensorRTPackage, model: NetworkModel, limits: EngineLimits
 ) -> tuple[Any, Any]:
     """A runtime and its engine. Raises ValueError if TensorRT cannot build it."""
     path = engine_file(package, model, limits)
     runtime = package.trt.Runtime(trt_logger(package.trt))
-    if path.is_file():
-        engine = runtime.deserialize_cuda_engine(path.read_bytes())
+    if (kept := _kept(path)) is not None:
+        engine = runtime.deserialize_cuda_engine(kept)
         if engine is not None:
             logger.info("%s: the draft model's engine was read from %s", package.name, path)
             return runtime, engine
@@ -93,7 +85,18 @@ def load_or_build(
     return runtime, engine
 
 
-def build(package: TensorRTPackage, model: LlamaForCausalLM, limits: EngineLimits) -> Any:
+def _kept(path: Path) -> bytes | None:
+    """The engine of an earlier start. None: there is none that can be read."""
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        logger.warning("%s cannot be read (%s)", path, error.strerror)
+        return None
+
+
+def build(package: TensorRTPackage, model: NetworkModel, limits: EngineLimits) -> Any:
     """The serialised engine, as an IHostMemory. Raises ValueError if TensorRT cannot build it."""
     trt = package.trt
     builder = trt.Builder(trt_logger(trt))
@@ -105,8 +108,7 @@ def build(package: TensorRTPackage, model: LlamaForCausalLM, limits: EngineLimit
         config.set_compute_capability(package.target, 0)
     if package.is_rtx:  # needed for CUDA graphs
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
-    kv_heads = model.config.num_kv_heads * model.config.head_dim
-    most = (2**31 - 1) // kv_heads  # TensorRT's limit of a tensor's elements
+    most = max_kv_rows(model.config)
     kv_rows = limits.page_size, min(limits.max_cached, most), most
     for profile in limits.profiles:
         config.add_optimization_profile(_profile(builder, network, {**profile, KV_ROWS: kv_rows}))
@@ -117,14 +119,19 @@ def build(package: TensorRTPackage, model: LlamaForCausalLM, limits: EngineLimit
     return serialised
 
 
+def max_kv_rows(config: ModelConfig) -> int:
+    """Of a KV pool: TensorRT's limit of a tensor's elements."""
+    return int((2**31 - 1) // (config.num_kv_heads * config.head_dim))
+
+
 def define(
-    package: TensorRTPackage, builder: Any, model: LlamaForCausalLM
+    package: TensorRTPackage, builder: Any, model: NetworkModel
 ) -> tuple[Any, TensorRTEmitter]:
     """The network, and the emitter that must live as long."""
     is_typed = 1 << int(package.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(is_typed)
     emitter = TensorRTEmitter(package.trt, network)
-    Decoder(emitter, model).emit()
+    emit_network(emitter, model)
     return network, emitter
 
 
@@ -141,7 +148,3 @@ def _profile(builder: Any, network: Any, ranges: dict[str, Range]) -> Any:
         ]
         profile.set_shape(tensor.name, *shapes)
     return profile
-
-
-def _weights(model: LlamaForCausalLM) -> Iterator[torch.Tensor]:
-    return chain(model.parameters(), (model.model.cos_sin,))

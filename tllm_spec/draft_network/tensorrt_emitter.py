@@ -40,7 +40,7 @@ class TensorRTEmitter(Emitter[Any]):
         self._network.mark_output(value)
 
     def constant(self, tensor: torch.Tensor) -> Any:
-        kept = tensor.detach().contiguous()
+        kept = tensor.detach().cpu().contiguous()
         self._constants.append(kept)
         weights = self._trt.Weights(self._types[kept.dtype], kept.data_ptr(), kept.numel())
         return self._first(self._network.add_constant(tuple(kept.shape), weights))

@@ -9,7 +9,7 @@ import torch
 
 from tllm_spec.draft_network.decoder import BATCH, CACHED_ROWS, TOKEN_IDS
 from tllm_spec.draft_network.network import ALIGNMENT
-from tllm_spec.draft_network.tensorrt_build import MAX_WINDOW, EngineLimits
+from tllm_spec.draft_network.tensorrt_build import EngineLimits
 
 _Tensors = Mapping[str, torch.Tensor]
 
@@ -43,12 +43,13 @@ class TensorRTNetwork:
         self._trt = trt
         self._runtime, self._engine = loaded
         self._sizes = [profile[BATCH][2] for profile in limits.profiles[:-1]]
-        self._device = device
+        self._max_window, self._device = limits.max_window, device
         size = self._engine.device_memory_size_v2
         self._scratch = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
         # On the default stream TensorRT would make the host wait.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch has no annotation
-        self._shared: dict[int, _Context] = {}
+        # Made before the pools take the memory that is left, and not in a round.
+        self._shared = [self._context(profile) for profile in range(len(limits.profiles))]
         self._captured: dict[tuple[torch.Size, torch.Size], _Context] = {}
 
     @functools.cached_property
@@ -69,7 +70,8 @@ class TensorRTNetwork:
             self._own_context(inputs).enqueue(inputs, outputs, current)
             return
         self._stream.wait_stream(current)
-        self._shared_context(inputs).enqueue(inputs, outputs, self._stream)
+        shared = self._shared[self._profile(inputs[TOKEN_IDS].shape)]
+        shared.enqueue(inputs, outputs, self._stream)
         current.wait_stream(self._stream)
 
     def _own_context(self, inputs: _Tensors) -> _Context:
@@ -80,22 +82,18 @@ class TensorRTNetwork:
             self._captured[key] = self._context(self._profile(key[0]))
         return self._captured[key]
 
-    def _shared_context(self, inputs: _Tensors) -> _Context:
-        profile = self._profile(inputs[TOKEN_IDS].shape)
-        if profile not in self._shared:
-            self._shared[profile] = self._context(profile)
-        return self._shared[profile]
-
     def _profile(self, shape: torch.Size) -> int:
         """For token ids of this shape. The last profile is that of prompts."""
         batch_size, width = shape
-        if width > MAX_WINDOW:
+        if width > self._max_window:
             return len(self._sizes)
         return next(index for index, size in enumerate(self._sizes) if size >= batch_size)
 
     def _context(self, profile: int) -> _Context:
         strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
         context = self._engine.create_execution_context(strategy)
+        if context is None:
+            raise torch.cuda.OutOfMemoryError("TensorRT makes no execution context; see the log")
         start = -(-self._scratch.data_ptr() // ALIGNMENT) * ALIGNMENT
         context.set_device_memory(start, self._engine.device_memory_size_v2)
         stream = self._stream.cuda_stream

@@ -141,6 +141,11 @@ class Eagle3Head(DraftHead):
         normed = [norm.forward(state) for norm, state in zip(self.fc_norm, states, strict=True)]
         return self.fc.forward(torch.cat(normed, -1))
 
+    def leave_fuse(self) -> None:
+        """Frees all weights but those of `fuse`, after which nothing else can be called."""
+        self.layers, self.lm_head = nn.ModuleList(), None
+        del self.norm, self.cos_sin
+
     def forward(
         self,
         input_ids: torch.Tensor,

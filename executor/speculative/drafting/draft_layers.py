@@ -1,6 +1,7 @@
 """A draft network as extra layers of the target's pages: its own pool, the target's block table."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -10,10 +11,32 @@ from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 
 
+class DraftLayers(Protocol):
+    """A draft network as extra layers on the target's pages. `rows` has the block table."""
+
+    @property
+    def net(self) -> DraftNet: ...
+
+    @property
+    def rows(self) -> RowBuilder: ...
+
+    def forward(
+        self,
+        chunks: list[ContextChunk],
+        windows: Windows | None,
+        state: torch.Tensor | None,
+        patched: tuple[list[int], torch.Tensor] | None = None,
+        wanted: torch.Tensor | None = None,
+        step: int = 0,
+    ) -> torch.Tensor:
+        """As `DraftNet.forward`, over these chunks and windows. patched: rows whose tokens only the
+        device knows, and the tokens. wanted `[R]`: the rows that are returned
+        (`ForwardContext.wanted`); None: all. step: see `DraftNet.forward`."""
+
+
 @dataclass(frozen=True)
-class DraftLayers:
-    """A draft network as extra layers on the target's pages. `backend` has the pool, `rows` the
-    block table."""
+class TorchLayers:
+    """In torch. `backend` has the pool."""
 
     net: DraftNet
     backend: AttentionBackend
@@ -28,9 +51,6 @@ class DraftLayers:
         wanted: torch.Tensor | None = None,
         step: int = 0,
     ) -> torch.Tensor:
-        """As `DraftNet.forward`, over these chunks and windows. patched: rows whose tokens only the
-        device knows, and the tokens. wanted `[R]`: the rows that are returned
-        (`ForwardContext.wanted`); None: all. step: see `DraftNet.forward`."""
         metadata, token_ids = self.rows.build(chunks, windows)
         if patched is not None:
             token_ids.index_copy_(0, to_device(patched[0], token_ids.device), patched[1])

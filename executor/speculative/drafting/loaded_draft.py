@@ -10,7 +10,7 @@ from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_laye
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.draft_network.network import DraftNetwork
 from tllm_spec.executor.engine.rows import RowBuilder
-from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
+from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
 from tllm_spec.executor.speculative.drafting.draft_net import (
     CausalNet,
     DraftNet,
@@ -41,8 +41,8 @@ class LoadedDraft:
     net: CausalLM | DraftHead | NextnModules | DraftNetwork
     spec: SpecMetadata | None
 
-    def layers(self, backend: AttentionBackend, rows: RowBuilder, vocab_size: int) -> DraftLayers:
-        """The network as layers on the target's pages; `vocab_size` is the target's."""
+    def layers(self, backend: AttentionBackend, rows: RowBuilder, vocab_size: int) -> TorchLayers:
+        """A network in torch as layers on the target's pages; `vocab_size` is the target's."""
         net: DraftNet
         if isinstance(self.net, DraftHead):
             assert self.spec is not None
@@ -53,7 +53,7 @@ class LoadedDraft:
         else:
             assert not isinstance(self.net, DraftNetwork)
             net = CausalNet(self.net, vocab_size)
-        return DraftLayers(net, backend, rows)
+        return TorchLayers(net, backend, rows)
 
 
 def draft_folder(plan: DraftModel) -> Path:

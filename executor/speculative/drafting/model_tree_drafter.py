@@ -16,7 +16,7 @@ from tllm_spec.executor.rounds.device_span import DeviceSpan
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
 from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
-from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
+from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
 from tllm_spec.executor.speculative.drafting.draft_net import CausalNet
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 from tllm_spec.executor.speculative.drafting.round_end import WindowResult
@@ -44,7 +44,7 @@ class ModelTreeDrafter(ModelDrafter):
         self._runs = torch.zeros((num_slots, depth + 2), dtype=torch.int64, device=slots.device)
         self._run_lens = torch.ones(num_slots, dtype=torch.int64, device=slots.device)
         net = CausalNet(engine.model, sampling.num_target_ids)
-        self._trees = TreeDrafting(DraftLayers(net, engine.backend, engine.rows), slots, sampling)
+        self._trees = TreeDrafting(TorchLayers(net, engine.backend, engine.rows), slots, sampling)
         # Requests whose latest round had drafts: their run is all that the cache lacks.
         self._drafted: set[LlmRequest] = set()
 

@@ -1,0 +1,107 @@
+"""An EAGLE-3 head on the target's pages whose layers run in a network outside torch."""
+
+import torch
+
+from tllm_spec.attention.interface import ForwardContext
+from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.spec_metadata import SpecMetadata
+from tllm_spec.draft_network.decoder import LOGITS
+from tllm_spec.draft_network.head_decoder import NEXT_STATES, STATES, WANTED
+from tllm_spec.draft_network.network import HeadNetwork
+from tllm_spec.executor.engine.paged_network import PagedNetwork
+from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
+from tllm_spec.executor.speculative.drafting.draft_net import HeadNet
+
+
+class NetworkHeadNet(HeadNet):
+    """The head's part in torch. One run of the network gives states and logits, so they are passed
+    on side by side: `[R, H + V_draft]`."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        state: torch.Tensor | None,
+        step: int,
+    ) -> torch.Tensor:
+        raise AssertionError("the layers run in NetworkLayers")
+
+    def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
+        return state[:, self.head.config.hidden_size :]
+
+
+class NetworkLayers:
+    """The interface of `DraftLayers`, for chains."""
+
+    def __init__(
+        self, draft: HeadNetwork, spec: SpecMetadata, pool: KVPool, rows: RowBuilder
+    ) -> None:
+        self.net = NetworkHeadNet(draft.head, spec)
+        self.pool, self.rows = pool, rows
+        self._paged = PagedNetwork(draft.network, pool, rows)
+        self._size = draft.config.hidden_size
+
+    def forward(
+        self,
+        chunks: list[ContextChunk],
+        windows: Windows | None,
+        state: torch.Tensor | None,
+        patched: tuple[list[int], torch.Tensor] | None = None,
+        wanted: torch.Tensor | None = None,
+        step: int = 0,
+    ) -> torch.Tensor:
+        """Of chunks the rows that are wanted are those that are patched. Of each window one row is
+        wanted, or none of all; wanted None: its only row."""
+        num_before = sum(len(chunk.tokens) for chunk in chunks)
+        if state is None:
+            num_rows = num_before + (0 if windows is None else windows.token_ids.numel())
+            captured = self.net.captured(num_rows)
+            assert captured is not None
+            state = self.net.fuse(captured)
+        states = state[:, : self._size]
+        found = self._read(chunks, states, patched)
+        if windows is not None:
+            own = None
+            if wanted is not None and len(wanted):
+                own = wanted[len(found) :] - num_before
+            found.append(self._run(windows, states[num_before:], own))
+        if wanted is not None and not len(wanted):
+            return states.new_empty((0, self._size + self.net.vocab_size))
+        return torch.cat(found)
+
+    def _read(
+        self,
+        chunks: list[ContextChunk],
+        states: torch.Tensor,
+        patched: tuple[list[int], torch.Tensor] | None,
+    ) -> list[torch.Tensor]:
+        """Reads the chunks. Returns what follows from each patched row, which is a chunk's last."""
+        rows, tokens = ([], states) if patched is None else patched
+        found: list[torch.Tensor] = []
+        start = 0
+        for chunk in chunks:
+            end = start + len(chunk.tokens)
+            windows, is_patched = self._paged.window_of(chunk), end - 1 in rows
+            if is_patched:
+                windows.token_ids[0, -1:] = tokens[len(found) : len(found) + 1]
+            result = self._run(windows, states[start:end], None)
+            if is_patched:
+                found.append(result)
+            start = end
+        return found
+
+    def _run(
+        self, windows: Windows, states: torch.Tensor, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`[B, H + V_draft]` of the wanted rows `[B]`; None: of the windows' last ones."""
+        batch, width = windows.token_ids.shape
+        if wanted is None:
+            wanted = torch.arange(width - 1, batch * width, width, device=states.device)
+        next_states = states.new_empty((batch, self._size))
+        logits = states.new_empty((batch, self.net.vocab_size))
+        # A copy, since addresses of rows are not multiples of ALIGNMENT.
+        own = states.clone(memory_format=torch.contiguous_format).view(batch, width, -1)
+        outputs = {NEXT_STATES: next_states, LOGITS: logits}
+        self._paged.run(windows, {STATES: own, WANTED: wanted}, outputs)
+        return torch.cat((next_states, logits), dim=1)
