@@ -15,17 +15,9 @@ from triton.runtime import interpreter
 
 from tests.kernels import quick_interpreter
 
-REPLACED = ("_patch_lang", "_get_np_dtype")
-
-
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in REPLACED:
-        monkeypatch.setattr(interpreter, name, getattr(interpreter, name))
-    semantic = interpreter.interpreter_semantic
-    own = semantic.binary_op_sanitize_overflow_impl
-    monkeypatch.setattr(semantic, "binary_op_sanitize_overflow_impl", own)
-    quick_interpreter.install()
+    quick_interpreter.install(monkeypatch.setattr)
 
 
 def run(kernel: Callable[..., None], *arguments: Any, programs: int = 1) -> None:
@@ -80,3 +72,26 @@ def test_device_functions_run_in_every_launch_and_the_language_is_restored(quick
         run(halve, x, programs=3)
         assert x.tolist() == expected
     assert tl.core.is_builtin(tl.load)
+
+
+def add_outer(x: Any, y: Any, out: Any) -> None:
+    rows, columns = tl.arange(0, 4), tl.arange(0, 2)
+    total = tl.load(x + rows)[:, None] + tl.load(y + columns)[None]
+    tl.store(out + 2 * rows[:, None] + columns[None], total + total)
+
+
+def test_tensors_of_other_shapes_are_broadcast_and_of_other_types_converted(quick: None) -> None:
+    x, out = torch.arange(4, dtype=torch.float16), torch.zeros(4, 2)
+    for y in (torch.tensor([0.5, 7.25]), torch.tensor([3, 9])):
+        run(add_outer, x, y, out)
+        assert torch.equal(out, 2 * (x[:, None] + y))
+
+
+def load_three(x: Any) -> None:
+    tl.load(x + tl.full((3,), 0, tl.int32))
+
+
+def test_a_shape_that_is_no_power_of_two_is_refused_each_time(quick: None) -> None:
+    for _ in range(2):
+        with pytest.raises(interpreter.InterpreterError, match="power of 2"):
+            run(load_three, torch.zeros(4))
