@@ -15,6 +15,7 @@ from triton.runtime import interpreter
 
 from tests.kernels import quick_interpreter
 
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     quick_interpreter.install(monkeypatch.setattr)
