@@ -41,6 +41,7 @@ def test_a_row_of_a_tree_keeps_the_keys_of_its_path_from_its_chunk_on() -> None:
     assert KeyChunks(16, positions).first_keys(5).tolist() == [[0, 16, 16, 16, 16]]
 
 
+@pytest.mark.thinned
 @only_with_the_compiler
 @pytest.mark.parametrize("chunk", [0, 8192])
 @pytest.mark.parametrize("in_tree", [False, True], ids=["chains", "trees"])
@@ -57,6 +58,7 @@ def test_the_kernels_of_windows_compile(in_tree: bool, chunk: int) -> None:
     assert ".local" not in code.asm["ptx"] and code.asm["cubin"]
 
 
+@pytest.mark.thinned
 @only_with_the_compiler
 @pytest.mark.parametrize("chunk", [0, 8192])
 @pytest.mark.parametrize("in_tree", [False, True], ids=["chains", "trees"])

@@ -15,17 +15,10 @@ from triton.runtime import interpreter
 
 from tests.kernels import quick_interpreter
 
-REPLACED = ("_patch_lang", "_get_np_dtype")
-
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in REPLACED:
-        monkeypatch.setattr(interpreter, name, getattr(interpreter, name))
-    semantic = interpreter.interpreter_semantic
-    own = semantic.binary_op_sanitize_overflow_impl
-    monkeypatch.setattr(semantic, "binary_op_sanitize_overflow_impl", own)
-    quick_interpreter.install()
+    quick_interpreter.install(monkeypatch.setattr)
 
 
 def run(kernel: Callable[..., None], *arguments: Any, programs: int = 1) -> None:
@@ -80,3 +73,33 @@ def test_device_functions_run_in_every_launch_and_the_language_is_restored(quick
         run(halve, x, programs=3)
         assert x.tolist() == expected
     assert tl.core.is_builtin(tl.load)
+
+
+def test_types_and_shapes_are_those_of_the_slow_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def found() -> list[Any]:
+        semantic = interpreter.interpreter_semantic
+        result: list[Any] = []
+        for kind in (tl.float32, tl.int32, tl.pointer_type(tl.float32)):
+            blocks = [tl.block_type(kind, shape) for shape in ([4, 1], [1, 2], [4, 2], [4])]
+            tensors = [tl.tensor(None, block) for block in blocks]
+            result += [(block.name, block.numel, list(block.shape)) for block in blocks]
+            result += [(own.dtype.name, own.numel, list(own.shape)) for own in tensors]
+            result += [[one == other for one in blocks] for other in blocks]
+        rows, columns = (semantic.arange(0, size) for size in (4, 2))
+        pair = semantic.expand_dims(rows, 1), semantic.expand_dims(columns, 0)
+        for lhs, rhs in (pair, pair[::-1], (rows, rows), (pair[0], rows), (rows, pair[0])):
+            for own in semantic.broadcast_impl_value(lhs, rhs):
+                result += [own.type.name, own.handle.data.tolist()]
+        return result
+
+    slow = found()
+    quick_interpreter.install(monkeypatch.setattr)
+    assert found() == slow and found() == slow  # made, and known
+
+
+def test_a_shape_that_is_no_power_of_two_is_refused_each_time(quick: None) -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="power of 2"):
+            tl.block_type(tl.int32, [3])

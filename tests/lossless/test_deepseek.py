@@ -131,7 +131,7 @@ on_trees = pytest.mark.parametrize(
     ("tree", "one_model", "setting"),
     [
         pytest.param(
-            *(tree, one_model, setting), marks=[pytest.mark.slow] if (i + j + k) % 2 else []
+            *(tree, one_model, setting), marks=[pytest.mark.slow] if (i + j + k) % 3 else []
         )
         for i, tree in enumerate(TREES)
         for j, one_model in enumerate((True, False))

@@ -22,8 +22,11 @@ DRAFT_LENS = (1, 2, 3, 5, 7)
 # lies inside one.
 ITSELF = {"itself": "draft_target_one_model", "itself_two_model": "draft_target"}
 ENGINES = [
-    ("plain", 0),
-    *product(("itself", "itself_two_model", "eagle3", "eagle3_two_model"), DRAFT_LENS),
+    pytest.param(engine, marks=[pytest.mark.slow] if engine[1] == max(DRAFT_LENS) else [])
+    for engine in (
+        ("plain", 0),
+        *product(("itself", "itself_two_model", "eagle3", "eagle3_two_model"), DRAFT_LENS),
+    )
 ]
 
 

@@ -36,7 +36,7 @@ def quick_or_slow(names: Iterable[str]) -> list[Any]:
 
 def with_threads() -> list[Any]:
     """Threads do not see how drafts are made."""
-    quick = ("plain", "ngram", "draft_target", "eagle3")
+    quick = ("plain", "eagle3")
     return [pytest.param(mode, marks=[] if mode in quick else [pytest.mark.slow]) for mode in MODES]
 
 
