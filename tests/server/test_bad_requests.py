@@ -294,6 +294,8 @@ def test_a_lone_surrogate_is_a_bad_request(url: str) -> None:
             "chat/completions",
             rf'"messages": {json.dumps(CHAT)}, "chat_template_kwargs": {{"word": "\ud800"}}',
         ),
+        ("completions", r'"prompt": "a", "guided_regex": "\ud800"'),
+        ("completions", r'"prompt": "a", "guided_choice": ["\ud800"]'),
     ):
         body = f'{{"model": "{MODEL}", {prompt}}}'
         response = httpx.post(

@@ -341,7 +341,7 @@ async def _refused(request: Request, refusal: Exception) -> JSONResponse:
 
 async def _engine_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, EngineError)
-    return JSONResponse(error_body(str(error), "internal_error"), error.status)
+    return JSONResponse(error_body(str(error), error.kind), error.status)
 
 
 async def _invalid_body(request: Request, invalid: Exception) -> JSONResponse:

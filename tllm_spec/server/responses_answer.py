@@ -65,8 +65,8 @@ class ResponseAnswer:
                             "response.output_text.delta", **place, delta=delta, logprobs=[]
                         )
             except EngineError as error:
-                message = error_body(str(error), "internal_error")["error"]["message"]
-                yield self._event("error", message=message, code="internal_error", param=None)
+                message = error_body(str(error), error.kind)["error"]["message"]
+                yield self._event("error", message=message, code=error.kind, param=None)
                 return
         answer = self.whole(running.handles[0])
         (item,), text = answer["output"], running.handles[0].outputs[0].text
