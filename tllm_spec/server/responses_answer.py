@@ -40,7 +40,8 @@ class ResponseAnswer:
             incomplete_details=None if reason is None else {"reason": reason},
             usage={
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
+                # Nothing is billed for what is kept in the cache.
+                "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],

@@ -151,6 +151,8 @@ async def event_stream(
     """The answer as server-sent events. A request that fails ends the stream with an error
     event."""
     handles = running.handles
+    if options.include_usage:
+        answer.chunk_usage = {"usage": None}  # as at OpenAI
     async with aclosing(running.updates()) as outputs:
         try:
             async for i, result in outputs:
