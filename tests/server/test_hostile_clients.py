@@ -1,5 +1,6 @@
 """Clients that send too much, too slowly or not at all, by raw sockets."""
 
+import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -7,7 +8,7 @@ from contextlib import contextmanager, suppress
 import httpx
 import pytest
 
-from tests.server.fake_llm import SLOW_PROMPT, FakeLLM
+from tests.server.fake_llm import MODEL, SLOW_PROMPT, FakeLLM
 from tests.server.hosted import Host
 from tests.server.http_answers import wait_for
 from tests.server.raw_client import completion, connect, head, read_until, status_of, until_closed
@@ -118,6 +119,18 @@ def test_an_endless_header_is_cut_off() -> None:
         with suppress(OSError):  # closed while this is sent
             client.sendall(b"GET / HTTP/1.1\r\nX: " + b"a" * (1 << 20))
         assert b"200" not in until_closed(client)[:15]
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_an_upgrade_that_is_not_served_is_answered_as_http_without_a_warning(
+    protocol: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "a"}).encode()
+    upgrade = ("Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}")  # Java's client
+    with serving() as host, connect(host.address) as client:
+        client.sendall(head(PATH, len(body), *upgrade) + body)
+        assert status_of(read_until(client, b"}}")) == 200
+    assert not [each for each in caplog.records if each.name.startswith("uvicorn")]
 
 
 def test_half_a_body_is_answered_with_a_time_out() -> None:
