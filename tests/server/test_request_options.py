@@ -67,6 +67,7 @@ def test_defaults_that_clients_of_vllm_and_sglang_write_out_are_accepted(
     both = {"return_tokens_as_token_ids": False, "return_hidden_states": False, "bad_words": []}
     sglang = {"no_stop_trim": False, "separate_reasoning": True, "stream_reasoning": True}
     vllm = {"include_reasoning": True, "add_special_tokens": False, "mm_processor_kwargs": {}}
+    vllm |= {"echo": False}
     answer = post("/v1/completions", prompt="a", **both, no_stop_trim=False)
     assert answer.status_code == 200, answer.text
     answer = post("/v1/chat/completions", messages=CHAT, **both, **sglang, **vllm)
