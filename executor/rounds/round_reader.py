@@ -135,8 +135,8 @@ def _emit(request: LlmRequest, run: list[int], logprobs: RunLogprobs) -> int:
     except BaseException as error:  # noqa: BLE001 (the user's tokenizer raised it)
         request.finish("error", error=described(error))
     if len(good) < len(run) and not request.is_finished:
-        error = NO_TOKEN_ERROR if request.grammar is None else NO_GUIDED_TOKEN
-        request.finish("error", error=error)
+        reason = NO_TOKEN_ERROR if request.grammar is None else NO_GUIDED_TOKEN
+        request.finish("error", error=reason)
     num_emitted = request.num_tokens - before
     if request.request_id in logprobs:
         request.logprobs += logprobs[request.request_id][:num_emitted]

@@ -161,7 +161,9 @@ class OpenAIServer:
     async def health_generate(self, request: Request) -> Response:
         """200 once the engine has generated one token, 500 when that fails, 503 when it is down."""
         self._check_healthy()
-        handles = await self._admission.start(1, 0, lambda: ["hi"], ONE_TOKEN, streaming=False)
+        handles = await self._admission.start(
+            request, 1, 0, lambda: ["hi"], ONE_TOKEN, streaming=False
+        )
         running = Running(handles, self._options.request_timeout)
         await unless_disconnected(request, finished_outputs(running))
         return Response()
@@ -212,6 +214,7 @@ class OpenAIServer:
             self._check_lengths(body.prompt)
         params = self._admit(request, params, len(body.prompt))
         handles = await self._admission.start(
+            request,
             len(body.prompt),
             request.state.body_size,
             lambda: body.prompt,
@@ -262,6 +265,7 @@ class OpenAIServer:
         self._check_lengths([message.content or "" for message in body.messages])
         params = self._admit(request, params, 1)
         handles = await self._admission.start(
+            request,
             1,
             request.state.body_size,
             lambda: [self._chat_prompts.token_ids_of(body)],
