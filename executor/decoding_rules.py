@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tllm_spec.logits_processor import LogitsEdit
+from tllm_spec.option_checks import check_text
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.tokenizer import check_text
 
 
 @dataclass(frozen=True)

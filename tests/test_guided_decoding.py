@@ -29,6 +29,9 @@ END = (1,)
         ({"json": int}, "a JSON schema or a pydantic model"),
         ({"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "at most 65536 are accepted"),
         ({"jason": {}}, "jason.*are accepted"),
+        ({"regex": "a\ud800"}, r"guided_decoding.regex: character 1 is U\+D800, one half"),
+        ({"grammar": 'root ::= "\udc00"'}, "guided_decoding.grammar: character 10 is"),
+        ({"choice": ["a", "\ud800"]}, "guided_decoding.choice: character 0 is"),
     ],
 )
 def test_what_cannot_be_a_grammar_is_refused(options: dict[str, Any], message: str) -> None:
@@ -100,6 +103,9 @@ def test_another_ranks_grammar_is_read_once_and_kept_within_the_limit(
         ({"regex": "(a"}, "guided_decoding = regex: Regex parsing error at position 3"),
         ({"grammar": "no root"}, "guided_decoding = grammar: EBNF"),
         ({"json": {"type": "objekt"}}, 'Unsupported type "objekt"'),
+        ({"grammar": "root ::= root"}, "guided_decoding = grammar: no text matches it"),
+        ({"regex": r"[^\s\S]"}, "no text matches it"),
+        ({"json": {"$ref": "#"}}, "no text matches it"),
         (
             {"json": {"properties": {f"p{i}": {"type": "string"} for i in range(2000)}}},
             "it needs too much memory",

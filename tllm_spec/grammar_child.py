@@ -17,6 +17,7 @@ MAX_EXTRA_BYTES = 2 << 30  # of address space, on top of what the libraries have
 MAX_WHITESPACE = 32  # between two tokens of JSON: a small model might write nothing else
 MAX_ERROR_CHARS = 500
 NO_MEMORY = "it needs too much memory to compile"
+NO_TEXT = "no text matches it"
 
 
 def write_message(stream: IO[bytes], message: Any) -> None:
@@ -46,9 +47,21 @@ def compile_text(compiler: Any, kind: str, text: str) -> Any:
     return compiler.compile_grammar(text)
 
 
+def _can_begin(compiled: Any) -> bool:
+    """Whether a text has a first token. xgrammar compiles rules that only lead to themselves."""
+    import xgrammar  # heavy
+
+    bitmask = xgrammar.allocate_token_bitmask(1, compiled.tokenizer_info.vocab_size)
+    xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(bitmask)
+    return bool(bitmask.any())
+
+
 def _answer(compiler: Any, message: dict[str, str]) -> dict[str, str]:
     try:
-        compiled = compile_text(compiler, message["kind"], message["text"]).serialize_json()
+        grammar = compile_text(compiler, message["kind"], message["text"])
+        if not _can_begin(grammar):
+            return {"error": NO_TEXT}
+        compiled = grammar.serialize_json()
     except MemoryError:
         return {"error": NO_MEMORY}
     except Exception as error:  # noqa: BLE001 # a process border: any error is an answer

@@ -51,6 +51,10 @@ class GrammarCompiler:
                 found = self._kept.get(source) or self._compile(source)
         return found
 
+    def keeps(self, source: GrammarSource) -> bool:
+        """Whether the grammar is compiled already."""
+        return source in self._kept
+
     def load(self, text: str) -> Any:
         """A compiled grammar of its JSON. It is kept, since a large one takes long to read."""
         key = sha256(text.encode()).digest()

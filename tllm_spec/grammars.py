@@ -47,6 +47,10 @@ class Grammars:
         """The same for a grammar."""
         return self._states(self._get_compiler().compile(source), number)
 
+    def keeps(self, source: GrammarSource) -> bool:
+        """Whether the grammar is compiled already."""
+        return self._compiler is not None and self._compiler.keeps(source)
+
     def load_states(self, text: str, number: int) -> list[GrammarState | None]:
         """The same for a grammar that another process has compiled, as xgrammar's JSON."""
         return self._states(self._get_compiler().load(text), number)

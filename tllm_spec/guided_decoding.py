@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from tllm_spec.option_checks import shown
+from tllm_spec.option_checks import check_text, shown
 
 MAX_GRAMMAR_CHARS = 1 << 16
 Kind = Literal["json_schema", "regex", "grammar", "structural_tag"]
@@ -86,6 +86,7 @@ class GuidedDecodingParams:
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"guided_decoding.{name} = {shown(value)}: a non-empty text is needed")
+    check_text(value, f"guided_decoding.{name}")
     return value
 
 
@@ -114,4 +115,6 @@ def _choice_grammar(choice: object) -> str:
         raise ValueError(
             f"guided_decoding.choice = {shown(choice)}: a list of non-empty strings is needed"
         )
+    for each in choice:  # type: ignore[attr-defined] # the same
+        check_text(each, "guided_decoding.choice")
     return "root ::= " + " | ".join(json.dumps(each) for each in choice)  # type: ignore[attr-defined] # the same

@@ -19,11 +19,12 @@ from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.grammar_state import GrammarState
 from tllm_spec.grammars import end_ids_of
+from tllm_spec.option_checks import check_text
 from tllm_spec.prompts import Prompt, PromptReader
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.stop_strings import StopStringChecker
-from tllm_spec.tokenizer import Tokenizer, check_text
+from tllm_spec.tokenizer import Tokenizer
 
 Params = SamplingParams | Mapping[str, Any] | None
 

@@ -1,4 +1,5 @@
-"""Checks for options given by name: which values are not served, and which names are not known.
+"""Checks for options given by name: which values are not served, which names are not known, and
+which texts are no Unicode.
 
 The tables of options belong to the modules that call these functions.
 """
@@ -77,3 +78,16 @@ def shown(value: object) -> str:
 def shown_name(name: str) -> str:
     """An option's name as error messages show it. Long names are cut."""
     return name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}..."
+
+
+def check_text(text: str, name: str = "prompt") -> None:
+    """Raises ValueError for a lone surrogate (half a character), which JSON and Python can express
+    and tokenizers do not take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(text[error.start]):04X}"
+        raise ValueError(
+            f"{name}: character {error.start} is {half}, one half of a surrogate pair; Unicode "
+            "text is needed"
+        ) from None

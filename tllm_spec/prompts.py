@@ -5,10 +5,10 @@ from functools import cached_property
 from numbers import Integral
 from typing import Any
 
-from tllm_spec.option_checks import shown
+from tllm_spec.option_checks import check_text, shown
 from tllm_spec.request_errors import ContextLengthExceeded
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.tokenizer import Tokenizer, check_text
+from tllm_spec.tokenizer import Tokenizer
 
 # Text, token ids, or {"prompt": text} or {"prompt_token_ids": token ids}.
 Prompt = str | Sequence[int] | Mapping[str, Any]

@@ -86,19 +86,6 @@ def _plain_config(folder: Path) -> Any:
     return config
 
 
-def check_text(text: str, name: str = "prompt") -> None:
-    """Raises ValueError for a lone surrogate (half a character), which JSON and Python can express
-    and tokenizers do not take."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = f"U+{ord(text[error.start]):04X}"
-        raise ValueError(
-            f"{name}: character {error.start} is {half}, one half of a surrogate pair; Unicode "
-            "text is needed"
-        ) from None
-
-
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
     """Raises ValueError, with the first differences, if an id is not the same token in both.
 

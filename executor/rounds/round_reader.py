@@ -11,6 +11,7 @@ from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.executor.rounds.round_outcome import RoundOutcome
 from tllm_spec.outputs import Logprob
+from tllm_spec.request_errors import NO_GUIDED_TOKEN
 
 NO_TOKEN_ERROR = (
     "no token can be chosen next: the logits are not numbers (NaN), or every token is excluded "
@@ -134,7 +135,8 @@ def _emit(request: LlmRequest, run: list[int], logprobs: RunLogprobs) -> int:
     except BaseException as error:  # noqa: BLE001 (the user's tokenizer raised it)
         request.finish("error", error=described(error))
     if len(good) < len(run) and not request.is_finished:
-        request.finish("error", error=NO_TOKEN_ERROR)
+        reason = NO_TOKEN_ERROR if request.grammar is None else NO_GUIDED_TOKEN
+        request.finish("error", error=reason)
     num_emitted = request.num_tokens - before
     if request.request_id in logprobs:
         request.logprobs += logprobs[request.request_id][:num_emitted]

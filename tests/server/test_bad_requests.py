@@ -285,6 +285,18 @@ def test_variables_that_a_chat_template_cannot_use_are_a_bad_request(
     assert (response.status_code, "chat template" in response.text) == (400, True)
 
 
+@pytest.mark.parametrize("name", ["prompt", "guided_regex"])
+def test_an_error_names_the_option_whose_text_is_no_unicode(url: str, name: str) -> None:
+    given = {"prompt": '"a"', name: '"\\ud800"'}
+    body = ", ".join(f'"{key}": {value}' for key, value in given.items())
+    response = httpx.post(
+        f"{url}/v1/completions",
+        content=f'{{"model": "{MODEL}", {body}}}',
+        headers={"content-type": "application/json"},
+    )
+    assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
 def test_a_lone_surrogate_is_a_bad_request(url: str) -> None:
     for path, prompt in (
         ("completions", r'"prompt": "\ud800"'),
@@ -294,6 +306,8 @@ def test_a_lone_surrogate_is_a_bad_request(url: str) -> None:
             "chat/completions",
             rf'"messages": {json.dumps(CHAT)}, "chat_template_kwargs": {{"word": "\ud800"}}',
         ),
+        ("completions", r'"prompt": "a", "guided_regex": "\ud800"'),
+        ("completions", r'"prompt": "a", "guided_choice": ["\ud800"]'),
     ):
         body = f'{{"model": "{MODEL}", {prompt}}}'
         response = httpx.post(

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests.server.fake_llm import MODEL, STATS, FakeLLM, answer_text
-from tests.server.http_answers import FULL, events_of
+from tests.server.http_answers import CHAT, FULL, events_of
 
 
 def test_a_completion_has_text_finish_reason_usage_and_speculation_figures(
@@ -114,6 +114,18 @@ def test_completion_logprobs_have_tokens_offsets_and_the_best_alternatives(
     assert joined["token_logprobs"] == [0.0] * 3
     assert [sorted(best.values()) for best in joined["top_logprobs"]] == [[-9999.0, 0.0]] * 3
     assert joined["text_offset"] == [sum(map(len, joined["tokens"][:i])) for i in range(3)]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_with_usage_the_other_chunks_have_null_as_at_openai(
+    post: Callable[..., httpx.Response], path: str
+) -> None:
+    asked = {"prompt": "a"} if path == "/v1/completions" else {"messages": CHAT}
+    answer = post(path, stream=True, stream_options={"include_usage": True}, **asked)
+    *chunks, last, done = events_of(answer)
+    assert chunks and all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == [] and last["usage"] and done == "[DONE]"
+    assert all("usage" not in chunk for chunk in events_of(post(path, stream=True, **asked))[:-1])
 
 
 def test_each_chunk_has_the_usage_so_far_on_request(post: Callable[..., httpx.Response]) -> None:

@@ -1,13 +1,18 @@
 """Clients that send too much, too slowly or not at all, by raw sockets."""
 
+import asyncio
+import errno
+import json
 import resource
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.fake_llm import SLOW_PROMPT, FakeLLM
+from tests.server.fake_llm import MODEL, SLOW_PROMPT, FakeLLM
 from tests.server.hosted import Host
 from tests.server.http_answers import wait_for
 from tests.server.raw_client import completion, connect, head, read_until, status_of, until_closed
@@ -120,6 +125,18 @@ def test_an_endless_header_is_cut_off() -> None:
         assert b"200" not in until_closed(client)[:15]
 
 
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_an_upgrade_that_is_not_served_is_answered_as_http_without_a_warning(
+    protocol: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "a"}).encode()
+    upgrade = ("Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}")  # Java's client
+    with serving() as host, connect(host.address) as client:
+        client.sendall(head(PATH, len(body), *upgrade) + body)
+        assert status_of(read_until(client, b"}}")) == 200
+    assert not [each for each in caplog.records if each.name.startswith("uvicorn")]
+
+
 def test_half_a_body_is_answered_with_a_time_out() -> None:
     with serving(body_timeout=0.05) as host, connect(host.address) as client:
         client.sendall(head(PATH, 100) + b'{"prompt": ')
@@ -156,12 +173,35 @@ def test_a_connection_waits_while_all_others_are_being_answered() -> None:
         busy[1].close()
 
 
-def test_fewer_open_files_than_connections_break_nothing() -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with serving(header_timeout=600) as host:
-        assert is_serving(host)  # with the limit raised at the start
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        assert soft == min(hard, 1 << 16) or soft >= limits[0]
+def test_the_limit_of_open_files_is_raised() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = 1024 if hard == resource.RLIM_INFINITY else min(1024, hard - 1)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
+    try:
+        with serving() as host:
+            assert is_serving(host)
+            raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert raised == (1 << 16 if hard == resource.RLIM_INFINITY else min(1 << 16, hard))
+
+
+def test_while_no_file_is_left_clients_wait_and_the_log_has_a_line_a_try(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = [OSError(errno.EMFILE, "Too many open files") for _ in range(2)]
+    accept = asyncio.SelectorEventLoop.sock_accept
+
+    async def scarce(self: asyncio.SelectorEventLoop, listener: socket.socket) -> Any:
+        if failures:
+            raise failures.pop()
+        return await accept(self, listener)
+
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "sock_accept", scarce)
+    with serving() as host:
+        assert is_serving(host)
+    lines = [each.getMessage() for each in caplog.records if each.levelname != "INFO"]
+    assert len(lines) == 2 and all("no connection can be accepted" in line for line in lines)
 
 
 def test_the_number_of_connections_leaves_files_for_other_things(

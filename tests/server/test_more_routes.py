@@ -57,6 +57,8 @@ def test_a_response_is_the_answer_to_the_same_chat(client: openai.OpenAI, llm: F
     assert answer.output_text == answer_text(0) and answer.status == "completed"
     assert answer.usage is not None
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+    details = answer.usage.input_tokens_details.to_dict()
+    assert details == {"cached_tokens": 1, "cache_write_tokens": 0}  # both are read by SDKs
     prompt = llm.prompts[-1]
     client.chat.completions.create(
         model=MODEL, messages=[{"role": "system", "content": "be short"}, *CHAT]
@@ -66,6 +68,12 @@ def test_a_response_is_the_answer_to_the_same_chat(client: openai.OpenAI, llm: F
     assert cut.incomplete_details is not None
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     ResponseObject.model_validate(cut.to_dict())
+
+
+def test_a_neutral_stream_option_of_a_response_is_accepted(post: Post) -> None:
+    for options in (None, {}, {"include_obfuscation": False}):
+        answer = post("/v1/responses", input="a", stream=True, stream_options=options)
+        assert answer.status_code == 200, answer.text
 
 
 def test_the_events_of_a_streamed_response_build_the_whole_one(client: openai.OpenAI) -> None:

@@ -52,6 +52,14 @@ def test_a_page_loads_nothing_from_another_host(client: TestClient, path: str) -
     assert "default-src 'none'" in answer.headers["content-security-policy"]
 
 
+@pytest.mark.parametrize("path", ["/docs", "/redoc", "/docs/oauth2-redirect"])
+def test_fastapis_pages_whose_scripts_another_host_has_are_not_served(
+    client: TestClient, path: str
+) -> None:
+    assert client.get(path).status_code == 404
+    assert client.get("/openapi.json").status_code == 200
+
+
 def test_the_data_have_what_the_page_reads(client: TestClient) -> None:
     page, data = client.get("/dashboard").text, client.get("/dashboard/data").json()
     read = set(re.findall(r"\b(?:now|minute|a|b|last)\.([a-z_]+)\b", page))

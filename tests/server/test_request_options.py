@@ -61,6 +61,27 @@ def test_neutral_values_of_options_that_are_not_served_are_accepted(
         assert post("/v1/completions", prompt="a", guided_json=None, **options).status_code == 200
 
 
+def test_defaults_that_clients_of_vllm_and_sglang_write_out_are_accepted(
+    post: Callable[..., httpx.Response],
+) -> None:
+    both = {"return_tokens_as_token_ids": False, "return_hidden_states": False, "bad_words": []}
+    sglang = {"no_stop_trim": False, "separate_reasoning": True, "stream_reasoning": True}
+    vllm = {"include_reasoning": True, "add_special_tokens": False, "mm_processor_kwargs": {}}
+    vllm |= {"echo": False}
+    answer = post("/v1/completions", prompt="a", **both, no_stop_trim=False)
+    assert answer.status_code == 200, answer.text
+    answer = post("/v1/chat/completions", messages=CHAT, **both, **sglang, **vllm)
+    assert answer.status_code == 200, answer.text
+    for name, meant in (
+        ("regex", "guided_regex"),
+        ("bad_words", "bad"),
+        ("ebnf", "guided_grammar"),
+    ):
+        refused = post("/v1/completions", prompt="a", **{name: "x"})
+        message = refused.json()["error"]["message"]
+        assert message.startswith(f"{name} = 'x' is refused: use {meant}")
+
+
 NULLABLE = (
     *(
         "frequency_penalty",

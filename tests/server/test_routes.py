@@ -35,7 +35,22 @@ def test_an_unknown_route_is_answered_with_openais_error_object(url: str) -> Non
     )
     routes = httpx.get(f"{url}/openapi.json").json()["paths"]
     assert httpx.get(f"{url}/").status_code == 200 and "/v1/completions" in routes
-    assert httpx.get(f"{url}/v1/completions").status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/completions", "POST"),
+        ("DELETE", "/v1/models/fake", "GET"),
+        ("POST", "/health", "GET, HEAD"),
+    ],
+)
+def test_another_method_is_told_the_allowed_ones(
+    url: str, method: str, path: str, allowed: str
+) -> None:
+    answer = httpx.request(method, f"{url}{path}")
+    assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+    assert answer.json()["error"]["message"] == f"{path} takes {allowed}, not {method}"
 
 
 def test_models_version_and_health(client: openai.OpenAI, url: str, llm: FakeLLM) -> None:

@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from tests.server.http_answers import events_of
 from tllm_spec import LLM, SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -138,6 +139,28 @@ def test_a_forced_call_matches_its_schema(client: openai.OpenAI, choice: str) ->
     (call,) = answer.choices[0].message.tool_calls or []
     assert call.type == "function" and call.function.name == "f"
     assert json.loads(call.function.arguments) == {"at": "Rome"}
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"guided_grammar": 'root ::= "a" rest\nrest ::= rest'},
+        {"guided_choice": ["a"], "min_tokens": 5},
+        {"guided_choice": ["a"], "bad": "a"},
+    ],
+)
+def test_a_grammar_that_leaves_no_token_is_the_requests_mistake(
+    client: openai.OpenAI, url: str, own: dict[str, Any]
+) -> None:
+    pytest.importorskip("xgrammar")
+    body = {"model": MODEL, "prompt": "a", **own}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert "no token can be chosen" in error["message"]
+    streamed = httpx.post(f"{url}/v1/completions", json=body | {"stream": True}, timeout=60)
+    *_, last = events_of(streamed)
+    assert last == {"error": error}
 
 
 def test_streams_of_several_samples_are_not_mixed_up(client: openai.OpenAI, llm: LLM) -> None:

@@ -93,6 +93,15 @@ def test_a_whole_answer_has_no_first_token(traced: Traced, n: int) -> None:
     assert "gen_ai.latency.time_to_first_token" not in span.attributes
 
 
+def test_a_stream_of_several_choices_has_a_first_token(traced: Traced) -> None:
+    assert traced.complete(stream=True, n=2) == 200
+    (span,) = traced.spans()
+    scheduled, first = span.events
+    assert (scheduled.name, first.name) == ("scheduled", "first_token")
+    assert span.start_time <= first.timestamp <= span.end_time
+    assert span.attributes["gen_ai.latency.time_to_first_token"] >= 0
+
+
 def test_a_span_continues_the_clients_trace(traced: Traced) -> None:
     assert traced.complete({"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}) == 200
     (span,) = traced.spans()

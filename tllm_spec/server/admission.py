@@ -4,22 +4,31 @@ them."""
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from hashlib import sha256
 from typing import TYPE_CHECKING, TypeVar
 
 from tllm_spec.request_errors import ContextLengthExceeded
 from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST
 from tllm_spec.server.refusals import RequestRefused
+from tllm_spec.server.streaming import unless_disconnected
 
 if TYPE_CHECKING:
+    from starlette.requests import Request
+
     from tllm_spec.request_handle import RequestHandle
     from tllm_spec.server.engine import Engine
 
 ENGINE_DOWN = "the engine is down"
 LONG_BODY = 1 << 16  # bytes; tokenising this much text takes tens of milliseconds
 RETRY_AFTER = 1  # seconds
+# Threads that wait for grammars. What they have asked for is compiled even if the client leaves.
+NUM_COMPILING = 2
+MAX_KNOWN_GRAMMARS = 4096
 
 Result = TypeVar("Result")
 
@@ -37,9 +46,9 @@ class Admission:
         self._intake = self._long_intake = _one_thread("tllm-intake")
         if getattr(llm.tokenizer, "is_fast", False):
             self._long_intake = _one_thread("tllm-long-intake")
-        # Compiling a grammar may take ten seconds. Grammars are compiled one at a time; with
-        # several threads, those that are known need not wait for it.
-        self._compiling = ThreadPoolExecutor(8, thread_name_prefix="tllm-compiling")
+        # Compiling a grammar may take ten seconds, and grammars are compiled one at a time.
+        self._compiling = ThreadPoolExecutor(NUM_COMPILING, "tllm-compiling")
+        self._known_grammars: OrderedDict[bytes, None] = OrderedDict()  # need not wait for that
 
     def close(self) -> None:
         for intake in (self._intake, self._long_intake, self._compiling):
@@ -47,6 +56,7 @@ class Admission:
 
     async def start(
         self,
+        request: Request,
         num_prompts: int,
         num_bytes: int,
         prompts: Callable[[], Sequence[str | list[int]]],
@@ -74,12 +84,31 @@ class Admission:
         try:
             with bad_request(), engine_running():
                 self._check_max_tokens(params)
-                if params.guided_decoding is not None:
-                    loop, compile_grammar = asyncio.get_running_loop(), self._llm.compile_grammar
-                    await loop.run_in_executor(self._compiling, compile_grammar, params)
+                await self._compile_grammar(request, params)
                 return await self._in_intake(num_bytes, start)
         finally:
             self._num_starting -= num_choices
+
+    async def _compile_grammar(self, request: Request, params: SamplingParams) -> None:
+        """Raises ValueError for a grammar that cannot be used, and RequestRefused when the client
+        leaves: then the grammar of another one has its turn."""
+        if params.guided_decoding is None:
+            return
+        source = params.guided_decoding.source
+        key = sha256(f"{source.kind} {source.text}".encode()).digest()
+        if key in self._known_grammars:
+            return
+
+        async def compiled() -> bool:
+            loop, compile_grammar = asyncio.get_running_loop(), self._llm.compile_grammar
+            await loop.run_in_executor(self._compiling, compile_grammar, params)
+            return True
+
+        if not await unless_disconnected(request, compiled()):
+            raise RequestRefused(CLIENT_CLOSED_REQUEST, "the client has left")
+        self._known_grammars[key] = None
+        if len(self._known_grammars) > MAX_KNOWN_GRAMMARS:
+            self._known_grammars.popitem(last=False)
 
     async def tokenised(self, num_bytes: int, work: Callable[[], Result]) -> Result:
         """The result of work with the tokenizer. Raises RequestRefused for a ValueError."""

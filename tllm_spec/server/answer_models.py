@@ -155,6 +155,7 @@ class OutputMessage(AnswerModel):
 
 class InputTokens(AnswerModel):
     cached_tokens: int
+    cache_write_tokens: int
 
 
 class OutputTokens(AnswerModel):

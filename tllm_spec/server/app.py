@@ -15,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from tllm_spec import __version__
 from tllm_spec.executor.faults import described
@@ -104,7 +105,8 @@ class OpenAIServer:
 
     def app(self) -> FastAPI:
         """The application to run."""
-        app = FastAPI(title="tllm_spec", lifespan=self._lifespan)
+        # FastAPI's pages for people load scripts from another host.
+        app = FastAPI(title="tllm_spec", lifespan=self._lifespan, docs_url=None, redoc_url=None)
         app.router.route_class = StrictBodyRoute
         get, engine = app.add_api_route, errors(401, 403, 503)
         get("/health", self.health, response_class=Response, responses={503: DOWN})
@@ -159,7 +161,9 @@ class OpenAIServer:
     async def health_generate(self, request: Request) -> Response:
         """200 once the engine has generated one token, 500 when that fails, 503 when it is down."""
         self._check_healthy()
-        handles = await self._admission.start(1, 0, lambda: ["hi"], ONE_TOKEN, streaming=False)
+        handles = await self._admission.start(
+            request, 1, 0, lambda: ["hi"], ONE_TOKEN, streaming=False
+        )
         running = Running(handles, self._options.request_timeout)
         await unless_disconnected(request, finished_outputs(running))
         return Response()
@@ -210,6 +214,7 @@ class OpenAIServer:
             self._check_lengths(body.prompt)
         params = self._admit(request, params, len(body.prompt))
         handles = await self._admission.start(
+            request,
             len(body.prompt),
             request.state.body_size,
             lambda: body.prompt,
@@ -260,6 +265,7 @@ class OpenAIServer:
         self._check_lengths([message.content or "" for message in body.messages])
         params = self._admit(request, params, 1)
         handles = await self._admission.start(
+            request,
             1,
             request.state.body_size,
             lambda: [self._chat_prompts.token_ids_of(body)],
@@ -326,7 +332,7 @@ class OpenAIServer:
         on_finish = partial(self._finished, is_streamed)
         running = Running(handles, self._options.request_timeout, on_finish)
         if self._traces is not None:
-            running.on_end = partial(self._traces.add, request)
+            running.on_end = partial(self._traces.add, request, is_streamed)
         # For the access log, which asks when the answer has been sent.
         request.scope["state"]["tokens"] = running.num_tokens
         return running
@@ -339,7 +345,7 @@ async def _refused(request: Request, refusal: Exception) -> JSONResponse:
 
 async def _engine_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, EngineError)
-    return JSONResponse(error_body(str(error), "internal_error"), error.status)
+    return JSONResponse(error_body(str(error), error.kind), error.status)
 
 
 async def _invalid_body(request: Request, invalid: Exception) -> JSONResponse:
@@ -365,13 +371,23 @@ def _cause(detail: Mapping[str, Any]) -> str:
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    message = error.detail
+    message, headers = error.detail, error.headers
+    if error.status_code == 405:
+        allowed = _allowed_methods(request)
+        message = f"{request.url.path} takes {allowed}, not {request.method}"
+        headers = {"Allow": allowed}
     if error.status_code == 404:  # the router's: routes raise RequestRefused
         message = (
             f"{request.method} {request.url.path} is not served here; GET / says how to call this "
             "server, GET /openapi.json lists its routes"
         )
-    return JSONResponse(error_body(message, "invalid_request_error"), error.status_code)
+    return JSONResponse(error_body(message, "invalid_request_error"), error.status_code, headers)
+
+
+def _allowed_methods(request: Request) -> str:
+    """Of all routes with the request's path; the router names those of the first one."""
+    routes = [each for each in request.app.routes if each.matches(request.scope)[0] != Match.NONE]
+    return ", ".join(sorted({method for each in routes for method in each.methods}))
 
 
 async def _internal_error(request: Request, error: Exception) -> JSONResponse:

@@ -10,8 +10,9 @@ from inspect import signature
 from typing import Any
 
 from tllm_spec.executor.faults import described
+from tllm_spec.option_checks import check_text
 from tllm_spec.server.protocol import ChatCompletionRequest
-from tllm_spec.tokenizer import Tokenizer, check_text
+from tllm_spec.tokenizer import Tokenizer
 
 # Variables that the renderer sets itself. The parameters of `apply_chat_template` are not free,
 # either.

@@ -46,6 +46,11 @@ class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn's types are not 
         elif not self.transport.is_closing():
             self._await_headers()
 
+    def _should_upgrade(self) -> bool:
+        """Java's client asks for HTTP/2 this way and is content with HTTP/1.1. uvicorn would log
+        two warnings."""
+        return False
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)

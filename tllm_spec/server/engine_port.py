@@ -55,7 +55,7 @@ class EnginePort:
         self._ids = count(1)
         self._down: str | None = None
         # Compiling a grammar may take ten seconds. Grammars are compiled one at a time; with
-        # several threads, those that are known need not wait for it.
+        # several threads, those that another front has asked for need not wait for it.
         self._compiling = ThreadPoolExecutor(8, thread_name_prefix="tllm-grammars")
 
     @property
@@ -147,7 +147,10 @@ class EnginePort:
             self._put(message, ids, [None] * len(ids))
             return
         self._uncompiled |= set(ids)
-        self._compiling.submit(self._compile_and_put, message, ids, source)
+        if self._grammars.keeps(GrammarSource(*source)):
+            self._compile_and_put(message, ids, source)
+        else:
+            self._compiling.submit(self._compile_and_put, message, ids, source)
 
     def _compile_and_put(
         self, message: Sequence[Any], ids: list[int], source: Sequence[Any]

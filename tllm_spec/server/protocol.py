@@ -48,11 +48,18 @@ GENERATION_NOT_SERVED: Mapping[str, NotServed] = {
         name: NotServed(accepted if None in accepted else (None, *accepted), reason)
         for name, (accepted, reason) in NOT_SERVED.items()
     },
+    "bad_words": NotServed((None, []), "use bad"),
     "cache_salt": NotServed((None,), "all requests share the prefix cache"),
     "detokenize": NotServed((None, True), "answers are text"),
     "disaggregated_params": NotServed((None,), "prefill and decoding run in one server"),
+    "ebnf": NotServed((None,), "use guided_grammar"),
+    "json_schema": NotServed((None,), "use guided_json"),
     "lora_request": NotServed((None,), "LoRA is not served"),
     "priority": NotServed((None, 0), "requests over HTTP have the same priority"),
+    "no_stop_trim": NotServed((None, False), "use include_stop_str_in_output"),
+    "regex": NotServed((None,), "use guided_regex"),
+    "return_hidden_states": NotServed((None, False), "answers are text"),
+    "return_tokens_as_token_ids": NotServed((None, False), "answers are text"),
     "return_token_ids": NotServed((None, False), "answers are text"),
     "spaces_between_special_tokens": NotServed((None, True), "the tokenizer decides on spaces"),
 }
@@ -62,6 +69,11 @@ COMPLETION_NOT_SERVED: Mapping[str, NotServed] = {
 }
 CHAT_NOT_SERVED: Mapping[str, NotServed] = {
     **GENERATION_NOT_SERVED,
+    **dict.fromkeys(
+        ("include_reasoning", "separate_reasoning", "stream_reasoning"),
+        NotServed((None, True), "--reasoning_parser decides"),
+    ),
+    "add_special_tokens": NotServed((None, False), "the chat template has them"),
     "audio": NotServed((None,), "only text is served"),
     "chat_template": NotServed((None,), "the model's own template is used"),
     "continue_final_message": NotServed((None, False), "an answer is a message of its own"),
@@ -70,6 +82,7 @@ CHAT_NOT_SERVED: Mapping[str, NotServed] = {
     "function_call": NotServed((None, "none"), OLD_TOOLS),
     "functions": NotServed((None, []), OLD_TOOLS),
     "metadata": NotServed((None, {}), NOT_STORED),
+    "mm_processor_kwargs": NotServed((None, {}), "only text is served"),
     "modalities": NotServed((None, ["text"]), "only text is served"),
     "moderation": NotServed((None,), "nothing is moderated"),
     "prediction": NotServed((None,), "speculation is configured at start-up"),

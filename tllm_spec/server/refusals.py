@@ -27,7 +27,7 @@ def error_body(
 
 def param_of(message: str) -> str | None:
     """The option that one of our error messages starts with."""
-    named = re.match(r"([\w.]+)(?:\[\S+\])? (?:= |is required)", message)
+    named = re.match(r"([\w.]+)(?:\[\S+\])?(?: = | is required|: )", message)
     return named[1] if named else None
 
 

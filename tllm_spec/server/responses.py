@@ -78,6 +78,7 @@ class Answer(ABC):
         self._prompt_logprobs = prompt_logprobs  # the same for the prompt
         self._texts: dict[tuple[int, bool], str] = {}  # of tokens
         self._text_events: dict[int, TextEvent] = {}  # by choice
+        self.chunk_usage: Json = {}  # what chunks say about usage before it is known
         self._started: set[int] = set()
         self._finished: set[int] = set()
 
@@ -178,7 +179,7 @@ class Answer(ABC):
         return {**self._chunk([]), "usage": usage_of(results), **metrics_of(results)}
 
     def _chunk(self, choices: list[Json]) -> Json:
-        return {**self._head, "object": self.chunk_kind, "choices": choices}
+        return {**self._head, "object": self.chunk_kind, "choices": choices, **self.chunk_usage}
 
     def _index(self, prompt_index: int, output: CompletionOutput) -> int:
         return prompt_index * self._num_samples + output.index

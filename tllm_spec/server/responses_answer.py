@@ -40,7 +40,8 @@ class ResponseAnswer:
             incomplete_details=None if reason is None else {"reason": reason},
             usage={
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
+                # Nothing is billed for what is kept in the cache.
+                "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
@@ -65,8 +66,8 @@ class ResponseAnswer:
                             "response.output_text.delta", **place, delta=delta, logprobs=[]
                         )
             except EngineError as error:
-                message = error_body(str(error), "internal_error")["error"]["message"]
-                yield self._event("error", message=message, code="internal_error", param=None)
+                message = error_body(str(error), error.kind)["error"]["message"]
+                yield self._event("error", message=message, code=error.kind, param=None)
                 return
         answer = self.whole(running.handles[0])
         (item,), text = answer["output"], running.handles[0].outputs[0].text

@@ -95,7 +95,9 @@ class ResponsesRequest(BodyModel):
         "reasoning": NotServed((None, {}), "use chat_template_kwargs of /v1/chat/completions"),
         "service_tier": NotServed((None, "auto", "default"), "there is one tier"),
         "store": NotServed((None, False), NOT_STORED),
-        "stream_options": NotServed((None, {}), "the last event has the usage"),
+        "stream_options": NotServed(
+            (None, {}, {"include_obfuscation": False}), "the last event has the usage"
+        ),
         "tool_choice": NotServed((None, "none", "auto"), "use /v1/chat/completions for tools"),
         "tools": NotServed((None, []), "use /v1/chat/completions for tools"),
         "top_logprobs": NotServed((None, 0), "use logprobs of /v1/chat/completions"),

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tllm_spec.outputs import RequestOutput
+from tllm_spec.request_errors import NO_GUIDED_TOKEN
 from tllm_spec.server.events import DONE, event
 from tllm_spec.server.protocol import StreamOptions
 from tllm_spec.server.refusals import error_body
@@ -30,6 +31,14 @@ class EngineError(Exception):
     """A request was started and failed."""
 
     status = 500
+    kind = "internal_error"
+
+
+class NoGuidedToken(EngineError):
+    """The request's own grammar leads nowhere."""
+
+    status = 400
+    kind = "invalid_request_error"
 
 
 class RequestTimeout(EngineError):
@@ -91,7 +100,8 @@ class Running:
                     if is_late:
                         raise RequestTimeout(f"the request took longer than {self.timeout:g} s")
                     if result.error is not None:
-                        raise EngineError(result.error)
+                        is_own = result.error == NO_GUIDED_TOKEN
+                        raise (NoGuidedToken if is_own else EngineError)(result.error)
                     if result.finished:
                         self.on_finish(result)
                     yield i, result
@@ -141,6 +151,8 @@ async def event_stream(
     """The answer as server-sent events. A request that fails ends the stream with an error
     event."""
     handles = running.handles
+    if options.include_usage:
+        answer.chunk_usage = {"usage": None}  # as at OpenAI
     async with aclosing(running.updates()) as outputs:
         try:
             async for i, result in outputs:
@@ -150,7 +162,7 @@ async def event_stream(
                 for chunk in answer.chunks(i, result):
                     yield event(chunk | {"usage": usage_of(handles)})
         except EngineError as error:
-            yield event(error_body(str(error), "internal_error"))
+            yield event(error_body(str(error), error.kind))
             return
     if options.include_usage:
         yield event(answer.usage_chunk(handles))

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Request
 from pydantic import Field, model_validator
 
+from tllm_spec.option_checks import check_text
 from tllm_spec.server.admission import Admission
 from tllm_spec.server.answer_models import Detokenized, Tokenized
 from tllm_spec.server.body_model import BodyModel
@@ -16,7 +17,6 @@ from tllm_spec.server.engine import Engine
 from tllm_spec.server.openapi import answers
 from tllm_spec.server.protocol import ChatMessage
 from tllm_spec.server.tool_protocol import MAX_TOOLS, Tool
-from tllm_spec.tokenizer import check_text
 
 Json = dict[str, Any]
 

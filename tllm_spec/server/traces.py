@@ -47,7 +47,7 @@ class Traces:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer(SERVICE)
 
-    def add(self, request: Request, output: RequestOutput) -> None:
+    def add(self, request: Request, is_streamed: bool, output: RequestOutput) -> None:
         """The span of an output that has finished, failed or been cancelled, from its arrival to
         its end. Its parent is the client's span, which the header `traceparent` names."""
         from opentelemetry.trace import SpanKind, StatusCode
@@ -58,8 +58,7 @@ class Traces:
         times, reasons = output.metrics, [each.finish_reason for each in output.outputs]
         end = times.finished_time or time.monotonic()
         # Without streaming a choice's tokens arrive at its end.
-        is_whole = len(reasons) > 1 or times.first_token_time == times.finished_time
-        first = None if is_whole else times.first_token_time
+        first = times.first_token_time if is_streamed else None
         given: dict[str, Any] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": SERVICE,
