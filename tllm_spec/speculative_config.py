@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from tllm_spec.config_base import ConfigError
-from tllm_spec.draft_tree_config import TREE_NAMES, DraftTreeDecodingConfig
+from tllm_spec.draft_tree_config import DraftTreeDecodingConfig
 from tllm_spec.host_draft_config import NGramDecodingConfig as NGramDecodingConfig
 from tllm_spec.host_draft_config import UserProvidedDecodingConfig as UserProvidedDecodingConfig
 from tllm_spec.option_checks import NotServed, shown
@@ -102,7 +102,6 @@ class EagleHeadDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig)
     """Architecture of the head."""
 
     not_served: ClassVar[Mapping[str, NotServed]] = EAGLE_NOT_SERVED
-    old_names: ClassVar[Mapping[str, str]] = TREE_NAMES
 
     @field_validator("eagle3_layers_to_capture")
     @classmethod
@@ -166,8 +165,8 @@ class MTPDecodingConfig(DraftTreeDecodingConfig):
     """Token id that ends it. The default is DeepSeek R1's `</think>`."""
 
     not_served: ClassVar[Mapping[str, NotServed]] = MTP_NOT_SERVED
-    old_names: ClassVar[Mapping[str, str]] = {
-        **TREE_NAMES,
+    aliases: ClassVar[Mapping[str, str]] = {
+        **DraftTreeDecodingConfig.aliases,
         "num_nextn_predict_layers": "max_draft_len",
     }
 
@@ -281,7 +280,7 @@ def speculative_config_from(value: object) -> object:
 
 
 def _names_of(kind: type[DecodingBaseConfig]) -> set[str]:
-    return {*kind.model_fields, *kind.not_served, *kind.old_names}
+    return {*kind.model_fields, *kind.not_served, *kind.aliases}
 
 
 def _owners_of(names: Iterable[str]) -> dict[str, list[str]]:
