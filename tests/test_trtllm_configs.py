@@ -144,7 +144,7 @@ def test_the_old_name_of_the_draft_length_is_enough() -> None:
         ),
         (
             eagle3(speculative_model_dir="other"),
-            "speculative_model_dir = 'other' means speculative_model = 'other', which is given as 'some",
+            "= 'other' means speculative_model = 'other', which is given as 'some/head'",
         ),
     ],
 )
