@@ -111,6 +111,7 @@ def test_a_refusal_says_that_sglangs_number_counts_the_root() -> None:
         ({"max_draft_len": 18, "max_total_draft_tokens": 20}, r"\(18 - 1\) \* 4 = 68 .* 64 is the"),
         ({"dynamic_tree_max_topK": 17}, "dynamic_tree_max_topK = 17 is more than 16"),
         ({"dynamic_tree_max_topK": None}, "needs dynamic_tree_max_topK"),
+        ({"max_non_leaves_per_layer": 4}, "is refused: in every step of a dynamic tree the best"),
         ({"use_dynamic_tree": False}, "dynamic_tree_max_topK = 4 needs use_dynamic_tree: true"),
     ],
 )
@@ -143,6 +144,7 @@ def test_a_static_tree_says_how_deep_it_is_and_how_many_nodes_it_has() -> None:
         ({"eagle_choices": [[0], [-1]]}, "a list of paths of ranks from 0 on is needed"),
         ({"eagle_choices": "[[0], "}, "a list of paths of ranks from 0 on is needed"),
         ({"eagle_choices": []}, r"^eagle_choices = \[\]: a list of paths of ranks from 0 on"),
+        ({"eagle_choices": "list()"}, "a list of paths of ranks from 0 on is needed"),
         ({"eagle_choices": [[0]], "max_draft_len": 3}, "max_draft_len = 3 is not 1"),
         ({"eagle_choices": [[0]], **TREE, "max_draft_len": 1}, "are exclusive"),
         ({"eagle_choices": [[0], [16]]}, "has the rank 16; 15 is the most"),

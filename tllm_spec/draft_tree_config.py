@@ -34,7 +34,7 @@ def _choices_of(given: object) -> Choices:
         paths = {tuple(path) for path in choices}
         ranks = [rank for path in paths for rank in path]
         is_list = bool(paths) and all(paths)
-    except (SyntaxError, TypeError):
+    except (SyntaxError, TypeError, ValueError):  # the last: code instead of a literal
         is_list = False
     if not is_list or any(type(rank) is not int or rank < 0 for rank in ranks):
         raise ValueError("a list of paths of ranks from 0 on is needed, e.g. [[0], [1], [0, 0]]")

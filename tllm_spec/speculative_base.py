@@ -28,7 +28,6 @@ PathText = Annotated[
 ]
 
 SGLANG_NODES = "speculative_num_draft_tokens"  # SGLang counts the root, too
-NO_TREE = "drafts are chains, not trees"
 NO_GATE = (
     "it is one of TensorRT-LLM's older names; use acceptance_rate_threshold with "
     "acceptance_rate_window_size"
@@ -289,8 +288,8 @@ class DecodingBaseConfig(ConfigModel):
         total = self.max_total_draft_tokens
         if not self.drafts_trees and total != self.max_draft_len:
             raise ValueError(
-                f"max_total_draft_tokens = {total} is refused: {NO_TREE}, and have max_draft_len = "
-                f"{self.max_draft_len} drafts"
+                f"max_total_draft_tokens = {total} is refused: drafts are a chain of max_draft_len "
+                f"= {self.max_draft_len} unless the options ask for a tree"
             )
         return self
 

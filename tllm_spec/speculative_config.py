@@ -23,7 +23,7 @@ from tllm_spec.draft_tree_config import DraftTreeDecodingConfig
 from tllm_spec.host_draft_config import NGramDecodingConfig as NGramDecodingConfig
 from tllm_spec.host_draft_config import UserProvidedDecodingConfig as UserProvidedDecodingConfig
 from tllm_spec.option_checks import NotServed, shown
-from tllm_spec.speculative_base import DECODING_NOT_SERVED, NO_TREE, PathText, RelaxedRule
+from tllm_spec.speculative_base import DECODING_NOT_SERVED, PathText, RelaxedRule
 from tllm_spec.speculative_base import DecodingBaseConfig as DecodingBaseConfig
 from tllm_spec.speculative_base import DraftModelDecodingConfig as DraftModelDecodingConfig
 
@@ -31,7 +31,11 @@ DraftBackend = Literal["torch", "tensorrt", "onnxruntime"]
 EAGLE_NOT_SERVED: Mapping[str, NotServed] = {
     **DECODING_NOT_SERVED,
     "eagle3_model_arch": NotServed(("llama3",), "only heads with Llama's layer are served"),
-    "max_non_leaves_per_layer": NotServed((None,), NO_TREE),
+    "max_non_leaves_per_layer": NotServed(
+        (None,),
+        "in every step of a dynamic tree the best dynamic_tree_max_topK paths grow; a static tree "
+        "is what eagle_choices says",
+    ),
     "num_eagle_layers": NotServed(
         (None,),
         "the head has the layers of its checkpoint (TensorRT-LLM has deprecated this option)",
