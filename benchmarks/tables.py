@@ -22,6 +22,7 @@ from benchmarks import (
     rounds,
     serving_load,
     several_devices,
+    tree_acceptance,
     tree_kernels,
     trees,
 )
@@ -46,6 +47,7 @@ SCRIPTS: Sequence[ModuleType] = (
     moe,
     deepseek,
     tree_kernels,
+    tree_acceptance,
     trees,
     adaptive_trees_h200,
     guided,

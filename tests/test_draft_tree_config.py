@@ -6,7 +6,12 @@ import pytest
 
 from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, chain_of
 from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
-from tllm_spec.speculative_config import Eagle3DecodingConfig
+from tllm_spec.speculative_config import (
+    DecodingBaseConfig,
+    Eagle3DecodingConfig,
+    UserProvidedDecodingConfig,
+    speculative_config_from,
+)
 
 TREE: dict[str, Any] = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4, "max_draft_len": 3}
 
@@ -18,6 +23,7 @@ def eagle3(**options: Any) -> Eagle3DecodingConfig:
 def test_a_tree_has_topk_times_depth_nodes_unless_it_says_otherwise() -> None:
     assert eagle3(**TREE).max_total_draft_tokens == 12
     assert eagle3(**TREE, max_total_draft_tokens=20).shapes.longest == DraftShape(3, 20, 4)
+    assert eagle3(**TREE | {"max_draft_len": 17}).max_total_draft_tokens == 63, "the most"
 
 
 def test_a_chain_has_as_many_nodes_as_its_length() -> None:
@@ -53,6 +59,50 @@ def test_sglangs_names_mean_the_same_and_count_the_root() -> None:
 
 
 @pytest.mark.parametrize(
+    ("decoding_type", "options"),
+    [
+        ("NGram", {}),
+        ("Draft_Target", {"speculative_model": "model"}),
+        ("Draft_Target", {"speculative_model": "model", "draft_target_one_model": True}),
+        ("Eagle", {"speculative_model": "head"}),
+        ("MTP", {}),
+    ],
+)
+def test_sglangs_names_are_those_of_every_drafter_of_trees(
+    decoding_type: str, options: dict[str, Any]
+) -> None:
+    def shape_of(topk: int, total: int) -> DraftShape:
+        sglang = {
+            "speculative_num_steps": 3,
+            "speculative_eagle_topk": topk,
+            "speculative_num_draft_tokens": total,
+        }
+        config = speculative_config_from({"decoding_type": decoding_type} | options | sglang)
+        assert isinstance(config, DecodingBaseConfig)
+        return config.shapes.longest
+
+    assert shape_of(4, 13) == DraftShape(3, 12, 4)
+    assert shape_of(1, 4) == chain_of(3)
+
+
+def test_sglangs_names_of_depth_and_number_are_those_of_a_users_drafter() -> None:
+    names = {"speculative_num_steps": 3, "speculative_num_draft_tokens": 8}
+    config = UserProvidedDecodingConfig(drafter=object(), **names)
+    assert (config.max_draft_len, config.max_total_draft_tokens) == (3, 7)
+
+
+def test_a_refusal_says_that_sglangs_number_counts_the_root() -> None:
+    names = {"speculative_num_steps": 2, "speculative_eagle_topk": 2}
+    with pytest.raises(ValueError, match=r"7 is more than 6: .*\n.* = 8 counts the root: .* = 7"):
+        eagle3(**names, speculative_num_draft_tokens=8)
+    with pytest.raises(ValueError, match=r"= 8 means max_total_draft_tokens = 7, which .* 5"):
+        eagle3(**names, speculative_num_draft_tokens=8, max_total_draft_tokens=5)
+    with pytest.raises(ValueError, match="greater than 0") as refusal:
+        eagle3(**names | {"speculative_eagle_topk": 0}, speculative_num_draft_tokens=5)
+    assert "root" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_total_draft_tokens": 37}, "37 is more than 36: 4 paths of 3 steps have 4 .* = 36"),
@@ -61,6 +111,7 @@ def test_sglangs_names_mean_the_same_and_count_the_root() -> None:
         ({"max_draft_len": 18, "max_total_draft_tokens": 20}, r"\(18 - 1\) \* 4 = 68 .* 64 is the"),
         ({"dynamic_tree_max_topK": 17}, "dynamic_tree_max_topK = 17 is more than 16"),
         ({"dynamic_tree_max_topK": None}, "needs dynamic_tree_max_topK"),
+        ({"max_non_leaves_per_layer": 4}, "is refused: in every step of a dynamic tree the best"),
         ({"use_dynamic_tree": False}, "dynamic_tree_max_topK = 4 needs use_dynamic_tree: true"),
     ],
 )
@@ -72,7 +123,7 @@ def test_an_impossible_tree_is_refused_with_its_numbers(
 
 
 def test_an_old_and_a_new_name_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ValueError, match="speculative_eagle_topk = 8 is the old name of"):
+    with pytest.raises(ValueError, match=r"_topk = 8 means .* = 8, which is given as 4"):
         eagle3(**TREE, speculative_eagle_topk=8)
 
 
@@ -92,7 +143,8 @@ def test_a_static_tree_says_how_deep_it_is_and_how_many_nodes_it_has() -> None:
         ({"eagle_choices": [[0], [1, 0]]}, r"continues \[1\], which is not listed"),
         ({"eagle_choices": [[0], [-1]]}, "a list of paths of ranks from 0 on is needed"),
         ({"eagle_choices": "[[0], "}, "a list of paths of ranks from 0 on is needed"),
-        ({"eagle_choices": []}, "a list of paths of ranks from 0 on is needed"),
+        ({"eagle_choices": []}, r"^eagle_choices = \[\]: a list of paths of ranks from 0 on"),
+        ({"eagle_choices": "list()"}, "a list of paths of ranks from 0 on is needed"),
         ({"eagle_choices": [[0]], "max_draft_len": 3}, "max_draft_len = 3 is not 1"),
         ({"eagle_choices": [[0]], **TREE, "max_draft_len": 1}, "are exclusive"),
         ({"eagle_choices": [[0], [16]]}, "has the rank 16; 15 is the most"),

@@ -140,11 +140,11 @@ def test_the_old_name_of_the_draft_length_is_enough() -> None:
         (ngram(use_sa_spec=True), "use_sa_spec = True is refused"),
         (
             ngram(prompt_lookup_num_tokens=3),
-            "prompt_lookup_num_tokens = 3 is the old name of max_draft_len = 4",
+            "prompt_lookup_num_tokens = 3 means max_draft_len = 3, which is given as 4",
         ),
         (
             eagle3(speculative_model_dir="other"),
-            "speculative_model_dir = 'other' is the old name of speculative_model = 'some/head'",
+            "= 'other' means speculative_model = 'other', which is given as 'some/head'",
         ),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ast import literal_eval
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, PositiveInt, model_validator
 
@@ -17,17 +17,11 @@ MAX_TOPK = 16
 MAX_NODES = 63  # without the root: a row's ancestors are bits of an int64
 MAX_BEAM_KEYS = 64  # of the draft network's forwards of one round, for the same reason
 
-# SGLang's names; its number of draft tokens counts the root.
-SGLANG_TOPK, SGLANG_NODES = "speculative_eagle_topk", "speculative_num_draft_tokens"
-TREE_NAMES: Mapping[str, str] = {
-    **DecodingBaseConfig.old_names,
+SGLANG_TOPK = "speculative_eagle_topk"
+TREE_ALIASES: Mapping[str, str] = {
+    **DecodingBaseConfig.aliases,
     SGLANG_TOPK: "dynamic_tree_max_topK",
-    "speculative_num_steps": "max_draft_len",
-    SGLANG_NODES: "max_total_draft_tokens",
-    "speculative_accept_threshold_single": "threshold_single",
-    "speculative_accept_threshold_acc": "threshold_acc",
 }
-
 
 Choices = tuple[tuple[int, ...], ...]
 
@@ -40,7 +34,7 @@ def _choices_of(given: object) -> Choices:
         paths = {tuple(path) for path in choices}
         ranks = [rank for path in paths for rank in path]
         is_list = bool(paths) and all(paths)
-    except (SyntaxError, TypeError):
+    except (SyntaxError, TypeError, ValueError):  # the last: code instead of a literal
         is_list = False
     if not is_list or any(type(rank) is not int or rank < 0 for rank in ranks):
         raise ValueError("a list of paths of ranks from 0 on is needed, e.g. [[0], [1], [0, 0]]")
@@ -81,6 +75,15 @@ def default_trees(largest: DraftShape) -> list[DraftShape]:
     return trees
 
 
+def chain_or_tree(options: Mapping[str, Any], renamed: dict[str, Any]) -> None:
+    """SGLang's number of children says by itself whether there are trees."""
+    topk = renamed.get("dynamic_tree_max_topK")
+    if SGLANG_TOPK in options and type(topk) is int:
+        renamed.setdefault("use_dynamic_tree", topk > 1)
+        if topk == 1:
+            renamed.pop("dynamic_tree_max_topK")
+
+
 class DraftTreeDecodingConfig(DecodingBaseConfig):
     """The options of the decoding types whose draft weights may draft trees."""
 
@@ -97,19 +100,15 @@ class DraftTreeDecodingConfig(DecodingBaseConfig):
     draft, e.g. `[[0], [1], [0, 0]]`. `max_draft_len` is the length of the longest path, and
     `max_total_draft_tokens` their number."""
 
+    aliases: ClassVar[Mapping[str, str]] = TREE_ALIASES
+
     @classmethod
-    def _with_new_names(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        renamed, nodes = dict(options), options.get(SGLANG_NODES)
-        if type(nodes) is int:
-            renamed[SGLANG_NODES] = nodes - 1
-        renamed = super()._with_new_names(renamed)
+    def _without_aliases(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        renamed = super()._without_aliases(options)
         if renamed.get("eagle_choices") is not None and renamed.get("max_draft_len") is None:
-            renamed["max_draft_len"] = _measures(renamed["eagle_choices"])[0]
-        topk = renamed.get("dynamic_tree_max_topK")
-        if SGLANG_TOPK in options and type(topk) is int:
-            renamed.setdefault("use_dynamic_tree", topk > 1)
-            if topk == 1:  # a chain: SGLang then ignores the number of draft tokens, too
-                renamed.pop("dynamic_tree_max_topK")
+            # 1 stands for the depth of what is no tree, and is not what is wrong.
+            renamed["max_draft_len"] = _measures(renamed["eagle_choices"])[0] or 1
+        chain_or_tree(options, renamed)
         return renamed
 
     @classmethod
@@ -119,7 +118,7 @@ class DraftTreeDecodingConfig(DecodingBaseConfig):
             return _measures(options["eagle_choices"])[1]
         if not options.get("use_dynamic_tree") or length is None or type(topk) is not int:
             return length
-        return length * topk
+        return min(length * topk, MAX_NODES)
 
     @property
     def drafts_trees(self) -> bool:

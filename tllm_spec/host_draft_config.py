@@ -10,7 +10,7 @@ from pydantic import PositiveInt, model_validator
 
 from tllm_spec.config_base import ConfigError
 from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, DraftShapes
-from tllm_spec.draft_tree_config import MAX_NODES, MAX_TOPK
+from tllm_spec.draft_tree_config import MAX_NODES, MAX_TOPK, TREE_ALIASES, chain_or_tree
 from tllm_spec.import_path import make_object
 from tllm_spec.option_checks import NotServed
 from tllm_spec.speculative_base import DECODING_NOT_SERVED, DecodingBaseConfig
@@ -55,14 +55,15 @@ class NGramDecodingConfig(DecodingBaseConfig):
     """Children of a node of the tree, at most. SGLang's name is `speculative_eagle_topk`."""
 
     not_served: ClassVar[Mapping[str, NotServed]] = HOST_DRAFTS_NOT_SERVED
-    old_names: ClassVar[Mapping[str, str]] = {
-        **DecodingBaseConfig.old_names,
+    aliases: ClassVar[Mapping[str, str]] = {
+        **TREE_ALIASES,
         "prompt_lookup_num_tokens": "max_draft_len",
     }
 
     @classmethod
-    def _with_new_names(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        renamed = super()._with_new_names(options)
+    def _without_aliases(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        renamed = super()._without_aliases(options)
+        chain_or_tree(options, renamed)
         if renamed.get("use_dynamic_tree") is True:
             renamed.setdefault("is_use_oldest", False)
         return renamed

@@ -27,7 +27,7 @@ PathText = Annotated[
     str, BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
 ]
 
-NO_TREE = "drafts are chains, not trees"
+SGLANG_NODES = "speculative_num_draft_tokens"  # SGLang counts the root, too
 NO_GATE = (
     "it is one of TensorRT-LLM's older names; use acceptance_rate_threshold with "
     "acceptance_rate_window_size"
@@ -135,14 +135,24 @@ class DecodingBaseConfig(ConfigModel):
     # Whether every rank of a model comes to the same drafts.
     serves_ranks: ClassVar[bool] = True
     not_served: ClassVar[Mapping[str, NotServed]] = DECODING_NOT_SERVED
-    old_names: ClassVar[Mapping[str, str]] = {"speculative_model_dir": "speculative_model"}
+    # Old names and those of SGLang.
+    aliases: ClassVar[Mapping[str, str]] = {
+        "speculative_model_dir": "speculative_model",
+        "speculative_num_steps": "max_draft_len",
+        SGLANG_NODES: "max_total_draft_tokens",
+        "speculative_accept_threshold_single": "threshold_single",
+        "speculative_accept_threshold_acc": "threshold_acc",
+    }
 
     def __init__(self, /, **options: Any) -> None:
-        options = with_lower_bounds(self._with_new_names(options))
-        options = _without_off_values(options)
-        if options.get("max_total_draft_tokens") is None:
-            options["max_total_draft_tokens"] = self._default_num_nodes(options)
-        super().__init__(**options)
+        named = with_lower_bounds(self._without_aliases(options))
+        named = _without_off_values(named)
+        if named.get("max_total_draft_tokens") is None:
+            named["max_total_draft_tokens"] = self._default_num_nodes(named)
+        try:
+            super().__init__(**named)
+        except ConfigError as error:
+            raise ConfigError(error.lines + _counted_root(options, error.lines)) from error
 
     def as_options(self) -> dict[str, Any]:
         return super().as_options() | {"decoding_type": self.decoding_type}
@@ -154,17 +164,18 @@ class DecodingBaseConfig(ConfigModel):
         return length if type(length) is int and length > 0 else None
 
     @classmethod
-    def _with_new_names(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises ConfigError when an old and a new name of one option have different values."""
+    def _without_aliases(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises ConfigError when two names of one option have different values."""
         renamed = dict(options)
-        for old, new in cls.old_names.items():
-            if old not in renamed:
+        for alias, name in cls.aliases.items():
+            if alias not in renamed:
                 continue
-            value = renamed.pop(old)
-            if renamed.setdefault(new, value) != value:
-                raise ConfigError(
-                    [f"{old} = {shown(value)} is the old name of {new} = {shown(renamed[new])}"]
-                )
+            given = value = renamed.pop(alias)
+            if alias == SGLANG_NODES and type(given) is int:
+                value = given - 1
+            if renamed.setdefault(name, value) != value:
+                meaning = f"{alias} = {shown(given)} means {name} = {shown(value)}"
+                raise ConfigError([f"{meaning}, which is given as {shown(renamed[name])}"])
         return renamed
 
     @field_validator("max_draft_len", mode="before")
@@ -215,7 +226,7 @@ class DecodingBaseConfig(ConfigModel):
         if self.adaptive is not None and self.adaptive.trees and not self.mixes_trees:
             raise ValueError(
                 "adaptive.candidate_trees needs use_dynamic_tree: true with dynamic_tree_max_topK "
-                "above 1, and draft weights (Eagle3 or Draft_Target)"
+                "above 1, and draft weights (Draft_Target, Eagle, Eagle3 or MTP)"
             )
         if self.mixes_trees and self.draft_len_schedule is not None:
             raise ValueError(
@@ -277,8 +288,8 @@ class DecodingBaseConfig(ConfigModel):
         total = self.max_total_draft_tokens
         if not self.drafts_trees and total != self.max_draft_len:
             raise ValueError(
-                f"max_total_draft_tokens = {total} is refused: {NO_TREE}, and have max_draft_len = "
-                f"{self.max_draft_len} drafts"
+                f"max_total_draft_tokens = {total} is refused: drafts are a chain of max_draft_len "
+                f"= {self.max_draft_len} unless the options ask for a tree"
             )
         return self
 
@@ -353,6 +364,14 @@ def rate_problem(rates: Rates, *, is_tree: bool) -> str | None:
     if not is_tree and any(later > earlier for earlier, later in pairwise(numbers)):
         return "they cannot rise, because a draft is accepted only with all before it"
     return None
+
+
+def _counted_root(options: Mapping[str, Any], lines: list[str]) -> list[str]:
+    """What else must be said to a user of SGLang's names, who knows another number."""
+    total = options.get(SGLANG_NODES)
+    if type(total) is not int or not any("max_total_draft_tokens" in line for line in lines):
+        return []
+    return [f"{SGLANG_NODES} = {total} counts the root: it is max_total_draft_tokens = {total - 1}"]
 
 
 def _without_off_values(options: dict[str, Any]) -> dict[str, Any]:

@@ -19,11 +19,11 @@ from pydantic import (
 )
 
 from tllm_spec.config_base import ConfigError
-from tllm_spec.draft_tree_config import TREE_NAMES, DraftTreeDecodingConfig
+from tllm_spec.draft_tree_config import DraftTreeDecodingConfig
 from tllm_spec.host_draft_config import NGramDecodingConfig as NGramDecodingConfig
 from tllm_spec.host_draft_config import UserProvidedDecodingConfig as UserProvidedDecodingConfig
 from tllm_spec.option_checks import NotServed, shown
-from tllm_spec.speculative_base import DECODING_NOT_SERVED, NO_TREE, PathText, RelaxedRule
+from tllm_spec.speculative_base import DECODING_NOT_SERVED, PathText, RelaxedRule
 from tllm_spec.speculative_base import DecodingBaseConfig as DecodingBaseConfig
 from tllm_spec.speculative_base import DraftModelDecodingConfig as DraftModelDecodingConfig
 
@@ -31,7 +31,11 @@ DraftBackend = Literal["torch", "tensorrt", "onnxruntime"]
 EAGLE_NOT_SERVED: Mapping[str, NotServed] = {
     **DECODING_NOT_SERVED,
     "eagle3_model_arch": NotServed(("llama3",), "only heads with Llama's layer are served"),
-    "max_non_leaves_per_layer": NotServed((None,), NO_TREE),
+    "max_non_leaves_per_layer": NotServed(
+        (None,),
+        "in every step of a dynamic tree the best dynamic_tree_max_topK paths grow; a static tree "
+        "is what eagle_choices says",
+    ),
     "num_eagle_layers": NotServed(
         (None,),
         "the head has the layers of its checkpoint (TensorRT-LLM has deprecated this option)",
@@ -110,7 +114,6 @@ class EagleHeadDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig)
     engine at the first start and keeps it on disk; `onnxruntime` is for CPUs."""
 
     not_served: ClassVar[Mapping[str, NotServed]] = EAGLE_NOT_SERVED
-    old_names: ClassVar[Mapping[str, str]] = TREE_NAMES
 
     @field_validator("eagle3_layers_to_capture")
     @classmethod
@@ -179,8 +182,8 @@ class MTPDecodingConfig(DraftTreeDecodingConfig):
     """Token id that ends it. The default is DeepSeek R1's `</think>`."""
 
     not_served: ClassVar[Mapping[str, NotServed]] = MTP_NOT_SERVED
-    old_names: ClassVar[Mapping[str, str]] = {
-        **TREE_NAMES,
+    aliases: ClassVar[Mapping[str, str]] = {
+        **DraftTreeDecodingConfig.aliases,
         "num_nextn_predict_layers": "max_draft_len",
     }
 
@@ -294,7 +297,7 @@ def speculative_config_from(value: object) -> object:
 
 
 def _names_of(kind: type[DecodingBaseConfig]) -> set[str]:
-    return {*kind.model_fields, *kind.not_served, *kind.old_names}
+    return {*kind.model_fields, *kind.not_served, *kind.aliases}
 
 
 def _owners_of(names: Iterable[str]) -> dict[str, list[str]]:

@@ -84,6 +84,13 @@ class BuildPlan:
             logger.info(
                 "linear layers of few rows run as torch's GEMMs, which is slower: %s", reason
             )
+        longest, max_num_tokens = self.shapes.longest, self.args.max_num_tokens
+        if longest.window > max_num_tokens:
+            logger.warning(
+                "max_num_tokens = %d has no room for a window of %d rows: no round has the draft "
+                "tree %s, only shallower ones",
+                *(max_num_tokens, longest.window, longest.name),
+            )
         if self.why_no_overlap:
             which = "rounds with drafts" if self.plain_in_flight else "rounds"
             logger.info("%s do not overlap: %s", which, self.why_no_overlap)

@@ -16,8 +16,10 @@ from tllm_spec.bench.break_even_runs import (
     Speedup,
     Workload,
 )
+from tllm_spec.bench.break_even_trees import parse_tree, with_trees
 from tllm_spec.cli.bench import main
 from tllm_spec.config import LlmArgs
+from tllm_spec.draft_shape import DraftShape, chain_of
 
 TIMES = RoundSeconds(plain=4.0, free=5.0, drafted=7.0, draft_len=4)
 
@@ -65,6 +67,45 @@ def test_engines_use_the_files_drafter_with_a_fixed_length_and_synthetic_accepta
             None,
             None,
         )
+
+
+def test_a_files_own_shape_gives_way_by_any_of_its_names() -> None:
+    spec = {
+        "decoding_type": "Eagle3",
+        "speculative_model": "head",
+        "speculative_num_steps": 4,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 5,
+    }
+    made: list[LlmArgs] = []
+
+    def make_llm(**arguments: Any) -> None:
+        made.append(LlmArgs.from_kwargs("zoo:llama", **arguments))
+
+    BreakEvenRuns(make_llm, {"speculative_config": spec}, Workload()).drafted(0.5, 3)
+    trees = [parse_tree("5x8/31"), parse_tree("3x2/6")]
+    make_llm(speculative_config=with_trees(spec, trees))
+    chain, tree = (args.speculative_config for args in made)
+    assert chain is not None and chain.shapes.longest == chain_of(3)
+    assert tree is not None and tree.shapes.longest == DraftShape(5, 31, 8)
+    assert [tree.shapes.of(tier) for tier in tree.shapes.tree_tiers] == trees[::-1]
+
+
+@pytest.mark.parametrize(
+    ("example", "arguments", "sentence"),
+    [
+        ("eagle3_dynamic_tree", [], "has draft trees, and the equation is for chains; --trees"),
+        ("eagle3_static_tree", [], "has draft trees, and the equation is for chains; --trees"),
+        ("ngram_tree", ["--trees", "2x2/4"], "--trees is for drafters with draft weights"),
+    ],
+)
+def test_a_drafter_that_cannot_be_measured_so_is_refused(
+    example: str, arguments: list[str], sentence: str
+) -> None:
+    options = ["break-even", "--config", f"yaml_examples/{example}.yaml", *arguments]
+    result = CliRunner().invoke(main, ["-m", "zoo:llama", *options])
+    assert result.exit_code == 1 and sentence in result.output
+    assert "synthetic" not in result.output and "candidate" not in result.output
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,12 @@ def finite_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("finite"), vocab_size=NAN_TOKEN)
 
 
-@pytest.fixture(params=["plain", "no_overlap", "draft_target", "one_model"])
+TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 3}
+
+
+@pytest.fixture(
+    params=["plain", "no_overlap", "draft_target", "one_model", "tree", "one_model_tree"]
+)
 def llm(
     request: pytest.FixtureRequest, model: Path, tiny_draft: Path, finite_draft: Path
 ) -> Iterator[LLM]:
@@ -52,6 +57,8 @@ def llm(
         "no_overlap": {"disable_overlap_scheduler": True},
         "draft_target": draft_target(tiny_draft),
         "one_model": draft_target(finite_draft, draft_target_one_model=True),
+        "tree": draft_target(tiny_draft, **TREE),
+        "one_model_tree": draft_target(finite_draft, draft_target_one_model=True, **TREE),
     }[request.param]
     with make_llm(model, **options) as llm:
         yield llm

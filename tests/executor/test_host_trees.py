@@ -206,7 +206,7 @@ def test_rounds_of_chains_have_graphs_next_to_those_of_trees(tiny: Path) -> None
         ({"max_total_draft_tokens": 8}, "max_total_draft_tokens = 8 is refused: drafts are"),
         (
             TREE | {"adaptive": {"candidate_trees": [TREE_OF_3]}},
-            r"candidate_trees needs .*, and draft weights \(Eagle3 or Draft_Target\)",
+            r"candidate_trees needs .*, and draft weights \(Draft_Target, Eagle, Eagle3 or MTP\)",
         ),
     ],
 )

@@ -10,9 +10,11 @@ import torch
 
 from tests.executor.draft_caches import HOT, SlowDrafter, generating, one_model, write_heads
 from tests.executor.harness import Harness, all_pages_are_back, output_of
+from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.kernels.gumbel import gumbel_noise
 from tllm_spec.outputs import SpeculativeStats
+from tllm_spec.tokenizer import load_tokenizer
 
 PROMPT = [7, 3, 5, 11, 3, 5, 2, 3]
 MODES = ["draft_target_tree", "eagle3_tree", "eagle3_two_model_tree", "eagle_tree"]
@@ -96,7 +98,6 @@ def test_synthetic_acceptance_of_trees_is_by_depth_and_rank(
     assert first == pytest.approx(0.8, abs=0.05) and second == pytest.approx(0.72, abs=0.05)
 
 
-@pytest.mark.thinned
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("depth", "topk", "num_nodes"), [(1, 3, 3), (3, 3, 9), (3, 4, 20)])
 def test_every_tree_and_accepted_path_is_that_of_a_slow_reference(
@@ -115,6 +116,45 @@ def test_every_tree_and_accepted_path_is_that_of_a_slow_reference(
         for i, temperature in enumerate((None, HOT, 0.7))
     ]
     plain.run()
+    shape = DraftShape(depth, num_nodes, topk)
+    assert_as_reference(harness, requests, list(map(output_of, expected)), shape)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"decoding_type": "Eagle3", "speculative_model": "zoo:llama-eagle3"},
+        {
+            "decoding_type": "Draft_Target",
+            "speculative_model": "zoo:llama-draft",
+            "draft_target_one_model": True,
+        },
+    ],
+    ids=["head", "draft_model"],
+)
+def test_the_zoos_trees_and_accepted_paths_are_those_of_the_slow_reference(
+    config: dict[str, Any],
+) -> None:
+    tokenizer, shape = load_tokenizer("zoo:llama"), DraftShape(3, 12, 4)
+    texts = ("def area(self):\n    return", "import os\nimport", "for key, value in ")
+    tree = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4, "max_draft_len": 3}
+    ways = [{"speculative_config": config | tree, "disable_overlap_scheduler": True}, {}]
+    harness, plain = (Harness("zoo:llama", **way) for way in ways)
+    requests, expected = (
+        [
+            each.submit(tokenizer.encode(text), 24, temperature=temperature, seed=i)
+            for i, (text, temperature) in enumerate(zip(texts, (None, None, 0.7), strict=True))
+        ]
+        for each in (harness, plain)
+    )
+    plain.run()
+    assert_as_reference(harness, requests, list(map(output_of, expected)), shape)
+
+
+def assert_as_reference(
+    harness: Harness, requests: list[LlmRequest], expected: list[list[int]], shape: DraftShape
+) -> None:
+    """Of every second round: the tree, and how far plain decoding's text is accepted."""
     num_checked = num_accepted = 0
     for _ in range(8):
         harness.round()
@@ -122,20 +162,20 @@ def test_every_tree_and_accepted_path_is_that_of_a_slow_reference(
         for request in generating(harness):
 
             def children_of(parent: Candidate, request: LlmRequest = request) -> list[Candidate]:
-                return children(harness, request, parent, topk)
+                return children(harness, request, parent, shape.topk)
 
-            paths[request] = slow_tree(children_of, topk, depth, num_nodes)
+            paths[request] = slow_tree(children_of, shape.topk, shape.depth, shape.num_nodes)
             assert paths_in_slot(harness, request) == paths[request]
             lengths[request] = request.num_output_tokens
             num_checked += 1
         harness.round()
         for request, length in lengths.items():
-            text = output_of(expected[requests.index(request)])[length:]
-            emitted = 1 + accepted_path(paths[request], text[:depth])
+            text = expected[requests.index(request)][length:]
+            emitted = 1 + accepted_path(paths[request], text[: shape.depth])
             num_accepted += emitted - 1
             assert request.num_output_tokens == min(length + emitted, 24)
     harness.run()
-    assert list(map(output_of, requests)) == list(map(output_of, expected))
+    assert list(map(output_of, requests)) == expected
     assert num_checked > 8 and num_accepted > 3
     assert all_pages_are_back(harness.executor)
 
@@ -252,6 +292,17 @@ def test_every_row_is_written_to_a_page_of_its_own_request(
     assert all(request.error is None for request in requests) and num_checked > 20
     assert harness.parts.scheduler.num_preemptions
     assert all_pages_are_back(harness.executor)
+
+
+def test_a_tree_that_no_round_has_room_for_is_named_at_the_start(
+    tiny: Path, tiny_draft: Path, head: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    speculation = one_model(tiny_draft, head, "eagle3_tree", 2)
+    Harness(tiny, max_num_tokens=7, **speculation)
+    assert "no room" not in caplog.text
+    Harness(tiny, max_num_tokens=6, **speculation)
+    assert "max_num_tokens = 6 has no room for a window of 7 rows: no round has the" in caplog.text
+    assert "2x3/6" in caplog.text
 
 
 def test_a_round_without_room_for_the_smallest_tree_is_refused(

@@ -181,7 +181,12 @@ def test_overlap_changes_no_draft(undisturbed: Callable[..., SpeculativeStats], 
 
 @pytest.mark.parametrize(
     ("one_model", "two_model"),
-    [("draft_target_one_model", "draft_target"), ("eagle3", "eagle3_two_model")],
+    [
+        ("draft_target_one_model", "draft_target"),
+        ("draft_target_one_model_tree", "draft_target_tree"),
+        ("eagle3", "eagle3_two_model"),
+        pytest.param("eagle3_tree", "eagle3_two_model_tree", marks=pytest.mark.slow),
+    ],
 )
 def test_a_drafter_proposes_the_same_inside_the_targets_forward_and_outside(
     undisturbed: Callable[..., SpeculativeStats], one_model: str, two_model: str

@@ -36,7 +36,7 @@ class AttentionMetadata:
     num_generations: int
     """B."""
     window: int
-    """W query tokens of each generation request (1 + draft_len)."""
+    """W query tokens of each generation request (the bonus token and its drafts)."""
     block_tables: torch.Tensor
     """[C + B, P] int32, device; pages of each request."""
     kv_lens: torch.Tensor

@@ -20,6 +20,7 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.outputs import SpeculativeStats
+from tllm_spec.speculative_config import DecodingBaseConfig, speculative_config_from
 
 if TYPE_CHECKING:
     from tllm_spec.llm import LLM
@@ -34,6 +35,30 @@ WITHOUT_LIMITS = {
     "acceptance_rate_window_size": None,
     "max_rejected_rounds": None,
 }
+
+
+# What says how many drafts a round has.
+SHAPE = {
+    "max_draft_len",
+    "max_total_draft_tokens",
+    "use_dynamic_tree",
+    "dynamic_tree_max_topK",
+    "eagle_choices",
+    "synthetic_acceptance_rates",
+}
+
+
+def drafter_of(spec: Mapping[str, Any]) -> DecodingBaseConfig:
+    """Raises ConfigError for a drafter's mistakes."""
+    config = speculative_config_from(spec)
+    assert isinstance(config, DecodingBaseConfig)
+    return config
+
+
+def without_shape(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A drafter's options, for rounds of another shape."""
+    aliases = drafter_of(spec).aliases
+    return {name: value for name, value in spec.items() if aliases.get(name, name) not in SHAPE}
 
 
 class FreeDrafts(Drafter):
@@ -121,6 +146,11 @@ class BreakEvenRuns:
                 "speculative_config is missing: break-even needs the options of a drafter "
                 "(--config x.yaml)"
             )
+        if drafter_of(arguments["speculative_config"]).drafts_trees:
+            raise ValueError(
+                "speculative_config has draft trees, and the equation is for chains; --trees says "
+                "which trees are measured, e.g. --trees 4x4/16"
+            )
         self._make_llm, self._arguments, self._workload = make_llm, dict(arguments), workload
 
     def plain(self) -> "LLM":
@@ -128,7 +158,7 @@ class BreakEvenRuns:
 
     def drafted(self, acceptance: float, draft_len: int, *, is_free: bool = False) -> "LLM":
         own = {"decoding_type": "User_Provided", "drafter": FreeDrafts()}
-        spec = own if is_free else dict(self._arguments["speculative_config"])
+        spec = own if is_free else without_shape(self._arguments["speculative_config"])
         rates = [acceptance ** (position + 1) for position in range(draft_len)]
         spec |= WITHOUT_LIMITS | {"max_draft_len": draft_len, "synthetic_acceptance_rates": rates}
         return self._make_llm(**self._arguments | {"speculative_config": spec})

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from tllm_spec.bench.break_even_runs import WITHOUT_LIMITS
+from tllm_spec.bench.break_even_runs import WITHOUT_LIMITS, drafter_of, without_shape
 from tllm_spec.bench.dataset import BenchRequest
 from tllm_spec.bench.runner import run_requests, sampling_for
 from tllm_spec.draft_shape import DraftShape, chain_of
+from tllm_spec.draft_tree_config import DraftTreeDecodingConfig
 from tllm_spec.executor.speculative.draft_length.expected_path import expected_accepted
 from tllm_spec.executor.speculative.draft_length.rank_estimate import by_rank
 
@@ -41,7 +42,13 @@ def parse_tree(text: str) -> DraftShape:
 
 def with_trees(spec: Mapping[str, Any], trees: Sequence[DraftShape]) -> dict[str, Any]:
     """A drafter's options with these trees to choose from, next to plain decoding and a chain. Half
-    of the time may go to probes, so that every rank is seen."""
+    of the time may go to probes, so that every rank is seen. Raises ValueError where no
+    draft weights make the drafts."""
+    if not isinstance(config := drafter_of(spec), DraftTreeDecodingConfig):
+        raise ValueError(
+            f"--trees is for drafters with draft weights (Draft_Target, Eagle, Eagle3 or MTP), and "
+            f"decoding_type is {config.decoding_type}"
+        )
     depth = max(tree.depth for tree in trees)
     candidates = [
         {
@@ -51,9 +58,8 @@ def with_trees(spec: Mapping[str, Any], trees: Sequence[DraftShape]) -> dict[str
         }
         for tree in trees
     ]
-    left_out = ("eagle_choices", "synthetic_acceptance_rates")
     return {
-        **{key: value for key, value in spec.items() if key not in left_out},
+        **without_shape(spec),
         **WITHOUT_LIMITS,
         "max_draft_len": depth,
         "use_dynamic_tree": True,
