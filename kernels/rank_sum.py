@@ -26,6 +26,8 @@ def rank_sum(values: torch.Tensor, lines: RankLines, add_to: torch.Tensor | None
     the same bits on each. values, add_to: contiguous, of one shape and dtype, which `serves`."""
     from tllm_spec.kernels.rank_sum_triton import rank_sum_triton
 
+    assert serves(lines, values)  # more lines would lie outside of the other ranks' memory
+    assert add_to is None or (add_to.shape, add_to.dtype) == (values.shape, values.dtype)
     rank_sum_triton(values, lines, add_to)
 
 

@@ -2,6 +2,7 @@
 comparison of vocabularies."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from tllm_spec.tokenizer import (
     check_same_vocabulary,
     load_tokenizer,
 )
+from tllm_spec.zoo.registry import resolve_model
 
 VOCAB_SIZE = 2048
 SPECIAL = 1  # of the byte-level tokenizer
@@ -312,3 +314,17 @@ def test_a_model_config_that_transformers_refuses_is_one_sentence(tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"^no tokenizer.*hidden size \(193\).*$"):
         load_tokenizer(tmp_path)
+
+
+def test_a_model_type_that_transformers_does_not_know_keeps_its_tokenizer(tmp_path: Path) -> None:
+    """Kimi K2 has DeepSeek's architecture under a name of its own, and its tokenizer as code."""
+    rope = {"type": "yarn", "factor": 32.0, "beta_fast": 1.0}
+    config = {"model_type": "kimi_k2", "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    names = {"auto_map": {"AutoTokenizer": ["own_code.Own", None]}, "tokenizer_class": "Own"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    with pytest.raises(ValueError, match=r"it has no tokenizer.json; .* custom code"):
+        load_tokenizer(tmp_path)
+    shutil.copy(resolve_model("zoo:llama") / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert load_tokenizer(tmp_path).get_vocab() == byte_level().get_vocab()

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 # Options whose keys are batch sizes.
 NUMBERED = frozenset({"adaptive", "draft_len_schedule"})
 DEFAULT_LARGEST_GRAPH = 128  # requests, as in TensorRT-LLM
+MAX_DETERMINISTIC_RANKS = 2  # a sum of two is the same in any order
 # A name of trtllm-serve's flags that is found in its YAML files, too.
 FRACTION, FRACTION_FLAG = "free_gpu_memory_fraction", "kv_cache_free_gpu_memory_fraction"
 
@@ -173,7 +174,7 @@ class LlmArgs(ConfigModel):
     chunks (Llama 4) run TRITON. `TRTLLM` is taken as `auto`."""
     deterministic: bool = False
     """Batch-invariant kernels: text and log probabilities do not depend on batch, draft length,
-    prompt chunks, prefix hits or preemption. Slower; CUDA only."""
+    prompt chunks, prefix hits or preemption. Slower; CUDA only; on two devices at most."""
 
     max_batch_size: Annotated[PositiveInt, Field(le=1 << 16)] = 2048
     """Requests that decode together, at most."""
@@ -308,6 +309,12 @@ class LlmArgs(ConfigModel):
             raise ValueError(
                 "deterministic and use_rejection_sampling exclude each other: with the latter, "
                 "text depends on the drafts"
+            )
+        if self.tensor_parallel_size > MAX_DETERMINISTIC_RANKS:
+            raise ValueError(
+                f"deterministic is served with tensor_parallel_size up to "
+                f"{MAX_DETERMINISTIC_RANKS}, not {self.tensor_parallel_size}: the order in which "
+                "NCCL adds the values of more ranks depends on the size of the batch"
             )
         return self
 

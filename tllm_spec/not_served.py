@@ -18,7 +18,6 @@ NO_LORA = "LoRA is not served"
 NO_BEAMS = "there is no beam search"
 NO_ENGINE_FILES = "there are no engine files to build; models are loaded from their checkpoints"
 NO_SPARSE = "attention reads every token"
-DENSE_ONLY = "only dense models are served"
 TEXT_ONLY = "only text models are served"
 ONE_SAMPLER = "there is one sampler, and every request of a batch has its own options"
 ONE_PROCESS = "prefill and decoding run in one process"
@@ -27,7 +26,9 @@ NO_HOST_CACHE = "evicted pages are not kept in host memory"
 ALL_TOKENS = "every layer keeps all tokens"
 
 LLM_NOT_SERVED: Mapping[str, NotServed] = {
-    "allreduce_strategy": NotServed(("AUTO",), "sums over devices are NCCL's all-reduce"),
+    "allreduce_strategy": NotServed(
+        ("AUTO",), "for each size the fastest way is measured when the ranks meet"
+    ),
     "attention_dp_config": NotServed((None,), NO_ATTENTION_DP),
     "attn_backend": NotServed(
         ("auto", "TRTLLM", "VANILLA", "TRITON", "FLASHINFER"),
@@ -76,7 +77,7 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "max_beam_width": NotServed((None, 1), NO_BEAMS),
     "mm_encoder_only": NotServed((False,), TEXT_ONLY),
     "moe_cluster_parallel_size": NotServed((None, -1, 1), ONE_WAY),
-    "moe_config": NotServed((None,), DENSE_ONLY),
+    "moe_config": NotServed((None,), "kernels of experts are chosen by device and size"),
     "mpi_session": NotServed((None,), NO_SESSION),
     "multimodal_config": NotServed((None,), TEXT_ONLY),
     "normalize_log_probs": NotServed((False,), NO_BEAMS),

@@ -69,14 +69,15 @@ def _plain_config(folder: Path) -> Any:
     """What AutoTokenizer reads of a model's configuration when the tokenizer names its own class:
     the model's type and name. Without it the configuration's class is imported, and with that
     torch's compiler, which takes longer than importing torch. None: let AutoTokenizer load it."""
-    from transformers import PretrainedConfig
+    from transformers import CONFIG_MAPPING, PretrainedConfig
 
     try:
         model = json.loads((folder / "config.json").read_bytes())
-        tokenizer = json.loads((folder / "tokenizer_config.json").read_bytes())
-        if "auto_map" in tokenizer or not tokenizer["tokenizer_class"]:
-            return None
         model_type = model["model_type"]
+        if model_type in CONFIG_MAPPING:
+            tokenizer = json.loads((folder / "tokenizer_config.json").read_bytes())
+            if "auto_map" in tokenizer or not tokenizer["tokenizer_class"]:
+                return None
     except (OSError, ValueError, LookupError, TypeError):
         return None
     config: Any = PretrainedConfig(name_or_path=str(folder))

@@ -1,6 +1,6 @@
 """The sizes of models whose rounds `benchmarks.scaling_model` predicts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -76,38 +76,42 @@ V3_STYLE = Shape(
     shared=3 * 2048 * 1408,
     is_latent=True,
 )
+QWEN3_235B = Shape(
+    "Qwen3 235B-A22B, FP8",
+    *(94, 4096, 151936),
+    attention=4096 * (8192 + 1024) + 8192 * 4096,
+    mlp=0,
+    kv_bytes=4 * 512,
+    kv_parts=4,
+    weight_bytes=1,
+    experts=128,
+    top_k=8,
+    expert=3 * 4096 * 1536,
+    head_fc=3 * 4096**2,
+    head_layer=2 * 4096 * 9216 + 8192 * 4096 + 3 * 4096 * 12288,
+)
+DEEPSEEK_V3 = Shape(
+    "DeepSeek V3, FP8",
+    *(61, 7168, 129280),
+    attention=187e6,
+    mlp=3 * 7168 * 18432,
+    kv_bytes=2 * 576,
+    kv_parts=1,
+    weight_bytes=1,
+    dense_layers=3,
+    experts=256,
+    top_k=8,
+    expert=3 * 7168 * 2048,
+    shared=3 * 7168 * 2048,
+    is_latent=True,
+    head_fc=3 * 7168**2,
+    head_layer=2 * 7168 * 9216 + 8192 * 7168 + 3 * 7168 * 18432,
+)
 SHAPES = (
     LLAMA_8B,
     llama("Llama 3.3 70B, bf16", 80, 8192, 28672, 64),
-    Shape(
-        "Qwen3 235B-A22B, FP8",
-        *(94, 4096, 151936),
-        attention=4096 * (8192 + 1024) + 8192 * 4096,
-        mlp=0,
-        kv_bytes=4 * 512,
-        kv_parts=4,
-        weight_bytes=1,
-        experts=128,
-        top_k=8,
-        expert=3 * 4096 * 1536,
-        head_fc=3 * 4096**2,
-        head_layer=2 * 4096 * 9216 + 8192 * 4096 + 3 * 4096 * 12288,
-    ),
-    Shape(
-        "DeepSeek V3, FP8",
-        *(61, 7168, 129280),
-        attention=187e6,
-        mlp=3 * 7168 * 18432,
-        kv_bytes=2 * 576,
-        kv_parts=1,
-        weight_bytes=1,
-        dense_layers=3,
-        experts=256,
-        top_k=8,
-        expert=3 * 7168 * 2048,
-        shared=3 * 7168 * 2048,
-        is_latent=True,
-        head_fc=3 * 7168**2,
-        head_layer=2 * 7168 * 9216 + 8192 * 7168 + 3 * 7168 * 18432,
-    ),
+    replace(QWEN3_235B, name="Qwen3 235B-A22B, bf16", weight_bytes=2),
+    QWEN3_235B,
+    replace(DEEPSEEK_V3, name="DeepSeek V3, bf16", weight_bytes=2),
+    DEEPSEEK_V3,
 )

@@ -244,6 +244,7 @@ FAMILIES: dict[str, Case] = {
         "deepseek-v2": ["ngram"],
         "deepseek-v3-strong": ["ngram"],
         "deepseek-v3": list(DRAFTERS),
+        "zoo:deepseek": ["mtp"],
     }.items()
     for name in names
     for kind, divided in {"tp": {}, "ep": EP}.items()

@@ -110,6 +110,19 @@ def test_interpreted_what_lines_cannot_hold_is_not_served(device: str) -> None:
     assert not serves(lines, values[:8].half()) and not serves(lines, values[:3].bfloat16())
 
 
+@on_each_kernel_device
+def test_interpreted_what_does_not_fit_is_not_written_past_the_memory(device: str) -> None:
+    memory = memory_of(2, device)
+    lines, values = lines_of(0, memory), torch.zeros(CAPACITY + 2, device=device)
+    for add_to in (None, values):
+        with pytest.raises(AssertionError):
+            rank_sum(values, lines, add_to)
+    for unlike in (values[:8], values[:4].bfloat16()):
+        with pytest.raises(AssertionError):
+            rank_sum(values[:4], lines, unlike)
+    assert not lines.counts.any() and not any(each.any() for each in memory)
+
+
 @only_with_the_compiler
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_kernel_compiles_for_hopper_and_moves_16_bytes_at_a_time(packed: bool) -> None:

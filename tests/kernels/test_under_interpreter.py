@@ -28,7 +28,7 @@ GROUPS: tuple[dict[str, int], ...] = (
         "latent_attention": 21,
         "latent_write": 10,
         "head_gemm": 24,
-        "rank_sum": 8,
+        "rank_sum": 9,
     },
     {
         "moe_routing": 21,

@@ -84,7 +84,10 @@ def test_options_that_contradict_deterministic_are_refused() -> None:
         LlmArgs.from_kwargs(
             "m", deterministic=True, speculative_config=draft | {"use_rejection_sampling": True}
         )
+    with pytest.raises(ValueError, match=r"tensor_parallel_size up to 2, not 4: the order"):
+        LlmArgs.from_kwargs("m", deterministic=True, tensor_parallel_size=4)
     assert LlmArgs.from_kwargs("m", deterministic=True, speculative_config=draft).deterministic
+    assert LlmArgs.from_kwargs("m", deterministic=True, tensor_parallel_size=2).deterministic
 
 
 def outputs_of(model: Path, batch_size: int, **options: Any) -> list[RequestOutput]:

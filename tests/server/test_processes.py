@@ -148,6 +148,22 @@ def test_when_the_engine_dies_streams_get_an_error_and_the_status_is_not_zero(
         assert not is_running(front)
 
 
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_when_a_rank_dies_the_error_of_a_stream_names_it(rank: int, tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    with ServedProcess(tmp_path, "--tp_size", "2") as served:
+        state = httpx.get(f"{served.url}/server_info").json()["internal_states"][0]
+        ranks = [each["process"] for each in state["ranks"]]
+        assert len(ranks) == 2 and ranks[0] in served.pids(ENGINE)
+        with stream(served.url) as lines:
+            os.kill(ranks[rank], signal.SIGKILL)
+            events = [json.loads(line[6:]) for line in lines if line]
+        assert f"rank {rank}" in events[-1]["error"]["message"]
+        assert served.wait() == 1
+        assert f"rank {rank}" in served.text.splitlines()[-1]
+        wait_for(lambda: not any(map(is_running, ranks)))
+
+
 @pytest.mark.slow
 def test_requests_that_do_not_finish_in_time_get_an_error(tmp_path: Path) -> None:
     with ServedProcess(tmp_path, "--shutdown_timeout", "0") as served:

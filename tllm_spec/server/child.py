@@ -32,6 +32,11 @@ class ChildSettings:
     import_path: list[str]
 
 
+def engine_process(tensor_parallel_size: int) -> str:
+    """What messages call it."""
+    return "the engine's process" + (" (rank 0)" if tensor_parallel_size > 1 else "")
+
+
 class Control:
     """The child's end of its connection to the supervisor."""
 

@@ -16,6 +16,7 @@ from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.intake import Intake
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.server.child import engine_process
 from tllm_spec.server.remote_sample import RemoteSample
 from tllm_spec.server.wire import (
     new_unpacker,
@@ -27,7 +28,6 @@ from tllm_spec.server.wire import (
 from tllm_spec.server_info import server_info
 from tllm_spec.tokenizer import Tokenizer
 
-GONE = "the engine's process has ended"
 SHUT_DOWN = "the server is shutting down"
 
 
@@ -54,7 +54,7 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.limits.done():
-            self.limits.set_exception(ConnectionError(GONE))
+            self.limits.set_exception(ConnectionError("the engine's process has ended"))
         self.on_lost()
         self.closed.set_result(None)
 
@@ -224,7 +224,7 @@ class EngineClient:
                 sample.handle.receive(checked)
 
     def _lose(self) -> None:
-        self._fail(GONE)
+        self._fail(f"{engine_process(self.args.tensor_parallel_size)} has ended")
 
     def _fail(self, reason: str) -> None:
         self._down = self._down or reason

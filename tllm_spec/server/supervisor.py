@@ -16,8 +16,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mpirun import mpirun_descriptors
-from tllm_spec.server.child import ChildSettings
+from tllm_spec.server.child import ChildSettings, engine_process
 from tllm_spec.server.wire import new_unpacker, pack
 
 logger = logging.getLogger(__name__)
@@ -165,7 +166,8 @@ class Supervisor:
             elif event.kind == "failed":
                 await self._fail(event.value)
             elif event.child is self._engine:
-                await self._fail(f"the engine's process ended with {_status(event.value)}")
+                name = engine_process(LlmArgs(**self._settings.llm).tensor_parallel_size)
+                await self._fail(f"{name} ended with {_status(event.value)}")
             elif not event.child.is_ready:
                 if self._engine.is_ready:
                     await self._fail(f"a front process ended with {_status(event.value)}")
