@@ -21,10 +21,7 @@ from tllm_spec.kernels.token_mask import mask_tokens
 # All requests wait meanwhile, so a request whose grammar takes longer fails.
 MAX_FILL_SECONDS = 1.0
 NUM_THREADS = 4
-# Starting threads takes longer than the masks of a few JSON schemas, so fewer requests use them
-# only after a round whose fills took long, as those of ambiguous grammars do.
-MIN_FOR_THREADS = 16
-LONG_FILL_SECONDS = 2e-3
+MIN_FOR_THREADS = 16  # requests; the masks of fewer take less time than a forward
 ROOT = DraftNodes.chain(torch.zeros(1, dtype=torch.int64))
 
 
@@ -50,7 +47,6 @@ class GrammarMasks:
         self._index: dict[int, int] = {}  # of the round's windows, by request id
         self._unfilled: set[LlmRequest] = set()  # begun, and broken off by an exception
         self._threads: ThreadPoolExecutor | None = None
-        self._fill_seconds = 0.0  # of all requests, in the round before
         self._for_graphs = torch.empty(0, dtype=torch.int32, device=slots.device)
         self.read_rounds: Callable[[], None] = lambda: None
         self.is_served = True  # grammars are not refused
@@ -129,29 +125,26 @@ class GrammarMasks:
         return filled
 
     def _fill_all(self, guided: list[LlmRequest], masks: Sequence[torch.Tensor]) -> None:
-        """In threads, where it takes long: xgrammar works without Python's lock."""
+        """In threads, where there are many: xgrammar works without Python's lock."""
         self._receive_windows()
-        is_long = len(guided) >= MIN_FOR_THREADS or self._fill_seconds > LONG_FILL_SECONDS
-        number = min(NUM_THREADS, len(guided)) if is_long else 1
+        number = NUM_THREADS if len(guided) >= MIN_FOR_THREADS else 1
         work = [(guided[i::number], masks[i::number]) for i in range(number)]
         if number == 1:
-            self._fill_seconds = self._fill_some(*work[0])
+            self._fill_some(*work[0])
             return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(NUM_THREADS, "tllm-grammars")
         running = [self._threads.submit(self._fill_some, *each) for each in work]
         wait(running)
-        self._fill_seconds = sum(each.result() for each in running)
+        for each in running:
+            each.result()
 
     @torch.inference_mode()
-    def _fill_some(self, guided: Sequence[LlmRequest], masks: Sequence[torch.Tensor]) -> float:
-        """Returns the seconds that it took."""
-        start = perf_counter()
+    def _fill_some(self, guided: Sequence[LlmRequest], masks: Sequence[torch.Tensor]) -> None:
         for request, own in zip(guided, masks, strict=True):
             self._unfilled.add(request)
             self._fill_one(request, own)
             self._unfilled.remove(request)
-        return perf_counter() - start
 
     def _fill_one(self, request: LlmRequest, masks: torch.Tensor) -> None:
         assert request.grammar is not None

@@ -2,7 +2,6 @@
 round before, then masks are filled, then the rest is launched. The text is that without both."""
 
 from itertools import chain
-from math import inf
 from pathlib import Path
 from random import Random
 from threading import current_thread
@@ -191,23 +190,20 @@ def test_guided_requests_that_are_preempted_or_cancelled_leave_the_others_text(
     assert all_pages_are_back(harness.executor)
 
 
-@pytest.mark.parametrize("limits", [{"MIN_FOR_THREADS": 2}, {"LONG_FILL_SECONDS": -1.0}])
 @pytest.mark.parametrize("has_graphs", [False, True])
-def test_masks_of_many_requests_or_that_take_long_are_filled_in_threads(
+def test_masks_of_many_requests_are_filled_in_threads(
     tiny: Path,
     tiny_draft: Path,
     head: Path,
     depth: list[int],
     monkeypatch: pytest.MonkeyPatch,
     has_graphs: bool,
-    limits: dict[str, float],
 ) -> None:
     options = speculate(tiny_draft, head, "eagle3")
     alone = Harness(tiny, **options)
     expected = submit_guided(alone)
     alone.run()
-    for name, value in ({"LONG_FILL_SECONDS": inf} | limits).items():
-        monkeypatch.setattr(grammar_masks, name, value)
+    monkeypatch.setattr(grammar_masks, "MIN_FOR_THREADS", 2)
     harness = with_graphs(tiny, SIZES, {0, 3}, **options) if has_graphs else None
     harness = harness or Harness(tiny, **options)
     threads, fill = set[str](), GrammarState.fill
@@ -234,7 +230,7 @@ def test_a_grammar_that_takes_too_long_in_a_round_fails_its_own_request_only(
     has_graphs: bool,
     in_threads: bool,
 ) -> None:
-    monkeypatch.setattr(grammar_masks, "LONG_FILL_SECONDS", -1.0 if in_threads else inf)
+    monkeypatch.setattr(grammar_masks, "MIN_FOR_THREADS", 2 if in_threads else 100)
     options = speculate(tiny_draft, head, "eagle3")
     harness = with_graphs(tiny, SIZES, {0, 3}, **options) if has_graphs else None
     harness, alone = harness or Harness(tiny, **options), Harness(tiny, **options)
