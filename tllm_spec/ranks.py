@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
@@ -45,8 +49,13 @@ MISSING = (
 MPIEXEC = """#!{python}
 import os, sys
 os.setsid()
+os.set_inheritable(os.open({fifo!r}, os.O_WRONLY), True)
 os.execv({mpiexec!r}, [{mpiexec!r}, *sys.argv[1:]])
 """
+ONCE = (
+    "tensor_parallel_size = {size}: this process is a rank of another model already, or uses "
+    "torch.distributed; shut that down first, or start another process"
+)
 FAILED = 1  # exit status
 VERSION, CHECKPOINT = "the version of", "the checkpoint"
 
@@ -61,16 +70,21 @@ def join_ranks(args: LlmArgs) -> Communicator:
 
     Raises:
         ValueError: mpi4py is missing, mpirun started another number of processes, the ranks have
-            different versions or checkpoints, or a size of the model cannot be split over them.
+            different versions or checkpoints, a size of the model cannot be split over them, or
+            this process is a rank already.
     """
     if args.tensor_parallel_size == 1:
         return SINGLE
-    comm, started = _comm(args)
+    if torch.distributed.is_initialized():
+        raise ValueError(ONCE.format(size=args.tensor_parallel_size))
+    are_joined = threading.Event()
+    comm, started = _comm(args, are_joined)
     if comm.rank:
         follow(comm)
     from tllm_spec.distributed.process_group import ProcessGroup
 
     group = ProcessGroup(comm, started, args.ep_size)
+    are_joined.set()
     _check_equal(VERSION, versions(), group)
     group.share(args.as_options())
     _check_equal(CHECKPOINT, checkpoints(args), group)
@@ -123,8 +137,9 @@ def _follow(group: Communicator) -> None:
     run_until_end(build_together(args, tokenizer, lambda responses: None, group), args, tokenizer)
 
 
-def _comm(args: LlmArgs) -> tuple[MPI.Intracomm, MPI.Intercomm | None]:
-    """The ranks, and what joins this one to those that it has started."""
+def _comm(args: LlmArgs, are_joined: threading.Event) -> tuple[MPI.Intracomm, MPI.Intercomm | None]:
+    """The ranks, and what joins this one to those that it has started. `are_joined`: set once the
+    ranks notice by themselves that one has ended."""
     # A rank takes a device and not a processor. Read by Open MPI when it is loaded.
     os.environ.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
     size = args.tensor_parallel_size
@@ -143,28 +158,44 @@ def _comm(args: LlmArgs) -> tuple[MPI.Intracomm, MPI.Intercomm | None]:
     # Before the other ranks load their libraries, which takes long.
     check_shards(resolve_model(args.model), size, args.ep_size)
     command = sys.executable, ["-m", "tllm_spec.ranks"]
-    with _mpiexec_on_path():
+    with _mpiexec_on_path(are_joined):
         started = MPI.COMM_SELF.Spawn(command[0], args=command[1], maxprocs=size - 1)
     return started.Merge(high=False), started
 
 
 @contextmanager
-def _mpiexec_on_path() -> Iterator[None]:
+def _mpiexec_on_path(are_joined: threading.Event) -> Iterator[None]:
     """Spawn runs `mpiexec` from PATH. When a rank dies, MPICH's mpiexec kills its own process
-    group, so it gets one."""
+    group, so it gets one. Mpiexec and what it starts have a FIFO open: it closes with them."""
     path, found = os.environ.get("PATH", ""), find_mpiexec()
     if found is None:
         yield  # Spawn reports it
         return
     with TemporaryDirectory() as folder:
-        script = Path(folder) / "mpiexec"
-        script.write_text(MPIEXEC.format(python=sys.executable, mpiexec=found))
+        script, fifo = Path(folder) / "mpiexec", Path(folder) / "started"
+        os.mkfifo(fifo)
+        watch = threading.Thread(target=_end_with_ranks, args=(fifo, are_joined), daemon=True)
+        watch.start()
+        text = MPIEXEC.format(python=sys.executable, fifo=str(fifo), mpiexec=found)
+        script.write_text(text)
         script.chmod(0o700)
         os.environ["PATH"] = f"{folder}{os.pathsep}{path}"
         try:
             yield
         finally:
             os.environ["PATH"] = path
+
+
+def _end_with_ranks(fifo: Path, are_joined: threading.Event) -> None:
+    """MPI would wait for ever for a rank that has ended before it joined. Open MPI does not run our
+    script, so nobody opens the FIFO."""
+    with fifo.open("rb") as closed_at_the_end:
+        closed_at_the_end.read()
+    if are_joined.is_set():
+        return
+    logger.error("all ranks end: one of those that rank 0 has started ended before it joined")
+    shutil.rmtree(fifo.parent, ignore_errors=True)
+    os._exit(FAILED)
 
 
 def _check_equal(what: str, facts: Mapping[str, str], communicator: Communicator) -> None:

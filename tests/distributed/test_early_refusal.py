@@ -54,6 +54,13 @@ def test_ranks_are_started_for_a_model_that_they_can_share() -> None:
         join_ranks(LlmArgs.from_kwargs("zoo:llama", tensor_parallel_size=2))
 
 
+def test_a_process_is_a_rank_of_one_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first model goes on: torch's group of ranks is one for a process."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    with pytest.raises(ValueError, match="is a rank of another model already"):
+        join_ranks(LlmArgs.from_kwargs("zoo:llama", tensor_parallel_size=2))
+
+
 @pytest.mark.parametrize("family", ["qwen2-moe", "qwen3-moe", "mixtral", "llama4", "deepseek-v3"])
 def test_the_sizes_of_every_family_are_checked_without_its_weights(
     family: str, tmp_path: Path

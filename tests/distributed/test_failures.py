@@ -14,12 +14,17 @@ from time import sleep
 
 import pytest
 
-from tests.distributed.worlds import mpirun, run_world, start
+from tests.distributed.worlds import REPOSITORY, mpirun, run, run_world, start
 from tests.models.helpers import save_checkpoint
 
 pytest.importorskip("mpi4py")
 
 PROGRAM = ["-m", "tests.distributed.failing_world"]
+KILLED_AT_ITS_START = """
+import os, signal, sys
+if "tllm_spec.ranks" in sys.orig_argv:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 END_SECONDS = 10  # of all ranks, after one is lost
 
 
@@ -79,6 +84,15 @@ def test_a_killed_rank_ends_the_model_that_started_it(folder: str) -> None:
     status, output = end_after_kill([sys.executable, *PROGRAM, folder, "none"], 1)
     assert status == 1, output
     assert "error rank 1 (process" in output and "all ranks end: rank 1" in output
+
+
+def test_a_rank_that_is_killed_before_it_joins_ends_the_model_that_started_it(
+    folder: str, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(KILLED_AT_ITS_START)
+    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    world = run([sys.executable, *PROGRAM, folder, "none"], PYTHONPATH=path)
+    assert world.returncode == 1 and "ended before it joined" in world.output, world.output
 
 
 @pytest.mark.slow
