@@ -5,7 +5,7 @@ written and read as a whole, so a reader that finds the number has the values, a
 and no other signal (NCCL calls this protocol LL). The number is a count in device memory, so that
 replays of a CUDA graph go on counting. Two buffers take turns. A rank that is in its sum n has
 received all lines of sum n - 1 from every other rank, and these ended sum n - 2 before they sent
-them. So the buffer of sum n - 2 can be overwritten, without waiting for anybody.
+them. So the buffer of sum n - 2 can be overwritten, without waiting.
 
 A block of a sum waits for the others' block of the same index only. Devices start blocks in the
 order of the index, so the first unfinished ones of all ranks run, even if not all blocks of a sum

@@ -188,7 +188,7 @@ def _mpiexec_on_path(are_joined: threading.Event) -> Iterator[None]:
 
 def _end_with_ranks(fifo: Path, are_joined: threading.Event) -> None:
     """MPI would wait for ever for a rank that has ended before it joined. Open MPI does not run our
-    script, so nobody opens the FIFO."""
+    script, so the FIFO stays closed."""
     with fifo.open("rb") as closed_at_the_end:
         closed_at_the_end.read()
     if are_joined.is_set():
