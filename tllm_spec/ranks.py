@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -189,7 +189,7 @@ def _mpiexec_on_path(are_joined: threading.Event) -> Iterator[None]:
 def _end_with_ranks(fifo: Path, are_joined: threading.Event) -> None:
     """MPI would wait for ever for a rank that has ended before it joined. Open MPI does not run our
     script, so the FIFO stays closed."""
-    with fifo.open("rb") as closed_at_the_end:
+    with suppress(FileNotFoundError), fifo.open("rb") as closed_at_the_end:
         closed_at_the_end.read()
     if are_joined.is_set():
         return

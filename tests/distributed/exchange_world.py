@@ -2,8 +2,9 @@
 
     mpirun -n 2 python -m tests.distributed.exchange_world RESULTS
 
-For each way of sampling, rank 0 writes to RESULTS, as JSON, the tokens and the bytes that
-`all_gather` returned: where ranks exchange their best tokens, and where they gather all logits."""
+For each way of sampling, rank 0 writes to RESULTS, as JSON, the tokens and how many bytes a row
+`all_gather` returned: where ranks exchange their best tokens, and where they gather all logits.
+How many rows a round has depends on when requests arrive."""
 
 from __future__ import annotations
 
@@ -32,14 +33,14 @@ LASTING = {"max_tokens": 6, "ignore_eos": True}
 
 
 class Counter:
-    """Of the bytes that `all_gather` returns."""
+    """Of the bytes a row that `all_gather` returns."""
 
     def __init__(self) -> None:
-        self.num_bytes, all_gather = 0, ProcessGroup.all_gather
+        self.row_bytes, all_gather = set[int](), ProcessGroup.all_gather
 
         def counted(group: ProcessGroup, values: torch.Tensor) -> torch.Tensor:
             gathered = all_gather(group, values)
-            self.num_bytes += gathered.numel() * gathered.element_size()
+            self.row_bytes.add(gathered.shape[1] * gathered.element_size())
             return gathered
 
         patched: Any = ProcessGroup
@@ -64,10 +65,10 @@ def generate(counter: Counter) -> dict[str, dict[str, Any]]:
     options: dict[str, Any] = {"device": "cpu", "speculative_config": EAGLE3}
     with suppress(SystemExit), LLM("zoo:llama", tensor_parallel_size=2, **options) as llm:
         for name, way in WAYS.items():
-            counter.num_bytes = 0
+            counter.row_bytes.clear()
             outputs = llm.generate(PROMPTS[:3], way | LASTING, use_tqdm=False)
             tokens = [each.outputs[0].token_ids for each in outputs]
-            found[name] = {"tokens": tokens, "bytes": counter.num_bytes}
+            found[name] = {"tokens": tokens, "row_bytes": sorted(counter.row_bytes)}
     return found
 
 
