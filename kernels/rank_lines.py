@@ -7,9 +7,8 @@ replays of a CUDA graph go on counting. Two buffers take turns. A rank that is i
 received all lines of sum n - 1 from every other rank, and these ended sum n - 2 before they sent
 them. So the buffer of sum n - 2 can be overwritten, without waiting.
 
-A block of a sum waits for the others' block of the same index only. Devices start blocks in the
-order of the index, so the first unfinished ones of all ranks run, even if not all blocks of a sum
-fit the device. The number wraps after 2^32 sums, so a line is mistaken for a new one only if it was
+A block of a sum waits for the others' block of the same index only, whose lines are sent before
+anything waits. The number wraps after 2^32 sums, so a line is mistaken for a new one only if it was
 last written exactly so many sums ago."""
 
 from dataclasses import dataclass

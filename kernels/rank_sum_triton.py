@@ -9,6 +9,8 @@ from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
 from tllm_spec.kernels.rank_lines import BLOCK_WORDS, WORD_BYTES, RankLines
 
+PROGRAMS = 256  # at most: all run at once on every supported GPU, so none waits for one to start
+
 
 def rank_sum_triton(
     values: torch.Tensor, lines: RankLines, add_to: torch.Tensor | None = None
@@ -16,7 +18,7 @@ def rank_sum_triton(
     """See `rank_sum`."""
     output = values if add_to is None else add_to
     num_words = values.numel() * values.element_size() // WORD_BYTES
-    rank_sum_kernel[(triton.cdiv(num_words, BLOCK_WORDS),)](
+    rank_sum_kernel[(min(triton.cdiv(num_words, BLOCK_WORDS), PROGRAMS),)](
         values.view(-1).view(torch.int32),
         output.view(-1).view(torch.int32),
         num_words,
@@ -48,35 +50,41 @@ def rank_sum_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (blocks of words). PACKED: a word is two bfloat16. A block has its own lines and its own
+    """Grid (programs), each of which has every so-many-th block of words: it sends all of them
+    before it waits for any. PACKED: a word is two bfloat16. A block has its own lines and its own
     count, so blocks of one rank do not wait for each other."""
     begin(PDL)
-    block = tl.program_id(0)
-    words = block * BLOCK + tl.arange(0, BLOCK)
-    real = words < num_words
-    number = tl.load(counts + block) + 1
-    buffer = (number & 1) * RANKS * CAPACITY
-    own = tl.load(values + words, mask=real, other=0)
-    line = (number.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
-    for other in tl.static_range(RANKS):
-        if other != RANK:
-            theirs = memory_of(other, addresses) + buffer + RANK * CAPACITY
-            tl.store(theirs + words, line, mask=real)
-    mine = memory_of(RANK, addresses) + buffer
-    if ADDS:
-        total = tl.load(output + words, mask=real, other=0)
-    low = tl.zeros([BLOCK], tl.float32)
-    high = tl.zeros([BLOCK], tl.float32)
-    for source in tl.static_range(RANKS):
-        word = own
-        if source != RANK:
-            word = received(mine + source * CAPACITY + words, real, number)
-        low, high = low + lower(word, PACKED), high + upper(word)
-    if ADDS:
-        low = lower(total, PACKED) + rounded(low, PACKED)
-        high = upper(total) + rounded(high, PACKED)
-    tl.store(output + words, packed(low, high, PACKED), mask=real)
-    tl.store(counts + block, number)
+    first, step, num_blocks = tl.program_id(0), tl.num_programs(0), tl.cdiv(num_words, BLOCK)
+    for block in range(first, num_blocks, step):
+        words = block * BLOCK + tl.arange(0, BLOCK)
+        real = words < num_words
+        number = tl.load(counts + block) + 1
+        own = tl.load(values + words, mask=real, other=0)
+        line = (number.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
+        for other in tl.static_range(RANKS):
+            if other != RANK:
+                theirs = memory_of(other, addresses) + (number & 1) * RANKS * CAPACITY
+                tl.store(theirs + RANK * CAPACITY + words, line, mask=real)
+    for block in range(first, num_blocks, step):
+        words = block * BLOCK + tl.arange(0, BLOCK)
+        real = words < num_words
+        number = tl.load(counts + block) + 1
+        own = tl.load(values + words, mask=real, other=0)
+        if ADDS:
+            total = tl.load(output + words, mask=real, other=0)
+        mine = memory_of(RANK, addresses) + (number & 1) * RANKS * CAPACITY
+        low = tl.zeros([BLOCK], tl.float32)
+        high = tl.zeros([BLOCK], tl.float32)
+        for source in tl.static_range(RANKS):
+            word = own
+            if source != RANK:
+                word = received(mine + source * CAPACITY + words, real, number)
+            low, high = low + lower(word, PACKED), high + upper(word)
+        if ADDS:
+            low = lower(total, PACKED) + rounded(low, PACKED)
+            high = upper(total) + rounded(high, PACKED)
+        tl.store(output + words, packed(low, high, PACKED), mask=real)
+        tl.store(counts + block, number)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types

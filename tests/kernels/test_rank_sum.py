@@ -43,11 +43,17 @@ def parts_of(ranks: int, size: int, dtype: torch.dtype, seed: int) -> list[torch
 
 @on_each_kernel_device
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("rank", "ranks"), [(0, 2), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("rank", "ranks", "programs"), [(0, 2, 256), (1, 2, 2), (2, 3, 1)])
 def test_a_rank_adds_the_lines_of_the_others_and_writes_them_its_own(
-    device: str, dtype: torch.dtype, rank: int, ranks: int
+    device: str,
+    dtype: torch.dtype,
+    rank: int,
+    ranks: int,
+    programs: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The others' lines are there before; three sums of different sizes follow each other."""
+    monkeypatch.setattr("tllm_spec.kernels.rank_sum_triton.PROGRAMS", programs)
     memory = memory_of(ranks, device)
     lines = lines_of(rank, memory)
     for number, num_words in enumerate((BLOCK_WORDS + 7, 2, 3 * BLOCK_WORDS), 1):
@@ -73,8 +79,12 @@ def test_a_rank_adds_the_lines_of_the_others_and_writes_them_its_own(
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the ranks are processes that share memory")
-def test_interpreted_ranks_that_run_at_once_agree_on_every_sum() -> None:
+@pytest.mark.parametrize("programs", [256, 3])
+def test_interpreted_ranks_that_run_at_once_agree_on_every_sum(
+    programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No rank waits for the other in between, so that one is often a sum ahead."""
+    monkeypatch.setattr("tllm_spec.kernels.rank_sum_triton.PROGRAMS", programs)
     ranks, num_sums = 2, 12
     memory = [each.share_memory_() for each in memory_of(ranks)]
     found = torch.zeros(ranks, num_sums, CAPACITY).share_memory_()

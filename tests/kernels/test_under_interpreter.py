@@ -28,7 +28,7 @@ GROUPS: tuple[dict[str, int], ...] = (
         "latent_attention": 21,
         "latent_write": 10,
         "head_gemm": 24,
-        "rank_sum": 9,
+        "rank_sum": 10,
     },
     {
         "moe_routing": 21,
