@@ -1,9 +1,11 @@
 """What NGram costs the host in a round, of requests with 8,000 tokens, 1 to 5 of them new.
 
-    python -m benchmarks.ngram [host_time] [step] [tree_step] [--quick] [--output result.json]
+    python -m benchmarks.ngram [host_time] [step] [tree_step] [user_tree_step] [--quick]
+        [--output result.json]
 
 `host_time`: the pool alone, 64 requests. `step`: all that the round's forward waits for, which is
 lookup, checks, padding and the copy to the slots (of the CPU). `tree_step`: the same with trees.
+`user_tree_step`: the same without the lookup, of a user's drafter.
 
 `text` is source code of the standard library, split into words, spaces and signs; `random` are ids
 of a vocabulary of 128,000, where nearly every n-gram is new. Rounds: medians. Prompts: the mean of
@@ -18,16 +20,18 @@ import sysconfig
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
 
 from benchmarks.harness.report import Options, Row, Subject, main, table
-from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, DraftShapes
+from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, DraftShapes, chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.ngram_pool import NGramPool
 from tllm_spec.executor.resources.ngram_tree_pool import NGramTreePool
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
@@ -36,6 +40,7 @@ from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.ngram import NGramDrafter, NGramTreeDrafter
+from tllm_spec.executor.speculative.drafting.tree_arrays import UNLIMITED, Room
 from tllm_spec.sampling_params import SamplingParams
 
 DRAFT_LEN, MAX_NEW_TOKENS, VOCAB_SIZE = 4, 5, 128_000
@@ -127,33 +132,57 @@ def host_time_table(rows: Sequence[Row]) -> list[str]:
     )
 
 
-def chains(ngram_size: int) -> tuple[DraftShapes, Drafter, type[HostDrafter]]:
+MakeDrafter = Callable[[SeqSlotManager], HostDrafter]
+
+
+def chains(ngram_size: int, manager: SeqSlotManager) -> HostDrafter:
     inner = NGramDrafter(make_pool(ngram_size, is_public=False))
-    return DraftShapes.chains(DRAFT_LEN), inner, HostDrafter
+    slots = SlotState(manager, DraftShapes.chains(DRAFT_LEN), torch.device("cpu"))
+    return HostDrafter(inner, None, slots, VOCAB_SIZE)
 
 
-def trees(ngram_size: int) -> tuple[DraftShapes, Drafter, type[HostDrafter]]:
+def tree_drafter(inner: Drafter, manager: SeqSlotManager, room: Room) -> HostDrafter:
+    depths = [DraftShape(depth, TREE.num_nodes, TREE.topk) for depth in range(1, DRAFT_LEN + 1)]
+    shapes = DraftShapes([NO_DRAFTS, *depths], narrows=True)
+    slots = SlotState(manager, shapes, torch.device("cpu"))
+    return HostTreeDrafter(inner, None, slots, VOCAB_SIZE, room)
+
+
+def trees(ngram_size: int, manager: SeqSlotManager) -> HostDrafter:
     pool = NGramTreePool(
-        max_nodes=TREE.num_nodes,
-        topk=TREE.topk,
         max_draft_len=DRAFT_LEN,
         max_matching_ngram_size=ngram_size,
         is_public_pool=False,
         max_pool_entries=2_000_000,
     )
-    depths = [DraftShape(depth, TREE.num_nodes, TREE.topk) for depth in range(1, DRAFT_LEN + 1)]
-    shapes = DraftShapes([NO_DRAFTS, *depths], narrows=True)
-    return shapes, NGramTreeDrafter(pool), HostTreeDrafter
+    return tree_drafter(NGramTreeDrafter(pool), manager, Room(TREE.topk, TREE.num_nodes))
+
+
+class ReadyTrees(Drafter):
+    """Four paths of four tokens, or the same with parents; other tokens for each request."""
+
+    def __init__(self, given_as: str) -> None:
+        self._given_as = given_as
+
+    def prepare_draft_tokens(
+        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
+    ) -> None:
+        for request in scheduled_requests.generation_requests:
+            first = request.request_id
+            if self._given_as == "parents":
+                request.py_draft_tokens = list(range(first, first + 16))
+                request.py_draft_parents = [0, 1, 2, 3, 0, 5, 6, 7, 0, 9, 10, 11, 0, 13, 14, 15]
+            else:
+                starts = range(first, first + 16, 4)
+                request.py_draft_tokens = [list(range(start, start + 4)) for start in starts]  # type: ignore[misc] # paths
 
 
 class Step:
     """A host drafter and requests in slots, as a round has them."""
 
-    def __init__(self, texts: list[list[int]], ngram_size: int, *, has_trees: bool) -> None:
+    def __init__(self, texts: list[list[int]], make: MakeDrafter, shape: DraftShape) -> None:
         manager = SeqSlotManager(len(texts))
-        shapes, inner, kind = (trees if has_trees else chains)(ngram_size)
-        slots = SlotState(manager, shapes, torch.device("cpu"))
-        self.drafter, self.shape = kind(inner, None, slots, VOCAB_SIZE), shapes.longest
+        self.drafter, self.shape = make(manager), shape
         rules = DecodingRules.from_params(
             SamplingParams(), vocab_size=VOCAB_SIZE, end_ids=(), encode=None
         )
@@ -173,39 +202,47 @@ class Step:
         return time.perf_counter() - start
 
 
-def steps(options: Options, has_trees: bool) -> Iterator[Row]:
+def steps(options: Options, makers: dict[str, MakeDrafter], shape: DraftShape) -> Iterator[Row]:
     stream = text_stream()
     prompt_len, num_rounds = (500, 5) if options.quick else (8000, 60)
-    for num_requests, ngram_size in product((1, 8) if options.quick else (1, 8, 64), (2, 4)):
+    for num_requests, column in product((1, 8) if options.quick else (1, 8, 64), makers):
         texts = Texts(stream, num_requests, prompt_len, num_rounds)
-        whole = Step(texts.texts, ngram_size, has_trees=has_trees)
+        whole = Step(texts.texts, makers[column], shape)
         whole.run()
         seconds = median_seconds(texts, num_rounds, whole.run)
-        yield {"requests": num_requests, "ngram_size": ngram_size, "step_us": seconds * 1e6}
+        yield {"requests": num_requests, "column": column, "step_us": seconds * 1e6}
 
 
 def step(options: Options) -> Iterator[Row]:
-    return steps(options, has_trees=False)
+    return steps(options, {f"n-gram {n}": partial(chains, n) for n in (2, 4)}, chain_of(DRAFT_LEN))
 
 
 def tree_step(options: Options) -> Iterator[Row]:
-    return steps(options, has_trees=True)
+    return steps(options, {f"n-gram {n}": partial(trees, n) for n in (2, 4)}, TREE)
+
+
+def user_tree_step(options: Options) -> Iterator[Row]:
+    makers = {
+        given_as: partial(tree_drafter, ReadyTrees(given_as), room=UNLIMITED)
+        for given_as in ("paths", "parents")
+    }
+    return steps(options, makers, TREE)
 
 
 def step_table(rows: Sequence[Row]) -> list[str]:
-    sizes = sorted({row["ngram_size"] for row in rows})
+    columns = dict.fromkeys(row["column"] for row in rows)
     lines: dict[int, list[str]] = {}
     for row in rows:
         number = row["requests"]
         lines.setdefault(number, [str(number)]).append(f"{row['step_us']:.0f}")
-    head = ("requests; µs of a round, by n-gram size", *map(str, sizes))
-    return table(head, lines.values())
+    return table(("requests; µs of a round", *columns), lines.values())
 
 
 SUBJECTS = (
     Subject("host_time", "NGram's pool, 64 requests of 8k tokens", host_time, host_time_table),
     Subject("step", "NGram's host drafter, text, private pool", step, step_table),
     Subject("tree_step", "The same with trees of 16 drafts", tree_step, step_table),
+    Subject("user_tree_step", "User's trees of 16 drafts", user_tree_step, step_table),
 )
 
 if __name__ == "__main__":

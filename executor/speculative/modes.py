@@ -34,6 +34,7 @@ from tllm_spec.executor.speculative.drafting.ngram import (
     NGramTreeDrafter,
 )
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
+from tllm_spec.executor.speculative.drafting.tree_arrays import UNLIMITED, Room
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.models.head_checkpoint import HeadKind
 from tllm_spec.models.registry import LoadFormat
@@ -129,14 +130,13 @@ def _build_ngram(config: DecodingBaseConfig, around: Surroundings) -> Speculatio
 def _build_ngram_trees(config: NGramDecodingConfig, around: Surroundings) -> Speculation:
     tree = config.shapes.longest
     pool = NGramTreePool(
-        max_nodes=tree.num_nodes,
-        topk=tree.topk,
         max_draft_len=config.max_draft_len,
         max_matching_ngram_size=config.max_matching_ngram_size,
         is_public_pool=config.is_public_pool,
         max_pool_entries=config.max_pool_entries,
     )
-    return _on_host(NGramTreeDrafter(pool), NGramPoolManager(pool), around)
+    room = Room(tree.topk, tree.num_nodes)
+    return _on_host(NGramTreeDrafter(pool), NGramPoolManager(pool), around, room)
 
 
 def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
@@ -163,10 +163,14 @@ def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Sp
 
 
 def _on_host(
-    drafter: Drafter, manager: ResourceManager | None, around: Surroundings
+    drafter: Drafter,
+    manager: ResourceManager | None,
+    around: Surroundings,
+    room: Room = UNLIMITED,
 ) -> Speculation:
-    kind = HostTreeDrafter if around.slots.shapes.has_trees else HostDrafter
-    host = kind(drafter, manager, around.slots, around.sampler.state.vocab_size)
+    """room: where a tree's paths end; without it, trees that are too large fail their requests."""
+    parts = drafter, manager, around.slots, around.sampler.state.vocab_size
+    host = HostTreeDrafter(*parts, room) if around.slots.shapes.has_trees else HostDrafter(*parts)
     return Speculation(host, [] if manager is None else [manager], host.blame)
 
 

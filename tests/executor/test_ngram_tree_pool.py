@@ -7,11 +7,11 @@ import pytest
 
 from tllm_spec.executor.resources.ngram_pool import OWN, NGramPool
 from tllm_spec.executor.resources.ngram_tree_pool import MAX_OCCURRENCES, NGramTreePool
-from tllm_spec.executor.speculative.drafting.host_trees import HostTree
+from tllm_spec.executor.speculative.drafting.host_tree import HostTree
+from tllm_spec.executor.speculative.drafting.tree_arrays import Room
 
+ROOM = Room(topk=3, max_nodes=12)
 OPTIONS: dict[str, Any] = {
-    "max_nodes": 12,
-    "topk": 3,
     "max_draft_len": 4,
     "max_matching_ngram_size": 3,
     "is_public_pool": False,
@@ -19,11 +19,13 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def paths_of(tokens: list[int], parents: list[int]) -> set[tuple[int, ...]]:
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(tokens, parents, strict=True):
-        paths.append((*paths[parent], token))
-    return set(paths[1:])
+def paths_of(paths: list[list[int]]) -> set[tuple[int, ...]]:
+    """Of the tree that becomes of the paths: its nodes', each as its tokens."""
+    tree = HostTree.of_paths(paths, ROOM)
+    found: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.tokens, tree.parents[1:], strict=True):
+        found.append((*found[parent], token))
+    return set(found[1:])
 
 
 def naive(tokens: list[int], depth: int) -> set[tuple[int, ...]]:
@@ -43,7 +45,7 @@ def naive(tokens: list[int], depth: int) -> set[tuple[int, ...]]:
             siblings = [each for each in paths if each[:-1] == path[:-1] and len(each) == length]
             if path in paths:
                 continue
-            if len(paths) == OPTIONS["max_nodes"] or len(siblings) == OPTIONS["topk"]:
+            if len(paths) == ROOM.max_nodes or len(siblings) == ROOM.topk:
                 break
             paths.add(path)
     return paths
@@ -57,10 +59,9 @@ def test_every_tree_has_the_newest_continuations_of_the_longest_matches() -> Non
         for _ in range(40):
             tokens += rng.choices(range(vocab_size), k=rng.choice((0, 1, 1, 2, 5)))
             depth = rng.randint(1, 4)
-            found = pool.propose_tree(0, tokens, depth)
-            assert paths_of(*found) == naive(tokens, depth), tokens
-            tree = HostTree.of_parents(*found)
-            num_branches += not tree.is_chain
+            found = pool.propose_paths(0, tokens, depth)
+            assert paths_of(found) == naive(tokens, depth), tokens
+            num_branches += not HostTree.of_paths(found, ROOM).is_chain
     assert num_branches > 200
 
 
@@ -68,13 +69,13 @@ def test_every_tree_has_the_newest_continuations_of_the_longest_matches() -> Non
 def test_a_tree_has_the_chain_of_the_newest_continuation(max_pool_entries: int) -> None:
     rng, shared = random.Random(4), {"max_draft_len": 4, "max_matching_ngram_size": 3}
     shared |= {"is_public_pool": False, "max_pool_entries": max_pool_entries}
-    trees = NGramTreePool(max_nodes=12, topk=3, **shared)
+    trees = NGramTreePool(**shared)
     chains = NGramPool(is_keep_all=True, is_use_oldest=False, **shared)
     tokens, num_chains = [0], 0
     for _ in range(300):
         tokens += rng.choices(range(6), k=rng.choice((1, 2, 5)))
         chain = chains.propose(0, tokens, 4)
-        found = paths_of(*trees.propose_tree(0, tokens, 4))
+        found = paths_of(trees.propose_paths(0, tokens, 4))
         assert not chain or tuple(chain) in found
         num_chains += bool(chain)
         assert trees.num_entries <= max_pool_entries
@@ -84,20 +85,19 @@ def test_a_tree_has_the_chain_of_the_newest_continuation(max_pool_entries: int) 
 def test_a_public_pool_proposes_continuations_of_several_requests() -> None:
     pool = NGramTreePool(**OPTIONS | {"is_public_pool": True})
     for request_id, token in enumerate((7, 8)):
-        pool.propose_tree(request_id, [1, 2, token, 5], 2)
+        pool.propose_paths(request_id, [1, 2, token, 5], 2)
         pool.free(request_id)
-    assert paths_of(*pool.propose_tree(2, [1, 2], 1)) == {(8,), (7,)}
+    assert paths_of(pool.propose_paths(2, [1, 2], 1)) == {(8,), (7,)}
     private = NGramTreePool(**OPTIONS)
-    private.propose_tree(0, [1, 2, 7, 5], 2)
-    assert private.propose_tree(1, [1, 2], 2) == ([], [])
+    private.propose_paths(0, [1, 2, 7, 5], 2)
+    assert private.propose_paths(1, [1, 2], 2) == []
 
 
 def test_an_ngram_keeps_its_last_occurrences_only() -> None:
-    pool = NGramTreePool(**OPTIONS | {"topk": 16, "max_nodes": 63, "max_matching_ngram_size": 1})
+    pool = NGramTreePool(**OPTIONS | {"max_matching_ngram_size": 1})
     tokens = [token for number in range(10, 50) for token in (1, number)] + [1]
     for stop in range(1, len(tokens) + 1):
-        found = pool.propose_tree(0, tokens[:stop], 1)
-    newest = list(range(49, 49 - MAX_OCCURRENCES, -1))
-    assert found == (newest, [0] * MAX_OCCURRENCES)
+        found = pool.propose_paths(0, tokens[:stop], 1)
+    assert found == [[number] for number in range(49, 49 - MAX_OCCURRENCES, -1)]
     occurrences = pool._requests[0].pool.root[1][OWN]
     assert MAX_OCCURRENCES <= len(occurrences) < 2 * MAX_OCCURRENCES

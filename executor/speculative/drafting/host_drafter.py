@@ -51,7 +51,7 @@ class HostDrafter(Drafter):
         for request, untouched in zip(requests, placeholders, strict=True):
             if request.py_draft_tokens is untouched and not any(untouched):
                 request.py_draft_tokens = []  # the drafter left the placeholders: it has no drafts
-        if not self._are_valid([request.py_draft_tokens for request in requests]):
+        if not self._are_valid(requests):
             for request in requests:
                 self._check(request)
         self._pad(batch, wanted)
@@ -76,11 +76,12 @@ class HostDrafter(Drafter):
             self._inner.prepare_draft_tokens(part, self._resource_manager)
         self.culprits, self._one_at_a_time = [], False
 
-    def _are_valid(self, drafts: list[Any]) -> bool:
+    def _are_valid(self, requests: list[LlmRequest]) -> bool:
         """Whether all drafts of a round are lists of token ids and none is too long.
 
         `_check` says what is wrong, and accepts other sequences. One request at a time it takes
         several times as long."""
+        drafts: list[Any] = [request.py_draft_tokens for request in requests]
         if set(map(type, drafts)) != {list}:
             return False
         tokens = list(chain.from_iterable(drafts))

@@ -45,9 +45,10 @@ class NGramTreeDrafter(Drafter):
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
     ) -> None:
         for request in scheduled_requests.generation_requests:
-            tokens, parents = list[int](), list[int]()
-            if wanted := request.num_drafts_wanted:
-                tokens, parents = self._pool.propose_tree(
-                    request.request_id, request.tokens, wanted
-                )
-            request.py_draft_tokens, request.py_draft_parents = tokens, parents
+            wanted = request.num_drafts_wanted
+            paths = (
+                self._pool.propose_paths(request.request_id, request.tokens, wanted)
+                if wanted
+                else []
+            )
+            request.py_draft_tokens = paths  # type: ignore[assignment] # a list of paths
