@@ -15,7 +15,7 @@ from tllm_spec.executor.building.draft_backend import check_draft_backend
 from tllm_spec.executor.building.engines import Engines, build_engines
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
-from tllm_spec.executor.device_choice import cpu_threads, on_threads
+from tllm_spec.executor.device_choice import cpu_threads, on_device, on_threads
 from tllm_spec.executor.iteration_stats import IterationStats
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
 from tllm_spec.executor.ranks import agreed, queue_of, rank_facts
@@ -68,6 +68,14 @@ def build_executor(
     honoured."""
     plan = BuildPlan(args, communicator)
     communicator.join(plan.device)
+    with on_device(plan.device):
+        return _build(plan, tokenizer, respond)
+
+
+def _build(
+    plan: BuildPlan, tokenizer: Tokenizer | None, respond: Callable[[list[Response]], None]
+) -> BuiltExecutor:
+    args, communicator = plan.args, plan.communicator
     check_draft(plan.draft_plan, tokenizer, plan.config)
     check_draft_backend(plan)
     engines = build_engines(plan)

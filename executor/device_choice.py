@@ -14,8 +14,8 @@ SINGLE_THREAD_BYTES = 32 << 20
 
 def pick_device(name: str, rank: int = 0, per_host: int | None = None) -> torch.device:
     """`cuda` and `auto` are a device for each rank, in turn: of those of the host, or the first
-    `per_host`. A CUDA device has an index. Raises ValueError when a CUDA device is asked for and
-    there is none."""
+    `per_host`. A CUDA device has an index. Raises ValueError when a CUDA device is asked for that
+    torch does not see."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -23,7 +23,32 @@ def pick_device(name: str, rank: int = 0, per_host: int | None = None) -> torch.
     if name == "cuda":
         own = rank % (per_host or torch.cuda.device_count()) if rank else None
         return torch.device("cuda", torch.cuda.current_device() if own is None else own)
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
+        raise ValueError(
+            f"device = {name!r}: torch sees {torch.cuda.device_count()} CUDA devices here, which "
+            "are counted from 0"
+        )
+    return device
+
+
+def use_device(device: torch.device) -> None:
+    """Makes it this thread's current CUDA device: Triton, TensorRT and the driver launch there,
+    whichever device the tensors are on. Each thread that launches needs it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """`use_device` inside; the caller's thread keeps its own device."""
+    before = torch.cuda.current_device() if device.type == "cuda" else None
+    use_device(device)
+    try:
+        yield
+    finally:
+        if before is not None:
+            torch.cuda.set_device(before)
 
 
 def pick_dtype(name: str, of_checkpoint: torch.dtype, device: torch.device) -> torch.dtype:

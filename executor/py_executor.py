@@ -25,6 +25,7 @@ import torch
 
 from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.device_choice import use_device
 from tllm_spec.executor.faults import described
 from tllm_spec.executor.iteration_stats import IterationStats
 from tllm_spec.executor.request import LlmRequest, RequestState
@@ -109,6 +110,7 @@ class PyExecutor:
 
     def enter_thread(self) -> None:
         """Called once by the thread that will run the rounds."""
+        use_device(self.parts.slots.device)
         if self.parts.cpu_threads is not None:
             torch.set_num_threads(self.parts.cpu_threads)
 
