@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from importlib import import_module
-from inspect import signature
+from inspect import isabstract, signature
 from typing import Any
+
+
+def import_path_of(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def make_object(name: str, given: object, arguments: dict[str, Any] | None) -> Any:
@@ -21,6 +25,9 @@ def make_object(name: str, given: object, arguments: dict[str, Any] | None) -> A
         raise ValueError(f"{name} = {given!r} cannot be imported: {error}") from error
     if not callable(made_by):
         raise ValueError(f"{name} = {given!r} is not a class")
+    if isabstract(made_by):
+        missing = ", ".join(sorted(made_by.__abstractmethods__))
+        raise ValueError(f"{name} = {given!r} is abstract: it does not define {missing}")
     try:
         signature(made_by).bind(**(arguments or {}))
     except TypeError as error:

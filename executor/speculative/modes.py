@@ -36,6 +36,7 @@ from tllm_spec.executor.speculative.drafting.ngram import (
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.tree_arrays import UNLIMITED, Room
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
+from tllm_spec.import_path import import_path_of
 from tllm_spec.models.head_checkpoint import HeadKind
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.speculative_config import (
@@ -158,6 +159,11 @@ def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Sp
         raise ValueError(
             f"resource_manager = {manager!r} must be a "
             "tllm_spec.executor.resources.interface.ResourceManager"
+        )
+    if drafter.needed_manager is not None and not isinstance(manager, drafter.needed_manager):
+        raise ValueError(
+            f"resource_manager = {manager!r}: {type(drafter).__name__} needs a "
+            f"{import_path_of(drafter.needed_manager)}"
         )
     return _on_host(drafter, manager, around)
 

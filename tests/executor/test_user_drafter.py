@@ -80,3 +80,15 @@ def test_limits_of_a_drafter_that_differ_from_its_configuration_are_refused(
     spec = UserProvidedDecodingConfig(max_draft_len=4, drafter=RepeatLast(**limits))
     with pytest.raises(ValueError, match=sentence):
         generate(tiny, spec)
+
+
+def test_a_start_without_the_resource_manager_that_a_drafter_needs_is_refused(tiny: Path) -> None:
+    example = "tllm_spec.examples.copy_drafter"
+    for manager in (None, ResourceManager()):
+        spec = UserProvidedDecodingConfig(
+            max_draft_len=4, drafter=f"{example}:CopyDrafter", resource_manager=manager
+        )
+        with pytest.raises(ValueError, match=f"CopyDrafter needs a {example}:LastSeen"):
+            generate(tiny, spec)
+    given = {"drafter": f"{example}:CopyDrafter", "resource_manager": f"{example}:LastSeen"}
+    generate(tiny, UserProvidedDecodingConfig(max_draft_len=4, **given))

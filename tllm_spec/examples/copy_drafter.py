@@ -21,6 +21,8 @@ class LastSeen(ResourceManager):
 class CopyDrafter(Drafter):
     """Proposes what followed the latest earlier occurrence of the last `size` tokens."""
 
+    needed_manager = LastSeen
+
     def __init__(self, size: int = 3) -> None:
         super().__init__()
         self.size = size
@@ -28,10 +30,7 @@ class CopyDrafter(Drafter):
     def prepare_draft_tokens(
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
     ) -> None:
-        if not isinstance(resource_manager, LastSeen):
-            raise ValueError(
-                f"CopyDrafter needs resource_manager: {__name__}:LastSeen, not {resource_manager!r}"
-            )
+        assert isinstance(resource_manager, LastSeen)
         for request in scheduled_requests.generation_requests:
             last_match = resource_manager.match_of.get(request.request_id, 0)
             end = self._find(request.tokens, last_match)

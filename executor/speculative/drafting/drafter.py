@@ -18,6 +18,8 @@ class Drafter(ABC):
     """Proposes tokens; it cannot change the text, only how fast it comes."""
 
     limits: Mapping[str, object] = MappingProxyType({})  # as given to the constructor
+    # The class that the configured `resource_manager` must have; None: the drafter needs none.
+    needed_manager: ClassVar[type[ResourceManager] | None] = None
     # Whether the drafts of a round were made in the round before.
     drafts_ahead: ClassVar[bool] = False
 
