@@ -9,6 +9,7 @@ from tllm_spec.executor.speculative.draft_length.draft_len_limits import (
     AcceptanceGate,
     DraftLenLimits,
 )
+from tllm_spec.speculative_config import UserProvidedDecodingConfig
 
 
 def test_the_entry_of_the_largest_key_not_above_the_batch_size_holds() -> None:
@@ -29,6 +30,14 @@ def test_windows_leave_contexts_a_fourth_of_the_rows_where_others_may_join() -> 
     limits = DraftLenLimits(max_num_tokens=16, max_batch_size=8)
     assert [limits.max_steps(size) for size in (1, 3, 4, 7, 8)] == [11, 3, 2, 0, 1]
     assert DraftLenLimits(max_num_tokens=16).max_steps(4) == 3
+
+
+def test_trees_that_are_as_wide_at_any_depth_have_all_drafts_or_none() -> None:
+    tree = UserProvidedDecodingConfig(drafter=object(), max_draft_len=5, max_total_draft_tokens=10)
+    limits = DraftLenLimits(
+        max_num_tokens=98, max_batch_size=8, tier_within=tree.shapes.tier_within
+    )
+    assert [limits.max_steps(size) for size in (6, 7, 8)] == [5, 0, 5]  # 7 may use 74 rows only
 
 
 def test_no_drafts_above_max_concurrency() -> None:
