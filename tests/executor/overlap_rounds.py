@@ -40,7 +40,8 @@ def make_of(folder: Path, tiny: Path, mode: str) -> Make:
     (folder / "head").mkdir()
     draft = write_tiny_llama(folder / "draft", vocab_size=NAN_TOKEN)
     head = write_tiny_eagle3(folder / "head", num_captured=2)
-    rewrite(head, lambda tensors: tensors.update(d2t=torch.zeros(48, dtype=torch.int64)))
+    first = {"d2t": torch.zeros(48, dtype=torch.int64), "t2d": torch.arange(64) < 48}
+    rewrite(head, lambda tensors: tensors.update(first))
 
     def make(target: Path = tiny, **options: Any) -> Harness:
         harness = Harness(target, **PAGE | options, **one_model(draft, head, mode))

@@ -43,6 +43,39 @@ def test_draft_ids_map_to_the_targets_ids_that_the_checkpoint_marks(
     assert not ids.equal(torch.arange(48))
 
 
+def test_ids_instead_of_offsets_are_read_where_t2d_marks_them(
+    target: CausalLM, tmp_path: Path
+) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head")
+    marked = load_file(folder / "model.safetensors")["t2d"].nonzero().flatten()
+    rewrite(folder, lambda tensors: tensors.update(d2t=marked.flip(0)))
+    ids = load_head(folder, target).draft_to_target
+    assert ids is not None and ids.equal(marked.flip(0))
+
+
+@pytest.mark.parametrize("t2d", [None, torch.zeros(VOCAB_SIZE), torch.ones(VOCAB_SIZE)])
+def test_offsets_are_read_where_t2d_says_nothing(
+    t2d: torch.Tensor | None, target: CausalLM, tmp_path: Path
+) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head")
+    marked = load_file(folder / "model.safetensors")["t2d"].nonzero().flatten()
+    rewrite(folder, lambda tensors: tensors.pop("t2d"))
+    if t2d is not None:
+        rewrite(folder, lambda tensors: tensors.update(t2d=t2d))
+    ids = load_head(folder, target).draft_to_target
+    assert ids is not None and ids.equal(marked)
+
+
+def test_a_d2t_that_leads_to_other_tokens_than_t2d_marks_is_refused(
+    target: CausalLM, tmp_path: Path
+) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head")
+    marks = load_file(folder / "model.safetensors")["t2d"].flip(0)
+    rewrite(folder, lambda tensors: tensors.update(t2d=marks))
+    with pytest.raises(ValueError, match="leads to other tokens than its t2d marks"):
+        load_head(folder, target)
+
+
 @pytest.mark.parametrize("draft_vocab_size", [None, VOCAB_SIZE])
 def test_a_head_of_the_whole_vocabulary_has_no_id_map(
     draft_vocab_size: int | None, target: CausalLM, tmp_path: Path

@@ -196,7 +196,7 @@ def _fill_from_checkpoint(head: Eagle3Head, path: Path) -> None:
     if head.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     check_sizes(tensors, head.config, head.num_captured)
-    ids = target_ids(tensors.pop("d2t", None), head.config)
+    ids = target_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), head.config)
     head.draft_to_target = None if ids is None else ids.to(head.device)
     fill(
         head,

@@ -16,11 +16,10 @@ _RENAMED = {
     "aux_norm_mid.": "fc_norm.1.",
     "aux_norm_high.": "fc_norm.2.",
 }
-# The embedding is the target's, `t2d` is the inverse of `d2t`, the rotary table is computed, and
-# the verifier's modules are for training.
+# The embedding is the target's, the rotary table is computed, and the verifier's modules are for
+# training.
 _UNUSED = (
     "embed_tokens.weight",
-    "t2d",
     "rotary_emb.inv_freq",
     "verifier_norm.weight",
     "verifier_lm_head.weight",
@@ -29,7 +28,8 @@ _UNUSED = (
 
 def eagle3_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The memory-mapped tensors of the head in the folder `path`, as `input_norm.weight`,
-    `fc_norm.{i}.weight`, `fc.*`, `layers.{i}.*`, `norm.weight`, `lm_head.weight` and `d2t`.
+    `fc_norm.{i}.weight`, `fc.*`, `layers.{i}.*`, `norm.weight`, `lm_head.weight`, `d2t` and
+    `t2d`.
 
     Raises:
         ValueError: no checkpoint, a file that is not readable, or two tensors of one name.
@@ -66,29 +66,47 @@ def check_sizes(tensors: dict[str, torch.Tensor], config: Eagle3Config, num_capt
         )
 
 
-def target_ids(offsets: torch.Tensor | None, config: Eagle3Config) -> torch.Tensor | None:
-    """`[V_draft]` ids of the target from `d2t`, which holds target id - draft id; None: the ids are
-    equal.
+def target_ids(
+    d2t: torch.Tensor | None, t2d: torch.Tensor | None, config: Eagle3Config
+) -> torch.Tensor | None:
+    """`[V_draft]` ids of the target; None: they are the draft's.
+
+    `d2t` holds target id - draft id. Some heads have the target ids themselves there: so it is read
+    where `t2d` `[V]`, which marks the ids, says so. A `t2d` that does not mark V_draft ids says
+    nothing.
 
     Raises:
         ValueError: `d2t` is missing where it is needed, misshapen, leads out of the target's
-        vocabulary, or leads to one token twice.
+        vocabulary, to one token twice, or to other tokens than `t2d`.
     """
     size, vocab_size = config.output_size, config.vocab_size
-    if offsets is None:
+    if d2t is None:
         if size < vocab_size:
             raise ValueError(
                 f"The checkpoint has no d2t; draft_vocab_size {size} of vocab_size {vocab_size} "
                 "needs one."
             )
         return None
-    integers = as_ids(offsets)
+    integers = as_ids(d2t)
     if integers is None or len(integers) != size:
         raise ValueError(
-            f"d2t has the shape {list(offsets.shape)} and the type {offsets.dtype}; it must be "
+            f"d2t has the shape {list(d2t.shape)} and the type {d2t.dtype}; it must be "
             f"{size} integers."
         )
     own_ids = torch.arange(size)
     ids = own_ids + integers
+    marked = torch.empty(0) if t2d is None else t2d.flatten().nonzero().flatten()
+    is_marked = len(marked) == size
+    if is_marked and not _are(ids, marked) and _are(integers, marked):
+        ids = integers
     check_ids(ids, vocab_size, "d2t of the EAGLE-3 head leads to")
+    if is_marked and not _are(ids, marked):
+        raise ValueError(
+            "d2t of the EAGLE-3 head leads to other tokens than its t2d marks, read as offsets and "
+            "as ids of the target."
+        )
     return None if size == vocab_size and ids.equal(own_ids) else ids
+
+
+def _are(ids: torch.Tensor, marked: torch.Tensor) -> bool:
+    return ids.sort().values.equal(marked)
