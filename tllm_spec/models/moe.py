@@ -258,12 +258,6 @@ class SparseMoE(Module):
         gate = Linear(config.hidden_size, 1, bias=False, placement=placement)
         self.add_under(names.shared_gate, "shared_gate", gate if config.shared_gate else None)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[T, H]` to `[T, H]`."""
-        output = self._output(hidden, None)
-        self.communicator.all_reduce(output)
-        return output
-
     def add_to(self, hidden: torch.Tensor, norm: RMSNorm) -> None:
         """Add the output for `norm(hidden)` to hidden `[T, H]` in place."""
         x = norm.forward(hidden)
