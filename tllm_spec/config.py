@@ -259,11 +259,14 @@ class LlmArgs(ConfigModel):
 
     @model_validator(mode="after")
     def _check_window_fits(self) -> LlmArgs:
+        """Shorter drafts would fit, but the ones that were asked for would never be made."""
         spec = self.speculative_config
-        if spec is not None and spec.max_draft_len >= self.max_num_tokens:
+        if spec is not None and spec.shapes.longest.window > self.max_num_tokens:
+            longest = spec.shapes.longest
+            drafts = f"the draft tree {longest.name}" if longest.is_tree else "max_draft_len"
             raise ValueError(
                 f"max_num_tokens = {self.max_num_tokens} is too small: one request takes "
-                f"max_draft_len + 1 = {spec.max_draft_len + 1} tokens of a round"
+                f"{drafts} + 1 = {longest.window} tokens of a round"
             )
         return self
 

@@ -51,7 +51,6 @@ class BuildPlan:
             )
         self.shapes = self.spec.shapes if self.spec else DraftShapes.chains(0)
         self.draft_plan = draft_model_of(self.spec)
-        self._check_trees()
         self.dtype = pick_dtype(args.dtype, self.config.dtype, self.device)
         self.config = self.config.within(self.max_len)
         self.attention = choose_backend(
@@ -63,17 +62,6 @@ class BuildPlan:
         self.slots = SeqSlotManager(min(args.max_batch_size, args.max_num_tokens))
         self._log()
 
-    def _check_trees(self) -> None:
-        """Raises ValueError if drafts are trees, and a round has no room for the smallest one."""
-        if not self.shapes.has_trees:
-            return
-        smallest, max_num_tokens = self.shapes.of(1).window, self.args.max_num_tokens
-        if smallest > max_num_tokens:
-            raise ValueError(
-                f"max_num_tokens = {max_num_tokens} has no room for a draft tree, whose window has "
-                f"{smallest} rows even at depth 1"
-            )
-
     def _log(self) -> None:
         """Consequences of the options that a user may not expect."""
         if self.args.deterministic:
@@ -83,13 +71,6 @@ class BuildPlan:
         if self.device.type == "cuda" and (reason := why_unavailable(self.device.index or 0)):
             logger.info(
                 "linear layers of few rows run as torch's GEMMs, which is slower: %s", reason
-            )
-        longest, max_num_tokens = self.shapes.longest, self.args.max_num_tokens
-        if longest.window > max_num_tokens:
-            logger.warning(
-                "max_num_tokens = %d has no room for a window of %d rows: no round has the draft "
-                "tree %s, only shallower ones",
-                *(max_num_tokens, longest.window, longest.name),
             )
         if self.why_no_overlap:
             which = "rounds with drafts" if self.plain_in_flight else "rounds"

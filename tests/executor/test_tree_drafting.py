@@ -294,19 +294,13 @@ def test_every_row_is_written_to_a_page_of_its_own_request(
     assert all_pages_are_back(harness.executor)
 
 
-def test_a_tree_that_no_round_has_room_for_is_named_at_the_start(
-    tiny: Path, tiny_draft: Path, head: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("mode", ["eagle3_tree", "eagle3_static"])
+def test_a_tree_that_no_round_has_room_for_is_refused(
+    mode: str, tiny: Path, tiny_draft: Path, head: Path
 ) -> None:
-    speculation = one_model(tiny_draft, head, "eagle3_tree", 2)
-    Harness(tiny, max_num_tokens=7, **speculation)
-    assert "no room" not in caplog.text
-    Harness(tiny, max_num_tokens=6, **speculation)
-    assert "max_num_tokens = 6 has no room for a window of 7 rows: no round has the" in caplog.text
-    assert "2x3/6" in caplog.text
-
-
-def test_a_round_without_room_for_the_smallest_tree_is_refused(
-    tiny: Path, tiny_draft: Path, head: Path
-) -> None:
-    with pytest.raises(ValueError, match=r"max_num_tokens = 3 has no room for .* 4 rows"):
-        Harness(tiny, max_num_tokens=3, **one_model(tiny_draft, head, "eagle3_tree", 2))
+    speculation = one_model(tiny_draft, head, mode, 2)
+    window = Harness(tiny, **speculation).parts.slots.shapes.longest.window
+    Harness(tiny, max_num_tokens=window, **speculation)
+    expected = f"max_num_tokens = {window - 1} is too small: .* draft tree 2x./. . 1 = {window}"
+    with pytest.raises(ValueError, match=expected):
+        Harness(tiny, max_num_tokens=window - 1, **speculation)
