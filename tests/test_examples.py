@@ -24,7 +24,7 @@ PROMPTS = [
 ]
 OVERLAPPING = {
     *("plain", "eagle3_one_model", "eagle3_two_model", "adaptive", "adaptive_ema"),
-    *("eagle3_dynamic_tree", "eagle3_static_tree", "adaptive_trees"),
+    *("eagle3_dynamic_tree", "eagle3_static_tree", "eagle3_onnxruntime", "adaptive_trees"),
     *("draft_target", "draft_target_one_model", "draft_target_onnxruntime"),
     *("rejection_sampling", "schedule", "tensor_parallel", "mtp", "draft_target_token_map"),
 }
