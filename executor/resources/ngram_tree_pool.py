@@ -1,11 +1,12 @@
 """Prompt-lookup drafts in the shape of a tree: the newest continuations of the last tokens, those
 of longer matches first.
 
-As `ngram_pool.py`, but an n-gram has its last `MAX_OCCURRENCES` occurrences, not one. Continuations
-that begin equally share nodes. A continuation that has no room ends where the room does, so a tree
-always has all that a chain of the newest continuation would have."""
+As `ngram_pool.py`, but an n-gram has all its occurrences, not one, and the last `MAX_OCCURRENCES`
+are proposed. Continuations that begin equally share nodes. A continuation that has no room ends
+where the room does, so a tree always has all that a chain of the newest continuation would
+have."""
 
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from tllm_spec.executor.resources.ngram_pool import _POSITION, _TEXT, OWN, NGramIndex, NGramPool
@@ -15,55 +16,79 @@ MAX_OCCURRENCES = 8
 
 
 class OccurrencesIndex(NGramIndex):
-    """A node is a dict as soon as its n-gram has occurred twice. Its occurrences are a list then,
-    the newest last, which is cut when it is twice too long."""
+    """Its nodes have the newest occurrence of their n-gram. `links` lead from one to the next older
+    one: those of a text have `max_ngram_size` numbers for each token, the first for the n-gram of
+    one token that ends there; 0: there is none."""
+
+    def __init__(self, max_ngram_size: int, last_wins: bool, capacity: int) -> None:
+        super().__init__(max_ngram_size, last_wins, capacity)
+        self.links: dict[int, list[int]] = {}
 
     def insert(self, base: int, tokens: list[int], start: int, stop: int) -> int:
         """As `NGramIndex.insert`, whose result trees do not need: 0."""
         start = self.make_room(base, tokens, start, stop)
         root, size = self.root, self.max_ngram_size
+        links = self.links.setdefault(base, [])
+        links += [0] * (stop * size - len(links))
         occurrence = base + start
         for last in range(start, stop):
             occurrence += 1
-            node, index, first = root, last, max(last - size + 1, 0)
-            while True:
+            node, index, link = root, last, last * size
+            largest = link + size - 1
+            while index >= 0 and link <= largest:
                 token = tokens[index]
                 child = node.get(token)
                 if child is None:
                     node[token] = occurrence
                     break
-                if type(child) is dict:
-                    own = child[OWN]
-                    own.append(occurrence)
-                    if len(own) == 2 * MAX_OCCURRENCES:
-                        del own[:MAX_OCCURRENCES]
-                    node = child
-                else:
-                    node[token] = node = {OWN: [child, occurrence]}
-                    length = last - index + 1
-                    before = (child & _POSITION) - length - 1
-                    if before >= 0 and length < size:
-                        node[self.texts[child & _TEXT][before]] = child
-                if index == first:
-                    break
                 index -= 1
+                if type(child) is dict:
+                    links[link] = child[OWN]
+                    child[OWN] = occurrence
+                    node = child
+                elif link == largest:  # the largest n-grams have no children
+                    links[link] = child
+                    node[token] = occurrence
+                    break
+                else:
+                    links[link] = child
+                    node[token] = node = {OWN: occurrence}
+                    before = (child & _POSITION) - (last - index + 1)
+                    if before >= 0:
+                        node[self.texts[child & _TEXT][before]] = child
+                link += 1
         return 0
+
+    def _retire(self) -> None:
+        super()._retire()
+        assert isinstance(self.older, OccurrencesIndex)
+        self.older.links, self.links = self.links, {}
 
     def matches(self, tokens: list[int]) -> list[tuple[list[int], int]]:
         """Up to `MAX_OCCURRENCES` occurrences of n-grams at the end of `tokens`, longest first,
         then newest first, each once: the text, and where its continuation begins."""
-        node, found = self.root, list[list[int]]()
+        node, newest = self.root, list[int]()
         for token in tokens[: -self.max_ngram_size - 1 : -1]:
             child: Any = node.get(token)
             if child is None:
                 break
             if type(child) is not dict:
-                found.append([child])
+                newest.append(child)
                 break
-            found.append(child[OWN][: -MAX_OCCURRENCES - 1 : -1])
+            newest.append(child[OWN])
             node = child
-        each_once = dict.fromkeys(chain.from_iterable(reversed(found)))
-        return list(map(self.locate, islice(each_once, MAX_OCCURRENCES)))
+        found: dict[int, None] = {}
+        links, size = self.links, self.max_ngram_size
+        for level in range(len(newest) - 1, -1, -1):
+            occurrence, num_left = newest[level], MAX_OCCURRENCES
+            while occurrence and num_left:
+                found[occurrence] = None
+                last = (occurrence & _POSITION) - 1
+                occurrence = links[occurrence & _TEXT][last * size + level]
+                num_left -= 1
+            if len(found) >= MAX_OCCURRENCES:
+                break
+        return list(map(self.locate, islice(found, MAX_OCCURRENCES)))
 
 
 class NGramTreePool(NGramPool):
