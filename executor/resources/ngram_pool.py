@@ -27,8 +27,8 @@ from typing import Any, ClassVar
 # An occurrence is an integer: its text's number in the high bits, and in the low bits the position
 # after the n-gram, where the continuation begins. It is never 0.
 _POSITION_BITS = 32
-_POSITION = (1 << _POSITION_BITS) - 1
-_TEXT = ~_POSITION
+POSITION_MASK = (1 << _POSITION_BITS) - 1
+TEXT_MASK = ~POSITION_MASK
 OWN = -1  # the key of a node's own occurrence; its children's keys are token ids, from 0 on
 
 
@@ -84,9 +84,9 @@ class NGramIndex:
                 else:
                     known = child
                     node[token] = node = {OWN: occurrence if last_wins else child}
-                    before = (child & _POSITION) - (last - index + 2)
+                    before = (child & POSITION_MASK) - (last - index + 2)
                     if before >= 0:
-                        node[self.texts[child & _TEXT][before]] = child
+                        node[self.texts[child & TEXT_MASK][before]] = child
                 if not index:
                     break
                 index -= 1
@@ -125,7 +125,11 @@ class NGramIndex:
 
     def locate(self, occurrence: int) -> tuple[list[int], int]:
         """An occurrence's text and where its continuation begins; an empty text for 0."""
-        return (self.texts[occurrence & _TEXT], occurrence & _POSITION) if occurrence else ([], 0)
+        return (
+            (self.texts[occurrence & TEXT_MASK], occurrence & POSITION_MASK)
+            if occurrence
+            else ([], 0)
+        )
 
     def locate_in_both(self, known: int, tokens: list[int]) -> tuple[list[int], int]:
         """`locate` for the longer match of the end of `tokens`: `known`, or that of the older
@@ -204,7 +208,7 @@ class NGramPool:
         if pool.older is not None:
             text, start = pool.locate_in_both(known, tokens)
         elif known:
-            text, start = pool.texts[known & _TEXT], known & _POSITION
+            text, start = pool.texts[known & TEXT_MASK], known & POSITION_MASK
         else:
             return []
         return text[

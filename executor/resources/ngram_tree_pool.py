@@ -9,7 +9,13 @@ have."""
 from itertools import islice
 from typing import Any
 
-from tllm_spec.executor.resources.ngram_pool import _POSITION, _TEXT, OWN, NGramIndex, NGramPool
+from tllm_spec.executor.resources.ngram_pool import (
+    OWN,
+    POSITION_MASK,
+    TEXT_MASK,
+    NGramIndex,
+    NGramPool,
+)
 
 # Of an n-gram; a bound on the work of one lookup.
 MAX_OCCURRENCES = 8
@@ -53,9 +59,9 @@ class OccurrencesIndex(NGramIndex):
                 else:
                     links[link] = child
                     node[token] = node = {OWN: occurrence}
-                    before = (child & _POSITION) - (last - index + 1)
+                    before = (child & POSITION_MASK) - (last - index + 1)
                     if before >= 0:
-                        node[self.texts[child & _TEXT][before]] = child
+                        node[self.texts[child & TEXT_MASK][before]] = child
                 link += 1
         return 0
 
@@ -83,8 +89,8 @@ class OccurrencesIndex(NGramIndex):
             occurrence, num_left = newest[level], MAX_OCCURRENCES
             while occurrence and num_left:
                 found[occurrence] = None
-                last = (occurrence & _POSITION) - 1
-                occurrence = links[occurrence & _TEXT][last * size + level]
+                last = (occurrence & POSITION_MASK) - 1
+                occurrence = links[occurrence & TEXT_MASK][last * size + level]
                 num_left -= 1
             if len(found) >= MAX_OCCURRENCES:
                 break
