@@ -18,6 +18,7 @@ from tllm_spec.outputs import RequestOutput
 from tllm_spec.server import link
 from tllm_spec.server.engine_client import EngineClient, EngineConnection
 from tllm_spec.server.engine_process import EngineProcess
+from tllm_spec.server.wire import pack, pack_limits
 from tllm_spec.tokenizer import load_tokenizer
 
 OPTIONS: dict[str, Any] = {
@@ -265,6 +266,65 @@ def test_a_guided_request_matches_its_grammar(engine: Engine, llm: LLM) -> None:
     found = engine.use(ask)
     assert texts_of(found) == texts_of(llm.generate(PROMPT, params))
     assert found.outputs[0].text in ("yes", "no")
+
+
+def test_a_known_grammar_does_not_wait_for_others_that_are_compiled(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("xgrammar")
+    known = SamplingParams(max_tokens=5, guided_decoding={"choice": ["known", "same"]})
+    grammars, may_go_on = engine.process._port._grammars, threading.Event()
+    states_of, slow = grammars.states_of, list[str]()
+
+    def slowly(source: Any, number: int) -> Any:
+        if "slow" in source.text:
+            slow.append(source.text)
+            assert may_go_on.wait(60)
+        return states_of(source, number)
+
+    async def ask(client: EngineClient) -> list[str]:
+        await client.generate_async(PROMPT, known)
+        monkeypatch.setattr(grammars, "states_of", slowly)
+        others = [
+            client.generate_async(
+                PROMPT, SamplingParams(guided_decoding={"choice": [f"slow{number}"]})
+            )
+            for number in range(12)  # more than there are threads
+        ]
+        try:
+            text = (await asyncio.wait_for(client.generate_async(PROMPT, known), 60)).outputs[0].text
+        finally:
+            may_go_on.set()
+        return [text, *[(await each).outputs[0].text for each in others]]
+
+    text, *others = engine.use(ask)
+    assert text in ("known", "same") and others == [f"slow{number}" for number in range(12)]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_the_engine_says_before_there_is_a_client_reaches_it(
+    engine: Engine, is_lost: bool
+) -> None:
+    """As when a front starts while others are served."""
+
+    async def run() -> tuple[int, bool]:
+        ours, theirs = socket.socketpair()
+        _, connection = await asyncio.get_running_loop().create_connection(
+            EngineConnection, sock=ours
+        )
+        limits = engine.process._port._limits
+        theirs.sendall(pack(["hello", pack_limits(limits)]) + pack(["load", 7]))
+        await connection.limits
+        if is_lost:
+            theirs.close()
+            await connection.closed
+        client = EngineClient(ARGS, load_tokenizer("zoo:llama"), connection, limits)
+        known = client.num_unfinished, client.is_healthy
+        client.shutdown()
+        theirs.close()
+        return known
+
+    assert asyncio.run(run()) == (7, not is_lost)
 
 
 def test_when_the_engine_dies_requests_fail_and_new_ones_are_refused(tmp_path: Path) -> None:

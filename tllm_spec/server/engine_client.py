@@ -33,15 +33,26 @@ SHUT_DOWN = "the server is shutting down"
 
 class EngineConnection(asyncio.Protocol):
     """Messages of the engine, as they come. `limits` is set by its first one, `closed` at the
-    end."""
+    end. Others that come before a client does are kept for it."""
 
     def __init__(self) -> None:
         self.limits: asyncio.Future[RequestLimits] = asyncio.get_running_loop().create_future()
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.on_message: Callable[[Sequence[Any]], None] = self._on_first
-        self.on_lost: Callable[[], None] = lambda: None
+        self._on_message: Callable[[Sequence[Any]], None] = self._on_first
+        self._on_lost: Callable[[], None] = lambda: None
+        self._early: list[Sequence[Any]] = []
         self._unpacker = new_unpacker()
         self._transport: asyncio.Transport | None = None
+
+    def serve(
+        self, on_message: Callable[[Sequence[Any]], None], on_lost: Callable[[], None]
+    ) -> None:
+        """Gives the client what has come and what will come."""
+        self._on_message, self._on_lost = on_message, on_lost
+        for message in self._early:
+            on_message(message)
+        if self.closed.done():
+            on_lost()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -50,12 +61,12 @@ class EngineConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._unpacker.feed(data)
         for message in self._unpacker:
-            self.on_message(message)
+            self._on_message(message)
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.limits.done():
             self.limits.set_exception(ConnectionError("the engine's process has ended"))
-        self.on_lost()
+        self._on_lost()
         self.closed.set_result(None)
 
     def send(self, message: Any) -> None:
@@ -69,6 +80,7 @@ class EngineConnection(asyncio.Protocol):
     def _on_first(self, message: Sequence[Any]) -> None:
         assert message[0] == "hello", message
         self.limits.set_result(unpack_limits(message[1]))
+        self._on_message = self._early.append
 
 
 class EngineClient:
@@ -87,12 +99,12 @@ class EngineClient:
         self._intake = Intake(args, tokenizer, limits, _no_states)
         self._loop = asyncio.get_running_loop()
         self._connection = connection
-        connection.on_message, connection.on_lost = self._receive, self._lose
         self._samples: dict[int, RemoteSample] = {}
         self._asked: dict[int, Future[Any]] = {}
         self._question_ids = count(1)
         self._num_in_engine = 0  # of all fronts
         self._down: str | None = None
+        connection.serve(self._receive, self._lose)
 
     @property
     def is_healthy(self) -> bool:
