@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from tllm_spec.json_schemas import HALF_ESCAPE, check_schema
 from tllm_spec.option_checks import check_text, shown
 
 MAX_GRAMMAR_CHARS = 1 << 16
@@ -53,6 +54,11 @@ class GuidedDecodingParams:
                 f"guided_decoding.{given[0]} has {length} characters; at most {MAX_GRAMMAR_CHARS} "
                 "are accepted"
             )
+        if given[0] == "json":
+            try:
+                check_schema(json.loads(self.source.text))
+            except ValueError as error:
+                raise ValueError(f"guided_decoding.json: {error}") from error
 
     @classmethod
     def of(cls, value: Any) -> GuidedDecodingParams:
@@ -87,6 +93,11 @@ def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"guided_decoding.{name} = {shown(value)}: a non-empty text is needed")
     check_text(value, f"guided_decoding.{name}")
+    if half := HALF_ESCAPE.search(value):
+        raise ValueError(
+            f"guided_decoding.{name}: character {half.start()} is the escape of one half of a "
+            "surrogate pair; write the character itself"
+        )
     return value
 
 
@@ -117,4 +128,6 @@ def _choice_grammar(choice: object) -> str:
         )
     for each in choice:  # type: ignore[attr-defined] # the same
         check_text(each, "guided_decoding.choice")
-    return "root ::= " + " | ".join(json.dumps(each) for each in choice)  # type: ignore[attr-defined] # the same
+    # Not as ASCII: that would be a pair of escapes for a character beyond 16 bits.
+    texts = [json.dumps(each, ensure_ascii=False) for each in choice]  # type: ignore[attr-defined] # the same
+    return "root ::= " + " | ".join(texts)

@@ -15,7 +15,6 @@ from tests.server.http_answers import wait_for
 from tllm_spec import LLM, SamplingParams
 from tllm_spec.config import LlmArgs
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.server import link
 from tllm_spec.server.engine_client import EngineClient, EngineConnection
 from tllm_spec.server.engine_process import EngineProcess
 from tllm_spec.server.wire import pack, pack_limits
@@ -292,7 +291,9 @@ def test_a_known_grammar_does_not_wait_for_others_that_are_compiled(
             for number in range(12)  # more than there are threads
         ]
         try:
-            text = (await asyncio.wait_for(client.generate_async(PROMPT, known), 60)).outputs[0].text
+            text = (
+                (await asyncio.wait_for(client.generate_async(PROMPT, known), 60)).outputs[0].text
+            )
         finally:
             may_go_on.set()
         return [text, *[(await each).outputs[0].text for each in others]]
@@ -378,35 +379,6 @@ def test_bytes_that_are_no_message_cut_a_front_off(engine: Engine) -> None:
         assert output.outputs[0].length == 3
 
     engine.use(talk)
-
-
-def test_a_front_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 1 << 20)
-    ours, theirs = socket.socketpair()
-    woken: list[bool] = []
-    slow = link.Link(ours, lambda: woken.append(True))
-    while slow.is_open:
-        slow.send(b"x" * (1 << 16))
-    assert woken and not slow.has_backlog
-    assert slow.read() is None
-    slow.close()
-    theirs.close()
-
-
-def test_what_a_socket_does_not_take_at_once_arrives_in_order() -> None:
-    ours, theirs = socket.socketpair()
-    sender, receiver = link.Link(ours, lambda: None), link.Link(theirs, lambda: None)
-    for number in range(200):
-        sender.send([number, b"x" * 10_000])
-    assert sender.has_backlog
-    numbers: list[int] = []
-    while len(numbers) < 200:
-        sender.flush()
-        numbers += [number for number, _ in receiver.read() or ()]
-    assert numbers == list(range(200)) and not sender.has_backlog
-    sender.close()
-    assert receiver.read() is None
-    receiver.close()
 
 
 def test_what_is_sent_is_plain_msgpack(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """`/tokenize`, `/detokenize` and `/v1/responses`."""
 
+import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,13 +43,23 @@ def test_a_conversation_is_tokenised_as_a_chat_request_does(post: Post, llm: Fak
         ("/v1/responses", {"input": [5]}, "a text or a list of messages"),
         ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "x"}]}]}, "input_text"),
         ("/v1/responses", {"input": "a", "store": True}, "nothing is stored"),
-        ("/v1/responses", {"input": "a", "max_output_tokens": 0}, "max_tokens = 0"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 0}, "max_output_tokens = 0"),
+        ("/v1/responses", {"input": "a", "text": {"format": {"type": []}}}, "text.format = "),
+        ("/v1/responses", {"input": "a", "metadata": {"a": math.nan}}, "cannot be written as JSON"),
+        ("/v1/responses", {"input": "a", "metadata": {"a": [1e999]}}, "cannot be written as JSON"),
+        ("/v1/responses", {"input": "a", "metadata": {"a": "\ud800"}}, "surrogate pair"),
+        (
+            "/v1/responses",
+            {"input": "a", "text": {"format": {"type": "text", "name": "\ud800"}}},
+            "surrogate pair",
+        ),
     ],
 )
 def test_mistakes_are_answered_with_400(
-    post: Post, path: str, body: dict[str, Any], sentence: str
+    url: str, path: str, body: dict[str, Any], sentence: str
 ) -> None:
-    answer = post(path, **body)
+    text = json.dumps({"model": MODEL, **body})  # httpx itself would refuse NaN
+    answer = httpx.post(f"{url}{path}", content=text, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400 and sentence in answer.json()["error"]["message"], answer.text
 
 

@@ -109,6 +109,21 @@ def test_the_loglikelihoods_that_lm_eval_reads_are_those_of_the_llm(url: str, ll
     assert all(max(top.values()) >= own for own, top in zip(found[1:], best[1:], strict=True))
 
 
+def test_the_echo_of_a_prompt_that_is_cut_is_the_text_of_its_tokens(client: openai.OpenAI) -> None:
+    prompt = "def f(x): return x"
+    answer = client.completions.create(
+        model=MODEL,
+        prompt=prompt,
+        max_tokens=2,
+        echo=True,
+        logprobs=0,
+        extra_body={"truncate_prompt_tokens": 2},
+    )
+    (choice,) = answer.choices
+    assert choice.logprobs is not None and choice.logprobs.tokens is not None
+    assert choice.text == "".join(choice.logprobs.tokens) and prompt not in choice.text
+
+
 def test_the_metrics_of_a_process_have_histograms_and_its_pages_open(url: str) -> None:
     body = {"model": MODEL, "prompt": "a", "max_tokens": 3, "stream": True}
     assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
@@ -139,6 +154,75 @@ def test_a_forced_call_matches_its_schema(client: openai.OpenAI, choice: str) ->
     (call,) = answer.choices[0].message.tool_calls or []
     assert call.type == "function" and call.function.name == "f"
     assert json.loads(call.function.arguments) == {"at": "Rome"}
+
+
+def test_the_schemas_of_forced_calls_may_refer_to_themselves(client: openai.OpenAI) -> None:
+    pytest.importorskip("xgrammar")
+    nothing = {"type": "null"}
+    pair = {"type": "object", "required": ["next"], "additionalProperties": False}
+    tools: Any = [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "parameters": {
+                    **pair,
+                    "properties": {"next": {"anyOf": [{"$ref": "#/$defs/Next"}, nothing]}},
+                    "$defs": {"Next": {**pair, "properties": {"next": {"const": name}}}},
+                },
+            },
+        }
+        for name in ("f", "g")
+    ]
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "a"}],
+        tools=tools,
+        tool_choice="required",
+        max_tokens=500,
+        seed=3,
+        parallel_tool_calls=False,
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    inner = json.loads(call.function.arguments)["next"]
+    assert inner is None or inner == {"next": call.function.name}
+
+
+NO_TYPE = {"type": "objekt"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": NO_TYPE}}}}
+FORMAT = {"type": "json_schema", "name": "a", "schema": NO_TYPE}
+
+
+@pytest.mark.parametrize(
+    ("path", "option", "own"),
+    [
+        ("completions", "guided_json", {"guided_json": NO_TYPE}),
+        ("completions", "guided_regex", {"guided_regex": "(a"}),
+        ("completions", "structured_outputs", {"structured_outputs": {"grammar": "a"}}),
+        (
+            "chat/completions",
+            "response_format",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": NO_TYPE}}},
+        ),
+        ("chat/completions", "tools", {"tools": [TOOL], "tool_choice": "required"}),
+        ("responses", "text.format", {"text": {"format": FORMAT}}),
+    ],
+)
+def test_a_grammar_that_cannot_be_compiled_is_called_as_the_client_called_it(
+    url: str, path: str, option: str, own: dict[str, Any]
+) -> None:
+    pytest.importorskip("xgrammar")
+    prompts = {
+        "completions": {"prompt": "a"},
+        "chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+        "responses": {"input": "a"},
+    }
+    body = {"model": MODEL, **prompts[path], **own}
+    answer = httpx.post(f"{url}/v1/{path}", json=body, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, option)
+    assert error["message"].startswith(f"{option} = ")
 
 
 @pytest.mark.parametrize(

@@ -126,8 +126,12 @@ def test_required_forces_a_list_of_calls(client: openai.OpenAI, llm: FakeLLM) ->
     assert answer.choices[0].message.tool_calls[0].function.arguments == '{"at": "Rome"}'
     assert answer.choices[0].finish_reason == "tool_calls"
     schema = json.loads(llm.sampling[-1].guided_decoding.source.text)
-    names = [each["properties"]["name"]["const"] for each in schema["items"]["anyOf"]]
-    assert names == ["weather", "time"] and schema["$defs"] == PARAMETERS["$defs"]
+    calls = [each["properties"] for each in schema["items"]["anyOf"]]
+    assert [each["name"]["const"] for each in calls] == ["weather", "time"]
+    assert calls[0]["parameters"] == {"$ref": "#/$defs/weather"}
+    weather = schema["$defs"]["weather"]
+    assert weather["properties"]["at"] == {"$ref": "#/$defs/weather/$defs/City"}
+    assert weather["$defs"] == PARAMETERS["$defs"]
     assert "maxItems" not in schema
 
 

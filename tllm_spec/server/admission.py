@@ -4,8 +4,9 @@ them."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import sha256
@@ -29,6 +30,8 @@ RETRY_AFTER = 1  # seconds
 # Threads that wait for grammars. What they have asked for is compiled even if the client leaves.
 NUM_COMPILING = 2
 MAX_KNOWN_GRAMMARS = 4096
+
+SAME: Mapping[str, str] = {}
 
 Result = TypeVar("Result")
 
@@ -63,9 +66,10 @@ class Admission:
         params: SamplingParams,
         *,
         streaming: bool,
+        names: Mapping[str, str] = SAME,
     ) -> list[RequestHandle]:
-        """Starts a request for each prompt. num_bytes: of the HTTP body. Raises RequestRefused when
-        one cannot be served; then none keeps running."""
+        """Starts a request for each prompt. num_bytes: of the HTTP body. names: as in
+        `bad_request`. Raises RequestRefused when one cannot be served; then none keeps running."""
         num_choices = num_prompts * params.n
         self._check_room(num_choices)
 
@@ -82,7 +86,7 @@ class Admission:
 
         self._num_starting += num_choices
         try:
-            with bad_request(), engine_running():
+            with bad_request(names), engine_running():
                 self._check_max_tokens(params)
                 await self._compile_grammar(request, params)
                 return await self._in_intake(num_bytes, start)
@@ -142,14 +146,16 @@ class Admission:
 
 
 @contextmanager
-def bad_request() -> Iterator[None]:
-    """Answers a ValueError inside, which is the client's mistake, with 400."""
+def bad_request(names: Mapping[str, str] = SAME) -> Iterator[None]:
+    """Answers a ValueError inside, which is the client's mistake, with 400. names: the client's own
+    names of options, by the names that messages begin with."""
     try:
         yield
-    except ContextLengthExceeded as error:
-        raise RequestRefused(400, str(error), code="context_length_exceeded") from error
     except ValueError as error:
-        raise RequestRefused(400, str(error)) from error
+        is_too_long = isinstance(error, ContextLengthExceeded)
+        code = "context_length_exceeded" if is_too_long else None
+        message = re.sub(r"^\w+", lambda found: names.get(found[0], found[0]), str(error))
+        raise RequestRefused(400, message, code=code) from error
 
 
 @contextmanager

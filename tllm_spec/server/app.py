@@ -11,18 +11,20 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
-from starlette.routing import Match
 
 from tllm_spec import __version__
-from tllm_spec.executor.faults import described
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.server.admission import ENGINE_DOWN, Admission, bad_request, engine_running
+from tllm_spec.server.admission import (
+    ENGINE_DOWN,
+    SAME,
+    Admission,
+    bad_request,
+    engine_running,
+)
 from tllm_spec.server.answer_models import (
     ChatCompletion,
     Completion,
@@ -34,6 +36,7 @@ from tllm_spec.server.chat_answer import chat_answer
 from tllm_spec.server.chat_prompt import ChatPrompts
 from tllm_spec.server.echo import completion_answer
 from tllm_spec.server.engine import Engine
+from tllm_spec.server.error_handlers import add_error_handlers
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
 from tllm_spec.server.histograms import Histograms
 from tllm_spec.server.metrics import EngineMetrics
@@ -47,13 +50,12 @@ from tllm_spec.server.protocol import (
     GenerationRequest,
     StreamOptions,
 )
-from tllm_spec.server.refusals import RequestRefused, error_body, param_of
+from tllm_spec.server.refusals import RequestRefused
 from tllm_spec.server.responses import Answer
 from tllm_spec.server.responses_answer import ResponseAnswer
-from tllm_spec.server.responses_protocol import ResponsesRequest
+from tllm_spec.server.responses_protocol import CHAT_NAMES, ResponsesRequest
 from tllm_spec.server.shares import ClientShares, within_budget
 from tllm_spec.server.streaming import (
-    EngineError,
     EventStream,
     Running,
     event_stream,
@@ -65,7 +67,6 @@ from tllm_spec.server.token_routes import TokenRoutes
 from tllm_spec.server.traces import Traces
 
 DOWN = {"description": ENGINE_DOWN, "content": {"text/plain": {"schema": {"type": "string"}}}}
-MAX_MISTAKES = 11  # lines about mistakes in a body; a summary of unknown options has as many
 ONE_TOKEN = SamplingParams(max_tokens=1)
 
 
@@ -135,11 +136,7 @@ class OpenAIServer:
         Pages(self._llm, self._model, self._histograms, self._options.api_key).add_to(app)
         true_schema(app, self._model)
         app.add_middleware(Guard, options=self._options)
-        app.add_exception_handler(RequestRefused, _refused)
-        app.add_exception_handler(EngineError, _engine_error)
-        app.add_exception_handler(RequestValidationError, _invalid_body)
-        app.add_exception_handler(HTTPException, _http_error)
-        app.add_exception_handler(Exception, _internal_error)
+        add_error_handlers(app)
         return app
 
     @asynccontextmanager
@@ -220,6 +217,7 @@ class OpenAIServer:
             lambda: body.prompt,
             params,
             streaming=body.stream,
+            names=body.client_names,
         )
         request.state.release_body()
         answer = completion_answer(body, self._model, self._tokenizer, params)
@@ -238,14 +236,15 @@ class OpenAIServer:
             params.prompt_logprobs,
             is_guided=params.guided_decoding is not None,
         )
-        handles = await self._start_chat(body, request, params)
+        handles = await self._start_chat(body, request, params, body.client_names)
         return await self._respond(body, request, answer, handles)
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         """`/v1/responses`: answers the conversation in the body, with text."""
-        with bad_request():
+        with bad_request(CHAT_NAMES):
             chat = body.to_chat()
-        handles = await self._start_chat(chat, request, self._chat_params(chat))
+        params = self._chat_params(chat, CHAT_NAMES)
+        handles = await self._start_chat(chat, request, params, CHAT_NAMES)
         answer, running = ResponseAnswer(body), self._running(request, handles, body.stream)
         if body.stream:
             return EventStream(answer.events(running))
@@ -254,13 +253,19 @@ class OpenAIServer:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return JSONResponse(answer.whole(results[0]))
 
-    def _chat_params(self, body: ChatCompletionRequest) -> SamplingParams:
+    def _chat_params(
+        self, body: ChatCompletionRequest, names: Mapping[str, str] = SAME
+    ) -> SamplingParams:
         self._check_servable(body)
-        with bad_request():
+        with bad_request(names):
             return body.to_sampling_params()
 
     async def _start_chat(
-        self, body: ChatCompletionRequest, request: Request, params: SamplingParams
+        self,
+        body: ChatCompletionRequest,
+        request: Request,
+        params: SamplingParams,
+        names: Mapping[str, str],
     ) -> list[RequestHandle]:
         self._check_lengths([message.content or "" for message in body.messages])
         params = self._admit(request, params, 1)
@@ -271,6 +276,7 @@ class OpenAIServer:
             lambda: [self._chat_prompts.token_ids_of(body)],
             params,
             streaming=body.stream,
+            names=names,
         )
         request.state.release_body()
         return handles
@@ -336,59 +342,3 @@ class OpenAIServer:
         # For the access log, which asks when the answer has been sent.
         request.scope["state"]["tokens"] = running.num_tokens
         return running
-
-
-async def _refused(request: Request, refusal: Exception) -> JSONResponse:
-    assert isinstance(refusal, RequestRefused)
-    return refusal.response()
-
-
-async def _engine_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, EngineError)
-    return JSONResponse(error_body(str(error), error.kind), error.status)
-
-
-async def _invalid_body(request: Request, invalid: Exception) -> JSONResponse:
-    assert isinstance(invalid, RequestValidationError)
-    lines = [line for detail in invalid.errors() for line in _cause(detail).splitlines()]
-    if len(lines) > MAX_MISTAKES:
-        lines[MAX_MISTAKES - 1 :] = [f"... and {len(lines) - MAX_MISTAKES + 1} more mistakes"]
-    message = "\n".join(lines)
-    if any(
-        detail["loc"] == ("body",) and "error" not in detail.get("ctx", {})
-        for detail in invalid.errors()
-    ):
-        message = "the body must be a JSON object, sent with Content-Type: application/json"
-    return JSONResponse(error_body(message, "invalid_request_error", param=param_of(message)), 400)
-
-
-def _cause(detail: Mapping[str, Any]) -> str:
-    cause = detail.get("ctx", {}).get("error") or detail["msg"]
-    if detail["type"] == "json_invalid":
-        return f"the body is not JSON: {cause}, at character {detail['loc'][-1]}"
-    return str(cause)
-
-
-async def _http_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    message, headers = error.detail, error.headers
-    if error.status_code == 405:
-        allowed = _allowed_methods(request)
-        message = f"{request.url.path} takes {allowed}, not {request.method}"
-        headers = {"Allow": allowed}
-    if error.status_code == 404:  # the router's: routes raise RequestRefused
-        message = (
-            f"{request.method} {request.url.path} is not served here; GET / says how to call this "
-            "server, GET /openapi.json lists its routes"
-        )
-    return JSONResponse(error_body(message, "invalid_request_error"), error.status_code, headers)
-
-
-def _allowed_methods(request: Request) -> str:
-    """Of all routes with the request's path; the router names those of the first one."""
-    routes = [each for each in request.app.routes if each.matches(request.scope)[0] != Match.NONE]
-    return ", ".join(sorted({method for each in routes for method in each.methods}))
-
-
-async def _internal_error(request: Request, error: Exception) -> JSONResponse:
-    return JSONResponse(error_body(described(error), "internal_error"), 500)

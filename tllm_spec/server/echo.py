@@ -12,11 +12,15 @@ from tllm_spec.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class EchoAnswer(CompletionAnswer):
-    """prompt_only: max_tokens is 0, so the output is left out."""
+    """prompt_only: max_tokens is 0, so the output is left out. is_cut: the tokens are a part of
+    the prompt."""
 
-    def __init__(self, *arguments: Any, prompt_only: bool, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, *arguments: Any, prompt_only: bool, is_cut: bool, skip_special_tokens: bool
+    ) -> None:
         super().__init__(*arguments)
         self._prompt_only = prompt_only
+        self._is_cut = is_cut
         self._skip_special_tokens = skip_special_tokens
 
     @property
@@ -47,8 +51,8 @@ class EchoAnswer(CompletionAnswer):
         return {"text": text + own["text"], "logprobs": _joined(logprobs, own["logprobs"], shift)}
 
     def _text(self, result: RequestOutput) -> str:
-        """The prompt as it was given, or that of its tokens."""
-        if result.prompt is not None:
+        """The prompt as it was given, or the text of its tokens."""
+        if result.prompt is not None and not self._is_cut:
             return result.prompt
         return self._tokenizer.decode(
             result.prompt_token_ids,
@@ -107,5 +111,6 @@ def completion_answer(
     return EchoAnswer(
         *arguments,
         prompt_only=body.max_tokens == 0,
+        is_cut=body.truncate_prompt_tokens is not None,
         skip_special_tokens=params.skip_special_tokens,
     )

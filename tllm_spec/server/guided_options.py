@@ -20,13 +20,19 @@ FORMATS: Mapping[str, tuple[str, str]] = {
 }
 
 
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `guided_params` that say what the text must match."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if given.get("response_format") == {"type": "text"}:
+        del given["response_format"]
+    return given
+
+
 def guided_params(options: Mapping[str, Any]) -> GuidedDecodingParams | None:
     """options: `response_format`, `structured_outputs`, the schema of `tool_choice` and
     GUIDED_NAMES, None where they are not given. Raises ValueError for several of them and for
     values that cannot be used."""
-    given = {name: value for name, value in options.items() if value is not None}
-    if given.get("response_format") == {"type": "text"}:
-        del given["response_format"]
+    given = _given(options)
     if not given:
         return None
     if len(given) > 1:
@@ -41,7 +47,20 @@ def guided_params(options: Mapping[str, Any]) -> GuidedDecodingParams | None:
             return GuidedDecodingParams(json=value)
         return GuidedDecodingParams(**{name.removeprefix("guided_"): value})
     except ValueError as error:
-        raise ValueError(f"{name} = {shown(value)}: {error}") from error
+        shown_value = "[...]" if name == "tool_choice" else shown(value)
+        raise ValueError(f"{_client_name(name)} = {shown_value}: {error}") from error
+
+
+def client_names(options: Mapping[str, Any]) -> dict[str, str]:
+    """options: as for `guided_params`, one of them at most. What the client calls the option of
+    `SamplingParams`."""
+    given = list(_given(options))
+    return {"guided_decoding": _client_name(given[0])} if given else {}
+
+
+def _client_name(option: str) -> str:
+    """What a message about the option's grammar begins with."""
+    return "tools" if option == "tool_choice" else option
 
 
 def _of_format(value: object) -> GuidedDecodingParams:
@@ -57,8 +76,8 @@ def _of_format(value: object) -> GuidedDecodingParams:
         if not isinstance(wrapped, Mapping) or "schema" not in wrapped:
             raise ValueError("json_schema needs an object with a schema")
         return GuidedDecodingParams(json=wrapped["schema"])
-    if kind in FORMATS:
-        key, option = FORMATS[str(kind)]
+    if isinstance(kind, str) and kind in FORMATS:
+        key, option = FORMATS[kind]
         return GuidedDecodingParams.of({option: value.get(key)})
     kinds = ", ".join(["text", "json_object", "json_schema", "structural_tag", *FORMATS])
     raise ValueError(f"the types {kinds} are accepted")

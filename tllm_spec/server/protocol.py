@@ -23,7 +23,7 @@ from pydantic import (
 from tllm_spec.option_checks import NotServed, shown
 from tllm_spec.sampling_params import NOT_SERVED, SamplingParams
 from tllm_spec.server.body_model import BodyModel
-from tllm_spec.server.guided_options import GUIDED_NAMES, guided_params
+from tllm_spec.server.guided_options import GUIDED_NAMES, client_names, guided_params
 from tllm_spec.server.tool_protocol import (
     MAX_TOOLS,
     Choice,
@@ -228,6 +228,11 @@ class GenerationRequest(BodyModel):
             given["temperature"] = 1.0  # OpenAI's default; SamplingParams would decode greedily
         guided = guided_params(self._grammars())
         return SamplingParams.from_dict(given | own | {"guided_decoding": guided})
+
+    @property
+    def client_names(self) -> dict[str, str]:
+        """What the client calls the option of `SamplingParams` that several options set."""
+        return client_names(self._grammars())
 
     def _grammars(self) -> dict[str, Any]:
         """The options that say what the text must match."""

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator
 
-from tllm_spec.option_checks import NotServed
+from tllm_spec.option_checks import NotServed, check_text
 from tllm_spec.server.body_model import BodyModel
 from tllm_spec.server.protocol import NOT_STORED, ChatCompletionRequest, ChatMessage, as_json_type
 
+# Options of a body, by the names that the chat request's messages begin with.
+CHAT_NAMES: Mapping[str, str] = {
+    "guided_decoding": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+}
 TEXT_TYPES = ("input_text", "output_text", "text")
+
+
+def _check_plain(value: object) -> object:
+    """Raises ValueError for what an answer cannot repeat: NaN, infinities, half characters."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the value cannot be written as JSON: {error}") from error
+    check_text(text, "its JSON")
+    return value
 
 
 def _text_of(content: object) -> object:
@@ -52,7 +71,7 @@ def _as_items(given: object) -> object:
 class TextOptions(BodyModel):
     """format: OpenAI's, as `response_format` of a chat request, with the schema not nested."""
 
-    format: dict[str, Any] | None = None
+    format: Annotated[dict[str, Any] | None, AfterValidator(_check_plain)] = None
 
     not_served: ClassVar[Mapping[str, NotServed]] = {
         "verbosity": NotServed((None, "medium"), "it is not an option of the model"),
@@ -79,7 +98,7 @@ class ResponsesRequest(BodyModel):
     temperature: float | None = None
     top_p: float | None = None
     text: TextOptions | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, Any] | None, AfterValidator(_check_plain)] = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from tllm_spec.json_schemas import moved
 from tllm_spec.option_checks import NotServed
 from tllm_spec.server.body_model import BodyModel
 
@@ -111,32 +112,29 @@ def check_choice(tools: Sequence[Tool], choice: Choice) -> None:
 
 def forced_schema(tools: Sequence[Tool], choice: Choice, *, is_parallel: bool) -> Json | None:
     """Of one function's arguments, or of a list of `{"name": ..., "parameters": {...}}`. None if
-    the model may answer with text. Raises ValueError for definitions that exclude each other."""
+    the model may answer with text. Raises ValueError for a schema that is nested too deeply."""
     if isinstance(choice, NamedChoice):
         chosen = next(tool for tool in tools if tool.function.name == choice.function.name)
         return _arguments_schema(chosen)
     if choice != "required":
         return None
-    definitions: Json = {}
-    calls = []
+    # References are to the root of the schema, so each function's schema is a definition.
+    calls, definitions = [], {}
     for tool in tools:
-        schema = _arguments_schema(tool)
-        # References are to the root of the schema, so definitions move there.
-        for key in ("$defs", "definitions"):
-            for name, definition in schema.pop(key, {}).items():
-                there = definitions.setdefault(key, {})
-                if there.setdefault(name, definition) != definition:
-                    raise ValueError(f"tools = [...] has two definitions of {name!r}")
+        name = tool.function.name
+        there = f"#/$defs/{name}"
+        definitions[name] = moved(_arguments_schema(tool), there)
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": tool.function.name}, "parameters": schema},
+                "properties": {"name": {"const": name}, "parameters": {"$ref": there}},
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             }
         )
     limit = {} if is_parallel else {"maxItems": 1}
-    return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}, **definitions}
+    items = {"items": {"anyOf": calls}, "$defs": definitions}
+    return {"type": "array", "minItems": 1, **limit, **items}
 
 
 def _arguments_schema(tool: Tool) -> Json:
