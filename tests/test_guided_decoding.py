@@ -1,11 +1,13 @@
 """What `guided_decoding` takes, and how the compiler ends grammars that would harm others."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pydantic
 import pytest
 
+from tests.server.http_answers import wait_for
 from tllm_spec import grammar_compiler
 from tllm_spec.grammar_compiler import GrammarCompiler
 from tllm_spec.guided_decoding import MAX_GRAMMAR_CHARS, GuidedDecodingParams
@@ -124,18 +126,38 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_with_the_reason(
     assert compile_with(compiler, regex="still here") is not None
 
 
+def slow_schema() -> dict[str, Any]:
+    """It takes minutes."""
+    schema: dict[str, Any] = {"type": "string"}
+    for level in range(300):
+        other = schema if level < 3 else {"type": "integer"}
+        schema = {"properties": {"a": schema, "b": other}, "required": ["a", "b"]}
+    return schema
+
+
 def test_a_grammar_that_takes_too_long_is_ended_and_others_go_on(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    schema: dict[str, Any] = {"type": "string"}
-    for level in range(300):  # takes minutes
-        other = schema if level < 3 else {"type": "integer"}
-        schema = {"properties": {"a": schema, "b": other}, "required": ["a", "b"]}
+    schema = slow_schema()
     monkeypatch.setattr(grammar_compiler, "MAX_SECONDS", 0.2)
     with pytest.raises(ValueError, match="takes more than 0 seconds to compile"):
         compile_with(compiler, json=schema)
     monkeypatch.undo()
     assert compile_with(compiler, regex="and again") is not None
+
+
+def test_another_grammar_is_compiled_next_to_a_slow_one(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_compiler, "MAX_SECONDS", 300.0)
+    with ThreadPoolExecutor(1) as thread:
+        slow = thread.submit(compile_with, compiler, json=slow_schema())
+        wait_for(lambda: compiler._idle.qsize() == grammar_compiler.NUM_PROCESSES - 1)
+        assert compile_with(compiler, regex="next to it") is not None and not slow.done()
+        compiler.close()
+        with pytest.raises(ValueError, match="memory"):
+            slow.result()
+    assert compile_with(compiler, regex="and after it") is not None
 
 
 def test_a_tokenizer_without_a_readable_vocabulary_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Compiles grammars for a tokenizer with xgrammar, in a process of its own, and keeps them."""
+"""Compiles grammars for a tokenizer with xgrammar, in processes of their own, and keeps them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
+from queue import LifoQueue
 from typing import Any
 
 from tllm_spec.grammar_child import read_message, write_message
 from tllm_spec.guided_decoding import GrammarSource
 
+NUM_PROCESSES = 2  # that compile at once
 MAX_SECONDS = 10.0  # for one grammar
 MAX_START_SECONDS = 120.0
 MAX_KEPT_BYTES = 256 << 20
@@ -38,17 +40,24 @@ class GrammarCompiler:
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"guided decoding cannot use this tokenizer: {error}") from error
         self._kept: OrderedDict[GrammarSource | bytes, Any] = OrderedDict()
-        self._lock = threading.Lock()  # of the process
-        self._child: subprocess.Popen[bytes] | None = None
-        self._end: Callable[[], object] = lambda: None  # ends the process
+        self._lock = threading.Lock()  # of what is kept
+        plain = self._tokenizer.serialize_json()
+        self._processes = [_Process(plain) for _ in range(NUM_PROCESSES)]
+        # The latest one to be idle comes first: the second one is started when both are needed.
+        self._idle: LifoQueue[_Process] = LifoQueue()
+        for process in self._processes:
+            self._idle.put(process)
 
     def compile(self, source: GrammarSource) -> Any:
         """xgrammar's compiled grammar. Raises ValueError for a grammar with mistakes, and for one
         that takes more than `MAX_SECONDS` or too much memory."""
         found = self._kept.get(source)
         if found is None:
-            with self._lock:
-                found = self._kept.get(source) or self._compile(source)
+            process = self._idle.get()
+            try:
+                found = self._kept.get(source) or self._compile(process, source)
+            finally:
+                self._idle.put(process)
         return found
 
     def keeps(self, source: GrammarSource) -> bool:
@@ -64,11 +73,12 @@ class GrammarCompiler:
         return found
 
     def close(self) -> None:
-        """Ends the process."""
-        self._end()
+        """Ends the processes."""
+        for process in self._processes:
+            process.end()
 
-    def _compile(self, source: GrammarSource) -> Any:
-        answer = self._ask({"kind": source.kind, "text": source.text})
+    def _compile(self, process: _Process, source: GrammarSource) -> Any:
+        answer = process.ask({"kind": source.kind, "text": source.text})
         if "error" in answer:
             raise ValueError(f"guided_decoding = {source.kind}: {answer['error']}")
         return self._keep(source, self._read(answer["compiled"]))
@@ -79,12 +89,23 @@ class GrammarCompiler:
         return xgrammar.CompiledGrammar.deserialize_json(text, self._tokenizer)
 
     def _keep(self, key: GrammarSource | bytes, compiled: Any) -> Any:
-        self._kept[key] = compiled
-        while sum(each.memory_size_bytes for each in self._kept.values()) > MAX_KEPT_BYTES:
-            self._kept.popitem(last=False)
+        with self._lock:
+            self._kept[key] = compiled
+            while sum(each.memory_size_bytes for each in self._kept.values()) > MAX_KEPT_BYTES:
+                self._kept.popitem(last=False)
         return compiled
 
-    def _ask(self, message: dict[str, str]) -> dict[str, str]:
+
+class _Process:
+    """One that compiles; it is started when it is asked for the first time. tokenizer: xgrammar's,
+    as JSON."""
+
+    def __init__(self, tokenizer: str) -> None:
+        self._tokenizer = tokenizer
+        self._child: subprocess.Popen[bytes] | None = None
+        self.end: Callable[[], object] = lambda: None
+
+    def ask(self, message: dict[str, str]) -> dict[str, str]:
         child = self._child if self._child and self._child.poll() is None else self._start()
         assert child.stdin is not None
         try:
@@ -94,17 +115,17 @@ class GrammarCompiler:
             answer = None
         except TimeoutError:
             answer = {"error": f"it takes more than {MAX_SECONDS:.0f} seconds to compile"}
-            self.close()
+            self.end()
         return answer or {"error": "it needs too much memory or stack to compile"}
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Raises RuntimeError if the process does not start."""
-        self.close()
+        self.end()
         command = [sys.executable, "-m", "tllm_spec.grammar_child"]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._child, self._end = child, weakref.finalize(self, _kill, child)
+        self._child, self.end = child, weakref.finalize(self, _kill, child)
         assert child.stdin is not None
-        write_message(child.stdin, self._tokenizer.serialize_json())
+        write_message(child.stdin, self._tokenizer)
         if _receive(child, MAX_START_SECONDS) is None:
             raise RuntimeError("the process that compiles grammars did not start")
         return child

@@ -1,6 +1,5 @@
 """`echo`, `prompt_logprobs` and grammars that take long, over an LLM with known answers."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +8,7 @@ import openai
 import pytest
 
 from tests.server.fake_llm import MODEL, FakeLLM, answer_text
-from tests.server.http_answers import events_of, wait_for
-from tllm_spec.server.admission import NUM_COMPILING
+from tests.server.http_answers import events_of
 
 Post = Callable[..., httpx.Response]
 PROMPT = "naïve 😀 text"
@@ -95,57 +93,3 @@ def test_an_answer_has_the_acceptance_in_the_form_that_aiperf_reads(
     assert done == "[DONE]" and not any("metrics" in chunk for chunk in chunks)
     assert last["choices"] == [] and last["metrics"]["speculative_decoding"] == expected
     assert "metrics" not in post("/v1/completions", prompt="a", n=2).json()
-
-
-def test_grammars_that_compile_for_long_delay_no_other_request(post: Post, llm: FakeLLM) -> None:
-    compiled, asked, answers = threading.Event(), list[str](), list[httpx.Response]()
-
-    def compile_slowly(params: Any) -> None:
-        asked.append(params.guided_decoding.regex)
-        assert asked[-1] == "known" or compiled.wait(60)
-
-    def generate(regex: str) -> None:
-        answers.append(post("/v1/completions", prompt="a", guided_regex=regex))
-
-    llm.compiling = compile_slowly
-    generate("known")
-    slow = [threading.Thread(target=generate, args=(f"slow{i}",)) for i in range(12)]
-    for thread in slow:
-        thread.start()
-    wait_for(lambda: len(asked) == 1 + NUM_COMPILING)
-    assert post("/v1/completions", prompt="a").status_code == 200
-    generate("known")
-    assert len(answers) == 2 and asked.count("known") == 1
-    compiled.set()
-    for thread in slow:
-        thread.join()
-    assert [each.status_code for each in answers] == [200] * 14
-
-
-def test_the_grammar_of_a_client_that_has_left_is_not_compiled(
-    url: str, post: Post, llm: FakeLLM, caplog: pytest.LogCaptureFixture
-) -> None:
-    compiled, asked = threading.Event(), list[str]()
-
-    def compile_slowly(params: Any) -> None:
-        asked.append(params.guided_decoding.regex)
-        assert compiled.wait(60)
-
-    def generate(regex: str) -> None:
-        assert post("/v1/completions", prompt="a", guided_regex=regex).status_code == 200
-
-    llm.compiling = compile_slowly
-    slow = [threading.Thread(target=generate, args=(f"s{i}",)) for i in range(NUM_COMPILING)]
-    for thread in slow:
-        thread.start()
-    wait_for(lambda: len(asked) == NUM_COMPILING)
-    body = {"model": MODEL, "prompt": "a", "guided_regex": "left"}
-    with caplog.at_level("INFO", "tllm_spec.access"):
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/completions", json=body, timeout=0.2)
-        wait_for(lambda: " 499 in " in caplog.text)
-    compiled.set()
-    for thread in slow:
-        thread.join()
-    generate("next")
-    assert "left" not in asked and asked[-1] == "next"

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import sha256
 from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakValueDictionary
 
 from tllm_spec.request_errors import ContextLengthExceeded
 from tllm_spec.sampling_params import SamplingParams
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 ENGINE_DOWN = "the engine is down"
 LONG_BODY = 1 << 16  # bytes; tokenising this much text takes tens of milliseconds
 RETRY_AFTER = 1  # seconds
-# Threads that wait for grammars. What they have asked for is compiled even if the client leaves.
+# Threads that wait for grammars, as many as the engine compiles at once. What they have asked for
+# is compiled even if the client leaves.
 NUM_COMPILING = 2
 MAX_KNOWN_GRAMMARS = 4096
 
@@ -49,8 +51,10 @@ class Admission:
         self._intake = self._long_intake = _one_thread("tllm-intake")
         if getattr(llm.tokenizer, "is_fast", False):
             self._long_intake = _one_thread("tllm-long-intake")
-        # Compiling a grammar may take ten seconds, and grammars are compiled one at a time.
+        # Compiling a grammar may take ten seconds. One client, by its address, has one grammar
+        # compiled at a time, so others need not wait for all of its grammars.
         self._compiling = ThreadPoolExecutor(NUM_COMPILING, "tllm-compiling")
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._known_grammars: OrderedDict[bytes, None] = OrderedDict()  # need not wait for that
 
     def close(self) -> None:
@@ -104,8 +108,13 @@ class Admission:
             return
 
         async def compiled() -> bool:
+            client = request.client.host if request.client else ""
+            turn = self._turns.setdefault(client, asyncio.Lock())
+            await turn.acquire()
             loop, compile_grammar = asyncio.get_running_loop(), self._llm.compile_grammar
-            await loop.run_in_executor(self._compiling, compile_grammar, params)
+            compiling = loop.run_in_executor(self._compiling, compile_grammar, params)
+            compiling.add_done_callback(lambda _: turn.release())
+            await asyncio.shield(compiling)  # if the client leaves, its turn ends with the thread
             return True
 
         if not await unless_disconnected(request, compiled()):

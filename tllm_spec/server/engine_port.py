@@ -54,8 +54,8 @@ class EnginePort:
         self._uncompiled: set[int] = set()  # ids of requests whose grammar is being compiled
         self._ids = count(1)
         self._down: str | None = None
-        # Compiling a grammar may take ten seconds. Grammars are compiled one at a time; with
-        # several threads, those that another front has asked for need not wait for it.
+        # Compiling a grammar may take ten seconds. There are more threads than processes that
+        # compile, because those of other fronts may ask, too.
         self._compiling = ThreadPoolExecutor(8, thread_name_prefix="tllm-grammars")
 
     @property

@@ -1,0 +1,124 @@
+"""Grammars that compile for long, and the clients that wait for others."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.fake_llm import MODEL, FakeLLM
+from tests.server.http_answers import wait_for
+from tllm_spec.server.admission import NUM_COMPILING
+
+Post = Callable[..., httpx.Response]
+
+
+class Compiling:
+    """Grammars whose name begins with "slow" compile until `go_on` is set. `asked`: those that
+    have begun. Each test has its own: the server remembers them."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.go_on = threading.Event()
+
+    def __call__(self, params: Any) -> None:
+        self.asked.append(params.guided_decoding.regex)
+        assert not self.asked[-1].startswith("slow") or self.go_on.wait(60)
+
+
+@pytest.fixture
+def compiling(llm: FakeLLM) -> Iterator[Compiling]:
+    llm.compiling = compiling = Compiling()
+    yield compiling
+    compiling.go_on.set()
+
+
+class Clients:
+    """Threads that ask for a grammar, each from an address."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._threads: list[threading.Thread] = []
+        self.statuses: list[int] = []
+
+    def start(self, regex: str, address: str = "127.0.0.1") -> None:
+        thread = threading.Thread(target=self.ask, args=(regex, address))
+        self._threads.append(thread)
+        thread.start()
+
+    def ask(self, regex: str, address: str = "127.0.0.1", timeout: float = 60) -> None:
+        body = {"model": MODEL, "prompt": "a", "guided_regex": regex}
+        with httpx.Client(transport=httpx.HTTPTransport(local_address=address)) as client:
+            answer = client.post(f"{self._url}/v1/completions", json=body, timeout=timeout)
+        self.statuses.append(answer.status_code)
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+
+@pytest.fixture
+def clients(url: str) -> Clients:
+    return Clients(url)
+
+
+def test_grammars_that_compile_for_long_delay_no_request_without_a_new_one(
+    clients: Clients, post: Post, compiling: Compiling
+) -> None:
+    clients.ask("known")
+    for i in range(6):
+        for address in ("127.0.0.1", "127.0.0.2"):
+            clients.start(f"slow{i}{address[-1]}", address)
+    wait_for(lambda: len(compiling.asked) == 1 + NUM_COMPILING)
+    assert post("/v1/completions", prompt="a").status_code == 200
+    clients.ask("known")
+    assert len(clients.statuses) == 2 and compiling.asked.count("known") == 1
+    compiling.go_on.set()
+    clients.join()
+    assert clients.statuses == [200] * 14
+
+
+def test_a_client_with_slow_grammars_leaves_a_process_to_others(
+    clients: Clients, compiling: Compiling
+) -> None:
+    for i in range(4):
+        clients.start(f"slow of one{i}")
+    wait_for(lambda: len(compiling.asked) == 1)
+    clients.ask("quick of another", "127.0.0.2")
+    assert len(compiling.asked) == 2 and compiling.asked[1] == "quick of another"
+    compiling.go_on.set()
+    clients.join()
+    assert clients.statuses == [200] * 5
+
+
+def leave(clients: Clients, regex: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Asks, and leaves before the grammar is compiled."""
+    caplog.clear()
+    with caplog.at_level("INFO", "tllm_spec.access"):
+        with pytest.raises(httpx.ReadTimeout):
+            clients.ask(regex, timeout=0.3)
+        wait_for(lambda: " 499 in " in caplog.text)
+
+
+def test_a_client_that_leaves_has_no_second_turn_while_its_grammar_is_compiled(
+    clients: Clients, compiling: Compiling, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave(clients, "slow and left", caplog)
+    leave(clients, "slow and second", caplog)
+    assert compiling.asked == ["slow and left"]
+    compiling.go_on.set()
+    clients.ask("slow and third")
+    assert compiling.asked == ["slow and left", "slow and third"]
+
+
+def test_the_grammar_of_a_client_that_has_left_is_not_compiled(
+    clients: Clients, compiling: Compiling, caplog: pytest.LogCaptureFixture
+) -> None:
+    clients.start("slow and first")
+    wait_for(lambda: len(compiling.asked) == 1)
+    leave(clients, "left", caplog)
+    compiling.go_on.set()
+    clients.join()
+    clients.ask("next")
+    assert compiling.asked == ["slow and first", "next"]
