@@ -85,18 +85,24 @@ def test_the_compilers_process_fills_the_masks_of_all_states(compiler: GrammarCo
     assert compiled.serialize_json() == before
 
 
-def test_another_ranks_grammar_is_read_once_and_kept_within_the_limit(
+def test_compiled_grammars_are_kept_within_the_limit(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second, third = (
-        compile_with(compiler, regex=f"{letter}+").serialize_json() for letter in "abc"
-    )
-    other = GrammarCompiler(load_tokenizer("zoo:llama"), 2048, END)
-    loaded = other.load(first)
-    assert other.load(first) is loaded and other.load(second) is not loaded
-    monkeypatch.setattr(grammar_compiler, "MAX_KEPT_BYTES", loaded.memory_size_bytes)
-    other.load(third)
-    assert other.load(first) is not loaded
+    first = compile_with(compiler, regex="a+")
+    monkeypatch.setattr(grammar_compiler, "MAX_KEPT_BYTES", first.memory_size_bytes)
+    compile_with(compiler, regex="b+")
+    assert compile_with(compiler, regex="a+") is not first
+
+
+def test_what_a_client_has_sent_is_not_written_to_the_log(
+    compiler: GrammarCompiler, capfd: pytest.CaptureFixture[str]
+) -> None:
+    compiler.close()  # a new process has this test's standard error
+    texts = [{"type": "string", "format": "a\nFORGED"}, {"$id": "b\nFORGED", "oneOf": [{}, {}]}]
+    for schema in texts:
+        compile_with(compiler, json=schema)
+    compile_with(compiler, grammar='root ::= "a" # FORGED')
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Messages are JSON after their length in four bytes, on standard input and output
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import struct
@@ -89,6 +90,8 @@ def main() -> None:
     with open("/proc/self/statm") as numbers:
         size = int(numbers.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MAX_EXTRA_BYTES,) * 2)
+    # From here on xgrammar writes what a client has sent to standard error: that is the log.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     write_message(out, {"ready": True})
     while (message := read_message(source)) is not None:
         write_message(out, _answer(compiler, message))

@@ -10,7 +10,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from hashlib import sha256
 from queue import LifoQueue
 from typing import Any
 
@@ -39,7 +38,7 @@ class GrammarCompiler:
             )
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"guided decoding cannot use this tokenizer: {error}") from error
-        self._kept: OrderedDict[GrammarSource | bytes, Any] = OrderedDict()
+        self._kept: OrderedDict[GrammarSource, Any] = OrderedDict()
         self._lock = threading.Lock()  # of what is kept
         plain = self._tokenizer.serialize_json()
         self._processes = [_Process(plain) for _ in range(NUM_PROCESSES)]
@@ -65,12 +64,10 @@ class GrammarCompiler:
         return source in self._kept
 
     def load(self, text: str) -> Any:
-        """A compiled grammar of its JSON. It is kept, since a large one takes long to read."""
-        key = sha256(text.encode()).digest()
-        found = self._kept.get(key)
-        if found is None:
-            found = self._keep(key, self._read(text))
-        return found
+        """A compiled grammar of its JSON."""
+        import xgrammar
+
+        return xgrammar.CompiledGrammar.deserialize_json(text, self._tokenizer)
 
     def close(self) -> None:
         """Ends the processes."""
@@ -81,16 +78,9 @@ class GrammarCompiler:
         answer = process.ask({"kind": source.kind, "text": source.text})
         if "error" in answer:
             raise ValueError(f"guided_decoding = {source.kind}: {answer['error']}")
-        return self._keep(source, self._read(answer["compiled"]))
-
-    def _read(self, text: str) -> Any:
-        import xgrammar
-
-        return xgrammar.CompiledGrammar.deserialize_json(text, self._tokenizer)
-
-    def _keep(self, key: GrammarSource | bytes, compiled: Any) -> Any:
+        compiled = self.load(answer["compiled"])
         with self._lock:
-            self._kept[key] = compiled
+            self._kept[source] = compiled
             while sum(each.memory_size_bytes for each in self._kept.values()) > MAX_KEPT_BYTES:
                 self._kept.popitem(last=False)
         return compiled

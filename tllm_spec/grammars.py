@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -29,6 +30,7 @@ class Grammars:
         self._encode = lru_cache(maxsize=4096)(partial(_encode, tokenizer))
         self._lock = threading.Lock()
         self._compiler: GrammarCompiler | None = None
+        self._loaded: dict[int, Any] = {}  # on other ranks than 0, by rank 0's number
 
     @classmethod
     def of(cls, args: LlmArgs, tokenizer: Tokenizer | None, limits: RequestLimits) -> Grammars:
@@ -51,9 +53,14 @@ class Grammars:
         """Whether the grammar is compiled already."""
         return self._compiler is not None and self._compiler.keeps(source)
 
-    def load_states(self, text: str, number: int) -> list[GrammarState | None]:
-        """The same for a grammar that another process has compiled, as xgrammar's JSON."""
-        return self._states(self._get_compiler().load(text), number)
+    def load_states(self, message: Sequence[Any], number: int) -> list[GrammarState | None]:
+        """The same for a grammar that rank 0 has compiled. message: of its `SentGrammars`."""
+        key, text, dropped = message
+        for each in dropped:
+            del self._loaded[each]
+        if text is not None:
+            self._loaded[key] = self._get_compiler().load(text)
+        return self._states(self._loaded[key], number)
 
     def close(self) -> None:
         """Ends the compiler's process."""
