@@ -105,12 +105,25 @@ def test_a_front_that_dies_is_replaced_and_its_requests_are_cancelled(
     wait_for(lambda: "ended with SIGKILL and is started again" in served.text)
 
 
-def test_a_signal_lets_requests_finish_and_the_status_is_zero(served: ServedProcess) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_requests_finish_and_the_status_is_zero(
+    served: ServedProcess, number: signal.Signals
+) -> None:
     with stream(served.url, MEDIUM) as lines:
-        served.process.send_signal(signal.SIGTERM)
+        served.process.send_signal(number)
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert served.wait() == 0
     assert "Traceback" not in served.text
+
+
+@pytest.mark.slow
+def test_with_nohup_a_terminal_that_closes_ends_nothing(tmp_path: Path) -> None:
+    code = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); {RUN}"
+    with ServedProcess(tmp_path, code=code) as served:
+        url = served.url
+        served.process.send_signal(signal.SIGHUP)
+        assert complete(url) == 200
+        assert served.end(signal.SIGTERM) == 0
 
 
 @pytest.mark.slow

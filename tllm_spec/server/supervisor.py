@@ -121,11 +121,13 @@ class Supervisor:
         self._fronts: list[Child] = []
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._is_serving = False
+        is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
+        self._signals = SIGNALS if is_ignored else (*SIGNALS, signal.SIGHUP)
 
     def catch_signals(self) -> None:
         """Before `run`: a Ctrl-C while asyncio makes its loop would leave half of one, and print a
         traceback."""
-        for number in SIGNALS:
+        for number in self._signals:
             signal.signal(
                 number,
                 lambda caught, frame: self._events.put_nowait(Event(None, "signal", caught)),
@@ -134,7 +136,7 @@ class Supervisor:
     async def run(self) -> int:
         """Until a signal. Returns the exit status. Raises ServeError."""
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        for number in self._signals:
             event = Event(None, "signal", number)
             loop.add_signal_handler(number, self._events.put_nowait, event)
         with _engine_listener() as engine_listener:
