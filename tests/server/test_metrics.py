@@ -176,6 +176,14 @@ def test_fronts_share_their_histograms_and_outlive_each_other(
     assert (sum(tokens.counts), tokens.sum) == (2, 6)
 
 
+def test_a_front_has_its_histograms_without_their_file(tmp_path: Path) -> None:
+    histograms = Histograms(tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    histograms.add(make_output(3, 4), is_streamed=False)
+    assert histograms.read()["tllm_spec_request_prompt_tokens"].sum == 3
+
+
 def test_vllms_names_have_the_same_values() -> None:
     with TestClient(OpenAIServer(FakeLLM(), "m", ServerOptions(vllm_metrics=True)).app()) as client:
         found = samples(client.get("/metrics").text)

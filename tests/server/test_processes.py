@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -105,15 +106,39 @@ def test_a_front_that_dies_is_replaced_and_its_requests_are_cancelled(
     wait_for(lambda: "ended with SIGKILL and is started again" in served.text)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_lets_requests_finish_and_the_status_is_zero(
-    served: ServedProcess, number: signal.Signals
-) -> None:
+def test_a_signal_lets_requests_finish_and_the_status_is_zero(served: ServedProcess) -> None:
     with stream(served.url, MEDIUM) as lines:
-        served.process.send_signal(number)
+        for child in served.pids(ENGINE) + served.pids(FRONT):  # as systemd does
+            os.kill(child, signal.SIGTERM)
+        served.process.send_signal(signal.SIGTERM)
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert served.wait() == 0
     assert "Traceback" not in served.text
+
+
+@pytest.mark.slow
+def test_a_terminal_that_closes_ends_the_server_as_sigterm_does(tmp_path: Path) -> None:
+    with ServedProcess(tmp_path) as served:
+        with stream(served.url, MEDIUM) as lines:
+            served.process.send_signal(signal.SIGHUP)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert served.wait() == 0
+
+
+@pytest.mark.slow
+def test_a_front_that_cannot_be_started_again_ends_the_server_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    with ServedProcess(tmp_path) as served:
+        url = served.url
+        shutil.rmtree(tmp_path / "tmp")
+        assert httpx.get(f"{url}/metrics").status_code == complete(url) == 200
+        os.kill(served.pids(FRONT)[0], signal.SIGKILL)
+        assert served.wait() == 1
+        assert "Error: the engine's socket has been removed" in served.text
+        assert "Traceback" not in served.text
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import sys
 import threading
@@ -15,6 +16,8 @@ from typing import Any
 
 from tllm_spec.server.logs import LogFormat, configure_logs
 from tllm_spec.server.wire import new_unpacker, pack
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that end the server
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,13 @@ def engine_process(tensor_parallel_size: int) -> str:
 
 
 class Control:
-    """The child's end of its connection to the supervisor."""
+    """The child's end of its connection to the supervisor. From here on signals have no effect:
+    the supervisor says when to end, also where systemd sends SIGTERM to every process."""
 
     def __init__(self, file_descriptor: int) -> None:
+        for number in SIGNALS:
+            # Not ignored: the child's own children would inherit that.
+            signal.signal(number, lambda *_: None)
         self.socket = socket.socket(fileno=file_descriptor)
 
     def settings(self) -> ChildSettings:

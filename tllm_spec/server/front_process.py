@@ -24,8 +24,8 @@ LOST_SECONDS = 3.0  # that a front without an engine goes on answering 503
 
 
 async def serve(settings: ChildSettings, control: Control, listener: socket.socket) -> None:
-    """Until the supervisor closes its connection. Raises ValueError for a tokenizer or a
-    certificate that cannot be used, ConnectionError when the engine could not start."""
+    """Until the supervisor closes its connection. Raises ValueError for a tokenizer, a certificate
+    or a socket that cannot be used, ConnectionError when the engine could not start."""
     _leave_torch_out()
     from tllm_spec.server.app import OpenAIServer
     from tllm_spec.server.engine_client import EngineClient, EngineConnection
@@ -37,7 +37,10 @@ async def serve(settings: ChildSettings, control: Control, listener: socket.sock
     args = LlmArgs(**settings.llm)
     tokenizer = load_tokenizer(args.tokenizer or args.model)
     adopt_transformers_logs()
-    _, connection = await loop.create_unix_connection(EngineConnection, settings.engine_path)
+    try:
+        _, connection = await loop.create_unix_connection(EngineConnection, settings.engine_path)
+    except FileNotFoundError as error:
+        raise ValueError(f"the engine's socket has been removed: {settings.engine_path}") from error
     control.when_ended(lambda: loop.call_soon_threadsafe(stop.set))
     # With an engine that lives, the supervisor starts another front then.
     connection.closed.add_done_callback(lambda _: loop.call_later(LOST_SECONDS, stop.set))

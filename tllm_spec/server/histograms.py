@@ -76,8 +76,8 @@ class Histograms:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
-        shared = None if folder is None else _shared_memory(folder / f"histograms-{os.getpid()}")
-        self._is_shared = shared is not None
+        self._own_name = f"histograms-{os.getpid()}"
+        shared = None if folder is None else _shared_memory(folder / self._own_name)
         self._numbers = memoryview(shared or bytearray(NUM_BYTES)).cast(NUMBER)
 
     def add(self, output: RequestOutput, is_streamed: bool) -> None:
@@ -100,9 +100,12 @@ class Histograms:
 
     def read(self) -> dict[str, Histogram]:
         """Of all fronts, by name."""
-        numbers = [] if self._is_shared else [list(self._numbers)]
+        numbers = [list(self._numbers)]  # not of the file, which might have been removed
         if self._folder is not None:
-            numbers += [_numbers_of(path) for path in self._folder.glob("histograms-*")]
+            others = (
+                each for each in self._folder.glob("histograms-*") if each.name != self._own_name
+            )
+            numbers += map(_numbers_of, others)
         totals = [sum(column) for column in zip(*numbers, strict=True)]
         found = {}
         for name, described in HISTOGRAMS.items():

@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mpirun import mpirun_descriptors
-from tllm_spec.server.child import ChildSettings, engine_process
+from tllm_spec.server.child import SIGNALS, ChildSettings, engine_process
 from tllm_spec.server.wire import new_unpacker, pack
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds that fronts answer 503 after the engine has died, so that load balancers notice.
 DOWN_SECONDS = 1.0
 # Seconds after which a process that should have ended is killed.
@@ -121,8 +120,8 @@ class Supervisor:
         self._fronts: list[Child] = []
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._is_serving = False
-        is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
-        self._signals = SIGNALS if is_ignored else (*SIGNALS, signal.SIGHUP)
+        has_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._signals = [each for each in SIGNALS if each != signal.SIGHUP or not has_nohup]
 
     def catch_signals(self) -> None:
         """Before `run`: a Ctrl-C while asyncio makes its loop would leave half of one, and print a
