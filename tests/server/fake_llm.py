@@ -22,6 +22,7 @@ STATE = {
     "num_requests_running": 3,
     "num_requests_waiting": 4,
     "num_preemptions": 5,
+    "ranks": [{"device": "cuda:0"}],
     "kv_cache": {"num_pages": 10, "free": 1, "cached": 3, "used": 6},
     "totals": {
         "requests_by_finish_reason": {"stop": 7, "cancelled": 8},

@@ -64,6 +64,7 @@ def test_the_data_have_what_the_page_reads(client: TestClient) -> None:
     page, data = client.get("/dashboard").text, client.get("/dashboard/data").json()
     read = set(re.findall(r"\b(?:now|minute|a|b|last)\.([a-z_]+)\b", page))
     assert read - {"length", "alpha"} <= data.keys(), read - data.keys()
+    assert data["what"] == "none: plain decoding · on cuda:0"
     assert (data["running"], data["waiting"], data["draft_len"]) == (3, 4, 2)
     assert data["histograms"].keys() == HISTOGRAMS.keys()
     assert data["kv"] == {"num_pages": 10, "free": 1, "cached": 3, "used": 6}
@@ -79,6 +80,13 @@ def test_the_page_needs_no_key_and_its_data_do() -> None:
         headers = {"Authorization": "Bearer secret"}
         assert client.get("/dashboard/data", headers=headers).status_code == 200
         assert "Bearer KEY" in client.get("/", headers=headers).text
+
+
+def test_a_page_says_nothing_that_is_only_automatic() -> None:
+    facts = facts_of(LlmArgs.from_kwargs("zoo:llama", device="cpu"), 9)
+    assert facts["device"] == "cpu" and "auto" not in facts.values() and "attention" not in facts
+    facts = facts_of(LlmArgs.from_kwargs("zoo:llama", attn_backend="VANILLA"), 9)
+    assert facts["attention"] == "VANILLA" and "device" not in facts
 
 
 def test_a_tree_is_named_with_its_size() -> None:
@@ -120,7 +128,9 @@ def test_why_names_what_decided() -> None:
     ]
     gate = {"is_closed": True, "acceptance_rate": 0.1}
     assert "closed the gate" in why(changed(STATE, limits={"gate": gate}))
-    assert "no other one" in why(changed(STATE, slots={"1": {}}))
+    assert "no other one" in why(changed(STATE, draft_lens=["0", "2"], slots={"1": {}}))
+    fixed = why(changed(STATE, draft_lens=["2"], slots={"1": {}}))
+    assert fixed == "Draft length 2: it is configured and does not adapt."
     plain = changed(STATE) | {"draft_shape": {"name": "0"}}
     assert why(plain).startswith("No drafts")
 

@@ -60,7 +60,7 @@ def why(state: Mapping[str, Any]) -> str:
         return f"No drafts: {batch_size} requests are more than max_concurrency = {limit}."
     if schedule := limits.get("draft_len_schedule"):
         return f"Draft length {draft_len}: draft_len_schedule = {schedule}."
-    if controller.get("slots"):
+    if len(controller.get("draft_lens") or ()) > 1:
         return f"Draft length {draft_len}: no other one has been better yet."
     if draft_len == "0":
         return "No drafts: plain decoding is configured."

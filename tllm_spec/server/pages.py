@@ -68,17 +68,18 @@ class Pages:
         with engine_running():
             (state,) = self._llm.server_info()["internal_states"]
         facts = facts_of(self._llm.args, self._llm.max_seq_len)
-        what = f"{facts['drafter']} · on {facts['device']}, attention {facts['attention']}"
+        devices = ", ".join(rank["device"] for rank in state["ranks"])
+        attention = f", attention {facts['attention']}" if "attention" in facts else ""
         return {
             "time": monotonic(),
             "model": self._model,
-            "what": what,
+            "what": f"{facts['drafter']} · on {devices}{attention}",
             **dashboard_data(state, self._histograms.read()),
         }
 
 
 def facts_of(args: LlmArgs, max_seq_len: int) -> dict[str, str]:
-    """What a person asks first, by name."""
+    """What a person asks first, by name. `auto` is no answer, so it is left out."""
     speculation = args.speculative_config
     drafter = "none: plain decoding"
     if speculation is not None:
@@ -86,7 +87,7 @@ def facts_of(args: LlmArgs, max_seq_len: int) -> dict[str, str]:
         if speculation.drafts_trees:
             size, depth = speculation.max_total_draft_tokens, speculation.max_draft_len
             drafter = f"{speculation.decoding_type}, trees of {size} nodes, {depth} deep at most"
-    return {
+    facts = {
         "model": str(args.model),
         "drafter": drafter,
         "device": str(args.device),
@@ -94,6 +95,7 @@ def facts_of(args: LlmArgs, max_seq_len: int) -> dict[str, str]:
         "batch": f"{args.max_batch_size} requests at most",
         "context": f"{max_seq_len} tokens, prompt and output together",
     }
+    return {name: value for name, value in facts.items() if value != "auto"}
 
 
 def _page(text: str) -> HTMLResponse:
