@@ -304,6 +304,10 @@ def test_json_logs_are_one_object_a_line_and_show_the_load(tmp_path: Path) -> No
     )
     (warning,) = [entry["message"] for entry in entries if entry["level"] == "warning"]
     assert warning == "anybody who reaches 0.0.0.0 may use this server: --api_key is not set"
+    messages = [entry["message"] for entry in entries]
+    phases = ("loading zoo", "loading weights", "weights took", "KV cache", "serving zoo")
+    at = [next(i for i, text in enumerate(messages) if text.startswith(each)) for each in phases]
+    assert at == sorted(at)
     load = next(entry for entry in entries if entry["logger"] == "tllm_spec.load")
     assert load["running"] == 1 and load["waiting"] == 0
     (access,) = [entry for entry in entries if entry.get("output_tokens") == 3]
