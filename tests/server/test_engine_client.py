@@ -3,71 +3,20 @@ in one process."""
 
 import asyncio
 import socket
-import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
 
+from tests.server.engine_thread import ARGS, OPTIONS, PROMPT, Engine
 from tests.server.http_answers import wait_for
 from tllm_spec import LLM, SamplingParams
-from tllm_spec.config import LlmArgs
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.server.engine_client import EngineClient, EngineConnection
-from tllm_spec.server.engine_process import EngineProcess
 from tllm_spec.server.wire import pack, pack_limits
 from tllm_spec.tokenizer import load_tokenizer
-
-OPTIONS: dict[str, Any] = {
-    "device": "cpu",
-    "max_batch_size": 4,
-    "kv_cache_config": {"max_tokens": 4096},
-    "enable_iter_perf_stats": True,
-    "speculative_config": {
-        "decoding_type": "Draft_Target",
-        "max_draft_len": 3,
-        "speculative_model": "zoo:llama-draft",
-    },
-}
-ARGS = LlmArgs.from_kwargs("zoo:llama", **OPTIONS)
-PROMPT = "def f("
-
-Use = Callable[[EngineClient], Awaitable[Any]]
-
-
-class Engine:
-    """An engine process' insides, in a thread."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = str(folder / "engine")
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.path)
-        self._listener.listen()
-        self.process = EngineProcess(ARGS, self._listener)
-        self._thread = threading.Thread(target=self.process.run)
-        self._thread.start()
-
-    def close(self) -> None:
-        self.process.stop()
-        self._thread.join()
-        self._listener.close()
-
-    def use(self, function: Use) -> Any:
-        """The function's result with a client that is connected."""
-
-        async def run() -> Any:
-            loop = asyncio.get_running_loop()
-            _, connection = await loop.create_unix_connection(EngineConnection, self.path)
-            limits = await connection.limits
-            client = EngineClient(ARGS, load_tokenizer("zoo:llama"), connection, limits)
-            try:
-                return await function(client)
-            finally:
-                client.shutdown()
-
-        return asyncio.run(run())
 
 
 @pytest.fixture(scope="module")
@@ -265,41 +214,6 @@ def test_a_guided_request_matches_its_grammar(engine: Engine, llm: LLM) -> None:
     found = engine.use(ask)
     assert texts_of(found) == texts_of(llm.generate(PROMPT, params))
     assert found.outputs[0].text in ("yes", "no")
-
-
-def test_a_known_grammar_does_not_wait_for_others_that_are_compiled(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("xgrammar")
-    known = SamplingParams(max_tokens=5, guided_decoding={"choice": ["known", "same"]})
-    grammars, may_go_on = engine.process._port._grammars, threading.Event()
-    states_of, slow = grammars.states_of, list[str]()
-
-    def slowly(source: Any, number: int) -> Any:
-        if "slow" in source.text:
-            slow.append(source.text)
-            assert may_go_on.wait(60)
-        return states_of(source, number)
-
-    async def ask(client: EngineClient) -> list[str]:
-        await client.generate_async(PROMPT, known)
-        monkeypatch.setattr(grammars, "states_of", slowly)
-        others = [
-            client.generate_async(
-                PROMPT, SamplingParams(guided_decoding={"choice": [f"slow{number}"]})
-            )
-            for number in range(12)  # more than there are threads
-        ]
-        try:
-            text = (
-                (await asyncio.wait_for(client.generate_async(PROMPT, known), 60)).outputs[0].text
-            )
-        finally:
-            may_go_on.set()
-        return [text, *[(await each).outputs[0].text for each in others]]
-
-    text, *others = engine.use(ask)
-    assert text in ("known", "same") and others == [f"slow{number}" for number in range(12)]
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

@@ -158,10 +158,10 @@ class EnginePort:
         """The front has asked for the grammar before, so mistakes are not expected here."""
         try:
             states = self._grammars.states_of(GrammarSource(*source), len(ids))
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             self._fail(ids, str(error))
-            return
-        self._put(message, ids, states)
+        else:
+            self._put(message, ids, states)
         self._uncompiled -= set(ids)
 
     def _check_grammar(self, link: Link, question_id: int, source: GrammarSource) -> None:

@@ -1,0 +1,62 @@
+"""An engine process' insides in a thread, and clients of it."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from tllm_spec.config import LlmArgs
+from tllm_spec.server.engine_client import EngineClient, EngineConnection
+from tllm_spec.server.engine_process import EngineProcess
+from tllm_spec.tokenizer import load_tokenizer
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "max_batch_size": 4,
+    "kv_cache_config": {"max_tokens": 4096},
+    "enable_iter_perf_stats": True,
+    "speculative_config": {
+        "decoding_type": "Draft_Target",
+        "max_draft_len": 3,
+        "speculative_model": "zoo:llama-draft",
+    },
+}
+ARGS = LlmArgs.from_kwargs("zoo:llama", **OPTIONS)
+PROMPT = "def f("
+
+Use = Callable[[EngineClient], Awaitable[Any]]
+
+
+class Engine:
+    """An engine process' insides, in a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "engine")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.path)
+        self._listener.listen()
+        self.process = EngineProcess(ARGS, self._listener)
+        self._thread = threading.Thread(target=self.process.run)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.process.stop()
+        self._thread.join()
+        self._listener.close()
+
+    def use(self, function: Use) -> Any:
+        """The function's result with a client that is connected."""
+
+        async def run() -> Any:
+            loop = asyncio.get_running_loop()
+            _, connection = await loop.create_unix_connection(EngineConnection, self.path)
+            limits = await connection.limits
+            client = EngineClient(ARGS, load_tokenizer("zoo:llama"), connection, limits)
+            try:
+                return await function(client)
+            finally:
+                client.shutdown()
+
+        return asyncio.run(run())
