@@ -55,6 +55,19 @@ def test_a_keyword_that_the_compiler_passes_over_is_refused_wherever_it_is(
 
 
 @pytest.mark.parametrize(
+    "tag",
+    [
+        {"format": {"type": "json_schema", "json_schema": {"items": {"not": {}}}}},
+        {"structures": [{"begin": "<", "schema": {"not": {}}, "end": ">"}], "triggers": ["<"]},
+        {"format": {"elements": [{"content": {"type": "json_schema", "json_schema": {"not": 1}}}]}},
+    ],
+)
+def test_the_schemas_of_a_structural_tag_are_checked_too(tag: Any) -> None:
+    with pytest.raises(ValueError, match="structural_tag: not is not supported"):
+        GuidedDecodingParams(structural_tag={"type": "structural_tag", **tag})
+
+
+@pytest.mark.parametrize(
     "schema",
     [
         {**TEXT, "uniqueItems": False},

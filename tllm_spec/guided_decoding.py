@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from tllm_spec.json_schemas import HALF_ESCAPE, check_schema
+from tllm_spec.json_schemas import HALF_ESCAPE, check_schema, check_tag
 from tllm_spec.option_checks import check_text, shown
 
 MAX_GRAMMAR_CHARS = 1 << 16
@@ -54,11 +54,12 @@ class GuidedDecodingParams:
                 f"guided_decoding.{given[0]} has {length} characters; at most {MAX_GRAMMAR_CHARS} "
                 "are accepted"
             )
-        if given[0] == "json":
+        checks = {"json": check_schema, "structural_tag": check_tag}
+        if given[0] in checks:
             try:
-                check_schema(json.loads(self.source.text))
+                checks[given[0]](json.loads(self.source.text))
             except ValueError as error:
-                raise ValueError(f"guided_decoding.json: {error}") from error
+                raise ValueError(f"guided_decoding.{given[0]}: {error}") from error
 
     @classmethod
     def of(cls, value: Any) -> GuidedDecodingParams:

@@ -48,6 +48,7 @@ CONSTRAINTS = frozenset(
         *("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"),
     }
 )
+SCHEMAS_OF_TAGS = ("json_schema", "schema")
 LENGTHS = ("minLength", "maxLength")
 # In a regular expression or EBNF: the compiler makes bytes of each half that are no UTF-8.
 HALF_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\u[dD][89a-fA-F]")
@@ -58,6 +59,21 @@ def check_schema(schema: object) -> None:
     for part in _parts(schema):
         if mistake := _mistake(part):
             raise ValueError(f"{mistake} is not supported in the JSON schema")
+
+
+def check_tag(tag: object) -> None:
+    """The same for the schemas in a structural tag of xgrammar."""
+    waiting = [tag]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        elif isinstance(part, dict):
+            for name, value in part.items():
+                if name in SCHEMAS_OF_TAGS:
+                    check_schema(value)
+                else:
+                    waiting.append(value)
 
 
 def moved(schema: Schema, there: str) -> Schema:
