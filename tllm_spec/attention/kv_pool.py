@@ -3,6 +3,7 @@ page."""
 
 import math
 
+import numpy as np
 import torch
 
 from tllm_spec.attention.geometry import Geometry
@@ -25,7 +26,7 @@ class KVPool:
     ) -> None:
         layout = geometry.layout
         shape = (geometry.num_layers, *layout.layer_shape(num_pages, page_size))
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.data = _zeros(shape, dtype, device)
         self.num_pages = num_pages
         self.page_size = page_size
         self._page_dim = 1 + layout.page_dim
@@ -43,3 +44,14 @@ class KVPool:
         """Copy one page in all layers: a prefix that matches part of a page continues on a copy."""
         pages = self.data.select(self._page_dim, source)
         self.data.select(self._page_dim, destination).copy_(pages)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU the system gives each piece of memory when it is first written, and zeroed. So a
+    pool takes only what requests use; `torch.zeros` would write all of it."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes, alignment = math.prod(shape) * dtype.itemsize, 64
+    memory = np.zeros(num_bytes + alignment, np.uint8)
+    start = -memory.ctypes.data % alignment
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
