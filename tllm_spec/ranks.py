@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -189,8 +189,11 @@ def _mpiexec_on_path(are_joined: threading.Event) -> Iterator[None]:
 def _end_with_ranks(fifo: Path, are_joined: threading.Event) -> None:
     """MPI would wait for ever for a rank that has ended before it joined. Open MPI does not run our
     script, so the FIFO stays closed."""
-    with suppress(FileNotFoundError), fifo.open("rb") as closed_at_the_end:
-        closed_at_the_end.read()
+    try:
+        with fifo.open("rb") as closed_at_the_end:
+            closed_at_the_end.read()
+    except FileNotFoundError:
+        return  # Spawn has raised already, and nothing was started
     if are_joined.is_set():
         return
     logger.error("all ranks end: one of those that rank 0 has started ended before it joined")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from tests.distributed.tiny_models import save_tiny
 from tllm_spec.config import LlmArgs
 from tllm_spec.models.registry import check_shards
-from tllm_spec.ranks import join_ranks
+from tllm_spec.ranks import _end_with_ranks, join_ranks
 
 
 class Started(Exception):
@@ -52,6 +54,16 @@ def test_a_model_that_the_ranks_cannot_share_is_refused_before_they_are_started(
 def test_ranks_are_started_for_a_model_that_they_can_share() -> None:
     with pytest.raises(Started):
         join_ranks(LlmArgs.from_kwargs("zoo:llama", tensor_parallel_size=2))
+
+
+def test_a_start_that_fails_before_it_can_be_watched_does_not_end_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error is raised. The FIFO is gone when the thread that watches it comes to open it."""
+    ends: list[int] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    _end_with_ranks(tmp_path / "started", threading.Event())
+    assert not ends
 
 
 def test_a_process_is_a_rank_of_one_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
