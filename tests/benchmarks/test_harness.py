@@ -2,7 +2,6 @@
 results."""
 
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,17 +26,23 @@ from benchmarks.tables import DOCUMENTS, filled
 from tllm_spec.executor.rounds.transfer import ToHost
 
 
-def test_host_time_leaves_out_the_wait_for_the_device() -> None:
+def test_host_time_leaves_out_the_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def take(seconds: float) -> None:
+        now[0] += seconds
+
     def step() -> None:
-        time.sleep(0.002)
+        take(0.002)
         ToHost([]).wait()
 
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(engine, "time", clock)
+    monkeypatch.setattr(ToHost, "wait", lambda self: take(0.2))
     driven = Rounds.__new__(Rounds)
     driven.executor = SimpleNamespace(step=step)  # type: ignore[assignment] # only step is used
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ToHost, "wait", lambda self: time.sleep(0.2))
-        found = driven.host_time(3)
-    assert 2.0 <= found.median < 100 and found.launch == 0.0
+    found = driven.host_time(3)
+    assert found.median == pytest.approx(2.0) and found.launch == 0.0
 
 
 def test_a_stopwatch_leaves_the_method_as_it_was() -> None:

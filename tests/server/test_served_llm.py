@@ -64,7 +64,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         info = httpx.get(f"{address[1]}/server_info").json()
         num_switches = info["internal_states"][0]["controller"]["decisions"]["num_switches"]
         process.send_signal(signal.SIGINT)
-        _, rest = process.communicate(timeout=20)
+        _, rest = process.communicate(timeout=60)
         assert process.returncode == 0, rest
         assert "Traceback" not in rest
         lines = re.findall(
