@@ -18,7 +18,7 @@ from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.tokenizer import Tokenizer
 from tllm_spec.zoo.corpus import heldout_files, read_source
 
-OUTPUT_LEN = 64
+OUTPUT_LEN = 48
 # Two candidates closer than this may swap: on a CPU rounding differs between batch shapes by about
 # 1e-5.
 TOLERANCE = 1e-3

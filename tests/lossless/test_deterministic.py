@@ -24,19 +24,18 @@ from tllm_spec.sampling_params import SamplingParams
 NGRAM = {"decoding_type": "NGram", "max_draft_len": 3}
 # Ends of prompts are repeated, so that n-grams are found. One is longer than a chunk.
 PROMPTS = [[1, 2, 3, 1, 2], [7, 8, 9, 10, 7, 8, 9], list(range(20, 41))]
-RUNS: dict[str, dict[str, Any]] = {
-    "together": {},
-    "in chunks": {"enable_chunked_prefill": True, "max_num_tokens": 19},
-    "with drafts": {"speculative_config": NGRAM},
-}
+IN_CHUNKS = {"enable_chunked_prefill": True, "max_num_tokens": 19}
 TREES = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2, "max_draft_len": 2}
-TOGETHER = {"in chunks, with drafts": RUNS["in chunks"] | RUNS["with drafts"]}
+# Chunks and drafts at once: a fault of either one shows.
+DISTURBED: dict[str, dict[str, Any]] = {
+    "in chunks, with drafts": IN_CHUNKS | {"speculative_config": NGRAM},
+}
 RUNS_OF_KIND = {
-    "llama": RUNS,
-    "experts": TOGETHER,
-    "chunks": TOGETHER,
+    "llama": {"together": {}} | DISTURBED,
+    "experts": DISTURBED,
+    "chunks": DISTURBED,
     "latents": {
-        "in chunks, with drafts": RUNS["in chunks"]
+        "in chunks, with drafts": IN_CHUNKS
         | {"speculative_config": {"decoding_type": "MTP"} | TREES},
     },
 }
