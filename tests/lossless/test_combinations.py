@@ -13,6 +13,7 @@ import torch
 from tests.executor.draft_caches import assert_cached_pages_are_whole, spoil_free_pages
 from tests.executor.harness import Harness, all_pages_are_back, output_of, user_provided
 from tests.lossless.engines import MODES, tiny_engine
+from tllm_spec.config import LlmArgs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.outputs import Logprob
 
@@ -95,15 +96,14 @@ def draw_traffic(random: Random, page_size: int) -> list[Asked]:
     return asked
 
 
-def draw_engine(random: Random, draft_len: int, page_size: int) -> dict[str, Any]:
+def draw_engine(random: Random, draft_len: int, window: int, page_size: int) -> dict[str, Any]:
     """Little of everything: pages for little more than one request, rounds of few tokens, a small
-    batch."""
+    batch. window: the rows of the longest drafts."""
     num_tokens = (64 + 4 * (draft_len + 1)) * random.choice((10, 12, 20)) // 10
     policy = random.choice(("MAX_UTILIZATION", "MAX_UTILIZATION", "GUARANTEED_NO_EVICT"))
     return {
         "max_batch_size": random.choice((1, 3, 5)),
-        # A tree of depth 1 has 5 rows.
-        "max_num_tokens": max(5, random.choice((draft_len + 1, 2 * draft_len + 3, 24))),
+        "max_num_tokens": max(window, random.choice((draft_len + 1, 2 * draft_len + 3, 24))),
         "enable_chunked_prefill": True,
         "disable_overlap_scheduler": random.random() < 0.3,
         "scheduler_config": {"capacity_scheduler_policy": policy},
@@ -213,7 +213,10 @@ def test_in_random_traffic_each_request_gets_the_text_that_it_gets_alone(
     else:
         drafter = partial(propose_tree, random, texts, draft_len)
         speculation = user_provided(drafter, draft_len, max_total_draft_tokens=2 * draft_len)
-    harness = Harness(tiny, **(speculation | draw_engine(random, draft_len, page_size)))
+    spec = LlmArgs.from_kwargs(str(tiny), **speculation).speculative_config
+    window = 1 if spec is None else spec.shapes.longest.window
+    options = draw_engine(random, draft_len, window, page_size)
+    harness = Harness(tiny, **(speculation | options))
     if mode != "plain" and random.random() < 0.6:
         change_draft_len(harness, random, draft_len)
     for request, expected in zip(serve(harness, random, asked), alone, strict=True):
