@@ -162,9 +162,9 @@ def make_llm(
             "max_draft_len": run.draft_len,
             "max_total_draft_tokens": window_of(run) - 1,
         }
-    if run.setting == "prefix_reuse_and_chunks" and run.mode not in MODES:
-        # A tree's window is as wide at any depth.
-        options["max_num_tokens"] = max(16, 3 * window_of(run))
+    if run.setting == "prefix_reuse_and_chunks":
+        num_windows = 1 if run.mode in MODES else 3  # a user's tree is as wide at any depth
+        options["max_num_tokens"] = max(16, num_windows * window_of(run))
     if run.setting == "chunked_prefill":
         # Room for all windows and a few prompt tokens: prompts come in many chunks next to
         # generating requests.
