@@ -118,7 +118,9 @@ def test_a_signal_lets_requests_finish_and_the_status_is_zero(served: ServedProc
 
 @pytest.mark.slow
 def test_a_terminal_that_closes_ends_the_server_as_sigterm_does(tmp_path: Path) -> None:
-    with ServedProcess(tmp_path) as served:
+    # The tests may have been started with nohup.
+    code = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); {RUN}"
+    with ServedProcess(tmp_path, code=code) as served:
         with stream(served.url, MEDIUM) as lines:
             served.process.send_signal(signal.SIGHUP)
             assert [line for line in lines if line][-1] == "data: [DONE]"
