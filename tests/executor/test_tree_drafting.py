@@ -299,8 +299,12 @@ def test_a_tree_that_no_round_has_room_for_is_refused(
     mode: str, tiny: Path, tiny_draft: Path, head: Path
 ) -> None:
     speculation = one_model(tiny_draft, head, mode, 2)
-    window = Harness(tiny, **speculation).parts.slots.shapes.longest.window
+    longest = Harness(tiny, **speculation).parts.slots.shapes.longest
+    window = longest.window
     Harness(tiny, max_num_tokens=window, **speculation)
-    expected = f"max_num_tokens = {window - 1} is too small: .* . 1 = {window} tokens"
+    drafts = f"the draft tree {longest.name}" if longest.is_tree else "max_draft_len"
+    expected = (
+        f"max_num_tokens = {window - 1} is too small: one request takes {drafts} . 1 = {window} "
+    )
     with pytest.raises(ValueError, match=expected):
         Harness(tiny, max_num_tokens=window - 1, **speculation)
