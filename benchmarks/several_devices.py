@@ -5,7 +5,7 @@
     python -m benchmarks.several_devices llama-8b --device cpu   # tiny shapes: shows that it runs
 
 sums       an all-reduce after a GEMM by size, with the addition to the residual stream: NCCL's,
-           and one-shot over symmetric memory
+           and one-shot over the ranks' memory
 llama-8b   plain rounds and EAGLE-3 with 3 drafts; on several ranks also with NCCL's sums, and with
            one-shot sums, for all sizes
 llama-70b  both of Llama 3.3 70B's shape

@@ -113,10 +113,11 @@ def sums_of(trace: Trace, num_rounds: int) -> Row:
     return {"sums": len(sums) / num_rounds, "sums_us": micros / num_rounds}
 
 
-def sum_times(device: torch.device) -> Iterator[Row]:
+def sum_times(device: torch.device, communicator: Communicator) -> Iterator[Row]:
     """Microseconds of a sum of each size that is added to other values, in a CUDA graph. All ranks
     measure together."""
-    seconds, one_shot = graph_seconds(device), OneShotSum(max(SIZES), device)
+    one_shot = OneShotSum(max(SIZES), device, communicator)
+    seconds = graph_seconds(device)
     for size in SIZES:
         yield {
             "bytes": size,
@@ -130,7 +131,7 @@ def run(job: Job, communicator: Communicator) -> Iterator[Row]:
     if job.kind == "sums":
         device = torch.device("cuda", communicator.mapping.rank)
         communicator.join(device)
-        yield from sum_times(device)
+        yield from sum_times(device, communicator)
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

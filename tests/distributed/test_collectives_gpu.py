@@ -75,7 +75,7 @@ group = ProcessGroup(MPI.COMM_WORLD)
 rank, size = group.mapping.rank, group.mapping.world_size
 device = torch.device("cuda", rank)
 group.join(device)
-one_shot = OneShotSum(max(SIZES), device)
+one_shot = OneShotSum(max(SIZES), device, group)
 sums = choose_sums({"one-shot": one_shot}, graph_seconds(device), group.share)
 print("choice", ["nccl" if each is None else "one-shot" for each in sums._by_size], flush=True)
 shapes = [(1, 4096), (256, 4096), (3, 100), (8, 4096), (64, 4096)]  # of sums that follow each other
@@ -113,6 +113,8 @@ for dtype in (torch.float32, torch.bfloat16):
         graph.replay()
     check(*found)
     check(*work())  # eager sums go on counting where replays have stopped
+    graph.reset()
+one_shot.close()
 group.close()
 """
 STAGED = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,7 +21,7 @@ class ThreadGroup:
 
     def __init__(self) -> None:
         self.barrier, self.values = threading.Barrier(RANKS), [torch.empty(0)] * RANKS
-        self.num_bytes = 0
+        self.num_bytes, self.said = 0, list[Any]([None] * RANKS)
 
     def rank(self, rank: int) -> Communicator:
         return ThreadRank(self, rank)
@@ -35,6 +35,14 @@ class ThreadGroup:
 class ThreadRank(Communicator):
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self._group, self.mapping = group, Mapping(rank, RANKS, RANKS)
+
+    def gather(self, value: Any) -> list[Any]:
+        group = self._group
+        group.said[self.mapping.rank] = value
+        group.barrier.wait(60)
+        found = list(group.said)
+        group.barrier.wait(60)
+        return found
 
     def all_reduce(self, values: torch.Tensor) -> None:
         group = self._group

@@ -51,6 +51,7 @@ class ProcessGroup(Communicator):
     ) -> None:
         self._comm, self._tensors = comm, Collectives()
         self._started = started
+        self._one_shot: OneShotSum | None = None
         self.mapping = Mapping(comm.rank, comm.size, comm.size)
         self.mapping = replace(self.mapping, ep_size=self.share(ep_size))
         self._tell: Callable[[str], None] = lambda reason: None
@@ -137,15 +138,12 @@ class ProcessGroup(Communicator):
     def _choose_sums(self, device: torch.device) -> None:
         """Where all devices can write each other's memory, NCCL's sum is not the only one."""
         try:
-            one_shot = OneShotSum(max(SIZES), device)
-            problem = ""
-        except (ImportError, AttributeError, RuntimeError) as error:
-            problem = str(error).partition("\n")[0]
-        if problems := [each for each in self.gather(problem) if each]:
-            logger.info("sums are NCCL's: %s", problems[0])
+            one_shot = OneShotSum(max(SIZES), device, self)
+        except RuntimeError as error:
+            logger.info("sums are NCCL's: %s", error)
             return
-        seconds = graph_seconds(device)
-        self._tensors = choose_sums({"one-shot": one_shot}, seconds, self.share)
+        self._one_shot = one_shot
+        self._tensors = choose_sums({"one-shot": one_shot}, graph_seconds(device), self.share)
 
     def before_close(self, release: Callable[[], None]) -> None:
         self._releases.append(release)
@@ -154,6 +152,8 @@ class ProcessGroup(Communicator):
         self._watch.close()
         while self._releases:
             self._releases.pop(0)()
+        if self._one_shot is not None:
+            self._one_shot.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         if self._started is not None:
