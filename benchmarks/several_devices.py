@@ -46,7 +46,14 @@ EAGLE3_70B: Config = {**EAGLE3_8B, **AS_70B}
 TINY_LLAMA: Config = {**LLAMA_8B, **TINY, "num_hidden_layers": 7}
 TINY_EAGLE3: Config = {**EAGLE3_8B, **TINY, "draft_vocab_size": 256}
 FIXED_SUMS = ("NCCL", "one-shot")
-SUBJECTS = ("sums", "llama-8b", "llama-70b", "v3", "killed")
+TITLES = {
+    "sums": "Sums over two GPUs",
+    "llama-8b": "An 8B model on one and two GPUs",
+    "llama-70b": "A 70B model on one and two GPUs",
+    "v3": "A V3-style model on one and two GPUs",
+    "killed": "The end of a rank",
+}
+SUBJECTS = tuple(TITLES)
 
 
 def jobs(subject: str, ranks: int, is_full: bool, num_layers: int) -> Iterator[Job]:
@@ -125,7 +132,7 @@ def _environment() -> dict[str, str]:
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
-    """Sums by size; rounds by job and batch size; whatever else there is, a line each."""
+    """Sums by size; rounds by job and batch size; ends; a line for each job that failed."""
     by_size = [row for row in rows if "bytes" in row]
     sums = [
         [f"{row['bytes']:,}", number(row["nccl_us"]), number(row["one_shot_us"])] for row in by_size
@@ -133,10 +140,16 @@ def tables(rows: Sequence[Row]) -> list[str]:
     lines = table(("bytes", "NCCL, µs", "one-shot, µs"), sums) if sums else []
     if any("batch" in row for row in rows):
         lines += rounds_table(rows)
-    rest = (row for row in rows if not row.keys() & {"batch", "bytes", "start_up_s"})
-    return lines + [
-        f"- {', '.join(f'{key} {value}' for key, value in row.items())}" for row in rest
-    ]
+    if ended := [row for row in rows if "end_s" in row]:
+        lines += table(
+            ("GPUs", "until a client's error, s", "until the last process, s", "message"),
+            [
+                [str(row["ranks"]), number(row["error_s"]), number(row["end_s"]), row["error"]]
+                for row in ended
+            ],
+        )
+    failed = (row for row in rows if "status" in row)
+    return lines + [f"- {row['job']}, {row['ranks']} ranks: {row['status']}" for row in failed]
 
 
 def rounds_table(rows: Sequence[Row]) -> list[str]:

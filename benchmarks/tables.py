@@ -70,9 +70,9 @@ def all_tables() -> dict[str, list[str]]:
     lines = serving_load.rows_table(load_result["rows"])
     title = "Streamed clients, 512 in / 256 out: `python -m benchmarks.serving_load`"
     found[title] = _block(load_result["about"], lines)
-    several = load("several_devices")["llama-8b"]
-    title = "One and two GPUs: `python -m benchmarks.several_devices llama-8b`"
-    found[title] = _block(several["about"], several_devices.rounds_table(several["rows"]))
+    for name, several in load("several_devices").items():
+        title = f"{several_devices.TITLES[name]}: `python -m benchmarks.several_devices {name}`"
+        found[title] = _block(several["about"], several_devices.tables(several["rows"]))
     for script in SCRIPTS:
         name = script.__name__.rpartition(".")[2]
         results = load(name)

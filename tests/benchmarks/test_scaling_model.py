@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.harness.cost_model import H200
 from benchmarks.harness.scaling_shapes import LLAMA_8B, QWEN3_30B, V3_STYLE, Shape
-from benchmarks.scaling_model import all_reduce_seconds, checked, round_seconds
+from benchmarks.scaling_model import checked, checked_on_h100
 
 TOLERANCE = 0.10
 
@@ -20,12 +21,22 @@ def test_the_model_is_within_10_percent_of_every_measured_round() -> None:
         assert sum(each.what.startswith(shape.name) for each in found) >= 3
 
 
+def test_the_share_of_one_device_that_two_take_is_within_5_percent_of_the_measured() -> None:
+    found = {(each.what, each.batch, each.devices): each for each in checked_on_h100()}
+    twos = [key for key in found if key[2] == 2 and ", ep" not in key[0]]
+    assert len(twos) == 9
+    for what, batch, _ in twos:
+        one, two = found[what, batch, 1], found[what, batch, 2]
+        measured, predicted = two.measured / one.measured, two.predicted / one.predicted
+        assert abs(predicted / measured - 1) < 0.05, (what, batch, measured, predicted)
+
+
 @pytest.mark.parametrize("shape", [LLAMA_8B, QWEN3_30B, V3_STYLE])
 def test_two_devices_are_faster_than_one_and_slower_than_twice_as_fast(shape: Shape) -> None:
-    one, two = (round_seconds(shape, 8, 1, 1024, devices) for devices in (1, 2))
+    one, two = (H200.round_seconds(shape, 8, 1, 1024, devices) for devices in (1, 2))
     assert one / 2 < two < one
 
 
 def test_a_sum_over_two_hosts_costs_more_than_within_one() -> None:
-    assert 0 == all_reduce_seconds(1 << 14, 1) < all_reduce_seconds(1 << 14, 8)
-    assert all_reduce_seconds(1 << 14, 8) < all_reduce_seconds(1 << 14, 16)
+    assert 0 == H200.all_reduce_seconds(1 << 14, 1) < H200.all_reduce_seconds(1 << 14, 8)
+    assert H200.all_reduce_seconds(1 << 14, 8) < H200.all_reduce_seconds(1 << 14, 16)
