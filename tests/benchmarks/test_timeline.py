@@ -1,6 +1,7 @@
 """`benchmarks/timeline.py`: spans of a trace, the figure, and that it runs."""
 
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -9,6 +10,7 @@ import pytest
 from benchmarks import timeline as script
 from benchmarks.harness import engine
 from benchmarks.harness.engine import PHASE
+from benchmarks.harness.report import ROOT, load
 from benchmarks.harness.spans import Event, Span, Timeline, clipped, spans_of, timeline
 from benchmarks.harness.timeline_figure import draw
 
@@ -94,6 +96,21 @@ def test_the_figure_has_two_lanes_a_path_and_nothing_from_elsewhere() -> None:
     texts = [each.text for each in root.findall("text", names)]
     assert "one <model>: round 0.90 ms, device idle 12 µs" in texts and "1 ms" in texts
     assert text.count("http") == 1 and "url(" not in text and "prefers-color-scheme:dark" in text
+
+
+def test_the_documented_figure_and_its_sentence_are_the_recorded_trace() -> None:
+    recorded = load("timeline")["timeline"]
+    assert recorded["about"]["device"] == "NVIDIA H200"
+    rows = [
+        row | {"spans": tuple(Span(**span) for span in row["spans"])} for row in recorded["rows"]
+    ]
+    figure, page = ROOT / "docs/images/round-timeline.svg", ROOT / "docs/cuda-graphs.md"
+    assert draw([Timeline(**row) for row in rows]) == figure.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    sentence = text.partition("One H200, 8B shape, batch 1")[2].partition("\n\n")[0]
+    found = [float(value) for value in re.findall(r"([\d.]+) (?:ms|µs)", sentence)]
+    expected = [(round(row["round_us"] / 1e3, 2), round(row["idle_us"])) for row in rows]
+    assert found == [value for pair in expected for value in pair]
 
 
 def test_the_script_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
