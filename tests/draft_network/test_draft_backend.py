@@ -25,12 +25,13 @@ from tllm_spec.draft_network.tensorrt_build import EngineLimits
 from tllm_spec.draft_network.tensorrt_package import find_tensorrt, package_for
 from tllm_spec.draft_shape import chain_of
 from tllm_spec.executor.building import draft_backend
-from tllm_spec.executor.building.draft_backend import load_head_network
+from tllm_spec.executor.building.draft_backend import check_draft_backend, load_head_network
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.speculative.drafting.draft_net import HeadNet
 from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 from tllm_spec.executor.speculative.modes import draft_model_of
+from tllm_spec.models.config import ModelConfig
 from tllm_spec.speculative_config import DraftTargetDecodingConfig, Eagle3DecodingConfig
 from tllm_spec.zoo.registry import resolve_model
 
@@ -222,6 +223,25 @@ def test_tensorrt_is_refused_on_a_cpu_and_with_pages_that_it_cannot_address() ->
         "speculative_config.draft_backend = 'tensorrt' is refused: it runs on CUDA, and device is "
         "'cpu'; keys of a page have 128 bytes with kv_cache_config.tokens_per_block = 1, and "
         "TensorRT needs a multiple of 256"
+    )
+
+
+def test_onnxruntime_is_refused_on_a_gpu_and_on_several_devices() -> None:
+    options = {"max_draft_len": 3, "speculative_model": "zoo:llama-draft"}
+    spec = DraftTargetDecodingConfig(**options, draft_backend="onnxruntime")
+    plan: Any = SimpleNamespace(
+        args=LlmArgs.from_kwargs("zoo:llama", dtype="float32"),
+        config=ModelConfig.from_pretrained(resolve_model("zoo:llama")),
+        device=torch.device("cuda"),
+        draft_plan=draft_model_of(spec),
+        dtype=torch.float32,
+        mapping=SimpleNamespace(world_size=2),
+    )
+    with pytest.raises(ValueError) as refusal:
+        check_draft_backend(plan)
+    assert str(refusal.value) == (
+        "speculative_config.draft_backend = 'onnxruntime' is refused: it runs on one device, and "
+        "tensor_parallel_size is 2; it runs on a CPU, and device is 'cuda'"
     )
 
 

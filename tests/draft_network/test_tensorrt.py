@@ -1,10 +1,9 @@
-"""The TensorRT engine of the zoo's draft model: its definition, how it is built and kept, and how
-it runs on torch's memory, with a stand-in for the engine."""
+"""The TensorRT engine of the zoo's draft model: its definition, how it is built, and how it runs on
+torch's memory, with a stand-in for the engine."""
 
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +14,7 @@ from tests.draft_network.network_interpreter import PACKAGE, InterpretedNetwork,
 from tests.draft_network.step_pairs import CPU, MAX_LEN, PAGE_SIZE, load, network_side, torch_side
 from tests.draft_network.test_head_numbers import assert_equal_rounds
 from tests.draft_network.test_numbers import assert_close, assert_equal_steps
-from tllm_spec.draft_network import tensorrt_build
-from tllm_spec.draft_network.tensorrt_build import (
-    EngineLimits,
-    build,
-    define,
-    engine_file,
-    load_or_build,
-)
+from tllm_spec.draft_network.tensorrt_build import EngineLimits, build, define
 from tllm_spec.draft_network.tensorrt_network import TensorRTNetwork
 from tllm_spec.draft_network.tensorrt_package import trt_logger
 from tllm_spec.models.eagle3 import Eagle3Head
@@ -314,75 +306,6 @@ def test_a_package_that_can_be_asked_says_whether_runs_may_be_captured(
     assert TensorRTNetwork(trt, (None, engine), LIMITS, CPU).may_be_captured == is_capturable
     [shapes] = asked
     assert shapes["token_ids"] == (1, 1) and shapes["keys.1"] == (8, 1, 32)
-
-
-class Runtime:
-    """Loads what `build` returned, but no other bytes."""
-
-    def __init__(self, logger: Any) -> None: ...
-
-    def deserialize_cuda_engine(self, serialised: bytes) -> object | None:
-        return "engine" if bytes(serialised) == b"built" else None
-
-
-@pytest.fixture
-def builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[EngineLimits]:
-    """What was built; engines are kept in a folder of the test."""
-    made: list[EngineLimits] = []
-
-    def stand_in(package: Any, model: LlamaForCausalLM, limits: EngineLimits) -> bytes:
-        made.append(limits)
-        return b"built"
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(trt, "Runtime", Runtime)
-    monkeypatch.setattr(tensorrt_build, "build", stand_in)
-    return made
-
-
-def test_an_engine_is_built_once_and_then_read_from_the_cache(builds: list[EngineLimits]) -> None:
-    for _ in range(2):
-        assert load_or_build(PACKAGE, zoo_model(), LIMITS)[1] == "engine"
-    assert builds == [LIMITS]
-
-
-def test_a_kept_engine_that_does_not_load_is_built_again(builds: list[EngineLimits]) -> None:
-    path = engine_file(PACKAGE, zoo_model(), LIMITS)
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"broken")
-    assert load_or_build(PACKAGE, zoo_model(), LIMITS)[1] == "engine"
-    assert builds == [LIMITS] and path.read_bytes() == b"built"
-
-
-def test_a_kept_engine_that_cannot_be_read_is_built_again(
-    builds: list[EngineLimits], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read_bytes = Path.read_bytes
-
-    def refuse(path: Path) -> bytes:
-        if path.suffix == ".engine":
-            raise PermissionError(13, "Permission denied", str(path))
-        return read_bytes(path)
-
-    load_or_build(PACKAGE, zoo_model(), LIMITS)
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    assert load_or_build(PACKAGE, zoo_model(), LIMITS)[1] == "engine"
-    assert builds == [LIMITS] * 2
-
-
-def test_other_weights_limits_types_and_targets_have_engines_of_their_own() -> None:
-    model = zoo_model()
-    changed = zoo_model()
-    changed.model.norm.weight[3] += 1
-    other_target = replace(PACKAGE, target=trt.ComputeCapability.SM120)
-    files = [
-        engine_file(PACKAGE, model, LIMITS),
-        engine_file(PACKAGE, changed, LIMITS),
-        engine_file(PACKAGE, zoo_model(torch.bfloat16), LIMITS),
-        engine_file(PACKAGE, model, replace(LIMITS, max_batch_size=21)),
-        engine_file(other_target, model, LIMITS),
-    ]
-    assert len(set(files)) == len(files) and files[0] == engine_file(PACKAGE, zoo_model(), LIMITS)
 
 
 def test_what_tensorrt_cannot_build_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
