@@ -195,10 +195,8 @@ def window_of(run: Run) -> int:
 def leave_prefixes(llm: LLM, cases: list[Case]) -> None:
     """Fills the cache with the prompts, all but their last twenty tokens: some whole pages and a
     part of one."""
-    tokens = SamplingParams(
-        max_tokens=2
-    )  # what a head reads a round late is cached when there is such a round
-    llm.generate([[*case.prompt[:-20], 2] for case in cases], tokens, use_tqdm=False)
+    one = SamplingParams(max_tokens=1)
+    llm.generate([[*case.prompt[:-20], 2] for case in cases], one, use_tqdm=False)
 
 
 @pytest.mark.parametrize("run", covering_runs())
