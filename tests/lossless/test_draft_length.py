@@ -19,6 +19,7 @@ from tllm_spec.sampling_params import SamplingParams, SpeculationParams
 MAX_DRAFT_LEN, NUM_REQUESTS = 4, 6
 WITH_DRAFT_WEIGHTS = ("draft_target", "draft_target_one_model", "eagle3", "eagle3_two_model")
 WITH_DRAFT_WEIGHTS += ("draft_target_one_model_tree", "eagle3_tree", "eagle3_static")
+WITH_DRAFT_WEIGHTS += ("draft_target_onnxruntime", "eagle3_onnxruntime")
 
 
 @pytest.fixture(scope="module")

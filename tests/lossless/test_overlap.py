@@ -20,13 +20,21 @@ PROMPTS = [[number + 1, 2, 3] for number in range(6)]
 DRAFT_LENS = (1, 2, 3, 5, 7)
 # A target that drafts for itself has all drafts accepted: rounds of K + 1 tokens, and every end
 # lies inside one.
-ITSELF = {"itself": "draft_target_one_model", "itself_two_model": "draft_target"}
+ITSELF = {
+    "itself": "draft_target_one_model",
+    "itself_two_model": "draft_target",
+    "itself_onnxruntime": "draft_target_onnxruntime",
+}
 ENGINES = [
     pytest.param(engine, marks=[pytest.mark.slow] if engine[1] == max(DRAFT_LENS) else [])
     for engine in (
         ("plain", 0),
         *product(("itself", "itself_two_model", "eagle3", "eagle3_two_model"), DRAFT_LENS),
     )
+]
+ENGINES += [
+    pytest.param(engine, marks=pytest.mark.slow)
+    for engine in product(("itself_onnxruntime", "eagle3_onnxruntime"), (1, 3))
 ]
 
 

@@ -17,6 +17,7 @@ from tllm_spec.tokenizer import Tokenizer
 
 DRAFT_LEN, PLAIN_ROUNDS, ROUNDS_AFTER, NUM_REQUESTS = 3, 32, 5, 8
 MODES = ("eagle3", "draft_target_one_model", "eagle3_two_model", "draft_target")
+OUTSIDE_TORCH = ("eagle3_onnxruntime", "draft_target_onnxruntime")
 REACHES_0 = {"max_concurrency": NUM_REQUESTS - 1}  # the tests choose the lengths themselves
 NO_REUSE = {"kv_cache_config": {"enable_block_reuse": False}, "max_seq_len": 512}
 
@@ -135,6 +136,7 @@ def rounds_after_a_pause(
         pytest.param("draft_target_one_model", marks=pytest.mark.slow),
         pytest.param("eagle3_two_model", marks=pytest.mark.slow),
         "draft_target",
+        *OUTSIDE_TORCH,
     ],
 )
 def test_acceptance_after_plain_rounds_equals_acceptance_without_them(
@@ -166,12 +168,12 @@ PAUSES = (
 )
 
 
-# Every pause and every mode is in the default run.
+# Every pause and every mode in torch is in the default run.
 @pytest.mark.parametrize(
     ("mode", "num_plain", "overlap"),
     [
         pytest.param(mode, *pause, marks=[pytest.mark.slow] if (i + j) % 4 else [])
-        for i, mode in enumerate(MODES)
+        for i, mode in enumerate(MODES + OUTSIDE_TORCH)
         for j, pause in enumerate(PAUSES)
     ],
 )

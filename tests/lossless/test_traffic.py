@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.executor.harness import Harness, all_pages_are_back, output_of
-from tests.lossless.engines import LONG_ONLY, MODES, OVERLAPPING, tiny_engine
+from tests.lossless.engines import LONG_ONLY, MODES, tiny_engine
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
@@ -40,12 +40,12 @@ def with_threads() -> list[Any]:
     return [pytest.param(mode, marks=[] if mode in quick else [pytest.mark.slow]) for mode in MODES]
 
 
-PARAMS = quick_or_slow([*MODES, *(f"{mode} in turn" for mode in OVERLAPPING)])
+PARAMS = quick_or_slow([*MODES, *(f"{mode} in turn" for mode in MODES)])
 
 
 @pytest.fixture(scope="module", params=PARAMS)
 def engine(request: pytest.FixtureRequest, drafts: tuple[Path, Path]) -> dict[str, Any]:
-    """ "in turn": where rounds would overlap, they do not."""
+    """ "in turn": every round is read before the next is scheduled."""
     mode = request.param.removesuffix(" in turn")
     return tiny_engine(mode, drafts, 3) | {"disable_overlap_scheduler": mode != request.param}
 
