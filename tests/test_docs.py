@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "AGENTS.md", *(ROOT / "docs").glob("*.md")])
 MAX_COLUMNS = 100
 MAX_LINES = {"README.md": 150, "architecture.md": 120, "performance.md": 150, "adaptive.md": 120}
+SOURCES = ("tllm_spec", "executor", "kernels")
 FOLDERS = (
     "tllm_spec/",
     "executor/",
@@ -54,10 +55,20 @@ def test_pages_are_short(name: str) -> None:
     assert len(document.read_text(encoding="utf-8").splitlines()) <= MAX_LINES[name]
 
 
-def test_the_readme_lists_every_extra_but_dev() -> None:
+def extras() -> set[str]:
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     block = setup[setup.index("extras_require") :].partition("}")[0]
-    extras = set(re.findall(r'^ +"(\w+)":', block, re.MULTILINE)) - {"dev"}
+    return set(re.findall(r'^ +"(\w+)":', block, re.MULTILINE))
+
+
+def test_the_readme_lists_every_extra_but_dev() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     listed = re.findall(r"'\.\[([\w,]+)\]'", readme)
-    assert {extra for each in listed for extra in each.split(",")} == extras
+    assert {extra for each in listed for extra in each.split(",")} == extras() - {"dev"}
+
+
+def test_every_extra_that_a_refusal_names_can_be_installed() -> None:
+    sources = [path for name in SOURCES for path in (ROOT / name).rglob("*.py")]
+    texts = [path.read_text(encoding="utf-8") for path in sources]
+    named = {extra for text in texts for extra in re.findall(r"tllm_spec\[(\w+)\]", text)}
+    assert {"tensorrt", "onnxruntime"} <= named <= extras()
