@@ -5,74 +5,10 @@ from typing import Any
 
 import pytest
 
+from tests.models.published import FP8, V2_LITE, V3
 from tllm_spec.attention.geometry import LatentGeometry
 from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.models.config import ModelConfig
-
-COMMON: dict[str, Any] = {
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "moe_layer_freq": 1,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}
-FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
-YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1}
-YARN |= {"original_max_position_embeddings": 4096}
-V2_LITE: dict[str, Any] = COMMON | {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "first_k_dense_replace": 1,
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "max_position_embeddings": 163840,
-    "moe_intermediate_size": 1408,
-    "n_group": 1,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "norm_topk_prob": False,
-    "num_attention_heads": 16,
-    "num_experts_per_tok": 6,
-    "num_hidden_layers": 27,
-    "num_key_value_heads": 16,
-    "q_lora_rank": None,
-    "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
-    "routed_scaling_factor": 1.0,
-    "scoring_func": "softmax",
-    "topk_group": 1,
-    "topk_method": "greedy",
-    "vocab_size": 102400,
-}
-V3: dict[str, Any] = COMMON | {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "first_k_dense_replace": 3,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "max_position_embeddings": 163840,
-    "moe_intermediate_size": 2048,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "quantization_config": FP8 | {"weight_block_size": [128, 128]},
-    "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "vocab_size": 129280,
-}
 
 
 def test_v2_lite_is_read_as_published() -> None:
