@@ -79,7 +79,7 @@ def check_drafts(
     options = {"max_batch_size": 3, "max_seq_len": 64, "kv_cache_config": PAGES}
     options |= {"disable_overlap_scheduler": True} | SITUATIONS[situation]
     harness = Harness(folder, **options, **mtp(**mtp_options))
-    shared, num_checked = random_tokens(17), 0
+    shared, num_checked = random_tokens(19), 0  # a prefix ends within a page
     requests = [harness.submit(shared + [i] * i, max_tokens=12) for i in range(6)]
     while harness.round():
         for request in generating(harness):
@@ -87,7 +87,7 @@ def check_drafts(
             assert window == [request.tokens[-1], *slow(request.tokens)]
             num_checked += 1
     assert num_checked > 20 and all(request.num_output_tokens == 12 for request in requests)
-    assert any(request.cached_tokens >= 15 for request in requests)
+    assert any(request.cached_tokens % 4 for request in requests)
     assert bool(harness.parts.scheduler.num_preemptions) == (situation == "preemption")
     assert all_pages_are_back(harness.executor)
 
