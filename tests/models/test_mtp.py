@@ -115,7 +115,10 @@ def test_missing_and_surplus_tensors_of_a_module_are_named(tmp_path: Path) -> No
 
 
 def test_a_checkpoint_needs_the_modules_that_draft(tmp_path: Path) -> None:
-    for number, wanted, problem in ((0, 1, "is 0"), (2, 3, "max_draft_len = 3 needs .* is 2")):
+    for number, wanted, problem in (
+        (0, 1, "is 0; speculative_model may name a folder"),
+        (2, 3, "max_draft_len = 3 needs .* is 2"),
+    ):
         folder = tmp_path / str(number)
         save_with_mtp(folder, num_modules=number)
         with pytest.raises(ValueError, match=problem):
