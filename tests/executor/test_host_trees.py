@@ -32,10 +32,17 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "edited": {
         "temperature": 0.8,
         "repetition_penalty": 1.2,
-        "frequency_penalty": 0.3,
+        "frequency_penalty": 1.0,
         "bad_token_ids": [[3, 5], [7]],
     },
 }
+
+
+def beside(text: list[int], place: int, draft: int) -> int:
+    """A wrong draft next to another: the token that follows in the text, which a penalty for drafts
+    of other paths would hit."""
+    following = text[place + 1] if place + 1 < len(text) else draft
+    return (text[place] + 1) % 64 if following in (text[place], draft) else following
 
 
 class Trees(Drafter):
@@ -52,13 +59,14 @@ class Trees(Drafter):
             self._propose(request)
 
     def _propose(self, request: LlmRequest) -> None:
-        right = self._texts[request.seed][request.num_output_tokens :][: request.num_drafts_wanted]
+        text = self._texts[request.seed][request.num_output_tokens :]
+        right = text[: request.num_drafts_wanted]
         turn = request.num_output_tokens % 5
         if turn == 3 or not right:
             return
         if turn == 1:
             right = [right[0], *((token + 5) % 64 for token in right[1:])]
-        wrong = [[*right[:i], (right[i] + 1) % 64] for i in range(len(right))]
+        wrong = [[*right[:i], beside(text, i, right[i])] for i in range(len(right))]
         if not self._as_parents:
             request.py_draft_tokens = [*wrong, right]  # type: ignore[list-item] # a list of paths
             return
