@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.executor.harness import Harness, ScriptedDrafter, all_pages_are_back, output_of
 from tllm_spec.config import LlmArgs
@@ -26,6 +27,14 @@ TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2}
 TREE_OF_3 = {"max_draft_len": 2, "dynamic_tree_max_topK": 2, "max_total_draft_tokens": 3}
 # From how many requests on a round's trees are arrays.
 MIN_REQUESTS = pytest.mark.parametrize("min_requests", [1, 16], ids=["arrays", "objects"])
+
+
+def push(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """A logits processor for which a row that sees other drafts than its path has another token."""
+    logits[sum(tokens[-4:]) * 7 % len(logits)] += 20.0
+    return logits
+
+
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.9, "top_p": 0.95},
@@ -35,6 +44,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
         "frequency_penalty": 1.0,
         "bad_token_ids": [[3, 5], [7]],
     },
+    "processed": {"temperature": 0.8, "logits_processor": push},
 }
 
 
