@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.executor.harness import Harness, ScriptedDrafter, all_pages_are_back, output_of
 from tllm_spec.config import LlmArgs
@@ -26,16 +27,32 @@ TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2}
 TREE_OF_3 = {"max_draft_len": 2, "dynamic_tree_max_topK": 2, "max_total_draft_tokens": 3}
 # From how many requests on a round's trees are arrays.
 MIN_REQUESTS = pytest.mark.parametrize("min_requests", [1, 16], ids=["arrays", "objects"])
+
+
+def push(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """A logits processor for which a row that sees other drafts than its path has another token."""
+    logits[sum(tokens[-4:]) * 7 % len(logits)] += 20.0
+    return logits
+
+
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.9, "top_p": 0.95},
     "edited": {
         "temperature": 0.8,
         "repetition_penalty": 1.2,
-        "frequency_penalty": 0.3,
+        "frequency_penalty": 1.0,
         "bad_token_ids": [[3, 5], [7]],
     },
+    "processed": {"temperature": 0.8, "logits_processor": push},
 }
+
+
+def beside(text: list[int], place: int, draft: int) -> int:
+    """A wrong draft next to another: the token that follows in the text, which a penalty for drafts
+    of other paths would hit."""
+    following = text[place + 1] if place + 1 < len(text) else draft
+    return (text[place] + 1) % 64 if following in (text[place], draft) else following
 
 
 class Trees(Drafter):
@@ -52,13 +69,14 @@ class Trees(Drafter):
             self._propose(request)
 
     def _propose(self, request: LlmRequest) -> None:
-        right = self._texts[request.seed][request.num_output_tokens :][: request.num_drafts_wanted]
+        text = self._texts[request.seed][request.num_output_tokens :]
+        right = text[: request.num_drafts_wanted]
         turn = request.num_output_tokens % 5
         if turn == 3 or not right:
             return
         if turn == 1:
             right = [right[0], *((token + 5) % 64 for token in right[1:])]
-        wrong = [[*right[:i], (right[i] + 1) % 64] for i in range(len(right))]
+        wrong = [[*right[:i], beside(text, i, right[i])] for i in range(len(right))]
         if not self._as_parents:
             request.py_draft_tokens = [*wrong, right]  # type: ignore[list-item] # a list of paths
             return

@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.executor.draft_caches import HOT, SlowDrafter, generating, one_model, write_heads
+from tests.executor.draft_caches import (
+    HOT,
+    TREE,
+    SlowDrafter,
+    count_forwards,
+    generating,
+    one_model,
+    write_heads,
+)
+from tests.executor.graph_rounds import DUMMY, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.request import LlmRequest
@@ -203,6 +212,48 @@ def test_a_static_tree_has_the_tokens_of_its_ranks(
     assert num_checked > 8 and all_pages_are_back(harness.executor)
 
 
+def test_a_static_tree_is_the_same_from_a_draft_model_in_its_own_engine(
+    tiny: Path, tiny_draft: Path, head: Path
+) -> None:
+    choices, found = [(0,), (1,), (0, 0), (0, 2), (1, 1), (0, 2, 0)], []
+    for mode in ("draft_target", "draft_target_two_model"):
+        harness = Harness(tiny, **one_model(tiny_draft, head, mode, 3, eagle_choices=choices))
+        requests = [
+            harness.submit([i, *PROMPT], 40, temperature=temperature, seed=i)
+            for i, temperature in enumerate((None, HOT, 0.7))
+        ]
+        harness.run()
+        found.append([(output_of(each), each.counters.stats()) for each in requests])
+        assert all_pages_are_back(harness.executor)
+    assert found[0] == found[1]
+    assert all(stats.num_accepted_tokens for _, stats in found[0])
+
+
+@pytest.mark.parametrize("drafter", ["draft_target", "eagle3", "eagle"])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_one_graph_holds_a_round_with_a_forward_of_the_drafter_for_each_step(
+    tiny: Path, tiny_draft: Path, head: Path, eager_graphs: None, drafter: str, depth: int
+) -> None:
+    """The first reads the accepted path, the others the three beams of the step before."""
+    harness = with_graphs(
+        tiny, (2,), {depth}, **one_model(tiny_draft, head, f"{drafter}_tree", depth)
+    )
+    runner, shape = harness.parts.runner, harness.parts.slots.shapes.of(depth)
+    forward, target_rows = runner.engine.forward, list[int]()
+
+    def watched(contexts: Any, windows: Any, *others: Any) -> torch.Tensor:
+        target_rows.append(windows.token_ids.numel())
+        return forward(contexts, windows, *others)
+
+    runner.engine.forward = watched  # type: ignore[method-assign] # a spy on this one object
+    rows = count_forwards(harness)
+    assert runner.graphs is not None
+    with torch.inference_mode():
+        runner.graphs.replay([DUMMY, DUMMY], shape, False)
+    assert target_rows == [2 * shape.window]
+    assert rows == [2 * shape.path] + [2 * 3] * (depth - 1)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tier", [3, 4])
 def test_a_chain_and_a_tree_that_are_chosen_accept_what_fixed_ones_accept(
@@ -308,3 +359,18 @@ def test_a_tree_that_no_round_has_room_for_is_refused(
     )
     with pytest.raises(ValueError, match=expected):
         Harness(tiny, max_num_tokens=window - 1, **speculation)
+
+
+@pytest.mark.parametrize("drafter", ["draft_target", "draft_target_two_model", "eagle3"])
+def test_a_tree_may_be_as_deep_as_there_are_positions_after_the_first(
+    tiny: Path, tiny_draft: Path, head: Path, drafter: str
+) -> None:
+    tree = TREE | {"dynamic_tree_max_topK": 2, "max_total_draft_tokens": 30}
+    deepest, deeper = (one_model(tiny_draft, head, drafter, depth, **tree) for depth in (19, 20))
+    plain, harness = Harness(tiny, max_seq_len=20), Harness(tiny, max_seq_len=20, **deepest)
+    expected, request = (each.submit(PROMPT[:3], 17) for each in (plain, harness))
+    plain.run()
+    harness.run()
+    assert output_of(request) == output_of(expected) and request.num_tokens == 20
+    with pytest.raises(ValueError, match="max_draft_len = 20 must be less than max_seq_len = 20"):
+        Harness(tiny, max_seq_len=20, **deeper)

@@ -15,6 +15,8 @@ from tests.lossless.cases import Case, assert_same, generate
 from tests.lossless.engines import TREES, engine
 from tests.lossless.oracle import Oracle
 from tllm_spec.draft_tree_config import MAX_NODES
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput, SpeculativeStats
 
@@ -71,7 +73,8 @@ def options_of(run: Run) -> dict[str, Any]:
         "chunks": {
             "kv_cache_config": {"tokens_per_block": run.page_size, "enable_block_reuse": False},
             "enable_chunked_prefill": True,
-            "max_num_tokens": BATCH_SIZE * window + 10,
+            # With fewer rows than four prompts have together, even for the largest windows.
+            "max_num_tokens": min(BATCH_SIZE * window + 10, 200),
         },
         "preemption": {
             "kv_cache_config": pages,
@@ -80,6 +83,23 @@ def options_of(run: Run) -> dict[str, Any]:
     }[run.setting]
     speculation = {"dynamic_tree_max_topK": run.topk, "max_total_draft_tokens": run.num_nodes}
     return options | engine(run.mode, run.depth, overlap=run.overlap, **speculation)
+
+
+def watch_chunks(llm: LLM) -> list[int]:
+    """Rows of every prompt chunk that does not end its prompt."""
+    rows, runner = list[int](), llm._executor.parts.runner
+    launch = runner.launch
+
+    def watched(batch: ScheduledBatch) -> LaunchedRound:
+        rows.extend(
+            request.context_chunk
+            for request in batch.context_requests
+            if not request.is_last_context_chunk
+        )
+        return launch(batch)
+
+    runner.launch = watched  # type: ignore[method-assign] # the test looks on
+    return rows
 
 
 @pytest.mark.parametrize("run", runs())
@@ -92,13 +112,14 @@ def test_a_tree_of_any_shape_gives_plain_decodings_text(
     with LLM("zoo:llama", max_batch_size=BATCH_SIZE, **options_of(run)) as llm:
         if run.setting == "reuse":
             llm.generate([case.prompt[:-20] for case in cases], use_tqdm=False)
-        before = llm._executor.scheduler.num_preemptions
+        before, chunks = llm._executor.scheduler.num_preemptions, watch_chunks(llm)
         outputs = generate(llm, cases, BATCH_SIZE)
         preempted = llm._executor.scheduler.num_preemptions > before
         llm.check_integrity()
     for case, output, expected in zip(cases, outputs, plain, strict=True):
         assert_same(case, output, expected, oracle)
-    assert preempted == (run.setting == "preemption")
+    assert preempted == (run.setting == "preemption") and bool(chunks) == (run.setting == "chunks")
+    assert run.setting != "reuse" or all(output.cached_tokens for output in outputs)
     stats = [output.speculative_decoding or SpeculativeStats() for output in outputs]
     total = sum(stats, SpeculativeStats())
     assert total.acceptance_length > (1.0 if run.mode.startswith("ngram") else 1.3)
