@@ -12,7 +12,7 @@ import torch
 
 from tests.distributed.thread_ranks import ThreadGroup
 from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.distributed.peer_memory import PeerMemory
+from tllm_spec.distributed.peer_memory import NO_DRIVER, NoPeerMemory, PeerMemory
 
 pytest.importorskip("cuda.bindings")
 CPU = torch.device("cpu")
@@ -112,10 +112,27 @@ def test_what_fails_on_one_rank_is_refused_on_all_and_nothing_stays(
 
     def work(communicator: Communicator) -> str:
         driver.here.rank = communicator.mapping.rank
-        with pytest.raises(RuntimeError) as refused:
+        with pytest.raises(NoPeerMemory) as refused:
             PeerMemory(1000, CPU, communicator)
         return str(refused.value)
 
     assert ThreadGroup().run(work) == ["Code: NO_PEER_ACCESS"] * 2
     allocated = {100, 200} - ({100 * (1 + rank)} if step == "cuMemAlloc" else set())
     assert set(driver.freed) == allocated and not any(driver.opened.values())
+
+
+def test_without_cuda_python_on_one_rank_all_are_refused_and_nothing_is_allocated(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "tllm_spec.distributed.peer_memory.is_installed", lambda: driver.here.rank == 0
+    )
+
+    def work(communicator: Communicator) -> str:
+        driver.here.rank = communicator.mapping.rank
+        with pytest.raises(NoPeerMemory) as refused:
+            PeerMemory(1000, CPU, communicator)
+        return str(refused.value)
+
+    assert ThreadGroup().run(work) == [NO_DRIVER] * 2
+    assert not driver.zeroed and not driver.freed

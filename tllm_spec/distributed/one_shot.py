@@ -18,7 +18,7 @@ class OneShotSum:
     """Sums of tensors of at most `max_bytes` on `device`. Every rank makes one, and closes it, at
     the same time.
 
-    Raises RuntimeError on all ranks where the devices cannot write each other's memory."""
+    Raises NoPeerMemory on all ranks where the devices cannot write each other's memory."""
 
     def __init__(self, max_bytes: int, device: torch.device, communicator: Communicator) -> None:
         mapping = communicator.mapping

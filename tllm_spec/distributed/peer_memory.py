@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from tllm_spec.kernels.nvrtc import checked
+from tllm_spec.kernels.nvrtc import checked, is_installed
 
 if TYPE_CHECKING:
     from tllm_spec.distributed.communicator import Communicator
 
 Result = TypeVar("Result")
+NO_DRIVER = "cuda-python is not installed; pip install 'tllm_spec[cuda]'"
+
+
+class NoPeerMemory(Exception):
+    """On every rank, if one of them cannot reach the others' memory."""
 
 
 class PeerMemory:
@@ -25,17 +30,18 @@ class PeerMemory:
         addresses: where the memory of each rank is for this rank.
 
     Raises:
-        RuntimeError: on all ranks, where a device cannot be reached from another rank's process.
+        NoPeerMemory: on all ranks, if one cannot reach another's device, or has no cuda-python.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, communicator: Communicator) -> None:
         self.addresses: list[int] = []
         self._device, self._communicator = device, communicator
         self._own, self._peers = 0, list[int]()
+        self._on_all(_check_driver)
         try:
             handles = self._on_all(lambda: self._export(num_bytes))
             addresses = self._on_all(lambda: self._open(handles))
-        except RuntimeError:
+        except NoPeerMemory:
             self.close()
             raise
         self.addresses = addresses[communicator.mapping.rank]
@@ -80,7 +86,7 @@ class PeerMemory:
         return addresses
 
     def _on_all(self, work: Callable[[], Result]) -> list[Result]:
-        """What every rank's `work` returns, by rank. RuntimeError on all if it fails on one."""
+        """What every rank's `work` returns, by rank. NoPeerMemory on all if it fails on one."""
         result: Any = None
         problem = ""
         try:
@@ -89,5 +95,10 @@ class PeerMemory:
             problem = str(error)
         found = self._communicator.gather([result, problem])
         if problems := [each for _, each in found if each]:
-            raise RuntimeError(problems[0])
+            raise NoPeerMemory(problems[0])
         return [each for each, _ in found]
+
+
+def _check_driver() -> None:
+    if not is_installed():
+        raise RuntimeError(NO_DRIVER)

@@ -24,6 +24,7 @@ from tllm_spec.distributed.collectives import Collectives, ThroughHost
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.distributed.one_shot import OneShotSum
+from tllm_spec.distributed.peer_memory import NoPeerMemory
 from tllm_spec.distributed.sum_choice import SIZES, choose_sums, graph_seconds
 from tllm_spec.distributed.watch import Watch, accept, connect, listen
 
@@ -136,10 +137,11 @@ class ProcessGroup(Communicator):
             self._choose_sums(device)
 
     def _choose_sums(self, device: torch.device) -> None:
-        """Where all devices can write each other's memory, NCCL's sum is not the only one."""
+        """Where all devices can write each other's memory, NCCL's sum is not the only one. Other
+        errors may be those of one rank, which must not go on without the others."""
         try:
             one_shot = OneShotSum(max(SIZES), device, self)
-        except RuntimeError as error:
+        except NoPeerMemory as error:
             logger.info("sums are NCCL's: %s", error)
             return
         self._one_shot = one_shot
