@@ -1,9 +1,10 @@
-"""A world whose rounds fail, for tests: `all` ranks raise for one request, or `one` rank raises.
+"""A world whose rounds fail, for tests: `all` ranks raise for one request, `one` rank raises, or
+none does.
 
-    python -m tests.distributed.failing_world MODEL_FOLDER (all | one | none)
+    python -m tests.distributed.failing_world MODEL_FOLDER (all | one | none | ends)
 
 It prints the requests' errors. For `none` it prints the process ids of its ranks, and has running
-requests until one fails."""
+requests until one fails. For `ends` nothing fails until it shuts down."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def break_penalised(ranks: tuple[int, ...]) -> None:
 
 def main() -> None:
     folder, kind = sys.argv[1:]
-    break_penalised({"all": (0, 1), "one": (1,), "none": ()}[kind])
+    break_penalised({"all": (0, 1), "one": (1,), "none": (), "ends": ()}[kind])
     llm = LLM(folder, skip_tokenizer_init=True, device="cpu", tensor_parallel_size=2)
     if kind == "none":
         ranks = llm.server_info()["internal_states"][0]["ranks"]

@@ -1,8 +1,10 @@
 """How ranks part: CUDA graphs are released first, since NCCL waits for those that hold its
-collectives."""
+collectives, and until the end a rank that is lost is noticed."""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from unittest import mock
 
@@ -11,11 +13,14 @@ import torch
 import torch.distributed as dist
 
 from tllm_spec.config import LlmArgs
+from tllm_spec.distributed.collectives import Collectives
 from tllm_spec.distributed.communicator import Communicator
+from tllm_spec.distributed.peer_memory import NoPeerMemory
 from tllm_spec.executor.build import build_executor
 from tllm_spec.executor.graphs.graph_pool import GraphPool
 
 MPI = pytest.importorskip("mpi4py.MPI")
+CPU = torch.device("cpu")
 
 
 class Remembering(Communicator):
@@ -46,9 +51,55 @@ def test_a_group_parts_after_all_releases(monkeypatch: pytest.MonkeyPatch) -> No
 
     order: list[str] = []
     group = ProcessGroup(MPI.COMM_SELF)
+    monkeypatch.setattr(group._watch, "close", lambda: order.append("goodbye"))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: order.append("ranks part"))
     group.before_close(lambda: order.append("first"))
     group.before_close(lambda: order.append("second"))
     group.close()
-    assert order == ["first", "second", "ranks part"]
+    assert order == ["first", "second", "ranks part", "goodbye"]
+
+
+def test_a_rank_that_is_lost_when_python_ends_already_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python 3.12 refuses threads then."""
+    from tllm_spec.distributed import process_group
+
+    class Ended(BaseException):
+        """The process."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    def end(status: int) -> None:
+        assert status == process_group.FAILED
+        raise Ended
+
+    group = process_group.ProcessGroup(MPI.COMM_SELF)
+    monkeypatch.setattr(process_group, "LAST_SECONDS", 0)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(Ended):
+        group.abort("a reason")
+
+
+@pytest.mark.parametrize("error", [NoPeerMemory("no access"), RuntimeError("out of memory")])
+def test_only_what_all_ranks_have_agreed_on_is_a_reason_for_nccls_sums(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that goes on alone would measure other sums than the rest, or none."""
+    from tllm_spec.distributed import process_group
+
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(process_group, "OneShotSum", fail)
+    group = process_group.ProcessGroup(MPI.COMM_SELF)
+    if isinstance(error, NoPeerMemory):
+        group._choose_sums(CPU)
+        assert type(group._tensors) is Collectives
+    else:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            group._choose_sums(CPU)
+    group.close()

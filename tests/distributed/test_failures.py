@@ -25,6 +25,12 @@ import os, signal, sys
 if "tllm_spec.ranks" in sys.orig_argv:
     os.kill(os.getpid(), signal.SIGKILL)
 """
+KILLED_AT_ITS_END = """
+import os, signal, sys
+if "tllm_spec.ranks" in sys.orig_argv:
+    from tllm_spec.distributed.process_group import ProcessGroup
+    ProcessGroup.close = lambda group: os.kill(os.getpid(), signal.SIGKILL)
+"""
 END_SECONDS = 10  # of all ranks, after one is lost
 
 
@@ -93,6 +99,17 @@ def test_a_rank_that_is_killed_before_it_joins_ends_the_model_that_started_it(
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
     world = run([sys.executable, *PROGRAM, folder, "none"], PYTHONPATH=path)
     assert world.returncode == 1 and "ended before it joined" in world.output, world.output
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_while_they_part_ends_the_model_that_started_it(
+    folder: str, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(KILLED_AT_ITS_END)
+    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    world = run([sys.executable, *PROGRAM, folder, "ends"], PYTHONPATH=path)
+    assert world.returncode == 1 and "all ranks end: rank 1" in world.output, world.output
+    assert "others [8, 8, 8, 8]" in world.output
 
 
 @pytest.mark.slow

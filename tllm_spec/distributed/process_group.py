@@ -151,7 +151,7 @@ class ProcessGroup(Communicator):
         self._releases.append(release)
 
     def close(self) -> None:
-        self._watch.close()
+        """Until the end another rank's death is noticed: what ranks do together would wait."""
         while self._releases:
             self._releases.pop(0)()
         if self._one_shot is not None:
@@ -161,6 +161,7 @@ class ProcessGroup(Communicator):
         if self._started is not None:
             self._comm.Free()  # Open MPI waits for ever when it is to disconnect a merged one
             self._started.Disconnect()
+        self._watch.close()
 
     def when_lost(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
@@ -179,7 +180,10 @@ class ProcessGroup(Communicator):
         meanwhile, these stop, and it would get to MPI's own end."""
         logger.error("all ranks end: %s", reason)
         last = threading.Thread(target=_exit_soon, daemon=False)
-        last.start()
+        try:
+            last.start()
+        except RuntimeError:  # Python ends already, and its main thread waits for a lost rank
+            _exit_soon()
         last.join()
 
     @property

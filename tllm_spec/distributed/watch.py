@@ -1,7 +1,8 @@
 """Notices within milliseconds that another rank's process has ended: each rank keeps a connection
 to rank 0, and the kernel closes it with the process.
 
-A rank that ends in order says so first. Both ends of a connection say in one line why they end."""
+A rank that ends in order says so first, and waits for the other end to say the same. Both ends of a
+connection say in one line why they end."""
 
 from __future__ import annotations
 
@@ -26,22 +27,26 @@ class Watch:
         self._on_loss = on_loss
         self._lock = threading.Lock()
         self._is_over = False
-        for name, connection in peers:
-            arguments = name, connection
-            threading.Thread(target=self._read, args=arguments, daemon=True).start()
+        self._readers = [
+            threading.Thread(target=self._read, args=peer, daemon=True) for peer in peers
+        ]
+        for reader in self._readers:
+            reader.start()
 
     def close(self) -> None:
-        """This rank ends in order."""
-        self._end(GOODBYE)
+        """This rank ends in order. Returns when the others have said that they do."""
+        self._send(GOODBYE)
+        for reader in self._readers:
+            reader.join()
 
     def fail(self, reason: str) -> None:
         """This rank ends because of a failure."""
-        line = " ".join(reason.split())[:MAX_REASON] or "?"
-        self._end(line.encode() + b"\n")
-
-    def _end(self, line: bytes) -> None:
         with self._lock:
             self._is_over = True
+        line = " ".join(reason.split())[:MAX_REASON] or "?"
+        self._send(line.encode() + b"\n")
+
+    def _send(self, line: bytes) -> None:
         for _, connection in self._peers:
             try:
                 connection.sendall(line)
