@@ -61,6 +61,13 @@ def test_cuda_is_the_callers_current_device(current: Current) -> None:
     assert pick_device("cuda") == SECOND and pick_device("cuda:0").index == 0
 
 
+def test_ranks_use_the_devices_of_their_host_in_turn(current: Current) -> None:
+    """Of those that torch sees, which CUDA_VISIBLE_DEVICES limits, or the first few."""
+    assert [pick_device("cuda", rank).index for rank in range(4)] == [0, 1, 0, 1]
+    assert [pick_device("auto", rank, 1).index for rank in range(3)] == [0, 0, 0]
+    assert [pick_device("cpu", rank) for rank in range(2)] == [torch.device("cpu")] * 2
+
+
 def test_a_device_that_torch_does_not_see_is_refused(current: Current) -> None:
     with pytest.raises(ValueError, match="device = 'cuda:2': torch sees 2 CUDA devices here"):
         pick_device("cuda:2")

@@ -5,12 +5,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 from torch import nn
 
 from tests.models.helpers import CPU
-from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.distributed.communicator import Communicator
+from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
 from tllm_spec.kernels.linear_table import LinearTable
 from tllm_spec.kernels.linear_tuner import GemmGroup
 from tllm_spec.kernels.tuned_linear import TunedGemms, key_of
@@ -104,6 +106,28 @@ def test_the_second_start_does_not_measure_and_a_new_size_is_added(
     file.write_text("{")
     assert len(start(32).choices) == 1 and "measured again" in caplog.text
     assert start(32).choices and not caplog.records
+
+
+class Second(Communicator):
+    """Rank 1, to which rank 0 sends its choices."""
+
+    mapping = Mapping(1, 2, 2)
+
+    def __init__(self, choices: dict[str, bytes]) -> None:
+        self._choices = choices
+
+    def broadcast(self, message: bytes) -> bytes:
+        assert message == b""
+        return msgpack.packb(self._choices)
+
+
+def test_another_rank_measures_nothing_and_takes_rank_0s_choices(tuned: Tuned) -> None:
+    model, choices = nn.Sequential(layer(1024, 2048)), {"of rank 0": ALGORITHM}
+    tune_linears([layer(1024, 2048)], [32], CUDA)  # leaves this machine's own choices
+    tuned.clear()
+    tune_linears([model], [32], CUDA, Second(choices))
+    assert not tuned and isinstance(model[0].tuned_gemms, TunedGemms)
+    assert model[0].tuned_gemms.table.choices == choices
 
 
 def test_small_float32_and_batch_invariant_layers_are_not_tuned(tuned: Tuned) -> None:
