@@ -25,6 +25,7 @@ DRAFT_MODEL = {
 }
 NGRAM = {"decoding_type": "NGram", "max_draft_len": 4}
 TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4, "max_total_draft_tokens": 12}
+CHOICES = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 TOKEN_MAP = {"speculative_token_map": "zoo:llama-draft/token_map.json"}
 # For the tiny targets, and with their tokens in another order.
 EAGLE = {
@@ -42,6 +43,10 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "draft-model": DRAFT_MODEL,
     "draft-model-one-model": DRAFT_MODEL | {"draft_target_one_model": True},
     "draft-model-token-map": DRAFT_MODEL | TOKEN_MAP,
+    "eagle3-tree": EAGLE3 | TREE,
+    "eagle3-tree-two-model": EAGLE3 | TREE | {"eagle3_one_model": False},
+    "eagle3-static-tree": EAGLE3 | {"eagle_choices": CHOICES},
+    "rejection-sampling": DRAFT_MODEL | {"use_rejection_sampling": True},
 }
 
 PROMPTS = [
@@ -118,13 +123,15 @@ class ChangingTiers:
 @dataclass(frozen=True)
 class Case:
     """`model`: of the zoo, or one of `tiny_models`, as its speculative model may be: the caller has
-    a folder with these. `tiers`: that rounds have by turns, instead of the controller's choice."""
+    a folder with these. `tiers`: that rounds have by turns, instead of the controller's choice.
+    `whole_pages`: whether prefixes must be reused in whole pages."""
 
     model: str = "zoo:llama"
     options: dict[str, Any] = field(default_factory=dict)
     run: Callable[[LLM], Outputs] = generate_all
     accepts: bool = False  # whether drafts must be accepted
     tiers: tuple[int, ...] = ()
+    whole_pages: bool = False
 
     def outputs(self, folder: str, num_ranks: int) -> Outputs:
         """On rank 0. The other processes of mpirun end with SystemExit."""
@@ -152,6 +159,10 @@ class Case:
             assert all(rank["weight_bytes"] > 0 for rank in state["ranks"])
             if self.accepts:
                 assert state["totals"]["speculation"]["acceptance_length"] > 1, state
+            if self.run is generate_twice:
+                assert state["kv_cache"]["reused_tokens"] > 0, state
+            if self.whole_pages:
+                assert state["kv_cache"]["reused_pages"] > 0, state
             if self.options.get("scheduler_config"):
                 assert state["num_preemptions"] > 0, state
         return found
@@ -163,6 +174,13 @@ def speculating(name: str, **options: Any) -> Case:
 
 EP = {"moe_expert_parallel_size": 2}
 MTP = {"decoding_type": "MTP", "max_draft_len": 3}
+RELAXED = {
+    "use_relaxed_acceptance_for_thinking": True,
+    "relaxed_topk": 3,
+    "relaxed_delta": 0.5,
+    "begin_thinking_phase_token": 9,  # in all prompts
+    "end_thinking_phase_token": 127,
+}
 VANILLA_MTP = {"decoding_type": "MTP", "max_draft_len": 2, "use_mtp_vanilla": True}
 TINY_EAGLE3 = {
     "decoding_type": "Eagle3",
@@ -175,6 +193,7 @@ SMALL_CACHE = {
     "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
     "max_seq_len": 64,
 }
+SMALL_PAGES = {"kv_cache_config": {"tokens_per_block": 8}}
 CASES: dict[str, Case] = {
     "eagle3": speculating("eagle3"),
     "adaptive-draft-model": Case(
@@ -186,7 +205,9 @@ CASES: dict[str, Case] = {
         accepts=True,
         tiers=(5, 0, 3, 4, 1, 5, 4, 2, 0),
     ),
-    "plain-experts": Case(model="qwen2-moe", run=generate_twice),
+    "plain-experts": Case(
+        model="qwen2-moe", options=SMALL_PAGES, run=generate_twice, whole_pages=True
+    ),
     "divided-experts": Case(
         model="qwen2-moe", options={"moe_expert_parallel_size": 2, "speculative_config": NGRAM}
     ),
@@ -226,6 +247,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "mtp-two-model": MTP | {"mtp_eagle_one_model": False},
     "vanilla-mtp": VANILLA_MTP,
     "vanilla-mtp-two-model": VANILLA_MTP | {"mtp_eagle_one_model": False},
+    "mtp-tree": MTP | TREE,
+    "mtp-relaxed": MTP | RELAXED,
     "eagle3": TINY_EAGLE3,
     "eagle3-two-model": TINY_EAGLE3 | {"eagle3_one_model": False},
 }
