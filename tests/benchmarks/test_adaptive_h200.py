@@ -90,6 +90,7 @@ def test_rounds_of_plain_decoding_are_counted_too() -> None:
     assert (block.rounds, block.tokens) == (5, 10)
 
 
+@pytest.mark.slow
 def test_a_run_measures_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ladder = (0, 2, 5)
     monkeypatch.setattr(

@@ -29,7 +29,7 @@ def cells() -> Iterator[Cells]:
         cells._rounds.executor.check_integrity()
 
 
-@pytest.mark.thinned
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", [Profile(0.6), Profile(0.8, 0.8)], ids=lambda each: each.name)
 @pytest.mark.parametrize("shape", ["5", "5x8/31"])
 def test_as_many_drafts_are_accepted_as_the_script_promises(

@@ -275,6 +275,7 @@ def test_a_model_that_drafts_for_itself_is_accepted_nearly_always(
     )  # the last round is short
 
 
+@pytest.mark.slow
 def test_coupled_drafts_are_accepted_nearly_as_often_as_rejection_samplings(
     long_prompts: list[list[int]],
 ) -> None:

@@ -158,7 +158,7 @@ def test_a_strategy_moves_between_draft_lengths_and_changes_no_text(
     ("mode", "overlap"),
     [
         pytest.param("ngram", True, marks=pytest.mark.slow),
-        ("eagle3", True),
+        pytest.param("eagle3", True, marks=pytest.mark.slow),
         ("draft_target", False),
         pytest.param("eagle3_two_model", True, marks=pytest.mark.slow),
         pytest.param("eagle3_onnxruntime", True, marks=pytest.mark.slow),

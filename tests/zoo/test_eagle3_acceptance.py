@@ -22,6 +22,7 @@ from tllm_spec.zoo.token_data import TokenData
 STEPS = 80
 
 
+@pytest.mark.slow
 def test_measured_acceptance_equals_that_of_a_loop_that_drafts_and_verifies(
     target: LlamaForCausalLM,
 ) -> None:
