@@ -48,9 +48,9 @@ TINY_EAGLE3: Config = {**EAGLE3_8B, **TINY, "draft_vocab_size": 256}
 FIXED_SUMS = ("NCCL", "one-shot")
 TITLES = {
     "sums": "Sums over two GPUs",
-    "llama-8b": "An 8B model on one and two GPUs",
-    "llama-70b": "A 70B model on one and two GPUs",
-    "v3": "A V3-style model on one and two GPUs",
+    "llama-8b": "8B, one and two GPUs",
+    "llama-70b": "70B, one and two GPUs",
+    "v3": "V3-style, one and two GPUs",
     "killed": "The end of a rank",
 }
 SUBJECTS = tuple(TITLES)

@@ -124,6 +124,7 @@ def sum_times(device: torch.device, communicator: Communicator) -> Iterator[Row]
             "nccl_us": 1e6 * seconds(nccl_sum, size),
             "one_shot_us": 1e6 * seconds(one_shot, size),
         }
+    one_shot.close()
 
 
 def run(job: Job, communicator: Communicator) -> Iterator[Row]:

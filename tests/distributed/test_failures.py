@@ -14,7 +14,7 @@ from time import sleep
 
 import pytest
 
-from tests.distributed.worlds import REPOSITORY, mpirun, run, run_world, start
+from tests.distributed.worlds import REPOSITORY, World, mpirun, run, run_world, start
 from tests.models.helpers import save_checkpoint
 
 pytest.importorskip("mpi4py")
@@ -78,6 +78,13 @@ def end_after_kill(command: list[str], rank: int) -> tuple[int, str]:
     return process.returncode, output
 
 
+def run_changed(change: str, change_folder: Path, *arguments: str) -> World:
+    """The program, in whose processes `change` runs first."""
+    (change_folder / "sitecustomize.py").write_text(change)
+    path = os.pathsep.join([str(change_folder), str(REPOSITORY)])
+    return run([sys.executable, *PROGRAM, *arguments], PYTHONPATH=path)
+
+
 @pytest.mark.slow
 def test_a_round_that_fails_on_all_ranks_fails_its_request_only(folder: str) -> None:
     world = run_world(2, [*PROGRAM, folder, "all"])
@@ -95,9 +102,7 @@ def test_a_killed_rank_ends_the_model_that_started_it(folder: str) -> None:
 def test_a_rank_that_is_killed_before_it_joins_ends_the_model_that_started_it(
     folder: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(KILLED_AT_ITS_START)
-    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
-    world = run([sys.executable, *PROGRAM, folder, "none"], PYTHONPATH=path)
+    world = run_changed(KILLED_AT_ITS_START, tmp_path, folder, "none")
     assert world.returncode == 1 and "ended before it joined" in world.output, world.output
 
 
@@ -105,9 +110,7 @@ def test_a_rank_that_is_killed_before_it_joins_ends_the_model_that_started_it(
 def test_a_rank_that_is_killed_while_they_part_ends_the_model_that_started_it(
     folder: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(KILLED_AT_ITS_END)
-    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
-    world = run([sys.executable, *PROGRAM, folder, "ends"], PYTHONPATH=path)
+    world = run_changed(KILLED_AT_ITS_END, tmp_path, folder, "ends")
     assert world.returncode == 1 and "all ranks end: rank 1" in world.output, world.output
     assert "others [8, 8, 8, 8]" in world.output
 

@@ -48,7 +48,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
-def beside(text: list[int], place: int, draft: int) -> int:
+def wrong_draft(text: list[int], place: int, draft: int) -> int:
     """A wrong draft next to another: the token that follows in the text, which a penalty for drafts
     of other paths would hit."""
     following = text[place + 1] if place + 1 < len(text) else draft
@@ -76,7 +76,7 @@ class Trees(Drafter):
             return
         if turn == 1:
             right = [right[0], *((token + 5) % 64 for token in right[1:])]
-        wrong = [[*right[:i], beside(text, i, right[i])] for i in range(len(right))]
+        wrong = [[*right[:i], wrong_draft(text, i, right[i])] for i in range(len(right))]
         if not self._as_parents:
             request.py_draft_tokens = [*wrong, right]  # type: ignore[list-item] # a list of paths
             return
