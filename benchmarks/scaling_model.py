@@ -21,7 +21,14 @@ from typing import Any
 
 from benchmarks.harness.cost_model import H100, H200
 from benchmarks.harness.report import table
-from benchmarks.harness.scaling_shapes import LLAMA_8B, QWEN3_30B, SHAPES, V3_STYLE, Shape
+from benchmarks.harness.scaling_shapes import (
+    LLAMA_8B,
+    LLAMA_70B_HALF,
+    QWEN3_30B,
+    SHAPES,
+    V3_STYLE,
+    Shape,
+)
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -43,7 +50,11 @@ class Checked:
         return self.predicted / self.measured - 1
 
 
-ON_H100 = {"llama-8b": LLAMA_8B, "V3-style": V3_STYLE}  # by the name of a job
+ON_H100 = {  # by the name of a job
+    "llama-8b": LLAMA_8B,
+    "llama-70b of 40 layers": LLAMA_70B_HALF,
+    "V3-style": V3_STYLE,
+}
 CHECK_CONTEXT = 1150  # prompts of 1,024 tokens, in the middle of the timed rounds
 
 

@@ -107,9 +107,11 @@ DEEPSEEK_V3 = Shape(
     head_fc=3 * 7168**2,
     head_layer=2 * 7168 * 9216 + 8192 * 7168 + 3 * 7168 * 18432,
 )
+LLAMA_70B = llama("Llama 3.3 70B, bf16", 80, 8192, 28672, 64)
+LLAMA_70B_HALF = replace(LLAMA_70B, name="Llama 3.3 70B, 40 layers", layers=40)
 SHAPES = (
     LLAMA_8B,
-    llama("Llama 3.3 70B, bf16", 80, 8192, 28672, 64),
+    LLAMA_70B,
     replace(QWEN3_235B, name="Qwen3 235B-A22B, bf16", weight_bytes=2),
     QWEN3_235B,
     replace(DEEPSEEK_V3, name="DeepSeek V3, bf16", weight_bytes=2),
