@@ -26,7 +26,8 @@ from tllm_spec.kernels import grouped_gemm
 from tllm_spec.kernels.grouped_gemm import Tiling, Tilings, down, gate_up_silu
 from tllm_spec.kernels.moe_permute import moe_permute
 from tllm_spec.models.module import Placement
-from tllm_spec.models.moe import DEEPSEEK_NAMES, QWEN_NAMES, MoEConfig, SparseMoE
+from tllm_spec.models.moe import SparseMoE
+from tllm_spec.models.moe_shape import DEEPSEEK_NAMES, QWEN_NAMES, MoEConfig
 from tllm_spec.models.weights import fill_random
 
 CUDA, BF16, COPIES = "cuda", torch.bfloat16, 3

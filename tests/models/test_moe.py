@@ -14,15 +14,14 @@ from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.module import Placement
-from tllm_spec.models.moe import (
+from tllm_spec.models.moe import Router, SparseMoE
+from tllm_spec.models.moe_shape import (
     DEEPSEEK_NAMES,
     LLAMA4_NAMES,
     MIXTRAL_NAMES,
     QWEN_NAMES,
     MoEConfig,
     MoENames,
-    Router,
-    SparseMoE,
 )
 from tllm_spec.models.weights import fill_random, weight_table
 

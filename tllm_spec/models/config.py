@@ -26,8 +26,8 @@ from tllm_spec.models.llama4_config import (
     flat_llama4,
     llama4_config,
 )
-from tllm_spec.models.moe import MoEConfig
 from tllm_spec.models.moe_config import MOE_DEFAULTS, moe_config, sparse_layers
+from tllm_spec.models.moe_shape import MoEConfig
 
 # The defaults of each architecture's configuration class in transformers.
 _COMMON = {

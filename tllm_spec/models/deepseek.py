@@ -19,7 +19,8 @@ from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import Linear, RowLinear
 from tllm_spec.models.llama import MLP, DecoderLayer, LlamaForCausalLM
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
-from tllm_spec.models.moe import DEEPSEEK_NAMES, SparseMoE
+from tllm_spec.models.moe import SparseMoE
+from tllm_spec.models.moe_shape import DEEPSEEK_NAMES
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from tllm_spec.attention.geometry import LatentGeometry
 from tllm_spec.distributed.mapping import Mapping
-from tllm_spec.models.moe import MoEConfig
+from tllm_spec.models.moe_shape import MoEConfig
 
 # The defaults of each architecture's configuration class in transformers.
 _COMMON = {

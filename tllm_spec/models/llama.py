@@ -17,7 +17,8 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.layers import Embedding, HeadNorm, RMSNorm
 from tllm_spec.models.linear import ColumnLinear, OutputLinear, RowLinear
 from tllm_spec.models.module import Module, Placement
-from tllm_spec.models.moe import MIXTRAL_NAMES, QWEN_NAMES, SparseMoE
+from tllm_spec.models.moe import SparseMoE
+from tllm_spec.models.moe_shape import MIXTRAL_NAMES, QWEN_NAMES
 from tllm_spec.models.rotary import cos_sin_table
 
 

@@ -14,7 +14,8 @@ from tllm_spec.models.layers import HeadNorm, RMSNorm
 from tllm_spec.models.linear import ColumnLinear
 from tllm_spec.models.llama import MLP, Attention, DecoderLayer, LlamaForCausalLM, LlamaModel
 from tllm_spec.models.module import Placement, WeightSlot
-from tllm_spec.models.moe import LLAMA4_NAMES, SparseMoE
+from tllm_spec.models.moe import SparseMoE
+from tllm_spec.models.moe_shape import LLAMA4_NAMES
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tllm_spec.models.moe import MoEConfig
+from tllm_spec.models.moe_shape import MoEConfig
 
 # The defaults of each architecture's configuration class in transformers.
 MOE_DEFAULTS: dict[str, dict[str, Any]] = {

@@ -22,7 +22,8 @@ from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import MLP
 from tllm_spec.models.module import Module, Placement, specialize_for_cpu
-from tllm_spec.models.moe import DEEPSEEK_NAMES, SparseMoE
+from tllm_spec.models.moe import SparseMoE
+from tllm_spec.models.moe_shape import DEEPSEEK_NAMES
 from tllm_spec.models.nextn_checkpoint import exported_config
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.models.weights import fill, fill_random, stored_tensors

@@ -1,0 +1,80 @@
+"""The shape of a mixture-of-experts layer, and its tensors' names."""
+
+from dataclasses import dataclass
+
+from tllm_spec.kernels.moe_routing import RoutingRule, Scoring
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The shape of a layer, and how its router chooses."""
+
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    """Of one expert."""
+    scoring: Scoring = "softmax"
+    normalise_top_k: bool = False
+    routed_scaling_factor: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    """Groups of experts that a token may take experts from (`RoutingRule`)."""
+    has_correction_bias: bool = False
+    """DeepSeek V3: `e_score_correction_bias` is added to the scores for the choice."""
+    shared_intermediate_size: int = 0
+    """Of the expert that every token takes; 0: there is none."""
+    shared_gate: bool = False
+    """Qwen2-MoE: the shared expert's output is multiplied by the sigmoid of one more output."""
+    apply_weight_on_input: bool = False
+    """Llama 4: an expert's weight multiplies its input instead of its output."""
+    float32_router: bool = False
+    """DeepSeek: a model in 16 bits computes its router's logits in float32."""
+    fuses_shared: bool = True
+    """Whether the shared expert may be computed as one more routed expert."""
+
+    @property
+    def num_shared(self) -> int:
+        """1 if the shared expert is computed as one more routed expert, which every token takes
+        with weight 1: it saves the launches of a layer of its own. Otherwise 0."""
+        has_size = self.shared_intermediate_size == self.intermediate_size
+        return int(has_size and not self.shared_gate and self.fuses_shared)
+
+    @property
+    def routing(self) -> RoutingRule:
+        return RoutingRule(
+            top_k=self.top_k,
+            scoring=self.scoring,
+            normalises=self.normalise_top_k,
+            scale=self.routed_scaling_factor,
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+            num_shared=self.num_shared,
+        )
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of the activations that a token has at a time in addition to hidden states: what
+        its experts compute and put out, or the shared expert."""
+        taken = self.routing.num_taken * (self.intermediate_size + self.hidden_size)
+        return taken + (0 if self.num_shared else 3 * self.shared_intermediate_size)
+
+
+@dataclass(frozen=True)
+class MoENames:
+    """The checkpoint's names below the layer's. With `fused`, all experts are one tensor of gates
+    and ups `[E, H, 2 * I]` and one of downs `[E, I, H]`, as in Llama 4."""
+
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_expert"
+    shared_gate: str = "shared_expert_gate"
+    fused: bool = False
+
+
+QWEN_NAMES = MoENames()
+DEEPSEEK_NAMES = MoENames(shared="shared_experts")
+MIXTRAL_NAMES = MoENames(gate="w1", up="w3", down="w2")
+LLAMA4_NAMES = MoENames(router="router", fused=True)
