@@ -73,7 +73,10 @@ class RotatedLinear(Linear):
             rows = self.weight[first : first + part.size]
             order = part.order() if self.is_interleaved and part.rope_dim else None
             shape = (part.total_heads * part.head_size, rows.shape[1])
-            slot = WeightSlot(rows, shape, 0, part.first_head * part.head_size, order)
+            start, scales = part.first_head * part.head_size, self.weight_scales
+            if scales is not None:
+                scales = scales[first : first + part.size]
+            slot = WeightSlot(rows, shape, 0, start, order, scales)
             yield f"{sibling(path, name)}.weight", slot
             first += part.size
 

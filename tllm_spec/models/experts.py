@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from tllm_spec.kernels.grouped_gemm import block_rows_of, down, gate_up_silu
-from tllm_spec.kernels.moe_permute import moe_permute
-from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
+from tllm_spec.kernels.moe_permute import ExpertRows, moe_permute
+from tllm_spec.kernels.scaled_linear import BLOCK
+from tllm_spec.models.module import Fp8Tensor, Module, Placement, WeightSlot, sibling
 from tllm_spec.models.moe_shape import MoEConfig, MoENames
 
 
@@ -19,8 +20,9 @@ class FusedSlot(WeightSlot):
     first_expert: int = 0
     parts: int = 1
 
-    def load(self, tensor: torch.Tensor) -> None:
+    def load(self, tensor: torch.Tensor | Fp8Tensor) -> None:
         assert self.destination is not None and self.shard_dim is not None
+        assert isinstance(tensor, torch.Tensor)
         own = tensor.narrow(0, self.first_expert, len(self.destination))
         halves = (each.chunk(self.parts, self.shard_dim) for each in (self.destination, own))
         for destination, half in zip(*halves, strict=True):
@@ -39,8 +41,13 @@ class Experts(Module):
         hidden, number = config.hidden_size, self.num_routed + config.num_shared
         inner = self.mapping.shard_expert(config.intermediate_size)
         self.first = self.num_routed * self.mapping.ep_rank
-        self.gate_up = placement.parameter(number, 2 * inner, hidden)
-        self.down = placement.parameter(number, hidden, inner)
+        if names.fused:
+            placement = placement.wide
+        is_split = inner < config.intermediate_size and inner % BLOCK > 0
+        self.gate_up, self.gate_up_scales = placement.matrix(number, 2 * inner, hidden)
+        # A scale of the down projection would belong to two ranks.
+        own = placement.wide if is_split else placement
+        self.down, self.down_scales = own.matrix(number, hidden, inner)
 
     def forward(
         self,
@@ -54,7 +61,7 @@ class Experts(Module):
         block_rows = block_rows_of(experts.numel(), number, x.dtype, x.device)
         if self.mapping.ep_size == 1:
             rows = moe_permute(experts, number, block_rows)
-            return down(gate_up_silu(x, self.gate_up, rows, input_weights), self.down, rows)
+            return self._output(x, rows, input_weights)
         experts = experts - self.first
         is_elsewhere = (experts < 0) | (experts >= number)
         # As one more expert, which sorts last, and whose blocks are left out.
@@ -62,8 +69,18 @@ class Experts(Module):
         rows = moe_permute(experts, number + 1, block_rows)
         left_out = (is_elsewhere.sum(dtype=torch.int32) + (block_rows - 1)) // block_rows
         rows = replace(rows, num_blocks=rows.num_blocks - left_out)
-        parts = down(gate_up_silu(x, self.gate_up, rows, input_weights), self.down, rows)
+        parts = self._output(x, rows, input_weights)
         return parts.masked_fill_(is_elsewhere.view(-1, 1), 0)
+
+    def _output(
+        self, x: torch.Tensor, rows: ExpertRows, input_weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        inner = gate_up_silu(x, self.gate_up, rows, input_weights, self.gate_up_scales)
+        return down(inner, self.down, rows, self.down_scales)
+
+    def widen(self, placement: Placement) -> None:
+        self.gate_up, self.gate_up_scales = placement.wide.matrix(*self.gate_up.shape)
+        self.down, self.down_scales = placement.wide.matrix(*self.down.shape)
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         names, number = self.names, self.num_routed
@@ -97,10 +114,16 @@ class Experts(Module):
         names of gate, up and down."""
         number, hidden, inner = self.down.shape
         is_here = 0 <= expert < number
-        gate = self.gate_up[expert, :inner] if is_here else None
-        up = self.gate_up[expert, inner:] if is_here else None
-        down_weight = self.down[expert] if is_here else None
         start, full = inner * self.mapping.moe_tp_rank, inner * self.mapping.moe_tp_size
-        for name, rows in zip(parts[:2], (gate, up), strict=True):
-            yield f"{path}.{name}.weight", WeightSlot(rows, (full, hidden), 0, start)
-        yield f"{path}.{parts[2]}.weight", WeightSlot(down_weight, (hidden, full), 1, start)
+        halves = zip(parts[:2], (slice(inner), slice(inner, None)), strict=True)
+
+        def own(values: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+            return values[expert, rows] if is_here and values is not None else None
+
+        for name, rows in halves:
+            scales = own(self.gate_up_scales, rows)
+            slot = WeightSlot(own(self.gate_up, rows), (full, hidden), 0, start, scales=scales)
+            yield f"{path}.{name}.weight", slot
+        scales = own(self.down_scales, slice(None))
+        slot = WeightSlot(own(self.down, slice(None)), (hidden, full), 1, start, scales=scales)
+        yield f"{path}.{parts[2]}.weight", slot

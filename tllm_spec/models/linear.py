@@ -12,6 +12,7 @@ from torch import nn
 
 from tllm_spec.distributed.vocab_shard import VocabShard
 from tllm_spec.kernels.batch_invariant_linear import batch_invariant_linear
+from tllm_spec.kernels.scaled_linear import BLOCK, dequantised, scaled_linear
 from tllm_spec.kernels.silu_and_mul import silu_and_mul
 from tllm_spec.kernels.small_m_gemm import serves, small_m_gemm
 from tllm_spec.kernels.tuned_linear import TunedGemms, tuned_linear
@@ -25,6 +26,8 @@ PACKED_ROWS_HINT = 8
 
 class Linear(Module):
     """`y = x W^T + b`, and the forms that fuse a norm, SwiGLU or the residual addition.
+
+    A weight in FP8 has `weight_scales`; its kernel is batch-invariant.
 
     On a CPU, weights with more outputs than inputs and small weights are stored column-major: up to
     twice as fast for one row, and faster for the few rows of a verified window. For a large weight
@@ -41,16 +44,18 @@ class Linear(Module):
         weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
-        self.mapping = placement.mapping
+        self.dtype, self.mapping = placement.dtype, placement.mapping
         self.communicator = placement.communicator
         self.batch_invariant = placement.batch_invariant
         self.shares_weight = weight is not None
         if weight is None:
             by_columns = placement.device.type == "cpu" and not placement.batch_invariant
             fits = out_features >= in_features or out_features * in_features < MIN_PACKED_ELEMENTS
-            weight = placement.parameter(
+            weight, self.weight_scales = placement.matrix(
                 out_features, in_features, column_major=by_columns and fits
             )
+        else:
+            self.weight_scales = None
         self.weight = weight
         self.bias = placement.parameter(out_features) if bias else None
         self.matrix = self.weight.t()
@@ -77,6 +82,8 @@ class Linear(Module):
         """Add the outputs for x `[T, K]` to `total` `[T, N]` in place, rounded once on CUDA."""
         if self._is_fused(x):
             small_m_gemm(x, self.weight, bias=self.bias, add_to=total)
+        elif self.weight_scales is not None:
+            scaled_linear(x, self.weight, self.weight_scales, self.bias, add_to=total)
         elif self.tuned_gemms is not None:
             tuned_linear(x, self.weight, self.tuned_gemms, bias=self.bias, add_to=total)
         elif total.is_cuda and self.bias is None and not self.batch_invariant:
@@ -85,9 +92,12 @@ class Linear(Module):
             total.add_(self._gemm(x))
 
     def _is_fused(self, x: torch.Tensor) -> bool:
-        return not self.batch_invariant and serves(x, self.weight)
+        is_scaled = self.weight_scales is not None
+        return not is_scaled and not self.batch_invariant and serves(x, self.weight)
 
     def _gemm(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight_scales is not None:
+            return scaled_linear(x, self.weight, self.weight_scales, self.bias)
         if self.batch_invariant:
             return batch_invariant_linear(x, self.weight, self.bias)
         if self.tuned_gemms is not None:
@@ -99,8 +109,19 @@ class Linear(Module):
             return output
         return x.mm(self.matrix) if self.bias is None else torch.addmm(self.bias, x, self.matrix)
 
+    def widen(self, placement: Placement) -> None:
+        self.weight_scales = None
+        self.weight = placement.parameter(*self.weight.shape)
+        self.matrix = self.weight.t()
+
+    def full_weight(self) -> torch.Tensor:
+        """`[N, K]`, dequantised."""
+        if self.weight_scales is None:
+            return self.weight
+        return dequantised(self.weight, self.weight_scales, self.dtype)
+
     def specialize_for_cpu(self) -> None:
-        if self.batch_invariant:
+        if self.batch_invariant or self.weight_scales is not None:
             return  # its kernel reads the row-major weight
         weight = self.weight.detach()
         if weight.is_contiguous() and weight.shape[0] > weight.shape[1]:
@@ -144,12 +165,15 @@ class ColumnLinear(Linear):
             return
         first = 0
         for name, size in self.parts.items():
-            for kind, parameter in self.named_parameters():
-                rows = parameter[first : first + size]
-                copies = self.copies.get(name, 1)
-                shape = (size * self.mapping.tp_size // copies, *rows.shape[1:])
-                start = size * (self.mapping.tp_rank // copies)
-                yield f"{sibling(path, name)}.{kind}", WeightSlot(rows, shape, 0, start)
+            own, copies = slice(first, first + size), self.copies.get(name, 1)
+            full, start = size * self.mapping.tp_size // copies, self.mapping.tp_rank // copies
+            scales = None if self.weight_scales is None else self.weight_scales[own]
+            shape = (full, self.weight.shape[1])
+            slot = WeightSlot(self.weight[own], shape, 0, size * start, scales=scales)
+            yield f"{sibling(path, name)}.weight", slot
+            if self.bias is not None:
+                slot = WeightSlot(self.bias[own], (full,), 0, size * start)
+                yield f"{sibling(path, name)}.bias", slot
             first += size
 
 
@@ -166,7 +190,11 @@ class OutputLinear(ColumnLinear):
         tied: nn.Parameter | None = None,
     ) -> None:
         super().__init__(
-            in_features, {"lm_head": out_features}, bias=False, placement=placement, weight=tied
+            in_features,
+            {"lm_head": out_features},
+            bias=False,
+            placement=placement.wide,
+            weight=tied,
         )
         mapping = placement.mapping
         self.shard: VocabShard | None = None
@@ -184,6 +212,8 @@ class RowLinear(Linear):
     ) -> None:
         local = placement.mapping.shard(in_features, "the input of a row-parallel layer")
         first_rank = placement.mapping.tp_rank == 0
+        if local < in_features and local % BLOCK:
+            placement = placement.wide  # a scale would belong to two ranks
         super().__init__(local, out_features, bias=bias and first_rank, placement=placement)
         self.has_bias = bias
 
@@ -201,6 +231,7 @@ class RowLinear(Linear):
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         out_features, local = self.weight.shape
         shape = (out_features, local * self.mapping.tp_size)
-        yield f"{path}.weight", WeightSlot(self.weight, shape, 1, local * self.mapping.tp_rank)
+        start, scales = local * self.mapping.tp_rank, self.weight_scales
+        yield f"{path}.weight", WeightSlot(self.weight, shape, 1, start, scales=scales)
         if self.has_bias:
             yield f"{path}.bias", WeightSlot(self.bias, (out_features,))

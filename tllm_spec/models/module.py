@@ -2,7 +2,7 @@
 attribute lookups without overhead."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.kernels.scaled_linear import BLOCK, dequantised
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,25 @@ class Placement:
     batch_invariant: bool = False
     """Whether a row's result must have the same bits for any number of other rows."""
     communicator: Communicator = SINGLE
+    has_fp8: bool = False
+    """Whether `matrix` makes FP8 weights."""
+
+    @property
+    def wide(self) -> "Placement":
+        """For weights that checkpoints do not have in FP8."""
+        return replace(self, has_fp8=False)
+
+    def matrix(
+        self, *shape: int, column_major: bool = False
+    ) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """The weight of a linear layer or of experts, `[..., N, K]`, and if it is FP8 its scales,
+        `[..., N, ceil(K / 128)]` (scaled_linear.py)."""
+        if not self.has_fp8:
+            return self.parameter(*shape, column_major=column_major), None
+        weight = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
+        sizes = *shape[:-1], -(-shape[-1] // BLOCK)
+        scales = torch.empty(sizes, dtype=torch.float32, device=self.device)
+        return nn.Parameter(weight, requires_grad=False), nn.Parameter(scales, requires_grad=False)
 
     def parameter(self, *shape: int, column_major: bool = False) -> nn.Parameter:
         """Uninitialised: loading fills it. `column_major` changes the strides, not the shape."""
@@ -30,6 +50,18 @@ class Placement:
         else:
             values = torch.empty(shape, dtype=self.dtype, device=self.device)
         return nn.Parameter(values, requires_grad=False)
+
+
+@dataclass(frozen=True)
+class Fp8Tensor:
+    """A checkpoint's weight `[N, K]` in FP8, with its scales `[N, ceil(K / 128)]`."""
+
+    weight: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
 
 
 @dataclass(frozen=True)
@@ -45,18 +77,31 @@ class WeightSlot:
     start: int = 0
     order: torch.Tensor | None = None
     """int64, on the host: the tensor's rows in the order of the parameter's; None: the same."""
+    scales: torch.Tensor | None = None
+    """Where the scales of an FP8 tensor go; None: the tensor is dequantised."""
 
-    def load(self, tensor: torch.Tensor) -> None:
+    def load(self, tensor: torch.Tensor | Fp8Tensor) -> None:
         """Copy this rank's slice of `tensor`, converted to the parameter's dtype and device."""
         if self.destination is None:
             return
+        if isinstance(tensor, torch.Tensor):
+            self.destination.copy_(self._own(tensor))
+        elif self.scales is None:
+            # To bfloat16 first, as dequantised copies of such checkpoints have it.
+            wide = dequantised(tensor.weight, tensor.scales, torch.bfloat16)
+            self.destination.copy_(self._own(wide))
+        else:
+            self.destination.copy_(self._own(tensor.weight))
+            self.scales.copy_(self._own(tensor.scales, BLOCK))
+
+    def _own(self, tensor: torch.Tensor, inputs: int = 1) -> torch.Tensor:
+        """This rank's slice. `inputs`: that share a column."""
+        assert self.destination is not None
         if self.shard_dim is not None:
-            tensor = tensor.narrow(
-                self.shard_dim, self.start, self.destination.shape[self.shard_dim]
-            )
-        if self.order is not None:
-            tensor = tensor.index_select(0, self.order)
-        self.destination.copy_(tensor)
+            per_column = inputs if self.shard_dim == 1 else 1
+            size = -(-self.destination.shape[self.shard_dim] // per_column)
+            tensor = tensor.narrow(self.shard_dim, self.start // per_column, size)
+        return tensor if self.order is None else tensor.index_select(0, self.order)
 
 
 class Module(nn.Module):
@@ -80,6 +125,11 @@ class Module(nn.Module):
         module's name."""
         for name, parameter in self.named_parameters(recurse=False):
             yield f"{path}.{name}", WeightSlot(parameter, tuple(parameter.shape))
+
+    def widen(self, placement: Placement) -> None:
+        """Called before loading where the checkpoint's weights are not in FP8: makes them of the
+        placement's dtype."""
+        raise NotImplementedError(f"{type(self).__name__} has no FP8 weights")
 
     def specialize_for_cpu(self) -> None:
         """Called after loading for float32 on a CPU: derives faster forms of the weights."""

@@ -19,7 +19,8 @@ class Router(Linear):
     """Logits of all experts, and the correction bias."""
 
     def __init__(self, config: MoEConfig, placement: Placement) -> None:
-        super().__init__(config.hidden_size, config.num_experts, bias=False, placement=placement)
+        hidden, number = config.hidden_size, config.num_experts
+        super().__init__(hidden, number, bias=False, placement=placement.wide)
         self.rule, self.in_float32 = config.routing, config.float32_router
         values = torch.empty(config.num_experts, dtype=torch.float32, device=placement.device)
         self.e_score_correction_bias = (
@@ -84,7 +85,7 @@ class SparseMoE(Module):
         has_layer = config.shared_intermediate_size > 0 and not config.num_shared
         shared = SharedExpert(config, placement) if has_layer else None
         self.add_under(names.shared, "shared", shared)
-        gate = Linear(config.hidden_size, 1, bias=False, placement=placement)
+        gate = Linear(config.hidden_size, 1, bias=False, placement=placement.wide)
         self.add_under(names.shared_gate, "shared_gate", gate if config.shared_gate else None)
 
     def add_to(self, hidden: torch.Tensor, norm: RMSNorm) -> None:

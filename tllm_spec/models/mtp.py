@@ -19,9 +19,10 @@ from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM, DeepseekLayer
 from tllm_spec.models.layers import RMSNorm
+from tllm_spec.models.fp8_tensors import fp8_names, widen_others
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import MLP
-from tllm_spec.models.module import Module, Placement, specialize_for_cpu
+from tllm_spec.models.module import Fp8Tensor, Module, Placement, specialize_for_cpu
 from tllm_spec.models.moe import SparseMoE
 from tllm_spec.models.moe_shape import DEEPSEEK_NAMES
 from tllm_spec.models.nextn_checkpoint import exported_config
@@ -53,7 +54,7 @@ class NextnModule(DeepseekLayer):
         self.enorm = RMSNorm(size, eps, placement)
         self.hnorm = RMSNorm(size, eps, placement)
         self.norms = DraftInputNorms(self.enorm.weight, self.hnorm.weight, eps)
-        self.eh_proj = Linear(2 * size, size, bias=False, placement=placement)
+        self.eh_proj = Linear(2 * size, size, bias=False, placement=placement.wide)
         self.shared_head = SharedHead(config, placement)
         # Not a submodule: the target's weights are not this checkpoint's.
         self.__dict__["target"] = target
@@ -195,14 +196,22 @@ def load_nextn(
         # Everything else in such a folder is surplus.
         known = tuple(f"model.layers.{number}." for number in range(config.num_layers))
     placement = Placement(
-        target.dtype, target.device, communicator.mapping, communicator=communicator
+        target.dtype,
+        target.device,
+        communicator.mapping,
+        communicator=communicator,
+        has_fp8=config.fp8 is not None,
     )
     modules = NextnModules(target, count, placement)
     if load_format == "dummy":
         fill_random(modules)
     else:
+        in_fp8 = fp8_names(path) if placement.has_fp8 else frozenset[str]()
         for index, module in enumerate(modules.modules_by_step):
             prefix = f"model.layers.{first + index}."
+            if placement.has_fp8:
+                own = {name.removeprefix(prefix) for name in in_fp8 if name.startswith(prefix)}
+                widen_others(module, own, placement)
             tensors = _below(prefix, path, config, known)
             fill(module, tensors, f"The tensors {prefix}* in {path} do not fit an MTP module")
     specialize_for_cpu(modules, placement)
@@ -211,7 +220,7 @@ def load_nextn(
 
 def _below(
     prefix: str, path: Path, config: ModelConfig, known: tuple[str, ...] | None
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, torch.Tensor | Fp8Tensor]]:
     """The tensors below `prefix`, without it, and those below none of the prefixes `known`."""
 
     def is_wanted(name: str) -> bool:

@@ -71,11 +71,13 @@ def load_model(
             "asked for; sliding-window attention is not served, so lower max_seq_len to "
             f"{config.sliding_window} or below."
         )
-    placement = Placement(dtype, device, communicator.mapping, batch_invariant, communicator)
+    placement = Placement(
+        dtype, device, communicator.mapping, batch_invariant, communicator, config.fp8 is not None
+    )
     model = MODELS[config.architecture](config, max_positions, placement)
     if load_format == "dummy":
         fill_random(model)
     else:
-        load_weights(model, path)
+        load_weights(model, path, placement)
     specialize_for_cpu(model, placement)
     return model

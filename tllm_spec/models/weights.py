@@ -11,18 +11,24 @@ import torch
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.checkpoint import checkpoint_tensors, listed
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.fp8_blocks import dequantised_tensors
+from tllm_spec.models.fp8_tensors import fp8_names, fp8_tensors, widen_others
 from tllm_spec.models.layers import HeadNorm, RMSNorm
-from tllm_spec.models.module import Module, WeightSlot
+from tllm_spec.models.module import Fp8Tensor, Module, Placement, WeightSlot
 
 
-def load_weights(model: CausalLM, path: Path) -> None:
+FP8_AT_ONCE = 1 << 26  # random elements
+SCALES = "_scales"  # after the name of a parameter in FP8
+
+
+def load_weights(model: CausalLM, path: Path, placement: Placement) -> None:
     """Fill `model` from the checkpoint in the folder `path`.
 
     Raises:
         ValueError: there is no checkpoint, or tensors are missing or surplus; the message names
             them.
     """
+    if placement.has_fp8:
+        widen_others(model, {model.parameter_name(name) for name in fp8_names(path)}, placement)
     stored = (
         (model.parameter_name(name), tensor)
         for name, tensor in stored_tensors(path, model.config, lambda name: not model.ignores(name))
@@ -32,13 +38,17 @@ def load_weights(model: CausalLM, path: Path) -> None:
 
 def stored_tensors(
     path: Path, config: ModelConfig, wants: Callable[[str], bool]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a checkpoint whose names are wanted, dequantised. Raises ValueError for a file
-    that is missing or not readable."""
-    return (dequantised_tensors if config.has_fp8_blocks else checkpoint_tensors)(path, wants)
+) -> Iterator[tuple[str, torch.Tensor | Fp8Tensor]]:
+    """The tensors of a checkpoint whose names are wanted. Raises ValueError for a file that is
+    missing or not readable."""
+    if config.fp8 is None:
+        return checkpoint_tensors(path, wants)
+    return fp8_tensors(path, config.fp8, wants)
 
 
-def fill(model: Module, tensors: Iterable[tuple[str, torch.Tensor]], misfit: str) -> None:
+def fill(
+    model: Module, tensors: Iterable[tuple[str, torch.Tensor | Fp8Tensor]], misfit: str
+) -> None:
     """Fill `model` from named tensors.
 
     Raises:
@@ -59,13 +69,28 @@ def fill_random(model: Module, seed: int = 0) -> None:
     """Norms are 1. The rest is normal with a scale that keeps the size of activations, and depends
     on the seed only."""
     for module in model.modules():
-        for parameter in module.parameters(recurse=False):
+        own = dict(module.named_parameters(recurse=False))
+        for name, parameter in own.items():
             if isinstance(module, (RMSNorm, HeadNorm)):
                 parameter.fill_(1.0)
-            else:
+            elif not name.endswith(SCALES):
                 generator = torch.Generator(parameter.device).manual_seed(seed)
-                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+                _fill_normal(parameter, own.get(name + SCALES), generator)
                 seed += 1
+
+
+def _fill_normal(
+    parameter: torch.Tensor, scales: torch.Tensor | None, generator: torch.Generator
+) -> None:
+    """With standard deviation K ** -0.5, which in FP8 is the scale."""
+    deviation = parameter.shape[-1] ** -0.5
+    if scales is None:
+        parameter.normal_(0.0, deviation, generator=generator)
+        return
+    scales.fill_(deviation)
+    for rows in parameter.flatten(0, -2).split(max(1, FP8_AT_ONCE // parameter.shape[-1])):
+        values = torch.empty(rows.shape, dtype=torch.bfloat16, device=rows.device)
+        rows.copy_(values.normal_(generator=generator))
 
 
 def weight_table(model: Module) -> dict[str, WeightSlot]:
@@ -77,7 +102,7 @@ def weight_table(model: Module) -> dict[str, WeightSlot]:
     return table
 
 
-def _load(name: str, tensor: torch.Tensor, slot: WeightSlot) -> None:
+def _load(name: str, tensor: torch.Tensor | Fp8Tensor, slot: WeightSlot) -> None:
     if tuple(tensor.shape) != slot.shape:
         raise ValueError(
             f"{name} has the shape {list(tensor.shape)}; the config asks for {list(slot.shape)}."

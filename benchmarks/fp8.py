@@ -1,0 +1,130 @@
+"""Rounds of models with FP8 weights, next to the same models in bf16.
+
+    python -m benchmarks.fp8 [llama-8b] [qwen3-30b] [v3]
+
+llama-8b   plain rounds, and EAGLE-3 with 3 drafts, whose head is bf16
+qwen3-30b  plain rounds of a model with 128 experts
+v3         plain rounds of the DeepSeek-V3-style model, whose routers spread the tokens
+
+Random weights, prompts of 1,024 tokens, greedy, synthetic acceptance; FP8 with blocks of 128 x 128.
+The output layer, the embedding and routers are bf16. Both sides of a row are engines of one run.
+`prefill` is milliseconds for 8 prompts. `--device cpu` takes tiny shapes: shows that it runs."""
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.deepseek import SPREAD, V3_STYLE, set_bias
+from benchmarks.deepseek import TINY as TINY_V3
+from benchmarks.harness.engine import Rounds, release
+from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, RATES, TINY, Config
+from benchmarks.harness.moe_rounds import QWEN3_30B
+from benchmarks.harness.moe_rounds import TINY as TINY_QWEN3
+from benchmarks.harness.report import Options, Row, Subject, main, number, table
+
+QUANTIZATION = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+DRAFT_LEN, ROUNDS, TIMINGS, NUM_PROMPTS = 3, 40, 3, 8
+TINY_LLAMA: Config = {**LLAMA_8B, **TINY, "num_hidden_layers": 7}
+TINY_EAGLE3: Config = {**EAGLE3_8B, **TINY, "draft_vocab_size": 256}
+
+
+def compared(
+    full: Config, tiny: Config, heads: Sequence[Config | None], options: Options
+) -> Iterator[Row]:
+    """`heads`: EAGLE-3 heads of the full shape; None: plain rounds."""
+    is_full = options.device == "cuda"
+    target = full if is_full else tiny
+    for head in heads:
+        if head is not None and not is_full:
+            head = TINY_EAGLE3
+        sides = [
+            measured(target | own, head, options.device)
+            for own in ({}, {"quantization_config": QUANTIZATION})
+        ]
+        drafting = "plain" if head is None else f"EAGLE-3 K={DRAFT_LEN}"
+        for what, (bf16, fp8) in {key: [side[key] for side in sides] for key in sides[0]}.items():
+            yield {"drafting": drafting, "what": what, "bf16": bf16, "fp8": fp8}
+
+
+def measured(target: Config, head: Config | None, device: str) -> dict[str, float]:
+    """Milliseconds of a round by batch size, of a prefill, and GiB of weights."""
+    is_full = device == "cuda"
+    sizes, prompt_len = ((1, 8, 64), 1024) if is_full else ((1, 2), 16)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part, config in (("target", target), ("draft", head or {})):
+            (folder / part).mkdir()
+            (folder / part / "config.json").write_text(json.dumps(config))
+        engine = built(folder, head is not None, sizes, prompt_len, device)
+    if "n_routed_experts" in target:
+        set_bias(engine, SPREAD)
+    found: dict[str, float] = {}
+    for batch_size in sizes:
+        engine.start(batch_size, prompt_len)
+        timings = (engine.timed(ROUNDS if is_full else 3) for _ in range(TIMINGS))
+        found[f"batch {batch_size}, ms"] = statistics.median(each.round_ms for each in timings)
+        engine.stop()
+    prompts = min(NUM_PROMPTS, sizes[-1])
+    engine.prompts_ms(prompts, prompt_len)  # compiles
+    times = [engine.prompts_ms(prompts, prompt_len) for _ in range(TIMINGS)]
+    found["prefill, ms"] = statistics.median(times)
+    found["weights, GiB"] = engine.executor.parts.ranks[0]["weight_bytes"] / 2**30
+    del engine
+    release()
+    return found
+
+
+def built(
+    folder: Path, has_head: bool, sizes: tuple[int, ...], prompt_len: int, device: str
+) -> Rounds:
+    is_full = device == "cuda"
+    kv_cache: dict[str, Any] = {"enable_block_reuse": False}
+    eagle3 = {
+        "decoding_type": "Eagle3",
+        "speculative_model": str(folder / "draft"),
+        "load_format": "dummy",
+        "max_draft_len": DRAFT_LEN,
+        "synthetic_acceptance_rates": RATES[:DRAFT_LEN],
+    }
+    return Rounds(
+        str(folder / "target"),
+        max_batch_size=sizes[-1],
+        max_seq_len=prompt_len + 512 * (1 + DRAFT_LEN * has_head),
+        device=device,
+        load_format="dummy",
+        kv_cache_config=kv_cache | ({} if is_full else {"max_tokens": 8192}),
+        cuda_graph_config={"batch_sizes": sizes} if is_full else None,
+        speculative_config=eagle3 if has_head else None,
+    )
+
+
+def compared_table(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        [row["drafting"], row["what"], number(row["bf16"]), number(row["fp8"]),
+         f"{row['fp8'] / row['bf16']:.2f}"]
+        for row in rows
+    ]  # fmt: skip
+    return table(("", "", "bf16", "FP8", "FP8 / bf16"), lines)
+
+
+def subject(name: str, title: str, *shapes: Any) -> Subject:
+    run: Callable[[Options], Iterator[Row]] = partial(compared, *shapes)
+    return Subject(name, title, run, compared_table)
+
+
+SUBJECTS = (
+    subject("llama-8b", "8B in FP8", LLAMA_8B, TINY_LLAMA, (None, EAGLE3_8B)),
+    subject("qwen3-30b", "Qwen3 30B-A3B in FP8", QWEN3_30B, TINY_QWEN3, (None,)),
+    subject("v3", "V3-style in FP8", V3_STYLE, TINY_V3, (None,)),
+)
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        sys.exit(main(SUBJECTS, __doc__))

@@ -1,0 +1,195 @@
+"""Weights that a checkpoint has in FP8 stay in FP8: with the logits of their dequantised values."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models.deepseek import save_deepseek
+from tests.models.fp8_checkpoint import Tensors, blocked, is_projection, quantise
+from tests.models.helpers import CPU, PagedRunner, load, random_tokens, save_checkpoint
+from tests.models.mtp_reference import save_with_mtp
+from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.models.deepseek import DeepseekForCausalLM
+from tllm_spec.models.linear import Linear
+from tllm_spec.models.module import Fp8Tensor, Module, Placement
+from tllm_spec.models.mtp import load_nextn
+from tllm_spec.models.registry import MODELS
+from tllm_spec.models.weights import stored_tensors, weight_table
+
+FP8 = torch.float8_e4m3fn
+TOKENS = random_tokens(20)
+WEIGHT = "model.layers.1.self_attn.q_b_proj.weight"
+# Sizes that blocks of 128 cut, and others.
+SIZES = {"hidden_size": 192, "intermediate_size": 280}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 136}
+FAMILIES: dict[str, Callable[[Path], Any]] = {
+    "llama": lambda folder: save_checkpoint(folder, "Llama", mlp_bias=True, **SIZES),
+    "qwen3-moe": lambda folder: save_checkpoint(folder, "Qwen3Moe", **SIZES, **EXPERTS),
+    "mixtral": lambda folder: save_checkpoint(folder, "Mixtral", num_local_experts=4, **SIZES),
+    "deepseek-v2": lambda folder: save_deepseek(folder, "DeepseekV2", hidden_size=136),
+    "deepseek-v3": lambda folder: save_with_mtp(folder, hidden_size=136, intermediate_size=200),
+}
+
+
+def save_both(family: str, folder: Path) -> tuple[Path, Path]:
+    """The model in FP8, and the same values in bfloat16."""
+    for name in ("fp8", "plain"):
+        FAMILIES[family](folder / name)
+    save_file(quantise(folder / "fp8"), folder / "plain" / "model.safetensors")
+    return folder / "fp8", folder / "plain"
+
+
+def fp8_names(model: Module) -> set[str]:
+    return {name for name, slot in weight_table(model).items() if slot.scales is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_fp8_checkpoint_gives_the_logits_of_its_dequantised_weights(
+    family: str, tmp_path: Path
+) -> None:
+    models = [load(path) for path in save_both(family, tmp_path)]
+    found, expected = (PagedRunner(model).step({0: TOKENS})[0] for model in models)
+    # The plain weights are rounded to bfloat16 once more.
+    torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01 * expected.std().item())
+    assert expected.std() > 0.3
+    names = {name for name in weight_table(models[0]) if is_projection(name)}
+    assert fp8_names(models[0]) == {name for name in names if "kv_b_proj" not in name}
+    sizes = [sum(each.nbytes for each in model.parameters()) for model in models]
+    assert sizes[0] < 0.8 * sizes[1]
+
+
+def test_mtp_modules_keep_fp8_too(tmp_path: Path) -> None:
+    modules = []
+    for path in save_both("deepseek-v3", tmp_path):
+        target = load(path)
+        assert isinstance(target, DeepseekForCausalLM)
+        modules.append(load_nextn(path, target, "auto"))
+    found, expected = modules
+    (layer,) = found.modules_by_step
+    assert layer.mlp.experts.gate_up.dtype == FP8 and layer.eh_proj.weight.dtype != FP8
+    for path, module in expected.named_modules():
+        if isinstance(module, Linear):
+            own = found.get_submodule(path)
+            assert isinstance(own, Linear)
+            torch.testing.assert_close(own.full_weight(), module.weight, rtol=0.01, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (4, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "deepseek-v3"])
+def test_ranks_have_their_part_of_weights_and_scales(
+    family: str, sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    """Slices that do not end with a block of inputs are dequantised."""
+    path, _ = save_both(family, tmp_path)
+    whole = load(path)
+    tp_size, ep_size = sizes
+    for rank in range(tp_size):
+        placement = Placement(
+            torch.float32, CPU, Mapping(rank, tp_size, tp_size, ep_size), has_fp8=True
+        )
+        model = MODELS[whole.config.architecture](whole.config, 64, placement)
+        stored = dict(stored_tensors(path, whole.config, lambda name: not whole.ignores(name)))
+        own, full = weight_table(model), weight_table(whole)
+        for name, slot in own.items():
+            slot.load(stored[name])
+            if slot.destination is None:
+                continue
+            expected = full[name]
+            assert expected.destination is not None
+            part = values(expected.destination, expected.scales)
+            if slot.shard_dim is not None:
+                length = slot.destination.shape[slot.shard_dim]
+                part = part.narrow(slot.shard_dim, slot.start, length)
+            rtol = 0.0 if slot.scales is not None or expected.scales is None else 0.01
+            torch.testing.assert_close(
+                values(slot.destination, slot.scales), part, rtol=rtol, atol=0, msg=name
+            )
+        assert fp8_names(model)
+
+
+def values(weight: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    if scales is None:
+        return weight.float()
+    return weight.float() * scales.repeat_interleave(128, 1)[:, : weight.shape[1]]
+
+
+def test_a_layer_that_the_checkpoint_has_in_16_bits_keeps_them(tmp_path: Path) -> None:
+    """Also if only a part of what is fused has 16 bits."""
+    FAMILIES["llama"](tmp_path)
+    wide = ("layers.0.mlp.down_proj", "layers.1.self_attn.k_proj")
+    quantise(tmp_path, lambda name: is_projection(name) and not any(map(name.__contains__, wide)))
+    names = fp8_names(load(tmp_path))
+    assert "model.layers.1.mlp.down_proj.weight" in names
+    assert "model.layers.0.self_attn.q_proj.weight" in names
+    assert "model.layers.0.mlp.down_proj.weight" not in names
+    assert not any(name.startswith("model.layers.1.self_attn.q_proj") for name in names)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
+def test_dummy_weights_are_in_fp8_and_normal(family: str, tmp_path: Path) -> None:
+    path, _ = save_both(family, tmp_path)
+    (path / "model.safetensors").unlink()
+    model = load(path, load_format="dummy")
+    logits = PagedRunner(model).step({0: TOKENS})[0]
+    assert logits.isfinite().all() and logits.std() > 0.1
+    assert fp8_names(model)
+    down = model.get_submodule("model.layers.0.mlp.down_proj")
+    assert isinstance(down, Linear)
+    weight = down.full_weight()
+    assert abs(weight.std() * weight.shape[1] ** 0.5 - 1) < 0.1
+
+
+def test_each_block_has_its_own_scale(tmp_path: Path) -> None:
+    weight = torch.ones(130, 257).to(FP8)
+    scale = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
+    stored, own, _ = blocked(torch.ones(130, 257))
+    assert torch.equal(stored.float(), torch.full((130, 257), 448.0)) and own.shape == scale.shape
+    FAMILIES["llama"](tmp_path)
+    quantise(tmp_path)
+    config = load(tmp_path).config
+    assert config.fp8 is not None
+    tensor = Fp8Tensor(weight, config.fp8.row_scales(scale, (130, 257), "w"))
+    assert values(tensor.weight, tensor.scales)[[0, 127, 128, 129]][
+        :, [0, 127, 128, 255, 256]
+    ].tolist() == [
+        [1, 1, 2, 2, 4],
+        [1, 1, 2, 2, 4],
+        [8, 8, 16, 16, 32],
+        [8, 8, 16, 16, 32],
+    ]
+
+
+def without_scale(tensors: Tensors) -> None:
+    tensors.pop(f"{WEIGHT}_scale_inv")
+
+
+def with_wrong_scale(tensors: Tensors) -> None:
+    tensors[f"{WEIGHT}_scale_inv"] = torch.ones(3, 1)
+
+
+def with_surplus_scale(tensors: Tensors) -> None:
+    tensors["model.layers.0.input_layernorm.weight_scale_inv"] = torch.ones(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (without_scale, f"has no {WEIGHT}_scale_inv"),
+        (with_wrong_scale, rf"{WEIGHT}_scale_inv.*\[3, 1\].*needs .*\[1, 1\]"),
+        (with_surplus_scale, "scales of tensors that are not FP8"),
+    ],
+)
+def test_a_missing_misshapen_or_surplus_scale_is_named(
+    change: Callable[[Tensors], None], problem: str, tmp_path: Path
+) -> None:
+    save_with_mtp(tmp_path)
+    quantise(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=problem):
+        load(tmp_path)
