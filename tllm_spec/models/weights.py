@@ -35,7 +35,7 @@ def stored_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a checkpoint whose names are wanted, dequantised. Raises ValueError for a file
     that is missing or not readable."""
-    return (dequantised_tensors if config.has_fp8_blocks else checkpoint_tensors)(path, wants)
+    return (checkpoint_tensors if config.fp8 is None else dequantised_tensors)(path, wants)
 
 
 def fill(model: Module, tensors: Iterable[tuple[str, torch.Tensor]], misfit: str) -> None:
