@@ -28,7 +28,7 @@ def test_v3_is_read_as_published() -> None:
     config = ModelConfig.from_dict(V3)
     moe, mla = config.moe, config.mla
     assert moe is not None and mla is not None and mla.q_lora_rank == 1536 and mla.is_interleaved
-    assert config.has_fp8_blocks and config.num_nextn_layers == 1
+    assert config.fp8 is not None and config.num_nextn_layers == 1
     assert config.sparse_layers == frozenset(range(3, 61))
     assert (moe.scoring, moe.top_k, moe.num_groups, moe.top_groups) == ("sigmoid", 8, 8, 4)
     assert moe.normalise_top_k and moe.has_correction_bias and moe.routed_scaling_factor == 2.5
@@ -48,7 +48,6 @@ def test_v3_is_read_as_published() -> None:
             {"quantization_config": FP8 | {"weight_block_size": [64, 64]}},
             "other quantized checkpoints are not served",
         ),
-        (V3, {"quantization_config": FP8}, r"weight_block_size \[128, 128\] are served"),
     ],
 )
 def test_what_is_not_served_is_named(

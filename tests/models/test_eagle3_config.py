@@ -66,6 +66,7 @@ CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         "sliding_window .* is 8",
     ),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not served"),
+    "FP8": ({"quantization_config": {"quant_method": "fp8"}}, "The EAGLE-3 head has FP8 weights"),
     "parallel drafter": ({"parallel_drafting": True}, "parallel_drafting is True, and only False"),
     "parallel steps": (
         {"eagle_config": {"parallel_draft_step": 4}},

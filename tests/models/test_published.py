@@ -54,7 +54,7 @@ def test_the_whole_published_config_is_read(name: str) -> None:
     ends = text["eos_token_id"]
     assert config.eos_token_ids == tuple(ends if isinstance(ends, list) else [ends])
     assert len(config.sparse_layers) == SPARSE[name] and config.sliding_window is None
-    assert config.has_fp8_blocks == ("quantization_config" in raw)
+    assert (config.fp8 is not None) == ("quantization_config" in raw)
     assert config.num_nextn_layers == raw.get("num_nextn_predict_layers", 0)
     assert config.max_position_embeddings == text["max_position_embeddings"]
 
@@ -62,5 +62,5 @@ def test_the_whole_published_config_is_read(name: str) -> None:
 @pytest.mark.parametrize("raw", [V3, SCOUT, MAVERICK], ids=["DeepSeek", "Scout", "Maverick"])
 def test_weights_compressed_in_other_ways_are_refused(raw: Raw) -> None:
     other = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    with pytest.raises(ValueError, match=r"quant_method 'fp8' .* are served"):
+    with pytest.raises(ValueError, match=r"format is 'pack-quantized'.*are not served"):
         ModelConfig.from_dict(raw | {"quantization_config": other})

@@ -1,13 +1,16 @@
 """The tensors of a checkpoint in safetensors files."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tllm_spec.models.config import read_json
+from tllm_spec.models.json_file import read_json
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
@@ -17,20 +20,26 @@ def checkpoint_files(path: Path) -> list[Path]:
     Raises:
         ValueError: neither exists, or a shard is missing.
     """
-    if (path / "model.safetensors").is_file():
-        return [path / "model.safetensors"]
+    if (path / SINGLE).is_file():
+        return [path / SINGLE]
     if not (path / INDEX).is_file():
         raise ValueError(
-            f"{path} has neither model.safetensors nor {INDEX}; other weight formats are not read."
+            f"{path} has neither {SINGLE} nor {INDEX}; other weight formats are not read."
         )
-    weight_map = read_json(path / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ValueError(f"{path / INDEX} has no weight_map of tensor names to files.")
-    shards = set(weight_map.values())
+    shards = set(_weight_map(path).values())
     absent = sorted(shard for shard in shards if not (path / shard).is_file())
     if absent:
         raise ValueError(f"{path / INDEX} names files that are not there: {listed(absent)}.")
     return [path / shard for shard in sorted(shards)]
+
+
+def checkpoint_names(path: Path) -> list[str]:
+    """The names of the checkpoint's tensors; none without a checkpoint. Raises ValueError for a
+    file that is not readable."""
+    if (path / SINGLE).is_file():
+        with _opened(path / SINGLE) as checkpoint:
+            return list(checkpoint.keys())
+    return list(_weight_map(path)) if (path / INDEX).is_file() else []
 
 
 def checkpoint_tensors(
@@ -43,13 +52,27 @@ def checkpoint_tensors(
         ValueError: no checkpoint, or a file that is not readable.
     """
     for file in checkpoint_files(path):
-        try:
-            with safe_open(file, framework="pt") as checkpoint:
-                for name in checkpoint.keys():  # noqa: SIM118 (not a dict: it has no iterator)
-                    if wants(name):
-                        yield name, checkpoint.get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{file} is not a readable safetensors file: {error}.") from error
+        with _opened(file) as checkpoint:
+            for name in checkpoint.keys():  # noqa: SIM118 (not a dict: it has no iterator)
+                if wants(name):
+                    yield name, checkpoint.get_tensor(name)
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Tensor names to files. Raises ValueError if the index has none."""
+    weight_map = read_json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{path / INDEX} has no weight_map of tensor names to files.")
+    return weight_map
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as checkpoint:
+            yield checkpoint
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a readable safetensors file: {error}.") from error
 
 
 def listed(names: Iterable[str], limit: int = 10) -> str:

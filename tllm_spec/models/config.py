@@ -3,7 +3,6 @@
 Both spellings are read: transformers 4.x (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5.x
 (`rope_parameters`, `dtype`). A missing key has the default of transformers."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ from tllm_spec.models.deepseek_config import (
     mla_config,
     num_nextn_layers,
 )
+from tllm_spec.models.fp8_formats import QUANTIZATION_KEYS, Fp8Format, fp8_format
+from tllm_spec.models.json_file import read_json
 from tllm_spec.models.llama4_config import (
     LLAMA4_DEFAULTS,
     Llama4Config,
@@ -76,7 +77,6 @@ _ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
 }
-FP8_BLOCK = 128
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -130,8 +130,8 @@ class ModelConfig:
     """Latent attention instead of heads with keys and values of their own."""
     num_nextn_layers: int
     """Layers of the checkpoint that follow the decoder's and predict further tokens (MTP)."""
-    has_fp8_blocks: bool
-    """Whether weights are FP8 with a scale for each block of 128 x 128."""
+    fp8: Fp8Format | None
+    """How the checkpoint stores FP8 weights; None: it has none."""
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "ModelConfig":
@@ -146,7 +146,8 @@ class ModelConfig:
         eos_token_id = read_json(generation).get("eos_token_id") if generation.is_file() else None
         if eos_token_id is not None:
             raw["eos_token_id"] = eos_token_id
-        return cls.from_dict(raw)
+        fp8 = fp8_format(path, raw)
+        return replace(cls.from_dict(raw | dict.fromkeys(QUANTIZATION_KEYS)), fp8=fp8)
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
@@ -192,7 +193,7 @@ class ModelConfig:
             else sparse_layers(architecture, raw),
             mla=mla_config(architecture, raw),
             num_nextn_layers=num_nextn_layers(raw) if is_deepseek else 0,
-            has_fp8_blocks=bool(raw.get("quantization_config")),
+            fp8=fp8_format(None, raw),
         )
         if config.num_heads % config.num_kv_heads:
             raise ValueError(
@@ -240,19 +241,6 @@ class ModelConfig:
         )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model's folder. Raises ValueError for anything else."""
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; a model is a folder in Hugging Face's format.")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not readable JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object.")
-    return content
-
-
 def _required(raw: dict[str, Any], key: str) -> Any:
     if raw.get(key) is None:
         raise ValueError(f"config.json has no {key}.")
@@ -267,16 +255,6 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 
 def _refuse_unserved(raw: dict[str, Any]) -> None:
-    quantization = raw.get("quantization_config")
-    if quantization and not (
-        quantization.get("quant_method") == "fp8"
-        and list(quantization.get("weight_block_size") or ()) == [FP8_BLOCK, FP8_BLOCK]
-    ):
-        raise ValueError(
-            "config.json has a quantization_config; of quantized checkpoints those with "
-            f"quant_method 'fp8' and weight_block_size [{FP8_BLOCK}, {FP8_BLOCK}] are served, "
-            "other quantized checkpoints are not served."
-        )
     if raw["hidden_act"] != "silu":
         raise ValueError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is served.")
     unknown = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}

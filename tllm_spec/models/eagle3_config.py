@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tllm_spec.models.config import ModelConfig, read_json
+from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_format import check_layers, flat_config
+from tllm_spec.models.json_file import read_json
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ def refuse_unserved(
 
 def check_layers(config: ModelConfig, kind: str) -> None:
     """Raises ValueError for FP8 weights and for sliding windows."""
-    if config.has_fp8_blocks:
+    if config.fp8 is not None:
         raise ValueError(f"The {kind} head has FP8 weights; heads are served in 16 or 32 bits.")
     if config.sliding_window is not None:
         raise ValueError(

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tllm_spec.models.config import ModelConfig, read_json
+from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_format import DECODER_KEYS, check_layers, refuse_unserved
+from tllm_spec.models.json_file import read_json
 
 # `architectures` of a head -> the architecture whose attention and MLP its layers have.
 _LAYERS = {

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from tllm_spec.models.checkpoint import checkpoint_tensors
-from tllm_spec.models.config import read_json
+from tllm_spec.models.json_file import read_json
 
 HeadKind = Literal["EAGLE-1/2", "EAGLE-3"]
 BIN = "pytorch_model.bin"

@@ -4,7 +4,8 @@ of a DeepSeek V3 so, as `model.layers.0`, with its copies of the target's weight
 from pathlib import Path
 from typing import Any
 
-from tllm_spec.models.config import ModelConfig, read_json
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.json_file import read_json
 
 SUFFIX = "NextN"  # after the target's architecture
 # What a module computes with.

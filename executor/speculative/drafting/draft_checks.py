@@ -9,9 +9,10 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     token_ids,
 )
 from tllm_spec.executor.speculative.modes import DraftModel
-from tllm_spec.models.config import ModelConfig, read_json
+from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.head_checkpoint import HeadKind, head_kind
+from tllm_spec.models.json_file import read_json
 from tllm_spec.models.mtp import check_nextn
 from tllm_spec.models.nextn_checkpoint import is_exported
 from tllm_spec.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
