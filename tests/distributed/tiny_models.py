@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.models.deepseek import save_deepseek
+from tests.models.fp8_checkpoint import quantise
 from tests.models.helpers import save_checkpoint
 from tests.models.mtp_reference import save_predictable
 from tests.models.test_llama4 import save_llama4
@@ -20,6 +21,13 @@ EXPERTS: dict[str, Any] = {
 }
 QWEN2 = EXPERTS | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [0]}
 QWEN3 = EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0]}
+# A rank's slices end with blocks of 128.
+IN_FP8 = EXPERTS | {
+    "hidden_size": 256,
+    "head_dim": 64,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+}
 LLAMA4 = {"num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "attention_bias": True}
 V2 = {"q_lora_rank": None, "n_shared_experts": 2}
 HEAD: dict[str, Any] = {"hidden_size": 64, "vocab_size": 128, "draft_vocab_size": 100}
@@ -31,9 +39,15 @@ def save_eagle(folder: Path) -> None:
     (folder / "tokens.json").write_text(json.dumps(list(range(128))[::-1]))
 
 
+def save_fp8(folder: Path) -> None:
+    save_checkpoint(folder, "Qwen3Moe", **IN_FP8)
+    quantise(folder)
+
+
 SAVERS = {
     "qwen2-moe": lambda folder: save_checkpoint(folder, "Qwen2Moe", **QWEN2),
     "qwen3-moe": lambda folder: save_checkpoint(folder, "Qwen3Moe", **QWEN3),
+    "qwen3-moe-fp8": save_fp8,
     "mixtral": lambda folder: save_checkpoint(folder, "Mixtral", num_local_experts=4),
     "llama4": lambda folder: save_llama4(folder, **LLAMA4),
     "deepseek-v2": lambda folder: save_deepseek(folder, "DeepseekV2", **V2),

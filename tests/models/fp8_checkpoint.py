@@ -20,7 +20,7 @@ def is_projection(name: str) -> bool:
 
 
 def blocked(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """FP8 weight, its scales, and their product in bfloat16."""
+    """FP8 weight, its scales, and their product."""
     rows, columns = weight.shape
     scale = torch.empty(-(-rows // BLOCK), -(-columns // BLOCK))
     stored = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
@@ -29,7 +29,7 @@ def blocked(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         scale[i, j] = weight[block].abs().max() / LARGEST
         stored[block] = (weight[block] / scale[i, j]).to(stored.dtype)
     whole = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-    return stored, scale, (stored.float() * whole).bfloat16()
+    return stored, scale, stored.float() * whole
 
 
 def quantise(folder: Path, wants: Callable[[str], bool] = is_projection) -> Tensors:

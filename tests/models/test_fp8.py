@@ -36,7 +36,7 @@ FAMILIES: dict[str, Callable[[Path], Any]] = {
 
 
 def save_both(family: str, folder: Path) -> tuple[Path, Path]:
-    """The model in FP8, and the same values in bfloat16."""
+    """The model in FP8, and the same values in float32."""
     for name in ("fp8", "plain"):
         FAMILIES[family](folder / name)
     save_file(quantise(folder / "fp8"), folder / "plain" / "model.safetensors")
@@ -53,13 +53,12 @@ def test_an_fp8_checkpoint_gives_the_logits_of_its_dequantised_weights(
 ) -> None:
     models = [load(path) for path in save_both(family, tmp_path)]
     found, expected = (PagedRunner(model).step({0: TOKENS})[0] for model in models)
-    # The plain weights are rounded to bfloat16 once more.
-    torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01 * expected.std().item())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert expected.std() > 0.3
     names = {name for name in weight_table(models[0]) if is_projection(name)}
     assert fp8_names(models[0]) == {name for name in names if "kv_b_proj" not in name}
     sizes = [sum(each.nbytes for each in model.parameters()) for model in models]
-    assert sizes[0] < 0.8 * sizes[1]
+    assert sizes[0] < 0.6 * sizes[1]
 
 
 def test_mtp_modules_keep_fp8_too(tmp_path: Path) -> None:
@@ -75,7 +74,7 @@ def test_mtp_modules_keep_fp8_too(tmp_path: Path) -> None:
         if isinstance(module, Linear):
             own = found.get_submodule(path)
             assert isinstance(own, Linear)
-            torch.testing.assert_close(own.full_weight(), module.weight, rtol=0.01, atol=1e-6)
+            assert torch.equal(own.full_weight(), module.weight)
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (4, 1), (2, 2)], ids=str)
@@ -96,7 +95,7 @@ def test_ranks_have_their_part_of_weights_and_scales(
         own, full = weight_table(model), weight_table(whole)
         for name, slot in own.items():
             slot.load(stored[name])
-            if slot.destination is None:
+            if slot.destination is None or len(slot.shape) == 1:
                 continue
             expected = full[name]
             assert expected.destination is not None
@@ -104,10 +103,7 @@ def test_ranks_have_their_part_of_weights_and_scales(
             if slot.shard_dim is not None:
                 length = slot.destination.shape[slot.shard_dim]
                 part = part.narrow(slot.shard_dim, slot.start, length)
-            rtol = 0.0 if slot.scales is not None or expected.scales is None else 0.01
-            torch.testing.assert_close(
-                values(slot.destination, slot.scales), part, rtol=rtol, atol=0, msg=name
-            )
+            assert torch.equal(values(slot.destination, slot.scales), part), name
         assert fp8_names(model)
 
 

@@ -217,7 +217,8 @@ class Layers(Generic[Value]):
 
     def _parts(self, x: Value, layer: Linear, sizes: list[int]) -> list[Value]:
         """The outputs of a layer, cut into parts of these sizes."""
-        outputs = [self._emit.linear(x, weight) for weight in torch.split(layer.full_weight(), sizes)]
+        weights = torch.split(layer.full_weight(), sizes)
+        outputs = [self._emit.linear(x, weight) for weight in weights]
         if layer.bias is None:
             return outputs
         biases = map(self._emit.constant, torch.split(layer.bias.view(1, 1, -1), sizes, -1))

@@ -70,13 +70,11 @@ class RotatedLinear(Linear):
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         first = 0
         for name, part in self.parts.items():
-            rows = self.weight[first : first + part.size]
             order = part.order() if self.is_interleaved and part.rope_dim else None
-            shape = (part.total_heads * part.head_size, rows.shape[1])
-            start, scales = part.first_head * part.head_size, self.weight_scales
-            if scales is not None:
-                scales = scales[first : first + part.size]
-            slot = WeightSlot(rows, shape, 0, start, order, scales)
+            shape = (part.total_heads * part.head_size, self.weight.shape[1])
+            start, own = part.first_head * part.head_size, slice(first, first + part.size)
+            scales = None if self.weight_scales is None else self.weight_scales[own]
+            slot = WeightSlot(self.weight[own], shape, 0, start, order, scales)
             yield f"{sibling(path, name)}.weight", slot
             first += part.size
 

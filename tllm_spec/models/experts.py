@@ -22,7 +22,7 @@ class FusedSlot(WeightSlot):
 
     def load(self, tensor: torch.Tensor | Fp8Tensor) -> None:
         assert self.destination is not None and self.shard_dim is not None
-        assert isinstance(tensor, torch.Tensor)
+        assert isinstance(tensor, torch.Tensor)  # in FP8 Llama 4 is refused
         own = tensor.narrow(0, self.first_expert, len(self.destination))
         halves = (each.chunk(self.parts, self.shard_dim) for each in (self.destination, own))
         for destination, half in zip(*halves, strict=True):
@@ -41,8 +41,6 @@ class Experts(Module):
         hidden, number = config.hidden_size, self.num_routed + config.num_shared
         inner = self.mapping.shard_expert(config.intermediate_size)
         self.first = self.num_routed * self.mapping.ep_rank
-        if names.fused:
-            placement = placement.wide
         is_split = inner < config.intermediate_size and inner % BLOCK > 0
         self.gate_up, self.gate_up_scales = placement.matrix(number, 2 * inner, hidden)
         # A scale of the down projection would belong to two ranks.

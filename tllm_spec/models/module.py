@@ -87,8 +87,7 @@ class WeightSlot:
         if isinstance(tensor, torch.Tensor):
             self.destination.copy_(self._own(tensor))
         elif self.scales is None:
-            # To bfloat16 first, as dequantised copies of such checkpoints have it.
-            wide = dequantised(tensor.weight, tensor.scales, torch.bfloat16)
+            wide = dequantised(tensor.weight, tensor.scales, self.destination.dtype)
             self.destination.copy_(self._own(wide))
         else:
             self.destination.copy_(self._own(tensor.weight))

@@ -18,8 +18,8 @@ from tllm_spec.kernels.draft_input import DraftInputNorms, draft_input
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM, DeepseekLayer
-from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.fp8_tensors import fp8_names, widen_others
+from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import MLP
 from tllm_spec.models.module import Fp8Tensor, Module, Placement, specialize_for_cpu

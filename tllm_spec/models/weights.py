@@ -15,7 +15,6 @@ from tllm_spec.models.fp8_tensors import fp8_names, fp8_tensors, widen_others
 from tllm_spec.models.layers import HeadNorm, RMSNorm
 from tllm_spec.models.module import Fp8Tensor, Module, Placement, WeightSlot
 
-
 FP8_AT_ONCE = 1 << 26  # random elements
 SCALES = "_scales"  # after the name of a parameter in FP8
 
@@ -88,7 +87,8 @@ def _fill_normal(
         parameter.normal_(0.0, deviation, generator=generator)
         return
     scales.fill_(deviation)
-    for rows in parameter.flatten(0, -2).split(max(1, FP8_AT_ONCE // parameter.shape[-1])):
+    size = max(1, FP8_AT_ONCE // parameter.shape[-1])
+    for rows in torch.split(parameter.flatten(0, -2), size):
         values = torch.empty(rows.shape, dtype=torch.bfloat16, device=rows.device)
         rows.copy_(values.normal_(generator=generator))
 
