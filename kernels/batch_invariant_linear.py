@@ -103,7 +103,16 @@ def launch_linear(
     )
     if spreads:
         add_chunks_kernel[(num_rows, -(-out_features // OUTPUTS_ADDED))](
-            parts, bias, output, num_rows, OUT=out_features, CHUNKS=num_chunks, BLOCK=OUTPUTS_ADDED
+            parts,
+            bias,
+            output,
+            output.stride(0),
+            num_rows,
+            OUT=out_features,
+            CHUNKS=num_chunks,
+            ADDS=False,
+            BLOCK=OUTPUTS_ADDED,
+            PDL=False,
         )
     return output
 

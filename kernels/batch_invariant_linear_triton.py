@@ -9,8 +9,25 @@ Bytes: the weight once per `rows` rows and x once per `outputs` outputs."""
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.programmatic_launch_triton import launch_dependents, wait_for_previous
+
 # Adjacent programs take tiles of 8 row tiles, to share weights and rows in the L2 cache.
 ROW_TILES_TOGETHER = tl.constexpr(8)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def tile_of_program(
+    num_rows: tl.tensor, OUT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The rows and outputs of the program's tile, also past the edges."""
+    row_tiles, out_tiles = tl.cdiv(num_rows, BLOCK_ROWS), tl.cdiv(OUT, BLOCK_OUT)
+    together = ROW_TILES_TOGETHER * out_tiles
+    first_tile = tl.program_id(0) // together * ROW_TILES_TOGETHER
+    num_together = tl.minimum(row_tiles - first_tile, ROW_TILES_TOGETHER)
+    within = tl.program_id(0) % together
+    rows = (first_tile + within % num_together) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    outs = within // num_together * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    return rows, outs
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -65,13 +82,7 @@ def linear_kernel(
 
     `num_inputs` is IN, but not a compile-time constant. If the compiler knew that the loop runs
     once, it would start the accumulation with the bias, which is another order."""
-    row_tiles, out_tiles = tl.cdiv(num_rows, BLOCK_ROWS), tl.cdiv(OUT, BLOCK_OUT)
-    together = ROW_TILES_TOGETHER * out_tiles
-    first_tile = tl.program_id(0) // together * ROW_TILES_TOGETHER
-    num_together = tl.minimum(row_tiles - first_tile, ROW_TILES_TOGETHER)
-    within = tl.program_id(0) % together
-    rows = (first_tile + within % num_together) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    outs = within // num_together * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    rows, outs = tile_of_program(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
     # Rows and outputs past the edge wrap around and are not stored, so the loads need no masks.
     x_rows = x + (rows % num_rows).to(tl.int64)[None, :] * x_stride
     w_rows = weight + (outs % OUT).to(tl.int64)[:, None] * IN
@@ -100,12 +111,18 @@ def add_chunks_kernel(
     parts: tl.tensor,
     bias: tl.tensor,
     output: tl.tensor,
+    output_stride: tl.tensor,
     num_rows: tl.tensor,
     OUT: tl.constexpr,
     CHUNKS: tl.constexpr,
+    ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """Grid (rows, blocks of outputs). Adds the chunks in order, then the bias."""
+    """Grid (rows, blocks of outputs). Adds the chunks in order, then the bias, and with ADDS what
+    the output holds."""
+    wait_for_previous(PDL)
+    launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     outs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = outs < OUT
@@ -114,4 +131,7 @@ def add_chunks_kernel(
         total += tl.load(parts + (chunk * num_rows + row) * OUT + outs, mask=real, other=0.0)
     if bias is not None:
         total += tl.load(bias + outs, mask=real, other=0.0).to(tl.float32)
-    tl.store(output + row * OUT + outs, total.to(output.dtype.element_ty), mask=real)
+    pointers = output + row * output_stride + outs
+    if ADDS:
+        total += tl.load(pointers, mask=real, other=0.0).to(tl.float32)
+    tl.store(pointers, total.to(output.dtype.element_ty), mask=real)

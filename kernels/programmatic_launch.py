@@ -4,15 +4,17 @@ this hides most of the launch latency. It does not change results.
 
 Rules:
 
-- Every PDL kernel starts with `begin` (programmatic_launch_triton.py). It waits before anything is
-  read or written, and lets the next kernel be set up. Kernels without PDL wait as usual.
+- `scaled_linear`'s kernels wait first, and then let the next kernel be set up.
+- Every other PDL kernel starts with `begin` (programmatic_launch_triton.py). It waits before
+  anything is read or written, and lets the next kernel be set up. Kernels without PDL wait as
+  usual.
 - At least one program of a launch must wait. Otherwise the launch could end before the previous
   kernel, and the next kernel would not wait for that one.
 - Window attention reads lengths before it waits. The CUDA version also reads block tables and the
   keys and values of earlier tokens. This is safe if they were written before the projection that
-  precedes it began: small_m_gemm.cu waits before it lets the next kernel be set up, and library
-  kernels are not launched with PDL. Kernels between the projection and the attention must not write
-  that data (rotary_write.py writes the slots of other requests)."""
+  precedes it began: small_m_gemm.cu and `scaled_linear` wait before they let the next kernel be set
+  up, and library kernels are not launched with PDL. Kernels between the projection and the
+  attention must not write that data (rotary_write.py writes the slots of other requests)."""
 
 import functools
 from typing import Any

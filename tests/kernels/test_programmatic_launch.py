@@ -69,6 +69,17 @@ def test_some_program_of_every_launch_waits() -> None:
     assert may_leave == [("window_attention_triton.attention_kernel", "if split >= num_used:")]
 
 
+def test_a_projection_waits_before_it_lets_the_next_kernel_be_set_up() -> None:
+    """Window attention, which may be next, reads lengths before it waits."""
+    kernels = pdl_kernels()
+    for name in (
+        "scaled_linear_triton.scaled_linear_kernel",
+        "batch_invariant_linear_triton.add_chunks_kernel",
+    ):
+        first = [ast.unparse(statement) for statement in statements(kernels[name])[:2]]
+        assert first == ["wait_for_previous(PDL)", "launch_dependents(PDL)"], name
+
+
 def test_the_cuda_window_kernel_reads_only_older_data_before_it_waits() -> None:
     """`Part` reads lengths, `Stream` block tables and the keys and values of earlier tokens, all
     of them past the L1 cache."""

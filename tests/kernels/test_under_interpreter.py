@@ -29,11 +29,13 @@ GROUPS: tuple[dict[str, int], ...] = (
         "latent_write": 10,
         "head_gemm": 24,
         "rank_sum": 10,
+        "scaled_linear": 18,
     },
     {
         "moe_routing": 21,
         "moe_permute": 10,
         "grouped_gemm": 11,
+        "scaled_grouped_gemm": 9,
         "moe_combine": 15,
         "slot_trees": 12,
         "draft_beams": 6,

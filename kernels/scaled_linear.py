@@ -1,0 +1,158 @@
+"""Batch-invariant linear layer of an FP8 weight: `y[t, n] = sum over blocks b of scales[n, b] * sum
+over k in b of x[t, k] * weight[n, k]`, with a scale for each output and each BLOCK inputs. A Triton
+kernel if Triton is available, otherwise the plain-torch reference, which is not batch-invariant.
+
+Activations stay in their type, to which E4M3 converts exactly. The order of sums depends on the
+weight's shape only, as in batch_invariant_linear.py: blocks are added in order within chunks, and
+the chunks' sums in order. A weight with few outputs has several chunks, so that a few rows can be
+spread over the whole device."""
+
+import torch
+
+from tllm_spec.kernels.batch_invariant_linear import OUTPUTS_ADDED, Tiling
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.triton_support import has_kernels
+
+BLOCK = 128  # inputs that share a scale, and that are accumulated at a time
+# Outputs of a tile of few rows, from which the chunks follow.
+OUTPUTS = 64
+# Of few rows: nearly two per multiprocessor of an H100 or H200.
+MIN_PROGRAMS = 256
+MIN_CHUNK = 1024  # fewer blocks would not fill a program's pipeline
+
+
+def chunk_of(out_features: int, in_features: int) -> int:
+    """Inputs of a chunk, a multiple of BLOCK. It decides the order of sums."""
+    wanted = -(-MIN_PROGRAMS // -(-out_features // OUTPUTS))
+    chunks = min(wanted, -(-in_features // MIN_CHUNK))
+    return -(-in_features // (chunks * BLOCK)) * BLOCK
+
+
+def tiling_of(num_rows: int, dtype: torch.dtype) -> Tiling:
+    """Few rows stream the weight: a program has 32 KiB of it in flight, and three or four programs
+    share a multiprocessor."""
+    if dtype == torch.float32:  # no tensor cores
+        return Tiling(16, OUTPUTS, 4, 2) if num_rows <= 16 else Tiling(64, 64, 8, 2)
+    if num_rows <= 32:
+        return Tiling(16 if num_rows <= 16 else 32, OUTPUTS, 4, 5)
+    return Tiling(64, 128, 8, 4) if num_rows <= 64 else Tiling(128, 128, 8, 4)
+
+
+def scaled_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    add_to: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sums in float32 and rounds once, after the bias and `add_to`.
+
+    Args:
+        x: `[T, K]` bfloat16, float16 or float32, any stride between rows.
+        weight: `[N, K]` float8_e4m3fn, contiguous.
+        scales: `[N, ceil(K / 128)]` float32, contiguous.
+        bias: `[N]`.
+        add_to: `[T, N]` as x, any stride between rows: the output is added to it, in place.
+
+    Returns:
+        `[T, N]` as x: `add_to`, or a new tensor.
+    """
+    if not has_kernels(x.device):
+        return plain_scaled_linear(x, weight, scales, bias, add_to=add_to)
+    output = x.new_empty(x.shape[0], weight.shape[0]) if add_to is None else add_to
+    if x.shape[0]:
+        tiling = tiling_of(x.shape[0], x.dtype)
+        tiles = -(-x.shape[0] // tiling.rows) * -(-weight.shape[0] // tiling.outputs)
+        launch_scaled_linear(
+            x, weight, scales, bias, output, tiling,
+            spreads=tiles < MIN_PROGRAMS, adds=add_to is not None,
+        )  # fmt: skip
+    return output
+
+
+def launch_scaled_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    output: torch.Tensor,
+    tiling: Tiling,
+    *,
+    spreads: bool,
+    adds: bool,
+) -> None:
+    """spreads: whether each chunk of a tile has its own program, if there are several. The chunks'
+    sums are then written and read again as float32. adds: whether to add to what `output` holds."""
+    from tllm_spec.kernels.batch_invariant_linear_triton import add_chunks_kernel
+    from tllm_spec.kernels.scaled_linear_triton import scaled_linear_kernel
+
+    (num_rows, in_features), out_features = x.shape, weight.shape[0]
+    check_scaled(weight, scales)
+    assert weight.shape[1] == in_features and x.stride(1) == 1 == output.stride(1)
+    assert output.shape == (num_rows, out_features) and output.dtype == x.dtype
+    chunk, pdl = chunk_of(out_features, in_features), programmatic_launch(x.device)
+    num_chunks = -(-in_features // chunk)
+    spreads = spreads and num_chunks > 1
+    parts = output
+    if spreads:
+        shape = (num_chunks, num_rows, out_features)
+        parts = torch.empty(shape, dtype=torch.float32, device=x.device)
+    tiles = -(-num_rows // tiling.rows) * -(-out_features // tiling.outputs)
+    scaled_linear_kernel[(tiles, num_chunks if spreads else 1)](
+        x,
+        x.stride(0),
+        weight,
+        scales,
+        None if spreads else bias,
+        parts,
+        parts.stride(-2),
+        num_rows,
+        in_features,
+        IN=in_features,
+        OUT=out_features,
+        SPREADS=spreads,
+        ADDS=adds and not spreads,
+        WIDEN=x.device.type == "cpu",  # the interpreter cannot multiply bfloat16
+        CHUNK=chunk,
+        BLOCK_ROWS=tiling.rows,
+        BLOCK_OUT=tiling.outputs,
+        BLOCK=BLOCK,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        **pdl,
+    )
+    if spreads:
+        add_chunks_kernel[(num_rows, -(-out_features // OUTPUTS_ADDED))](
+            parts, bias, output, output.stride(0), num_rows,
+            OUT=out_features, CHUNKS=num_chunks, ADDS=adds, BLOCK=OUTPUTS_ADDED, **pdl,
+        )  # fmt: skip
+
+
+def check_scaled(weight: torch.Tensor, scales: torch.Tensor) -> None:
+    """Asserts the layout of a weight `[..., N, K]` and its scales."""
+    assert weight.dtype == torch.float8_e4m3fn and weight.is_contiguous()
+    assert scales.dtype == torch.float32 and scales.is_contiguous()
+    assert scales.shape == (*weight.shape[:-1], -(-weight.shape[-1] // BLOCK))
+
+
+def dequantised(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """weight `[..., N, K]` in FP8 times scales `[..., N, ceil(K / 128)]`, in `dtype`."""
+    by_input = scales.repeat_interleave(BLOCK, -1)[..., : weight.shape[-1]]
+    return weight.float().mul_(by_input).to(dtype)
+
+
+def plain_scaled_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    add_to: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Reference of `scaled_linear` with another order of sums."""
+    output = x.float().mm(dequantised(weight, scales, torch.float32).t())
+    for added in (bias, add_to):
+        if added is not None:
+            output += added
+    return output.to(x.dtype) if add_to is None else add_to.copy_(output)

@@ -1,0 +1,268 @@
+"""The GEMM with FP8 weights: the formula, that every weight has its own scale, and that a row has
+the same bits in every batch. Under Triton's interpreter in a subprocess, and on a CUDA device
+(`-m gpu`) with the shapes of models."""
+
+import re
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.hopper import compiled_for_hopper
+from tests.kernels.interpreter import (
+    INTERPRETED,
+    ROUNDING,
+    on_each_kernel_device,
+    only_with_the_compiler,
+)
+from tllm_spec.kernels.batch_invariant_linear import Tiling
+from tllm_spec.kernels.scaled_linear import (
+    BLOCK,
+    MIN_PROGRAMS,
+    OUTPUTS,
+    chunk_of,
+    dequantised,
+    launch_scaled_linear,
+    plain_scaled_linear,
+    scaled_linear,
+    tiling_of,
+)
+from tllm_spec.kernels.triton_support import has_kernels
+
+FP8 = torch.float8_e4m3fn
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+on_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# Inputs and outputs: less than a block; an incomplete block; a chunk; several, the last incomplete.
+SHAPES = [(64, 48), (200, 257), (1024, 33), (2120, 70)]
+# Of float32 sums, relative to the sum of magnitudes.
+SUM_ERROR = 4e-6
+
+
+@dataclass(frozen=True)
+class Problem:
+    """x has a stride between its rows. Scales are powers of two over a wide range."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor
+    total: torch.Tensor
+
+
+def problem(num_rows: int, shape: tuple[int, int], dtype: torch.dtype, device: str) -> Problem:
+    generator = torch.Generator(device).manual_seed(num_rows)
+    inputs, outputs = shape
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    exponents = torch.randint(
+        -6, 3, (outputs, -(-inputs // BLOCK)), generator=generator, device=device
+    )
+    return Problem(
+        normal(num_rows, inputs + 8).to(dtype)[:, :inputs],
+        normal(outputs, inputs).to(FP8),
+        exponents.float().exp2(),
+        normal(outputs).to(dtype),
+        normal(num_rows, outputs).to(dtype),
+    )
+
+
+def formula(p: Problem, x: torch.Tensor) -> torch.Tensor:
+    """In float64, block by block."""
+    total = x.new_zeros(x.shape[0], p.weight.shape[0], dtype=torch.float64)
+    for block, scale in enumerate(p.scales.double().t()):
+        own = slice(block * BLOCK, (block + 1) * BLOCK)
+        total += scale * (x[:, own].double() @ p.weight[:, own].double().t())
+    return total
+
+
+def check(output: torch.Tensor, p: Problem, *added: torch.Tensor) -> None:
+    expected, magnitudes = formula(p, p.x), formula(magnitudes_of(p), p.x.abs())
+    for other in added:
+        expected, magnitudes = expected + other.double(), magnitudes + other.abs()
+    bound = ROUNDING[p.x.dtype] * expected.abs() + SUM_ERROR * magnitudes
+    assert output.dtype == p.x.dtype and output.shape == expected.shape
+    assert ((output.double() - expected).abs() <= bound).all()
+
+
+def magnitudes_of(p: Problem) -> Problem:
+    return Problem(p.x, p.weight.float().abs().to(FP8), p.scales, p.bias, p.total)
+
+
+@on_each_dtype
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_reference_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    p = problem(3, shape, dtype, "cpu")
+    check(plain_scaled_linear(p.x, p.weight, p.scales), p)
+    total = p.total.clone()
+    assert plain_scaled_linear(p.x, p.weight, p.scales, p.bias, add_to=total) is total
+    check(total, p, p.bias, p.total)
+
+
+def test_dequantised_weights_may_have_any_number_of_dimensions() -> None:
+    p = problem(1, (200, 6), torch.float32, "cpu")
+    flat = dequantised(p.weight, p.scales, torch.float32)
+    by_hand = [[p.weight[n, k].item() * p.scales[n, k // 128].item() for k in range(200)]
+               for n in range(6)]  # fmt: skip
+    assert flat.tolist() == by_hand
+    stacked = dequantised(p.weight.view(2, 3, 200), p.scales.view(2, 3, 2), torch.bfloat16)
+    assert stacked.dtype == torch.bfloat16 and torch.equal(stacked.view(6, 200).float(), flat)
+
+
+@pytest.mark.thinned
+@on_each_kernel_device
+@on_each_dtype
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernel_equals_the_formula(
+    shape: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
+    assert has_kernels(torch.device(device))
+    for num_rows in (1, 70):
+        p = problem(num_rows, shape, dtype, device)
+        check(scaled_linear(p.x, p.weight, p.scales, p.bias), p, p.bias)
+    assert scaled_linear(p.x[:0], p.weight, p.scales).shape == (0, shape[1])
+
+
+@on_each_kernel_device
+@on_each_dtype
+def test_every_weight_is_converted_exactly_and_has_its_own_scale(
+    dtype: torch.dtype, device: str
+) -> None:
+    """With the identity as x the output is the weight. All 254 finite codes are in each row."""
+    inputs = 2 * BLOCK + 20
+    codes = torch.tensor([code for code in range(256) if code % 128 != 127], dtype=torch.uint8)
+    places = (torch.arange(inputs) + 37 * torch.arange(67)[:, None]) % len(codes)
+    weight = codes[places].view(FP8).to(device)
+    assert weight.float().max() == 448 and (weight.float().abs() == 2.0**-9).any()
+    scales = (torch.arange(67 * 3) * 11 % 7 - 5.0).exp2().view(67, 3).to(device)
+    x = torch.eye(inputs, dtype=dtype, device=device)
+    for rows in (slice(0, inputs), slice(125, 131)):
+        found = scaled_linear(x[rows], weight, scales)
+        for output, column in enumerate(found.t()):
+            per_input = scales[output].repeat_interleave(BLOCK)[rows]
+            assert torch.equal(column.float(), weight[output, rows].float() * per_input)
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("spreads", [False, True])
+def test_the_output_is_added_in_place_with_one_rounding(spreads: bool, device: str) -> None:
+    inputs = 2 * 1024
+    x = torch.zeros(2, inputs, dtype=torch.float16, device=device)
+    x[:, 0], x[:, -1] = 1, 2.0**-9
+    weight = torch.zeros(5, inputs, device=device)
+    weight[:, 0], weight[:, -1] = 1, 0.25
+    scales = torch.ones(5, inputs // BLOCK, device=device)
+    wide = torch.full((2, 8), 2.0**-11, dtype=torch.float16, device=device)
+    launch_scaled_linear(
+        x, weight.to(FP8), scales, None, wide[:, :5], tiling_of(2, x.dtype),
+        spreads=spreads, adds=True,
+    )  # fmt: skip
+    # 1 + 2^-11 alone would be rounded to 1, and the sum again.
+    assert (wide[:, :5] == 1 + 2.0**-10).all() and (wide[:, 5:] == 2.0**-11).all()
+    given = wide[:, :5]
+    assert scaled_linear(x, weight.to(FP8), scales, add_to=given) is given
+    assert (given == 2 + 2.0**-9).all()
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize(  # three chunks in float32: rounding to 16 bits hides another order
+    ("shape", "dtype"), list(zip(SHAPES[::-1], cycle(DTYPES[::-1]), strict=False)), ids=str
+)
+def test_spreading_chunks_over_programs_changes_no_bit(
+    shape: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
+    for num_rows in (1, 20):
+        p = problem(num_rows, shape, dtype, device)
+        found = [p.total.clone(), p.total.clone()]
+        for total, spreads in zip(found, (False, True), strict=True):
+            launch_scaled_linear(
+                p.x, p.weight, p.scales, p.bias, total, tiling_of(num_rows, dtype),
+                spreads=spreads, adds=True,
+            )  # fmt: skip
+        assert torch.equal(*found)
+        check(found[0], p, p.bias, p.total)
+
+
+@on_each_kernel_device
+@on_each_dtype
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(
+    dtype: torch.dtype, device: str, exact_dots: None
+) -> None:
+    p = problem(70, (1100, 70), dtype, device)
+    expected = scaled_linear(p.x, p.weight, p.scales, p.bias)
+    for rows in (slice(0, 1), slice(69, 70), slice(3, 9), slice(10, 35)):
+        assert torch.equal(scaled_linear(p.x[rows], p.weight, p.scales, p.bias), expected[rows])
+
+
+# Inputs and outputs of an 8B Llama's layers.
+MODEL_SHAPES = [(4096, 4096), (4096, 6144), (4096, 28672), (14336, 4096)]
+
+
+def test_a_few_rows_have_a_program_for_each_multiprocessor_twice() -> None:
+    for inputs, outputs in MODEL_SHAPES:
+        chunk = chunk_of(outputs, inputs)
+        assert chunk % BLOCK == 0 and -(-outputs // OUTPUTS) * -(-inputs // chunk) >= MIN_PROGRAMS
+    for inputs, chunk in ((1, 128), (1000, 1024), (1025, 640), (4096, 1024)):
+        assert chunk_of(64, inputs) == chunk
+
+
+@only_with_the_compiler
+@pytest.mark.parametrize(
+    "num_rows", [1, *(pytest.param(number, marks=pytest.mark.slow) for number in (17, 64, 4096))]
+)
+def test_every_tiling_fits_hopper_and_uses_the_same_kind_of_instruction(num_rows: int) -> None:
+    from tllm_spec.kernels.scaled_linear_triton import scaled_linear_kernel
+
+    tiling = tiling_of(num_rows, torch.bfloat16)
+    constants: dict[str, Any] = {"IN": 4096, "OUT": 4096, "SPREADS": False, "ADDS": True}
+    constants |= {"WIDEN": False, "CHUNK": 1024, "PDL": True, "bias": None, "BLOCK": BLOCK}
+    constants |= {"BLOCK_ROWS": tiling.rows, "BLOCK_OUT": tiling.outputs}
+    types = {"x": "*bf16", "weight": "*fp8e4nv", "scales": "*fp32", "output": "*bf16"}
+    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    strides = ("x_stride", "output_stride")
+    code = compiled_for_hopper(scaled_linear_kernel, types, constants, strides, **options)
+    ptx = code.asm["ptx"]
+    found = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx))
+    assert found == {f"m64n{tiling.rows}k16"} and "mma.sync" not in ptx
+    assert code.metadata.shared <= 227 << 10
+    assert "cp.async" in ptx and "cvt.rn.bf16.f16" not in ptx  # of one eighth of the throughput
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
+@on_each_dtype
+@pytest.mark.parametrize("shape", [*MODEL_SHAPES, (200, 257)], ids=str)
+def test_the_number_of_rows_changes_no_bit_of_a_row(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    p = problem(4096, shape, dtype, "cuda")
+    expected = scaled_linear(p.x, p.weight, p.scales, p.bias)
+    check(expected, p, p.bias)
+    numbers = (
+        [*range(1, 140), 200, 257, 300, 1024]
+        if dtype != torch.float32
+        else [1, 2, 16, 17, 64, 65, 300, 1024]
+    )
+    for number in numbers:
+        first = 37 * number % (4096 - number)  # other positions in other tiles
+        rows = slice(first, first + number)
+        found = scaled_linear(p.x[rows], p.weight, p.scales, p.bias)
+        assert torch.equal(found, expected[rows]), number
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
+@on_each_dtype
+def test_no_tiling_changes_a_bit(dtype: torch.dtype) -> None:
+    p = problem(333, (4096, 1000), dtype, "cuda")
+    expected = scaled_linear(p.x, p.weight, p.scales)
+    for tiling in (Tiling(16, 64, 4, 4), Tiling(32, 64, 4, 2), Tiling(64, 128, 8, 3)):
+        for spreads in (False, True):
+            found = torch.empty_like(expected)
+            launch_scaled_linear(
+                p.x, p.weight, p.scales, None, found, tiling, spreads=spreads, adds=False
+            )
+            assert torch.equal(found, expected)
