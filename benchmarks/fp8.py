@@ -1,109 +1,128 @@
-"""GEMMs with FP8 weights on one GPU, next to bf16, with their floors.
+"""Rounds of models with FP8 weights, next to the same models in bf16.
 
-    python -m benchmarks.fp8 [linear] [experts]
+    python -m benchmarks.fp8 [llama-8b] [qwen3-30b] [v3]
 
-linear   scaled_linear and torch's GEMM with bf16 weights, of an 8B Llama's layers
-experts  the two grouped GEMMs of Qwen3-30B-A3B's and DeepSeek V3's experts in FP8 and in bf16
+llama-8b   plain rounds, and EAGLE-3 with 3 drafts, whose head is bf16
+qwen3-30b  plain rounds of a model with 128 experts
+v3         plain rounds of the DeepSeek-V3-style model, whose routers spread the tokens
 
-Activations are bf16. Calls have weights or tokens of their own, so that no cache holds the weights.
-The floor reads the FP8 weights (of the experts that are hit) and their scales once at 4.45 TB/s, or
-computes at 790 TFLOP/s; the share is floor / time."""
+Random weights, prompts of 1,024 tokens, greedy, synthetic acceptance; FP8 with blocks of 128 x 128.
+The output layer, the embedding and routers are bf16. Both sides of a row are engines of one run.
+`prefill` is milliseconds for 8 prompts. `--device cpu` takes tiny shapes: shows that it runs."""
 
+import json
+import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from benchmarks.harness.device_time import call_us
-from benchmarks.harness.models import MATMUL_FLOPS, READ_BYTES_PER_S
+from benchmarks.deepseek import SPREAD, V3_STYLE, set_bias
+from benchmarks.deepseek import TINY as TINY_V3
+from benchmarks.harness.engine import Rounds, release
+from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, RATES, TINY, Config
+from benchmarks.harness.moe_rounds import QWEN3_30B
+from benchmarks.harness.moe_rounds import TINY as TINY_QWEN3
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
-from tllm_spec.kernels.grouped_gemm import block_rows_of, down, gate_up_silu
-from tllm_spec.kernels.moe_permute import ExpertRows, moe_permute
-from tllm_spec.kernels.scaled_linear import BLOCK, scaled_linear
 
-CUDA, BF16, FP8 = "cuda", torch.bfloat16, torch.float8_e4m3fn
-SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-ROWS = (1, 4, 8, 32, 256, 2048)
-# Experts, hidden size, inner size; each token takes 8.
-EXPERTS = {"Qwen3-30B-A3B": (128, 2048, 768), "DeepSeek V3": (256, 7168, 2048)}
-TOKENS, TOP_K, TURNS = (1, 8, 64), 8, 4
-WEIGHTS_BYTES = 512 << 20  # of a call's side together: more than the L2 cache holds
-Pair = tuple[torch.Tensor, torch.Tensor]
+QUANTIZATION = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+DRAFT_LEN, ROUNDS, TIMINGS, NUM_PROMPTS = 3, 40, 3, 8
+TINY_LLAMA: Config = {**LLAMA_8B, **TINY, "num_hidden_layers": 7}
+TINY_EAGLE3: Config = {**EAGLE3_8B, **TINY, "draft_vocab_size": 256}
 
 
-def quantised(weight: torch.Tensor) -> Pair:
-    """The weight in FP8, and scales that are one."""
-    shape = (*weight.shape[:-1], -(-weight.shape[-1] // BLOCK))
-    return weight.to(FP8), torch.ones(shape, device=CUDA)
+def compared(
+    full: Config, tiny: Config, heads: Sequence[Config | None], options: Options
+) -> Iterator[Row]:
+    """`heads`: EAGLE-3 heads of the full shape; None: plain rounds."""
+    is_full = options.device == "cuda"
+    target = full if is_full else tiny
+    for head in heads:
+        if head is not None and not is_full:
+            head = TINY_EAGLE3
+        sides = [
+            measured(target | own, head, options.device)
+            for own in ({}, {"quantization_config": QUANTIZATION})
+        ]
+        drafting = "plain" if head is None else f"EAGLE-3 K={DRAFT_LEN}"
+        for what, (bf16, fp8) in {key: [side[key] for side in sides] for key in sides[0]}.items():
+            yield {"drafting": drafting, "what": what, "bf16": bf16, "fp8": fp8}
 
 
-def floor_us(num_weights: float, rows_per_weight: float) -> float:
-    num_bytes, flops = num_weights * (1 + 4 / BLOCK), 2 * num_weights * rows_per_weight
-    return max(num_bytes / READ_BYTES_PER_S, flops / MATMUL_FLOPS) * 1e6
+def measured(target: Config, head: Config | None, device: str) -> dict[str, float]:
+    """Milliseconds of a round by batch size, of a prefill, and GiB of weights."""
+    is_full = device == "cuda"
+    sizes, prompt_len = ((1, 8, 64), 1024) if is_full else ((1, 2), 16)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part, config in (("target", target), ("draft", head or {})):
+            (folder / part).mkdir()
+            (folder / part / "config.json").write_text(json.dumps(config))
+        engine = built(folder, head is not None, sizes, prompt_len, device)
+    if "n_routed_experts" in target:
+        set_bias(engine, SPREAD)
+    found: dict[str, float] = {}
+    for batch_size in sizes:
+        engine.start(batch_size, prompt_len)
+        timings = (engine.timed(ROUNDS if is_full else 3) for _ in range(TIMINGS))
+        found[f"batch {batch_size}, ms"] = statistics.median(each.round_ms for each in timings)
+        engine.stop()
+    prompts = min(NUM_PROMPTS, sizes[-1])
+    engine.prompts_ms(prompts, prompt_len)  # compiles
+    times = [engine.prompts_ms(prompts, prompt_len) for _ in range(TIMINGS)]
+    found["prefill, ms"] = statistics.median(times)
+    found["weights, GiB"] = engine.executor.parts.ranks[0]["weight_bytes"] / 2**30
+    del engine
+    release()
+    return found
 
 
-def linear(options: Options) -> Iterator[Row]:
-    for name, shape in SHAPES.items():
-        count = max(2, WEIGHTS_BYTES // (shape[0] * shape[1]))
-        weights = [torch.empty(shape, dtype=BF16, device=CUDA).normal_() for _ in range(count)]
-        scaled = [quantised(weight) for weight in weights]
-        for rows in (1, 8, 256) if options.quick else ROWS:
-            x = torch.randn(rows, shape[1], device=CUDA, dtype=BF16)
-            sides: dict[str, list[Callable[[], object]]] = {
-                "fp8": [partial(scaled_linear, x, *pair) for pair in scaled],
-                "bf16": [partial(F.linear, x, weight) for weight in weights],
-            }
-            floor = floor_us(shape[0] * shape[1], rows)
-            yield {"layer": name, "rows": rows, "floor": floor} | call_us(sides)
-        del weights, scaled
+def built(
+    folder: Path, has_head: bool, sizes: tuple[int, ...], prompt_len: int, device: str
+) -> Rounds:
+    is_full = device == "cuda"
+    kv_cache: dict[str, Any] = {"enable_block_reuse": False}
+    eagle3 = {
+        "decoding_type": "Eagle3",
+        "speculative_model": str(folder / "draft"),
+        "load_format": "dummy",
+        "max_draft_len": DRAFT_LEN,
+        "synthetic_acceptance_rates": RATES[:DRAFT_LEN],
+    }
+    return Rounds(
+        str(folder / "target"),
+        max_batch_size=sizes[-1],
+        max_seq_len=prompt_len + 512 * (1 + DRAFT_LEN * has_head),
+        device=device,
+        load_format="dummy",
+        kv_cache_config=kv_cache | ({} if is_full else {"max_tokens": 8192}),
+        cuda_graph_config={"batch_sizes": sizes} if is_full else None,
+        speculative_config=eagle3 if has_head else None,
+    )
 
 
-def experts(options: Options) -> Iterator[Row]:
-    for name, (num_experts, hidden, inner) in EXPERTS.items():
-        sizes = ((num_experts, 2 * inner, hidden), (num_experts, hidden, inner))
-        plain = [torch.empty(size, dtype=BF16, device=CUDA).normal_() for size in sizes]
-        scaled = [quantised(weight) for weight in plain]
-        for tokens in (1, 64) if options.quick else TOKENS:
-            sides: dict[str, list[Callable[[], object]]] = {"fp8": [], "bf16": []}
-            num_hit = 0.0
-            for _ in range(TURNS):
-                x = torch.randn(tokens, hidden, device=CUDA, dtype=BF16)
-                taken = torch.rand(tokens, num_experts, device=CUDA).argsort(-1)[:, :TOP_K]
-                block_rows = block_rows_of(tokens * TOP_K, num_experts, BF16, x.device)
-                rows = moe_permute(taken.int().contiguous(), num_experts, block_rows)
-                num_hit += len(taken.unique()) / TURNS
-                sides["fp8"].append(partial(both, x, rows, *scaled))
-                sides["bf16"].append(partial(both, x, rows, *((weight, None) for weight in plain)))
-            floor = floor_us(3 * hidden * inner * num_hit, tokens * TOP_K / num_hit)
-            yield {"layer": name, "rows": tokens, "hit": num_hit, "floor": floor} | call_us(sides)
-        del plain, scaled, sides
-
-
-def both(
-    x: torch.Tensor,
-    rows: ExpertRows,
-    gate_up: tuple[torch.Tensor, torch.Tensor | None],
-    last: tuple[torch.Tensor, torch.Tensor | None],
-) -> torch.Tensor:
-    """gate_up and last: weights and scales."""
-    inner = gate_up_silu(x, gate_up[0], rows, scales=gate_up[1])
-    return down(inner, last[0], rows, last[1])
-
-
-def fp8_table(rows: Sequence[Row]) -> list[str]:
+def compared_table(rows: Sequence[Row]) -> list[str]:
     lines = [
-        [row["layer"], number(row["rows"]), *(number(row[key]) for key in ("fp8", "bf16", "floor")),
-         f"{row['floor'] / row['fp8']:.0%}"]
+        [row["drafting"], row["what"], number(row["bf16"]), number(row["fp8"]),
+         f"{row['fp8'] / row['bf16']:.2f}"]
         for row in rows
     ]  # fmt: skip
-    return table(("µs", "rows", "FP8", "bf16", "floor", "share of the floor"), lines)
+    return table(("", "", "bf16", "FP8", "FP8 / bf16"), lines)
+
+
+def subject(name: str, title: str, *shapes: Any) -> Subject:
+    run: Callable[[Options], Iterator[Row]] = partial(compared, *shapes)
+    return Subject(name, title, run, compared_table)
 
 
 SUBJECTS = (
-    Subject("linear", "Linear layers with FP8 weights", linear, fp8_table, needs_cuda=True),
-    Subject("experts", "Experts with FP8 weights", experts, fp8_table, needs_cuda=True),
+    subject("llama-8b", "8B in FP8", LLAMA_8B, TINY_LLAMA, (None, EAGLE3_8B)),
+    subject("qwen3-30b", "Qwen3 30B-A3B in FP8", QWEN3_30B, TINY_QWEN3, (None,)),
+    subject("v3", "V3-style in FP8", V3_STYLE, TINY_V3, (None,)),
 )
 
 if __name__ == "__main__":

@@ -79,10 +79,7 @@ def oracle(folder: Path) -> Callable[[], Oracle]:
 
 @pytest.mark.parametrize(
     "mode",
-    [
-        pytest.param(mode, marks=() if mode == "eagle3_tree" else pytest.mark.slow)
-        for mode in MODES
-    ],
+    [pytest.param(mode, marks=() if mode == "eagle3_tree" else pytest.mark.slow) for mode in MODES],
 )
 def test_the_text_is_that_of_the_dequantised_weights_with_every_drafter(
     mode: str,
