@@ -2,7 +2,8 @@
 projections with SwiGLU, and the down projection. A Triton kernel if Triton is available, otherwise
 the plain-torch reference, which loops over the experts.
 
-Weights of an expert that no token takes are not read. Sums are float32 and rounded once."""
+Weights of an expert that no token takes are not read. Sums are float32 and rounded once. Weights
+may be FP8, with scales as in scaled_linear.py."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 
 from tllm_spec.kernels.moe_permute import ExpertRows
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.scaled_linear import BLOCK, check_scaled, dequantised
 from tllm_spec.kernels.silu_and_mul import plain_silu_and_mul
 from tllm_spec.kernels.triton_support import has_kernels
 
@@ -46,15 +48,28 @@ TILINGS = (
 )
 LARGE = Tilings(Tiling(128, 256, 64, 8, 4), Tiling(128, 256, 64, 8, 4))
 FLOAT32 = Tilings(Tiling(16, 64, 32, 4, 2), Tiling(16, 64, 32, 4, 2))  # no tensor cores
+# Of FP8 weights, with the same rows: a block of inputs at a time. Three or four programs with small
+# tiles share a multiprocessor, each with 32 KiB of weights in flight.
+SCALED_OF_ROWS = {
+    16: Tiling(16, 64, BLOCK, 4, 5),
+    32: Tiling(32, 64, BLOCK, 4, 5),
+    64: Tiling(64, 128, BLOCK, 8, 4),
+    128: Tiling(128, 128, BLOCK, 8, 4),
+}
+SCALED_FLOAT32 = Tiling(16, 64, BLOCK, 4, 2)
 
 
-def tilings_of(num_assignments: int, num_experts: int, dtype: torch.dtype) -> Tilings:
-    """For `num_assignments` rows of all experts together."""
+def tilings_of(
+    num_assignments: int, num_experts: int, dtype: torch.dtype, scaled: bool = False
+) -> Tilings:
+    """For `num_assignments` rows of all experts together. scaled: of FP8 weights."""
     if dtype == torch.float32:
-        return FLOAT32
-    return next(
+        return Tilings(SCALED_FLOAT32, SCALED_FLOAT32) if scaled else FLOAT32
+    found = next(
         (tilings for rows, tilings in TILINGS if num_assignments <= rows * num_experts), LARGE
     )
+    own = SCALED_OF_ROWS[found.gate_up.rows]
+    return Tilings(own, own) if scaled else found
 
 
 def block_rows_of(
@@ -71,40 +86,49 @@ def gate_up_silu(
     weight: torch.Tensor,
     rows: ExpertRows,
     input_weights: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """SwiGLU of each assignment's token by its expert, `[P, I]` in sorted order.
 
     Args:
         x: `[T, H]`, contiguous.
-        weight: `[E, 2 * I, H]`, contiguous, gates first.
+        weight: `[E, 2 * I, H]`, contiguous, gates first, of the type of x, or FP8 with scales.
         rows: the assignments.
         input_weights: `[T, k]` float32, factors of the tokens before the projection.
+        scales: `[E, 2 * I, ceil(H / 128)]` float32, contiguous.
     """
     if not has_kernels(x.device):
-        return plain_gate_up_silu(x, weight, rows, input_weights)
+        return plain_gate_up_silu(x, weight, rows, input_weights, scales)
     output = x.new_empty(len(rows.order), weight.shape[1] // 2)
-    _launch(x, weight, rows, output, gated=True, input_weights=input_weights)
+    _launch(x, weight, scales, rows, output, gated=True, input_weights=input_weights)
     return output
 
 
-def down(x: torch.Tensor, weight: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+def down(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rows: ExpertRows,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The linear layer of each row's expert, `[P, H]` in the order of the assignments.
 
     Args:
         x: `[P, I]` in sorted order, contiguous.
-        weight: `[E, H, I]`, contiguous.
+        weight: `[E, H, I]`, contiguous, of the type of x, or FP8 with scales.
         rows: the assignments.
+        scales: `[E, H, ceil(I / 128)]` float32, contiguous.
     """
     if not has_kernels(x.device):
-        return plain_down(x, weight, rows)
+        return plain_down(x, weight, rows, scales)
     output = x.new_empty(len(rows.order), weight.shape[1])
-    _launch(x, weight, rows, output, gated=False, input_weights=None)
+    _launch(x, weight, scales, rows, output, gated=False, input_weights=None)
     return output
 
 
 def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
+    scales: torch.Tensor | None,
     rows: ExpertRows,
     output: torch.Tensor,
     *,
@@ -113,7 +137,9 @@ def _launch(
 ) -> None:
     from tllm_spec.kernels.grouped_gemm_triton import grouped_gemm_kernel
 
-    tilings = tilings_of(len(rows.order), weight.shape[0], x.dtype)
+    if scales is not None:
+        check_scaled(weight, scales)
+    tilings = tilings_of(len(rows.order), weight.shape[0], x.dtype, scales is not None)
     tiling = tilings.gate_up if gated else tilings.down
     assert x.is_contiguous() and weight.is_contiguous() and tiling.rows == rows.block_rows
     room, features = rows.blocks.shape[1], output.shape[1]
@@ -123,6 +149,7 @@ def _launch(
     grouped_gemm_kernel[(room * tiles,)](
         x,
         weight,
+        scales,
         input_weights,
         output,
         rows.order,
@@ -149,24 +176,40 @@ def plain_gate_up_silu(
     weight: torch.Tensor,
     rows: ExpertRows,
     input_weights: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of `gate_up_silu`."""
     output = x.new_empty(len(rows.order), weight.shape[1] // 2)
     for expert, first, end in hit_experts(rows):
         assignments = rows.order[first:end]
-        gate_up = x[assignments // rows.top_k].mm(weight[expert].t())
+        gate_up = _product(x[assignments // rows.top_k], weight, scales, expert)
         if input_weights is not None:
             gate_up = gate_up.mul_(input_weights.flatten()[assignments, None])
         output[first:end] = plain_silu_and_mul(gate_up)
     return output
 
 
-def plain_down(x: torch.Tensor, weight: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+def plain_down(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rows: ExpertRows,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Reference of `down`."""
     output = x.new_empty(len(rows.order), weight.shape[1])
     for expert, first, end in hit_experts(rows):
-        output[rows.order[first:end]] = x[first:end].mm(weight[expert].t())
+        product = _product(x[first:end], weight, scales, expert)
+        output[rows.order[first:end]] = product.to(x.dtype)
     return output
+
+
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, expert: int
+) -> torch.Tensor:
+    """x times the expert's weight; of an FP8 weight in float32."""
+    if scales is None:
+        return x.mm(weight[expert].t())
+    return x.float().mm(dequantised(weight[expert], scales[expert], torch.float32).t())
 
 
 def hit_experts(rows: ExpertRows) -> Iterator[tuple[int, int, int]]:

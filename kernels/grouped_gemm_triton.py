@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from tllm_spec.kernels.programmatic_launch_triton import begin
+from tllm_spec.kernels.scaled_linear_triton import add_scaled_dot
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -16,6 +17,7 @@ def _sum_inputs(
     x_rows: tl.tensor,
     real_row: tl.tensor,
     w_rows: tl.tensor,
+    scale_rows: tl.tensor,
     num_inputs: tl.tensor,
     IN: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -23,7 +25,8 @@ def _sum_inputs(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ) -> tl.tensor:
-    """`[BLOCK_OUT, BLOCK_ROWS]` float32, in order of the inputs."""
+    """`[BLOCK_OUT, BLOCK_ROWS]` float32, in order of the inputs. With scales BLOCK_IN inputs of an
+    output share one."""
     total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     for start in tl.range(0, num_inputs, BLOCK_IN):
         inputs = start + tl.arange(0, BLOCK_IN)
@@ -34,9 +37,13 @@ def _sum_inputs(
             w = tl.load(w_rows + inputs[None, :], mask=(inputs < IN)[None, :], other=0.0)
             x_mask = (inputs < IN)[:, None] & real_row[None, :]
             x = tl.load(x_rows + inputs[:, None], mask=x_mask, other=0.0)
-        if WIDEN:
-            w, x = w.to(tl.float32), x.to(tl.float32)
-        total = tl.dot(w, x, total, input_precision="ieee")
+        if scale_rows is not None:
+            scale = tl.load(scale_rows + start // BLOCK_IN)
+            total = add_scaled_dot(total, w, x, scale, WIDEN)
+        else:
+            if WIDEN:
+                w, x = w.to(tl.float32), x.to(tl.float32)
+            total = tl.dot(w, x, total, input_precision="ieee")
     return total
 
 
@@ -56,6 +63,7 @@ def _swiglu(
 def grouped_gemm_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    scales: tl.tensor,
     input_weights: tl.tensor,
     output: tl.tensor,
     order: tl.tensor,
@@ -93,20 +101,20 @@ def grouped_gemm_kernel(
     outs = tl.arange(0, BLOCK_OUT)
     if GATED:  # the first half of a tile has gates, the second the ups of the same outputs
         weight_row = outs // HALF * OUT + (first_out + outs % HALF) % OUT
-        w_rows = weight + (expert * (2 * OUT) + weight_row)[:, None] * IN
-        x_rows = x + (assignment // TOP_K).to(tl.int64)[None, :] * IN
+        weight_row = expert * (2 * OUT) + weight_row
+        w_rows, x_row = weight + weight_row[:, None] * IN, assignment // TOP_K
     else:
-        w_rows = weight + (expert * OUT + (first_out + outs) % OUT)[:, None] * IN
-        x_rows = x + row.to(tl.int64)[None, :] * IN
+        weight_row = expert * OUT + (first_out + outs) % OUT
+        w_rows, x_row = weight + weight_row[:, None] * IN, row
+    x_rows = x + x_row.to(tl.int64)[None, :] * IN
+    scale_rows = None if scales is None else scales + weight_row * tl.cdiv(IN, BLOCK_IN)
     total = _sum_inputs(
-        x_rows, real_row, w_rows, num_inputs, IN, WIDEN, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN
+        x_rows, real_row, w_rows, scale_rows, num_inputs, IN, WIDEN, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN
     )
 
     columns, output_row = first_out + tl.arange(0, WIDTH), assignment
     if GATED:
-        factor = 1.0
-        if input_weights is not None:
-            factor = tl.load(input_weights + assignment)[None, :]
+        factor = 1.0 if input_weights is None else tl.load(input_weights + assignment)[None, :]
         total, output_row = _swiglu(total, factor, HALF, BLOCK_ROWS), row
     pointers = output + output_row.to(tl.int64)[None, :] * OUT + columns[:, None]
     real = real_row[None, :] & (columns < OUT)[:, None]

@@ -174,9 +174,9 @@ def compiled(shape: Shape, tiling: Tiling, gated: bool) -> Any:
 
     sizes = (shape.hidden, shape.inner) if gated else (shape.inner, shape.hidden)
     constants: dict[str, Any] = {"IN": sizes[0], "OUT": sizes[1], "TOP_K": shape.top_k}
-    constants |= {"GATED": gated, "WIDEN": False, "PDL": True, "input_weights": None}
-    constants |= {"BLOCK_ROWS": tiling.rows, "BLOCK_OUT": tiling.outputs}
-    constants |= {"BLOCK_IN": tiling.inputs}
+    constants |= {"GATED": gated, "WIDEN": False, "PDL": True, "scales": None}
+    constants |= {"input_weights": None, "BLOCK_ROWS": tiling.rows}
+    constants |= {"BLOCK_OUT": tiling.outputs, "BLOCK_IN": tiling.inputs}
     types = dict.fromkeys(("x", "weight", "output"), "*bf16")
     types |= dict.fromkeys(("order", "blocks", "num_blocks"), "*i32")
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}

@@ -1,0 +1,247 @@
+"""The grouped GEMMs with FP8 experts: that every weight has its own scale, the formula, that only
+experts that are hit are read, and that a row has the same bits in every batch. Under Triton's
+interpreter in a subprocess, and on a CUDA device (`-m gpu`) with the shapes of models."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.hopper import compiled_for_hopper
+from tests.kernels.interpreter import (
+    INTERPRETED,
+    ROUNDING,
+    on_each_kernel_device,
+    only_outside_the_interpreter,
+    only_with_the_compiler,
+)
+from tests.kernels.test_grouped_gemm import QWEN3, V3, Shape
+from tllm_spec.kernels.grouped_gemm import (
+    SCALED_OF_ROWS,
+    block_rows_of,
+    down,
+    gate_up_silu,
+    hit_experts,
+    tilings_of,
+)
+from tllm_spec.kernels.moe_permute import ExpertRows, moe_permute
+
+FP8 = torch.float8_e4m3fn
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+on_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# Less than a block of inputs, incomplete blocks, and one expert for everything.
+SMALL = [Shape(5, 2, 96, 33), Shape(3, 1, 148, 200), Shape(1, 1, 300, 130)]
+SUM_ERROR = 4e-6  # of float32 sums, relative to the sum of magnitudes
+
+
+@dataclass(frozen=True)
+class Problem:
+    x: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_scales: torch.Tensor
+    down: torch.Tensor
+    down_scales: torch.Tensor
+    experts: torch.Tensor
+    weights: torch.Tensor
+
+    @property
+    def rows(self) -> ExpertRows:
+        number = len(self.gate_up)
+        block_rows = block_rows_of(self.experts.numel(), number, self.x.dtype, self.x.device)
+        return moe_permute(self.experts, number, block_rows)
+
+    def of(self, tokens: slice) -> "Problem":
+        own = (self.x[tokens], self.experts[tokens], self.weights[tokens])
+        return replace(self, x=own[0], experts=own[1], weights=own[2])
+
+    def layer(self) -> torch.Tensor:
+        """Each assignment's output `[T * k, H]`."""
+        rows = self.rows
+        inner = gate_up_silu(self.x, self.gate_up, rows, scales=self.gate_up_scales)
+        return down(inner, self.down, rows, self.down_scales)
+
+
+def problem(shape: Shape, num_tokens: int, dtype: torch.dtype, device: str) -> Problem:
+    """Scales are powers of two and differ by expert, output and block of inputs."""
+    generator = torch.Generator(device).manual_seed(num_tokens)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    def scales(*size: int) -> torch.Tensor:
+        return torch.randint(-8, 1, size, generator=generator, device=device).float().exp2()
+
+    experts, inner, hidden = shape.num_experts, shape.inner, shape.hidden
+    return Problem(
+        normal(num_tokens, hidden).to(dtype),
+        normal(experts, 2 * inner, hidden).to(FP8),
+        scales(experts, 2 * inner, -(-hidden // 128)),
+        normal(experts, hidden, inner).to(FP8),
+        scales(experts, hidden, -(-inner // 128)),
+        normal(num_tokens, experts).argsort(-1)[:, : shape.top_k].int().contiguous(),
+        normal(num_tokens, shape.top_k).sigmoid(),
+    )
+
+
+def exact(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """In float64, block by block."""
+    blocks = [
+        part.double() * scales[..., block, None].double()
+        for block, part in enumerate(weight.float().split(128, -1))
+    ]
+    return torch.cat(blocks, -1)
+
+
+def check_gate_up(p: Problem, input_weights: torch.Tensor | None = None) -> None:
+    rows, weight = p.rows, exact(p.gate_up, p.gate_up_scales)
+    output = gate_up_silu(p.x, p.gate_up, rows, input_weights, p.gate_up_scales)
+    for assignment, found in zip(rows.order.tolist(), output.double(), strict=True):
+        token, choice = divmod(assignment, p.experts.shape[1])
+        own, x = weight[int(p.experts[token, choice])], p.x[token].double()
+        factor = 1.0 if input_weights is None else input_weights[token, choice].double()
+        gate, up = (own @ x * factor).chunk(2)
+        gate_error, up_error = (SUM_ERROR * factor * (own.abs() @ x.abs())).chunk(2)
+        expected = gate * gate.sigmoid() * up
+        bound = 1.1 * gate_error * up.abs() + up_error * gate.abs() + 4 * gate_error * up_error
+        bound += (ROUNDING[p.x.dtype] + SUM_ERROR) * expected.abs() + 2.0**-24
+        assert ((found - expected).abs() <= bound).all()
+
+
+def check_down(p: Problem, inner: torch.Tensor) -> None:
+    rows, weight = p.rows, exact(p.down, p.down_scales)
+    output = down(inner, p.down, rows, p.down_scales).double()
+    for row, assignment in enumerate(rows.order.tolist()):
+        own, x = weight[int(p.experts.flatten()[assignment])], inner[row].double()
+        expected = own @ x
+        bound = ROUNDING[inner.dtype] * expected.abs() + SUM_ERROR * (own.abs() @ x.abs())
+        assert ((output[assignment] - expected).abs() <= bound + 2.0**-24).all()
+
+
+def check_both(p: Problem) -> None:
+    check_gate_up(p)
+    check_gate_up(p, p.weights)
+    generator = torch.Generator(p.x.device).manual_seed(0)
+    size = (p.experts.numel(), p.down.shape[2])
+    inner = torch.randn(size, generator=generator, device=p.x.device)
+    check_down(p, inner.to(p.x.dtype))
+
+
+@on_each_dtype
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+@only_outside_the_interpreter
+def test_the_reference_equals_the_formula(shape: Shape, dtype: torch.dtype) -> None:
+    for num_tokens in (0, 1, 9):
+        check_both(problem(shape, num_tokens, dtype, "cpu"))
+
+
+@pytest.mark.thinned
+@on_each_kernel_device
+@on_each_dtype
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_the_kernel_equals_the_formula(shape: Shape, dtype: torch.dtype, device: str) -> None:
+    for num_tokens in (0, 1, 9):
+        check_both(problem(shape, num_tokens, dtype, device))
+
+
+@on_each_kernel_device
+def test_every_weight_has_its_own_scale(device: str) -> None:
+    """Rows of the identity give the weights themselves."""
+    p = problem(Shape(3, 1, 72, 148), 150, torch.bfloat16, device)
+    rows, weight = p.rows, exact(p.down, p.down_scales)
+    inputs = torch.arange(150, device=device) % 148
+    inner = torch.nn.functional.one_hot(inputs, 148).to(p.x.dtype)
+    output = down(inner, p.down, rows, p.down_scales)
+    for row, assignment in enumerate(rows.order.tolist()):
+        own = weight[int(p.experts[assignment, 0])]
+        assert torch.equal(output[assignment].double(), own[:, inputs[row]])
+
+
+@on_each_kernel_device
+def test_every_size_of_block_gives_the_formula(device: str) -> None:
+    seen = set()
+    for num_tokens in (3, 30, 70, 150):
+        p = problem(Shape(2, 1, 136, 40), num_tokens, torch.bfloat16, device)
+        seen.add(tilings_of(num_tokens, 2, torch.bfloat16, True))
+        check_both(p)
+    assert {tilings.down for tilings in seen} == set(SCALED_OF_ROWS.values())
+
+
+@on_each_kernel_device
+def test_experts_that_no_token_takes_are_not_read(device: str) -> None:
+    """Their scales are NaN, and so is whatever is computed with them."""
+    p = problem(Shape(8, 2, 64, 48), 5, torch.float32, device)
+    p.experts[:] = torch.tensor([5, 2], dtype=torch.int32)
+    for scales in (p.gate_up_scales, p.down_scales):
+        scales[[0, 1, 3, 4, 6, 7]] = torch.nan
+    check_both(p)
+
+
+@on_each_kernel_device
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(device: str, exact_dots: None) -> None:
+    p = problem(Shape(4, 2, 136, 150), 100, torch.bfloat16, device)
+    expected = p.layer().view(100, 2, -1)
+    for tokens in (slice(99, 100), slice(3, 9), slice(10, 50)):  # smaller blocks
+        assert torch.equal(p.of(tokens).layer().view(-1, 2, 136), expected[tokens])
+
+
+@only_with_the_compiler
+@pytest.mark.parametrize(
+    "rows", [16, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (32, 64, 128))]
+)
+def test_every_tiling_fits_hopper_and_uses_the_same_kind_of_instruction(rows: int) -> None:
+    from tllm_spec.kernels.grouped_gemm_triton import grouped_gemm_kernel
+
+    types = {"x": "*bf16", "weight": "*fp8e4nv", "scales": "*fp32", "output": "*bf16"}
+    types |= dict.fromkeys(("order", "blocks", "num_blocks"), "*i32")
+    tiling = SCALED_OF_ROWS[rows]
+    for gated in (True, False):
+        sizes = (QWEN3.hidden, QWEN3.inner) if gated else (QWEN3.inner, QWEN3.hidden)
+        constants: dict[str, Any] = {"IN": sizes[0], "OUT": sizes[1], "TOP_K": 8, "GATED": gated}
+        constants |= {"WIDEN": False, "PDL": True, "input_weights": None, "BLOCK_ROWS": rows}
+        constants |= {"BLOCK_OUT": tiling.outputs, "BLOCK_IN": tiling.inputs}
+        options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+        code = compiled_for_hopper(grouped_gemm_kernel, types, constants, **options)
+        ptx = code.asm["ptx"]
+        found = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx))
+        assert tiling.rows == rows and found == {f"m64n{rows}k16"} and "mma.sync" not in ptx
+        assert code.metadata.shared <= 227 << 10
+
+
+def one_by_one(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """`layer` with torch's GEMMs in float32, and the sums of magnitudes in the last one."""
+    rows = p.rows
+    size = (p.experts.numel(), p.down.shape[1])
+    output, magnitudes = (p.x.new_empty(size, dtype=torch.float32) for _ in range(2))
+    for expert, first, end in hit_experts(rows):
+        own = rows.order[first:end]
+        x = p.x[own // rows.top_k].float()
+        gate_up = exact(p.gate_up[expert], p.gate_up_scales[expert]).float()
+        gate, up = (x @ gate_up.t()).chunk(2, -1)
+        activated = (gate * gate.sigmoid() * up).to(p.x.dtype).float()
+        weight = exact(p.down[expert], p.down_scales[expert]).float()
+        output[own], magnitudes[own] = activated @ weight.t(), activated.abs() @ weight.abs().t()
+    return output, magnitudes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
+@pytest.mark.parametrize("shape", [QWEN3, V3], ids=str)
+def test_real_sizes_equal_torch_on_the_device(shape: Shape) -> None:
+    for num_tokens in (1, 4, 64, 200, 500, 2000):
+        p = problem(shape, num_tokens, torch.bfloat16, "cuda")
+        expected, magnitudes = one_by_one(p)
+        # Some of the inner values are rounded to the other side.
+        bound = 2.0**-8 * expected.abs() + 2e-4 * magnitudes
+        assert ((p.layer() - expected).abs() <= bound).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
+def test_the_number_of_rows_changes_no_bit_of_a_row_on_the_device() -> None:
+    p = problem(QWEN3, 4096, torch.bfloat16, "cuda")
+    expected = p.layer().view(4096, 8, -1)
+    for number in (1, 2, 16, 64, 130, 300, 900, 2000):
+        tokens = slice(37, 37 + number)
+        assert torch.equal(p.of(tokens).layer().view(number, 8, -1), expected[tokens]), number
