@@ -1,0 +1,111 @@
+"""GEMMs with FP8 weights on one GPU, next to bf16, with their floors.
+
+    python -m benchmarks.fp8 [linear] [experts]
+
+linear   scaled_linear and torch's GEMM with bf16 weights, of an 8B Llama's layers
+experts  the two grouped GEMMs of Qwen3-30B-A3B's and DeepSeek V3's experts in FP8 and in bf16
+
+Activations are bf16. Calls have weights or tokens of their own, so that no cache holds the weights.
+The floor reads the FP8 weights (of the experts that are hit) and their scales once at 4.45 TB/s, or
+computes at 790 TFLOP/s; the share is floor / time."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.harness.device_time import call_us
+from benchmarks.harness.models import MATMUL_FLOPS, READ_BYTES_PER_S
+from benchmarks.harness.report import Options, Row, Subject, main, number, table
+from tllm_spec.kernels.grouped_gemm import block_rows_of, down, gate_up_silu
+from tllm_spec.kernels.moe_permute import ExpertRows, moe_permute
+from tllm_spec.kernels.scaled_linear import BLOCK, scaled_linear
+
+CUDA, BF16, FP8 = "cuda", torch.bfloat16, torch.float8_e4m3fn
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+ROWS = (1, 4, 8, 32, 256, 2048)
+# Experts, hidden size, inner size; each token takes 8.
+EXPERTS = {"Qwen3-30B-A3B": (128, 2048, 768), "DeepSeek V3": (256, 7168, 2048)}
+TOKENS, TOP_K, TURNS = (1, 8, 64), 8, 4
+WEIGHTS_BYTES = 512 << 20  # of a call's side together: more than the L2 cache holds
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def quantised(weight: torch.Tensor) -> Pair:
+    """The weight in FP8, and scales that are one."""
+    shape = (*weight.shape[:-1], -(-weight.shape[-1] // BLOCK))
+    return weight.to(FP8), torch.ones(shape, device=CUDA)
+
+
+def floor_us(num_weights: float, rows_per_weight: float) -> float:
+    num_bytes, flops = num_weights * (1 + 4 / BLOCK), 2 * num_weights * rows_per_weight
+    return max(num_bytes / READ_BYTES_PER_S, flops / MATMUL_FLOPS) * 1e6
+
+
+def linear(options: Options) -> Iterator[Row]:
+    for name, shape in SHAPES.items():
+        count = max(2, WEIGHTS_BYTES // (shape[0] * shape[1]))
+        weights = [torch.empty(shape, dtype=BF16, device=CUDA).normal_() for _ in range(count)]
+        scaled = [quantised(weight) for weight in weights]
+        for rows in (1, 8, 256) if options.quick else ROWS:
+            x = torch.randn(rows, shape[1], device=CUDA, dtype=BF16)
+            sides: dict[str, list[Callable[[], object]]] = {
+                "fp8": [partial(scaled_linear, x, *pair) for pair in scaled],
+                "bf16": [partial(F.linear, x, weight) for weight in weights],
+            }
+            floor = floor_us(shape[0] * shape[1], rows)
+            yield {"layer": name, "rows": rows, "floor": floor} | call_us(sides)
+        del weights, scaled
+
+
+def experts(options: Options) -> Iterator[Row]:
+    for name, (num_experts, hidden, inner) in EXPERTS.items():
+        sizes = ((num_experts, 2 * inner, hidden), (num_experts, hidden, inner))
+        plain = [torch.empty(size, dtype=BF16, device=CUDA).normal_() for size in sizes]
+        scaled = [quantised(weight) for weight in plain]
+        for tokens in (1, 64) if options.quick else TOKENS:
+            sides: dict[str, list[Callable[[], object]]] = {"fp8": [], "bf16": []}
+            num_hit = 0.0
+            for _ in range(TURNS):
+                x = torch.randn(tokens, hidden, device=CUDA, dtype=BF16)
+                taken = torch.rand(tokens, num_experts, device=CUDA).argsort(-1)[:, :TOP_K]
+                block_rows = block_rows_of(tokens * TOP_K, num_experts, BF16, x.device)
+                rows = moe_permute(taken.int().contiguous(), num_experts, block_rows)
+                num_hit += len(taken.unique()) / TURNS
+                sides["fp8"].append(partial(both, x, rows, *scaled))
+                sides["bf16"].append(partial(both, x, rows, *((weight, None) for weight in plain)))
+            floor = floor_us(3 * hidden * inner * num_hit, tokens * TOP_K / num_hit)
+            yield {"layer": name, "rows": tokens, "hit": num_hit, "floor": floor} | call_us(sides)
+        del plain, scaled, sides
+
+
+def both(
+    x: torch.Tensor,
+    rows: ExpertRows,
+    gate_up: tuple[torch.Tensor, torch.Tensor | None],
+    last: tuple[torch.Tensor, torch.Tensor | None],
+) -> torch.Tensor:
+    """gate_up and last: weights and scales."""
+    inner = gate_up_silu(x, gate_up[0], rows, scales=gate_up[1])
+    return down(inner, last[0], rows, last[1])
+
+
+def fp8_table(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        [row["layer"], number(row["rows"]), *(number(row[key]) for key in ("fp8", "bf16", "floor")),
+         f"{row['floor'] / row['fp8']:.0%}"]
+        for row in rows
+    ]  # fmt: skip
+    return table(("µs", "rows", "FP8", "bf16", "floor", "share of the floor"), lines)
+
+
+SUBJECTS = (
+    Subject("linear", "Linear layers with FP8 weights", linear, fp8_table, needs_cuda=True),
+    Subject("experts", "Experts with FP8 weights", experts, fp8_table, needs_cuda=True),
+)
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        sys.exit(main(SUBJECTS, __doc__))
