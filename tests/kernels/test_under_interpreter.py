@@ -44,6 +44,7 @@ GROUPS: tuple[dict[str, int], ...] = (
         "path_ranks": 3,
         "filter_cut": 11,
         "batch_invariant_linear": 13,
+        "scaled_linear": 18,
         "rotary_write": 23,
         "send_results": 10,
         "attention/triton": 7,
