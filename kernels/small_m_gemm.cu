@@ -19,17 +19,31 @@
 // one. A thread multiplies the 8 adjacent elements of one 16-byte piece of W by those of x. The
 // pieces are chosen so that the 8 threads that read together use different banks.
 //
-// Compiler options define BFLOAT16 (otherwise float16), STEP_COLUMNS (a multiple of 64, at most
-// 256) and DEPTH.
+// W may be FP8 (E4M3) with a float32 scale for each row and each 128 columns, which are a block:
+// W is converted in registers, exactly, and the sums of a block are multiplied by its rows' scales.
+// The scales of a step lie in the ring next to its weights.
+//
+// Compiler options define BFLOAT16 (otherwise float16: x, and W unless it is FP8), FP8 (whether W
+// is), STEP_COLUMNS (a multiple of a block's, at most 32 pieces) and DEPTH.
 
 #include "tensor_core.cuh"
 
+#if FP8
+typedef unsigned char Weight;
+#else
+typedef u16 Weight;
+#endif
+
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int PIECE = 8;                   // elements of a 16-byte load
-constexpr int BLOCKS = STEP_COLUMNS / 64;  // blocks of 16 rows x 64 columns in a step
+constexpr int PIECE = 8;                              // elements of x in 16 bytes
+constexpr int WEIGHT_PIECE = 16 / sizeof(Weight);     // and of W
 constexpr int PIECES_PER_ROW = 8, BLOCK_PIECES = 16 * PIECES_PER_ROW;
+constexpr int BLOCK_COLUMNS = PIECES_PER_ROW * WEIGHT_PIECE;  // a block has 16 rows of W
+constexpr int BLOCKS = STEP_COLUMNS / BLOCK_COLUMNS;          // of a step
+constexpr int TOKEN_PIECES = BLOCK_COLUMNS / PIECE;           // of a row of x in a block
 constexpr int STEP_PIECES = BLOCKS * BLOCK_PIECES;
-constexpr int LANES_PER_ROW = STEP_COLUMNS / PIECE, ROWS_PER_COPY = 32 / LANES_PER_ROW;
+constexpr int STEP_SCALES = FP8 ? 16 * BLOCKS : 0;
+constexpr int LANES_PER_ROW = STEP_COLUMNS / WEIGHT_PIECE, ROWS_PER_COPY = 32 / LANES_PER_ROW;
 constexpr int COPIES = 16 / ROWS_PER_COPY;
 constexpr int TOKENS = 8;                 // most rows of x: the n of the tensor cores' m16n8k16
 constexpr int SUMS = 8 * WARPS * TOKENS;  // partial sums of a tile's row pairs, all column groups
@@ -45,9 +59,21 @@ __device__ inline uint4 load_piece(const u16* source) {
 }
 
 // No L2 prefetch size: with `.L2::256B` every GEMM was slower on an H200.
-__device__ inline void copy_piece(uint4* destination, const u16* source) {
+__device__ inline void copy_piece(uint4* destination, const Weight* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
         :: "r"(shared_address(destination)), "l"(source) : "memory");
+}
+
+__device__ inline void copy_scale(float* destination, const float* source) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
+        :: "r"(shared_address(destination)), "l"(source) : "memory");
+}
+
+// Where a row's piece of x lies. A piece of FP8 weights meets two of x: the first ones of a block
+// come before the second ones, so that threads that read together use different banks.
+__device__ inline int place(int piece) {
+    if (!FP8) return piece;
+    return piece & ~15 | (piece & 1) << 3 | (piece & 15) >> 1;
 }
 
 __device__ inline u32 cluster_rank() {
@@ -58,7 +84,9 @@ __device__ inline u32 cluster_rank() {
 
 // Same layout as _Arguments in small_m_gemm.py.
 struct Gemm {
-    const u16 *x, *weight, *bias, *norm_weight, *residual;
+    const u16 *x, *bias, *norm_weight, *residual;
+    const Weight* weight;
+    const float* scales;
     u16* out;
     int out_features, in_features, x_stride, out_stride;
     int num_tokens, num_tiles, row_groups, splits, gated;
@@ -142,7 +170,7 @@ __device__ inline void stage_tokens(
                 }
                 batch[i] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
             }
-            tokens[i * stride + piece] = batch[i];
+            tokens[i * stride + place(piece)] = batch[i];
         }
     }
     if (normed) {
@@ -230,22 +258,30 @@ struct Stream {
     const Gemm& p;
     const Part& part;
     uint4* ring;  // [DEPTH][BLOCKS][16][8] pieces; piece c of row r is stored at c ^ (r % 8)
+    float* scale_ring;  // [DEPTH][BLOCKS][16]
     int lane, tile, step;
-    const u16* rows[COPIES];
+    const Weight* rows[COPIES];
+    const float* scale;  // of the row lane % 16, in block lane / 16 of the first step
 
+    // The row of W that is row `row` of the warp's 16. Rows past the end read the last row; their
+    // sums are not written.
+    __device__ u64 weight_row(int row) const {
+        const int last = (p.gated ? p.out_features / 2 : p.out_features) - 1;
+        const int low = p.low_row(tile, part.group * 8 + row % 8);
+        if (p.gated) return row < 8 ? min(low, last) : p.high_row(min(low, last));
+        return min(row < 8 ? low : p.high_row(low), last);
+    }
     // Sets the pointers to the rows of the current tile.
     __device__ void point() {
-        // Rows past the end read the last row; their sums are not written.
-        const int last = (p.gated ? p.out_features / 2 : p.out_features) - 1;
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
             const int row = lane / LANES_PER_ROW + ROWS_PER_COPY * i;
-            const int low = p.low_row(tile, part.group * 8 + row % 8);
-            const int weight_row = p.gated ? (row < 8 ? min(low, last) : p.high_row(min(low, last)))
-                                           : min(row < 8 ? low : p.high_row(low), last);
-            const int column = part.first_column + lane % LANES_PER_ROW * PIECE;
-            rows[i] = p.weight + static_cast<u64>(weight_row) * p.in_features + column;
+            const int column = part.first_column + lane % LANES_PER_ROW * WEIGHT_PIECE;
+            rows[i] = p.weight + weight_row(row) * p.in_features + column;
         }
+        if (FP8)
+            scale = p.scales + weight_row(lane % 16) * (p.in_features / BLOCK_COLUMNS)
+                + part.first_column / BLOCK_COLUMNS + lane / 16;
     }
     __device__ void fetch(int slot) {
         if (tile < p.num_tiles) {
@@ -256,6 +292,8 @@ struct Stream {
                 uint4* piece = ring + slot * STEP_PIECES + block_row * PIECES_PER_ROW;
                 copy_piece(piece + (lane % 8 ^ row % 8), rows[i] + step * STEP_COLUMNS);
             }
+            if (lane < STEP_SCALES)
+                copy_scale(scale_ring + slot * STEP_SCALES + lane, scale + step * BLOCKS);
             step += part.column_groups;
             if (step >= part.num_steps) {
                 step = part.column_group;
@@ -267,20 +305,59 @@ struct Stream {
     }
 };
 
+// Adds the products of a block's 16 rows of W with the rows of x. `weights`: the thread's row of W,
+// with `swizzle` its number; `pieces`: its quad's of x; `scales`: of the thread's row and of the
+// 8th row after it.
+__device__ inline void multiply_block(
+    float (&sums)[4], const uint4* weights, const uint4* pieces, int quad, int swizzle,
+    const float* scales) {
+#if FP8
+    float products[4] = {};
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+        const int piece = (2 * quad + odd) ^ swizzle;
+        const uint4 a = weights[piece], b = weights[8 * PIECES_PER_ROW + piece];
+        const uint4 c = pieces[odd], d = pieces[8 + odd];
+        const u32 low[4] = {a.x, a.y, a.z, a.w}, high[4] = {b.x, b.y, b.z, b.w};
+        const u32 pairs[8] = {c.x, c.y, c.z, c.w, d.x, d.y, d.z, d.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            u32 rows[4];
+            widen_fp8(low[i], rows[0], rows[2]);
+            widen_fp8(high[i], rows[1], rows[3]);
+            multiply(products, rows, pairs[2 * i], pairs[2 * i + 1]);
+        }
+    }
+    for (int i = 0; i < 4; ++i) sums[i] = fmaf(products[i], scales[i / 2 * 8], sums[i]);
+#else
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+        const int piece = (2 * quad + odd) ^ swizzle;
+        const uint4 a = weights[piece], b = weights[8 * PIECES_PER_ROW + piece];
+        const uint4 c = pieces[odd];
+        const u32 low[4] = {a.x, b.x, a.y, b.y}, high[4] = {a.z, b.z, a.w, b.w};
+        multiply(sums, low, c.x, c.y);
+        multiply(sums, high, c.z, c.w);
+    }
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 small_m_gemm(const __grid_constant__ Gemm p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
     const Part part(p, warp);
     extern __shared__ uint4 shared[];
     uint4* ring = shared + warp * DEPTH * STEP_PIECES;
-    float* received = reinterpret_cast<float*>(shared + WARPS * DEPTH * STEP_PIECES);
+    float* scale_rings = reinterpret_cast<float*>(shared + WARPS * DEPTH * STEP_PIECES);
+    float* scale_ring = scale_rings + warp * DEPTH * STEP_SCALES;
+    float* received = scale_rings + WARPS * DEPTH * STEP_SCALES;
     float* squares = received + 2 * 2 * SUMS;  // by CTA of the worker, then by warp
     uint4* tokens = reinterpret_cast<uint4*>(squares + (2 + WARPS) * TOKENS);
     const int stride = part.share / PIECE + 1;  // + 1: adjacent tokens use different banks
     const WorkerSum sum = {p, part, received, squares, 8 * p.row_groups / p.splits};
 
     const int begin = part.column_group < part.num_steps ? part.first_tile : p.num_tiles;
-    Stream stream = {p, part, ring, lane, begin, part.column_group};
+    Stream stream = {p, part, ring, scale_ring, lane, begin, part.column_group};
     stream.point();
 #pragma unroll 1
     for (int slot = 0; slot < DEPTH - 1; ++slot) stream.fetch(slot);
@@ -305,16 +382,9 @@ small_m_gemm(const __grid_constant__ Gemm p) {
             for (int block = 0; block < BLOCKS; ++block) {
                 const uint4* weights =
                     ring + slot * STEP_PIECES + block * BLOCK_PIECES + row * PIECES_PER_ROW;
-                const uint4* pieces = token + (step * BLOCKS + block) * PIECES_PER_ROW + 2 * quad;
-#pragma unroll
-                for (int odd = 0; odd < 2; ++odd) {
-                    const int piece = (2 * quad + odd) ^ row;
-                    const uint4 a = weights[piece], b = weights[8 * PIECES_PER_ROW + piece];
-                    const uint4 c = pieces[odd];
-                    const u32 low[4] = {a.x, b.x, a.y, b.y}, high[4] = {a.z, b.z, a.w, b.w};
-                    multiply(sums, low, c.x, c.y);
-                    multiply(sums, high, c.z, c.w);
-                }
+                const uint4* pieces = token + (step * BLOCKS + block) * TOKEN_PIECES + 2 * quad;
+                const float* scales = scale_ring + slot * STEP_SCALES + block * 16 + row;
+                multiply_block(sums, weights, pieces, quad, row, scales);
             }
             slot = slot == DEPTH - 1 ? 0 : slot + 1;
         }

@@ -16,8 +16,11 @@ import torch
 
 from tllm_spec.kernels import nvrtc
 from tllm_spec.kernels.rms_norm import plain_rms_norm, rms_norm
+from tllm_spec.kernels.scaled_linear import check_scaled, plain_scaled_linear
 from tllm_spec.kernels.silu_and_mul import plain_silu_and_mul
 from tllm_spec.kernels.small_m_plan import MAX_ROWS, plan, splits_that_fit
+
+FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ def small_m_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     *,
+    scales: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     norm: NormWeight | None = None,
     gated: bool = False,
@@ -43,7 +47,8 @@ def small_m_gemm(
 
     Args:
         x: `[T, K]`, any stride between rows.
-        weight: `[N, K]`, contiguous.
+        weight: `[N, K]`, contiguous, of the type of x, or FP8 with scales.
+        scales: `[N, ceil(K / 128)]` float32, contiguous (scaled_linear.py).
         bias: `[N]`.
         norm: of x, or None.
         gated: the output is `[T, N / 2]`.
@@ -51,14 +56,16 @@ def small_m_gemm(
             place and returned.
     """
     if not serves(x, weight):
-        return plain_small_m_gemm(x, weight, bias=bias, norm=norm, gated=gated, add_to=add_to)
+        return plain_small_m_gemm(
+            x, weight, scales=scales, bias=bias, norm=norm, gated=gated, add_to=add_to
+        )
     features = weight.shape[0] // 2 if gated else weight.shape[0]
     output = x.new_empty(x.shape[0], features) if add_to is None else add_to
     assert output.shape == (x.shape[0], features)
     if norm is not None and x.dtype == torch.float16:
         # x times the norm's weight, without the division, could overflow.
         x, norm = rms_norm(x, norm.weight, norm.eps), None
-    _launch(x, weight, bias, norm, gated, add_to, output)
+    _launch(x, weight, scales, bias, norm, gated, add_to, output)
     return output
 
 
@@ -68,7 +75,7 @@ def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
         x.is_cuda
         and 0 < x.shape[0] <= MAX_ROWS
         and x.dtype in (torch.bfloat16, torch.float16)
-        and bool(splits_that_fit(x.shape[0], weight.shape[1]))
+        and bool(splits_that_fit(x.shape[0], weight.shape[1], weight.dtype == FP8))
         and nvrtc.why_unavailable(x.device.index or 0) is None
     )
 
@@ -79,7 +86,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
-            for name in ("x", "weight", "bias", "norm_weight", "residual", "out")
+            for name in ("x", "bias", "norm_weight", "residual", "weight", "scales", "out")
         ),
         *(
             (name, ctypes.c_int)
@@ -96,6 +103,7 @@ class _Arguments(ctypes.Structure):
 def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
+    scales: torch.Tensor | None,
     bias: torch.Tensor | None,
     norm: NormWeight | None,
     gated: bool,
@@ -103,12 +111,14 @@ def _launch(
     output: torch.Tensor,
 ) -> None:
     assert x.stride(1) == output.stride(1) == 1 and weight.is_contiguous()
+    assert (scales is not None) == (weight.dtype == FP8)
+    if scales is not None:
+        check_scaled(weight, scales)
     (rows, features), device = output.shape, x.device.index or 0
-    prepared = plan(device, x.dtype, rows, weight.shape[1], features, gated)
-    optional = (bias, None if norm is None else norm.weight, add_to)
-    addresses = (
-        None if tensor is None else tensor.data_ptr() for tensor in (x, weight, *optional, output)
-    )
+    prepared = plan(device, x.dtype, rows, weight.shape[1], features, gated, scales is not None)
+    norm_weight = None if norm is None else norm.weight
+    operands = (x, bias, norm_weight, add_to, weight, scales, output)
+    addresses = (None if tensor is None else tensor.data_ptr() for tensor in operands)
     tiles = prepared.tiles
     arguments = _Arguments(
         *addresses,
@@ -125,6 +135,7 @@ def plain_small_m_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     *,
+    scales: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     norm: NormWeight | None = None,
     gated: bool = False,
@@ -133,7 +144,10 @@ def plain_small_m_gemm(
     """Reference of `small_m_gemm`."""
     if norm is not None:
         x = plain_rms_norm(x, norm.weight, norm.eps)
-    output = torch.nn.functional.linear(x, weight, bias)
+    if scales is None:
+        output = torch.nn.functional.linear(x, weight, bias)
+    else:
+        output = plain_scaled_linear(x, weight, scales, bias)
     if gated:
         output = plain_silu_and_mul(output)
     return output if add_to is None else add_to.add_(output)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.kernels import nvrtc
+from tllm_spec.kernels.scaled_linear import BLOCK
 
 MAX_ROWS = 8
 WARPS = 8
@@ -17,8 +18,8 @@ SPLITS = (2, 1)
 # Larger tiles read faster: they are chosen if the busiest multiprocessor then has at most TOLERANCE
 # times the least possible work.
 TOLERANCE = 1.05
-# Columns of a step of a warp's ring: 256 bytes of a row if the width allows it.
-STEP_COLUMNS = (128, 64)
+# Bytes of a row in a step of a warp's ring: the first of these that the width allows.
+STEP_BYTES = (256, 128)
 # Bytes of all rings: on an H200 more in flight is slower.
 MAX_RING_BYTES, MIN_DEPTH = 160 << 10, 3
 # float32 sums of two tiles (both rows of 8 pairs per warp, 8 rows of x), and sums of squares by CTA
@@ -37,14 +38,19 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Ring:
-    """Per warp: `depth` steps of 16 rows x `step_columns` columns of the weights."""
+    """Per warp: `depth` steps of 16 rows x `step_columns` columns of the weights. `is_fp8`: with
+    scales."""
 
     depth: int
     step_columns: int
+    is_fp8: bool = False
 
     @property
     def bytes_of_all(self) -> int:
-        return WARPS * self.depth * 16 * self.step_columns * 2
+        row_bytes = self.step_columns * (1 if self.is_fp8 else 2)
+        if self.is_fp8:
+            row_bytes += 4 * (self.step_columns // BLOCK)
+        return WARPS * self.depth * 16 * row_bytes
 
 
 @dataclass(frozen=True)
@@ -58,12 +64,18 @@ class Plan:
 
 @functools.cache
 def plan(
-    device: int, dtype: torch.dtype, rows: int, in_features: int, features: int, gated: bool
+    device: int,
+    dtype: torch.dtype,
+    rows: int,
+    in_features: int,
+    features: int,
+    gated: bool,
+    is_fp8: bool,
 ) -> Plan:
-    """features: columns of the output. `splits_that_fit` must not be empty."""
+    """dtype: of x; features: columns of the output. `splits_that_fit` must not be empty."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    tiles = tiles_of(rows, in_features, features, gated, processors)
-    ring = ring_of(rows, in_features, tiles.splits)
+    tiles = tiles_of(rows, in_features, features, gated, processors, is_fp8)
+    ring = ring_of(rows, in_features, tiles.splits, is_fp8)
     assert ring is not None
     grid = min(tiles.number, processors // tiles.splits) * tiles.splits
     shared = shared_bytes(rows, in_features, tiles.splits, ring)
@@ -71,10 +83,12 @@ def plan(
     return Plan(_kernel(device, definitions(dtype, ring)), launch, tiles)
 
 
-def tiles_of(rows: int, in_features: int, features: int, gated: bool, processors: int) -> Tiles:
+def tiles_of(
+    rows: int, in_features: int, features: int, gated: bool, processors: int, is_fp8: bool = False
+) -> Tiles:
     """The largest tiles with which the busiest multiprocessor has about the least work."""
     found: list[tuple[float, Tiles]] = []
-    for splits in splits_that_fit(rows, in_features):
+    for splits in splits_that_fit(rows, in_features, is_fp8):
         for row_groups in ROW_GROUPS:
             number = -(-features // (row_groups * (8 if gated else 16)))
             most = -(-number // min(number, processors // splits)) * row_groups / splits
@@ -84,17 +98,18 @@ def tiles_of(rows: int, in_features: int, features: int, gated: bool, processors
 
 
 @functools.cache
-def splits_that_fit(rows: int, in_features: int) -> tuple[int, ...]:
-    return tuple(splits for splits in SPLITS if ring_of(rows, in_features, splits) is not None)
+def splits_that_fit(rows: int, in_features: int, is_fp8: bool = False) -> tuple[int, ...]:
+    fitting = (splits for splits in SPLITS if ring_of(rows, in_features, splits, is_fp8))
+    return tuple(fitting)
 
 
-def ring_of(rows: int, in_features: int, splits: int) -> Ring | None:
+def ring_of(rows: int, in_features: int, splits: int, is_fp8: bool = False) -> Ring | None:
     """The ring with the longest steps, as deep as shared memory allows; None if none fits."""
     left = nvrtc.SHARED_BYTES - shared_bytes(rows, in_features, splits, Ring(0, 0))
-    for columns in STEP_COLUMNS:
-        depth = min(MAX_RING_BYTES, left) // Ring(1, columns).bytes_of_all
+    for columns in (size // (1 if is_fp8 else 2) for size in STEP_BYTES):
+        depth = min(MAX_RING_BYTES, left) // Ring(1, columns, is_fp8).bytes_of_all
         if in_features % (splits * columns) == 0 and depth >= MIN_DEPTH:
-            return Ring(depth, columns)
+            return Ring(depth, columns, is_fp8)
     return None
 
 
@@ -107,6 +122,7 @@ def definitions(dtype: torch.dtype, ring: Ring) -> tuple[tuple[str, int], ...]:
     """Macros of the source."""
     return (
         ("BFLOAT16", dtype == torch.bfloat16),
+        ("FP8", ring.is_fp8),
         ("STEP_COLUMNS", ring.step_columns),
         ("DEPTH", ring.depth),
     )

@@ -29,6 +29,24 @@ __device__ inline u32 pack(float low, float high) {
     return pair;
 }
 
+// Four E4M3 numbers to two pairs of 16-bit floats, exactly. NaN becomes 480 in bfloat16.
+__device__ inline void widen_fp8(u32 four, u32& first, u32& second) {
+#if BFLOAT16
+    // A number's bits, moved to those of a bfloat16 with the same sign, are 2^-120 times it: the
+    // biases of the exponents are 7 and 127. The same holds for subnormal numbers.
+    const u32 factor = 0x7b807b80;  // 2^120
+    const u32 low = __byte_perm(four, 0, 0x1404), high = __byte_perm(four, 0, 0x3424);
+    const u32 pairs[2] = {low & 0x80008000 | low >> 4 & 0x07f007f0,
+                          high & 0x80008000 | high >> 4 & 0x07f007f0};
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(first) : "r"(pairs[0]), "r"(factor));
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(second) : "r"(pairs[1]), "r"(factor));
+#else
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2;"
+        " cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
+        : "=r"(first), "=r"(second) : "r"(four));
+#endif
+}
+
 #if BFLOAT16
 #define MMA_TYPES "f32.bf16.bf16.f32"
 #else

@@ -11,7 +11,14 @@ import torch.nn.functional as F
 
 from tllm_spec.kernels import nvrtc, small_m_plan
 from tllm_spec.kernels import small_m_gemm as module
-from tllm_spec.kernels.small_m_gemm import NormWeight, plain_small_m_gemm, serves, small_m_gemm
+from tllm_spec.kernels.scaled_linear import BLOCK
+from tllm_spec.kernels.small_m_gemm import (
+    FP8,
+    NormWeight,
+    plain_small_m_gemm,
+    serves,
+    small_m_gemm,
+)
 from tllm_spec.kernels.small_m_plan import MAX_ROWS, Ring
 
 EPS = 1e-5
@@ -39,6 +46,7 @@ class Case:
         form: tuple[bool, bool, bool, bool],
         dtype: torch.dtype,
         device: str,
+        is_fp8: bool = False,
     ) -> None:
         (rows, in_features, out_features), (norm, gated, adds, has_bias) = sizes, form
         generator = torch.Generator().manual_seed(rows + in_features + out_features)
@@ -48,6 +56,12 @@ class Case:
 
         self.x = random(rows, 2 * in_features)[:, in_features:]
         self.weight = random(out_features, in_features) / in_features**0.5
+        self.scales = None
+        if is_fp8:
+            self.weight = (random(out_features, in_features) * 8).to(FP8)
+            # A scale that were another row's or block's would show.
+            scales = torch.randn(out_features, -(-in_features // BLOCK), generator=generator)
+            self.scales = scales.abs().to(device) / (8 * in_features**0.5)
         self.bias = random(out_features) if has_bias else None
         self.norm = NormWeight(random(in_features), EPS) if norm else None
         self.gated = gated
@@ -58,9 +72,11 @@ class Case:
         x = self.x.double()
         if self.norm is not None:
             x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * self.norm.weight.double()
-        output = F.linear(
-            x, self.weight.double(), None if self.bias is None else self.bias.double()
-        )
+        weight = self.weight.double()
+        if self.scales is not None:
+            by_input = self.scales.double().repeat_interleave(BLOCK, 1)
+            weight *= by_input[:, : weight.shape[1]]
+        output = F.linear(x, weight, None if self.bias is None else self.bias.double())
         if self.gated:
             gate, up = output.chunk(2, -1)
             output = F.silu(gate) * up
@@ -69,6 +85,7 @@ class Case:
     def run(self, function: object = small_m_gemm) -> torch.Tensor:
         assert callable(function)
         options = {"bias": self.bias, "norm": self.norm, "gated": self.gated, "add_to": self.total}
+        options["scales"] = self.scales
         output = function(self.x, self.weight, **options)
         assert isinstance(output, torch.Tensor)
         assert self.total is None or output is self.total
@@ -80,11 +97,12 @@ def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @on_each_form
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["wide", "fp8"])
 @pytest.mark.parametrize("sizes", [(1, 64, 48), (3, 192, 1000), (8, 320, 36)], ids=str)
 def test_the_reference_equals_the_formula_and_adds_in_place(
-    sizes: tuple[int, int, int], norm: bool, gated: bool, adds: bool, has_bias: bool
+    sizes: tuple[int, int, int], is_fp8: bool, norm: bool, gated: bool, adds: bool, has_bias: bool
 ) -> None:
-    case = Case(sizes, (norm, gated, adds, has_bias), torch.float32, "cpu")
+    case = Case(sizes, (norm, gated, adds, has_bias), torch.float32, "cpu", is_fp8)
     expected = case.expected()
     assert not serves(case.x, case.weight)
     assert relative_error(case.run(), expected) < 1e-6
@@ -92,7 +110,11 @@ def test_the_reference_equals_the_formula_and_adds_in_place(
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("ring", [Ring(5, 128), Ring(small_m_plan.MIN_DEPTH, 64)], ids=str)
+@pytest.mark.parametrize(
+    "ring",
+    [Ring(5, 128), Ring(small_m_plan.MIN_DEPTH, 64), Ring(4, 256, True), Ring(5, 128, True)],
+    ids=str,
+)
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
 @pytest.mark.usefixtures("own_cache")
 def test_the_source_compiles(dtype: torch.dtype, ring: Ring, architecture: str) -> None:
@@ -105,13 +127,15 @@ def test_the_kernels_argument_has_the_same_fields_in_python_and_cuda() -> None:
     (declared,) = re.findall(r"struct Gemm {\n(.*?)\n\n", source, re.DOTALL)
     types = {
         "const u16 *": ctypes.c_void_p,
+        "const Weight*": ctypes.c_void_p,
+        "const float*": ctypes.c_void_p,
         "u16*": ctypes.c_void_p,
         "int": ctypes.c_int,
         "float": ctypes.c_float,
     }
-    fields = []
+    fields, kinds = [], "|".join(map(re.escape, types))
     for line in declared.replace("const u16 *x", "const u16 * x").splitlines():
-        kind, names = re.fullmatch(r" *(const u16 \*|u16\*|int|float) (.*);", line).groups()  # type: ignore[union-attr]
+        kind, names = re.fullmatch(rf" *({kinds}) (.*);", line).groups()  # type: ignore[union-attr]
         fields += [(name.strip(" *"), types[kind]) for name in names.split(",")]
     assert fields == list(module._Arguments._fields_)
 
@@ -123,15 +147,19 @@ def test_a_compile_error_contains_the_compilers_log() -> None:
         nvrtc.compile_source("small_m_gemm.cu", "sm_90")
 
 
-@pytest.mark.parametrize("in_features", [64, 320, 2048, 4096, 8192, 12288, 14336])
+@pytest.mark.parametrize(
+    ("in_features", "is_fp8"),
+    [(size, False) for size in (64, 320, 2048, 4096, 8192, 12288, 14336)]
+    + [(size, True) for size in (128, 640, 2048, 4096, 8192, 12288, 14336)],
+)
 @pytest.mark.parametrize("rows", [1, 4, MAX_ROWS])
 def test_common_widths_fit_into_shared_memory_with_a_deep_enough_ring(
-    rows: int, in_features: int
+    rows: int, in_features: int, is_fp8: bool
 ) -> None:
-    fitting = small_m_plan.splits_that_fit(rows, in_features)
+    fitting = small_m_plan.splits_that_fit(rows, in_features, is_fp8)
     assert fitting
     for splits in fitting:
-        ring = small_m_plan.ring_of(rows, in_features, splits)
+        ring = small_m_plan.ring_of(rows, in_features, splits, is_fp8)
         assert ring is not None and ring.depth >= small_m_plan.MIN_DEPTH
         assert ring.bytes_of_all <= small_m_plan.MAX_RING_BYTES
         assert small_m_plan.shared_bytes(rows, in_features, splits, ring) <= nvrtc.SHARED_BYTES
@@ -141,6 +169,7 @@ def test_common_widths_fit_into_shared_memory_with_a_deep_enough_ring(
 def test_widths_that_do_not_fit_have_no_plan() -> None:
     assert small_m_plan.splits_that_fit(MAX_ROWS, 28672) == ()  # 229 KB of x in each of two CTAs
     assert small_m_plan.splits_that_fit(1, 100) == ()  # no whole steps
+    assert small_m_plan.splits_that_fit(1, 64, True) == ()  # less than a block
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -165,12 +194,17 @@ def test_tiles_cover_the_output_once_and_balance_the_multiprocessors(
 @on_each_form
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("in_features", "out_features"),
-    [(4096, 6144), (14336, 4096), (12288, 4096), (64, 48), (192, 1000), (128, 50258), (320, 512)],
+    ("in_features", "out_features", "is_fp8"),
+    [
+        *((4096, 6144, False), (14336, 4096, False), (12288, 4096, False), (64, 48, False)),
+        *((192, 1000, False), (128, 50258, False), (320, 512, False)),
+        *((4096, 6144, True), (14336, 4096, True), (128, 50258, True), (640, 1000, True)),
+    ],
 )
 def test_the_kernel_is_as_accurate_as_its_reference(
     in_features: int,
     out_features: int,
+    is_fp8: bool,
     dtype: torch.dtype,
     norm: bool,
     gated: bool,
@@ -179,7 +213,7 @@ def test_the_kernel_is_as_accurate_as_its_reference(
 ) -> None:
     for rows in (1, 2, 5, 8):
         sizes, form = (rows, in_features, out_features), (norm, gated, adds, has_bias)
-        case, again = Case(sizes, form, dtype, "cuda"), Case(sizes, form, dtype, "cuda")
+        case, again = (Case(sizes, form, dtype, "cuda", is_fp8) for _ in range(2))
         expected = case.expected()
         assert serves(case.x, case.weight)
         error, of_reference = (
@@ -203,12 +237,29 @@ def test_only_the_residual_stream_is_written() -> None:
 
 
 @pytest.mark.gpu
-def test_a_row_has_the_same_bits_with_any_number_of_rows() -> None:
-    case = Case((8, 4096, 4096), (True, False, False, False), torch.bfloat16, "cuda")
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["wide", "fp8"])
+def test_a_row_has_the_same_bits_with_any_number_of_rows(is_fp8: bool) -> None:
+    case = Case((8, 4096, 4096), (True, False, False, False), torch.bfloat16, "cuda", is_fp8)
     together = case.run()
     for rows in range(1, 8):
-        alone = small_m_gemm(case.x[:rows], case.weight, norm=case.norm)
+        alone = small_m_gemm(case.x[:rows], case.weight, scales=case.scales, norm=case.norm)
         assert torch.equal(alone, together[:rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_fp8_number_is_converted_exactly(dtype: torch.dtype) -> None:
+    """A row of W per number, at another column in each, and 0 elsewhere."""
+    codes = torch.arange(256, dtype=torch.uint8, device="cuda")
+    codes = codes[(codes & 0x7F) != 0x7F].repeat_interleave(4)  # without NaN
+    weight = torch.zeros(len(codes), 256, dtype=torch.uint8, device="cuda")
+    columns = torch.arange(len(codes), device="cuda") * 37 % 256
+    weight[torch.arange(len(codes)), columns] = codes
+    scales = 2.0 ** torch.randint(-3, 4, (len(codes), 2), device="cuda")
+    x = torch.ones(2, 256, dtype=dtype, device="cuda")
+    found = small_m_gemm(x, weight.view(FP8), scales=scales)
+    values = codes.view(FP8).float() * scales.gather(1, columns[:, None] // BLOCK)[:, 0]
+    assert torch.equal(found, values.to(dtype).expand(2, -1))
 
 
 @pytest.mark.gpu

@@ -66,22 +66,20 @@ class Linear(Module):
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """`[T, K]` to `[T, N]`, of `norm(x)` if there is a norm."""
         if self._is_fused(x):
-            weight = None if norm is None else norm.kernel_weight
-            return small_m_gemm(x, self.weight, bias=self.bias, norm=weight)
+            return self._fused(x, norm)
         return self._gemm(x if norm is None else norm.forward(x))
 
     def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """SwiGLU of `norm(x)`, `[T, K]` to `[T, N / 2]`: the SiLU of the first half of the outputs
         times the second half. Without a norm, of x."""
         if self._is_fused(x):
-            weight = None if norm is None else norm.kernel_weight
-            return small_m_gemm(x, self.weight, bias=self.bias, norm=weight, gated=True)
+            return self._fused(x, norm, gated=True)
         return silu_and_mul(self._gemm(x if norm is None else norm.forward(x)))
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         """Add the outputs for x `[T, K]` to `total` `[T, N]` in place, rounded once on CUDA."""
         if self._is_fused(x):
-            small_m_gemm(x, self.weight, bias=self.bias, add_to=total)
+            self._fused(x, add_to=total)
         elif self.weight_scales is not None:
             scaled_linear(x, self.weight, self.weight_scales, self.bias, add_to=total)
         elif self.tuned_gemms is not None:
@@ -92,8 +90,25 @@ class Linear(Module):
             total.add_(self._gemm(x))
 
     def _is_fused(self, x: torch.Tensor) -> bool:
-        is_scaled = self.weight_scales is not None
-        return not is_scaled and not self.batch_invariant and serves(x, self.weight)
+        return not self.batch_invariant and serves(x, self.weight)
+
+    def _fused(
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None = None,
+        *,
+        gated: bool = False,
+        add_to: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return small_m_gemm(
+            x,
+            self.weight,
+            scales=self.weight_scales,
+            bias=self.bias,
+            norm=None if norm is None else norm.kernel_weight,
+            gated=gated,
+            add_to=add_to,
+        )
 
     def _gemm(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight_scales is not None:
