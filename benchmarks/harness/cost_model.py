@@ -15,7 +15,7 @@ HOST_SIZE = 8  # devices of a host
 
 @dataclass(frozen=True)
 class CostModel:
-    """Bytes per second, seconds, and bf16 FLOPs per second; FP8 has twice these. The values are an
+    """Bytes per second, seconds, and bf16 FLOPs per second, also of FP8 weights. The values are an
     H200's, fitted to the rounds of one device (`benchmarks.scaling_model check`)."""
 
     weight_bandwidth: float = 4.26e12
@@ -40,7 +40,7 @@ class CostModel:
     def gemm_seconds(self, elements: float, rows: float, weight_bytes: int) -> float:
         """Reading weights and multiplying overlap, but not fully where they take the same time."""
         reading = elements * weight_bytes / self.weight_bandwidth
-        multiplying = 2 * elements * rows / (self.flops * (2 if weight_bytes == 1 else 1))
+        multiplying = 2 * elements * rows / self.flops
         return float((reading**2 + multiplying**2) ** 0.5)
 
     def all_reduce_seconds(self, num_bytes: float, devices: int) -> float:

@@ -13,7 +13,10 @@ from tests.models.fp8_checkpoint import Tensors, blocked, is_projection, quantis
 from tests.models.helpers import CPU, PagedRunner, load, random_tokens, save_checkpoint
 from tests.models.mtp_reference import save_with_mtp
 from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.models import registry
+from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
+from tllm_spec.models.fp8_tensors import keeps_fp8
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.module import Fp8Tensor, Module, Placement
 from tllm_spec.models.mtp import load_nextn
@@ -123,6 +126,22 @@ def test_a_layer_that_the_checkpoint_has_in_16_bits_keeps_them(tmp_path: Path) -
     assert "model.layers.0.self_attn.q_proj.weight" in names
     assert "model.layers.0.mlp.down_proj.weight" not in names
     assert not any(name.startswith("model.layers.1.self_attn.q_proj") for name in names)
+
+
+@pytest.mark.parametrize(("capability", "keeps"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
+def test_gpus_without_fp8_get_dequantised_weights(
+    capability: tuple[int, int], keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, plain = save_both("llama", tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    config = ModelConfig.from_pretrained(path)
+    assert keeps_fp8(config, torch.device("cuda", 0)) == keeps
+    assert not keeps_fp8(ModelConfig.from_pretrained(plain), torch.device("cuda", 0))
+    monkeypatch.setattr(registry, "keeps_fp8", lambda config, device: keeps)
+    model = load(path)
+    assert bool(fp8_names(model)) == keeps
+    found, expected = (PagedRunner(each).step({0: TOKENS})[0] for each in (model, load(plain)))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek-v3"])

@@ -7,8 +7,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tllm_spec.models.checkpoint import checkpoint_files, checkpoint_tensors
+from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.fp8_formats import Fp8Format
 from tllm_spec.models.module import Fp8Tensor, Module, Placement
+
+FIRST_CAPABILITY = (8, 9)  # of a GPU that converts E4M3
 
 
 def fp8_tensors(
@@ -57,6 +60,14 @@ def fp8_names(path: Path) -> frozenset[str]:
         except SafetensorError as error:
             raise ValueError(f"{file} is not a readable safetensors file: {error}.") from error
     return frozenset(names)
+
+
+def keeps_fp8(config: ModelConfig, device: torch.device) -> bool:
+    """Whether weights that the checkpoint has in FP8 stay so. GPUs that have no FP8 get them
+    dequantised."""
+    if config.fp8 is None:
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
 def widen_others(model: Module, stored: Container[str], placement: Placement) -> None:

@@ -18,7 +18,7 @@ from tllm_spec.kernels.draft_input import DraftInputNorms, draft_input
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM, DeepseekLayer
-from tllm_spec.models.fp8_tensors import fp8_names, widen_others
+from tllm_spec.models.fp8_tensors import fp8_names, keeps_fp8, widen_others
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import MLP
@@ -200,7 +200,7 @@ def load_nextn(
         target.device,
         communicator.mapping,
         communicator=communicator,
-        has_fp8=config.fp8 is not None,
+        has_fp8=keeps_fp8(config, target.device),
     )
     modules = NextnModules(target, count, placement)
     if load_format == "dummy":
