@@ -76,12 +76,6 @@ __device__ inline int place(int piece) {
     return piece & ~15 | (piece & 1) << 3 | (piece & 15) >> 1;
 }
 
-__device__ inline u32 cluster_rank() {
-    u32 rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
 // Same layout as _Arguments in small_m_gemm.py.
 struct Gemm {
     const u16 *x, *bias, *norm_weight, *residual;

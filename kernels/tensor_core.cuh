@@ -77,6 +77,11 @@ __device__ inline void load_transposed_blocks(u32 (&blocks)[4], const uint4* row
         : "r"(shared_address(row)));
 }
 
+__device__ inline u32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
 __device__ inline void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
