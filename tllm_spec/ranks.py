@@ -22,7 +22,7 @@ import torch
 
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.distributed.mpirun import find_mpiexec
+from tllm_spec.distributed.mpirun import find_mpiexec, undo_default_binding
 from tllm_spec.executor.build import BuiltExecutor, build_executor
 from tllm_spec.executor.faults import described
 from tllm_spec.executor.ranks import FollowerQueue, RanksEnded
@@ -75,6 +75,7 @@ def join_ranks(args: LlmArgs) -> Communicator:
     """
     if args.tensor_parallel_size == 1:
         return SINGLE
+    undo_default_binding()
     if torch.distributed.is_initialized():
         raise ValueError(ONCE.format(size=args.tensor_parallel_size))
     are_joined = threading.Event()
@@ -158,8 +159,9 @@ def _comm(args: LlmArgs, are_joined: threading.Event) -> tuple[MPI.Intracomm, MP
     # Before the other ranks load their libraries, which takes long.
     check_shards(resolve_model(args.model), size, args.ep_size)
     command = sys.executable, ["-m", "tllm_spec.ranks"]
+    unbound = MPI.Info.Create({"bind_to": "none"})  # or Open MPI 4 binds each to one core
     with _mpiexec_on_path(are_joined):
-        started = MPI.COMM_SELF.Spawn(command[0], args=command[1], maxprocs=size - 1)
+        started = MPI.COMM_SELF.Spawn(command[0], command[1], size - 1, unbound)
     return started.Merge(high=False), started
 
 
