@@ -22,7 +22,7 @@ import torch
 
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.distributed.mpirun import find_mpiexec
+from tllm_spec.distributed.mpirun import find_mpiexec, undo_default_binding
 from tllm_spec.executor.build import BuiltExecutor, build_executor
 from tllm_spec.executor.faults import described
 from tllm_spec.executor.ranks import FollowerQueue, RanksEnded
@@ -46,12 +46,19 @@ logger = logging.getLogger(__name__)
 MISSING = (
     "tensor_parallel_size = {size} needs the package mpi4py: pip install 'tllm_spec[parallel]'"
 )
+NOT_STARTED = (
+    "tensor_parallel_size = {size}: MPI could not start the other ranks ({error}); it may have "
+    "printed why. As root, Open MPI 5 starts none without PRTE_ALLOW_RUN_AS_ROOT=1 and "
+    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+)
 MPIEXEC = """#!{python}
 import os, sys
 os.setsid()
 os.set_inheritable(os.open({fifo!r}, os.O_WRONLY), True)
 os.execv({mpiexec!r}, [{mpiexec!r}, *sys.argv[1:]])
 """
+# What Spawn starts: a rank that has the FIFO open, if it is on this host.
+RANK = '[ -p "$0" ] && exec 9> "$0"; exec "$@"'
 ONCE = (
     "tensor_parallel_size = {size}: this process is a rank of another model already, or uses "
     "torch.distributed; shut that down first, or start another process"
@@ -70,11 +77,12 @@ def join_ranks(args: LlmArgs) -> Communicator:
 
     Raises:
         ValueError: mpi4py is missing, mpirun started another number of processes, the ranks have
-            different versions or checkpoints, a size of the model cannot be split over them, or
-            this process is a rank already.
+            different versions or checkpoints, a size of the model cannot be split over them, MPI
+            cannot start them, or this process is a rank already.
     """
     if args.tensor_parallel_size == 1:
         return SINGLE
+    undo_default_binding()
     if torch.distributed.is_initialized():
         raise ValueError(ONCE.format(size=args.tensor_parallel_size))
     are_joined = threading.Event()
@@ -157,19 +165,24 @@ def _comm(args: LlmArgs, are_joined: threading.Event) -> tuple[MPI.Intracomm, MP
         )
     # Before the other ranks load their libraries, which takes long.
     check_shards(resolve_model(args.model), size, args.ep_size)
-    command = sys.executable, ["-m", "tllm_spec.ranks"]
-    with _mpiexec_on_path(are_joined):
-        started = MPI.COMM_SELF.Spawn(command[0], args=command[1], maxprocs=size - 1)
+    unbound = MPI.Info.Create({"bind_to": "none"})  # or Open MPI 4 binds each to one core
+    try:
+        with _mpiexec_on_path(are_joined) as fifo:
+            command = ["-c", RANK, fifo, sys.executable, "-m", "tllm_spec.ranks"]
+            started = MPI.COMM_SELF.Spawn("/bin/sh", command, size - 1, unbound)
+    except MPI.Exception as error:
+        raise ValueError(NOT_STARTED.format(size=size, error=error)) from error
     return started.Merge(high=False), started
 
 
 @contextmanager
-def _mpiexec_on_path(are_joined: threading.Event) -> Iterator[None]:
+def _mpiexec_on_path(are_joined: threading.Event) -> Iterator[str]:
     """Spawn runs `mpiexec` from PATH. When a rank dies, MPICH's mpiexec kills its own process
-    group, so it gets one. Mpiexec and what it starts have a FIFO open: it closes with them."""
+    group, so it gets one. Mpiexec and the ranks have a FIFO open, whose path is yielded: it closes
+    with them. Open MPI does not run our script."""
     path, found = os.environ.get("PATH", ""), find_mpiexec()
     if found is None:
-        yield  # Spawn reports it
+        yield ""  # Spawn reports it
         return
     with TemporaryDirectory() as folder:
         script, fifo = Path(folder) / "mpiexec", Path(folder) / "started"
@@ -179,16 +192,16 @@ def _mpiexec_on_path(are_joined: threading.Event) -> Iterator[None]:
         text = MPIEXEC.format(python=sys.executable, fifo=str(fifo), mpiexec=found)
         script.write_text(text)
         script.chmod(0o700)
-        os.environ["PATH"] = f"{folder}{os.pathsep}{path}"
+        # Open MPI 5 runs `prte`, which its wheel has next to mpiexec.
+        os.environ["PATH"] = os.pathsep.join([folder, path, str(Path(found).parent)])
         try:
-            yield
+            yield str(fifo)
         finally:
             os.environ["PATH"] = path
 
 
 def _end_with_ranks(fifo: Path, are_joined: threading.Event) -> None:
-    """MPI would wait for ever for a rank that has ended before it joined. Open MPI does not run our
-    script, so the FIFO stays closed."""
+    """MPI would wait for ever for a rank that has ended before it joined."""
     try:
         with fifo.open("rb") as closed_at_the_end:
             closed_at_the_end.read()

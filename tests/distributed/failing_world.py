@@ -41,9 +41,9 @@ def main() -> None:
         print("processes", *(rank["process"] for rank in ranks), flush=True)
         while (error := llm.generate_async(TOKEN_PROMPTS[0], LASTING).result().error) is None:
             pass
-        print("error", error, flush=True)
+        print(f"error {error}", flush=True)  # at once: others print, too
     failed = llm.generate_async(TOKEN_PROMPTS[0], PENALISED)
-    print("error", failed.result().error, flush=True)
+    print(f"error {failed.result().error}", flush=True)
     others = [llm.generate(prompt, PARAMS).outputs[0] for prompt in TOKEN_PROMPTS]
     print("others", [len(each.token_ids) for each in others], flush=True)
     llm.check_integrity()

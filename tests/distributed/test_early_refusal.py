@@ -1,8 +1,9 @@
-"""What is refused before a rank is started."""
+"""What is refused before a rank is started, and how it is started."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,21 +15,27 @@ import pytest
 from tests.distributed.tiny_models import save_tiny
 from tllm_spec.config import LlmArgs
 from tllm_spec.models.registry import check_shards
-from tllm_spec.ranks import _end_with_ranks, join_ranks
+from tllm_spec.ranks import RANK, _end_with_ranks, join_ranks
 
 
 class Started(Exception):
     """The ranks."""
 
 
+class NotStarted(Exception):
+    """By MPI."""
+
+
 @pytest.fixture(autouse=True)
-def mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spawn(*args: Any, **options: Any) -> None:
-        raise Started
+def mpi(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    def spawn(*args: Any) -> None:
+        raise Started(*args)
 
     alone = SimpleNamespace(size=1, Spawn=spawn)
-    mpi = SimpleNamespace(COMM_WORLD=alone, COMM_SELF=alone)
+    info = SimpleNamespace(Create=dict)
+    mpi = SimpleNamespace(COMM_WORLD=alone, COMM_SELF=alone, Info=info, Exception=NotStarted)
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=mpi))
+    return mpi
 
 
 @pytest.mark.parametrize(
@@ -52,8 +59,37 @@ def test_a_model_that_the_ranks_cannot_share_is_refused_before_they_are_started(
 
 
 def test_ranks_are_started_for_a_model_that_they_can_share() -> None:
-    with pytest.raises(Started):
+    with pytest.raises(Started) as started:
         join_ranks(LlmArgs.from_kwargs("zoo:llama", tensor_parallel_size=2))
+    command, arguments, num_ranks, info = started.value.args
+    assert (command, arguments[-1], num_ranks) == ("/bin/sh", "tllm_spec.ranks", 1)
+    assert info == {"bind_to": "none"}
+
+
+def test_ranks_that_mpi_cannot_start_are_an_error_in_one_sentence(mpi: SimpleNamespace) -> None:
+    def spawn(*args: Any) -> None:
+        raise NotStarted("unknown error")
+
+    mpi.COMM_SELF.Spawn = spawn
+    with pytest.raises(ValueError, match=r"could not start the other ranks \(unknown error\)"):
+        join_ranks(LlmArgs.from_kwargs("zoo:llama", tensor_parallel_size=2))
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_rank_has_the_fifo_of_rank_0_open_if_it_is_on_the_same_host(
+    is_here: bool, tmp_path: Path
+) -> None:
+    """Rank 0 notices its end by that, whichever MPI has started it."""
+    fifo = tmp_path / "started"
+    if is_here:
+        os.mkfifo(fifo)
+        reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    rank = ["/bin/sh", "-c", RANK, str(fifo), "ls", "-l", "/proc/self/fd"]
+    found = subprocess.run(rank, capture_output=True, text=True, timeout=60, check=True).stdout
+    if is_here:
+        os.close(reader)
+    assert (str(fifo) in found) == is_here
+    assert fifo.exists() == is_here
 
 
 def test_a_start_that_fails_before_it_can_be_watched_does_not_end_the_process(

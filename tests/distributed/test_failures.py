@@ -66,7 +66,8 @@ def is_running(process_id: int) -> bool:
 
 
 def end_after_kill(command: list[str], rank: int) -> tuple[int, str]:
-    """Exit status and output of a program, one of whose ranks is killed."""
+    """Exit status and output of a program, one of whose ranks is killed. The status is ours or, if
+    Open MPI is faster, that of its error."""
     with serving(command) as (process, ranks):
         os.kill(ranks[rank], signal.SIGKILL)
         output, _ = process.communicate(timeout=END_SECONDS)
@@ -95,7 +96,7 @@ def test_a_round_that_fails_on_all_ranks_fails_its_request_only(folder: str) -> 
 
 def test_a_killed_rank_ends_the_model_that_started_it(folder: str) -> None:
     status, output = end_after_kill([sys.executable, *PROGRAM, folder, "none"], 1)
-    assert status == 1, output
+    assert status > 0, output
     assert "error rank 1 (process" in output and "all ranks end: rank 1" in output
 
 
@@ -121,7 +122,7 @@ def test_two_models_run_next_to_each_other_and_only_one_ends_with_its_rank(folde
     command = [sys.executable, *PROGRAM, folder, "none"]
     with serving(command) as (_, others):
         status, output = end_after_kill(command, 1)
-        assert status == 1, output
+        assert status > 0, output
         assert all(map(is_running, others)) and len(set(others)) == 2
 
 

@@ -27,12 +27,23 @@ def mpirun(num_ranks: int, arguments: list[str]) -> list[str]:
     return [found, "-n", str(num_ranks), sys.executable, "-m", "mpi4py", *arguments]
 
 
+# Of Open MPI 4 and 5. They refuse root, which containers run as, unless told twice, and more ranks
+# than cores.
+OPEN_MPI = {
+    **{
+        f"{prefix}_ALLOW_RUN_AS_ROOT{twice}": "1"
+        for prefix in ("OMPI", "PRTE")
+        for twice in ("", "_CONFIRM")
+    },
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
 def environment() -> dict[str, str]:
-    """One thread for each rank: the ranks share the machine's cores. Containers run as root, which
-    Open MPI refuses unless it is told twice."""
+    """One thread for each rank: the ranks share the machine's cores."""
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-    as_root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
-    return {**os.environ, **as_root, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return {**os.environ, **OPEN_MPI, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def run_world(num_ranks: int, arguments: list[str], **variables: str) -> World:

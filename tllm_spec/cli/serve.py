@@ -31,7 +31,7 @@ from tllm_spec.cli.trtllm_options import (
 )
 from tllm_spec.config import LlmArgs, overlay, with_yaml
 from tllm_spec.config_base import ConfigError
-from tllm_spec.distributed.mpirun import mpirun_rank
+from tllm_spec.distributed.mpirun import mpirun_rank, undo_default_binding
 from tllm_spec.server.child import ChildSettings
 from tllm_spec.server.logs import configure_logs
 from tllm_spec.server.options import hosts_of
@@ -112,6 +112,8 @@ def main(
         if server["print_config"]:
             return _print_config(context, [*SERVE_NAMES, *server], args, flags.arguments)
         configure_logs(log_level, server["log_format"])
+        if args.tensor_parallel_size > 1:
+            undo_default_binding()
         if args.tensor_parallel_size > 1 and mpirun_rank():
             from tllm_spec.ranks import join_ranks  # heavy, so not at the top
 
