@@ -2,12 +2,14 @@
 
     python -m benchmarks.fp8_kernels [linear] [experts]
 
-linear   scaled_linear and torch's GEMM with bf16 weights, of an 8B Llama's layers
+linear   scaled_linear and torch's GEMM with bf16 weights, of an 8B Llama's layers. For many rows
+         FP8 has three columns: the kernel, slices that are dequantised before torch multiplies
+         them, and the same with one slice, the whole weight
 experts  the two grouped GEMMs of Qwen3-30B-A3B's and DeepSeek V3's experts in FP8 and in bf16
 
 Activations are bf16. Calls have weights or tokens of their own, so that no cache holds the weights.
 The floor reads the FP8 weights (of the experts that are hit) and their scales once at 4.45 TB/s, or
-computes at 790 TFLOP/s; the share is floor / time."""
+computes at 790 TFLOP/s; the share is floor / the kernel's time."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +24,11 @@ from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from tllm_spec.kernels.grouped_gemm import block_rows_of, down, gate_up_silu
 from tllm_spec.kernels.moe_permute import ExpertRows, moe_permute
 from tllm_spec.kernels.scaled_linear import BLOCK, scaled_linear
+from tllm_spec.kernels.scaled_linear_slices import multiply_slices, slice_outputs
 
 CUDA, BF16, FP8 = "cuda", torch.bfloat16, torch.float8_e4m3fn
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-ROWS = (1, 4, 8, 32, 256, 2048)
+ROWS, SLICED_FROM = (1, 4, 8, 32, 64, 128, 256, 2048), 64
 # Experts, hidden size, inner size; each token takes 8.
 EXPERTS = {"Qwen3-30B-A3B": (128, 2048, 768), "DeepSeek V3": (256, 7168, 2048)}
 TOKENS, TOP_K, TURNS = (1, 8, 64), 8, 4
@@ -55,9 +58,19 @@ def linear(options: Options) -> Iterator[Row]:
                 "fp8": [partial(scaled_linear, x, *pair) for pair in scaled],
                 "bf16": [partial(F.linear, x, weight) for weight in weights],
             }
+            if rows >= SLICED_FROM:
+                own = slice_outputs(rows, *shape)
+                for side, size in (("slices", own), ("one slice", shape[0])):
+                    sides[side] = [partial(sliced, x, *pair, size) for pair in scaled]
             floor = floor_us(shape[0] * shape[1], rows)
             yield {"layer": name, "rows": rows, "floor": floor} | call_us(sides)
-        del weights, scaled
+        del weights, scaled, sides
+
+
+def sliced(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, size: int) -> torch.Tensor:
+    output = x.new_empty(len(x), len(weight))
+    multiply_slices(x, weight, scales, None, output, size, adds=False)
+    return output
 
 
 def experts(options: Options) -> Iterator[Row]:
@@ -92,7 +105,18 @@ def both(
     return down(inner, last[0], rows, last[1])
 
 
-def fp8_table(rows: Sequence[Row]) -> list[str]:
+def linear_table(rows: Sequence[Row]) -> list[str]:
+    columns = ("fp8", "slices", "one slice", "bf16", "floor")
+    lines = [
+        [row["layer"], number(row["rows"]),
+         *(number(row[key]) if key in row else "–" for key in columns),
+         f"{row['floor'] / row['fp8']:.0%}"]
+        for row in rows
+    ]  # fmt: skip
+    return table(("µs", "rows", *columns, "share of the floor"), lines)
+
+
+def experts_table(rows: Sequence[Row]) -> list[str]:
     lines = [
         [row["layer"], number(row["rows"]), *(number(row[key]) for key in ("fp8", "bf16", "floor")),
          f"{row['floor'] / row['fp8']:.0%}"]
@@ -102,8 +126,8 @@ def fp8_table(rows: Sequence[Row]) -> list[str]:
 
 
 SUBJECTS = (
-    Subject("linear", "Linear layers with FP8 weights", linear, fp8_table, needs_cuda=True),
-    Subject("experts", "Experts with FP8 weights", experts, fp8_table, needs_cuda=True),
+    Subject("linear", "Linear layers with FP8 weights", linear, linear_table, needs_cuda=True),
+    Subject("experts", "Experts with FP8 weights", experts, experts_table, needs_cuda=True),
 )
 
 if __name__ == "__main__":

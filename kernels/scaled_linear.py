@@ -1,24 +1,34 @@
-"""Batch-invariant linear layer of an FP8 weight: `y[t, n] = sum over blocks b of scales[n, b] * sum
-over k in b of x[t, k] * weight[n, k]`, with a scale for each output and each BLOCK inputs. A Triton
-kernel if Triton is available, otherwise the plain-torch reference, which is not batch-invariant.
+"""Linear layer of an FP8 weight: `y[t, n] = sum over blocks b of scales[n, b] * sum over k in b of
+x[t, k] * weight[n, k]`, with a scale for each output and each BLOCK inputs. A batch-invariant
+Triton kernel if Triton is available, otherwise the plain-torch reference, which is not
+batch-invariant. Where rows need not be batch-invariant either, many of them are multiplied by
+torch's GEMM with slices of the weight, each dequantised just before.
 
-Activations stay in their type, to which E4M3 converts exactly. The order of sums depends on the
-weight's shape only, as in batch_invariant_linear.py: blocks are added in order within chunks, and
-the chunks' sums in order. A weight with few outputs has several chunks, so that a few rows can be
-spread over the whole device."""
+The kernel leaves activations in their type, to which E4M3 converts exactly. Its order of sums
+depends on the weight's shape only, as in batch_invariant_linear.py: blocks are added in order
+within chunks, and the chunks' sums in order. A weight with few outputs has several chunks, so that
+a few rows can be spread over the whole device."""
 
 import torch
 
 from tllm_spec.kernels.batch_invariant_linear import OUTPUTS_ADDED, Tiling
+from tllm_spec.kernels.dequantise import BLOCK as BLOCK
+from tllm_spec.kernels.dequantise import check_scaled as check_scaled
+from tllm_spec.kernels.dequantise import dequantised as dequantised
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.scaled_linear_slices import multiply_slices, slice_outputs
 from tllm_spec.kernels.triton_support import has_kernels
 
-BLOCK = 128  # inputs that share a scale, and that are accumulated at a time
 # Outputs of a tile of few rows, from which the chunks follow.
 OUTPUTS = 64
 # Of few rows: nearly two per multiprocessor of an H100 or H200.
 MIN_PROGRAMS = 256
 MIN_CHUNK = 1024  # fewer blocks would not fill a program's pipeline
+# The kernel converts a weight once for each tile, of 128 rows at most: with two tiles it
+# takes twice as long as torch's GEMM in bf16. Slices are converted once for all rows, but for each
+# byte read 2 are written and read again, and a GEMM's tiles of one slice may not fill the device.
+# `python -m benchmarks.fp8_kernels linear` has both.
+MAX_KERNEL_ROWS = 128
 
 
 def chunk_of(out_features: int, in_features: int) -> int:
@@ -45,8 +55,12 @@ def scaled_linear(
     bias: torch.Tensor | None = None,
     *,
     add_to: torch.Tensor | None = None,
+    invariant: bool = True,
 ) -> torch.Tensor:
     """Sums in float32 and rounds once, after the bias and `add_to`.
+
+    With `invariant` a row has the same bits in every batch. Without it `multiply_slices`, which
+    rounds more often, multiplies more than MAX_KERNEL_ROWS rows in 16 bits.
 
     Args:
         x: `[T, K]` bfloat16, float16 or float32, any stride between rows.
@@ -61,7 +75,10 @@ def scaled_linear(
     if not has_kernels(x.device):
         return plain_scaled_linear(x, weight, scales, bias, add_to=add_to)
     output = x.new_empty(x.shape[0], weight.shape[0]) if add_to is None else add_to
-    if x.shape[0]:
+    if x.shape[0] > MAX_KERNEL_ROWS and x.dtype != torch.float32 and not invariant:
+        size = slice_outputs(x.shape[0], *weight.shape)
+        multiply_slices(x, weight, scales, bias, output, size, adds=add_to is not None)
+    elif x.shape[0]:
         tiling = tiling_of(x.shape[0], x.dtype)
         tiles = -(-x.shape[0] // tiling.rows) * -(-weight.shape[0] // tiling.outputs)
         launch_scaled_linear(
@@ -127,19 +144,6 @@ def launch_scaled_linear(
             parts, bias, output, output.stride(0), num_rows,
             OUT=out_features, CHUNKS=num_chunks, ADDS=adds, BLOCK=OUTPUTS_ADDED, **pdl,
         )  # fmt: skip
-
-
-def check_scaled(weight: torch.Tensor, scales: torch.Tensor) -> None:
-    """Asserts the layout of a weight `[..., N, K]` and its scales."""
-    assert weight.dtype == torch.float8_e4m3fn and weight.is_contiguous()
-    assert scales.dtype == torch.float32 and scales.is_contiguous()
-    assert scales.shape == (*weight.shape[:-1], -(-weight.shape[-1] // BLOCK))
-
-
-def dequantised(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """weight `[..., N, K]` in FP8 times scales `[..., N, ceil(K / 128)]`, in `dtype`."""
-    by_input = scales.repeat_interleave(BLOCK, -1)[..., : weight.shape[-1]]
-    return weight.float().mul_(by_input).to(dtype)
 
 
 def plain_scaled_linear(

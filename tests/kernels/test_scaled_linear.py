@@ -20,6 +20,7 @@ from tests.kernels.interpreter import (
 from tllm_spec.kernels.batch_invariant_linear import Tiling
 from tllm_spec.kernels.scaled_linear import (
     BLOCK,
+    MAX_KERNEL_ROWS,
     MIN_PROGRAMS,
     OUTPUTS,
     chunk_of,
@@ -29,6 +30,7 @@ from tllm_spec.kernels.scaled_linear import (
     scaled_linear,
     tiling_of,
 )
+from tllm_spec.kernels.scaled_linear_slices import multiply_slices
 from tllm_spec.kernels.triton_support import has_kernels
 
 FP8 = torch.float8_e4m3fn
@@ -36,7 +38,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 on_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # Inputs and outputs: less than a block; an incomplete block; a chunk; several, the last incomplete.
 SHAPES = [(64, 48), (200, 257), (1024, 33), (2120, 70)]
-# Of float32 sums, relative to the sum of magnitudes.
 SUM_ERROR = 4e-6
 
 
@@ -79,11 +80,14 @@ def formula(p: Problem, x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def check(output: torch.Tensor, p: Problem, *added: torch.Tensor) -> None:
+def check(
+    output: torch.Tensor, p: Problem, *added: torch.Tensor, sum_error: float = SUM_ERROR
+) -> None:
+    """Rounded once. sum_error: of float32 sums, relative to the sum of magnitudes."""
     expected, magnitudes = formula(p, p.x), formula(magnitudes_of(p), p.x.abs())
     for other in added:
         expected, magnitudes = expected + other.double(), magnitudes + other.abs()
-    bound = ROUNDING[p.x.dtype] * expected.abs() + SUM_ERROR * magnitudes
+    bound = ROUNDING[p.x.dtype] * expected.abs() + sum_error * magnitudes
     assert output.dtype == p.x.dtype and output.shape == expected.shape
     assert ((output.double() - expected).abs() <= bound).all()
 
@@ -207,6 +211,31 @@ def test_a_few_rows_have_a_program_for_each_multiprocessor_twice() -> None:
         assert chunk % BLOCK == 0 and -(-outputs // OUTPUTS) * -(-inputs // chunk) >= MIN_PROGRAMS
     for inputs, chunk in ((1, 128), (1000, 1024), (1025, 640), (4096, 1024)):
         assert chunk_of(64, inputs) == chunk
+
+
+@on_each_kernel_device
+def test_only_many_rows_that_may_differ_between_batches_are_multiplied_in_slices(
+    device: str,
+) -> None:
+    for dtype, num_rows, is_sliced in (
+        (torch.bfloat16, MAX_KERNEL_ROWS, False),
+        (torch.bfloat16, MAX_KERNEL_ROWS + 1, True),
+        (torch.float32, MAX_KERNEL_ROWS + 1, False),
+    ):
+        p = problem(num_rows, (200, 257), dtype, device)
+        scales = p.scales * 1.3  # of rounded weights the outputs are others
+        kernels, slices = (p.total.clone() for _ in range(2))
+        launch_scaled_linear(
+            p.x, p.weight, scales, p.bias, kernels, tiling_of(num_rows, dtype),
+            spreads=False, adds=True,
+        )  # fmt: skip
+        multiply_slices(p.x, p.weight, scales, p.bias, slices, 384, adds=True)
+        assert not torch.equal(kernels, slices)
+        for invariant in (True, False):
+            total = p.total.clone()
+            found = scaled_linear(p.x, p.weight, scales, p.bias, add_to=total, invariant=invariant)
+            expected = slices if is_sliced and not invariant else kernels
+            assert found is total and torch.equal(total, expected)
 
 
 @only_with_the_compiler

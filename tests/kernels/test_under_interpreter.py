@@ -29,7 +29,9 @@ GROUPS: tuple[dict[str, int], ...] = (
         "latent_write": 10,
         "head_gemm": 24,
         "rank_sum": 10,
-        "scaled_linear": 18,
+        "scaled_linear": 19,
+        "scaled_linear_slices": 6,
+        "dequantise": 5,
     },
     {
         "moe_routing": 21,
@@ -44,7 +46,6 @@ GROUPS: tuple[dict[str, int], ...] = (
         "path_ranks": 3,
         "filter_cut": 11,
         "batch_invariant_linear": 13,
-        "scaled_linear": 18,
         "rotary_write": 23,
         "send_results": 10,
         "attention/triton": 7,

@@ -1,0 +1,125 @@
+"""The GEMM with slices of an FP8 weight against the formula, under Triton's interpreter in a
+subprocess, and on a CUDA device (`-m gpu`) with the shapes of models and in a captured graph."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.interpreter import INTERPRETED, ROUNDING, on_each_kernel_device
+from tests.kernels.test_scaled_linear import (
+    DTYPES,
+    MODEL_SHAPES,
+    SUM_ERROR,
+    Problem,
+    check,
+    formula,
+    magnitudes_of,
+    problem,
+)
+from tllm_spec.kernels.scaled_linear import scaled_linear
+from tllm_spec.kernels.scaled_linear_slices import SLICE_BYTES, multiply_slices, slice_outputs
+
+
+def check_slices(p: Problem, size: int) -> None:
+    """With a bias, an output that is added to and has a stride between rows, and both. Weights of
+    powers of two are not rounded."""
+    (num_rows, inputs), outputs = p.x.shape, len(p.weight)
+    # cuBLAS adds at least 8 products to a float32 at a time, which may lose its last bit.
+    sum_error = max(inputs * 2.0**-26, SUM_ERROR)
+    for bias in (None, p.bias):
+        for adds in (False, True):
+            wide = p.total.new_full((num_rows, outputs + 8), 7.0)
+            part = wide[:, :outputs]
+            part.copy_(p.total if adds else torch.full_like(p.total, torch.nan))
+            multiply_slices(p.x, p.weight, p.scales, bias, part, size, adds=adds)
+            added = [] if bias is None else [bias]
+            if adds:  # the sum with the bias is rounded
+                added = [p.total if bias is None else p.total + bias]
+            check(part, p, *added, sum_error=sum_error)
+            assert (wide[:, outputs:] == 7).all()
+
+
+on_16_bits = pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+
+
+@on_each_kernel_device
+@on_16_bits
+@pytest.mark.parametrize(  # the last slice has one output, all, or some
+    ("shape", "size"), [((200, 257), 128), ((200, 96), 256), ((64, 600), 256)], ids=str
+)
+def test_slices_are_written_to_their_outputs(
+    shape: tuple[int, int], size: int, dtype: torch.dtype, device: str
+) -> None:
+    check_slices(problem(20, shape, dtype, device), size)
+
+
+def test_a_slice_stays_in_the_cache_and_its_tiles_fill_the_device() -> None:
+    for inputs, outputs in MODEL_SHAPES:
+        for num_rows in range(100, 8192, 100):
+            size = slice_outputs(num_rows, outputs, inputs)
+            assert 0 < 2 * inputs * size <= SLICE_BYTES and size % 128 == 0 and size <= outputs
+    assert slice_outputs(256, 28672, 4096) == 3072  # the most: 24 tiles
+    assert slice_outputs(2048, 28672, 4096) == 2048  # 128 tiles, not 192
+    assert slice_outputs(8192, 28672, 4096) == 3072  # 6 waves of 128
+    assert slice_outputs(2048, 1000, 64) == 1024
+    assert slice_outputs(2048, 1000, 1 << 20) == 128  # at least
+
+
+@pytest.fixture
+def float32_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS may otherwise add partial sums in 16 bits."""
+    for name in ("bf16", "fp16"):
+        option = f"allow_{name}_reduced_precision_reduction"
+        monkeypatch.setattr(torch.backends.cuda.matmul, option, False)
+
+
+def check_like_the_kernel(found: torch.Tensor, kernel: torch.Tensor, p: Problem) -> None:
+    """Both are one rounding and their float32 sums away from the same number."""
+    sums = formula(magnitudes_of(p), p.x.abs()) * (max(p.x.shape[1] * 2.0**-26, SUM_ERROR) * 2)
+    larger = torch.maximum(found.abs(), kernel.abs()).double()
+    assert (
+        (found.double() - kernel.double()).abs() <= 2 * ROUNDING[p.x.dtype] * larger + sums
+    ).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
+@on_16_bits
+@pytest.mark.parametrize("shape", [*MODEL_SHAPES, (200, 257)], ids=str)
+def test_slices_equal_the_formula_on_the_device(
+    shape: tuple[int, int], dtype: torch.dtype, float32_sums: None
+) -> None:
+    for num_rows in (129, 256, 2048):
+        p = problem(num_rows, shape, dtype, "cuda")
+        check_slices(p, slice_outputs(num_rows, shape[1], shape[0]))
+        kernel = scaled_linear(p.x, p.weight, p.scales)
+        found = scaled_linear(p.x, p.weight, p.scales, invariant=False)
+        check_like_the_kernel(found, kernel, p)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+def test_slices_in_a_captured_graph(float32_sums: None) -> None:
+    """Added to an output with a stride between rows; inputs change between replays."""
+    inputs, outputs = 4096, 6144
+    p, other = (problem(rows, (inputs, outputs), torch.bfloat16, "cuda") for rows in (256, 257))
+    x, total = p.x.clone(), torch.zeros(256, outputs + 8, dtype=torch.bfloat16, device="cuda")
+    part = total[:, :outputs]
+
+    def call() -> None:
+        scaled_linear(x, p.weight, p.scales, add_to=part, invariant=False)
+
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        call()  # compiles, and creates cuBLAS's workspace
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for source in (p, replace(p, x=other.x[:256], total=other.total[:256])):
+        x.copy_(source.x)
+        part.copy_(source.total)
+        graph.replay()
+        check(part, source, source.total, sum_error=inputs * 2.0**-26)
+        assert (total[:, outputs:] == 0).all()
