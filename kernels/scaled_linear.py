@@ -24,11 +24,10 @@ OUTPUTS = 64
 # Of few rows: nearly two per multiprocessor of an H100 or H200.
 MIN_PROGRAMS = 256
 MIN_CHUNK = 1024  # fewer blocks would not fill a program's pipeline
-# The kernel converts a weight once for each tile, of 128 rows at most: with two tiles it
-# takes twice as long as torch's GEMM in bf16. Slices are converted once for all rows, but for each
-# byte read 2 are written and read again, and a GEMM's tiles of one slice may not fill the device.
-# `python -m benchmarks.fp8_kernels linear` has both.
-MAX_KERNEL_ROWS = 128
+# The kernel converts a weight once for each tile, of 128 rows at most. Slices are converted once
+# for all rows, but for each byte read 2 are written and read again. On an H100 both take as long
+# with about 370 rows, if slices do not stay in the cache (`benchmarks.fp8_kernels linear`).
+MAX_KERNEL_ROWS = 384
 
 
 def chunk_of(out_features: int, in_features: int) -> int:

@@ -1,5 +1,5 @@
 """Many rows by an FP8 weight, with torch's GEMM: a slice of the weight's rows is dequantised to a
-scratch tensor, which stays in the L2 cache, multiplied, and followed by the next slice."""
+scratch tensor, multiplied, and followed by the next slice."""
 
 import functools
 
@@ -7,27 +7,34 @@ import torch
 
 from tllm_spec.kernels.dequantise import dequantise_rows
 
-SLICE_BYTES = 24 << 20  # about half of the L2 cache of an H100 or H200, so that a slice stays there
+CACHED_BYTES = (
+    24 << 20
+)  # about half of the L2 cache of an H100 or H200, so that a slice stays there
+MAX_BYTES = 128 << 20  # of the scratch tensor
 SLICE_OUTPUTS = 128  # a slice has a multiple of them
 # A GEMM of many rows has such tiles, and a multiprocessor of an H100 or H200 one at a time.
 TILE_ROWS, TILE_OUTPUTS, MULTIPROCESSORS = 128, 256, 132
+# Of an H100: the memory, and FLOPs of one multiprocessor in 16 bits.
+BYTES_PER_S, FLOPS = 3.0e12, 5.9e12
 
 
 def slice_outputs(num_rows: int, out_features: int, in_features: int) -> int:
-    """Outputs of a slice of at most SLICE_BYTES in 16 bits: as many as leave the smallest share of
-    the multiprocessors idle, and of equal numbers the largest."""
+    """Outputs of a slice with which the whole takes the least time. Large slices fill the
+    multiprocessors; small ones need not be written to memory and read again."""
     return _slice_outputs(-(-num_rows // TILE_ROWS), out_features, in_features)
 
 
 @functools.cache
 def _slice_outputs(row_tiles: int, out_features: int, in_features: int) -> int:
-    def busy(outputs: int) -> float:
-        tiles = row_tiles * -(-outputs // TILE_OUTPUTS)
-        return tiles / (-(-tiles // MULTIPROCESSORS) * MULTIPROCESSORS)
+    def seconds(outputs: int) -> float:
+        """For each input and output."""
+        num_bytes = 1 if 2 * in_features * outputs <= CACHED_BYTES else 1 + 2 + 2
+        waves = -(-row_tiles * -(-outputs // TILE_OUTPUTS) // MULTIPROCESSORS)
+        return num_bytes / BYTES_PER_S + waves * 2 * TILE_ROWS * TILE_OUTPUTS / FLOPS / outputs
 
     wanted = -(-out_features // SLICE_OUTPUTS)
-    most = min(max(SLICE_BYTES // (2 * in_features * SLICE_OUTPUTS), 1), wanted)
-    return max(range(most * SLICE_OUTPUTS, 0, -SLICE_OUTPUTS), key=busy)
+    most = min(max(MAX_BYTES // (2 * in_features * SLICE_OUTPUTS), 1), wanted)
+    return min(range(most * SLICE_OUTPUTS, 0, -SLICE_OUTPUTS), key=seconds)
 
 
 def multiply_slices(

@@ -12,6 +12,7 @@ from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.executor.engine.memory_plan import DUMMY_PAGES, plan_num_pages, round_bytes
+from tllm_spec.kernels.scaled_linear_slices import MAX_BYTES
 from tllm_spec.llm import LLM
 
 GEOMETRY = AttentionGeometry(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0)
@@ -44,6 +45,13 @@ def test_a_gpus_cache_has_the_tokens_asked_for_as_far_as_the_share_of_memory_goe
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
     assert plan_num_pages(args, [model], max_len=2048) == num_pages + DUMMY_PAGES
+
+
+def test_a_slice_of_an_fp8_weight_has_room() -> None:
+    args, model = LlmArgs(model="m"), model_of(8, 8, 8, torch.bfloat16)
+    plain = round_bytes(args, [model])
+    model.config.fp8 = object()
+    assert round_bytes(args, [model]) - plain == MAX_BYTES
 
 
 class SharedDevice(Communicator):

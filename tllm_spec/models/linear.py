@@ -27,7 +27,7 @@ PACKED_ROWS_HINT = 8
 class Linear(Module):
     """`y = x W^T + b`, and the forms that fuse a norm, SwiGLU or the residual addition.
 
-    A weight in FP8 has `weight_scales`; its kernel is batch-invariant.
+    A weight in FP8 has `weight_scales` (scaled_linear.py).
 
     On a CPU, weights with more outputs than inputs and small weights are stored column-major: up to
     twice as fast for one row, and faster for the few rows of a verified window. For a large weight
@@ -81,7 +81,7 @@ class Linear(Module):
         if self._is_fused(x):
             self._fused(x, add_to=total)
         elif self.weight_scales is not None:
-            scaled_linear(x, self.weight, self.weight_scales, self.bias, add_to=total)
+            self._scaled(x, self.weight_scales, total)
         elif self.tuned_gemms is not None:
             tuned_linear(x, self.weight, self.tuned_gemms, bias=self.bias, add_to=total)
         elif total.is_cuda and self.bias is None and not self.batch_invariant:
@@ -91,6 +91,14 @@ class Linear(Module):
 
     def _is_fused(self, x: torch.Tensor) -> bool:
         return not self.batch_invariant and serves(x, self.weight)
+
+    def _scaled(
+        self, x: torch.Tensor, scales: torch.Tensor, add_to: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        is_invariant = self.batch_invariant
+        return scaled_linear(
+            x, self.weight, scales, self.bias, add_to=add_to, invariant=is_invariant
+        )
 
     def _fused(
         self,
@@ -112,7 +120,7 @@ class Linear(Module):
 
     def _gemm(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight_scales is not None:
-            return scaled_linear(x, self.weight, self.weight_scales, self.bias)
+            return self._scaled(x, self.weight_scales)
         if self.batch_invariant:
             return batch_invariant_linear(x, self.weight, self.bias)
         if self.tuned_gemms is not None:
