@@ -2,9 +2,8 @@
 
     python -m benchmarks.fp8_kernels [linear] [experts]
 
-linear   scaled_linear and torch's GEMM with bf16 weights, of an 8B Llama's layers. For many rows
-         FP8 has three columns: the kernel, slices that are dequantised before torch multiplies
-         them, and the same with one slice, the whole weight
+linear   scaled_linear's kernel and torch's GEMM with bf16 weights, of an 8B Llama's layers; for
+         many rows also slices of FP8 weights that are dequantised before torch multiplies them
 experts  the two grouped GEMMs of Qwen3-30B-A3B's and DeepSeek V3's experts in FP8 and in bf16
 
 Activations are bf16. Calls have weights or tokens of their own, so that no cache holds the weights.
@@ -59,16 +58,15 @@ def linear(options: Options) -> Iterator[Row]:
                 "bf16": [partial(F.linear, x, weight) for weight in weights],
             }
             if rows >= SLICED_FROM:
-                own = slice_outputs(rows, *shape)
-                for side, size in (("slices", own), ("one slice", shape[0])):
-                    sides[side] = [partial(sliced, x, *pair, size) for pair in scaled]
+                sides["slices"] = [partial(sliced, x, *pair) for pair in scaled]
             floor = floor_us(shape[0] * shape[1], rows)
             yield {"layer": name, "rows": rows, "floor": floor} | call_us(sides)
         del weights, scaled, sides
 
 
-def sliced(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, size: int) -> torch.Tensor:
+def sliced(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     output = x.new_empty(len(x), len(weight))
+    size = slice_outputs(*weight.shape)
     multiply_slices(x, weight, scales, None, output, size, adds=False)
     return output
 
@@ -106,7 +104,7 @@ def both(
 
 
 def linear_table(rows: Sequence[Row]) -> list[str]:
-    columns = ("fp8", "slices", "one slice", "bf16", "floor")
+    columns = ("fp8", "slices", "bf16", "floor")
     lines = [
         [row["layer"], number(row["rows"]),
          *(number(row[key]) if key in row else "–" for key in columns),

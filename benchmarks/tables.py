@@ -15,6 +15,7 @@ from benchmarks import (
     cpu,
     deepseek,
     draft_sampling,
+    fp8,
     gpu_kernels,
     guided,
     moe,
@@ -37,6 +38,7 @@ DOCUMENTS = (
     ROOT / "docs" / "performance-serving.md",
     ROOT / "docs" / "guided-decoding.md",
     ROOT / "docs" / "scaling.md",
+    ROOT / "docs" / "fp8.md",
 )
 SCRIPTS: Sequence[ModuleType] = (
     rounds,
@@ -46,6 +48,7 @@ SCRIPTS: Sequence[ModuleType] = (
     draft_sampling,
     moe,
     deepseek,
+    fp8,
     tree_kernels,
     tree_acceptance,
     trees,

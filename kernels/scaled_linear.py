@@ -26,8 +26,8 @@ MIN_PROGRAMS = 256
 MIN_CHUNK = 1024  # fewer blocks would not fill a program's pipeline
 # The kernel converts a weight once for each tile, of 128 rows at most. Slices are converted once
 # for all rows, but for each byte read 2 are written and read again. On an H100 both take as long
-# with about 370 rows, if slices do not stay in the cache (`benchmarks.fp8_kernels linear`).
-MAX_KERNEL_ROWS = 384
+# with 256 rows (`python -m benchmarks.fp8_kernels linear`).
+MAX_KERNEL_ROWS = 256
 
 
 def chunk_of(out_features: int, in_features: int) -> int:
@@ -75,7 +75,7 @@ def scaled_linear(
         return plain_scaled_linear(x, weight, scales, bias, add_to=add_to)
     output = x.new_empty(x.shape[0], weight.shape[0]) if add_to is None else add_to
     if x.shape[0] > MAX_KERNEL_ROWS and x.dtype != torch.float32 and not invariant:
-        size = slice_outputs(x.shape[0], *weight.shape)
+        size = slice_outputs(*weight.shape)
         multiply_slices(x, weight, scales, bias, output, size, adds=add_to is not None)
     elif x.shape[0]:
         tiling = tiling_of(x.shape[0], x.dtype)

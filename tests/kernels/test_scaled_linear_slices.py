@@ -36,7 +36,7 @@ def check_slices(p: Problem, size: int) -> None:
             added = [] if bias is None else [bias]
             if adds:  # the sum with the bias is rounded
                 added = [p.total if bias is None else p.total + bias]
-            check(part, p, *added, sum_error=sum_error)
+            check(part, p, *added, sum_error=sum_error, num_roundings=2 if added else 1)
             assert (wide[:, outputs:] == 7).all()
 
 
@@ -54,17 +54,15 @@ def test_slices_are_written_to_their_outputs(
     check_slices(problem(20, shape, dtype, device), size)
 
 
-def test_slices_fill_the_device_and_stay_in_the_cache_if_they_can() -> None:
+def test_slices_are_few_equal_and_bounded() -> None:
     for inputs, outputs in MODEL_SHAPES:
-        for num_rows in range(100, 8192, 100):
-            size = slice_outputs(num_rows, outputs, inputs)
-            assert 0 < 2 * inputs * size <= MAX_BYTES and size % 128 == 0 and size <= outputs
-    assert slice_outputs(512, 28672, 4096) == 8448  # 132 tiles
-    assert slice_outputs(2048, 28672, 4096) == 2048  # 128 tiles, and in the cache
-    assert slice_outputs(2048, 4096, 14336) == 4096  # 768 would be in the cache: 48 tiles
-    assert slice_outputs(8192, 28672, 4096) == 3072  # 6 waves of 128
-    assert slice_outputs(2048, 1000, 64) == 1024
-    assert slice_outputs(2048, 1000, 1 << 20) == 128  # at least
+        size = slice_outputs(outputs, inputs)
+        assert 0 < 2 * inputs * size <= MAX_BYTES and size % 128 == 0
+    assert slice_outputs(4096, 14336) == 4096
+    assert slice_outputs(28672, 4096) == 14336  # all of it would be 224 MiB
+    assert slice_outputs(36864, 7168) == 9216  # four
+    assert slice_outputs(1000, 64) == 1024
+    assert slice_outputs(1000, 1 << 20) == 128  # at least
 
 
 @pytest.fixture
@@ -91,9 +89,9 @@ def check_like_the_kernel(found: torch.Tensor, kernel: torch.Tensor, p: Problem)
 def test_slices_equal_the_formula_on_the_device(
     shape: tuple[int, int], dtype: torch.dtype, float32_sums: None
 ) -> None:
-    for num_rows in (400, 2048):
+    for num_rows in (300, 2048):
         p = problem(num_rows, shape, dtype, "cuda")
-        check_slices(p, slice_outputs(num_rows, shape[1], shape[0]))
+        check_slices(p, slice_outputs(shape[1], shape[0]))
         kernel = scaled_linear(p.x, p.weight, p.scales)
         found = scaled_linear(p.x, p.weight, p.scales, invariant=False)
         check_like_the_kernel(found, kernel, p)
@@ -122,5 +120,5 @@ def test_slices_in_a_captured_graph(float32_sums: None) -> None:
         x.copy_(source.x)
         part.copy_(source.total)
         graph.replay()
-        check(part, source, source.total, sum_error=inputs * 2.0**-26)
+        check(part, source, source.total, sum_error=inputs * 2.0**-26, num_roundings=2)
         assert (total[:, outputs:] == 0).all()
