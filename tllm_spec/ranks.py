@@ -51,10 +51,14 @@ NOT_STARTED = (
     "printed why. As root, Open MPI 5 starts none without PRTE_ALLOW_RUN_AS_ROOT=1 and "
     "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1"
 )
+# Without an input: with a closed one MPICH's processes would take the FIFO for it, and poll it for
+# as long as this process lives.
 MPIEXEC = """#!{python}
-import os, sys
+import fcntl, os, sys
 os.setsid()
-os.set_inheritable(os.open({fifo!r}, os.O_WRONLY), True)
+fifo = os.open({fifo!r}, os.O_WRONLY)
+os.set_inheritable(fcntl.fcntl(fifo, fcntl.F_DUPFD, 10), True)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 os.execv({mpiexec!r}, [{mpiexec!r}, *sys.argv[1:]])
 """
 # What Spawn starts: a rank that has the FIFO open, if it is on this host.

@@ -15,7 +15,7 @@ import pytest
 from tests.distributed.tiny_models import save_tiny
 from tllm_spec.config import LlmArgs
 from tllm_spec.models.registry import check_shards
-from tllm_spec.ranks import RANK, _end_with_ranks, join_ranks
+from tllm_spec.ranks import MPIEXEC, RANK, _end_with_ranks, join_ranks
 
 
 class Started(Exception):
@@ -121,3 +121,20 @@ def test_the_sizes_of_every_family_are_checked_without_its_weights(
         check_shards(folder, 2, ep_size)
     with pytest.raises(ValueError, match=r"is \d+, which tensor_parallel_size 3 does not divide"):
         check_shards(folder, 3, 1)
+
+
+def test_mpiexec_has_the_fifo_open_and_no_input_although_ours_is_closed(tmp_path: Path) -> None:
+    fifo, script = tmp_path / "started", tmp_path / "mpiexec"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    text = MPIEXEC.format(python=sys.executable, fifo=str(fifo), mpiexec="/bin/ls")
+    script.write_text(text)
+    script.chmod(0o700)
+    # The shell closes its input for the script, whose first open file would become it.
+    shell = f"exec 0<&-; {script} -l /proc/self/fd"
+    found = subprocess.run(["/bin/sh", "-c", shell], stdout=subprocess.PIPE, text=True, check=True)
+    os.close(reader)
+    links = dict(line.split(" -> ") for line in found.stdout.splitlines() if " -> " in line)
+    by_number = {int(name.split()[-1]): target for name, target in links.items()}
+    assert by_number[0] == os.devnull
+    assert [number >= 10 for number, target in by_number.items() if target == str(fifo)] == [True]
