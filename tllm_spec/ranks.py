@@ -61,13 +61,12 @@ os.set_inheritable(fcntl.fcntl(fifo, fcntl.F_DUPFD, 10), True)
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 os.execv({mpiexec!r}, [{mpiexec!r}, *sys.argv[1:]])
 """
-# What Spawn starts: a rank that first of all opens the FIFO, if it is on this host. Its file gets a
-# free descriptor: MPI has left others open, and has told the rank their numbers. MPICH takes an
-# argument's second line for something else.
+# What Spawn starts: a rank that first of all opens the FIFO, if it is on this host. It gets a
+# descriptor that is free: MPI has opened others, and has told the rank their numbers. On one line,
+# since MPICH takes an argument's second line for something else.
 RANK = (
-    "import os, runpy, stat, sys; module, fifo = sys.argv.pop(), sys.argv.pop(); "
-    "os.path.exists(fifo) and stat.S_ISFIFO(os.stat(fifo).st_mode) and os.open(fifo, os.O_WRONLY); "
-    "runpy.run_module(module, run_name='__main__', alter_sys=True)"
+    'for n in 9 8 7 6 5 4 3; do [ -e /dev/fd/$n ] || { [ -p "$0" ] && eval "exec $n> \\"\\$0\\""; '
+    'break; }; done; exec "$@"'
 )
 ONCE = (
     "tensor_parallel_size = {size}: this process is a rank of another model already, or uses "
@@ -178,8 +177,8 @@ def _comm(args: LlmArgs, are_joined: threading.Event) -> tuple[MPI.Intracomm, MP
     unbound = MPI.Info.Create({"bind_to": "none"})  # or Open MPI 4 binds each to one core
     try:
         with _mpiexec_on_path(are_joined) as fifo:
-            command = ["-c", RANK, fifo, "tllm_spec.ranks"]
-            started = MPI.COMM_SELF.Spawn(sys.executable, command, size - 1, unbound)
+            command = ["-c", RANK, fifo, sys.executable, "-m", "tllm_spec.ranks"]
+            started = MPI.COMM_SELF.Spawn("/bin/sh", command, size - 1, unbound)
     except MPI.Exception as error:
         raise ValueError(NOT_STARTED.format(size=size, error=error)) from error
     return started.Merge(high=False), started
