@@ -29,7 +29,7 @@ def multiply_slices(
 ) -> None:
     """Inputs and outputs are `launch_scaled_linear`'s. size: rows of the weight in a slice. A
     slice's weights are rounded to x's type. With `adds` the bias is added to the output first, and
-    the sum is rounded. cuBLAS may round the product before it adds it to the output."""
+    the sum is rounded. The product may be rounded before it is added to the output."""
     (num_rows, in_features), out_features = x.shape, weight.shape[0]
     assert x.stride(1) == 1 == output.stride(1) and output.shape == (num_rows, out_features)
     if bias is not None and adds:
