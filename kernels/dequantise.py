@@ -2,7 +2,7 @@
 `out[n, k] = scales[n, k // BLOCK] * weight[n, k]`. A Triton kernel if Triton is available,
 otherwise the plain-torch reference; both have the same bits.
 
-The product is a float32, which is rounded to the type of `out`. In float16, products past 65504 are
+The product is a float32, which is rounded to the type of `out`. In float16, results past 65504 are
 infinite, and those below 2^-14 lose bits."""
 
 import torch

@@ -75,7 +75,7 @@ def scaled_linear(
         return plain_scaled_linear(x, weight, scales, bias, add_to=add_to)
     output = x.new_empty(x.shape[0], weight.shape[0]) if add_to is None else add_to
     if x.shape[0] > MAX_KERNEL_ROWS and x.dtype != torch.float32 and not invariant:
-        size = slice_outputs(*weight.shape)
+        size = slice_outputs(x.shape[0], *weight.shape)
         multiply_slices(x, weight, scales, bias, output, size, adds=add_to is not None)
     elif x.shape[0]:
         tiling = tiling_of(x.shape[0], x.dtype)

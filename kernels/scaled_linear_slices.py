@@ -6,13 +6,14 @@ import torch
 
 from tllm_spec.kernels.dequantise import dequantise_rows
 
-MAX_BYTES = 128 << 20  # of the scratch tensor
+MAX_BYTES = 128 << 20  # of each scratch tensor: a slice's weights, and its float32 results
 SLICE_OUTPUTS = 128  # a slice has a multiple of them
 
 
-def slice_outputs(out_features: int, in_features: int) -> int:
+def slice_outputs(num_rows: int, out_features: int, in_features: int) -> int:
     """Outputs of a slice: of as few and as equal ones as MAX_BYTES allows."""
-    most = max(MAX_BYTES // (2 * in_features * SLICE_OUTPUTS), 1) * SLICE_OUTPUTS
+    output_bytes = max(2 * in_features, 4 * num_rows)
+    most = max(MAX_BYTES // (output_bytes * SLICE_OUTPUTS), 1) * SLICE_OUTPUTS
     number = -(-out_features // most)
     return -(-out_features // (number * SLICE_OUTPUTS)) * SLICE_OUTPUTS
 
@@ -28,21 +29,27 @@ def multiply_slices(
     adds: bool,
 ) -> None:
     """Inputs and outputs are `launch_scaled_linear`'s. size: rows of the weight in a slice. A
-    slice's weights are rounded to x's type. With `adds` the bias is added to the output first, and
-    the sum is rounded. The product may be rounded before it is added to the output."""
+    slice's weights are rounded to x's type, and its results once, after all is added in float32:
+    cuBLAS rounds before it adds to an output of 16 bits."""
     (num_rows, in_features), out_features = x.shape, weight.shape[0]
     assert x.stride(1) == 1 == output.stride(1) and output.shape == (num_rows, out_features)
-    if bias is not None and adds:
-        output.add_(bias)
-    elif bias is not None:
-        output.copy_(bias)
     scratch = x.new_empty(min(size, out_features), in_features)
     for first in range(0, out_features, size):
         own = slice(first, first + size)
         part = output[:, own]  # torch passes its row stride to cuBLAS, so nothing is copied
         matrix = scratch[: part.shape[1]]
         dequantise_rows(weight[own], scales[own], matrix)
-        if adds or bias is not None:
-            part.addmm_(x, matrix.t())
-        else:
+        if not adds and bias is None:
             torch.mm(x, matrix.t(), out=part)
+            continue
+        total = _float32_product(x, matrix)
+        if bias is not None:
+            total += bias[own]
+        part.copy_(total.add_(part) if adds else total)
+
+
+def _float32_product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """x `[T, K]` times matrix `[N, K]`, not rounded."""
+    if x.is_cuda:
+        return torch.mm(x, matrix.t(), out_dtype=torch.float32)
+    return x.float().mm(matrix.float().t())  # CPUs have no GEMM of this kind

@@ -299,14 +299,14 @@ struct Stream {
     }
 };
 
-// Adds the products of a block's 16 rows of W with the rows of x. `weights`: the thread's row of W,
+// Accumulates a block: 16 rows of W by the rows of x. `weights`: the thread's row of W,
 // with `swizzle` its number; `pieces`: its quad's of x; `scales`: of the thread's row and of the
 // 8th row after it.
 __device__ inline void multiply_block(
     float (&sums)[4], const uint4* weights, const uint4* pieces, int quad, int swizzle,
     const float* scales) {
 #if FP8
-    float products[4] = {};
+    float partial[4] = {};
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
         const int piece = (2 * quad + odd) ^ swizzle;
@@ -319,10 +319,10 @@ __device__ inline void multiply_block(
             u32 rows[4];
             widen_fp8(low[i], rows[0], rows[2]);
             widen_fp8(high[i], rows[1], rows[3]);
-            multiply(products, rows, pairs[2 * i], pairs[2 * i + 1]);
+            multiply(partial, rows, pairs[2 * i], pairs[2 * i + 1]);
         }
     }
-    for (int i = 0; i < 4; ++i) sums[i] = fmaf(products[i], scales[i / 2 * 8], sums[i]);
+    for (int i = 0; i < 4; ++i) sums[i] = fmaf(partial[i], scales[i / 2 * 8], sums[i]);
 #else
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {

@@ -81,21 +81,13 @@ def formula(p: Problem, x: torch.Tensor) -> torch.Tensor:
 
 
 def check(
-    output: torch.Tensor,
-    p: Problem,
-    *added: torch.Tensor,
-    sum_error: float = SUM_ERROR,
-    num_roundings: int = 1,
+    output: torch.Tensor, p: Problem, *added: torch.Tensor, sum_error: float = SUM_ERROR
 ) -> None:
-    """sum_error: of float32 sums, relative to the sum of magnitudes. num_roundings: 2 where the
-    product may be rounded before something is added."""
-    product = expected = formula(p, p.x)
-    magnitudes = formula(magnitudes_of(p), p.x.abs())
+    """Rounded once. sum_error: of float32 sums, relative to the sum of magnitudes."""
+    expected, magnitudes = formula(p, p.x), formula(magnitudes_of(p), p.x.abs())
     for other in added:
         expected, magnitudes = expected + other.double(), magnitudes + other.abs()
     bound = ROUNDING[p.x.dtype] * expected.abs() + sum_error * magnitudes
-    if num_roundings == 2:
-        bound += ROUNDING[p.x.dtype] * product.abs() * (1 + ROUNDING[p.x.dtype])
     assert output.dtype == p.x.dtype and output.shape == expected.shape
     assert ((output.double() - expected).abs() <= bound).all()
 

@@ -1,5 +1,6 @@
 """Weights that a checkpoint has in FP8 stay in FP8: with the logits of their dequantised values."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,9 @@ def test_gpus_without_fp8_get_dequantised_weights(
     config = ModelConfig.from_pretrained(path)
     assert keeps_fp8(config, torch.device("cuda", 0)) == keeps
     assert not keeps_fp8(ModelConfig.from_pretrained(plain), torch.device("cuda", 0))
-    monkeypatch.setattr(registry, "keeps_fp8", lambda config, device: keeps)
+    monkeypatch.setattr(
+        registry, "keeps_fp8", lambda config, device: keeps and config.fp8 is not None
+    )
     model = load(path)
     assert bool(fp8_names(model)) == keeps
     found, expected = (PagedRunner(each).step({0: TOKENS})[0] for each in (model, load(plain)))
@@ -156,6 +159,19 @@ def test_dummy_weights_are_in_fp8_and_normal(family: str, tmp_path: Path) -> Non
     assert isinstance(down, Linear)
     weight = down.full_weight()
     assert abs(weight.std() * weight.shape[1] ** 0.5 - 1) < 0.1
+
+
+def test_dummy_weights_of_ignored_modules_have_16_bits(tmp_path: Path) -> None:
+    FAMILIES["llama"](tmp_path)
+    quantise(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["quantization_config"]["modules_to_not_convert"] = ["self_attn", "layers.0.mlp.up_proj"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "model.safetensors").unlink()
+    names = fp8_names(load(tmp_path, load_format="dummy"))
+    down = {f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1)}
+    fused = {f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up")}
+    assert names == down | fused
 
 
 def test_each_block_has_its_own_scale(tmp_path: Path) -> None:

@@ -42,6 +42,17 @@ def checkpoint_names(path: Path) -> list[str]:
     return list(_weight_map(path)) if (path / INDEX).is_file() else []
 
 
+def names_of_type(path: Path, dtype: str) -> frozenset[str]:
+    """The checkpoint's tensors of a type, as safetensors calls it, such as `F8_E4M3`. Reads the
+    files' headers only. Raises ValueError as `checkpoint_tensors`."""
+    names: set[str] = set()
+    for file in checkpoint_files(path):
+        with _opened(file) as checkpoint:
+            own = list(checkpoint.keys())
+            names.update(name for name in own if checkpoint.get_slice(name).get_dtype() == dtype)
+    return frozenset(names)
+
+
 def checkpoint_tensors(
     path: Path, wants: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,12 +1,11 @@
 """The tensors of a checkpoint with FP8 weights, joined with their scales."""
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from tllm_spec.models.checkpoint import checkpoint_files, checkpoint_tensors
+from tllm_spec.models.checkpoint import checkpoint_tensors, names_of_type
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.fp8_formats import Fp8Format
 from tllm_spec.models.module import Fp8Tensor, Module, Placement
@@ -45,23 +44,6 @@ def fp8_tensors(
         raise ValueError(f"{path} has scales of tensors that are not FP8: {sorted(scales)[:10]}.")
 
 
-def fp8_names(path: Path) -> frozenset[str]:
-    """The tensors in FP8. Reads the files' headers only. Raises ValueError as
-    `checkpoint_tensors`."""
-    names: set[str] = set()
-    for file in checkpoint_files(path):
-        try:
-            with safe_open(file, framework="pt") as checkpoint:
-                names.update(
-                    name
-                    for name in checkpoint.keys()  # noqa: SIM118 (not a dict: it has no iterator)
-                    if checkpoint.get_slice(name).get_dtype() == "F8_E4M3"
-                )
-        except SafetensorError as error:
-            raise ValueError(f"{file} is not a readable safetensors file: {error}.") from error
-    return frozenset(names)
-
-
 def keeps_fp8(config: ModelConfig, device: torch.device) -> bool:
     """Whether weights that the checkpoint has in FP8 stay so. GPUs that have no FP8 get them
     dequantised."""
@@ -70,15 +52,26 @@ def keeps_fp8(config: ModelConfig, device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
-def widen_others(model: Module, stored: Container[str], placement: Placement) -> None:
-    """Layers of which the checkpoint does not have all weights in FP8, which are the parameters
-    `stored`, get weights of the placement's dtype."""
+def fp8_modules(path: Path, form: Fp8Format, load_format: str) -> Callable[[str], bool]:
+    """Tells whether the checkpoint has the weight of a module in FP8: by the tensors' types, or
+    without tensors (`dummy`) by config.json's lists."""
+    if load_format == "dummy":
+        return form.keeps
+    stored: Set[str] = names_of_type(path, "F8_E4M3")
+    return lambda module: f"{module}.weight" in stored
+
+
+def widen_others(
+    model: Module, has_fp8: Callable[[str], bool], placement: Placement, prefix: str = ""
+) -> None:
+    """Layers of which not all weights are in FP8 get weights of the placement's dtype. `has_fp8`:
+    what `fp8_modules` gives; `prefix`: of the model's paths in the checkpoint."""
     for path, module in model.named_modules():
         if not isinstance(module, Module):
             continue
         slots = list(module.slots(path))
         weights = [name for name, slot in slots if len(slot.shape) == 2]
         if any(slot.scales is not None for _, slot in slots) and not all(
-            name in stored for name in weights
+            has_fp8(prefix + name.removesuffix(".weight")) for name in weights
         ):
             module.widen(placement)

@@ -85,6 +85,7 @@ class WeightSlot:
         if self.destination is None:
             return
         if isinstance(tensor, torch.Tensor):
+            assert self.scales is None  # `widen` has been called
             self.destination.copy_(self._own(tensor))
         elif self.scales is None:
             wide = dequantised(tensor.weight, tensor.scales, self.destination.dtype)
@@ -127,8 +128,7 @@ class Module(nn.Module):
 
     def widen(self, placement: Placement) -> None:
         """Called before loading where the checkpoint's weights are not in FP8: makes them of the
-        placement's dtype."""
-        raise NotImplementedError(f"{type(self).__name__} has no FP8 weights")
+        placement's dtype. Most modules have none that could be."""
 
     def specialize_for_cpu(self) -> None:
         """Called after loading for float32 on a CPU: derives faster forms of the weights."""

@@ -18,7 +18,7 @@ from tllm_spec.kernels.draft_input import DraftInputNorms, draft_input
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM, DeepseekLayer
-from tllm_spec.models.fp8_tensors import fp8_names, keeps_fp8, widen_others
+from tllm_spec.models.fp8_tensors import fp8_modules, keeps_fp8, widen_others
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import MLP
@@ -203,15 +203,16 @@ def load_nextn(
         has_fp8=keeps_fp8(config, target.device),
     )
     modules = NextnModules(target, count, placement)
+    if placement.has_fp8:
+        assert config.fp8 is not None
+        has_fp8 = fp8_modules(path, config.fp8, load_format)
+        for index, module in enumerate(modules.modules_by_step):
+            widen_others(module, has_fp8, placement, f"model.layers.{first + index}.")
     if load_format == "dummy":
         fill_random(modules)
     else:
-        in_fp8 = fp8_names(path) if placement.has_fp8 else frozenset[str]()
         for index, module in enumerate(modules.modules_by_step):
             prefix = f"model.layers.{first + index}."
-            if placement.has_fp8:
-                own = {name.removeprefix(prefix) for name in in_fp8 if name.startswith(prefix)}
-                widen_others(module, own, placement)
             tensors = _below(prefix, path, config, known)
             fill(module, tensors, f"The tensors {prefix}* in {path} do not fit an MTP module")
     specialize_for_cpu(modules, placement)

@@ -11,23 +11,21 @@ import torch
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.checkpoint import checkpoint_tensors, listed
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.fp8_tensors import fp8_names, fp8_tensors, widen_others
+from tllm_spec.models.fp8_tensors import fp8_tensors
 from tllm_spec.models.layers import HeadNorm, RMSNorm
-from tllm_spec.models.module import Fp8Tensor, Module, Placement, WeightSlot
+from tllm_spec.models.module import Fp8Tensor, Module, WeightSlot
 
 FP8_AT_ONCE = 1 << 26  # random elements
 SCALES = "_scales"  # after the name of a parameter in FP8
 
 
-def load_weights(model: CausalLM, path: Path, placement: Placement) -> None:
+def load_weights(model: CausalLM, path: Path) -> None:
     """Fill `model` from the checkpoint in the folder `path`.
 
     Raises:
         ValueError: there is no checkpoint, or tensors are missing or surplus; the message names
             them.
     """
-    if placement.has_fp8:
-        widen_others(model, {model.parameter_name(name) for name in fp8_names(path)}, placement)
     stored = (
         (model.parameter_name(name), tensor)
         for name, tensor in stored_tensors(path, model.config, lambda name: not model.ignores(name))
