@@ -70,9 +70,9 @@ class GrammarCompiler:
         return xgrammar.CompiledGrammar.deserialize_json(text, self._tokenizer)
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the processes. From any thread: what is being compiled is answered with an error."""
         for process in self._processes:
-            process.end()
+            process.kill()
 
     def _compile(self, process: _Process, source: GrammarSource) -> Any:
         answer = process.ask({"kind": source.kind, "text": source.text})
@@ -88,12 +88,18 @@ class GrammarCompiler:
 
 class _Process:
     """One that compiles; it is started when it is asked for the first time. tokenizer: xgrammar's,
-    as JSON."""
+    as JSON. One thread at a time may ask it."""
 
     def __init__(self, tokenizer: str) -> None:
         self._tokenizer = tokenizer
         self._child: subprocess.Popen[bytes] | None = None
-        self.end: Callable[[], object] = lambda: None
+        self._end: Callable[[], object] = lambda: None
+
+    def kill(self) -> None:
+        """From any thread. Its pipes stay open for the thread that may be reading from them."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
 
     def ask(self, message: dict[str, str]) -> dict[str, str]:
         child = self._child if self._child and self._child.poll() is None else self._start()
@@ -105,15 +111,15 @@ class _Process:
             answer = None
         except TimeoutError:
             answer = {"error": f"it takes more than {MAX_SECONDS:.0f} seconds to compile"}
-            self.end()
+            self._end()
         return answer or {"error": "it needs too much memory or stack to compile"}
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Raises RuntimeError if the process does not start."""
-        self.end()
+        self._end()
         command = [sys.executable, "-m", "tllm_spec.grammar_child"]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._child, self.end = child, weakref.finalize(self, _kill, child)
+        self._child, self._end = child, weakref.finalize(self, _kill, child)
         assert child.stdin is not None
         write_message(child.stdin, self._tokenizer)
         if _receive(child, MAX_START_SECONDS) is None:

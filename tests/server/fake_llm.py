@@ -56,7 +56,8 @@ def answer_text(index: int) -> str:
 
 class FakeLLM:
     """`running` and `aborted` hold request ids. A slow prompt generates until it is aborted.
-    `answer` gives the text of a sample, `compiling` is called with each grammar."""
+    `answer` gives the text of a sample, `compiling` is called with each grammar. With `is_paced`,
+    each token of a stream is an event of its own: it is read before the next one is made."""
 
     def __init__(self, **arguments: Any) -> None:
         self.args = LlmArgs.from_kwargs("fake", **arguments)
@@ -64,6 +65,7 @@ class FakeLLM:
         self.tokenizer = load_tokenizer("zoo:llama")
         self.is_healthy = True
         self.is_shut_down = False
+        self.is_paced = False
         self.running: set[int] = set()
         self.aborted: set[int] = set()
         self.sampling: list[SamplingParams] = []
@@ -141,8 +143,10 @@ class FakeLLM:
                 if streaming:
                     respond(index, tokens[:1])
             for token in tokens[:limit] if streaming else []:
-                time.sleep(0)
                 respond(index, [token])
+                time.sleep(0)
+                while self.is_paced and handle._arrived:
+                    time.sleep(0.0005)
             reason = "length" if limit < len(tokens) else "stop"
             rest = [] if streaming else tokens[:limit]
             end = {"finish_reason": reason, "speculative": STATS, "cached_tokens": 1}

@@ -84,6 +84,7 @@ def test_an_answer_has_reasoning_content_and_calls(client: openai.OpenAI, llm: F
 
 
 def test_a_streamed_answer_joins_to_the_same(client: openai.OpenAI, llm: FakeLLM) -> None:
+    llm.is_paced = True
     chunks = list(ask(client, llm, TEXT, tools=TOOLS, stream=True))
     assert joined(chunks) == ("hmm <b", "Let me see.", [CALLED, CALLED], "tool_calls")
     pieces = [chunk for chunk in chunks if chunk.choices[0].delta.tool_calls]
