@@ -66,7 +66,7 @@ def linear(options: Options) -> Iterator[Row]:
 
 def sliced(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     output = x.new_empty(len(x), len(weight))
-    size = slice_outputs(len(x), *weight.shape)
+    size = slice_outputs(len(x), *weight.shape, has_sums=False)
     multiply_slices(x, weight, scales, None, output, size, adds=False)
     return output
 

@@ -75,8 +75,9 @@ def scaled_linear(
         return plain_scaled_linear(x, weight, scales, bias, add_to=add_to)
     output = x.new_empty(x.shape[0], weight.shape[0]) if add_to is None else add_to
     if x.shape[0] > MAX_KERNEL_ROWS and x.dtype != torch.float32 and not invariant:
-        size = slice_outputs(x.shape[0], *weight.shape)
-        multiply_slices(x, weight, scales, bias, output, size, adds=add_to is not None)
+        adds = add_to is not None
+        size = slice_outputs(x.shape[0], *weight.shape, has_sums=adds or bias is not None)
+        multiply_slices(x, weight, scales, bias, output, size, adds=adds)
     elif x.shape[0]:
         tiling = tiling_of(x.shape[0], x.dtype)
         tiles = -(-x.shape[0] // tiling.rows) * -(-weight.shape[0] // tiling.outputs)

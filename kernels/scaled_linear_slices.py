@@ -6,13 +6,14 @@ import torch
 
 from tllm_spec.kernels.dequantise import dequantise_rows
 
-MAX_BYTES = 128 << 20  # of each scratch tensor: a slice's weights, and its float32 results
+MAX_BYTES = 128 << 20  # of each scratch tensor: a slice's weights, and its float32 sums
 SLICE_OUTPUTS = 128  # a slice has a multiple of them
 
 
-def slice_outputs(num_rows: int, out_features: int, in_features: int) -> int:
-    """Outputs of a slice: of as few and as equal ones as MAX_BYTES allows."""
-    output_bytes = max(2 * in_features, 4 * num_rows)
+def slice_outputs(num_rows: int, out_features: int, in_features: int, *, has_sums: bool) -> int:
+    """Outputs of a slice: of as few and as equal ones as MAX_BYTES allows. has_sums: whether
+    something is added to the product, which needs float32 sums."""
+    output_bytes = max(2 * in_features, 4 * num_rows if has_sums else 0)
     most = max(MAX_BYTES // (output_bytes * SLICE_OUTPUTS), 1) * SLICE_OUTPUTS
     number = -(-out_features // most)
     return -(-out_features // (number * SLICE_OUTPUTS)) * SLICE_OUTPUTS
@@ -28,9 +29,11 @@ def multiply_slices(
     *,
     adds: bool,
 ) -> None:
-    """Inputs and outputs are `launch_scaled_linear`'s. size: rows of the weight in a slice. A
-    slice's weights are rounded to x's type, and its results once, after all is added in float32:
-    cuBLAS rounds before it adds to an output of 16 bits."""
+    """Inputs and outputs are `launch_scaled_linear`'s. size: rows of the weight in a slice.
+
+    A slice's weights are rounded to x's type. Results are rounded once, after `bias` and what the
+    output held have been added in float32. torch may let cuBLAS add partial sums in 16 bits
+    (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`)."""
     (num_rows, in_features), out_features = x.shape, weight.shape[0]
     assert x.stride(1) == 1 == output.stride(1) and output.shape == (num_rows, out_features)
     scratch = x.new_empty(min(size, out_features), in_features)
@@ -42,10 +45,14 @@ def multiply_slices(
         if not adds and bias is None:
             torch.mm(x, matrix.t(), out=part)
             continue
-        total = _float32_product(x, matrix)
+        sums = _float32_product(x, matrix)
         if bias is not None:
-            total += bias[own]
-        part.copy_(total.add_(part) if adds else total)
+            sums += bias[own]
+        if adds:
+            torch.add(sums, part, out=part)
+        else:
+            part.copy_(sums)
+        del sums  # the next slice's take their memory
 
 
 def _float32_product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 CHUNK_ROWS = 2048  # with windows: more than a graph of contexts holds, so one forward has both
 CHUNK_LEN = 512  # of each chunk, so that drafts after contexts are of requests of a common length
+# Rows of short prompts: GEMMs with FP8 weights and with experts are compiled for each of them.
+SHORT_ROWS = (16, 32, 64, 128, 256)
 # Of requests with windows: Triton attends to short and to longer sequences by two kernels.
 WINDOW_LENS = (1, 512)
 
@@ -41,11 +43,15 @@ class WarmUp:
         self._ids = count(-1, -1)
 
     def run(self, keys: Iterable[GraphKey]) -> None:
-        """The longest round of contexts, and contexts together with some of the keys' windows."""
+        """The longest round of contexts, short ones, and contexts together with some of the keys'
+        windows."""
         start, chosen = monotonic(), some_of(keys)
         longest = max((key.shape for key in chosen), default=NO_DRAFTS)
         for is_sampled in (False, True):
             self._round(self._max_num_tokens, GraphKey(0, longest, is_sampled))
+        for num_rows in SHORT_ROWS:
+            if num_rows < self._max_num_tokens:
+                self._round(num_rows, GraphKey(0, longest, False))
         for key, length in product(chosen, WINDOW_LENS):
             self._round(min(CHUNK_ROWS, self._max_num_tokens - key.num_tokens), key, length)
         logger.info("rounds that warm up took %.1f s", monotonic() - start)

@@ -110,7 +110,8 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
     * What else sampling allocates, which is cut into parts of `SAMPLING_BYTES`
       (`sampling/working_memory.py`), and the token counts of penalised requests (5 bytes a token
       of the vocabulary, twice while they grow).
-    * A slice of an FP8 weight in 16 bits, and its results (`kernels/scaled_linear_slices.py`).
+    * A slice of an FP8 weight in 16 bits, and its sums (`kernels/scaled_linear_slices.py`), once
+      more in the graphs' pool.
     * Bitmasks of the sampled rows, where requests may have grammars.
     * With rejection sampling, the distributions that drafts are drawn from, and those of all
       drafts in float32, gathered and then spread over the target's vocabulary."""
@@ -123,7 +124,7 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
     num_bytes += min(SAMPLING_BYTES, args.max_num_tokens * vocab_size * BYTES_PER_LOGIT)
     num_bytes += 2 * 5 * num_requests * vocab_size
     if any(getattr(model.config, "fp8", None) is not None for model in models):  # heads have none
-        num_bytes += 2 * MAX_SLICE_BYTES
+        num_bytes += 2 * 2 * MAX_SLICE_BYTES
     if args.guided_decoding_backend is not None:
         num_bytes += mask_words(num_rows, vocab_size) * torch.int32.itemsize
     for draft in models[1:]:

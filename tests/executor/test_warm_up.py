@@ -115,13 +115,14 @@ def launched_by(
     return found
 
 
-def test_rounds_are_the_longest_context_and_contexts_with_few_some_and_many_windows(
+def test_rounds_are_the_longest_context_short_ones_and_contexts_with_few_some_and_many_windows(
     tiny: Path, drafts: tuple[Path, Path], head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = Harness(tiny, max_num_tokens=512, **options("eagle3", drafts[0], head))
     assert launched_by(harness, monkeypatch, 512) == [
         (512, (0, 0), 3, False),
         (512, (0, 0), 3, True),
+        *((rows, (0, 0), 3, False) for rows in (16, 32, 64, 128, 256)),
         (512 - 4, (1, 1, 3), 3, False),
         (512 - 4, (1, 256, 3), 3, False),
         (512 - 16, (4, 1, 3), 3, False),
@@ -138,9 +139,8 @@ def test_no_round_has_more_rows_than_a_round_may_have(
 ) -> None:
     harness = Harness(tiny, max_num_tokens=512, **options("eagle3", drafts[0], head))
     found = launched_by(harness, monkeypatch, 20)
-    assert [(rows, windows[0]) for rows, windows, *_ in found] == [(20, 0)] * 2 + [(16, 1)] * 2 + [
-        (4, 4)
-    ] * 2
+    expected = [(20, 0)] * 2 + [(16, 0)] + [(16, 1)] * 2 + [(4, 4)] * 2
+    assert [(rows, windows[0]) for rows, windows, *_ in found] == expected
 
 
 def test_chosen_are_windows_of_the_shortest_and_the_longest_draft_length() -> None:

@@ -1,6 +1,7 @@
 """The GEMM with slices of an FP8 weight against the formula, under Triton's interpreter in a
 subprocess, and on a CUDA device (`-m gpu`) with the shapes of models and in a captured graph."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from tests.kernels.test_scaled_linear import (
     magnitudes_of,
     problem,
 )
+from tllm_spec.kernels import scaled_linear_slices
 from tllm_spec.kernels.scaled_linear import scaled_linear
 from tllm_spec.kernels.scaled_linear_slices import MAX_BYTES, multiply_slices, slice_outputs
 
@@ -57,14 +59,31 @@ def test_slices_are_written_to_their_outputs(
 def test_slices_are_few_equal_and_bounded() -> None:
     for inputs, outputs in MODEL_SHAPES:
         for num_rows in (300, 8192):
-            size = slice_outputs(num_rows, outputs, inputs)
-            assert 0 < size * max(2 * inputs, 4 * num_rows) <= MAX_BYTES and size % 128 == 0
-    assert slice_outputs(2048, 4096, 14336) == 4096
-    assert slice_outputs(2048, 28672, 4096) == 14336  # all of it would be 224 MiB
-    assert slice_outputs(8192, 28672, 4096) == 4096  # 128 MiB of float32 results
-    assert slice_outputs(2048, 36864, 7168) == 9216  # four
-    assert slice_outputs(2048, 1000, 64) == 1024
-    assert slice_outputs(2048, 1000, 1 << 20) == 128  # at least
+            for has_sums, row_bytes in ((False, 0), (True, 4 * num_rows)):
+                size = slice_outputs(num_rows, outputs, inputs, has_sums=has_sums)
+                assert 0 < size * max(2 * inputs, row_bytes) <= MAX_BYTES and size % 128 == 0
+    assert slice_outputs(2048, 4096, 14336, has_sums=True) == 4096
+    assert slice_outputs(8192, 28672, 4096, has_sums=False) == 14336  # all of it would be 224 MiB
+    assert slice_outputs(8192, 28672, 4096, has_sums=True) == 4096  # 128 MiB of float32 sums
+    assert slice_outputs(2048, 36864, 7168, has_sums=True) == 9216  # four
+    assert slice_outputs(2048, 1000, 64, has_sums=True) == 1024
+    assert slice_outputs(2048, 1000, 1 << 20, has_sums=True) == 128  # at least
+
+
+def test_no_two_slices_have_their_sums_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        assert all(each() is None for each in made)
+        sums = x.new_zeros(len(x), len(matrix), dtype=torch.float32)
+        made.append(weakref.ref(sums))
+        return sums
+
+    monkeypatch.setattr(scaled_linear_slices, "_float32_product", product)
+    p = problem(4, (200, 300), torch.bfloat16, "cpu")
+    for adds in (False, True):
+        multiply_slices(p.x, p.weight, p.scales, p.bias, p.total, 128, adds=adds)
+    assert len(made) == 6
 
 
 @pytest.fixture
@@ -93,7 +112,7 @@ def test_slices_equal_the_formula_on_the_device(
 ) -> None:
     for num_rows in (300, 2048):
         p = problem(num_rows, shape, dtype, "cuda")
-        check_slices(p, slice_outputs(num_rows, shape[1], shape[0]))
+        check_slices(p, slice_outputs(num_rows, shape[1], shape[0], has_sums=True))
         kernel = scaled_linear(p.x, p.weight, p.scales)
         found = scaled_linear(p.x, p.weight, p.scales, invariant=False)
         check_like_the_kernel(found, kernel, p)

@@ -77,7 +77,7 @@ class Linear(Module):
         return silu_and_mul(self._gemm(x if norm is None else norm.forward(x)))
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        """Add the outputs for x `[T, K]` to `total` `[T, N]` in place, rounded once on CUDA."""
+        """Add the outputs for x `[T, K]` to `total` `[T, N]`, in place."""
         if self._is_fused(x):
             self._fused(x, add_to=total)
         elif self.weight_scales is not None:
