@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -51,10 +52,9 @@ NOT_STARTED = (
     "printed why. As root, Open MPI 5 starts none without PRTE_ALLOW_RUN_AS_ROOT=1 and "
     "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1"
 )
-# Without an input: with a closed one MPICH's processes would take the FIFO for it, and poll it for
-# as long as this process lives.
-MPIEXEC = """#!{python}
-import fcntl, os, sys
+# What Spawn finds as mpiexec. It has no input: with a closed one MPICH's processes would take the
+# FIFO for it, and poll it for as long as this process lives.
+MPIEXEC = """import fcntl, os, sys
 os.setsid()
 fifo = os.open({fifo!r}, os.O_WRONLY)
 os.set_inheritable(fcntl.fcntl(fifo, fcntl.F_DUPFD, 10), True)
@@ -198,8 +198,7 @@ def _mpiexec_on_path(are_joined: threading.Event) -> Iterator[str]:
         os.mkfifo(fifo)
         watch = threading.Thread(target=_end_with_ranks, args=(fifo, are_joined), daemon=True)
         watch.start()
-        text = MPIEXEC.format(python=sys.executable, fifo=str(fifo), mpiexec=found)
-        script.write_text(text)
+        script.write_text(mpiexec_script(str(fifo), found))
         script.chmod(0o700)
         # Open MPI 5 runs `prte`, which its wheel has next to mpiexec.
         os.environ["PATH"] = os.pathsep.join([folder, path, str(Path(found).parent)])
@@ -207,6 +206,13 @@ def _mpiexec_on_path(are_joined: threading.Event) -> Iterator[str]:
             yield str(fifo)
         finally:
             os.environ["PATH"] = path
+
+
+def mpiexec_script(fifo: str, mpiexec: str) -> str:
+    """Starts `mpiexec` with the FIFO open. By way of a shell: the first line of a script cannot
+    name an interpreter whose path is long or has a space."""
+    program = MPIEXEC.format(fifo=fifo, mpiexec=mpiexec)
+    return f'#!/bin/sh\nexec {shlex.join([sys.executable, "-IS", "-c", program])} "$@"\n'
 
 
 def _end_with_ranks(fifo: Path, are_joined: threading.Event) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.distributed.tiny_models import save_tiny
 from tllm_spec.config import LlmArgs
 from tllm_spec.models.registry import check_shards
-from tllm_spec.ranks import MPIEXEC, RANK, _end_with_ranks, join_ranks
+from tllm_spec.ranks import RANK, _end_with_ranks, join_ranks, mpiexec_script
 
 
 class Started(Exception):
@@ -130,12 +130,16 @@ def test_the_sizes_of_every_family_are_checked_without_its_weights(
         check_shards(folder, 3, 1)
 
 
-def test_mpiexec_has_the_fifo_open_and_no_input_although_ours_is_closed(tmp_path: Path) -> None:
+def test_mpiexec_has_the_fifo_open_and_no_input_although_ours_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spaced = tmp_path / "a folder's name"
+    spaced.symlink_to(Path(sys.executable).parent)
+    monkeypatch.setattr(sys, "executable", str(spaced / Path(sys.executable).name))
     fifo, script = tmp_path / "started", tmp_path / "mpiexec"
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    text = MPIEXEC.format(python=sys.executable, fifo=str(fifo), mpiexec="/bin/ls")
-    script.write_text(text)
+    script.write_text(mpiexec_script(str(fifo), "/bin/ls"))
     script.chmod(0o700)
     # The shell closes its input for the script, whose first open file would become it.
     shell = f"exec 0<&-; {script} -l /proc/self/fd"
