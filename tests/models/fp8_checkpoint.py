@@ -1,14 +1,22 @@
-"""Turns the projections of a checkpoint into FP8 with a scale for each block of 128 x 128."""
+"""Turns the projections of a checkpoint into FP8, with a scale for each tensor, each row or each
+block of 128 x 128."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 BLOCK, LARGEST = 128, 448.0
-QUANTIZATION = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+# By what shares a scale: the shape of such a tile of weights, None for all of a dimension.
+TILES = {"tensor": (None, None), "row": (1, None), "block": (BLOCK, BLOCK)}
+QUANTIZATION: dict[str, dict[str, Any]] = {
+    "tensor": {"quant_method": "fp8"},
+    "row": {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+    "block": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]},
+}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -19,31 +27,40 @@ def is_projection(name: str) -> bool:
     return name.endswith(".weight") and ("_proj" in last or in_mixtral) and last != "eh_proj"
 
 
-def blocked(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """FP8 weight, its scales, and their product."""
-    rows, columns = weight.shape
-    scale = torch.empty(-(-rows // BLOCK), -(-columns // BLOCK))
-    stored = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-    for i, j in torch.cartesian_prod(*(torch.arange(n) for n in scale.shape)).tolist():
-        block = slice(BLOCK * i, BLOCK * (i + 1)), slice(BLOCK * j, BLOCK * (j + 1))
-        scale[i, j] = weight[block].abs().max() / LARGEST
-        stored[block] = (weight[block] / scale[i, j]).to(stored.dtype)
-    whole = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-    return stored, scale, stored.float() * whole
+def tiled(
+    weight: torch.Tensor, granularity: str = "block"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """FP8 weight, its scales as a checkpoint has them, and their product."""
+    rows, columns = (
+        wanted or size for wanted, size in zip(TILES[granularity], weight.shape, strict=True)
+    )
+    short = -weight.shape[1] % columns, -weight.shape[0] % rows
+    padded = torch.nn.functional.pad(weight, (0, short[0], 0, short[1])).abs()
+    tiles = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    scale = tiles.amax((1, 3)) / LARGEST
+    whole = scale.repeat_interleave(rows, 0)[: weight.shape[0]]
+    whole = whole.repeat_interleave(columns, 1)[:, : weight.shape[1]]
+    stored = (weight / whole).to(torch.float8_e4m3fn)
+    return stored, scale.view(()) if granularity == "tensor" else scale, stored.float() * whole
 
 
-def quantise(folder: Path, wants: Callable[[str], bool] = is_projection) -> Tensors:
+def quantise(
+    folder: Path,
+    wants: Callable[[str], bool] = is_projection,
+    granularity: str = "block",
+) -> Tensors:
     """Rewrites the checkpoint with the tensors that `wants` names in FP8. Returns all, dequantised:
     what `save_file` writes for a checkpoint of the same values without FP8."""
     tensors = load_file(folder / "model.safetensors")
     stored: Tensors = {}
+    suffix = "_scale_inv" if granularity == "block" else "_scale"
     for name, tensor in list(tensors.items()):
         if wants(name):
-            stored[name], stored[f"{name}_scale_inv"], tensors[name] = blocked(tensor.float())
+            stored[name], stored[name + suffix], tensors[name] = tiled(tensor.float(), granularity)
         else:
             stored[name] = tensor
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     raw = json.loads((folder / "config.json").read_text())
-    raw["quantization_config"] = QUANTIZATION
+    raw["quantization_config"] = QUANTIZATION[granularity]
     (folder / "config.json").write_text(json.dumps(raw))
     return tensors

@@ -10,14 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.deepseek import save_deepseek
-from tests.models.fp8_checkpoint import Tensors, blocked, is_projection, quantise
+from tests.models.fp8_checkpoint import Tensors, is_projection, quantise, tiled
 from tests.models.helpers import CPU, PagedRunner, load, random_tokens, save_checkpoint
 from tests.models.mtp_reference import save_with_mtp
 from tllm_spec.distributed.mapping import Mapping
-from tllm_spec.models import registry
+from tllm_spec.models import fp8_tensors
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
-from tllm_spec.models.fp8_tensors import keeps_fp8
+from tllm_spec.models.fp8_formats import Granularity
+from tllm_spec.models.fp8_tensors import kept_fp8
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.module import Fp8Tensor, Module, Placement
 from tllm_spec.models.mtp import load_nextn
@@ -39,11 +40,12 @@ FAMILIES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def save_both(family: str, folder: Path) -> tuple[Path, Path]:
+def save_both(family: str, folder: Path, granularity: str = "block") -> tuple[Path, Path]:
     """The model in FP8, and the same values in float32."""
     for name in ("fp8", "plain"):
         FAMILIES[family](folder / name)
-    save_file(quantise(folder / "fp8"), folder / "plain" / "model.safetensors")
+    values = quantise(folder / "fp8", granularity=granularity)
+    save_file(values, folder / "plain" / "model.safetensors")
     return folder / "fp8", folder / "plain"
 
 
@@ -81,18 +83,23 @@ def test_mtp_modules_keep_fp8_too(tmp_path: Path) -> None:
             assert torch.equal(own.full_weight(), module.weight)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (4, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "granularity"),
+    [((2, 1), "block"), ((4, 1), "block"), ((2, 2), "block"), ((4, 1), "row"), ((2, 2), "tensor")],
+    ids=str,
+)
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe", "deepseek-v3"])
 def test_ranks_have_their_part_of_weights_and_scales(
-    family: str, sizes: tuple[int, int], tmp_path: Path
+    family: str, sizes: tuple[int, int], granularity: Granularity, tmp_path: Path
 ) -> None:
-    """Slices that do not end with a block of inputs are dequantised."""
-    path, _ = save_both(family, tmp_path)
+    """Only slices that cut a block of inputs with one scale are dequantised."""
+    path, _ = save_both(family, tmp_path, granularity)
     whole = load(path)
+    in_fp8 = fp8_names(whole)
     tp_size, ep_size = sizes
     for rank in range(tp_size):
         placement = Placement(
-            torch.float32, CPU, Mapping(rank, tp_size, tp_size, ep_size), has_fp8=True
+            torch.float32, CPU, Mapping(rank, tp_size, tp_size, ep_size), fp8=granularity
         )
         model = MODELS[whole.config.architecture](whole.config, 64, placement)
         stored = dict(stored_tensors(path, whole.config, lambda name: not whole.ignores(name)))
@@ -108,7 +115,10 @@ def test_ranks_have_their_part_of_weights_and_scales(
                 length = slot.destination.shape[slot.shard_dim]
                 part = part.narrow(slot.shard_dim, slot.start, length)
             assert torch.equal(values(slot.destination, slot.scales), part), name
-        assert fp8_names(model)
+            if name in in_fp8:
+                is_cut = slot.shard_dim == 1 and slot.destination.shape[1] % 128 > 0
+                is_split = slot.destination.shape != slot.shape
+                assert (slot.scales is None) == (is_cut and is_split and granularity == "block")
 
 
 def values(weight: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
@@ -136,11 +146,9 @@ def test_gpus_without_fp8_get_dequantised_weights(
     path, plain = save_both("llama", tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     config = ModelConfig.from_pretrained(path)
-    assert keeps_fp8(config, torch.device("cuda", 0)) == keeps
-    assert not keeps_fp8(ModelConfig.from_pretrained(plain), torch.device("cuda", 0))
-    monkeypatch.setattr(
-        registry, "keeps_fp8", lambda config, device: keeps and config.fp8 is not None
-    )
+    assert (kept_fp8(config, torch.device("cuda", 0)) == "block") == keeps
+    assert not kept_fp8(ModelConfig.from_pretrained(plain), torch.device("cuda", 0))
+    monkeypatch.setattr(fp8_tensors, "multiplies_fp8", lambda device: keeps)
     model = load(path)
     assert bool(fp8_names(model)) == keeps
     found, expected = (PagedRunner(each).step({0: TOKENS})[0] for each in (model, load(plain)))
@@ -177,7 +185,7 @@ def test_dummy_weights_of_ignored_modules_have_16_bits(tmp_path: Path) -> None:
 def test_each_block_has_its_own_scale(tmp_path: Path) -> None:
     weight = torch.ones(130, 257).to(FP8)
     scale = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
-    stored, own, _ = blocked(torch.ones(130, 257))
+    stored, own, _ = tiled(torch.ones(130, 257))
     assert torch.equal(stored.float(), torch.full((130, 257), 448.0)) and own.shape == scale.shape
     FAMILIES["llama"](tmp_path)
     quantise(tmp_path)

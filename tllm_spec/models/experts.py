@@ -7,7 +7,6 @@ import torch
 
 from tllm_spec.kernels.grouped_gemm import block_rows_of, down, gate_up_silu
 from tllm_spec.kernels.moe_permute import ExpertRows, moe_permute
-from tllm_spec.kernels.scaled_linear import BLOCK
 from tllm_spec.models.module import Fp8Tensor, Module, Placement, WeightSlot, sibling
 from tllm_spec.models.moe_shape import MoEConfig, MoENames
 
@@ -41,10 +40,8 @@ class Experts(Module):
         hidden, number = config.hidden_size, self.num_routed + config.num_shared
         inner = self.mapping.shard_expert(config.intermediate_size)
         self.first = self.num_routed * self.mapping.ep_rank
-        is_split = inner < config.intermediate_size and inner % BLOCK > 0
         self.gate_up, self.gate_up_scales = placement.matrix(number, 2 * inner, hidden)
-        # A scale of the down projection would belong to two ranks.
-        own = placement.wide if is_split else placement
+        own = placement.of_inputs(inner, config.intermediate_size)
         self.down, self.down_scales = own.matrix(number, hidden, inner)
 
     def forward(

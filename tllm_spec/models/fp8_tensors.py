@@ -7,7 +7,7 @@ import torch
 
 from tllm_spec.models.checkpoint import checkpoint_tensors, names_of_type
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.fp8_formats import Fp8Format
+from tllm_spec.models.fp8_formats import Fp8Format, Granularity
 from tllm_spec.models.module import Fp8Tensor, Module, Placement
 
 FIRST_CAPABILITY = (8, 9)  # of a GPU that converts E4M3
@@ -44,11 +44,14 @@ def fp8_tensors(
         raise ValueError(f"{path} has scales of tensors that are not FP8: {sorted(scales)[:10]}.")
 
 
-def keeps_fp8(config: ModelConfig, device: torch.device) -> bool:
-    """Whether weights that the checkpoint has in FP8 stay so. GPUs that have no FP8 get them
-    dequantised."""
-    if config.fp8 is None:
-        return False
+def kept_fp8(config: ModelConfig, device: torch.device) -> Granularity | None:
+    """What shares a scale in weights that the checkpoint has in FP8 and that stay so; None: there
+    are none, or the device gets them dequantised."""
+    return config.fp8.granularity if config.fp8 is not None and multiplies_fp8(device) else None
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether the device has kernels that multiply E4M3 weights."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from tllm_spec.distributed.vocab_shard import VocabShard
 from tllm_spec.kernels.batch_invariant_linear import batch_invariant_linear
-from tllm_spec.kernels.scaled_linear import BLOCK, dequantised, scaled_linear
+from tllm_spec.kernels.scaled_linear import dequantised, scaled_linear
 from tllm_spec.kernels.silu_and_mul import silu_and_mul
 from tllm_spec.kernels.small_m_gemm import serves, small_m_gemm
 from tllm_spec.kernels.tuned_linear import TunedGemms, tuned_linear
@@ -235,8 +235,7 @@ class RowLinear(Linear):
     ) -> None:
         local = placement.mapping.shard(in_features, "the input of a row-parallel layer")
         first_rank = placement.mapping.tp_rank == 0
-        if local < in_features and local % BLOCK:
-            placement = placement.wide  # a scale would belong to two ranks
+        placement = placement.of_inputs(local, in_features)
         super().__init__(local, out_features, bias=bias and first_rank, placement=placement)
         self.has_bias = bias
 

@@ -11,6 +11,7 @@ from torch import nn
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.kernels.scaled_linear import BLOCK, dequantised
+from tllm_spec.models.fp8_formats import Granularity
 
 
 @dataclass(frozen=True)
@@ -23,20 +24,28 @@ class Placement:
     batch_invariant: bool = False
     """Whether a row's result must have the same bits for any number of other rows."""
     communicator: Communicator = SINGLE
-    has_fp8: bool = False
-    """Whether `matrix` makes FP8 weights."""
+    fp8: Granularity | None = None
+    """What shares a scale in the checkpoint's FP8 weights, which `matrix` keeps; None: it makes
+    weights of `dtype`."""
 
     @property
     def wide(self) -> "Placement":
         """For weights that checkpoints do not have in FP8."""
-        return replace(self, has_fp8=False)
+        return replace(self, fp8=None)
+
+    def of_inputs(self, size: int, full: int) -> "Placement":
+        """For weights with a rank's `size` of `full` inputs. If they do not end with a block whose
+        weights share a scale, this would belong to two ranks, so the weights are not FP8. The scale
+        of a tensor or row belongs to all ranks."""
+        is_cut = self.fp8 == "block" and size < full and size % BLOCK > 0
+        return self.wide if is_cut else self
 
     def matrix(
         self, *shape: int, column_major: bool = False
     ) -> tuple[nn.Parameter, nn.Parameter | None]:
         """The weight of a linear layer or of experts, `[..., N, K]`, and if it is FP8 its scales,
         `[..., N, ceil(K / 128)]` (scaled_linear.py)."""
-        if not self.has_fp8:
+        if self.fp8 is None:
             return self.parameter(*shape, column_major=column_major), None
         weight = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
         sizes = *shape[:-1], -(-shape[-1] // BLOCK)
@@ -95,7 +104,8 @@ class WeightSlot:
             self.scales.copy_(self._own(tensor.scales, BLOCK))
 
     def _own(self, tensor: torch.Tensor, inputs: int = 1) -> torch.Tensor:
-        """This rank's slice. `inputs`: that share a column."""
+        """This rank's slice. `inputs`: that share a column. Where columns of scales lie in two
+        slices, all scales of a row are equal (`Placement.of_inputs`)."""
         assert self.destination is not None
         if self.shard_dim is not None:
             per_column = inputs if self.shard_dim == 1 else 1

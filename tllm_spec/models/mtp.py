@@ -18,7 +18,7 @@ from tllm_spec.kernels.draft_input import DraftInputNorms, draft_input
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM, DeepseekLayer
-from tllm_spec.models.fp8_tensors import fp8_modules, keeps_fp8, widen_others
+from tllm_spec.models.fp8_tensors import fp8_modules, kept_fp8, widen_others
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import MLP
@@ -200,10 +200,10 @@ def load_nextn(
         target.device,
         communicator.mapping,
         communicator=communicator,
-        has_fp8=keeps_fp8(config, target.device),
+        fp8=kept_fp8(config, target.device),
     )
     modules = NextnModules(target, count, placement)
-    if placement.has_fp8:
+    if placement.fp8:
         assert config.fp8 is not None
         has_fp8 = fp8_modules(path, config.fp8, load_format)
         for index, module in enumerate(modules.modules_by_step):
