@@ -47,3 +47,16 @@ def test_options_that_change_nothing_may_be_spelled_out() -> None:
     for in_graph in (True, False):
         args = LlmArgs(model="m", enable_in_graph_sampling=in_graph, **speculate(options))
         assert args == LlmArgs(model="m", **speculate(eagle3()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("quant_config", {"quant_algo": "FP8"}),
+        ("calib_config", {}),
+        ("force_dynamic_quantization", True),
+    ],
+)
+def test_who_asks_for_quantised_weights_learns_how_fp8_is_served(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=r"not quantised here; .*in FP8 is served as it is"):
+        LlmArgs.from_kwargs("zoo:llama", **{name: value})

@@ -17,6 +17,10 @@ LOCAL_FILES = "models are local folders; nothing is downloaded"
 NO_LORA = "LoRA is not served"
 NO_BEAMS = "there is no beam search"
 NO_ENGINE_FILES = "there are no engine files to build; models are loaded from their checkpoints"
+NO_QUANTISING = (
+    "weights are not quantised here; a checkpoint in FP8 is served as it is, with nothing to set "
+    "(docs/fp8.md)"
+)
 NO_SPARSE = "attention reads every token"
 TEXT_ONLY = "only text models are served"
 ONE_SAMPLER = "there is one sampler, and every request of a batch has its own options"
@@ -42,7 +46,7 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "batching_type": NotServed((None, "INFLIGHT"), "requests join and leave in every round"),
     "build_config": NotServed((None,), NO_ENGINE_FILES),
     "cache_transceiver_config": NotServed((None,), ONE_PROCESS),
-    "calib_config": NotServed((None,), "quantized weights are not served"),
+    "calib_config": NotServed((None,), NO_QUANTISING),
     "checkpoint_format": NotServed((None, "HF"), "checkpoints have Hugging Face's format"),
     "checkpoint_loader": NotServed((None,), "checkpoints have Hugging Face's format"),
     "context_parallel_size": NotServed((1,), NO_CONTEXT_PARALLEL),
@@ -63,7 +67,7 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "enable_trtllm_sampler": NotServed((False,), ONE_SAMPLER),
     "extended_runtime_perf_knob_config": NotServed((None,), NO_ENGINE_FILES),
     "fail_fast_on_attention_window_too_large": NotServed((True, False), ALL_TOKENS),
-    "force_dynamic_quantization": NotServed((False,), "quantized weights are not served"),
+    "force_dynamic_quantization": NotServed((False,), NO_QUANTISING),
     "garbage_collection_gen0_threshold": NotServed(
         (None, 20000), "the settings of Python's garbage collector are not changed"
     ),
@@ -91,7 +95,7 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     ),
     "print_iter_log": NotServed((False,), "rounds are not logged; use enable_iter_perf_stats"),
     "prometheus_metrics_config": NotServed((None,), "the server's metrics have no settings"),
-    "quant_config": NotServed((None,), "quantized weights are not served"),
+    "quant_config": NotServed((None,), NO_QUANTISING),
     "ray_placement_config": NotServed((None,), NO_SESSION),
     "reasoning_parser": NotServed((None,), "it is an option of tllm-serve: --reasoning_parser"),
     "request_stats_max_iterations": NotServed((None,), NO_STATISTICS),
