@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.deepseek import save_deepseek
 from tests.models.fp8_checkpoint import Tensors, is_projection, quantise, tiled
 from tests.models.helpers import CPU, PagedRunner, load, random_tokens, save_checkpoint
-from tests.models.mtp_reference import save_with_mtp
+from tests.models.mtp_reference import export_modules, save_with_mtp
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models import fp8_tensors
 from tllm_spec.models.config import ModelConfig
@@ -81,6 +81,29 @@ def test_mtp_modules_keep_fp8_too(tmp_path: Path) -> None:
             own = found.get_submodule(path)
             assert isinstance(own, Linear)
             assert torch.equal(own.full_weight(), module.weight)
+
+
+def test_exported_modules_keep_fp8_as_modelopts_file_and_the_names_of_scales_say(
+    tmp_path: Path,
+) -> None:
+    """Also next to a target in 16 bits."""
+    path, plain = save_both("deepseek-v3", tmp_path)
+    whole = load(path)
+    assert isinstance(whole, DeepseekForCausalLM)
+    expected = dict(load_nextn(path, whole, "auto").named_parameters())
+    exported = tmp_path / "exported"
+    export_modules(path, exported)
+    raw = json.loads((exported / "config.json").read_text())
+    del raw["quantization_config"]
+    (exported / "config.json").write_text(json.dumps(raw))
+    modelopt = {"quantization": {"quant_algo": "FP8_PB_WO"}}
+    (exported / "hf_quant_config.json").write_text(json.dumps(modelopt))
+    target = load(plain)
+    assert isinstance(target, DeepseekForCausalLM)
+    found = dict(load_nextn(exported, target, "auto", is_exported=True).named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert found["steps.0.mlp.experts.gate_up"].dtype == FP8
 
 
 @pytest.mark.parametrize(

@@ -146,12 +146,17 @@ class ModelConfig:
         eos_token_id = read_json(generation).get("eos_token_id") if generation.is_file() else None
         if eos_token_id is not None:
             raw["eos_token_id"] = eos_token_id
+        return cls.from_parsed(path, raw)
+
+    @classmethod
+    def from_parsed(cls, path: Path, raw: dict[str, Any]) -> "ModelConfig":
+        """The same, from the parsed file and what else the folder says of FP8 weights."""
         fp8 = fp8_format(path, raw)
         return replace(cls.from_dict(raw | dict.fromkeys(QUANTIZATION_KEYS)), fp8=fp8)
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
-        """The same, from the parsed file."""
+        """The same, from the parsed file alone."""
         architecture = _architecture(raw)
         raw = flat_llama4(raw) if architecture in _LLAMA4 else raw
         raw, is_deepseek = _DEFAULTS[architecture] | raw, architecture in DEEPSEEK_DEFAULTS

@@ -35,7 +35,7 @@ def exported_config(folder: Path, target: ModelConfig) -> ModelConfig:
             f"{raw.get('architectures')}"
         )
     name = raw["architectures"][0].removesuffix(SUFFIX)
-    own = ModelConfig.from_dict(raw | {"architectures": [name]})
+    own = ModelConfig.from_parsed(folder, raw | {"architectures": [name]})
     differing = [key for key in SHAPE if getattr(own, key) != getattr(target, key)]
     if differing:
         shown = "; ".join(
