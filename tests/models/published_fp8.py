@@ -3,7 +3,10 @@
 
 from tests.models.published import FP8, QWEN3_30B_A3B, V3, Raw
 
-_BLOCKS = FP8 | {"weight_block_size": [128, 128]}
+BLOCKS: Raw = FP8 | {"weight_block_size": [128, 128]}
+
+BLOCK_OF_128 = {"block_structure": [128, 128]}
+MODELOPT: Raw = {"quant_method": "modelopt"}
 
 
 def _unconverted(num_layers: int, *kinds: str) -> list[str]:
@@ -35,7 +38,7 @@ QWEN3_8B_FP8: Raw = _QWEN3 | {
     "num_attention_heads": 32,
     "num_hidden_layers": 36,
     "num_key_value_heads": 8,
-    "quantization_config": _BLOCKS | {"modules_to_not_convert": _unconverted(36, *_NORMS)},
+    "quantization_config": BLOCKS | {"modules_to_not_convert": _unconverted(36, *_NORMS)},
 }
 QWEN3_235B_FP8: Raw = QWEN3_30B_A3B | {
     "hidden_size": 4096,
@@ -44,7 +47,7 @@ QWEN3_235B_FP8: Raw = QWEN3_30B_A3B | {
     "moe_intermediate_size": 1536,
     "num_attention_heads": 64,
     "num_hidden_layers": 94,
-    "quantization_config": _BLOCKS
+    "quantization_config": BLOCKS
     | {"modules_to_not_convert": _unconverted(94, "mlp.gate", *_NORMS)},
 }
 LLAMA_31_8B: Raw = {
@@ -101,6 +104,11 @@ def compressed(strategy: str, kind: str, **weights: object) -> Raw:
     }
 
 
+def changed_group(**change: object) -> Raw:
+    config = compressed("tensor", "float-quantized")
+    return config | {"config_groups": {"group_0": config["config_groups"]["group_0"] | change}}
+
+
 LLAMA_FP8: Raw = LLAMA_31_8B | {"quantization_config": compressed("tensor", "naive-quantized")}
 LLAMA_FP8_DYNAMIC: Raw = LLAMA_31_8B | {
     "quantization_config": compressed("channel", "float-quantized")
@@ -127,6 +135,23 @@ NVIDIA_FP8_CONFIG: Raw = {
     "producer": {"name": "modelopt", "version": "0.29.0"},
     "quant_algo": "FP8",
     "quant_method": "modelopt",
+}
+_MLP = ("mlp.down_proj", "mlp.gate_proj", "mlp.up_proj")
+_ATTENTION = tuple(f"self_attn.{part}_proj" for part in "kqvo")
+# Attention, the first and the last layer have 16 bits (arXiv 2407.21783, section 6.2).
+LLAMA_405B_FP8: Raw = LLAMA_31_8B | {
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 126,
+    "quantization_config": {
+        "activation_scale_ub": 1200.0,
+        "modules_to_not_convert": [
+            *(f"model.layers.{layer}.{module}" for layer in (0, 125) for module in _MLP),
+            *_unconverted(126, *_ATTENTION)[1:],
+        ],
+        "quant_method": "fbgemm_fp8",
+    },
 }
 # The configuration, what shares a scale, and the ending of a scale's name.
 PUBLISHED_FP8: dict[str, tuple[Raw, str, str]] = {

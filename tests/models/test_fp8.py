@@ -162,6 +162,23 @@ def test_a_layer_that_the_checkpoint_has_in_16_bits_keeps_them(tmp_path: Path) -
     assert not any(name.startswith("model.layers.1.self_attn.q_proj") for name in names)
 
 
+def test_a_checkpoint_with_a_quantised_cache_only_is_that_of_its_16_bit_weights(
+    tmp_path: Path,
+) -> None:
+    for name in ("cache", "plain"):
+        FAMILIES["llama"](tmp_path / name)
+    tensors = load_file(tmp_path / "cache" / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(1)
+    save_file(tensors, tmp_path / "cache" / "model.safetensors")
+    raw = json.loads((tmp_path / "cache" / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float"}
+    raw["quantization_config"] = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
+    (tmp_path / "cache" / "config.json").write_text(json.dumps(raw))
+    found, expected = (load(tmp_path / name).state_dict() for name in ("cache", "plain"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
 @pytest.mark.parametrize(("capability", "keeps"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
 def test_gpus_without_fp8_get_dequantised_weights(
     capability: tuple[int, int], keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,28 +1,32 @@
-"""FP8 checkpoints as they are published: which modules have FP8 weights, what the scales mean, and
-what is refused."""
+"""FP8 checkpoints as they are published: which modules have FP8 weights, and what their scales
+mean."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.models.published import FP8, SCOUT, V3, Raw
+from tests.models.published import FP8, V3, Raw
 from tests.models.published_fp8 import (
+    BLOCK_OF_128,
+    BLOCKS,
     LLAMA_31_8B,
+    LLAMA_405B_FP8,
     LLAMA_FP8_DYNAMIC,
+    MODELOPT,
     NVIDIA_FP8,
     PUBLISHED_FP8,
     QWEN3_235B_FP8,
+    changed_group,
     compressed,
 )
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.fp8_formats import Fp8Format, fp8_format
+from tllm_spec.models.fp8_formats import Fp8Format
+from tllm_spec.models.fp8_readers import fp8_format
 
 LAYER = "model.layers.5"
-BLOCKS: Raw = FP8 | {"weight_block_size": [128, 128]}
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 LATENT = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj")
 EXPERTS = ("mlp.experts.3.gate_proj", "mlp.experts.3.down_proj")
@@ -52,6 +56,15 @@ def test_published_checkpoints_are_recognised(name: str, tmp_path: Path) -> None
         assert found.keeps(f"{LAYER}.{module}"), module
     for module in ("lm_head", "model.embed_tokens", f"{LAYER}.mlp.gate", f"{LAYER}.eh_proj"):
         assert not found.keeps(module), module
+
+
+def test_metas_405b_has_a_scale_for_each_row_in_all_mlps_but_two(tmp_path: Path) -> None:
+    found = ModelConfig.from_pretrained(write(tmp_path, LLAMA_405B_FP8)).fp8
+    assert found is not None
+    assert (found.granularity, found.scale_suffix) == ("row", "_scale")
+    kept = [f"model.layers.{layer}.mlp.up_proj" for layer in range(126)]
+    assert [module for module in kept if found.keeps(module)] == kept[1:-1]
+    assert not any(found.keeps(f"{LAYER}.{module}") for module in ATTENTION)
 
 
 def test_a_checkpoint_without_quantization_has_no_format(tmp_path: Path) -> None:
@@ -139,6 +152,17 @@ IGNORED: dict[str, tuple[Raw, list[str], list[str]]] = {
         ["model.layers.61.mlp.up_proj", "model.layers.0.self_attn.kv_b_proj"],
         ["model.layers.6.mlp.up_proj", "model.layers.0.self_attn.q_a_proj"],
     ),
+    "all but the targets": (
+        changed_group(targets=[r"re:.*mlp.*", "model.layers.1.self_attn.o_proj"])
+        | {"ignore": ["re:.*down_proj"]},
+        ["model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"],
+        ["model.layers.1.mlp.up_proj", "model.layers.1.self_attn.o_proj"],
+    ),
+    "none but the ignored": (
+        changed_group(targets=["re:.*mlp.*", "Linear"]),
+        ["lm_head"],
+        ["model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"],
+    ),
     "all below a wildcard": (
         BLOCKS | {"modules_to_not_convert": ["model.layers.*.self_attn"]},
         ["model.layers.7.self_attn.q_proj"],
@@ -155,10 +179,25 @@ def test_ignored_modules_keep_16_bits(name: str) -> None:
     assert [module for module in kept if not found.keeps(module)] == []
 
 
-def test_modelopt_with_a_quantized_cache_only_has_no_fp8_weights(tmp_path: Path) -> None:
-    cache_only = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
-    found = ModelConfig.from_pretrained(write(tmp_path, LLAMA_31_8B, cache_only)).fp8
-    assert found is not None and found.leaves_out(f"{LAYER}.self_attn.k_proj.k_scale")
+CACHE_ONLY = {
+    "quant_method": "compressed-tensors",
+    "format": "dense",
+    "ignore": [],
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+}
+
+
+@pytest.mark.parametrize(
+    "cache_only",
+    [
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+        CACHE_ONLY,
+        CACHE_ONLY | {"config_groups": {}},
+    ],
+)
+def test_a_checkpoint_with_a_quantised_cache_only_has_no_fp8_weights(cache_only: Raw) -> None:
+    found = format_of(cache_only)
+    assert found.leaves_out(f"{LAYER}.self_attn.k_proj.k_scale")
     assert not any(found.keeps(f"{LAYER}.{module}") for module in ATTENTION)
 
 
@@ -181,10 +220,8 @@ def test_scales_of_activations_and_of_the_cache_are_left_out() -> None:
     assert not any(found.leaves_out(f"{LAYER}.mlp.up_proj.{name}") for name in used)
 
 
-BLOCK_OF_128 = {"block_structure": [128, 128]}
 ONE, ROWS = torch.tensor(0.5), torch.tensor([[2.0], [4.0], [8.0]])
 TILES = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
-MODELOPT = {"quant_method": "modelopt"}
 CASES: dict[str, tuple[Raw, torch.Tensor, int, list[list[float]]]] = {
     "a tensor": (FP8, ONE, 3, [[0.5, 0.5]] * 3),
     "a tensor, [1]": (FP8, ONE.view(1).bfloat16(), 3, [[0.5, 0.5]] * 3),
@@ -196,6 +233,7 @@ CASES: dict[str, tuple[Raw, torch.Tensor, int, list[list[float]]]] = {
         3,
         [[2, 2], [4, 4], [8, 8]],
     ),
+    "Meta's rows": ({"quant_method": "fbgemm_fp8"}, ROWS, 3, [[2, 2], [4, 4], [8, 8]]),
     "blocks": (BLOCKS, TILES, 130, [[1, 2]] * 128 + [[4, 8]] * 2),
     "blocks in bf16": (BLOCKS, TILES.bfloat16(), 129, [[1, 2]] * 128 + [[4, 8]]),
     "blocks in E8M0": (BLOCKS, TILES.to(torch.float8_e8m0fnu), 129, [[1, 2]] * 128 + [[4, 8]]),
@@ -261,100 +299,6 @@ def test_a_scale_of_a_wrong_shape_is_named(
         format_of(quantization).row_scales(scale, (300, 200), "up.weight")
 
 
-def changed_group(**change: Any) -> Raw:
-    config = compressed("tensor", "float-quantized")
-    return config | {"config_groups": {"group_0": config["config_groups"]["group_0"] | change}}
-
-
-def two_groups() -> Raw:
-    config = compressed("tensor", "float-quantized")
-    return config | {"config_groups": dict.fromkeys("ab", config["config_groups"]["group_0"])}
-
-
-REFUSED: dict[str, tuple[Raw, list[str]]] = {
-    "AWQ": ({"quant_method": "awq", "bits": 4}, ["quant_method is 'awq'"]),
-    "GPTQ": ({"quant_method": "gptq", "bits": 4}, ["quant_method is 'gptq'"]),
-    "no method": ({"bits": 8}, ["quant_method is None"]),
-    "other blocks": (FP8 | {"weight_block_size": [64, 64]}, [r"weight_block_size is \[64, 64\]"]),
-    "E5M2": (FP8 | {"fmt": "e5m2"}, ["fmt is 'e5m2' .served: 'e4m3' or None"]),
-    "FP4 experts": (BLOCKS | {"expert_dtype": "fp4"}, ["expert_dtype is 'fp4'"]),
-    "FP8 embeddings": (
-        BLOCKS | {"modules_to_convert": ["model.embed_tokens"]},
-        [r"modules_to_convert is \['model"],
-    ),
-    "INT4": (
-        compressed("group", "pack-quantized", type="int", num_bits=4, group_size=128),
-        ["format is 'pack-quantized'", "type is 'int'", "num_bits is 4", "strategy is 'group'"],
-    ),
-    "INT8": (
-        compressed("channel", "int-quantized", type="int", symmetric=False),
-        ["format is 'int-quantized'", "type is 'int'", "symmetric is False"],
-    ),
-    "compressed blocks of another size": (
-        compressed("block", "float-quantized", block_structure=[64, 128]),
-        [r"block_structure is \[64, 128\]"],
-    ),
-    "other targets": (changed_group(targets=["Embedding"]), [r"targets is \['Embedding'\]"]),
-    "a group in another format": (
-        changed_group(format="nvfp4-pack-quantized"),
-        ["format is 'nvfp4-pack-quantized'"],
-    ),
-    "weights that are not stored in FP8": (
-        compressed("tensor", "float-quantized", dynamic=True),
-        ["dynamic is True"],
-    ),
-    "mixed groups": (two_groups(), ["config_groups has 2 groups"]),
-    "no groups": (
-        {"quant_method": "compressed-tensors", "format": "float-quantized"},
-        ["config_groups has 0 groups"],
-    ),
-    "sparse weights": (
-        compressed("tensor", "float-quantized") | {"sparsity_config": {"format": "sparse-bitmask"}},
-        ["sparsity_config: format is 'sparse-bitmask'"],
-    ),
-    "transforms": (
-        compressed("tensor", "float-quantized") | {"transform_config": {"config_groups": {"u": 1}}},
-        ["transform_config is"],
-    ),
-    "a broken expression": (
-        compressed("tensor", "float-quantized") | {"ignore": ["re:(gate"]},
-        [r"'re:\(gate' among the ignored modules is no regular expression"],
-    ),
-    "NVFP4": (
-        MODELOPT | {"quant_algo": "NVFP4", "pre_quant_scale": True},
-        ["quant_algo is 'NVFP4'", "pre_quant_scale is True"],
-    ),
-    "mixed precision": (
-        MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {}}},
-        ["quant_algo is 'MIXED_PRECISION'", "quantized_layers is {'a': {}}"],
-    ),
-    "ModelOpt's blocks of another size": (
-        MODELOPT | {"quant_algo": "FP8_PB_WO", "group_size": 64},
-        ["group_size is 64"],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_served_is_refused_with_all_reasons_and_what_is_served(name: str) -> None:
-    quantization, reasons = REFUSED[name]
-    served = ["config.json", r"FP8 \(E4M3\).*quant_method 'fp8'", "are not served"]
-    for problem in (*reasons, *served):
-        with pytest.raises(ValueError, match=problem):
-            ModelConfig.from_dict(LLAMA_31_8B | {"quantization_config": quantization})
-
-
-def test_the_refusal_of_modelopts_file_names_it(tmp_path: Path) -> None:
-    write(tmp_path, LLAMA_31_8B, {"quantization": {"quant_algo": "W4A8_AWQ"}})
-    with pytest.raises(ValueError, match=r"hf_quant_config\.json: quant_algo is 'W4A8_AWQ'"):
-        ModelConfig.from_pretrained(tmp_path)
-
-
-def test_llama_4_in_fp8_is_refused() -> None:
-    with pytest.raises(ValueError, match="Llama 4's experts are served in 16 or 32 bits"):
-        ModelConfig.from_dict(SCOUT | {"quantization_config": BLOCKS})
-
-
 def test_the_key_of_early_compressed_tensors_is_read() -> None:
     quantization = LLAMA_FP8_DYNAMIC["quantization_config"]
     found = fp8_format(None, LLAMA_31_8B | {"compression_config": quantization})
@@ -368,5 +312,5 @@ def test_powers_of_2_as_scales_are_served() -> None:
 
 def test_listed_routers_are_found_among_hundreds_of_entries() -> None:
     found = format_of(QWEN3_235B_FP8["quantization_config"])
-    assert len(found.ignored) == 1 + 3 * 94 and not found.ignored_patterns
+    assert len(found.ignored.names) == 1 + 3 * 94 and not found.ignored.patterns
     assert not found.keeps("model.layers.93.post_attention_layernorm")
