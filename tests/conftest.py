@@ -2,13 +2,16 @@
 second thread costs more than it computes, most of all when the machine is busy."""
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.lossless.engines import LONG_ONLY, write_tiny_drafts
+from tests.models.fp8_checkpoint import keeping_fp8
 
 torch.set_num_threads(1)
 # A shell ignores SIGINT for what it starts in the background, and children inherit that: tests of
@@ -46,3 +49,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A draft model and a head for `tiny`."""
     return write_tiny_drafts(tmp_path_factory.mktemp("drafts"))
+
+
+@pytest.fixture
+def fp8_on_cpu() -> Iterator[Mock]:
+    """FP8 weights stay so on CPUs, too. Yields what is asked whether a device multiplies them."""
+    with keeping_fp8() as asked:
+        yield asked

@@ -9,6 +9,7 @@ from itertools import cycle
 from typing import Any
 from unittest import mock
 
+from tests.models.fp8_checkpoint import keeping_fp8
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
@@ -124,7 +125,8 @@ class ChangingTiers:
 class Case:
     """`model`: of the zoo, or one of `tiny_models`, as its speculative model may be: the caller has
     a folder with these. `tiers`: that rounds have by turns, instead of the controller's choice.
-    `whole_pages`: whether prefixes must be reused in whole pages."""
+    `whole_pages`: whether prefixes must be reused in whole pages. `in_fp8`: whether FP8 weights
+    stay so on CPUs, too."""
 
     model: str = "zoo:llama"
     options: dict[str, Any] = field(default_factory=dict)
@@ -132,6 +134,7 @@ class Case:
     accepts: bool = False  # whether drafts must be accepted
     tiers: tuple[int, ...] = ()
     whole_pages: bool = False
+    in_fp8: bool = False
 
     def outputs(self, folder: str, num_ranks: int) -> Outputs:
         """On rank 0. The other processes of mpirun end with SystemExit."""
@@ -146,12 +149,14 @@ class Case:
             }
         model = self.model if self.model.startswith("zoo:") else f"{folder}/{self.model}"
         with ExitStack() as stack:
+            asked = stack.enter_context(keeping_fp8()) if self.in_fp8 else None
             if self.tiers:
                 changing = ChangingTiers(self.tiers)
                 patch = mock.patch.object(AdaptiveController, "steps_for", changing.steps_for)
                 stack.enter_context(patch)
             llm = stack.enter_context(LLM(model, tensor_parallel_size=num_ranks, **options))
             found = self.run(llm)
+            assert asked is None or asked.called
             assert not self.tiers or changing.chosen == set(self.tiers)
             llm.check_integrity()
             state = llm.server_info()["internal_states"][0]
@@ -222,8 +227,8 @@ CASES: dict[str, Case] = {
     "llama4-parts": Case("llama4", EP | {"speculative_config": NGRAM}),
     "deepseek-v3-parts-mtp": Case("deepseek-v3", EP | {"speculative_config": MTP}, accepts=True),
     "preempted": Case(model="qwen2-moe", options=SMALL_CACHE),
-    "fp8": Case("qwen3-moe-fp8", {"speculative_config": NGRAM}),
-    "fp8-parts": Case("qwen3-moe-fp8", EP | {"speculative_config": NGRAM}),
+    "fp8": Case("qwen3-moe-fp8", {"speculative_config": NGRAM}, in_fp8=True),
+    "fp8-parts": Case("qwen3-moe-fp8", EP | {"speculative_config": NGRAM}, in_fp8=True),
 }
 # Pools are small, since the ranks may share a device.
 ON_GPU = {

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -87,6 +88,7 @@ def test_the_text_is_that_of_the_dequantised_weights_with_every_drafter(
     requests: list[Case],
     expected: list[RequestOutput],
     oracle: Callable[[], Oracle],
+    fp8_on_cpu: Mock,
 ) -> None:
     options = engine(mode, 3)
     if mode == "draft_target":  # the draft model is in FP8, too
@@ -94,6 +96,7 @@ def test_the_text_is_that_of_the_dequantised_weights_with_every_drafter(
     with LLM(folder / "llama", max_batch_size=3, **options) as llm:
         found = generate(llm, requests, 3)
         llm.check_integrity()
+    assert fp8_on_cpu.call_count == 1 + (mode == "draft_target")
     for case, output, plain in zip(requests, found, expected, strict=True):
         assert_same(case, output, plain, oracle)
     if mode != "plain":
@@ -102,13 +105,16 @@ def test_the_text_is_that_of_the_dequantised_weights_with_every_drafter(
 
 
 @pytest.mark.slow
-def test_mtp_modules_in_fp8_leave_the_text_alone(folder: Path, requests: list[Case]) -> None:
+def test_mtp_modules_in_fp8_leave_the_text_alone(
+    folder: Path, requests: list[Case], fp8_on_cpu: Mock
+) -> None:
     options: list[dict[str, Any]] = [PLAIN, {"max_batch_size": 3, "speculative_config": MTP}]
     texts = []
     for option in options:
         with LLM(folder / "deepseek", **option) as llm:
             found = generate(llm, requests, option["max_batch_size"])
         texts.append([each.outputs[0].token_ids for each in found])
+    assert fp8_on_cpu.call_count == 3
     assert texts[0] == texts[1]
     stats = [each.speculative_decoding for each in found if each.speculative_decoding]
     assert max(each.acceptance_length for each in stats) > 1.3

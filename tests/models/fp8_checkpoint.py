@@ -2,12 +2,16 @@
 block of 128 x 128."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from tllm_spec.models import fp8_layers
 
 BLOCK, LARGEST = 128, 448.0
 # By what shares a scale: the shape of such a tile of weights, None for all of a dimension.
@@ -64,3 +68,13 @@ def quantise(
     raw["quantization_config"] = QUANTIZATION[granularity]
     (folder / "config.json").write_text(json.dumps(raw))
     return tensors
+
+
+@contextmanager
+def keeping_fp8() -> Iterator[Mock]:
+    """Also CPUs keep FP8 weights, which the plain-torch references multiply. Yields what is asked
+    whether a device multiplies them."""
+    multiplies_fp8 = fp8_layers.multiplies_fp8
+    asked = Mock(side_effect=lambda device: device.type == "cpu" or multiplies_fp8(device))
+    with patch.object(fp8_layers, "multiplies_fp8", asked):
+        yield asked

@@ -14,17 +14,18 @@ from tests.models.fp8_checkpoint import Tensors, is_projection, quantise, tiled
 from tests.models.helpers import CPU, PagedRunner, load, random_tokens, save_checkpoint
 from tests.models.mtp_reference import export_modules, save_with_mtp
 from tllm_spec.distributed.mapping import Mapping
-from tllm_spec.models import fp8_tensors
+from tllm_spec.models import fp8_layers
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.fp8_formats import Granularity
-from tllm_spec.models.fp8_tensors import kept_fp8
+from tllm_spec.models.fp8_layers import kept_fp8
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.module import Fp8Tensor, Module, Placement
 from tllm_spec.models.mtp import load_nextn
 from tllm_spec.models.registry import MODELS
 from tllm_spec.models.weights import stored_tensors, weight_table
 
+pytestmark = pytest.mark.usefixtures("fp8_on_cpu")
 FP8 = torch.float8_e4m3fn
 TOKENS = random_tokens(20)
 WEIGHT = "model.layers.1.self_attn.q_b_proj.weight"
@@ -188,7 +189,7 @@ def test_gpus_without_fp8_get_dequantised_weights(
     config = ModelConfig.from_pretrained(path)
     assert (kept_fp8(config, torch.device("cuda", 0)) == "block") == keeps
     assert not kept_fp8(ModelConfig.from_pretrained(plain), torch.device("cuda", 0))
-    monkeypatch.setattr(fp8_tensors, "multiplies_fp8", lambda device: keeps)
+    monkeypatch.setattr(fp8_layers, "multiplies_fp8", lambda device: keeps)
     model = load(path)
     assert bool(fp8_names(model)) == keeps
     found, expected = (PagedRunner(each).step({0: TOKENS})[0] for each in (model, load(plain)))

@@ -1,16 +1,13 @@
 """The tensors of a checkpoint with FP8 weights, joined with their scales."""
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
-from tllm_spec.models.checkpoint import checkpoint_tensors, names_of_type
-from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.fp8_formats import Fp8Format, Granularity
-from tllm_spec.models.module import Fp8Tensor, Module, Placement
-
-FIRST_CAPABILITY = (8, 9)  # of a GPU that converts E4M3
+from tllm_spec.models.checkpoint import checkpoint_tensors
+from tllm_spec.models.fp8_formats import Fp8Format
+from tllm_spec.models.module import Fp8Tensor
 
 
 def fp8_tensors(
@@ -42,39 +39,3 @@ def fp8_tensors(
         yield name, Fp8Tensor(tensor, form.row_scales(scale, (rows, columns), name))
     if scales:
         raise ValueError(f"{path} has scales of tensors that are not FP8: {sorted(scales)[:10]}.")
-
-
-def kept_fp8(config: ModelConfig, device: torch.device) -> Granularity | None:
-    """What shares a scale in weights that the checkpoint has in FP8 and that stay so; None: there
-    are none, or the device gets them dequantised."""
-    return config.fp8.granularity if config.fp8 is not None and multiplies_fp8(device) else None
-
-
-def multiplies_fp8(device: torch.device) -> bool:
-    """Whether the device has kernels that multiply E4M3 weights."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
-
-
-def fp8_modules(path: Path, form: Fp8Format, load_format: str) -> Callable[[str], bool]:
-    """Tells whether the checkpoint has the weight of a module in FP8: by the tensors' types, or
-    without tensors (`dummy`) by config.json's lists."""
-    if load_format == "dummy":
-        return form.keeps
-    stored: Set[str] = names_of_type(path, "F8_E4M3")
-    return lambda module: f"{module}.weight" in stored
-
-
-def widen_others(
-    model: Module, has_fp8: Callable[[str], bool], placement: Placement, prefix: str = ""
-) -> None:
-    """Layers of which not all weights are in FP8 get weights of the placement's dtype. `has_fp8`:
-    what `fp8_modules` gives; `prefix`: of the model's paths in the checkpoint."""
-    for path, module in model.named_modules():
-        if not isinstance(module, Module):
-            continue
-        slots = list(module.slots(path))
-        weights = [name for name, slot in slots if len(slot.shape) == 2]
-        if any(slot.scales is not None for _, slot in slots) and not all(
-            has_fp8(prefix + name.removesuffix(".weight")) for name in weights
-        ):
-            module.widen(placement)

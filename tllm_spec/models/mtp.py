@@ -18,7 +18,7 @@ from tllm_spec.kernels.draft_input import DraftInputNorms, draft_input
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM, DeepseekLayer
-from tllm_spec.models.fp8_tensors import fp8_modules, kept_fp8, widen_others
+from tllm_spec.models.fp8_layers import kept_fp8, prepare_fp8
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import MLP
@@ -203,16 +203,15 @@ def load_nextn(
         fp8=kept_fp8(config, target.device),
     )
     modules = NextnModules(target, count, placement)
-    if placement.fp8:
-        assert config.fp8 is not None
-        has_fp8 = fp8_modules(path, config.fp8, load_format)
-        for index, module in enumerate(modules.modules_by_step):
-            widen_others(module, has_fp8, placement, f"model.layers.{first + index}.")
+    parts = {
+        f"model.layers.{first + index}.": module
+        for index, module in enumerate(modules.modules_by_step)
+    }
+    prepare_fp8(parts, path, config, load_format, placement)
     if load_format == "dummy":
         fill_random(modules)
     else:
-        for index, module in enumerate(modules.modules_by_step):
-            prefix = f"model.layers.{first + index}."
+        for prefix, module in parts.items():
             tensors = _below(prefix, path, config, known)
             fill(module, tensors, f"The tensors {prefix}* in {path} do not fit an MTP module")
     specialize_for_cpu(modules, placement)

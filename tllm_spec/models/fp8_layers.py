@@ -1,0 +1,142 @@
+"""Which layers of a model keep the FP8 weights of its checkpoint, and what the log says of the
+others."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tllm_spec.models.checkpoint import names_of_type
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.fp8_formats import BLOCK, Fp8Format, Granularity
+from tllm_spec.models.module import Module, Placement, WeightSlot
+
+logger = logging.getLogger(__name__)
+
+FIRST_CAPABILITY = (8, 9)  # of a GPU that converts E4M3
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why weights are dequantised at load."""
+
+    text: str
+    level: int = logging.WARNING
+
+
+OLD_GPU = Reason("GPUs convert FP8 from compute capability {}.{} on".format(*FIRST_CAPABILITY))
+CUT = Reason(f"the inputs of a rank do not end with a block of {BLOCK}, which shares a scale")
+FUSED = Reason("they are fused with weights that the checkpoint has in 16 bits")
+WIDE = Reason("what reads them takes no FP8", logging.INFO)
+
+
+def kept_fp8(config: ModelConfig, device: torch.device) -> Granularity | None:
+    """What shares a scale in weights that the checkpoint has in FP8 and that stay so; None: there
+    are none, or the device gets them dequantised."""
+    return config.fp8.granularity if config.fp8 is not None and multiplies_fp8(device) else None
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether the device has kernels that multiply E4M3 weights."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
+
+
+def prepare_fp8(
+    parts: Mapping[str, Module],
+    path: Path,
+    config: ModelConfig,
+    load_format: str,
+    placement: Placement,
+) -> None:
+    """Called before loading. Layers of which not all weights are in FP8 get weights of the
+    placement's dtype. One line of the log names all FP8 weights that are dequantised.
+
+    Args:
+        parts: of a model, by what comes before their paths in the checkpoint.
+        path: the checkpoint's folder.
+        config: the checkpoint's; nothing happens if it has no FP8 weights.
+        load_format: `auto`, or `dummy` without tensors.
+        placement: of the parts.
+    """
+    if config.fp8 is None:
+        return
+    has_fp8 = _fp8_modules(path, config.fp8, load_format)
+    dequantised: list[tuple[Reason, str, torch.Tensor]] = []
+    for prefix, part in parts.items():
+        if placement.fp8:
+            _widen_others(part, has_fp8, placement, prefix)
+        dequantised += _dequantised(part, has_fp8, placement, prefix)
+    _log(path, dequantised)
+
+
+def _fp8_modules(path: Path, form: Fp8Format, load_format: str) -> Callable[[str], bool]:
+    """Tells whether the checkpoint has the weight of a module in FP8: by the tensors' types, or
+    without tensors (`dummy`) by config.json's lists."""
+    if load_format == "dummy":
+        return form.keeps
+    stored: Set[str] = names_of_type(path, "F8_E4M3")
+    return lambda module: f"{module}.weight" in stored
+
+
+def _widen_others(
+    model: Module, has_fp8: Callable[[str], bool], placement: Placement, prefix: str
+) -> None:
+    for path, module in model.named_modules():
+        if not isinstance(module, Module):
+            continue
+        slots = list(module.slots(path))
+        if any(slot.scales is not None for _, slot in slots) and not all(
+            has_fp8(prefix + name) for name, _ in _weights(slots)
+        ):
+            module.widen(placement)
+
+
+def _weights(slots: list[tuple[str, WeightSlot]]) -> Iterator[tuple[str, WeightSlot]]:
+    """Names of the modules in the checkpoint, and the slots of their matrices."""
+    for name, slot in slots:
+        if len(slot.shape) == 2:
+            yield name.removesuffix(".weight"), slot
+
+
+def _dequantised(
+    model: Module, has_fp8: Callable[[str], bool], placement: Placement, prefix: str
+) -> Iterator[tuple[Reason, str, torch.Tensor]]:
+    """Of weights that the checkpoint has in FP8 and this rank has not: why, the last part of the
+    module's name, and the weight."""
+    for path, module in model.named_modules():
+        weights = list(_weights(list(module.slots(path)))) if isinstance(module, Module) else []
+        in_fp8 = [has_fp8(prefix + name) for name, _ in weights]
+        for (name, slot), is_fp8 in zip(weights, in_fp8, strict=True):
+            if is_fp8 and slot.scales is None and slot.destination is not None:
+                reason = _reason(slot.destination, slot, placement, all(in_fp8))
+                yield reason, name[name.rfind(".") + 1 :], slot.destination
+
+
+def _reason(
+    weight: torch.Tensor, slot: WeightSlot, placement: Placement, all_in_fp8: bool
+) -> Reason:
+    """all_in_fp8: whether all weights of its layer are, in the checkpoint."""
+    if placement.fp8 is None:
+        return OLD_GPU
+    if not all_in_fp8:
+        return FUSED
+    return WIDE if placement.of_inputs(weight.shape[1], slot.shape[1]).fp8 else CUT
+
+
+def _log(path: Path, found: list[tuple[Reason, str, torch.Tensor]]) -> None:
+    """At the highest level of the reasons."""
+    if not found:
+        return
+    shown = []
+    for reason in dict.fromkeys(reason for reason, _, _ in found):
+        own = [(kind, weight) for each, kind, weight in found if each is reason]
+        kinds = ", ".join(sorted({kind for kind, _ in own}))
+        num_bytes = sum(weight.nbytes for _, weight in own)
+        in_fp8 = sum(weight.numel() for _, weight in own)
+        shown.append(
+            f"{kinds} ({num_bytes:,} bytes on a device instead of {in_fp8:,}), since {reason.text}"
+        )
+    level = max(reason.level for reason, _, _ in found)
+    logger.log(level, "%s: FP8 weights are dequantised at load: %s", path, "; ".join(shown))
