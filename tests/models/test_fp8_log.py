@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.models.fp8_checkpoint import is_projection, keeping_fp8, quantise
-from tests.models.helpers import CPU, load
+from tests.models.helpers import CPU, PagedRunner, load, random_tokens
 from tests.models.mtp_reference import save_with_mtp
-from tests.models.test_fp8 import FAMILIES, save_both
+from tests.models.test_fp8 import FAMILIES, fp8_names, save_both
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
@@ -32,6 +32,22 @@ def only_line(caplog: pytest.LogCaptureFixture) -> tuple[int, str]:
 @pytest.fixture(autouse=True)
 def informative(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tllm_spec.models")
+
+
+def test_a_cpu_gets_dequantised_weights_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, plain = save_both("llama", tmp_path)
+    model = load(path)
+    level, text = only_line(caplog)
+    assert level == logging.INFO
+    names = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    assert names in text and "since a CPU would dequantise them in each forward" in text
+    assert not fp8_names(model)
+    found, expected = (
+        PagedRunner(each).step({0: random_tokens(20)})[0] for each in (model, load(plain))
+    )
+    assert torch.equal(found, expected)
 
 
 def test_a_gpu_without_fp8_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -26,6 +26,7 @@ class Reason:
     level: int = logging.WARNING
 
 
+ON_CPU = Reason("a CPU would dequantise them in each forward", logging.INFO)
 OLD_GPU = Reason("GPUs convert FP8 from compute capability {}.{} on".format(*FIRST_CAPABILITY))
 CUT = Reason(f"the inputs of a rank do not end with a block of {BLOCK}, which shares a scale")
 FUSED = Reason("they are fused with weights that the checkpoint has in 16 bits")
@@ -39,8 +40,8 @@ def kept_fp8(config: ModelConfig, device: torch.device) -> Granularity | None:
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether the device has kernels that multiply E4M3 weights."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
+    """Whether the device has kernels that multiply E4M3 weights. CPUs have none."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
 def prepare_fp8(
@@ -119,7 +120,7 @@ def _reason(
 ) -> Reason:
     """all_in_fp8: whether all weights of its layer are, in the checkpoint."""
     if placement.fp8 is None:
-        return OLD_GPU
+        return OLD_GPU if placement.device.type == "cuda" else ON_CPU
     if not all_in_fp8:
         return FUSED
     return WIDE if placement.of_inputs(weight.shape[1], slot.shape[1]).fp8 else CUT
