@@ -201,6 +201,49 @@ def test_a_checkpoint_with_a_quantised_cache_only_has_no_fp8_weights(cache_only:
     assert not any(found.keeps(f"{LAYER}.{module}") for module in ATTENTION)
 
 
+CACHE, ACTIVATIONS = (
+    "the KV cache has the model's own type",
+    "activations are not quantised (W8A16)",
+)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "unused"),
+    [
+        (BLOCKS, []),
+        (BLOCKS | {"kv_cache_scheme": None, "activation_scheme": "dynamic"}, []),
+        (
+            FP8 | {"activation_scheme": "static", "kv_cache_scheme": "static"},
+            [("kv_cache_scheme", CACHE), ("activation_scheme = 'static'", ACTIVATIONS)],
+        ),
+        (CACHE_ONLY, [("kv_cache_scheme", CACHE)]),
+        (
+            compressed("tensor", "float-quantized"),
+            [("config_groups.group_0.input_activations (static)", ACTIVATIONS)],
+        ),
+        (changed_group(input_activations={"dynamic": True}), []),
+        (changed_group(input_activations=None), []),
+        (
+            NVIDIA_FP8 | MODELOPT,
+            [
+                ("kv_cache_quant_algo", CACHE),
+                ("the static input_scale of quant_algo 'FP8'", ACTIVATIONS),
+            ],
+        ),
+        (MODELOPT | {"quant_algo": "FP8_PB_WO", "kv_cache_quant_algo": "NONE"}, []),
+        (
+            LLAMA_405B_FP8["quantization_config"],
+            [("activation_scale_ub", ACTIVATIONS)],
+        ),
+    ],
+)
+def test_what_is_not_used_is_said_with_the_reason(
+    quantization: Raw, unused: list[tuple[str, str]]
+) -> None:
+    expected = tuple(f"{name} is not used: {reason}" for name, reason in unused)
+    assert format_of(quantization).unused == expected
+
+
 def test_routers_have_16_bits_whether_they_are_listed_or_not() -> None:
     found = format_of(BLOCKS)
     routers = ("mlp.gate", "block_sparse_moe.gate", "mlp.shared_expert_gate", "feed_forward.router")

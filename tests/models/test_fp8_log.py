@@ -1,5 +1,6 @@
 """The log says once a model which FP8 weights are dequantised at load, why, and what they take."""
 
+import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,9 @@ import torch
 
 from tests.models.fp8_checkpoint import is_projection, keeping_fp8, quantise
 from tests.models.helpers import CPU, PagedRunner, load, random_tokens
-from tests.models.mtp_reference import save_with_mtp
+from tests.models.mtp_reference import export_modules, save_with_mtp
 from tests.models.test_fp8 import FAMILIES, fp8_names, save_both
+from tests.models.test_fp8_formats import ACTIVATIONS, CACHE
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
@@ -107,3 +109,32 @@ def test_mtp_modules_say_it_once_and_latent_projections_are_no_warning(
         load_nextn(tmp_path, target, "auto", 2)
     level, text = only_line(caplog)
     assert level == logging.INFO and ": kv_b_proj (" in text and "takes no FP8" in text
+
+
+def test_settings_without_an_effect_are_named_once_a_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """MTP modules of the target's checkpoint do not repeat them; exported ones have their own."""
+    target, exported = tmp_path / "target", tmp_path / "exported"
+    target.mkdir()
+    save_with_mtp(target)
+    quantise(target)
+    raw = json.loads((target / "config.json").read_text())
+    raw["quantization_config"] |= {"activation_scheme": "static", "kv_cache_scheme": "static"}
+    (target / "config.json").write_text(json.dumps(raw))
+
+    def said() -> list[tuple[int, str]]:
+        found = [each for each in caplog.records if "is not used" in each.message]
+        caplog.clear()
+        return [(each.levelno, each.message) for each in found]
+
+    model = load(target)
+    assert isinstance(model, DeepseekForCausalLM)
+    cache, activations = said()
+    assert cache == (logging.INFO, f"{target}: kv_cache_scheme is not used: {CACHE}")
+    assert activations[0] == logging.INFO and ACTIVATIONS in activations[1]
+    load_nextn(target, model, "auto")
+    assert said() == []
+    export_modules(target, exported)
+    load_nextn(exported, model, "auto", is_exported=True)
+    assert [text.startswith(f"{exported}: ") for _, text in said()] == [True, True]

@@ -17,7 +17,7 @@ they list the modules that kept 16 bits:
 Scales of activations and of the KV cache are left out: both stay in the model's dtype."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -66,6 +66,9 @@ class Fp8Format:
     """Modules without FP8 weights."""
     targets: ModuleNames | None = None
     """Other modules have no FP8 weights either; None: any may have them."""
+    unused: tuple[str, ...] = field(default=(), compare=False)
+    """What the configuration says of activations and of the KV cache, and why it is not used: a
+    sentence for each. It does not change how weights are read."""
 
     def keeps(self, module: str) -> bool:
         """Whether the configuration gives the linear layer `module`, such as

@@ -1,5 +1,5 @@
 """Which layers of a model keep the FP8 weights of its checkpoint, and what the log says of the
-others."""
+others and of settings without an effect."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -70,6 +70,12 @@ def prepare_fp8(
             _widen_others(part, has_fp8, placement, prefix)
         dequantised += _dequantised(part, has_fp8, placement, prefix)
     _log(path, dequantised)
+
+
+def log_unused(path: Path, config: ModelConfig) -> None:
+    """What the checkpoint in the folder `path` says of activations and of the KV cache."""
+    for sentence in () if config.fp8 is None else config.fp8.unused:
+        logger.info("%s: %s", path, sentence)
 
 
 def _fp8_modules(path: Path, form: Fp8Format, load_format: str) -> Callable[[str], bool]:

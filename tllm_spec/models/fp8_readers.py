@@ -1,7 +1,7 @@
 """Reads what config.json and ModelOpt's file say of FP8 weights, and refuses what is not served."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,30 @@ def fp8_format(path: Path | None, raw: Mapping[str, Any]) -> Fp8Format | None:
     if reasons:
         raise ValueError(f"{source}: {'; '.join(reasons)}. {_SERVED}")
     default = "_scale_inv" if method == "fp8" and read.granularity == "block" else "_scale"
-    return Fp8Format(read.granularity, _scale_suffix(path, default), ignored, targets)
+    suffix, unused = _scale_suffix(path, default), tuple(_unused(quantization))
+    return Fp8Format(read.granularity, suffix, ignored, targets, unused)
+
+
+def _unused(quantization: Mapping[str, Any]) -> Iterator[str]:
+    """At most a sentence for the KV cache and one for activations. Dynamic scales of activations
+    need no word: the checkpoint has none."""
+    settings = quantization.get("quantization") or quantization
+    for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
+        if str(settings.get(key) or "none").lower() != "none":
+            yield f"{key} is not used: the KV cache has the model's own type"
+            break
+    groups = (settings.get("config_groups") or {}).items()
+    static = {
+        "activation_scheme = 'static'": settings.get("activation_scheme") == "static",
+        "activation_scale_ub": settings.get("activation_scale_ub") is not None,
+        "the static input_scale of quant_algo 'FP8'": settings.get("quant_algo") == "FP8",
+    } | {
+        f"config_groups.{name}.input_activations (static)": True
+        for name, group in groups
+        if (group.get("input_activations") or {}).get("dynamic") is False
+    }
+    for name in [name for name, is_static in static.items() if is_static][:1]:
+        yield f"{name} is not used: activations are not quantised (W8A16)"
 
 
 _OBJECTS = ("config_groups", "input_activations", "quantization", "sparsity_config", "weights")

@@ -18,7 +18,7 @@ from tllm_spec.kernels.draft_input import DraftInputNorms, draft_input
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM, DeepseekLayer
-from tllm_spec.models.fp8_layers import kept_fp8, prepare_fp8
+from tllm_spec.models.fp8_layers import kept_fp8, log_unused, prepare_fp8
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import MLP
@@ -193,6 +193,7 @@ def load_nextn(
     known = None
     if is_exported:
         config, first = exported_config(path, config), 0
+        log_unused(path, config)
         # Everything else in such a folder is surplus.
         known = tuple(f"model.layers.{number}." for number in range(config.num_layers))
     placement = Placement(

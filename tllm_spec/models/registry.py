@@ -10,7 +10,7 @@ from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
-from tllm_spec.models.fp8_layers import kept_fp8, prepare_fp8
+from tllm_spec.models.fp8_layers import kept_fp8, log_unused, prepare_fp8
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
 from tllm_spec.models.module import Placement, specialize_for_cpu
@@ -75,6 +75,7 @@ def load_model(
     fp8 = kept_fp8(config, device)
     placement = Placement(dtype, device, communicator.mapping, batch_invariant, communicator, fp8)
     model = MODELS[config.architecture](config, max_positions, placement)
+    log_unused(path, config)
     prepare_fp8({"": model}, path, config, load_format, placement)
     if load_format == "dummy":
         fill_random(model)
