@@ -139,14 +139,15 @@ DEVICES = (1, 2, 4, 8, 16)
 BATCHES = (1, 32, 128)
 
 
-def _fits(shape: Shape, devices: int, batch: int) -> bool:
+def _fitting_parts(shape: Shape, devices: int, batch: int) -> tuple[int, ...]:
+    """Ways of dividing the experts that fit the memory."""
     kv = batch * CONTEXT * shape.layers * shape.kv_bytes / min(devices, shape.kv_parts)
-    return shape.total_bytes / devices + kv < H200.memory
-
-
-def _parts(shape: Shape, devices: int) -> tuple[int, ...]:
-    """Ways of dividing the experts."""
-    return (1, devices) if shape.experts and devices > 1 else (1,)
+    ways = {1, devices} if shape.experts else {1}
+    return tuple(
+        parts
+        for parts in sorted(ways)
+        if shape.total_bytes(devices // parts) / devices + kv < H200.memory
+    )
 
 
 def plain_lines() -> list[str]:
@@ -162,14 +163,14 @@ def plain_lines() -> list[str]:
 
 
 def _plain_cell(shape: Shape, batch: int, devices: int) -> str:
-    if not _fits(shape, devices, batch):
-        return "–"
     found = {
         parts: 1e3 * H200.round_seconds(shape, batch, 1, CONTEXT, devices, parts)
-        for parts in _parts(shape, devices)
+        for parts in _fitting_parts(shape, devices, batch)
     }
+    if not found:
+        return "–"
     best = min(found, key=lambda parts: found[parts])
-    kind = f" {'tp' if best == 1 else 'ep'}" if len(found) > 1 else ""
+    kind = f" {'tp' if best == 1 else 'ep'}" if shape.experts and devices > 1 else ""
     return f"{found[best]:.2f}{kind}"
 
 
@@ -177,16 +178,17 @@ def tokens_per_round(draft_len: int) -> float:
     return float(sum(ACCEPTANCE**length for length in range(draft_len + 1)))
 
 
-def best_draft_len(shape: Shape, batch: int, devices: int) -> tuple[int, float]:
-    """Draft length of at most 8 with the most tokens per second, and these for each request."""
+def best_draft_len(shape: Shape, batch: int, devices: int) -> tuple[int, float] | None:
+    """Draft length of at most 8 with the most tokens per second, and these for each request; None:
+    the weights do not fit."""
     speeds = {
         (draft_len, parts): tokens_per_round(draft_len)
         / H200.eagle3_seconds(shape, batch, draft_len, CONTEXT, devices, parts)
         for draft_len in range(9)
-        for parts in _parts(shape, devices)
+        for parts in _fitting_parts(shape, devices, batch)
     }
-    best = max(speeds, key=lambda key: speeds[key])
-    return best[0], speeds[best]
+    best = max(speeds, key=lambda key: speeds[key], default=None)
+    return None if best is None else (best[0], speeds[best])
 
 
 def eagle3_lines() -> list[str]:
@@ -196,11 +198,8 @@ def eagle3_lines() -> list[str]:
         for batch in BATCHES:
             row = [shape.name, str(batch)]
             for devices in DEVICES:
-                if not _fits(shape, devices, batch):
-                    row.append("–")
-                    continue
-                draft_len, speed = best_draft_len(shape, batch, devices)
-                row.append(f"{speed:.0f} (K={draft_len})")
+                best = best_draft_len(shape, batch, devices)
+                row.append("–" if best is None else f"{best[1]:.0f} (K={best[0]})")
             cells.append(row)
     return table(("model", "batch", *map(str, DEVICES)), cells)
 

@@ -37,7 +37,7 @@ class CostModel:
     network_seconds: float = 25e-6
     network_bandwidth: float = 45e9
 
-    def gemm_seconds(self, elements: float, rows: float, weight_bytes: int) -> float:
+    def gemm_seconds(self, elements: float, rows: float, weight_bytes: float) -> float:
         """Reading weights and multiplying overlap, but not fully where they take the same time."""
         reading = elements * weight_bytes / self.weight_bandwidth
         multiplying = 2 * elements * rows / self.flops
@@ -81,7 +81,8 @@ class CostModel:
             hit = hit or hit_experts(shape.experts, shape.top_k, rows, expert_parts)
             read = hit * shape.expert / (devices / expert_parts)
             rows_of_expert = rows * shape.top_k / expert_parts / hit
-            sparse = self.expert_seconds + self.gemm_seconds(read, rows_of_expert, size)
+            expert_size = shape.expert_bytes(devices // expert_parts)
+            sparse = self.expert_seconds + self.gemm_seconds(read, rows_of_expert, expert_size)
             sparse += self.gemm_seconds(shape.shared / devices, rows, size)
         summed = self.all_reduce_seconds(2 * rows * shape.hidden, devices)
         seconds = shape.layers * (layer + 2 * summed) + shape.sparse_layers * sparse

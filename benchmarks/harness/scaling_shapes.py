@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass, replace
 
+BLOCK = 128  # of FP8 weights that share a scale, in both dimensions
+
 
 @dataclass(frozen=True)
 class Shape:
     """Elements; bytes of a weight's element. `attention`: of a layer's matrices. `mlp`: of a layer
-    without experts. `expert`: of one; `shared`: of what every token takes next to them.
-    `kv_bytes`: of a token in a layer; `kv_parts`: the most devices that can divide it."""
+    without experts. `expert`: of one, a third of them in its down projection, which has
+    `expert_inner` inputs; `shared`: of what every token takes next to them. `kv_bytes`: of a token
+    in a layer; `kv_parts`: the most devices that can divide it."""
 
     name: str
     layers: int
@@ -22,6 +25,7 @@ class Shape:
     experts: int = 0
     top_k: int = 0
     expert: float = 0
+    expert_inner: int = 0
     shared: float = 0
     is_latent: bool = False
     # The EAGLE-3 head: its fusion, its layer, and its vocabulary.
@@ -33,11 +37,18 @@ class Shape:
     def sparse_layers(self) -> int:
         return self.layers - self.dense_layers if self.experts else 0
 
-    @property
-    def total_bytes(self) -> float:
+    def expert_bytes(self, slices: int) -> float:
+        """Of an element, on average, if each expert is cut into `slices`. Slices of an FP8 down
+        projection that cut its blocks have 16 bits. No other layer of these models is cut so."""
+        is_cut = slices > 1 and self.expert_inner % (slices * BLOCK) > 0
+        return (2 * self.weight_bytes + 2) / 3 if is_cut else self.weight_bytes
+
+    def total_bytes(self, slices: int) -> float:
+        """Of weights on all devices, with each expert in so many slices."""
         dense = self.layers * self.attention + (self.layers - self.sparse_layers) * self.mlp
-        sparse = self.sparse_layers * (self.experts * self.expert + self.shared)
-        return self.weight_bytes * (dense + sparse) + 4 * self.vocab * self.hidden
+        num_bytes = self.weight_bytes * (dense + self.sparse_layers * self.shared)
+        experts = self.sparse_layers * self.experts * self.expert
+        return num_bytes + self.expert_bytes(slices) * experts + 4 * self.vocab * self.hidden
 
 
 def llama(name: str, layers: int, hidden: int, inner: int, heads: int, **options: int) -> Shape:
@@ -61,6 +72,7 @@ QWEN3_30B = Shape(
     experts=128,
     top_k=8,
     expert=3 * 2048 * 768,
+    expert_inner=768,
 )
 V3_STYLE = Shape(
     "V3-style, bf16",
@@ -73,6 +85,7 @@ V3_STYLE = Shape(
     experts=64,
     top_k=8,
     expert=3 * 2048 * 1408,
+    expert_inner=1408,
     shared=3 * 2048 * 1408,
     is_latent=True,
 )
@@ -87,6 +100,7 @@ QWEN3_235B = Shape(
     experts=128,
     top_k=8,
     expert=3 * 4096 * 1536,
+    expert_inner=1536,
     head_fc=3 * 4096**2,
     head_layer=2 * 4096 * 9216 + 8192 * 4096 + 3 * 4096 * 12288,
 )
@@ -102,6 +116,7 @@ DEEPSEEK_V3 = Shape(
     experts=256,
     top_k=8,
     expert=3 * 7168 * 2048,
+    expert_inner=2048,
     shared=3 * 7168 * 2048,
     is_latent=True,
     head_fc=3 * 7168**2,

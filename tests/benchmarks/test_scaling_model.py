@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.harness.cost_model import H200
-from benchmarks.harness.scaling_shapes import LLAMA_8B, QWEN3_30B, V3_STYLE, Shape
+from benchmarks.harness.scaling_shapes import (
+    DEEPSEEK_V3,
+    LLAMA_8B,
+    QWEN3_30B,
+    QWEN3_235B,
+    V3_STYLE,
+    Shape,
+)
 from benchmarks.scaling_model import checked, checked_on_h100
 
 TOLERANCE = 0.10
@@ -40,3 +49,21 @@ def test_two_devices_are_faster_than_one_and_slower_than_twice_as_fast(shape: Sh
 def test_a_sum_over_two_hosts_costs_more_than_within_one() -> None:
     assert 0 == H200.all_reduce_seconds(1 << 14, 1) < H200.all_reduce_seconds(1 << 14, 8)
     assert H200.all_reduce_seconds(1 << 14, 8) < H200.all_reduce_seconds(1 << 14, 16)
+
+
+def test_slices_that_cut_blocks_of_fp8_down_projections_have_16_bits() -> None:
+    """1536 / 8 = 192 is no multiple of 128; 2048 / 16 is one."""
+    cut = [QWEN3_235B.expert_bytes(slices) for slices in (1, 4, 8, 16)]
+    assert cut == [1, 1, pytest.approx(4 / 3), pytest.approx(4 / 3)]
+    wide = replace(QWEN3_235B, weight_bytes=2)
+    assert {wide.expert_bytes(slices) for slices in (1, 8)} == {2}
+    assert {DEEPSEEK_V3.expert_bytes(slices) for slices in (1, 8, 16)} == {1}
+    uncut = replace(QWEN3_235B, expert_inner=2048)
+    for devices, differs in ((4, False), (8, True), (16, True)):
+        both = [H200.round_seconds(shape, 32, 1, 2048, devices) for shape in (uncut, QWEN3_235B)]
+        assert (both[0] < both[1]) == differs
+        added = QWEN3_235B.total_bytes(devices) - uncut.total_bytes(devices)
+        assert added == pytest.approx(differs * 94 * 128 * 4096 * 1536)
+    # With each expert on one device nothing is cut.
+    both = [H200.round_seconds(shape, 32, 1, 2048, 8, 8) for shape in (uncut, QWEN3_235B)]
+    assert both[0] == both[1]
