@@ -6,13 +6,14 @@ Weights of an expert that no token takes are not read. Sums are float32 and roun
 may be FP8, with scales as in scaled_linear.py."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tllm_spec.kernels.moe_permute import ExpertRows
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.scaled_linear import BLOCK, check_scaled, dequantised
+from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes, stages_that_fit
 from tllm_spec.kernels.silu_and_mul import plain_silu_and_mul
 from tllm_spec.kernels.triton_support import has_kernels
 
@@ -60,16 +61,35 @@ SCALED_FLOAT32 = Tiling(16, 64, BLOCK, 4, 2)
 
 
 def tilings_of(
-    num_assignments: int, num_experts: int, dtype: torch.dtype, scaled: bool = False
+    num_assignments: int,
+    num_experts: int,
+    dtype: torch.dtype,
+    scaled: bool = False,
+    shared_bytes: int = HOPPER_BYTES,
 ) -> Tilings:
-    """For `num_assignments` rows of all experts together. scaled: of FP8 weights."""
+    """For `num_assignments` rows of all experts together. scaled: of FP8 weights; shared_bytes:
+    that a program may have (shared_memory.py), which changes no number of rows."""
     if dtype == torch.float32:
         return Tilings(SCALED_FLOAT32, SCALED_FLOAT32) if scaled else FLOAT32
     found = next(
         (tilings for rows, tilings in TILINGS if num_assignments <= rows * num_experts), LARGE
     )
-    own = SCALED_OF_ROWS[found.gate_up.rows]
-    return Tilings(own, own) if scaled else found
+    if scaled:
+        own = SCALED_OF_ROWS[found.gate_up.rows]
+        found = Tilings(own, own)
+    if shared_bytes >= HOPPER_BYTES:
+        return found
+    own_bytes = 1 if scaled else 2  # of a weight
+    return Tilings(
+        *(_fitting(each, own_bytes, shared_bytes) for each in (found.gate_up, found.down))
+    )
+
+
+def _fitting(tiling: Tiling, weight_bytes: int, shared_bytes: int) -> Tiling:
+    """The tiling with as many stages as fit."""
+    stage_bytes = tiling.inputs * (weight_bytes * tiling.outputs + 2 * tiling.rows)
+    number = stages_that_fit(tiling.num_stages, stage_bytes, shared_bytes)
+    return replace(tiling, num_stages=number)
 
 
 def block_rows_of(
@@ -139,7 +159,13 @@ def _launch(
 
     if scales is not None:
         check_scaled(weight, scales)
-    tilings = tilings_of(len(rows.order), weight.shape[0], x.dtype, scales is not None)
+    tilings = tilings_of(
+        len(rows.order),
+        weight.shape[0],
+        x.dtype,
+        scales is not None,
+        shared_memory_bytes(x.device),
+    )
     tiling = tilings.gate_up if gated else tilings.down
     assert x.is_contiguous() and weight.is_contiguous() and tiling.rows == rows.block_rows
     room, features = rows.blocks.shape[1], output.shape[1]

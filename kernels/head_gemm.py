@@ -8,9 +8,11 @@ definition."""
 import torch
 
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.shared_memory import shared_memory_bytes, stages_that_fit
 from tllm_spec.kernels.triton_support import has_kernels
 
 MAX_ROWS = 64
+BLOCK_K = 128
 
 
 def head_gemm(
@@ -36,15 +38,16 @@ def head_gemm(
     block_m = MAX_ROWS if batch_invariant or rows > 32 else 16 if rows <= 16 else 32
     # With 16 heads 128 programs, which is about one for each multiprocessor.
     block_n = 64 if width >= 512 else 16
+    stage_bytes = BLOCK_K * (block_m + block_n) * x.element_size()
     head_gemm_kernel[(heads, -(-width // block_n), -(-rows // block_m))](
         *(x, *x.stride()[:2], weight, *weight.stride(), out, *out.stride()[:2]),
         *(rows, depth, width),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=128,
+        BLOCK_K=BLOCK_K,
         WIDEN=x.device.type == "cpu",  # the interpreter cannot multiply bfloat16
         num_warps=4,
-        num_stages=3,
+        num_stages=stages_that_fit(3, stage_bytes, shared_memory_bytes(x.device)),
         **programmatic_launch(x.device),
     )
 

@@ -11,11 +11,12 @@ the request's actual length.
 which is the definition."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes
 from tllm_spec.kernels.tree_mask import TreeMask
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.kernels.window_splits import power_of_two
@@ -107,7 +108,7 @@ def latent_attention(
 @dataclass(frozen=True)
 class TileShape:
     """Query rows and keys of a program's step, and its launch. With R + P = 576 queries and keys in
-    flight take 164 to 184 KiB of a multiprocessor's shared memory."""
+    flight take 164 to 184 KiB of a multiprocessor's shared memory on Hopper."""
 
     rows: int
     keys: int
@@ -126,6 +127,26 @@ def _tile_shape(num_rows: int, batch: int, num_processors: int, element_size: in
     return TileShape(64, 64, 8, 2) if num_rows > 32 else TileShape(32, 32, 4, 3)
 
 
+def _fitting(shape: TileShape, width: int, element_size: int, shared_bytes: int) -> TileShape:
+    """The shape, or with less shared memory than Hopper's one that fits: with fewer stages, or a
+    smaller one. width: elements of a key, padded."""
+    if shared_bytes >= HOPPER_BYTES:
+        return shape
+    shapes = (shape, replace(shape, num_stages=2), TileShape(32, 32, 4, 2))
+    return next(
+        (each for each in shapes if _shared_bytes(each, width, element_size) <= shared_bytes),
+        TileShape(16, 16, 4, 2),
+    )
+
+
+def _shared_bytes(shape: TileShape, width: int, element_size: int) -> int:
+    """Of the queries, of the keys in flight without the block that is in registers, and of a
+    block's weights."""
+    keys_in_flight = (shape.num_stages - 1) * shape.keys
+    elements = (shape.rows + keys_in_flight) * width + shape.rows * shape.keys
+    return elements * element_size
+
+
 def _launch(
     q_latent: torch.Tensor,
     q: torch.Tensor,
@@ -140,7 +161,10 @@ def _launch(
     output = torch.empty_like(q_latent)
     batch, window, tree = num_tokens // tables.window, tables.window, tables.tree
     rows = heads * window
+    block_r, block_p = power_of_two(rank), max(16, power_of_two(width - rank))
     shape = _tile_shape(rows, batch, workspace.num_processors, layer.element_size())
+    shared = shared_memory_bytes(q.device)
+    shape = _fitting(shape, block_r + block_p, layer.element_size(), shared)
     block_m, block_n = shape.rows, shape.keys
     num_tiles, max_len = -(-rows // block_m), tables.block_tables.shape[1] * page_size
     splits = workspace.num_splits(batch * num_tiles, num_tokens * heads, max_len)
@@ -160,8 +184,8 @@ def _launch(
         PAGE_SIZE=page_size,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_R=power_of_two(rank),
-        BLOCK_P=max(16, power_of_two(width - rank)),
+        BLOCK_R=block_r,
+        BLOCK_P=block_p,
         WIDEN=q.device.type == "cpu",  # the interpreter cannot multiply bfloat16
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

@@ -17,6 +17,7 @@ from tllm_spec.kernels.dequantise import check_scaled as check_scaled
 from tllm_spec.kernels.dequantise import dequantised as dequantised
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.scaled_linear_slices import multiply_slices, slice_outputs
+from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes, stages_that_fit
 from tllm_spec.kernels.triton_support import has_kernels
 
 # Outputs of a tile of few rows, from which the chunks follow.
@@ -37,14 +38,16 @@ def chunk_of(out_features: int, in_features: int) -> int:
     return -(-in_features // (chunks * BLOCK)) * BLOCK
 
 
-def tiling_of(num_rows: int, dtype: torch.dtype) -> Tiling:
+def tiling_of(num_rows: int, dtype: torch.dtype, shared_bytes: int = HOPPER_BYTES) -> Tiling:
     """Few rows stream the weight: a program has 32 KiB of it in flight, and three or four programs
-    share a multiprocessor."""
+    share a multiprocessor. shared_bytes: that a program may have (shared_memory.py)."""
     if dtype == torch.float32:  # no tensor cores
         return Tiling(16, OUTPUTS, 4, 2) if num_rows <= 16 else Tiling(64, 64, 8, 2)
     if num_rows <= 32:
         return Tiling(16 if num_rows <= 16 else 32, OUTPUTS, 4, 5)
-    return Tiling(64, 128, 8, 4) if num_rows <= 64 else Tiling(128, 128, 8, 4)
+    rows, outputs = 64 if num_rows <= 64 else 128, 128
+    stage_bytes = BLOCK * (outputs + 2 * rows)  # of a weight in FP8 and rows of 16 bits
+    return Tiling(rows, outputs, 8, stages_that_fit(4, stage_bytes, shared_bytes))
 
 
 def scaled_linear(
@@ -79,7 +82,7 @@ def scaled_linear(
         size = slice_outputs(x.shape[0], *weight.shape, has_sums=adds or bias is not None)
         multiply_slices(x, weight, scales, bias, output, size, adds=adds)
     elif x.shape[0]:
-        tiling = tiling_of(x.shape[0], x.dtype)
+        tiling = tiling_of(x.shape[0], x.dtype, shared_memory_bytes(x.device))
         tiles = -(-x.shape[0] // tiling.rows) * -(-weight.shape[0] // tiling.outputs)
         launch_scaled_linear(
             x, weight, scales, bias, output, tiling,

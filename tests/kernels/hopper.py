@@ -1,7 +1,9 @@
-"""Compiles a Triton kernel for Hopper without a device."""
+"""Compiles a Triton kernel without a device: for Hopper, or for any compute capability."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
+
+HOPPER = 90
 
 
 def compiled_for_hopper(
@@ -11,8 +13,21 @@ def compiled_for_hopper(
     divisible: Collection[str] = (),
     **options: int,
 ) -> Any:
-    """The compiled stages and metadata. `types`: of the pointers, which are aligned to 16; a
-    parameter that is in neither mapping is an int32. `divisible`: those that 16 divides."""
+    """`compiled_for` Hopper."""
+    return compiled_for(HOPPER, kernel, types, constants, divisible, **options)
+
+
+def compiled_for(
+    capability: int,
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    divisible: Collection[str] = (),
+    **options: int,
+) -> Any:
+    """The compiled stages and metadata. `capability`: ten times the compute capability; `types`: of
+    the pointers, which are aligned to 16; a parameter that is in neither mapping is an int32.
+    `divisible`: those that 16 divides."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -27,4 +42,4 @@ def compiled_for_hopper(
             if types.get(name, "").startswith("*") or name in divisible
         },
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -1,0 +1,27 @@
+"""How much shared memory a program may have on a device, and how many stages of a pipeline fit.
+
+Tilings are chosen by measurement on Hopper, whose programs may have 227 KiB. With less a pipeline
+has fewer stages, which changes no order of sums."""
+
+import functools
+
+import torch
+
+HOPPER_BYTES = 227 << 10
+
+
+@functools.cache
+def shared_memory_bytes(device: torch.device) -> int:
+    """Bytes that a program may have on the device; on a CPU, as for the interpreter, Hopper's."""
+    if device.type != "cuda":
+        return HOPPER_BYTES
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", HOPPER_BYTES))
+
+
+def stages_that_fit(num_stages: int, stage_bytes: int, shared_bytes: int) -> int:
+    """`num_stages` of a pipeline, or as many as fit. One stage is in registers and the others, of
+    `stage_bytes` each, are in shared memory, as tensor cores before Hopper's and of 12.0 need."""
+    if shared_bytes >= HOPPER_BYTES:
+        return num_stages
+    return min(num_stages, 1 + shared_bytes // stage_bytes)

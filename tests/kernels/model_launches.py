@@ -1,0 +1,232 @@
+"""Calls of the wrappers that choose tilings, with the sizes of real models."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from tests.kernels.launches import META
+from tllm_spec.kernels import (
+    batch_invariant_attention,
+    batch_invariant_latent,
+    batch_invariant_linear,
+    grouped_gemm,
+    head_gemm,
+    latent_attention,
+    scaled_linear,
+    window_attention,
+    window_splits,
+)
+from tllm_spec.kernels.key_chunks import KeyChunks
+from tllm_spec.kernels.moe_permute import ExpertRows
+from tllm_spec.kernels.rotary_write import HeadWeights
+from tllm_spec.kernels.tree_mask import TreeMask, TreePaths
+
+FLOATS = (torch.bfloat16, torch.float32)  # float16 takes as much as bfloat16
+FP8 = torch.float8_e4m3fn
+PAGE_SIZE, PROCESSORS = 32, 132
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def float32(*shape: int) -> torch.Tensor:
+    return empty(*shape, dtype=torch.float32)
+
+
+def int32(*shape: int) -> torch.Tensor:
+    return empty(*shape, dtype=torch.int32)
+
+
+def int64(*shape: int) -> torch.Tensor:
+    return empty(*shape, dtype=torch.int64)
+
+
+def scales_of(weight: torch.Tensor) -> torch.Tensor:
+    return float32(*weight.shape[:-1], -(-weight.shape[-1] // 128))
+
+
+# Inputs and outputs: of an 8B Llama, and of the zoo's target, with one chunk of inputs.
+LINEAR_SHAPES = ((4096, 6144), (192, 512))
+NUM_ROWS = (1, 17, 33, 65)
+
+
+def linears() -> None:
+    for (inputs, outputs), dtype, rows in product(LINEAR_SHAPES, FLOATS, NUM_ROWS):
+        x, weight = empty(rows, inputs, dtype=dtype), empty(outputs, inputs, dtype=dtype)
+        batch_invariant_linear.batch_invariant_linear(x, weight, empty(outputs, dtype=dtype))
+
+
+def scaled_linears() -> None:
+    for (inputs, outputs), dtype, rows in product(LINEAR_SHAPES, FLOATS, NUM_ROWS):
+        x, weight = empty(rows, inputs, dtype=dtype), empty(outputs, inputs, dtype=FP8)
+        scaled_linear.scaled_linear(x, weight, scales_of(weight), empty(outputs, dtype=dtype))
+
+
+# Experts, experts of a token, hidden size, inner size: Qwen3-30B-A3B, DeepSeek V2 Lite, Mixtral.
+MOE_SHAPES = ((128, 8, 2048, 768), (64, 6, 2048, 1408), (8, 2, 4096, 14336))
+
+
+def experts(*, scaled: bool) -> None:
+    for (number, top_k, hidden, inner), dtype, rows in product(
+        MOE_SHAPES, FLOATS, (1, 20, 60, 200)
+    ):
+        tokens = rows * number // top_k
+        block = grouped_gemm.block_rows_of(tokens * top_k, number, dtype, META)
+        own = ExpertRows(int32(tokens * top_k), int32(3, number), int32(1), block, top_k)
+        weights = (
+            empty(number, 2 * inner, hidden, dtype=FP8 if scaled else dtype),
+            empty(number, hidden, inner, dtype=FP8 if scaled else dtype),
+        )
+        scales = tuple(scales_of(weight) if scaled else None for weight in weights)
+        x = empty(tokens, hidden, dtype=dtype)
+        grouped_gemm.gate_up_silu(x, weights[0], own, scales=scales[0])
+        grouped_gemm.down(empty(tokens * top_k, inner, dtype=dtype), weights[1], own, scales[1])
+
+
+def heads() -> None:
+    for dtype, rows, (depth, width), invariant in product(
+        FLOATS, (1, 17, 64), ((128, 512), (512, 128)), (False, True)
+    ):
+        x, weight = empty(rows, 16, depth, dtype=dtype), empty(16, depth, width, dtype=dtype)
+        for each in (weight, empty(16, width, depth, dtype=dtype).mT):
+            out = empty(rows, 16, width, dtype=dtype)
+            head_gemm.head_gemm(x, each, out, batch_invariant=invariant)
+
+
+# Query heads, heads of keys and values, size of a head: an 8B Llama, a 1B Llama, and large heads.
+ATTENTION_SHAPES = ((32, 8, 128), (32, 8, 64), (16, 16, 256))
+WINDOWS = (1, 8, 64)
+OF_ALL_KINDS = (ATTENTION_SHAPES[0], torch.bfloat16, 8, 64)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of a launch of windows."""
+
+    in_tree: bool = False
+    offset: int = 0
+    in_chunks: bool = False
+    has_norm: bool = False
+    is_padded: bool = False
+
+    def tables(self, batch: int, window: int) -> window_attention.WindowTables:
+        rows = batch * window
+        return window_attention.WindowTables(
+            int32(batch, 128),
+            int32(batch),
+            int64(rows),
+            int64(batch) if self.is_padded else None,
+            TreeMask(int64(batch, window), min(64, window + self.offset)) if self.in_tree else None,
+            KeyChunks(8192, int64(rows)) if self.in_chunks else None,
+        )
+
+
+PLAIN = Kind()
+KINDS = (
+    PLAIN,
+    Kind(has_norm=True, is_padded=True),
+    Kind(in_tree=True),
+    Kind(in_tree=True, offset=4, has_norm=True),
+    Kind(in_chunks=True),
+    Kind(in_tree=True, in_chunks=True),
+)
+
+
+def windows() -> None:
+    for shape, window, batch, dtype in product(ATTENTION_SHAPES, WINDOWS, (1, 64), FLOATS):
+        q_heads, kv_heads, head_dim = shape
+        workspace = window_splits.WindowWorkspace(
+            float32(1 << 15, head_dim), float32(1 << 15), PROCESSORS, 3 * PROCESSORS
+        )
+        qkv = empty(batch, window, q_heads + 2 * kv_heads, head_dim, dtype=dtype)
+        layer = empty(2, 4096, PAGE_SIZE, kv_heads, head_dim, dtype=dtype)
+        cos_sin = empty(batch * window, 2, 1, head_dim, dtype=dtype)
+        norm = HeadWeights(empty(q_heads + kv_heads, head_dim, dtype=dtype), 1e-6)
+        # Masks take no shared memory, so one shape has all kinds.
+        for kind in KINDS if (shape, dtype, window, batch) == OF_ALL_KINDS else (PLAIN,):
+            window_attention.window_attention(
+                qkv, cos_sin, layer, kind.tables(batch, window), 0.1, workspace,
+                norm if kind.has_norm else None,
+            )  # fmt: skip
+
+
+def invariant_attention() -> None:
+    for shape, dtype, chunk, in_tree, batch in product(
+        ATTENTION_SHAPES, FLOATS, (None, 8192), (False, True), (1, 200)
+    ):
+        if (chunk or in_tree) and shape != ATTENTION_SHAPES[0]:
+            continue
+        q_heads, kv_heads, head_dim = shape
+        size = batch_invariant_attention.tokens_per_tile(q_heads // kv_heads)
+        q = empty(batch * size, q_heads, head_dim, dtype=dtype)
+        layer = empty(2, 4096, PAGE_SIZE, kv_heads, head_dim, dtype=dtype)
+        paths = tree_paths(batch, size) if in_tree else None
+        tiles = batch_invariant_attention.QueryTiles(int32(4, batch), size, paths)
+        results = batch_invariant_attention.SplitResults.allocate(head_dim, META)
+        batch_invariant_attention.batch_invariant_attention(
+            q, layer, int32(batch, 128), tiles, 0.1, results, chunk
+        )
+
+
+def tree_paths(batch: int, window: int) -> TreePaths:
+    mask = TreeMask(int64(batch, window), window)
+    return TreePaths(mask, int32(batch * window, window), int32(batch * window))
+
+
+# Heads, rank, rotary size, size of a query's head: DeepSeek V3 on one and on eight devices.
+LATENT_SHAPES = ((128, 512, 64, 192), (16, 512, 64, 192))
+
+
+def latents() -> None:
+    for (number, rank, rope, head_dim), dtype, window, batch, in_tree in product(
+        LATENT_SHAPES, FLOATS, (1, 2, 4), (1, 256), (False, True)
+    ):
+        workspace = latent_attention.LatentWorkspace(
+            empty(1 << 14, rank, dtype=torch.float32),
+            empty(1 << 14, dtype=torch.float32),
+            PROCESSORS,
+        )
+        tree = TreeMask(int64(batch, window), window) if in_tree else None
+        tables = latent_attention.LatentTables(int32(batch, 128), int32(batch), window, tree)
+        latent_attention.latent_attention(
+            empty(number, batch * window, rank, dtype=dtype),
+            empty(batch * window, number, head_dim, dtype=dtype),
+            empty(4096, PAGE_SIZE, rank + rope, dtype=dtype),
+            tables,
+            0.1,
+            workspace,
+        )
+
+
+def invariant_latents() -> None:
+    for (number, rank, rope, head_dim), dtype, in_tree, batch in product(
+        LATENT_SHAPES, FLOATS, (False, True), (1, 600)
+    ):
+        size = 1 if in_tree else batch_invariant_latent.tokens_per_tile(number)
+        paths = tree_paths(batch, size) if in_tree else None
+        tiles = batch_invariant_attention.QueryTiles(int32(4, batch), size, paths)
+        batch_invariant_latent.batch_invariant_latent(
+            empty(batch * size, number, rank, dtype=dtype),
+            empty(batch * size, number, head_dim, dtype=dtype),
+            empty(4096, PAGE_SIZE, rank + rope, dtype=dtype),
+            int32(batch, 128),
+            tiles,
+            0.1,
+            batch_invariant_attention.SplitResults.allocate(rank, META),
+        )
+
+
+CALLS: dict[str, Callable[[], None]] = {
+    "linears": linears,
+    "scaled_linears": scaled_linears,
+    "experts": lambda: experts(scaled=False),
+    "scaled_experts": lambda: experts(scaled=True),
+    "heads": heads,
+    "windows": windows,
+    "invariant_attention": invariant_attention,
+    "latents": latents,
+    "invariant_latents": invariant_latents,
+}

@@ -1,0 +1,186 @@
+"""What the wrappers launch on GPUs of every compute capability fits their shared memory, and is on
+Hopper what was measured. Compiling needs no device."""
+
+import ast
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.hopper import HOPPER
+from tests.kernels.interpreter import only_outside_the_interpreter, only_with_the_compiler
+from tests.kernels.launches import FIRST_WITH_FP8, LIMITS, Launch, launches_of, use_gpu
+from tllm_spec.kernels import (
+    grouped_gemm,
+    latent_attention,
+    nvrtc,
+    paged_prefill,
+    scaled_linear,
+    small_m_gemm,
+    window_attention_cuda,
+)
+from tllm_spec.kernels.batch_invariant_linear import Tiling
+from tllm_spec.kernels.latent_attention import TileShape
+from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes, stages_that_fit
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+WITH_LESS = [capability for capability, limit in LIMITS.items() if limit < HOPPER_BYTES >> 10]
+GEMMS = ("linears", "scaled_linears", "experts", "scaled_experts", "heads")
+TILED = (*GEMMS, "windows", "invariant_attention", "latents", "invariant_latents")
+SMALL = ("choices", "trees", "chains", "layers", "mixtures", "scaled_weights", "sums")
+
+
+def launches(name: str, capability: int) -> list[Launch]:
+    # Importing these files imports Triton.
+    from tests.kernels import model_launches, small_launches
+
+    call = (model_launches.CALLS | small_launches.CALLS)[name]
+    with pytest.MonkeyPatch.context() as patch:
+        return launches_of(call, capability, patch)
+
+
+@pytest.mark.parametrize("capability", LIMITS)
+def test_the_device_says_how_much_a_program_may_have(
+    capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_gpu(capability, monkeypatch)
+    assert shared_memory_bytes.__wrapped__(CUDA) == LIMITS[capability] << 10
+    assert shared_memory_bytes.__wrapped__(CPU) == HOPPER_BYTES
+
+
+def test_a_pipeline_has_fewer_stages_only_where_they_do_not_fit() -> None:
+    stages = functools.partial(stages_that_fit, 4, 48 << 10)
+    assert [stages(limit << 10) for limit in (227, 163, 99, 64)] == [4, 4, 3, 2]
+    assert stages_that_fit(4, 1 << 20, HOPPER_BYTES) == 4
+
+
+@only_outside_the_interpreter
+def test_hoppers_tilings_are_those_that_were_measured() -> None:
+    """`python -m benchmarks.fp8_kernels linear`, `benchmarks.moe tilings`, `benchmarks.deepseek
+    tiles`."""
+    of_rows = {
+        16: Tiling(16, 64, 4, 5),
+        32: Tiling(32, 64, 4, 5),
+        64: Tiling(64, 128, 8, 4),
+        4096: Tiling(128, 128, 8, 4),
+    }
+    for rows, tiling in of_rows.items():
+        assert scaled_linear.tiling_of(rows, torch.bfloat16, HOPPER_BYTES) == tiling
+    tables = [(1 << 20, grouped_gemm.LARGE), *grouped_gemm.TILINGS]
+    for rows, tilings in tables:
+        arguments = (rows * 8, 8, torch.bfloat16)
+        assert grouped_gemm.tilings_of(*arguments, False, HOPPER_BYTES) == tilings
+        scaled = grouped_gemm.tilings_of(*arguments, True, HOPPER_BYTES)
+        own = grouped_gemm.SCALED_OF_ROWS[tilings.gate_up.rows]
+        assert scaled.gate_up == scaled.down == own
+    for shape in (TileShape(16, 64, 8, 3), TileShape(64, 64, 8, 2), TileShape(32, 32, 4, 3)):
+        assert latent_attention._fitting(shape, 576, 2, HOPPER_BYTES) == shape
+
+
+@only_with_the_compiler
+@pytest.mark.parametrize("name", [name for name in TILED if name != "latents"])
+@pytest.mark.parametrize("capability", WITH_LESS)
+def test_with_less_shared_memory_only_stages_differ(capability: int, name: str) -> None:
+    """So the sums have the same order, and a row's bits depend on as little as on Hopper. Windows
+    over latents, which are not batch-invariant, may have smaller tiles."""
+
+    def without_stages(made: Launch) -> str:
+        constants = [item for item in made.constants.items() if item[0] != "PDL"]
+        num_warps = made.options.get("num_warps")
+        return f"{made.name} {sorted(made.types.items())} {sorted(constants)} {num_warps}"
+
+    own, hoppers = launches(name, capability), launches(name, HOPPER)
+    expected = [without_stages(made) for made in hoppers if made.runs_on(capability)]
+    assert [without_stages(made) for made in own] == expected
+
+
+def bytes_of_stages(made: Launch) -> int:
+    """Of the pipeline of a GEMM of 16-bit rows, but for the stage in registers. It is exact on GPUs
+    with less shared memory than Hopper."""
+    names = (("BLOCK_ROWS", "BLOCK_M"), ("BLOCK_OUT", "BLOCK_N"), ("BLOCK_IN", "BLOCK_K", "BLOCK"))
+    rows, outputs, inputs = (
+        next(made.constants[name] for name in each if name in made.constants) for each in names
+    )
+    weight_bytes = 1 if made.types["weight"] == "*fp8e4nv" else 2
+    number: int = made.options["num_stages"] - 1
+    return number * inputs * (2 * rows + weight_bytes * outputs)
+
+
+@only_with_the_compiler
+@pytest.mark.parametrize("name", GEMMS)
+@pytest.mark.parametrize("capability", WITH_LESS)
+def test_the_pipelines_of_gemms_fit(capability: int, name: str) -> None:
+    found = [made for made in launches(name, capability) if made.types.get("x") == "*bf16"]
+    assert found or (name.startswith("scaled") and capability < FIRST_WITH_FP8)
+    for made in found:
+        assert bytes_of_stages(made) <= LIMITS[capability] << 10, made.key
+        assert made.options["num_stages"] >= 2, "nothing would be in flight"
+
+
+# Launches that did not fit with Hopper's tilings. By call: a part of the key.
+@only_with_the_compiler
+@pytest.mark.parametrize(
+    ("capability", "name", "part"),
+    [
+        (86, "experts", "('BLOCK_ROWS', 128)"),
+        (89, "latents", "('BLOCK_M', 16), ('BLOCK_N', 64)"),
+        (80, "latents", "('BLOCK_M', 16), ('BLOCK_N', 64)"),
+    ],
+)
+def test_a_launch_that_needed_more_fits(capability: int, name: str, part: str) -> None:
+    made = next(made for made in launches(name, capability) if part in made.key)
+    made.check(capability)
+
+
+@pytest.mark.slow
+@only_with_the_compiler
+@pytest.mark.parametrize("name", [*TILED, *SMALL])
+@pytest.mark.parametrize("capability", LIMITS)
+def test_every_launch_compiles_and_fits(capability: int, name: str) -> None:
+    for made in launches(name, capability):
+        made.check(capability)
+
+
+@only_with_the_compiler
+def test_no_kernel_is_missing() -> None:
+    folder = Path(nvrtc.__file__).parent
+    trees = [ast.parse(path.read_text()) for path in folder.glob("*.py")]
+    launched = {
+        node.func.value.id  # of `kernel[grid](...)`
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Subscript)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id != "dict"
+    }
+    assert len(launched) > 30
+    found = {made.name for name in (*TILED, *SMALL) for made in launches(name, HOPPER)}
+    assert {name.rpartition(".")[2] for name in found} >= launched
+    assert sum(name.endswith(".attention_kernel") for name in found) == 3
+
+
+@only_outside_the_interpreter
+@pytest.mark.parametrize("capability", LIMITS)
+def test_cuda_kernels_and_prefill_in_graphs_are_left_out_elsewhere(
+    capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their place take Triton's kernels, torch's GEMMs, and prompts without CUDA graphs."""
+    use_gpu(capability, monkeypatch)
+    monkeypatch.setattr(nvrtc, "is_installed", lambda: True)
+    monkeypatch.setattr(nvrtc, "why_unavailable", nvrtc.why_unavailable.__wrapped__)
+    monkeypatch.setattr(paged_prefill, "PrefillInPlace", lambda *arguments: "plans")
+
+    def on_cuda(*shape: int) -> Any:
+        return SimpleNamespace(is_cuda=True, shape=shape, dtype=torch.bfloat16, device=CUDA)
+
+    has_cuda_kernels = capability in (90, 100)
+    qkv, layer = on_cuda(1, 4, 48, 128), on_cuda(2, 8, 32, 8, 128)
+    assert window_attention_cuda.serves(qkv, qkv, None, layer) == has_cuda_kernels
+    assert small_m_gemm.serves(on_cuda(1, 4096), on_cuda(4096, 4096)) == has_cuda_kernels
+    kernels: Any = SimpleNamespace(_layer=layer)
+    plans = paged_prefill.PagedPrefill.in_place(kernels, paged_prefill.PrefillLimits(64, 1, 8))
+    assert plans == ("plans" if capability == HOPPER else None)
