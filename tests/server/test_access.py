@@ -1,6 +1,8 @@
 """Who may call the server: Host names, keys, TLS; and what it logs of a call."""
 
+import asyncio
 import logging
+import socket
 import ssl
 import subprocess
 from pathlib import Path
@@ -95,3 +97,16 @@ def test_with_a_certificate_the_server_speaks_https(tmp_path: Path) -> None:
 def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--ssl_certfile or --ssl_keyfile"):
         HttpServer(None, ServerOptions(), Tls(certfile=str(tmp_path / "none.pem")))
+
+
+def test_an_address_that_another_process_listens_on_by_then_is_named() -> None:
+    """Two sockets may be bound to it until one of them listens."""
+    with socket.socket() as first, socket.socket() as second:
+        for each in (first, second):
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        first.bind(("127.0.0.1", 0))
+        second.bind(first.getsockname())
+        first.listen()
+        server = HttpServer(None, ServerOptions())
+        with pytest.raises(ValueError, match=r"cannot listen on 127\.0\.0\.1, port \d+: "):
+            asyncio.run(server.serve(second, asyncio.Event(), lambda: None))

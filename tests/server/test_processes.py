@@ -235,6 +235,16 @@ def test_ctrl_c_while_the_model_is_loaded_prints_no_traceback(tmp_path: Path) ->
         assert "Traceback" not in served.text
 
 
+def test_a_front_that_dies_while_the_model_is_loaded_ends_the_server_with_a_sentence(
+    tmp_path: Path,
+) -> None:
+    with ServedProcess(tmp_path) as served:
+        wait_for(lambda: served.pids(FRONT))
+        os.kill(served.pids(FRONT)[0], signal.SIGKILL)
+        assert served.wait() == 1
+        assert "Error: a front process ended with SIGKILL" in served.text
+
+
 def test_ctrl_c_while_the_event_loop_is_made_prints_no_traceback(tmp_path: Path) -> None:
     with ServedProcess(tmp_path, code=CTRL_C_WHILE_THE_LOOP_IS_MADE + RUN) as served:
         assert served.wait() == 128 + signal.SIGINT

@@ -7,7 +7,8 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,11 +32,16 @@ from tllm_spec.cli.trtllm_options import (
 )
 from tllm_spec.config import LlmArgs, overlay, with_yaml
 from tllm_spec.config_base import ConfigError
-from tllm_spec.distributed.mpirun import mpirun_rank, undo_default_binding
+from tllm_spec.distributed.mpirun import (
+    end_mpirun,
+    mpirun_rank,
+    mpirun_size,
+    undo_default_binding,
+)
 from tllm_spec.server.child import ChildSettings
 from tllm_spec.server.logs import configure_logs
 from tllm_spec.server.options import hosts_of
-from tllm_spec.server.supervisor import Supervisor
+from tllm_spec.server.supervisor import ServeError, Supervisor
 from tllm_spec.yaml_file import read_yaml
 from tllm_spec.zoo.registry import resolve_model
 
@@ -112,25 +118,27 @@ def main(
         if server["print_config"]:
             return _print_config(context, [*SERVE_NAMES, *server], args, flags.arguments)
         configure_logs(log_level, server["log_format"])
+        _check_mpirun(args.tensor_parallel_size)
         if args.tensor_parallel_size > 1:
             undo_default_binding()
         if args.tensor_parallel_size > 1 and mpirun_rank():
             from tllm_spec.ranks import join_ranks  # heavy, so not at the top
 
             join_ranks(args)  # this process follows rank 0's engine, and ends with it
-        settings = ChildSettings(
-            llm=given,
-            served_model_name=served_model_name or _name_of(args.model),
-            engine_path="",
-            log_level=log_level,
-            log_format=server["log_format"],
-            server=options_of(server, host).to_plain(),
-            tls=tls_of(server),
-            import_path=sys.path,
-        )
-        resolve_model(args.model)  # a wrong path is reported before a process is started
-        with _bound(host, port) as listener:
-            status = serve(settings, listener, server["frontends"])
+        with _ending_mpirun():
+            settings = ChildSettings(
+                llm=given,
+                served_model_name=served_model_name or _name_of(args.model),
+                engine_path="",
+                log_level=log_level,
+                log_format=server["log_format"],
+                server=options_of(server, host).to_plain(),
+                tls=tls_of(server),
+                import_path=sys.path,
+            )
+            resolve_model(args.model)  # a wrong path is reported before a process is started
+            with _bound(host, port) as listener:
+                status = serve(settings, listener, server["frontends"])
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:  # before the supervisor handles signals
@@ -152,6 +160,31 @@ def serve(settings: ChildSettings, listener: socket.socket, num_fronts: int) -> 
     supervisor.catch_signals()
     logger.info("loading %s", settings.served_model_name)
     return asyncio.run(supervisor.run())
+
+
+def _check_mpirun(tensor_parallel_size: int) -> None:
+    """Raises ValueError where mpirun has started several servers of one device, and ends all but
+    the first."""
+    if tensor_parallel_size == 1 and mpirun_size() > 1:
+        if mpirun_rank():
+            raise SystemExit(1)
+        raise ValueError(
+            f"mpirun has started {mpirun_size()} processes, and tensor_parallel_size is 1: give "
+            f"--tp_size {mpirun_size()}, or start one process"
+        )
+
+
+@contextmanager
+def _ending_mpirun() -> Iterator[None]:
+    """An error before the engine has joined the other ranks ends these, too."""
+    try:
+        yield
+    except ValueError as error:
+        if mpirun_size() > 1 and not (isinstance(error, ServeError) and error.has_joined):
+            click.echo(f"Error: {error}", err=True)
+            end_mpirun()
+            raise SystemExit(1) from error
+        raise
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,6 +1,7 @@
 """What mpirun says about a process that it has started, before MPI is initialised, what it has
 bound the process to, and where `mpiexec` is."""
 
+import importlib.util
 import logging
 import os
 import shutil
@@ -11,6 +12,7 @@ logger = logging.getLogger(__name__)
 
 # Of MPICH and Intel MPI, Open MPI, and PMIx.
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")  # of MPICH and Intel MPI, Open MPI
 # Set in ranks that Open MPI 4's mpirun has bound, and in all that Open MPI 5's has started.
 BOUND_BY_4, STARTED_BY_5 = "OMPI_MCA_orte_bound_at_launch", "PRTE_LAUNCHED"
 # How the names of variables begin that say that the binding was asked for: --bind-to, --cpu-set,
@@ -33,6 +35,20 @@ BOUND = (
 def mpirun_rank() -> int:
     """This process's rank if mpirun has started it, else 0."""
     return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
+
+
+def mpirun_size() -> int:
+    """How many processes mpirun has started, 1 without it."""
+    return next((int(os.environ[name]) for name in SIZE_VARIABLES if name in os.environ), 1)
+
+
+def end_mpirun() -> None:
+    """Ends all of mpirun's processes from one that has failed before it joined MPI, for which the
+    others would wait for ever. Without mpirun or mpi4py nothing happens."""
+    if mpirun_size() > 1 and importlib.util.find_spec("mpi4py") is not None:
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Abort(1)
 
 
 def mpirun_descriptors() -> tuple[int, ...]:

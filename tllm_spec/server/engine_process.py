@@ -13,7 +13,9 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from tllm_spec.config import LlmArgs
@@ -26,9 +28,12 @@ FAILED = 1  # exit status
 
 
 class EngineProcess:
-    """Raises ValueError for models and options that cannot be served."""
+    """on_joining: called before it joins the other ranks. Raises ValueError for models and options
+    that cannot be served."""
 
-    def __init__(self, args: LlmArgs, listener: socket.socket) -> None:
+    def __init__(
+        self, args: LlmArgs, listener: socket.socket, on_joining: Callable[[], None]
+    ) -> None:
         from tllm_spec.executor.worker import Worker
         from tllm_spec.grammars import Grammars
         from tllm_spec.ranks import build_together, join_ranks
@@ -39,6 +44,7 @@ class EngineProcess:
 
         adopt_transformers_logs()
         tokenizer = load_tokenizer(args.tokenizer or args.model)
+        on_joining()
         self._communicator = join_ranks(args)
         built = build_together(
             args, tokenizer, lambda responses: self._port.respond(responses), self._communicator
@@ -109,7 +115,8 @@ def main() -> int:
     settings = control.settings()
     watch = Watch(control)
     try:
-        engine = EngineProcess(LlmArgs(**settings.llm), listener)
+        args = LlmArgs(**settings.llm)
+        engine = EngineProcess(args, listener, partial(control.send, "joining"))
     except ValueError as error:
         control.send("failed", str(error))
         return FAILED

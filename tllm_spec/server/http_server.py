@@ -92,10 +92,16 @@ class HttpServer:
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         """Until `stop`. Then running requests have `shutdown_timeout` seconds; `end_requests` ends
-        those that are left. `on_ready` is called once connections are accepted."""
+        those that are left. `on_ready` is called once connections are accepted.
+
+        Raises ValueError if another process listens on the address since it was bound."""
         self._max_connections = min(self._max_connections, raise_file_limit() - OTHER_FILES)
         listener.setblocking(False)
-        listener.listen(BACKLOG)
+        try:
+            listener.listen(BACKLOG)
+        except OSError as error:
+            host, port = listener.getsockname()[:2]
+            raise ValueError(f"cannot listen on {host}, port {port}: {error}") from error
         accepting = asyncio.create_task(self._accept_all(listener))
         clock = asyncio.create_task(self._keep_date())
         on_ready()

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds that fronts answer 503 after the engine has died, so that load balancers notice.
 DOWN_SECONDS = 1.0
+# Seconds that the engine has to say why it failed, after a front has ended before it served.
+REASON_SECONDS = 1.0
 # Seconds after which a process that should have ended is killed.
 END_SECONDS = 10.0
 BACKLOG = 64
@@ -37,14 +39,19 @@ FRONT_VARIABLES = {
 
 
 class ServeError(ValueError):
-    """The server could not start, or its engine has died."""
+    """The server could not start, or its engine has died. has_joined: whether the engine had begun
+    to join the other ranks."""
+
+    def __init__(self, message: str, has_joined: bool = False) -> None:
+        super().__init__(message)
+        self.has_joined = has_joined
 
 
 class Event(NamedTuple):
     """Something that the supervisor must act on. child: None for a signal."""
 
     child: Child | None
-    kind: str  # "ready", "failed", "exit", "signal"
+    kind: str  # "joining", "ready", "failed", "exit", "lost", "signal"
     value: Any = None
 
 
@@ -119,7 +126,7 @@ class Supervisor:
         self._shutdown_timeout = shutdown_timeout
         self._fronts: list[Child] = []
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._is_serving = False
+        self._is_serving = self._has_joined = False
         has_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._signals = [each for each in SIGNALS if each != signal.SIGHUP or not has_nohup]
 
@@ -147,8 +154,10 @@ class Supervisor:
                     await self._start_front()
                 return await self._serve()
             finally:
-                for child in (self._engine, *self._fronts):
+                children = (self._engine, *self._fronts)
+                for child in children:
                     child.kill()
+                await asyncio.gather(*(child.process.wait() for child in children))
 
     async def _start_front(self) -> None:
         front = Child("a front process", "front_process", self._listener, FRONT_VARIABLES)
@@ -161,7 +170,9 @@ class Supervisor:
             if event.kind == "signal":
                 return await self._end(event.value)
             assert event.child is not None
-            if event.kind == "ready":
+            if event.kind == "joining":
+                self._has_joined = True
+            elif event.kind == "ready":
                 event.child.is_ready = True
                 self._report_ready()
             elif event.kind == "failed":
@@ -169,9 +180,11 @@ class Supervisor:
             elif event.child is self._engine:
                 name = engine_process(LlmArgs(**self._settings.llm).tensor_parallel_size)
                 await self._fail(f"{name} ended with {_status(event.value)}")
+            elif event.kind == "lost":
+                await self._fail(f"a front process ended with {_status(event.value)}")
             elif not event.child.is_ready:
-                if self._engine.is_ready:
-                    await self._fail(f"a front process ended with {_status(event.value)}")
+                lost = event._replace(kind="lost")
+                asyncio.get_running_loop().call_later(REASON_SECONDS, self._events.put_nowait, lost)
             else:
                 logger.error(
                     "a front process ended with %s and is started again", _status(event.value)
@@ -210,7 +223,7 @@ class Supervisor:
             for front in self._fronts:
                 front.stop()
             await self._ended(self._fronts, END_SECONDS)
-        raise ServeError(reason)
+        raise ServeError(reason, self._has_joined)
 
     async def _ended(self, children: list[Child], seconds: float) -> bool:
         """Whether all of them end within the time and before a signal."""
