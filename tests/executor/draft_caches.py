@@ -1,7 +1,7 @@
 """What a draft network on the target's pages should hold and propose: from one prefill of the true
 tokens and a plain loop after it. Shared by the tests of drafters, graphs and overlap."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tests.executor.harness import Harness, draft_target, output_of
-from tests.models.eagle3_runner import HeadRunner, captured_states
-from tests.models.helpers import PagedRunner
+from tests.models.eagle3_runner import HeadRunner, captured_states_of
+from tests.models.helpers import PagedRunner, pages_for
 from tests.models.tiny_eagle import write_tiny_eagle
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.kv_pool import KVPool
@@ -137,30 +137,23 @@ def draft_entries(harness: Harness, request: LlmRequest, num_entries: int) -> to
 
 
 class SlowDrafter:
-    """A request's draft network after one prefill of `tokens`, the last of which is the bonus
-    token."""
+    """A request's draft network after one prefill of its tokens, by `slow_drafters`. logits:
+    `[V_draft]`, state: `[1, H]` of a head, after the last token."""
 
-    def __init__(self, harness: Harness, tokens: list[int]) -> None:
-        net, target = worker_of(harness).net, harness.parts.runner.engine.model
-        self._num_tokens, self._vocab_size = len(tokens), harness.vocab_size
-        self._runner: HeadRunner | PagedRunner
-        if isinstance(net, HeadNet):
-            head: Any = net.head  # a runner takes whatever has a config and runs over pages
-            self._runner, self._map = HeadRunner(head), net.head.draft_to_target
-            spec = harness.parts.runner.engine.spec
-            assert spec is not None
-            hidden = net.head.fuse(captured_states(target, tokens[:-1], spec.layers))
-            logits, state = self._runner.draft(contexts={0: (tokens[1:], hidden)})[0]
-            self._logits, self._state = logits[-1], state[-1:]
-        else:
-            assert isinstance(net, CausalNet)
-            self._runner, self._map = PagedRunner(net._model), net.token_map
-            self._logits = self._runner.step({0: tokens})[0][-1]
-        self.num_entries = self._runner.lengths[0]
+    def __init__(
+        self, harness: Harness, runner: PagedRunner, number: int, last: tuple[torch.Tensor, Any]
+    ) -> None:
+        net = worker_of(harness).net
+        self._map = net.head.draft_to_target if isinstance(net, HeadNet) else net.token_map
+        self._runner, self._number, self._vocab_size = runner, number, harness.vocab_size
+        self._logits, self._state = last
+        self.num_entries = runner.lengths[number]
+        # A head's cache begins with the second token.
+        self._num_tokens = self.num_entries + isinstance(net, HeadNet)
 
     def entries(self) -> torch.Tensor:
         """What the cache holds when nothing is missing, in the shape of `draft_entries`."""
-        return entries(self._runner.pool, self._runner.pages[0], self.num_entries).clone()
+        return entries(self._runner.pool, self._runner.pages[self._number], self.num_entries)
 
     def drafts(self, num_drafts: int, temperature: float | None, seed: int) -> list[int]:
         """Chosen one by one. With a temperature the noise is the target's at the same position."""
@@ -177,12 +170,46 @@ class SlowDrafter:
             chosen.append(best if self._map is None else int(self._map[best]))
         return chosen
 
+    def after(self, path: Sequence[int]) -> torch.Tensor:
+        """The logits after more tokens, which are forgotten again."""
+        before = self._logits, self._state
+        for token in path:
+            self._read(token)
+        found, (self._logits, self._state) = self._logits, before
+        self._runner.rewind(self._number, len(path))
+        return found
+
     def _read(self, token: int) -> None:
         if isinstance(self._runner, HeadRunner):
-            logits, self._state = self._runner.draft(windows={0: ([token], self._state)})[0]
-            self._logits = logits[-1]
+            windows = {self._number: ([token], self._state)}
+            logits, self._state = self._runner.draft(windows=windows)[self._number]
         else:
-            self._logits = self._runner.step(windows={0: [token]})[0][-1]
+            logits = self._runner.step(windows={self._number: [token]})[self._number]
+        self._logits = logits[-1]
+
+
+def slow_drafters(harness: Harness, requests: list[LlmRequest]) -> list[SlowDrafter]:
+    """One forward for all requests: the number of forwards is what such a test costs. The last
+    token of each is the bonus token."""
+    if not requests:
+        return []
+    net, target = worker_of(harness).net, harness.parts.runner.engine.model
+    texts = [request.tokens for request in requests]
+    last: list[tuple[torch.Tensor, Any]]
+    if isinstance(net, HeadNet):
+        head: Any = net.head  # a runner takes whatever has a config and runs over pages
+        spec = harness.parts.runner.engine.spec
+        assert spec is not None
+        states = captured_states_of(target, [text[:-1] for text in texts], spec.layers)
+        contexts = {i: (text[1:], net.head.fuse(states[i])) for i, text in enumerate(texts)}
+        runner: PagedRunner = HeadRunner(head, pages_for(texts))
+        drafted = HeadRunner.draft(runner, contexts=contexts).values()
+        last = [(logits[-1], state[-1:]) for logits, state in drafted]
+    else:
+        assert isinstance(net, CausalNet)
+        runner = PagedRunner(net._model, pages_for(texts))
+        last = [(logits[-1], None) for logits in runner.step(dict(enumerate(texts))).values()]
+    return [SlowDrafter(harness, runner, i, each) for i, each in enumerate(last)]
 
 
 def generating(harness: Harness) -> list[LlmRequest]:
@@ -191,15 +218,20 @@ def generating(harness: Harness) -> list[LlmRequest]:
     ]
 
 
-def assert_nothing_is_missing(harness: Harness, request: LlmRequest) -> None:
-    reference = SlowDrafter(harness, request.tokens)
-    num_entries = reference.num_entries - unread_by_draft(request)
-    own, expected = (
-        draft_entries(harness, request, num_entries),
-        reference.entries()[:, :, :num_entries],
-    )
-    assert own.shape == expected.shape
-    assert (own - expected).abs().max() < TOLERANCE
+def assert_nothing_is_missing(harness: Harness, *requests: LlmRequest) -> None:
+    assert_all_is_there(harness, slow_drafters(harness, list(requests)), requests)
+
+
+def assert_all_is_there(
+    harness: Harness, references: Sequence[SlowDrafter], requests: Sequence[LlmRequest]
+) -> None:
+    """references: of the requests, in their order."""
+    for reference, request in zip(references, requests, strict=True):
+        num_entries = reference.num_entries - unread_by_draft(request)
+        own = draft_entries(harness, request, num_entries)
+        expected = reference.entries()[:, :, :num_entries]
+        assert own.shape == expected.shape
+        assert (own - expected).abs().max() < TOLERANCE
 
 
 def assert_cached_pages_are_whole(harness: Harness) -> int:

@@ -11,10 +11,10 @@ import torch
 from tests.executor.draft_caches import (
     HOT,
     TREE,
-    SlowDrafter,
     assert_nothing_is_missing,
     generating,
     one_model,
+    slow_drafters,
     worker_of,
     write_heads,
 )
@@ -71,10 +71,10 @@ def test_the_draft_cache_always_equals_a_prefill_of_the_true_tokens(
     for number in range(10_000):
         if not harness.round():
             break
-        for request in generating(harness) if number % 2 == 0 else []:
-            if request.num_output_tokens:
-                assert_nothing_is_missing(harness, request)
-                num_checked += 1
+        if number % 2 == 0:
+            begun = [each for each in generating(harness) if each.num_output_tokens]
+            assert_nothing_is_missing(harness, *begun)
+            num_checked += len(begun)
     drafted, accepted = (
         [
             sum(counts)
@@ -115,11 +115,10 @@ def test_drafts_are_those_of_a_slow_loop_up_to_each_requests_limit(
                 )
             )
         harness.round()
-        for request in generating(harness):
+        running = generating(harness)
+        for request, slow in zip(running, slow_drafters(harness, running), strict=True):
             temperature = request.rules.temperature if sampling == "coupled" else 0.0
-            expected = SlowDrafter(harness, request.tokens).drafts(
-                draft_len, temperature or None, request.seed
-            )
+            expected = slow.drafts(draft_len, temperature or None, request.seed)
             assert slots.window[request.slot].tolist() == [request.tokens[-1], *expected]
             assert slots.num_drafts[request.slot] == min(draft_len, request.draft_limit)
     harness.run()
@@ -190,8 +189,8 @@ def test_for_rejection_sampling_the_worker_keeps_the_distributions_of_its_drafts
         assert probs.shape == (2, 3, 64) and torch.allclose(probs.sum(-1), torch.ones(2, 3))
         assert (probs.gather(2, drafts.unsqueeze(2)) > 0).all()
         assert (probs[0].max(-1).values == 1).all() and (probs[1].max(-1).values < 1).all()
-        for request, row in zip(requests, probs, strict=True):
-            scores = SlowDrafter(harness, request.tokens)
+        slow = slow_drafters(harness, requests)
+        for request, row, scores in zip(requests, probs, slow, strict=True):
             first = scores._logits / (request.rules.temperature or 1e-6)
             ids = torch.arange(64) if scores._map is None else scores._map
             assert torch.allclose(row[0, ids], first.softmax(-1), atol=1e-4)
@@ -246,8 +245,7 @@ def test_a_round_that_breaks_off_leaves_no_hole_in_the_draft_cache(
     ]  # the bonus token's place begins a page
     harness.round()
     harness.round()
-    for request in requests:
-        assert_nothing_is_missing(harness, request)
+    assert_nothing_is_missing(harness, *requests)
 
 
 @pytest.mark.parametrize("drafts", [[63], [1, 63]])

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.executor.draft_caches import (
-    SlowDrafter,
-    assert_nothing_is_missing,
+    assert_all_is_there,
     eagle3,
     generating,
+    slow_drafters,
 )
 from tests.executor.harness import Harness, all_pages_are_back
 from tests.executor.test_mtp import PAGES, SITUATIONS
@@ -52,11 +52,12 @@ def test_drafts_are_those_of_a_slow_loop(
     shared, num_checked = random_tokens(19), 0  # a prefix ends within a page
     requests = [harness.submit(shared + [i] * i, max_tokens=12) for i in range(6)]
     while harness.round():
-        for request in generating(harness):
+        running = generating(harness)
+        references = slow_drafters(harness, running)
+        assert_all_is_there(harness, references, running)
+        for request, slow in zip(running, references, strict=True):
             window = harness.parts.slots.window[request.slot].tolist()
-            slow = SlowDrafter(harness, request.tokens).drafts(DRAFT_LEN, None, 0)
-            assert window == [request.tokens[-1], *slow]
-            assert_nothing_is_missing(harness, request)
+            assert window == [request.tokens[-1], *slow.drafts(DRAFT_LEN, None, 0)]
             num_checked += 1
     assert num_checked > 20 and all(request.num_output_tokens == 12 for request in requests)
     assert any(request.cached_tokens % 4 for request in requests)

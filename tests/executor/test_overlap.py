@@ -12,9 +12,9 @@ from tests.executor.draft_caches import (
     HOT,
     SMALL_POOL,
     TOLERANCE,
-    SlowDrafter,
     draft_entries,
     pools_of,
+    slow_drafters,
     spoil_free_pages,
     submit_traffic,
 )
@@ -179,7 +179,7 @@ def test_the_round_after_a_requests_end_changes_neither_reused_pages_nor_cached_
     while third.num_output_tokens < 2:
         harness.round()
     if len(pools_of(harness)) == 2:
-        reference = SlowDrafter(harness, third.tokens)
+        (reference,) = slow_drafters(harness, [third])
         own = draft_entries(harness, third, reference.num_entries)
         assert (own - reference.entries()).abs().max() < TOLERANCE
     harness.run()

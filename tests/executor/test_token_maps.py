@@ -10,11 +10,11 @@ import torch
 
 from tests.executor.draft_caches import (
     HOT,
-    SlowDrafter,
     assert_texts_are,
     eagle3,
     generating,
     one_model,
+    slow_drafters,
     submit_traffic,
     worker_of,
     write_heads,
@@ -99,9 +99,9 @@ def test_drafts_are_those_of_a_slow_loop_over_the_maps_tokens(
     for number in range(3):
         harness.submit([number, *PROMPT], 20, temperature=HOT if number else None, seed=number)
     while harness.round():
-        for request in generating(harness):
+        running = generating(harness)
+        for request, slow in zip(running, slow_drafters(harness, running), strict=True):
             temperature = request.rules.temperature if sampling == "coupled" else None
-            slow = SlowDrafter(harness, request.tokens)
             assert slow._logits.shape == (40,)
             expected = slow.drafts(3, temperature or None, request.seed)
             assert slots.window[request.slot, 1:].tolist() == expected
@@ -124,7 +124,7 @@ def test_for_rejection_sampling_a_drafts_distribution_is_over_the_targets_ids(
         probs = worker_of(harness).draft_probs(group, None)
         assert probs is not None and probs.shape == (1, 3, 64)
         assert torch.allclose(probs.sum(-1), torch.ones(1, 3)) and not probs[..., absent].any()
-        first = SlowDrafter(harness, request.tokens)._logits / 0.8
+        first = slow_drafters(harness, [request])[0]._logits / 0.8
         assert torch.allclose(probs[0, 0, HOT_IDS], first.softmax(-1), atol=1e-4)
 
 

@@ -1,7 +1,8 @@
 """Draft trees through the engine: every round's tree and accepted path are those of a slow
-reference, plain Python over paths, with a prefill for each."""
+reference, plain Python over paths, with one prefill for each request."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from tests.executor.draft_caches import (
     count_forwards,
     generating,
     one_model,
+    slow_drafters,
     write_heads,
 )
 from tests.executor.graph_rounds import DUMMY, with_graphs
@@ -41,13 +43,10 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def children(
-    harness: Harness, request: LlmRequest, parent: Candidate, topk: int
+    drafter: SlowDrafter, harness: Harness, request: LlmRequest, parent: Candidate, topk: int
 ) -> list[Candidate]:
     """The best next tokens, and the probabilities of their paths."""
-    drafter, temperature = SlowDrafter(harness, request.tokens), request.rules.temperature
-    for token in parent.path:
-        drafter._read(token)
-    scores, ids = drafter._logits, drafter._map
+    scores, ids, temperature = drafter.after(parent.path), drafter._map, request.rules.temperature
     if temperature:
         position = torch.tensor([request.num_tokens + len(parent.path)])
         noise = gumbel_noise(torch.tensor([request.seed]), position, harness.vocab_size)[0]
@@ -168,11 +167,9 @@ def assert_as_reference(
     for _ in range(8):
         harness.round()
         paths, lengths = {}, {}
-        for request in generating(harness):
-
-            def children_of(parent: Candidate, request: LlmRequest = request) -> list[Candidate]:
-                return children(harness, request, parent, shape.topk)
-
+        running = generating(harness)
+        for request, slow in zip(running, slow_drafters(harness, running), strict=True):
+            children_of = partial(children, slow, harness, request, topk=shape.topk)
             paths[request] = slow_tree(children_of, shape.topk, shape.depth, shape.num_nodes)
             assert paths_in_slot(harness, request) == paths[request]
             lengths[request] = request.num_output_tokens
@@ -201,10 +198,11 @@ def test_a_static_tree_has_the_tokens_of_its_ranks(
     num_checked = 0
     for _ in range(8):
         harness.round()
-        for request in generating(harness):
+        running = generating(harness)
+        for request, slow in zip(running, slow_drafters(harness, running), strict=True):
             paths: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
             for ranks in choices:
-                found = children(harness, request, Candidate(paths[ranks[:-1]], 1.0), 3)
+                found = children(slow, harness, request, Candidate(paths[ranks[:-1]], 1.0), 3)
                 paths[ranks] = found[ranks[-1]].path
             assert paths_in_slot(harness, request) == list(paths.values())[1:]
             num_checked += 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.models.helpers import MAX_POSITIONS, PagedRunner
+from tests.models.helpers import MAX_POSITIONS, PagedRunner, pages_for
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.models.causal_lm import CausalLM
@@ -55,12 +55,21 @@ class HeadRunner(PagedRunner):
 
 def captured_states(target: CausalLM, tokens: list[int], layers: tuple[int, ...]) -> torch.Tensor:
     """The target's hidden states from one forward, `[T, n * H]`."""
-    runner = PagedRunner(target)
-    metadata = runner.metadata({0: tokens}, {}, 0)
+    return captured_states_of(target, [tokens], layers)[0]
+
+
+def captured_states_of(
+    target: CausalLM, texts: list[list[int]], layers: tuple[int, ...]
+) -> list[torch.Tensor]:
+    """The same for several texts, from one forward."""
+    runner = PagedRunner(target, pages_for(texts))
+    metadata = runner.metadata(dict(enumerate(texts)), {}, 0)
+    tokens = [token for text in texts for token in text]
     on = target.dtype, target.device
     spec = SpecMetadata(layers, target.config.hidden_size, len(tokens), *on)
     context = ForwardContext(runner.backend, runner.backend.plan(metadata), spec)
     with torch.inference_mode():
         ids = torch.tensor(tokens, device=target.device)
         target.forward(ids, metadata.positions, context)
-    return spec.captured(len(tokens)).clone()
+    captured = spec.captured(len(tokens)).clone()
+    return list(captured.split([len(text) for text in texts]))
