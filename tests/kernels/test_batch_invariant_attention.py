@@ -50,8 +50,9 @@ CASES = {
     "more heads than a tile has rows": Heads(70, 1, 16, 64),
     "chunks": Heads(3, 1, 16, 4, chunk=LENGTH - 14),
     "short chunks": Heads(5, 1, 80, 16, torch.float16, chunk=9),
+    "short chunks of small heads": Heads(3, 1, 16, 4, chunk=9),
 }
-QUICK_CASES = ["small heads", "chunks", "short chunks"]
+QUICK_CASES = ["small heads", "chunks", "short chunks of small heads"]
 
 
 class Cache:

@@ -40,7 +40,7 @@ class Shape:
 SHAPES = {
     "three tokens in a tile": Shape(5),
     "a token in a tile": Shape(16, dtype=torch.bfloat16),
-    "two tiles for a token": Shape(20),
+    "two tiles for a token": Shape(17),
     "DeepSeek's": Shape(16, 512, 64, torch.bfloat16),
 }
 BITS = ["three tokens in a tile", "two tiles for a token"] if INTERPRETED else SHAPES

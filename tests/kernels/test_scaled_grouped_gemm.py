@@ -163,7 +163,7 @@ def test_the_kernel_equals_the_formula(shape: Shape, dtype: torch.dtype, device:
 
 @on_each_kernel_device
 def test_the_bounds_tell_a_misplaced_scale(device: str) -> None:
-    p = problem(Shape(3, 2, 300, 260), 9, torch.bfloat16, device)
+    p = problem(Shape(3, 2, 300, 140 if INTERPRETED else 260), 9, torch.bfloat16, device)
     rows = p.rows
     inner = gate_up_silu(p.x, p.gate_up, rows, scales=p.gate_up_scales)
     for wrong in misplaced(p.gate_up_scales):

@@ -53,12 +53,17 @@ SMALL_LATENTS = {
     "topk_group": 1,
 }
 
-# A prompt has two or three chunks.
-SMALL_CHUNKS = {
+# The interpreter takes long for each head and each block of outputs.
+SMALL = {
     "vocab_size": 48,
-    "num_hidden_layers": 2,
     "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "max_position_embeddings": 80,
+}
+# A prompt has two or three chunks.
+SMALL_CHUNKS = SMALL | {
     "attention_chunk_size": 11,
     "floor_scale": 6,
     "no_rope_layer_interval": 2,
@@ -111,12 +116,12 @@ def outputs_of(model: Path, batch_size: int, **options: Any) -> list[RequestOutp
 def test_every_bit_is_that_of_a_request_alone(kind: str, tmp_path: Path, exact_dots: None) -> None:
     model = write_tiny_llama(tmp_path)
     if kind == "experts":
-        sizes = {"num_local_experts": 4, "hidden_size": 32, "max_position_embeddings": 80}
+        sizes = SMALL | {"num_local_experts": 4, "intermediate_size": 48}
         save_checkpoint(tmp_path, "Mixtral", **sizes)
     elif kind == "chunks":
         save_llama4(tmp_path, **SMALL_CHUNKS)
     elif kind == "latents":
-        save_with_mtp(tmp_path, max_position_embeddings=80, **SMALL_LATENTS)
+        save_with_mtp(tmp_path, vocab_size=48, max_position_embeddings=80, **SMALL_LATENTS)
     alone = outputs_of(model, 1)
     assert all(one.error is None and one.outputs[0].length == NUM_TOKENS for one in alone)
     for name, options in RUNS_OF_KIND[kind].items():
