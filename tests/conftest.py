@@ -1,9 +1,11 @@
 """For the whole suite: one torch thread, tiny checkpoints, which tests are slow. On small models a
 second thread costs more than it computes, most of all when the machine is busy."""
 
+import gc
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -19,22 +21,69 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow what LONG_ONLY and the marker `thinned` say."""
+# A worker that came to one of these last would work alone for a minute.
+LONGEST = (
+    "test_the_kernels_pass_under_tritons_interpreter",
+    "test_two_ranks_emit_the_tokens_of_one",
+)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """What collection makes lives as long as the process: the garbage collector need not look at
+    it, neither now nor again and again during the tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # extension modules count what is left at the process's end
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, Any, Any]:
+    mark_slow(items)
+    result = yield
+    num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    if num_workers > 1:
+        items[:] = longest_first(items, num_workers)
+    return result
+
+
+def longest_first(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
+    """`--dist worksteal` gives each worker as many consecutive tests: those of each begin with its
+    share of LONGEST."""
+    longest = [item for item in items if item.name.split("[")[0] in LONGEST]
+    others, found = [item for item in items if item not in longest], list[pytest.Item]()
+    for worker in range(num_workers):
+        size = (len(items) - len(found)) // (num_workers - worker)
+        found += longest[worker::num_workers]
+        rest = max(0, size - len(longest[worker::num_workers]))
+        found, others = found + others[:rest], others[rest:]
+    return found + others
+
+
+def mark_slow(items: list[pytest.Item]) -> None:
+    """What LONG_ONLY and the marker `thinned` say."""
     seen: dict[tuple[str, str], list[str]] = {}  # the values of each parameter of each test
     for item in items:
         if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
             continue
         is_left_out = item.callspec.params.get("mode") in LONG_ONLY
-        if item.get_closest_marker("thinned"):
+        if (thinned := item.get_closest_marker("thinned")) is not None:
             place = 0
             for name, value in item.callspec.params.items():
                 values = seen.setdefault((item.nodeid.split("[")[0], name), [])
                 if repr(value) not in values:
                     values.append(repr(value))
                 place += values.index(repr(value))
-            is_left_out |= place % 2 == 1
+            is_left_out |= place % (thinned.args or (2,))[0] > 0
         if is_left_out:
             item.add_marker(pytest.mark.slow)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.distributed.cases import EAGLE3, PROMPTS
+from tests.distributed.cases import EAGLE3, TOKEN_PROMPTS
 from tllm_spec.distributed.process_group import ProcessGroup
 from tllm_spec.executor.sampling.sharded_sampler import ShardedDraftSampling, ShardedSampler
 from tllm_spec.llm import LLM
@@ -62,11 +62,13 @@ def always_gather() -> None:
 
 def generate(counter: Counter) -> dict[str, dict[str, Any]]:
     found = {}
-    options: dict[str, Any] = {"device": "cpu", "speculative_config": EAGLE3}
+    # Without a tokenizer, which would take longer to import than all rounds.
+    options: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True}
+    options["speculative_config"] = EAGLE3
     with suppress(SystemExit), LLM("zoo:llama", tensor_parallel_size=2, **options) as llm:
         for name, way in WAYS.items():
             counter.row_bytes.clear()
-            outputs = llm.generate(PROMPTS[:3], way | LASTING, use_tqdm=False)
+            outputs = llm.generate(TOKEN_PROMPTS[:3], way | LASTING, use_tqdm=False)
             tokens = [each.outputs[0].token_ids for each in outputs]
             found[name] = {"tokens": tokens, "row_bytes": sorted(counter.row_bytes)}
     return found

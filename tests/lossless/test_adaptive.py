@@ -130,7 +130,7 @@ def test_another_tier_in_every_round_changes_no_text(
     assert all(0 < rate < 1 for rate in estimate)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("mode", "overlap"), RUNS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_strategy_moves_between_draft_lengths_and_changes_no_text(

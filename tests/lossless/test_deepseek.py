@@ -92,7 +92,7 @@ def plain_of_mtp(with_mtp: Path) -> list[list[int]]:
     return texts(with_mtp, max_batch_size=1, **PLAIN)[0]
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("one_model", [True, False])
 @pytest.mark.parametrize(("is_vanilla", "draft_len"), [(False, 3), (True, 2)])
