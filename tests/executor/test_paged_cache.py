@@ -14,7 +14,7 @@ def common_length(left: list[int], right: list[int]) -> int:
     return next((i for i, (one, other) in pairs if one != other), min(len(left), len(right)))
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("partial_reuse", [True, False])
 @pytest.mark.parametrize("num_pages", [3, 8, 20])

@@ -27,7 +27,7 @@ BUSY: dict[str, Any] = {
 
 
 QUICK = [mode for mode in MODES if mode not in LONG_ONLY]
-QUICK += [f"{mode} in turn" for mode in ("plain", "draft_target", "eagle3")]
+QUICK += [f"{mode} in turn" for mode in ("plain", "eagle3")]
 
 
 def quick_or_slow(names: Iterable[str]) -> list[Any]:
