@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from tests.server.http_answers import wait_for
+from tests.server.http_answers import SECONDS, wait_for
 
 ROOT = Path(__file__).parents[2]
 MODEL = "zoo:llama"
@@ -76,8 +76,8 @@ class ServedProcess:
         return self.wait()
 
     def wait(self) -> int:
-        status = self.process.wait(timeout=60)
-        self._reader.join(timeout=60)
+        status = self.process.wait(timeout=SECONDS)
+        self._reader.join(timeout=SECONDS)
         return status
 
     def _read(self) -> None:
@@ -94,4 +94,4 @@ def is_running(pid: int) -> bool:
 
 
 def complete(url: str) -> int:
-    return httpx.post(f"{url}/v1/completions", json=SHORT, timeout=60).status_code
+    return httpx.post(f"{url}/v1/completions", json=SHORT, timeout=SECONDS).status_code
