@@ -53,17 +53,17 @@ def check_like_the_reference(output: torch.Tensor, reference: torch.Tensor) -> N
         assert (output != reference).sum() <= 0.02 * output.numel()
 
 
-def check_files_under_the_interpreter(files: Mapping[str, int]) -> None:
-    """All tests of the files pass under the interpreter, in one subprocess; at least as many of
-    each file ran as it is mapped to."""
+def check_files_under_the_interpreter(files: Mapping[str, int], *options: str) -> None:
+    """All tests of the files pass under the interpreter, in one subprocess with more `options` of
+    pytest; at least as many of each file ran as it is mapped to."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     version = importlib.metadata.version("triton")
     if tuple(map(int, version.split(".")[:2])) < (3, 7):
         pytest.skip(f"the interpreter of Triton {version} does not run with NumPy 2; 3.7 does")
-    options = ["-p", "no:cacheprovider", "-n", "0", "-rp", "-k", "interpreted"]
+    own = ["-p", "no:cacheprovider", "-n", "0", "-rp", "-k", "interpreted"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *files],
+        [sys.executable, "-m", "pytest", *own, *options, *files],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

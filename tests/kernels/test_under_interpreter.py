@@ -24,7 +24,7 @@ GROUPS: tuple[dict[str, int], ...] = (
         "slot_windows": 12,
         "tree_attention": 9,
         "batch_invariant_tree": 3,
-        "lossless/deterministic": 4,
+        "lossless/deterministic": 2,
         "latent_attention": 21,
         "latent_write": 10,
         "head_gemm": 24,
@@ -59,9 +59,16 @@ GROUPS: tuple[dict[str, int], ...] = (
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: next(iter(group)))
 def test_the_kernels_pass_under_tritons_interpreter(group: dict[str, int]) -> None:
     assert not has_kernels(torch.device("cpu")), "only the subprocess runs the interpreter"
-    tests = Path(__file__).parents[1]
-    files = {}
-    for path, number in group.items():
-        *folder, name = path.split("/")
-        files[str(tests.joinpath(*(folder or ["kernels"]), f"test_{name}.py"))] = number
-    check_files_under_the_interpreter(files)
+    check_files_under_the_interpreter({path_of(name): number for name, number in group.items()})
+
+
+@pytest.mark.slow
+def test_what_is_slow_passes_under_tritons_interpreter() -> None:
+    numbers = {path_of(name): 0 for group in GROUPS for name in group}
+    numbers[path_of("lossless/deterministic")] = 2
+    check_files_under_the_interpreter(numbers, "-m", "slow and not gpu")
+
+
+def path_of(name: str) -> str:
+    *folder, name = name.split("/")
+    return str(Path(__file__).parents[1].joinpath(*(folder or ["kernels"]), f"test_{name}.py"))

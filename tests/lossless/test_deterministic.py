@@ -39,6 +39,8 @@ RUNS_OF_KIND = {
         | {"speculative_config": {"decoding_type": "MTP"} | TREES},
     },
 }
+# Their kernels' own tests show that other rows change no bit.
+SLOW = ("experts", "chunks")
 NUM_TOKENS = 4
 SMALL_LATENTS = {
     "num_hidden_layers": 2,
@@ -112,7 +114,13 @@ def outputs_of(model: Path, batch_size: int, **options: Any) -> list[RequestOutp
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in a process of Triton's interpreter")
-@pytest.mark.parametrize("kind", RUNS_OF_KIND, ids=lambda kind: f"interpreted {kind}")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, id=f"interpreted {kind}", marks=[pytest.mark.slow] * (kind in SLOW))
+        for kind in RUNS_OF_KIND
+    ],
+)
 def test_every_bit_is_that_of_a_request_alone(kind: str, tmp_path: Path, exact_dots: None) -> None:
     model = write_tiny_llama(tmp_path)
     if kind == "experts":
