@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from tllm_spec import RequestError, llmapi
 from tllm_spec.llm import LLM
 from tllm_spec.prompts import PromptReader
 from tllm_spec.sampling_params import GREEDY_BELOW_TEMPERATURE, LARGEST_FACTOR, SamplingParams
@@ -137,6 +138,31 @@ def test_a_processor_that_exits_fails_only_its_own_request(llm: LLM) -> None:
     failed = llm.generate_async("import os", SamplingParams(max_tokens=3, logits_processor=exits))
     assert failed.result(timeout=60).error == "SystemExit: no more"
     assert llm.generate("import os", THREE).outputs[0].length == 3
+
+
+def test_a_request_that_fails_raises_if_it_was_alone_and_marks_its_output_in_a_list(
+    llm: LLM,
+) -> None:
+    def fails(tokens: list[int], logits: Tensor) -> Tensor:
+        raise KeyError("no such token")
+
+    failing = SamplingParams(max_tokens=3, logits_processor=fails)
+    with pytest.raises(RequestError, match="KeyError: 'no such token'"):
+        llm.generate("import os", failing)
+    failed, good = llm.generate(["import os"] * 2, [failing, THREE], use_tqdm=False)
+    assert failed.error == "KeyError: 'no such token'"
+    assert good.error is None and good.outputs[0].length == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params"), [(None, THREE), ([1] * 65, THREE), ("import os", {"max_tokens": "a"})]
+)
+def test_what_is_wrong_with_a_request_is_a_request_error(
+    llm: LLM, prompt: Any, params: Any
+) -> None:
+    for call in (llm.generate, llm.generate_async):
+        with pytest.raises(llmapi.RequestError):
+            call(prompt, params)
 
 
 def test_a_request_that_excludes_every_token_is_refused(llm: LLM) -> None:

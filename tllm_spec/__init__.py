@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tllm_spec.llm import LLM as LLM
     from tllm_spec.outputs import CompletionOutput as CompletionOutput
     from tllm_spec.outputs import RequestOutput as RequestOutput
+    from tllm_spec.request_errors import RequestError as RequestError
     from tllm_spec.sampling_params import SamplingParams as SamplingParams
     from tllm_spec.speculative_config import DraftTargetDecodingConfig as DraftTargetDecodingConfig
     from tllm_spec.speculative_config import Eagle3DecodingConfig as Eagle3DecodingConfig
@@ -36,6 +37,7 @@ _HOME = {
     "SamplingParams": "sampling_params",
     "GuidedDecodingParams": "guided_decoding",
     "CompletionOutput": "outputs",
+    "RequestError": "request_errors",
     "RequestOutput": "outputs",
     "NGramDecodingConfig": "speculative_config",
     "DraftTargetDecodingConfig": "speculative_config",

@@ -24,6 +24,7 @@ from tllm_spec.option_checks import refuse_not_served
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.prompts import Prompt, is_single
 from tllm_spec.ranks import build_together, join_ranks
+from tllm_spec.request_errors import RequestError
 from tllm_spec.request_handle import RequestHandle, Results
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server_info import server_info
@@ -81,8 +82,9 @@ class LLM:
         """Completes one prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}) or
         a list of them.
 
-        A list gives a list in the same order. If one of its prompts cannot be served, that output
-        has `error`, and the others are not affected; a single such prompt raises ValueError.
+        A list gives a list in the same order. If one of its prompts cannot be served, or fails
+        while it runs, that output has `error`, and the others are not affected; a single such
+        prompt raises RequestError, which is a ValueError.
         `sampling_params` and `priority` (0 to 1, higher first with `waiting_queue_policy:
         priority`) may be lists of the same length.
 
@@ -94,7 +96,10 @@ class LLM:
             (rank,) = _one_each("priority", priority, 1)
             result = self.generate_async(cast(Prompt, inputs), params, priority=rank)
             with _aborted_if_interrupted([result]):
-                return result.result()
+                output = result.result()
+            if output.error is not None:
+                raise RequestError(output.error)
+            return output
         prompts = list(cast(Sequence[Prompt], inputs))
         all_params = _one_each("sampling_params", sampling_params, len(prompts))
         priorities = _one_each("priority", priority, len(prompts))
@@ -119,15 +124,17 @@ class LLM:
         **not_served: Any,
     ) -> RequestHandle:
         """Submits one prompt and returns at once. With `streaming` the result grows while tokens
-        come, without it arrives whole.
+        come, without it arrives whole. The result of a request that fails while it runs has
+        `error`; reading it raises nothing.
 
-        Raises ValueError for a prompt or parameters that this model cannot serve, RuntimeError
-        after shutdown or when the executor has died."""
+        Raises RequestError, which is a ValueError, for a prompt or parameters that this model
+        cannot serve, RuntimeError after shutdown or when the executor has died."""
         _refuse_not_served(not_served)
         self._check_alive()
-        submission = self._intake.submission(
-            inputs, sampling_params, streaming=streaming, priority=priority
-        )
+        with _mistakes_as_request_errors():
+            submission = self._intake.submission(
+                inputs, sampling_params, streaming=streaming, priority=priority
+            )
         result = submission.handle(self.tokenizer, self._cancel_of(submission.ids))
         for request_id in submission.ids:
             self._results.add(request_id, result)
@@ -254,6 +261,16 @@ def _refuse_not_served(arguments: Mapping[str, Any]) -> None:
         if not isinstance(value, (list, tuple)) or any(each is not None for each in value)
     }
     refuse_not_served(given, GENERATE_NOT_SERVED)
+
+
+@contextmanager
+def _mistakes_as_request_errors() -> Iterator[None]:
+    try:
+        yield
+    except RequestError:
+        raise
+    except ValueError as error:
+        raise RequestError(str(error)) from error
 
 
 @contextmanager

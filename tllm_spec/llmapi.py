@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tllm_spec import LlmArgs as LlmArgs
     from tllm_spec import MTPDecodingConfig as MTPDecodingConfig
     from tllm_spec import NGramDecodingConfig as NGramDecodingConfig
+    from tllm_spec import RequestError as RequestError
     from tllm_spec import RequestOutput as RequestOutput
     from tllm_spec import SamplingParams as SamplingParams
     from tllm_spec import SchedulerConfig as SchedulerConfig
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
 
     DecodeCudaGraphConfig = CudaGraphConfig
     TorchLlmArgs = LlmArgs
-
-RequestError = ValueError  # what `LLM.generate` raises for a request that cannot be served
 
 
 class CapacitySchedulerPolicy(str, Enum):
@@ -138,7 +137,7 @@ __all__ = sorted(
     {
         *tllm_spec.__all__,
         *("BatchingType", "CapacitySchedulerPolicy", "ContextChunkingPolicy"),
-        *("LogitsProcessor", "RequestError"),
+        "LogitsProcessor",
         *OTHER_NAMES,
         *_TYPE_OF,
         *OPTION_OF,

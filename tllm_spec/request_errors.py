@@ -7,5 +7,9 @@ NO_GUIDED_TOKEN = (
 )
 
 
-class ContextLengthExceeded(ValueError):
+class RequestError(ValueError):
+    """A request of `LLM` that cannot be served, or that has failed while it ran."""
+
+
+class ContextLengthExceeded(RequestError):
     """The prompt is longer than the model's context."""

@@ -76,8 +76,9 @@ class RequestHandle(RequestOutput):
     """A `RequestOutput` that is still growing.
 
     `result()` and `await` return the finished output. Iterating (`for`, `async for`) returns it
-    each time it has grown. `abort()` ends the request. Only one reader may use it. It equals only
-    itself; a copy or a pickle is a plain `RequestOutput`."""
+    each time it has grown. None of them raises for a request that has failed: the output's `error`
+    says why, and what was generated before stays. `abort()` ends the request. Only one reader may
+    use it. It equals only itself; a copy or a pickle is a plain `RequestOutput`."""
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
