@@ -143,8 +143,8 @@ def measure(
         front.engine.sendall(pack(["responses", clients, [[each, new] for each in streams.ids]]))
         streams.read(b"data: {", clients)
     cpu, wall = front.cpu_seconds() - cpu, time.monotonic() - wall
-    end = {"cached_tokens": 0, "first_scheduled_time": 0.0, "finish_reason": "length"}
-    end |= {"stop_reason": None, "error": None, "speculative": None}
+    end = {"cached_tokens": 0, "first_scheduled_time": 0.0, "first_token_time": 0.0}
+    end |= {"finish_reason": "length", "stop_reason": None, "error": None, "speculative": None}
     front.engine.sendall(pack(["responses", 0, [[each, [], end] for each in streams.ids]]))
     streams.read(b"[DONE]", clients)
     streams.close()

@@ -121,6 +121,7 @@ class LlmRequest:
     cached_tokens: int = 0  # reused from the prefix cache at first admission
     num_preemptions: int = 0
     first_scheduled_time: float | None = None  # time.monotonic()
+    first_token_time: float | None = None  # when the host read it
 
     py_draft_tokens: list[int] = field(default_factory=list)  # placeholders; then drafts, padded
     py_draft_parents: list[int] | None = None  # of a tree's tokens, from a drafter on the host

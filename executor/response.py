@@ -21,6 +21,7 @@ class Response:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # with the first tokens
     cached_tokens: int = 0
     first_scheduled_time: float | None = None  # time.monotonic()
+    first_token_time: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     stop_match: StopMatch | None = None
@@ -40,6 +41,7 @@ def response_of(request: LlmRequest, *, speculating: bool) -> Response:
         prompt_logprobs=request.prompt_logprobs if start == 0 and request.prompt_logprobs else None,
         cached_tokens=request.cached_tokens,
         first_scheduled_time=request.first_scheduled_time,
+        first_token_time=request.first_token_time,
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
         stop_match=request.stop_match,

@@ -115,3 +115,15 @@ def test_held_tokens_are_delivered_when_no_stop_string_came() -> None:
     handle.receive(Response(1, [], finish_reason="cancelled"))
     output = handle.result(timeout=1).outputs[0]
     assert (output.text, output.token_ids) == ("x = 1\n\n", token_ids)
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_the_moments_of_several_samples_are_those_of_the_earliest(later: int) -> None:
+    handle = RequestHandle(1, "a", [5], SamplingParams(n=2), None, lambda: None)
+    for index in range(2):
+        late = float(index == later)
+        times = {"first_scheduled_time": 1 + late, "first_token_time": 3 + late}
+        handle.receive(Response(1, [7], index, **times))
+        handle.receive(Response(1, [8], index, finish_reason="length"))
+    metrics = handle.result(timeout=1).metrics
+    assert (metrics.first_scheduled_time, metrics.first_token_time) == (1, 3)

@@ -97,7 +97,10 @@ def _add(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass
 class RequestMetrics:
-    """Moments in the life of a request, in seconds of `time.monotonic()`; None = not reached."""
+    """Moments in the life of a request, in seconds of `time.monotonic()`; None = not reached.
+
+    Of several samples the earliest moment counts, and the end of the last one. The first token's is
+    when the host read it, also where the answer comes whole."""
 
     arrival_time: float
     first_scheduled_time: float | None = None

@@ -196,9 +196,10 @@ class RequestHandle(RequestOutput):
         if output.finish_reason is not None:
             return  # `fail` came first
         metrics = self.metrics
-        if response.token_ids and metrics.first_token_time is None:
-            metrics.first_token_time = time
-        metrics.first_scheduled_time = metrics.first_scheduled_time or response.first_scheduled_time
+        metrics.first_scheduled_time = _earlier(
+            metrics.first_scheduled_time, response.first_scheduled_time
+        )
+        metrics.first_token_time = _earlier(metrics.first_token_time, response.first_token_time)
         self.cached_tokens = max(self.cached_tokens, response.cached_tokens)
         if response.prompt_logprobs is not None:
             output.prompt_logprobs = response.prompt_logprobs
@@ -248,6 +249,11 @@ class Results:
             index = request_id - handle.request_id  # the samples of a request have consecutive ids
             handle.receive(Response(request_id, [], index, finish_reason="error", error=message))
         self._handles.clear()
+
+
+def _earlier(known: float | None, new: float | None) -> float | None:
+    """Of a moment of several samples."""
+    return new if known is None else known if new is None else min(known, new)
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:

@@ -5,6 +5,7 @@ Most requests of most rounds only grow by their run of tokens. That is the short
 loop over windows, which takes most of the host's time for a round."""
 
 from collections.abc import Iterable
+from time import monotonic
 
 from tllm_spec.executor.faults import described
 from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState
@@ -120,7 +121,9 @@ def _read_contexts(
     for request, row in zip(requests, table, strict=False):
         request.tokens_in_flight -= 1
         if not request.is_finished:
-            _emit(request, row[1 : 1 + row[0]], logprobs)
+            num_emitted = _emit(request, row[1 : 1 + row[0]], logprobs)
+            if num_emitted and request.first_token_time is None:  # preempted ones have it
+                request.first_token_time = monotonic()
             responding.append(request)
     return responding
 

@@ -114,3 +114,27 @@ def test_a_device_tells_how_long_it_worked() -> None:
     torch.cuda._sleep(20_000_000)  # cycles: about 10 ms
     span.end()
     assert 0.005 < span.seconds() < 0.1
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_whole_answer_and_a_streamed_one_have_the_time_when_their_first_token_was_read(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, overlaps: bool
+) -> None:
+    harness, calls, latest = Harness(tiny, disable_overlap_scheduler=not overlaps), [0], [0]
+
+    def clock() -> float:
+        calls[0] += 1
+        return latest[0]
+
+    monkeypatch.setattr("tllm_spec.executor.rounds.round_reader.monotonic", clock)
+    whole = harness.submit([3, 1, 4], max_tokens=6)
+    streamed = harness.submit([1, 5, 9, 2], max_tokens=6, streaming=True)
+    while harness.round():
+        latest[0] += 1
+    (answer,), responses = (
+        harness.responses[whole.request_id],
+        harness.responses[streamed.request_id],
+    )
+    assert len(responses) > 1 and calls == [2], "once for each request"
+    times = {response.first_token_time for response in [answer, *responses]}
+    assert times == {float(overlaps)} and latest[0] > 4

@@ -125,11 +125,13 @@ class FakeLLM:
         return handle
 
     def _answer(self, handle: RequestHandle, params: SamplingParams, streaming: bool) -> None:
+        first_token_time = time.monotonic()
+
         def respond(index: int, tokens: list[int], **end: Any) -> None:
-            logprobs = _logprobs(params, tokens)
-            handle.receive(
-                Response(handle.request_id, tokens, index=index, logprobs=logprobs, **end)
-            )
+            more = {"logprobs": _logprobs(params, tokens), **end}
+            if tokens:
+                more["first_token_time"] = first_token_time
+            handle.receive(Response(handle.request_id, tokens, index=index, **more))
 
         if handle.prompt == FAILING_PROMPT:
             respond(0, [], finish_reason="error", error="the logits are not numbers")

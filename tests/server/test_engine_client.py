@@ -59,6 +59,7 @@ STOPPING = {"temperature": 0.0, "max_tokens": 60}
         {**STOPPING, "stop": ["e", "r"], "logprobs": 1, "n": 2, "temperature": 0.9, "seed": 1},
         {**STOPPING, "stop": ["):"], "include_stop_str_in_output": True},
         {"max_tokens": 1, "stop": ["e"]},
+        {"temperature": 0.0, "max_tokens": 1, "stop": ["rg"]},  # in the first token
     ],
 )
 def test_the_answer_is_that_of_one_process(
@@ -71,6 +72,9 @@ def test_the_answer_is_that_of_one_process(
 
     found = engine.use(ask)
     assert texts_of(found) == texts_of(expected)
+    for metrics in (found.metrics, expected.metrics):
+        times = [metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time]
+        assert times == sorted(times) and times[-1] < metrics.finished_time
     assert found.outputs[0].prompt_logprobs == expected.outputs[0].prompt_logprobs
     assert found.prompt_token_ids == expected.prompt_token_ids
     assert found.speculative_decoding.rounds >= expected.speculative_decoding.rounds > 0 or (

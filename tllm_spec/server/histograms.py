@@ -87,8 +87,7 @@ class Histograms:
         if is_streamed:
             self._observe(TIME_TO_FIRST_TOKEN, metrics.time_to_first_token)
             is_timed = len(output.outputs) == 1 and num_tokens > 1
-            # Tokens that all came in one response have no time between them.
-            if is_timed and first is not None and end is not None and first < end:
+            if is_timed and first is not None and end is not None:
                 self._observe(TIME_PER_OUTPUT_TOKEN, (end - first) / (num_tokens - 1))
         self._observe(QUEUE_TIME, metrics.queue_time)
         self._observe(LATENCY, metrics.latency)

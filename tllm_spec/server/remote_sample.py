@@ -67,6 +67,7 @@ class RemoteSample:
             last.prompt_logprobs,
             last.cached_tokens,
             last.first_scheduled_time,
+            last.first_token_time,
             finish_reason="error" if last.error else "stop",
             stop_reason=self.match.stop,
             stop_match=self.match,

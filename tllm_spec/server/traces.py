@@ -57,7 +57,7 @@ class Traces:
         operation = "text_completion" if request.url.path == "/v1/completions" else "chat"
         times, reasons = output.metrics, [each.finish_reason for each in output.outputs]
         end = times.finished_time or time.monotonic()
-        # Without streaming a choice's tokens arrive at its end.
+        # The client of a whole answer has no token before its end.
         first = times.first_token_time if is_streamed else None
         given: dict[str, Any] = {
             "gen_ai.operation.name": operation,

@@ -68,6 +68,7 @@ def pack_response(response: Response, request_id: int, *, is_first: bool) -> lis
     more: dict[str, Any] = {
         "cached_tokens": response.cached_tokens,
         "first_scheduled_time": response.first_scheduled_time,
+        "first_token_time": response.first_token_time,
     }
     if response.logprobs:
         more["logprobs"] = _plain_logprobs(response.logprobs)
