@@ -115,6 +115,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.draft_shape",
         "tllm_spec.logits_processor",
         "tllm_spec.import_path",
+        "tllm_spec.child_command",
         "tllm_spec.request_errors",
         "tllm_spec.zoo.registry",
         "tllm_spec.zoo.corpus",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import subprocess
-import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -13,6 +12,7 @@ from contextlib import suppress
 from queue import LifoQueue
 from typing import Any
 
+from tllm_spec.child_command import module_command
 from tllm_spec.grammar_child import read_message, write_message
 from tllm_spec.guided_decoding import GrammarSource
 
@@ -117,7 +117,7 @@ class _Process:
     def _start(self) -> subprocess.Popen[bytes]:
         """Raises RuntimeError if the process does not start."""
         self._end()
-        command = [sys.executable, "-m", "tllm_spec.grammar_child"]
+        command = module_command("tllm_spec.grammar_child")
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._child, self._end = child, weakref.finalize(self, _kill, child)
         assert child.stdin is not None

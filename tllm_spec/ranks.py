@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from tllm_spec.child_command import module_command
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.distributed.mpirun import find_mpiexec, undo_default_binding
@@ -177,7 +178,7 @@ def _comm(args: LlmArgs, are_joined: threading.Event) -> tuple[MPI.Intracomm, MP
     unbound = MPI.Info.Create({"bind_to": "none"})  # or Open MPI 4 binds each to one core
     try:
         with _mpiexec_on_path(are_joined) as fifo:
-            command = ["-c", RANK, fifo, sys.executable, "-m", "tllm_spec.ranks"]
+            command = ["-c", RANK, fifo, *module_command("tllm_spec.ranks")]
             started = MPI.COMM_SELF.Spawn("/bin/sh", command, size - 1, unbound)
     except MPI.Exception as error:
         raise ValueError(NOT_STARTED.format(size=size, error=error)) from error

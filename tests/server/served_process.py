@@ -28,13 +28,15 @@ SHORT = {"model": MODEL, "prompt": "a", "max_tokens": 3}
 
 class ServedProcess:
     """Use it in `with`: at the end it is killed if it still runs. `log` grows while it runs.
-    `code`: Python that runs the command."""
+    `code`: Python that runs the command. `cwd`: its working folder."""
 
-    def __init__(self, folder: Path, *flags: str, code: str = RUN, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, *flags: str, code: str = RUN, cwd: Path = ROOT, **options: Any
+    ) -> None:
         path = folder / "options.yaml"
         path.write_text(repr(OPTIONS | options))  # these literals are YAML, too
         command = [sys.executable, "-c", code, MODEL, "--port", "0", "--config", str(path), *flags]
-        self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, cwd=cwd, stderr=subprocess.PIPE, text=True)
         self.log: list[str] = []
         self._reader = threading.Thread(target=self._read)
         self._reader.start()

@@ -66,9 +66,13 @@ def stream(url: str, body: dict[str, Any] = LONG) -> Iterator[Iterator[str]]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
-    """One server for the tests up to the one that ends it: to start it takes longer than they."""
+    """One server for the tests up to the one that ends it: to start it takes longer than they. It
+    imports as the installed command does, not from its working folder, where a file hides Python's
+    `queue`."""
     folder = tmp_path_factory.mktemp("served")
-    with ServedProcess(folder, "--shutdown_timeout", "600") as served:
+    (folder / "queue.py").write_text("raise RuntimeError('this is not the queue of Python')")
+    code = f"import sys; sys.path[:] = {sys.path}; {RUN}"
+    with ServedProcess(folder, "--shutdown_timeout", "600", code=code, cwd=folder) as served:
         yield served
 
 

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
@@ -16,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from tllm_spec.child_command import module_command
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mpirun import mpirun_descriptors
 from tllm_spec.server.child import SIGNALS, ChildSettings, engine_process
@@ -77,9 +77,7 @@ class Child:
         ours, theirs = socket.socketpair()
         passed = (theirs.fileno(), self._listener.fileno())
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            self._module,
+            *module_command(self._module),
             *map(str, passed),
             stdin=asyncio.subprocess.DEVNULL,
             env=self._environment,
