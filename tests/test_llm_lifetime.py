@@ -1,9 +1,11 @@
 """An `LLM`'s life: interrupted waits, shutdown, threads, and what is freed."""
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -120,6 +122,14 @@ def test_requests_from_several_threads_are_all_answered(llm: LLM) -> None:
     for thread in threads:
         thread.join()
     assert lengths == [3] * 8
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy])
+def test_an_llm_that_is_pickled_or_copied_says_what_to_do(
+    llm: LLM, copied: Callable[[LLM], object]
+) -> None:
+    with pytest.raises(TypeError, match="an LLM cannot be pickled: make one from its arguments"):
+        copied(llm)
 
 
 def test_every_llm_has_an_id_of_its_own(llm: LLM) -> None:

@@ -221,6 +221,12 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an LLM cannot be pickled: make one from its arguments in the other process, or pass "
+            "outputs"
+        )
+
     def _submit_or_explain(self, prompt: Prompt, params: Params, priority: float) -> RequestHandle:
         try:
             return self.generate_async(prompt, params, priority=priority)
