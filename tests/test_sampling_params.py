@@ -189,6 +189,10 @@ def test_a_list_or_mapping_of_the_wrong_type_is_refused_by_name(name: str, value
 
 def test_the_constructor_knows_tensorrt_llms_other_options_too() -> None:
     assert SamplingParams(return_perf_metrics=False, top_p_decay=None) == SamplingParams()  # type: ignore[call-arg] # as TensorRT-LLM's users write
+    where = "times are always in RequestOutput.metrics; an output has no request_perf_metrics"
+    assert SamplingParams.from_dict({"return_perf_metrics": True}) == SamplingParams()
+    with pytest.raises(ValueError, match=f"return_perf_metrics = 3 is refused: {where}"):
+        SamplingParams.from_dict({"return_perf_metrics": 3})
     with pytest.raises(ValueError, match="top_p_decay = 5 is refused: top_p is constant"):
         SamplingParams(top_p_decay=5)  # type: ignore[call-arg] # the same
     with pytest.raises(

@@ -128,7 +128,8 @@ class RequestMetrics:
 
 @dataclass
 class CompletionOutput:
-    """One of a request's `n` samples; it grows in place while it streams.
+    """One of a request's `n` samples; it grows in place while it streams. TensorRT-LLM's
+    `request_perf_metrics` is not here: the times are in `RequestOutput.metrics`.
 
     The `*_diff` properties are what is new since the last `start_next_diff`. `logprobs[i]` maps
     token ids, the chosen one among them, to log probabilities at output position i.

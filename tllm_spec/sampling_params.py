@@ -45,7 +45,10 @@ NOT_SERVED: Mapping[str, NotServed] = {
     "return_context_logits": NotServed((False,), NO_LOGITS),
     "return_encoder_output": NotServed((False,), "there are no encoders"),
     "return_generation_logits": NotServed((False,), NO_LOGITS),
-    "return_perf_metrics": NotServed((True, False), "times are always in RequestOutput.metrics"),
+    "return_perf_metrics": NotServed(
+        (True, False),
+        "times are always in RequestOutput.metrics; an output has no request_perf_metrics",
+    ),
     "top_p_decay": NotServed((None, 1.0, 1), "top_p is constant"),
     "top_p_min": NotServed((None, 0.0, 0, 1e-6), "top_p is constant"),
     "top_p_reset_ids": NotServed((None,), "top_p is constant"),
