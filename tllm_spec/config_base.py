@@ -10,6 +10,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tllm_spec.option_checks import NotServed, many_unknown, refusals, shown, unknown_option
 
+# Options whose keys are batch sizes.
+NUMBERED = frozenset({"adaptive", "draft_len_schedule"})
+
 
 class ConfigError(ValueError):
     """All mistakes found in one configuration, one line each."""
@@ -55,6 +58,18 @@ class ConfigModel(BaseModel):
         """Plain values whose constructor makes an equal object, in another process too. Raises
         TypeError for a value that is an object of the user's."""
         return {name: _plain(getattr(self, name)) for name in sorted(self.model_fields_set)}
+
+
+def check_keys(options: Mapping[str, Any], path: str = "") -> None:
+    """Raises ConfigError for a nested key that is not a string, as YAML and Python can write."""
+    for name, value in options.items():
+        if not isinstance(value, Mapping) or name in NUMBERED:
+            continue
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise ConfigError(
+                [f"{path}{name} has the key {shown(wrong[0])}; names of options are needed"]
+            )
+        check_keys(value, f"{path}{name}.")
 
 
 def _plain(value: Any) -> Any:

@@ -29,6 +29,16 @@ NO_KV_EVENTS = "KV cache events are not reported"
 NO_HOST_CACHE = "evicted pages are not kept in host memory"
 ALL_TOKENS = "every layer keeps all tokens"
 
+# TensorRT-LLM's defaults of options that are mappings.
+MOE_DEFAULTS: Mapping[str, object] = {
+    "backend": "AUTO",
+    "max_num_tokens": None,
+    "load_balancer": None,
+    "disable_finalize_fusion": False,
+    "use_low_precision_moe_combine": False,
+}
+NOTHING_QUANTISED: Mapping[str, object] = {"quant_algo": None, "kv_cache_quant_algo": None}
+
 LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "allreduce_strategy": NotServed(
         ("AUTO",), "for each size the fastest way is measured when the ranks meet"
@@ -45,12 +55,12 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "batched_logits_processor": NotServed((None,), "use SamplingParams.logits_processor"),
     "batching_type": NotServed((None, "INFLIGHT"), "requests join and leave in every round"),
     "build_config": NotServed((None,), NO_ENGINE_FILES),
-    "cache_transceiver_config": NotServed((None,), ONE_PROCESS),
+    "cache_transceiver_config": NotServed((None, {"backend": None}), ONE_PROCESS),
     "calib_config": NotServed((None,), NO_QUANTISING),
     "checkpoint_format": NotServed((None, "HF"), "checkpoints have Hugging Face's format"),
     "checkpoint_loader": NotServed((None,), "checkpoints have Hugging Face's format"),
     "context_parallel_size": NotServed((1,), NO_CONTEXT_PARALLEL),
-    "cp_config": NotServed((None,), NO_CONTEXT_PARALLEL),
+    "cp_config": NotServed((None, {}), NO_CONTEXT_PARALLEL),
     "custom_tokenizer": NotServed((None,), "pass a tokenizer object as tokenizer"),
     "enable_attention_dp": NotServed((False,), NO_ATTENTION_DP),
     "enable_autotuner": NotServed(
@@ -81,7 +91,9 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "max_beam_width": NotServed((None, 1), NO_BEAMS),
     "mm_encoder_only": NotServed((False,), TEXT_ONLY),
     "moe_cluster_parallel_size": NotServed((None, -1, 1), ONE_WAY),
-    "moe_config": NotServed((None,), "kernels of experts are chosen by device and size"),
+    "moe_config": NotServed(
+        (None, MOE_DEFAULTS), "kernels of experts are chosen by device and size"
+    ),
     "mpi_session": NotServed((None,), NO_SESSION),
     "multimodal_config": NotServed((None,), TEXT_ONLY),
     "normalize_log_probs": NotServed((False,), NO_BEAMS),
@@ -93,9 +105,8 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "prefill_cuda_graph_backend": NotServed(
         ("auto", "disabled"), "a captured prefill is one whole graph"
     ),
-    "print_iter_log": NotServed((False,), "rounds are not logged; use enable_iter_perf_stats"),
     "prometheus_metrics_config": NotServed((None,), "the server's metrics have no settings"),
-    "quant_config": NotServed((None,), NO_QUANTISING),
+    "quant_config": NotServed((None, NOTHING_QUANTISED), NO_QUANTISING),
     "ray_placement_config": NotServed((None,), NO_SESSION),
     "reasoning_parser": NotServed((None,), "it is an option of tllm-serve: --reasoning_parser"),
     "request_stats_max_iterations": NotServed((None,), NO_STATISTICS),

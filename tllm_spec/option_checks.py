@@ -17,7 +17,8 @@ MAX_UNKNOWN = 10  # unknown options that an error message lists
 
 
 class NotServed(NamedTuple):
-    """An option of which only the `accepted` values are taken. They change nothing."""
+    """An option of which only the `accepted` values are taken. They change nothing. Of a mapping
+    among them, a part is taken, too."""
 
     accepted: tuple[object, ...]
     reason: str
@@ -25,13 +26,28 @@ class NotServed(NamedTuple):
     def accepts(self, value: object) -> bool:
         """Whether `value` is one of the accepted values. `True` is not `1`."""
         plain = value.value if isinstance(value, Enum) else value
-        return any(type(plain) is type(off) and plain == off for off in self.accepted)
+        return any(_asks_for(plain, off) for off in self.accepted)
 
     def refusal(self, name: str, value: str) -> str:
         """The sentence that refuses the option `name` with a value shown as `value`."""
-        only = " or ".join(repr(off) for off in self.accepted)
+        only = " or ".join(map(_shown_accepted, self.accepted))
         accepted = f"; accepted: {only}" if self.accepted else ""
         return f"{name} = {value} is refused: {self.reason}{accepted}"
+
+
+def _shown_accepted(value: object) -> str:
+    """Of a mapping, the first entry stands for all."""
+    if not isinstance(value, Mapping) or len(value) < 2:
+        return repr(value)
+    return f"{repr(dict(islice(value.items(), 1)))[:-1]}, ...}}"
+
+
+def _asks_for(value: object, accepted: object) -> bool:
+    if isinstance(value, Mapping) and isinstance(accepted, Mapping):
+        return all(
+            name in accepted and _asks_for(each, accepted[name]) for name, each in value.items()
+        )
+    return type(value) is type(accepted) and value == accepted
 
 
 def refusals(options: Mapping[str, Any], table: Mapping[str, NotServed]) -> dict[str, str]:
