@@ -106,6 +106,9 @@ def test_the_default_attention_of_tensorrt_llm_is_auto_with_one_log_line(
         {"scheduler_config": {"use_python_scheduler": True}, "batching_type": "INFLIGHT"},
         {"moe_config": {}, "quant_config": {}, "cp_config": {}, "cache_transceiver_config": {}},
         {"moe_config": {"backend": "AUTO"}},
+        {"kv_cache_config": {"cross_kv_cache_fraction": None, "onboard_blocks": True}},
+        {"kv_cache_config": {"mamba_ssm_cache_dtype": "auto", "max_util_for_resume": 0.95}},
+        {"perf_metrics_max_requests": 0},
         {"quant_config": {"quant_algo": None, "kv_cache_quant_algo": None}},
     ],
 )
