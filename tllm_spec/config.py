@@ -228,7 +228,7 @@ class LlmArgs(ConfigModel):
 
     def __init__(self, /, **options: Any) -> None:
         check_keys(options)
-        super().__init__(**_with_fraction(options))
+        super().__init__(**with_fraction(options))
 
     @field_validator("max_batch_size", "max_num_tokens", mode="before")
     @classmethod
@@ -352,10 +352,10 @@ class LlmArgs(ConfigModel):
 def with_yaml(options: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
     """The options of a YAML file laid over others. Raises ValueError for a file that cannot be
     read."""
-    return overlay(options, _with_fraction(read_yaml(path)))
+    return overlay(options, with_fraction(read_yaml(path)))
 
 
-def _with_fraction(options: Mapping[str, Any]) -> dict[str, Any]:
+def with_fraction(options: Mapping[str, Any]) -> dict[str, Any]:
     """Moves `kv_cache_free_gpu_memory_fraction` into `kv_cache_config`. Raises ConfigError when
     that has another value."""
     if FRACTION_FLAG not in options:
