@@ -32,6 +32,7 @@ from tllm_spec.not_served import (
     SCHEDULER_NOT_SERVED,
 )
 from tllm_spec.option_checks import NotServed, shown
+from tllm_spec.peer_options import LLM_PEERS
 from tllm_spec.speculative_base import PathText
 from tllm_spec.speculative_config import SpeculativeConfig
 from tllm_spec.yaml_file import read_yaml
@@ -225,6 +226,7 @@ class LlmArgs(ConfigModel):
     """How drafts are made. null: plain decoding."""
 
     not_served: ClassVar[Mapping[str, NotServed]] = LLM_NOT_SERVED
+    peers: ClassVar[Mapping[str, str]] = LLM_PEERS
 
     def __init__(self, /, **options: Any) -> None:
         check_keys(options)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tllm_spec.option_checks import NotServed, many_unknown, refusals, shown, unknown_option
+from tllm_spec.option_checks import NotServed, many_unknown, refusals, shown, unknown_options
 
 # Options whose keys are batch sizes.
 NUMBERED = frozenset({"adaptive", "draft_len_schedule"})
@@ -33,6 +33,8 @@ class ConfigModel(BaseModel):
     )
 
     not_served: ClassVar[Mapping[str, NotServed]] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}  # other names of options that are accepted
+    peers: ClassVar[Mapping[str, str]] = {}  # what to use instead of vLLM's and SGLang's options
     is_public: ClassVar[bool] = True  # whether users know the name of the class
 
     def __init__(self, /, **options: Any) -> None:
@@ -87,6 +89,7 @@ def _plain(value: Any) -> Any:
 def _sentences(error: ValidationError, model: type[ConfigModel]) -> list[str]:
     """One or more readable lines for each error that pydantic found in `model`'s arguments."""
     lines: list[str] = []
+    unknown: dict[str, object] = {}
     for detail in error.errors(include_url=False):
         path = ".".join(str(part) for part in detail["loc"])
         given, cause = shown(detail["input"]), detail.get("ctx", {}).get("error")
@@ -95,12 +98,10 @@ def _sentences(error: ValidationError, model: type[ConfigModel]) -> list[str]:
         elif isinstance(cause, ValueError):  # from one of our validators
             lines.append(f"{path} = {given}: {cause}" if path else str(cause))
         elif detail["type"] == "extra_forbidden":
-            owners = _owners(model, path)
-            lines.append(
-                f"{path} = {given} is not a known option here; it is one of {' and '.join(owners)}"
-                if owners
-                else unknown_option(path, detail["input"], model.model_fields)
-            )
+            if owners := " and ".join(_owners(model, path)):
+                lines.append(f"{path} = {given} is not a known option here; it is one of {owners}")
+            else:
+                unknown[path] = detail["input"]
         elif detail["type"] == "missing":
             owner = f" by {model.__name__}" if model.is_public else ""
             lines.append(f"{path} is required{owner}")
@@ -108,7 +109,7 @@ def _sentences(error: ValidationError, model: type[ConfigModel]) -> list[str]:
             lines.append(f"{path} = {given}: an object is needed")
         else:
             lines.append(f"{path} = {given}: {detail['msg'][0].lower()}{detail['msg'][1:]}")
-    return lines
+    return lines + unknown_options(unknown, model.model_fields, model.peers)
 
 
 def _owners(model: type[BaseModel], name: str) -> list[str]:
@@ -116,7 +117,10 @@ def _owners(model: type[BaseModel], name: str) -> list[str]:
     return [
         option
         for option, field in model.model_fields.items()
-        if any(name in kind.model_fields for kind in _models_in(field.annotation))
+        if any(
+            name in kind.model_fields or name in kind.aliases
+            for kind in _models_in(field.annotation)
+        )
     ]
 
 

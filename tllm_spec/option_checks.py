@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 MAX_SHOWN = 200  # characters of a value in an error message
 MAX_UNKNOWN = 10  # unknown options that an error message lists
+NO_PEERS: Mapping[str, str] = {}
 
 
 class NotServed(NamedTuple):
@@ -65,12 +66,26 @@ def refuse_not_served(options: Mapping[str, Any], table: Mapping[str, NotServed]
         raise ValueError("\n".join(refused.values()))
 
 
-def unknown_option(path: str, value: object, known: Iterable[str]) -> str:
-    """A sentence that names an unknown key, its value and what may have been meant."""
-    known = sorted(known)
-    close = get_close_matches(path.rpartition(".")[2], known, n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
-    return f"{shown_name(path)} = {shown(value)} is not a known option; {hint}"
+def unknown_options(
+    options: Mapping[str, object], known: Iterable[str], peers: Mapping[str, str] = NO_PEERS
+) -> list[str]:
+    """For each unknown key a sentence with its value and what may have been meant. The first that
+    is like no other lists the known ones.
+
+    peers: what to use instead of options of vLLM and SGLang."""
+    known, lines, has_list = sorted(known), [], False
+    for path, value in options.items():
+        name = path.rpartition(".")[2]
+        sentence = f"{shown_name(path)} = {shown(value)} is not a known option"
+        if peer := peers.get(name.replace("-", "_")):
+            sentence += f"; use {peer}"
+        elif close := get_close_matches(name, known, n=3):
+            sentence += f"; did you mean {' or '.join(close)}?"
+        elif not has_list:
+            sentence += f"; known: {', '.join(known)}"
+            has_list = True
+        lines.append(sentence)
+    return lines
 
 
 def many_unknown(options: Mapping[str, Any], known: Iterable[str]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from tllm_spec.guided_decoding import GuidedDecodingParams
 from tllm_spec.logits_processor import AnyLogitsProcessor, LogitsEdit
 from tllm_spec.logits_processor import LogitsProcessor as LogitsProcessor
-from tllm_spec.option_checks import NotServed, refusals, shown, unknown_option
+from tllm_spec.option_checks import NotServed, refusals, shown, unknown_options
 from tllm_spec.value_checks import check_bool, check_integer, check_list, check_number
 
 # Dividing logits by less would overflow; there the best token has all of the probability anyway.
@@ -111,11 +111,12 @@ def _explains_refusals(cls: AnyClass) -> AnyClass:
     @wraps(make)
     def init(self: Any, /, **options: Any) -> None:
         lines = list(refusals(options, NOT_SERVED).values())
-        lines += [
-            unknown_option(name, value, known)
+        unknown = {
+            name: value
             for name, value in options.items()
             if name not in known and name not in NOT_SERVED
-        ]
+        }
+        lines += unknown_options(unknown, known)
         if lines:
             raise ValueError("\n".join(lines))
         make(self, **{name: value for name, value in options.items() if name in known})
@@ -330,8 +331,9 @@ def _speculation_from(value: object) -> SpeculationParams:
     known = [each.name for each in fields(SpeculationParams)]
     if not isinstance(value, Mapping):
         raise ValueError(f"speculation = {value!r}: a mapping with {' and '.join(known)} is needed")
-    for name in value.keys() - set(known):
-        raise ValueError(unknown_option(f"speculation.{name}", value[name], known))
+    unknown = {f"speculation.{name}": each for name, each in value.items() if name not in known}
+    if unknown:
+        raise ValueError("\n".join(unknown_options(unknown, known)))
     return SpeculationParams(**value)
 
 

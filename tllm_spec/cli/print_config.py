@@ -11,8 +11,8 @@ from click.core import ParameterSource
 from pydantic import BaseModel
 
 from tllm_spec.config import LlmArgs, with_fraction
+from tllm_spec.config_base import ConfigModel
 from tllm_spec.server_info import plain
-from tllm_spec.speculative_config import DecodingBaseConfig
 
 SECRETS = frozenset({"api_key", "ssl_keyfile_password"})
 SOURCES = {
@@ -44,7 +44,7 @@ def llm_lines(
 def _lines(
     model: BaseModel, sources: list[tuple[str, Mapping[str, Any]]], indent: str
 ) -> Iterator[str]:
-    aliases = model.aliases if isinstance(model, DecodingBaseConfig) else {}
+    aliases = model.aliases if isinstance(model, ConfigModel) else {}
     sources = [
         (source, {aliases.get(name, name): value for name, value in given.items()})
         for source, given in sources
