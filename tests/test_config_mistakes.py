@@ -43,6 +43,12 @@ from tllm_spec.speculative_config import CONFIG_OF_TYPE
         ),
         ({"device": 0}, ["device = 0: 'auto', 'cpu', 'cuda' or 'cuda:N' is needed"]),
         ({"tokenizer": 4}, ["tokenizer = 4"]),
+        ({"kv_cache_config": 5}, ["kv_cache_config = 5: a mapping is needed"]),
+        (speculate(5), ["speculative_config = 5: a mapping is needed"]),
+        (
+            speculate(ngram(draft_len_schedule=5)),
+            ["speculative_config.draft_len_schedule = 5: a mapping is needed"],
+        ),
         ({"pipeline_parallel_size": True}, ["pipeline_parallel_size = True", "accepted: 1"]),
         (
             {"kv_cache_config": {"tokens_per_block": 33}},

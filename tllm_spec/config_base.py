@@ -105,8 +105,9 @@ def _sentences(error: ValidationError, model: type[ConfigModel]) -> list[str]:
         elif detail["type"] == "missing":
             owner = f" by {model.__name__}" if model.is_public else ""
             lines.append(f"{path} is required{owner}")
-        elif detail["type"] == "model_type" and not model.is_public:
-            lines.append(f"{path} = {given}: an object is needed")
+        elif detail["type"] in ("model_type", "dict_type"):
+            kind = "a mapping" if model.is_public else "an object"  # as YAML and JSON call it
+            lines.append(f"{path} = {given}: {kind} is needed")
         else:
             lines.append(f"{path} = {given}: {detail['msg'][0].lower()}{detail['msg'][1:]}")
     return lines + unknown_options(unknown, model.model_fields, model.peers)

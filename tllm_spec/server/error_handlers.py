@@ -12,10 +12,17 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from tllm_spec.executor.faults import described
+from tllm_spec.not_served import NO_KV_EVENTS
 from tllm_spec.server.refusals import RequestRefused, error_body, param_of
 from tllm_spec.server.streaming import EngineError
 
 MAX_MISTAKES = 11  # lines about mistakes in a body; a summary of unknown options has as many
+
+# Routes of TensorRT-LLM's and vLLM's servers, with the reason.
+ROUTES_NOT_SERVED: Mapping[str, str] = {
+    "/kv_cache_events": NO_KV_EVENTS,
+    "/v1/embeddings": "answers are text",
+}
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -65,9 +72,11 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
         message = f"{request.url.path} takes {allowed}, not {request.method}"
         headers = {"Allow": allowed}
     if error.status_code == 404:  # the router's: routes raise RequestRefused
+        reason = ROUTES_NOT_SERVED.get(request.url.path)
+        because = f": {reason}" if reason else ""
         message = (
-            f"{request.method} {request.url.path} is not served here; GET / says how to call this "
-            "server, GET /openapi.json lists its routes"
+            f"{request.method} {request.url.path} is not served here{because}; GET / says how to "
+            "call this server, GET /openapi.json lists its routes"
         )
     return JSONResponse(error_body(message, "invalid_request_error"), error.status_code, headers)
 
