@@ -16,7 +16,7 @@ from tllm_spec.executor.building.engines import Engines, build_engines
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
 from tllm_spec.executor.device_choice import cpu_threads, on_device, on_threads
-from tllm_spec.executor.iteration_stats import IterationStats
+from tllm_spec.executor.iteration_stats import IterationStats, RoundLog
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
 from tllm_spec.executor.ranks import agreed, queue_of, rank_facts
 from tllm_spec.executor.request import LlmRequest
@@ -96,6 +96,7 @@ def _build(
     queue, kv = queue_of(communicator), engines.kv
     resources = [*speculation.resources, kv, plan.slots]
     scheduler = Scheduler(plan.limits(kv), plan.slots, kv, resources)
+    logs_rounds = args.print_iter_log and communicator.mapping.rank == 0
     parts = ExecutorParts(
         queue=queue,
         scheduler=scheduler,
@@ -114,6 +115,7 @@ def _build(
         cpu_threads=num_threads,
         stream_interval=args.stream_interval,
         iteration_stats=_iteration_stats(args, scheduler, kv),
+        round_log=RoundLog(scheduler) if logs_rounds else None,
         ranks=communicator.gather(
             rank_facts(communicator.mapping.rank, plan.device, engines.models)
         ),

@@ -1,5 +1,7 @@
-"""Statistics of single rounds under TensorRT-LLM's names, for `LLM.get_stats()`."""
+"""Statistics of single rounds: under TensorRT-LLM's names for `LLM.get_stats()`, and as lines of
+the log."""
 
+import logging
 from collections import deque
 from typing import Any
 
@@ -7,6 +9,8 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.rounds.round_outcome import RoundOutcome
 from tllm_spec.executor.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 
 class IterationStats:
@@ -72,6 +76,32 @@ class IterationStats:
                 outcome.num_tokens / outcome.num_requests if outcome.num_requests else 0.0
             ),
         }
+
+
+class RoundLog:
+    """One line for each round (`print_iter_log`)."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._num_rounds = 0
+
+    def add(self, batch: ScheduledBatch, outcome: RoundOutcome) -> None:
+        """A round that the host has read, before its finished requests are removed."""
+        logger.info(
+            "round %d: %s ms, %d running, %d waiting, %d prefilling, %d generating "
+            "%d tokens, draft length %d, %d of %d drafts accepted",
+            self._num_rounds,
+            "-" if outcome.seconds is None else f"{outcome.seconds * 1e3:.2f}",
+            len(self._scheduler.running),
+            len(self._scheduler.waiting),
+            len(batch.context_requests),
+            len(batch.generation_requests),
+            outcome.num_tokens,
+            batch.draft_len,
+            sum(outcome.num_accepted),
+            outcome.num_drafted,
+        )
+        self._num_rounds += 1
 
 
 def _speculation_stats(outcome: RoundOutcome) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device_choice import use_device
 from tllm_spec.executor.faults import described
-from tllm_spec.executor.iteration_stats import IterationStats
+from tllm_spec.executor.iteration_stats import IterationStats, RoundLog
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.resources.interface import ResourceManager
@@ -74,6 +74,7 @@ class ExecutorParts:
     cpu_threads: int | None = None  # of torch in the executor's thread; None: torch's own number
     stream_interval: int = 1
     iteration_stats: IterationStats | None = None  # with enable_iter_perf_stats
+    round_log: RoundLog | None = None  # with print_iter_log, on rank 0
     ranks: Sequence[Mapping[str, Any]] = ()  # all of them, as `state` shows them
 
 
@@ -272,6 +273,8 @@ class PyExecutor:
             outcome.report_to(self.parts.controller, launched)
         if self.parts.iteration_stats is not None:
             self.parts.iteration_stats.add(batch, outcome)
+        if self.parts.round_log is not None:
+            self.parts.round_log.add(batch, outcome)
         return responding
 
     def _finish_round(self, requests: list[LlmRequest]) -> None:

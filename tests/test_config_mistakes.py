@@ -1,11 +1,17 @@
 """Mistakes in configurations: each is refused with its key, its value and what is accepted."""
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.decoding_options import ngram, speculate
-from tllm_spec.config import LlmArgs
+from tllm_spec.config import CudaGraphConfig, KvCacheConfig, LlmArgs
+from tllm_spec.config_base import ConfigModel
+from tllm_spec.peer_options import LLM_PEERS, SPECULATIVE_PEERS
+from tllm_spec.speculative_config import CONFIG_OF_TYPE
 
 
 @pytest.mark.parametrize(
@@ -37,6 +43,12 @@ from tllm_spec.config import LlmArgs
         ),
         ({"device": 0}, ["device = 0: 'auto', 'cpu', 'cuda' or 'cuda:N' is needed"]),
         ({"tokenizer": 4}, ["tokenizer = 4"]),
+        ({"kv_cache_config": 5}, ["kv_cache_config = 5: a mapping is needed"]),
+        (speculate(5), ["speculative_config = 5: a mapping is needed"]),
+        (
+            speculate(ngram(draft_len_schedule=5)),
+            ["speculative_config.draft_len_schedule = 5: a mapping is needed"],
+        ),
         ({"pipeline_parallel_size": True}, ["pipeline_parallel_size = True", "accepted: 1"]),
         (
             {"kv_cache_config": {"tokens_per_block": 33}},
@@ -118,6 +130,68 @@ def test_a_mistake_is_named_with_its_key_value_and_what_is_accepted(
     for sentence in sentences:
         assert sentence in str(refusal.value)
     assert "pydantic" not in str(refusal.value)
+
+
+NESTED = [(LLM_PEERS, ""), (SPECULATIVE_PEERS, "speculative_config.")]
+OWNERS: dict[str, list[type[ConfigModel]]] = {
+    "": [LlmArgs],
+    "kv_cache_config": [KvCacheConfig],
+    "cuda_graph_config": [CudaGraphConfig],
+    "speculative_config": [*CONFIG_OF_TYPE.values()],
+}
+
+
+@pytest.mark.parametrize(
+    ("table", "path", "name"),
+    [(table, path, name) for table, path in NESTED for name in sorted(table)],
+)
+def test_what_is_said_about_an_option_of_vllm_or_sglang_is_an_option_here(
+    table: Mapping[str, str], path: str, name: str
+) -> None:
+    given: dict[str, Any] = {name: 1}
+    if path:
+        given = speculate(ngram(**given))
+    with pytest.raises(ValueError) as refusal:
+        LlmArgs(**{"model": "m", **given})
+    assert f"{path}{name} = 1 is not a known option; use {table[name]}" in str(refusal.value)
+    for use in re.sub(r" \(.*\)", "", table[name]).split(" and "):
+        option, _, value = use.partition(": ")
+        *outer, last = (path + option).split(".")
+        assert any(last in kind.model_fields for kind in OWNERS[".".join(outer)])
+        if value:
+            wanted: Any = {last: yaml.safe_load(value)}
+            LlmArgs(**{"model": "m", **({outer[0]: wanted} if outer else wanted)})
+
+
+def test_the_names_of_vllms_yaml_files_have_hyphens() -> None:
+    with pytest.raises(ValueError, match=r"max-num-seqs = 8 .*; use max_batch_size"):
+        LlmArgs(**{"model": "m", "max-num-seqs": 8})
+
+
+def test_the_known_options_are_listed_once() -> None:
+    with pytest.raises(ValueError) as refusal:
+        LlmArgs.from_kwargs("m", zzz=1, qqq=2, speculative_config={"zzz": 3, "qqq": 4})
+    lines = str(refusal.value).splitlines()
+    assert [line.partition(" = ")[0] for line in lines if " = " in line] == [
+        *("speculative_config.zzz", "speculative_config.qqq", "zzz", "qqq")
+    ]
+    assert ["; known: " in line for line in lines] == [False, True, False, True, False]
+
+
+@pytest.mark.parametrize("name", ["speculative_num_steps", "speculative_draft_model_path"])
+def test_sglangs_names_belong_into_speculative_config(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} = 3 .* it is one of speculative_config"):
+        LlmArgs.from_kwargs("m", **{name: 3})
+
+
+@pytest.mark.parametrize("kind", [{}, {"decoding_type": "Egle"}])
+def test_wrong_keys_are_named_with_a_wrong_or_missing_decoding_type(kind: dict[str, str]) -> None:
+    options = {"method": "eagle3", "max_draft_len": 3, "max_draft_len_x": 4, **kind}
+    with pytest.raises(ValueError) as refusal:
+        LlmArgs.from_kwargs("m", speculative_config=options)
+    assert [line.partition(" ")[0] for line in str(refusal.value).splitlines()] == [
+        f"speculative_config.{name}" for name in ("decoding_type", "method", "max_draft_len_x")
+    ]
 
 
 def test_a_long_value_is_shown_by_its_beginning() -> None:

@@ -72,7 +72,7 @@ def test_the_limit_of_each_batch_size_is_the_one_that_the_keys_ask_for(keys: str
         ({"draft_len_schedule_keys": "lower_bound"}, "needs draft_len_schedule"),
         ({"draft_len_schedule_keys": "upper", "draft_len_schedule": {1: 2}}, "'upper_bound'"),
         ({"draft_len_schedule_keys": "upper_bound", "draft_len_schedule": {0: 2}}, "start at 1"),
-        ({"draft_len_schedule_keys": "upper_bound", "draft_len_schedule": 3}, "dictionary"),
+        ({"draft_len_schedule_keys": "upper_bound", "draft_len_schedule": 3}, "a mapping is"),
         ({"draft_len_schedule_keys": "upper_bound", "draft_len_schedule": {4: 5}}, "exceeds max"),
     ],
 )

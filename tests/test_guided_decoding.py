@@ -31,6 +31,12 @@ END = (1,)
         ({"json": int}, "a JSON schema or a pydantic model"),
         ({"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "at most 65536 are accepted"),
         ({"jason": {}}, "jason.*are accepted"),
+        (
+            {"structural_tag": {"structures": [{"begin": "<", "schema": {}}], "triggers": ["<"]}},
+            'guided_decoding.structural_tag: a structural tag has a format, such as {"type": '
+            '"structural_tag", "format": {"type": "triggered_tags"',
+        ),
+        ({"structural_tag": []}, "a structural tag has a format"),
         ({"regex": "a\ud800"}, r"guided_decoding.regex: character 1 is U\+D800, one half"),
         ({"grammar": 'root ::= "\udc00"'}, "guided_decoding.grammar: character 10 is"),
         ({"choice": ["a", "\ud800"]}, "guided_decoding.choice: character 0 is"),
@@ -111,6 +117,10 @@ def test_what_a_client_has_sent_is_not_written_to_the_log(
         ({"regex": "(a"}, "guided_decoding = regex: Regex parsing error at position 3"),
         ({"grammar": "no root"}, "guided_decoding = grammar: EBNF"),
         ({"json": {"type": "objekt"}}, 'Unsupported type "objekt"'),
+        (
+            {"structural_tag": {"format": {"type": "tagged"}}},
+            "guided_decoding = structural_tag: Invalid structural tag error: Format type not",
+        ),
         ({"grammar": "root ::= root"}, "guided_decoding = grammar: no text matches it"),
         ({"regex": r"[^\s\S]"}, "no text matches it"),
         ({"json": {"$ref": "#"}}, "no text matches it"),

@@ -110,6 +110,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.json_schemas",),
     (
         "tllm_spec.option_checks",
+        "tllm_spec.peer_options",
         "tllm_spec.yaml_file",
         "tllm_spec.draft_len_schedule",
         "tllm_spec.draft_shape",

@@ -61,12 +61,10 @@ def test_a_class_that_is_not_served_says_so_when_it_is_used(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("MoeConfig", {"moe_config": {}}),
         ("TorchCompileConfig", {"torch_compile_config": {}}),
         ("MedusaDecodingConfig", speculate({"decoding_type": "Medusa"})),
         ("SaveHiddenStatesDecodingConfig", speculate({"decoding_type": "SaveState"})),
         ("SAEnhancerConfig", speculate(ngram(sa_config={}))),
-        ("QuantConfig", {"quant_config": {}}),
         ("DynamicBatchConfig", {"scheduler_config": {"dynamic_batch_config": {}}}),
         ("BlockReuseConfig", {"kv_cache_config": {"block_reuse_config": {}}}),
     ],
@@ -81,6 +79,26 @@ def test_the_python_name_and_the_yaml_form_give_the_same_sentence(
     # The YAML form has the path of the option, and the value as it was written there.
     sentence = str(of_python.value).replace(f"{name}()", "{}")
     assert str(of_yaml.value).endswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "values", "others"),
+    [
+        ("MoeConfig", "moe_config", {"backend": "AUTO"}, {"backend": "TRTLLM"}),
+        ("QuantConfig", "quant_config", {"quant_algo": None}, {"quant_algo": "FP8"}),
+    ],
+)
+def test_a_class_may_be_used_with_values_that_change_nothing(
+    name: str, option: str, values: dict[str, Any], others: dict[str, Any]
+) -> None:
+    kind = getattr(llmapi, name)
+    for given in ({}, values):
+        assert LlmArgs(model="m", **{option: kind(**given)}) == LlmArgs(model="m")
+    with pytest.raises(ValueError) as of_yaml:
+        LlmArgs(model="m", **{option: others})
+    with pytest.raises(ValueError, match=f"= {name}") as of_python:
+        kind(**others)
+    assert str(of_yaml.value).endswith(str(of_python.value).partition(" is refused")[2])
 
 
 def test_the_members_of_policies_are_served_or_refused_like_their_values() -> None:

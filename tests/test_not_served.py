@@ -6,11 +6,16 @@ import pytest
 
 from tests.decoding_options import eagle3, mtp, speculate
 from tllm_spec.config import LlmArgs
-from tllm_spec.not_served import LLM_NOT_SERVED
+from tllm_spec.not_served import KV_CACHE_NOT_SERVED, LLM_NOT_SERVED
 from tllm_spec.option_checks import NotServed
 from tllm_spec.speculative_config import EAGLE_NOT_SERVED, MTP_NOT_SERVED
 
-TABLES = {"": LLM_NOT_SERVED, "eagle": EAGLE_NOT_SERVED, "mtp": MTP_NOT_SERVED}
+TABLES = {
+    "": LLM_NOT_SERVED,
+    "kv": KV_CACHE_NOT_SERVED,
+    "eagle": EAGLE_NOT_SERVED,
+    "mtp": MTP_NOT_SERVED,
+}
 
 
 @pytest.mark.parametrize(
@@ -28,6 +33,8 @@ def test_every_option_not_served_takes_its_off_values_and_refuses_others_with_th
         options = {name: value}
         if table is LLM_NOT_SERVED:
             return LlmArgs(model="m", **options)
+        if table is KV_CACHE_NOT_SERVED:
+            return LlmArgs(model="m", kv_cache_config=options)
         speculative = eagle3 if table is EAGLE_NOT_SERVED else mtp
         return LlmArgs(model="m", **speculate(speculative(**options)))
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -127,6 +128,35 @@ def test_all_options_that_are_refused_are_named_together() -> None:
         SamplingParams.from_dict({"lookahead_config": 1, "use_beam_search": True, "topk": 2})
     keys = [line.partition(" = ")[0] for line in str(refusal.value).splitlines()]
     assert keys == ["lookahead_config", "use_beam_search", "topk"]
+
+
+def test_wrong_values_are_named_together_with_the_options_that_are_refused() -> None:
+    with pytest.raises(ValueError) as refusal:
+        SamplingParams.from_dict(
+            {
+                "temperature": -1,
+                "top_p": 3,
+                "n": 0,
+                "max_tokens": 0,
+                "stop": "",
+                "stop_token_ids": [-1],
+                "logit_bias": 5,
+                "ignore_eos": 1,
+                "speculation": {"enabled": 1},
+                "use_beam_search": True,
+            }
+        )
+    message = str(refusal.value)
+    assert len(message.splitlines()) == 10
+    for part in (
+        *("temperature = -1", "top_p = 3", "n = 0", "max_tokens = 0", "stop = ''"),
+        *("a token id of stop_token_ids = -1", "logit_bias = 5", "ignore_eos = 1"),
+        *("speculation.enabled = 1", "use_beam_search = True"),
+    ):
+        assert re.search(rf"^{re.escape(part)}", message, re.M)
+    with pytest.raises(ValueError) as refusal:
+        SamplingParams(min_tokens=9, max_tokens=8, best_of=2)
+    assert len(str(refusal.value).splitlines()) == 2
 
 
 def test_null_means_the_default_as_in_http_bodies() -> None:

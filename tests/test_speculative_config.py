@@ -15,7 +15,9 @@ from tllm_spec.speculative_config import (
 
 
 @pytest.mark.parametrize("spelling", ["Draft_Target", "DraftTarget"])
-@pytest.mark.parametrize("folder", ["speculative_model", "speculative_model_dir"])
+@pytest.mark.parametrize(
+    "folder", ["speculative_model", "speculative_model_dir", "speculative_draft_model_path"]
+)
 def test_both_spellings_of_draft_target_and_of_its_model_are_taken(
     spelling: str, folder: str
 ) -> None:

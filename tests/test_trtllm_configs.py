@@ -37,7 +37,7 @@ CURATED = {
         print_iter_log: true
         enable_attention_dp: true
         """,
-        {"print_iter_log", "enable_attention_dp"},
+        {"enable_attention_dp"},
     ),
     "gpt-oss-latency": (
         """
@@ -104,10 +104,32 @@ def test_the_default_attention_of_tensorrt_llm_is_auto_with_one_log_line(
         {"kv_cache_config": {"dtype": "auto", "use_kv_cache_manager_v2": False}},
         {"garbage_collection_gen0_threshold": 20000, "enable_mixed_sampler": True},
         {"scheduler_config": {"use_python_scheduler": True}, "batching_type": "INFLIGHT"},
+        {"moe_config": {}, "quant_config": {}, "cp_config": {}, "cache_transceiver_config": {}},
+        {"moe_config": {"backend": "AUTO"}},
+        {"kv_cache_config": {"cross_kv_cache_fraction": None, "onboard_blocks": True}},
+        {"kv_cache_config": {"mamba_ssm_cache_dtype": "auto", "max_util_for_resume": 0.95}},
+        {"perf_metrics_max_requests": 0},
+        {"quant_config": {"quant_algo": None, "kv_cache_quant_algo": None}},
     ],
 )
 def test_values_that_change_nothing_are_taken(options: dict[str, Any]) -> None:
     assert LlmArgs(model="m", **options) == LlmArgs(model="m")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"moe_config": {"backend": "CUTLASS"}},
+        {"moe_config": {"backend": "AUTO", "bakend": None}},
+        {"moe_config": {"disable_finalize_fusion": 0}},
+        {"quant_config": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}},
+        {"cp_config": {"cp_type": "ULYSSES"}},
+        {"cache_transceiver_config": {"backend": "DEFAULT"}},
+    ],
+)
+def test_a_mapping_with_any_other_value_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"is refused: .*; accepted: None or \{"):
+        LlmArgs(model="m", **options)
 
 
 @pytest.mark.parametrize(

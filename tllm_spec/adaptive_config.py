@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from tllm_spec.config_base import ConfigError, ConfigModel
 from tllm_spec.draft_shape import DraftShape
-from tllm_spec.option_checks import shown, unknown_option
+from tllm_spec.option_checks import shown, unknown_options
 
 DEFAULT_STEPS = (0, 1, 2, 3, 5, 7)  # of the cost model without a ladder of the user's
 
@@ -257,10 +257,9 @@ def _strategy(root: dict[str, Any], slots: Mapping[int, Any]) -> str:
 
 def _refuse_unknown(root: Mapping[str, Any], known: Set[str]) -> None:
     """Checked here because a slot's model only reports the keys of that slot."""
-    if lines := [
-        unknown_option(key, value, known) for key, value in root.items() if key not in known
-    ]:
-        raise ConfigError(lines)
+    unknown = {key: value for key, value in root.items() if key not in known}
+    if unknown:
+        raise ConfigError(unknown_options(unknown, known))
 
 
 def _slot(

@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from tllm_spec.config_base import ConfigError, ConfigModel
+from tllm_spec.config_base import ConfigError, ConfigModel, check_keys
 from tllm_spec.not_served import (
     CUDA_GRAPH_NOT_SERVED,
     KV_CACHE_NOT_SERVED,
@@ -32,14 +32,13 @@ from tllm_spec.not_served import (
     SCHEDULER_NOT_SERVED,
 )
 from tllm_spec.option_checks import NotServed, shown
+from tllm_spec.peer_options import LLM_PEERS
 from tllm_spec.speculative_base import PathText
 from tllm_spec.speculative_config import SpeculativeConfig
 from tllm_spec.yaml_file import read_yaml
 
 logger = logging.getLogger(__name__)
 
-# Options whose keys are batch sizes.
-NUMBERED = frozenset({"adaptive", "draft_len_schedule"})
 DEFAULT_LARGEST_GRAPH = 128  # requests, as in TensorRT-LLM
 MAX_DETERMINISTIC_RANKS = 2  # a sum of two is the same in any order
 # A name of trtllm-serve's flags that is found in its YAML files, too.
@@ -198,6 +197,8 @@ class LlmArgs(ConfigModel):
     """Collects statistics of every round for `LLM.get_stats()`."""
     max_stats_len: PositiveInt = 1000
     """Rounds that `LLM.get_stats()` remembers; the oldest are dropped."""
+    print_iter_log: bool = False
+    """Logs one line for each round, at level INFO."""
 
     tensor_parallel_size: PositiveInt = 1
     """Devices that share the model, a process for each. `mpirun -n N` starts them, or else the
@@ -225,10 +226,11 @@ class LlmArgs(ConfigModel):
     """How drafts are made. null: plain decoding."""
 
     not_served: ClassVar[Mapping[str, NotServed]] = LLM_NOT_SERVED
+    peers: ClassVar[Mapping[str, str]] = LLM_PEERS
 
     def __init__(self, /, **options: Any) -> None:
-        _check_keys(options)
-        super().__init__(**_with_fraction(options))
+        check_keys(options)
+        super().__init__(**with_fraction(options))
 
     @field_validator("max_batch_size", "max_num_tokens", mode="before")
     @classmethod
@@ -352,10 +354,10 @@ class LlmArgs(ConfigModel):
 def with_yaml(options: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
     """The options of a YAML file laid over others. Raises ValueError for a file that cannot be
     read."""
-    return overlay(options, _with_fraction(read_yaml(path)))
+    return overlay(options, with_fraction(read_yaml(path)))
 
 
-def _with_fraction(options: Mapping[str, Any]) -> dict[str, Any]:
+def with_fraction(options: Mapping[str, Any]) -> dict[str, Any]:
     """Moves `kv_cache_free_gpu_memory_fraction` into `kv_cache_config`. Raises ConfigError when
     that has another value."""
     if FRACTION_FLAG not in options:
@@ -374,18 +376,6 @@ def _with_fraction(options: Mapping[str, Any]) -> dict[str, Any]:
             ]
         )
     return {**moved, "kv_cache_config": {**cache, FRACTION: fraction}}
-
-
-def _check_keys(options: Mapping[str, Any], path: str = "") -> None:
-    """Raises ConfigError for a nested key that is not a string, as YAML and Python can write."""
-    for name, value in options.items():
-        if not isinstance(value, Mapping) or name in NUMBERED:
-            continue
-        if wrong := [key for key in value if not isinstance(key, str)]:
-            raise ConfigError(
-                [f"{path}{name} has the key {shown(wrong[0])}; names of options are needed"]
-            )
-        _check_keys(value, f"{path}{name}.")
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,10 @@ from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tllm_spec.option_checks import NotServed, many_unknown, refusals, shown, unknown_option
+from tllm_spec.option_checks import NotServed, many_unknown, refusals, shown, unknown_options
+
+# Options whose keys are batch sizes.
+NUMBERED = frozenset({"adaptive", "draft_len_schedule"})
 
 
 class ConfigError(ValueError):
@@ -30,6 +33,8 @@ class ConfigModel(BaseModel):
     )
 
     not_served: ClassVar[Mapping[str, NotServed]] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}  # other names of options that are accepted
+    peers: ClassVar[Mapping[str, str]] = {}  # what to use instead of vLLM's and SGLang's options
     is_public: ClassVar[bool] = True  # whether users know the name of the class
 
     def __init__(self, /, **options: Any) -> None:
@@ -57,6 +62,18 @@ class ConfigModel(BaseModel):
         return {name: _plain(getattr(self, name)) for name in sorted(self.model_fields_set)}
 
 
+def check_keys(options: Mapping[str, Any], path: str = "") -> None:
+    """Raises ConfigError for a nested key that is not a string, as YAML and Python can write."""
+    for name, value in options.items():
+        if not isinstance(value, Mapping) or name in NUMBERED:
+            continue
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise ConfigError(
+                [f"{path}{name} has the key {shown(wrong[0])}; names of options are needed"]
+            )
+        check_keys(value, f"{path}{name}.")
+
+
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -72,6 +89,7 @@ def _plain(value: Any) -> Any:
 def _sentences(error: ValidationError, model: type[ConfigModel]) -> list[str]:
     """One or more readable lines for each error that pydantic found in `model`'s arguments."""
     lines: list[str] = []
+    unknown: dict[str, object] = {}
     for detail in error.errors(include_url=False):
         path = ".".join(str(part) for part in detail["loc"])
         given, cause = shown(detail["input"]), detail.get("ctx", {}).get("error")
@@ -80,20 +98,19 @@ def _sentences(error: ValidationError, model: type[ConfigModel]) -> list[str]:
         elif isinstance(cause, ValueError):  # from one of our validators
             lines.append(f"{path} = {given}: {cause}" if path else str(cause))
         elif detail["type"] == "extra_forbidden":
-            owners = _owners(model, path)
-            lines.append(
-                f"{path} = {given} is not a known option here; it is one of {' and '.join(owners)}"
-                if owners
-                else unknown_option(path, detail["input"], model.model_fields)
-            )
+            if owners := " and ".join(_owners(model, path)):
+                lines.append(f"{path} = {given} is not a known option here; it is one of {owners}")
+            else:
+                unknown[path] = detail["input"]
         elif detail["type"] == "missing":
             owner = f" by {model.__name__}" if model.is_public else ""
             lines.append(f"{path} is required{owner}")
-        elif detail["type"] == "model_type" and not model.is_public:
-            lines.append(f"{path} = {given}: an object is needed")
+        elif detail["type"] in ("model_type", "dict_type"):
+            kind = "a mapping" if model.is_public else "an object"  # as YAML and JSON call it
+            lines.append(f"{path} = {given}: {kind} is needed")
         else:
             lines.append(f"{path} = {given}: {detail['msg'][0].lower()}{detail['msg'][1:]}")
-    return lines
+    return lines + unknown_options(unknown, model.model_fields, model.peers)
 
 
 def _owners(model: type[BaseModel], name: str) -> list[str]:
@@ -101,7 +118,10 @@ def _owners(model: type[BaseModel], name: str) -> list[str]:
     return [
         option
         for option, field in model.model_fields.items()
-        if any(name in kind.model_fields for kind in _models_in(field.annotation))
+        if any(
+            name in kind.model_fields or name in kind.aliases
+            for kind in _models_in(field.annotation)
+        )
     ]
 
 

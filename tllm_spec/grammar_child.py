@@ -73,10 +73,11 @@ def _answer(compiler: Any, message: dict[str, str]) -> dict[str, str]:
 
 
 def _reason(error: Exception) -> str:
-    """xgrammar's message without its time and source line."""
+    """xgrammar's message without its time, source line and condition in C++."""
     if "bad_alloc" in str(error):
         return NO_MEMORY
-    text = re.sub(r"^\[[\d:]+\] \S+: ", "", str(error).strip())
+    head = r"^\[[\d:]+\] \S+: (?:Check failed: \(.*?\) is false: )?"
+    text = re.sub(head, "", str(error).strip())
     return text[:MAX_ERROR_CHARS] or type(error).__name__
 
 

@@ -48,6 +48,9 @@ CONSTRAINTS = frozenset(
         *("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"),
     }
 )
+TAG_FORM = """a structural tag has a format, such as {"type": "structural_tag", "format": {"type": \
+"triggered_tags", "triggers": [...], "tags": [{"begin": "...", "content": {"type": "json_schema", \
+"json_schema": {...}}, "end": "..."}]}}; xgrammar's older form with structures is not served"""
 SCHEMAS_OF_TAGS = ("json_schema", "schema")
 LENGTHS = ("minLength", "maxLength")
 # In a regular expression or EBNF: the compiler makes bytes of each half that are no UTF-8.
@@ -62,7 +65,7 @@ def check_schema(schema: object) -> None:
 
 
 def check_tag(tag: object) -> None:
-    """The same for the schemas in a structural tag of xgrammar."""
+    """The same for the schemas in a structural tag of xgrammar, and for one without a format."""
     waiting = [tag]
     while waiting:
         part = waiting.pop()
@@ -74,6 +77,8 @@ def check_tag(tag: object) -> None:
                     check_schema(value)
                 else:
                     waiting.append(value)
+    if not isinstance(tag, dict) or "format" not in tag:
+        raise ValueError(TAG_FORM)
 
 
 def moved(schema: Schema, there: str) -> Schema:

@@ -27,7 +27,18 @@ ONE_SAMPLER = "there is one sampler, and every request of a batch has its own op
 ONE_PROCESS = "prefill and decoding run in one process"
 NO_KV_EVENTS = "KV cache events are not reported"
 NO_HOST_CACHE = "evicted pages are not kept in host memory"
+NO_RECURRENT_STATE = "layers with a recurrent state are not served"
 ALL_TOKENS = "every layer keeps all tokens"
+
+# TensorRT-LLM's defaults of options that are mappings.
+MOE_DEFAULTS: Mapping[str, object] = {
+    "backend": "AUTO",
+    "max_num_tokens": None,
+    "load_balancer": None,
+    "disable_finalize_fusion": False,
+    "use_low_precision_moe_combine": False,
+}
+NOTHING_QUANTISED: Mapping[str, object] = {"quant_algo": None, "kv_cache_quant_algo": None}
 
 LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "allreduce_strategy": NotServed(
@@ -45,12 +56,12 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "batched_logits_processor": NotServed((None,), "use SamplingParams.logits_processor"),
     "batching_type": NotServed((None, "INFLIGHT"), "requests join and leave in every round"),
     "build_config": NotServed((None,), NO_ENGINE_FILES),
-    "cache_transceiver_config": NotServed((None,), ONE_PROCESS),
+    "cache_transceiver_config": NotServed((None, {"backend": None}), ONE_PROCESS),
     "calib_config": NotServed((None,), NO_QUANTISING),
     "checkpoint_format": NotServed((None, "HF"), "checkpoints have Hugging Face's format"),
     "checkpoint_loader": NotServed((None,), "checkpoints have Hugging Face's format"),
     "context_parallel_size": NotServed((1,), NO_CONTEXT_PARALLEL),
-    "cp_config": NotServed((None,), NO_CONTEXT_PARALLEL),
+    "cp_config": NotServed((None, {}), NO_CONTEXT_PARALLEL),
     "custom_tokenizer": NotServed((None,), "pass a tokenizer object as tokenizer"),
     "enable_attention_dp": NotServed((False,), NO_ATTENTION_DP),
     "enable_autotuner": NotServed(
@@ -81,21 +92,25 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "max_beam_width": NotServed((None, 1), NO_BEAMS),
     "mm_encoder_only": NotServed((False,), TEXT_ONLY),
     "moe_cluster_parallel_size": NotServed((None, -1, 1), ONE_WAY),
-    "moe_config": NotServed((None,), "kernels of experts are chosen by device and size"),
+    "moe_config": NotServed(
+        (None, MOE_DEFAULTS), "kernels of experts are chosen by device and size"
+    ),
     "mpi_session": NotServed((None,), NO_SESSION),
     "multimodal_config": NotServed((None,), TEXT_ONLY),
     "normalize_log_probs": NotServed((False,), NO_BEAMS),
     "num_postprocess_workers": NotServed((0,), "text is made in the serving process"),
     "orchestrator_type": NotServed((None,), NO_SESSION),
     "peft_cache_config": NotServed((None,), NO_LORA),
+    "perf_metrics_max_requests": NotServed(
+        (0, 1000), "the server keeps the latest 1,000 finished requests for /perf_metrics"
+    ),
     "pipeline_parallel_size": NotServed((1,), ONE_WAY),
     "postprocess_tokenizer_dir": NotServed((None,), "text is made in the serving process"),
     "prefill_cuda_graph_backend": NotServed(
         ("auto", "disabled"), "a captured prefill is one whole graph"
     ),
-    "print_iter_log": NotServed((False,), "rounds are not logged; use enable_iter_perf_stats"),
     "prometheus_metrics_config": NotServed((None,), "the server's metrics have no settings"),
-    "quant_config": NotServed((None,), NO_QUANTISING),
+    "quant_config": NotServed((None, NOTHING_QUANTISED), NO_QUANTISING),
     "ray_placement_config": NotServed((None,), NO_SESSION),
     "reasoning_parser": NotServed((None,), "it is an option of tllm-serve: --reasoning_parser"),
     "request_stats_max_iterations": NotServed((None,), NO_STATISTICS),
@@ -115,6 +130,7 @@ KV_CACHE_NOT_SERVED: Mapping[str, NotServed] = {
     "avg_seq_len": NotServed((None,), "there is one pool of pages"),
     "block_reuse_config": NotServed((None,), "every finished prefix can be reused"),
     "copy_on_partial_reuse": NotServed((True,), "a partly matching page is always copied"),
+    "cross_kv_cache_fraction": NotServed((None,), "there are no encoders"),
     "disk_cache_path": NotServed((None,), "evicted pages are not kept on disk"),
     "disk_cache_size": NotServed((None, 0), "evicted pages are not kept on disk"),
     "dtype": NotServed(("auto",), "the cache has the model's own dtype"),
@@ -124,9 +140,14 @@ KV_CACHE_NOT_SERVED: Mapping[str, NotServed] = {
     "iteration_stats_interval": NotServed((1,), "statistics are of every round"),
     "kv_cache_event_hash_algo": NotServed(("auto",), NO_KV_EVENTS),
     "kv_events_config": NotServed((None,), NO_KV_EVENTS),
-    "mamba_state_config": NotServed((None,), "layers with a recurrent state are not served"),
+    "mamba_ssm_cache_dtype": NotServed(("auto",), NO_RECURRENT_STATE),
+    "mamba_state_config": NotServed((None,), NO_RECURRENT_STATE),
     "max_attention_window": NotServed((None,), ALL_TOKENS),
     "max_gpu_total_bytes": NotServed((0,), "use max_tokens or free_gpu_memory_fraction"),
+    "max_util_for_resume": NotServed(
+        (0.95,), "a paused request resumes once the scheduler has pages for it"
+    ),
+    "onboard_blocks": NotServed((True,), NO_HOST_CACHE),
     "pool_ratio": NotServed((None,), "there is one pool of pages"),
     "secondary_offload_min_priority": NotServed((None,), NO_HOST_CACHE),
     "sink_token_length": NotServed((None,), ALL_TOKENS),

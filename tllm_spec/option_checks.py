@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 
 MAX_SHOWN = 200  # characters of a value in an error message
 MAX_UNKNOWN = 10  # unknown options that an error message lists
+NO_PEERS: Mapping[str, str] = {}
 
 
 class NotServed(NamedTuple):
-    """An option of which only the `accepted` values are taken. They change nothing."""
+    """An option of which only the `accepted` values are taken. They change nothing. Of a mapping
+    among them, a part is taken, too."""
 
     accepted: tuple[object, ...]
     reason: str
@@ -25,13 +27,28 @@ class NotServed(NamedTuple):
     def accepts(self, value: object) -> bool:
         """Whether `value` is one of the accepted values. `True` is not `1`."""
         plain = value.value if isinstance(value, Enum) else value
-        return any(type(plain) is type(off) and plain == off for off in self.accepted)
+        return any(_asks_for(plain, off) for off in self.accepted)
 
     def refusal(self, name: str, value: str) -> str:
         """The sentence that refuses the option `name` with a value shown as `value`."""
-        only = " or ".join(repr(off) for off in self.accepted)
+        only = " or ".join(map(_shown_accepted, self.accepted))
         accepted = f"; accepted: {only}" if self.accepted else ""
         return f"{name} = {value} is refused: {self.reason}{accepted}"
+
+
+def _shown_accepted(value: object) -> str:
+    """Of a mapping, the first entry stands for all."""
+    if not isinstance(value, Mapping) or len(value) < 2:
+        return repr(value)
+    return f"{repr(dict(islice(value.items(), 1)))[:-1]}, ...}}"
+
+
+def _asks_for(value: object, accepted: object) -> bool:
+    if isinstance(value, Mapping) and isinstance(accepted, Mapping):
+        return all(
+            name in accepted and _asks_for(each, accepted[name]) for name, each in value.items()
+        )
+    return type(value) is type(accepted) and value == accepted
 
 
 def refusals(options: Mapping[str, Any], table: Mapping[str, NotServed]) -> dict[str, str]:
@@ -49,12 +66,26 @@ def refuse_not_served(options: Mapping[str, Any], table: Mapping[str, NotServed]
         raise ValueError("\n".join(refused.values()))
 
 
-def unknown_option(path: str, value: object, known: Iterable[str]) -> str:
-    """A sentence that names an unknown key, its value and what may have been meant."""
-    known = sorted(known)
-    close = get_close_matches(path.rpartition(".")[2], known, n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
-    return f"{shown_name(path)} = {shown(value)} is not a known option; {hint}"
+def unknown_options(
+    options: Mapping[str, object], known: Iterable[str], peers: Mapping[str, str] = NO_PEERS
+) -> list[str]:
+    """For each unknown key a sentence with its value and what may have been meant. The first that
+    is like no other lists the known ones.
+
+    peers: what to use instead of options of vLLM and SGLang."""
+    known, lines, has_list = sorted(known), [], False
+    for path, value in options.items():
+        name = path.rpartition(".")[2]
+        sentence = f"{shown_name(path)} = {shown(value)} is not a known option"
+        if peer := peers.get(name.replace("-", "_")):
+            sentence += f"; use {peer}"
+        elif close := get_close_matches(name, known, n=3):
+            sentence += f"; did you mean {' or '.join(close)}?"
+        elif not has_list:
+            sentence += f"; known: {', '.join(known)}"
+            has_list = True
+        lines.append(sentence)
+    return lines
 
 
 def many_unknown(options: Mapping[str, Any], known: Iterable[str]) -> list[str]:

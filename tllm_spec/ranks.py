@@ -48,6 +48,10 @@ logger = logging.getLogger(__name__)
 MISSING = (
     "tensor_parallel_size = {size} needs the package mpi4py: pip install 'tllm_spec[parallel]'"
 )
+NO_LIBRARY = (
+    "tensor_parallel_size = {size} needs an MPI library, and mpi4py finds none: "
+    "install one, for example with pip install mpich"
+)
 NOT_STARTED = (
     "tensor_parallel_size = {size}: MPI could not start the other ranks ({error}); it may have "
     "printed why. As root, Open MPI 5 starts none without PRTE_ALLOW_RUN_AS_ROOT=1 and "
@@ -86,7 +90,7 @@ def join_ranks(args: LlmArgs) -> Communicator:
     processes of mpirun serve until rank 0 ends, and end with SystemExit.
 
     Raises:
-        ValueError: mpi4py is missing, mpirun started another number of processes, the ranks have
+        ValueError: MPI is missing, mpirun started another number of processes, the ranks have
             different versions or checkpoints, a size of the model cannot be split over them, MPI
             cannot start them, or this process is a rank already.
     """
@@ -165,6 +169,8 @@ def _comm(args: LlmArgs, are_joined: threading.Event) -> tuple[MPI.Intracomm, MP
         from mpi4py import MPI
     except ImportError as error:
         raise ValueError(MISSING.format(size=size)) from error
+    except RuntimeError as error:  # its message is what dlopen has tried
+        raise ValueError(NO_LIBRARY.format(size=size)) from error
     world = MPI.COMM_WORLD
     if world.size == size:
         return world, None

@@ -5,7 +5,7 @@ What depends on a vocabulary or a sequence length is checked where the request i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property, wraps
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from tllm_spec.guided_decoding import GuidedDecodingParams
 from tllm_spec.logits_processor import AnyLogitsProcessor, LogitsEdit
 from tllm_spec.logits_processor import LogitsProcessor as LogitsProcessor
-from tllm_spec.option_checks import NotServed, refusals, shown, unknown_option
+from tllm_spec.option_checks import NotServed, refusals, shown, unknown_options
 from tllm_spec.value_checks import check_bool, check_integer, check_list, check_number
 
 # Dividing logits by less would overflow; there the best token has all of the probability anyway.
@@ -106,7 +106,7 @@ AnyClass = TypeVar("AnyClass", bound=type)
 
 def _explains_refusals(cls: AnyClass) -> AnyClass:
     """Gives a dataclass a constructor that takes the options of NOT_SERVED at their off values, and
-    whose ValueError names all options that are refused or unknown."""
+    whose ValueError names all options that are refused or unknown or have wrong values."""
     plain: Any = cls
     make: Callable[..., None] = plain.__init__
     known = {each.name for each in fields(plain)}
@@ -114,14 +114,18 @@ def _explains_refusals(cls: AnyClass) -> AnyClass:
     @wraps(make)
     def init(self: Any, /, **options: Any) -> None:
         lines = list(refusals(options, NOT_SERVED).values())
-        lines += [
-            unknown_option(name, value, known)
+        unknown = {
+            name: value
             for name, value in options.items()
             if name not in known and name not in NOT_SERVED
-        ]
+        }
+        lines += unknown_options(unknown, known)
+        try:
+            make(self, **{name: value for name, value in options.items() if name in known})
+        except ValueError as error:
+            lines.append(str(error))
         if lines:
             raise ValueError("\n".join(lines))
-        make(self, **{name: value for name, value in options.items() if name in known})
 
     plain.__init__ = init
     return cls
@@ -209,16 +213,33 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._replace_shorthands()
-        for name, (low, high) in INTEGERS.items():
+        mistakes = []
+        for check, *arguments in self._checks():
+            try:
+                check(*arguments)
+            except ValueError as error:
+                mistakes.append(str(error))
+        if mistakes := mistakes or list(self._contradictions()):
+            raise ValueError("\n".join(mistakes))
+
+    def _checks(self) -> Iterator[tuple[Any, ...]]:
+        """Functions that raise ValueError for one mistake, with their arguments."""
+        for name, limits in INTEGERS.items():
             if (value := getattr(self, name)) is not None:
-                check_integer(name, value, low, high)
-        for name, (lowest, highest) in NUMBERS.items():
+                yield check_integer, name, value, *limits
+        for name, bounds in NUMBERS.items():
             if (value := getattr(self, name)) is not None:
-                check_number(name, value, lowest, highest)
+                yield check_number, name, value, *bounds
         for name in BOOLS:
-            check_bool(name, getattr(self, name))
-        self._check_words()
-        self._check_together()
+            yield check_bool, name, getattr(self, name)
+        for name in ("bad", "stop"):
+            yield self._check_strings, name
+        yield (self._check_bad_token_ids,)
+        yield (self._check_stop_token_ids,)
+        yield (self._check_logit_bias,)
+        for processor in self.logits_processors:
+            yield LogitsEdit.of, processor
+        yield (self._read_mappings,)
 
     def _replace_shorthands(self) -> None:
         """None is an option's default, as in TensorRT-LLM; only for `max_tokens` it has a meaning.
@@ -229,34 +250,31 @@ class SamplingParams:
                 object.__setattr__(self, each.name, each.default)
             if isinstance(value, bool) and each.name in ("logprobs", "prompt_logprobs"):
                 object.__setattr__(self, each.name, 1 if value else None)
+
+    def _read_mappings(self) -> None:
         object.__setattr__(self, "speculation", _speculation_from(self.speculation))
         if self.guided_decoding is not None:
             object.__setattr__(
                 self, "guided_decoding", GuidedDecodingParams.of(self.guided_decoding)
             )
 
-    def _check_together(self) -> None:
+    def _contradictions(self) -> Iterator[str]:
+        """Mistakes of options whose values are all of the right type."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}"
-            )
+            yield f"min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}"
         if self.best_of not in (None, self.n):
-            raise ValueError(
-                f"best_of = {self.best_of} is refused: all n = {self.n} samples are returned"
-            )
+            yield f"best_of = {self.best_of} is refused: all n = {self.n} samples are returned"
         if not self.spaces_between_special_tokens:
+            name = "spaces_between_special_tokens"
+            yield f"{name} = False is refused: the tokenizer decides on spaces"
+
+    def _check_strings(self, name: str) -> None:
+        if not all(isinstance(word, str) and word for word in _as_tuple(getattr(self, name))):
             raise ValueError(
-                "spaces_between_special_tokens = False is refused: the tokenizer decides on spaces"
+                f"{name} = {getattr(self, name)!r}: a non-empty string or a list of them is needed"
             )
 
-    def _check_words(self) -> None:
-        for name in ("bad", "stop"):
-            words = _as_tuple(getattr(self, name))
-            if not all(isinstance(word, str) and word for word in words):
-                raise ValueError(
-                    f"{name} = {getattr(self, name)!r}: a non-empty string or a list of them is "
-                    "needed"
-                )
+    def _check_bad_token_ids(self) -> None:
         check_list("bad_token_ids", self.bad_token_ids)
         for word in self.bad_token_ids or ():
             if not isinstance(word, int):
@@ -265,9 +283,13 @@ class SamplingParams:
             raise ValueError(f"bad_token_ids = {self.bad_token_ids!r} has an empty sequence")
         for token_id in (token for word in self.bad_sequences for token in word):
             check_integer("a token id of bad_token_ids", token_id)
+
+    def _check_stop_token_ids(self) -> None:
         check_list("stop_token_ids", self.stop_token_ids)
         for token_id in self.stop_token_ids or ():
             check_integer("a token id of stop_token_ids", token_id)
+
+    def _check_logit_bias(self) -> None:
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise ValueError(
                 f"logit_bias = {shown(self.logit_bias)}: a mapping of token ids is needed"
@@ -275,8 +297,6 @@ class SamplingParams:
         for token_id, bias in (self.logit_bias or {}).items():
             check_integer("a token id of logit_bias", token_id)
             check_number(f"logit_bias[{token_id}]", bias, -math.inf, math.inf)
-        for processor in self.logits_processors:
-            LogitsEdit.of(processor)
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> SamplingParams:
@@ -333,8 +353,9 @@ def _speculation_from(value: object) -> SpeculationParams:
     known = [each.name for each in fields(SpeculationParams)]
     if not isinstance(value, Mapping):
         raise ValueError(f"speculation = {value!r}: a mapping with {' and '.join(known)} is needed")
-    for name in value.keys() - set(known):
-        raise ValueError(unknown_option(f"speculation.{name}", value[name], known))
+    unknown = {f"speculation.{name}": each for name, each in value.items() if name not in known}
+    if unknown:
+        raise ValueError("\n".join(unknown_options(unknown, known)))
     return SpeculationParams(**value)
 
 

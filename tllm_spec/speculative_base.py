@@ -22,6 +22,7 @@ from tllm_spec.config_base import ConfigError, ConfigModel
 from tllm_spec.draft_len_schedule import checked, with_lower_bounds
 from tllm_spec.draft_shape import DraftShapes
 from tllm_spec.option_checks import NotServed, shown
+from tllm_spec.peer_options import SPECULATIVE_PEERS
 
 PathText = Annotated[
     str, BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
@@ -135,9 +136,11 @@ class DecodingBaseConfig(ConfigModel):
     # Whether every rank of a model comes to the same drafts.
     serves_ranks: ClassVar[bool] = True
     not_served: ClassVar[Mapping[str, NotServed]] = DECODING_NOT_SERVED
+    peers: ClassVar[Mapping[str, str]] = SPECULATIVE_PEERS
     # Old names and those of SGLang.
     aliases: ClassVar[Mapping[str, str]] = {
         "speculative_model_dir": "speculative_model",
+        "speculative_draft_model_path": "speculative_model",
         "speculative_num_steps": "max_draft_len",
         SGLANG_NODES: "max_total_draft_tokens",
         "speculative_accept_threshold_single": "threshold_single",
@@ -333,7 +336,8 @@ class DraftModelDecodingConfig(DecodingBaseConfig):
     """The options of the decoding types that have draft weights."""
 
     speculative_model: PathText
-    """Folder of the draft model or head, or a zoo name. `speculative_model_dir` is its old name."""
+    """Folder of the draft model or head, or a zoo name. `speculative_model_dir` is its old name,
+    `speculative_draft_model_path` SGLang's."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` fills the draft weights with random numbers."""
     speculative_token_map: PathText | None = None

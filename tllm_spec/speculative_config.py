@@ -6,7 +6,7 @@ These are plain settings. `executor/speculative/modes.py` says what runs for eac
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -22,7 +22,8 @@ from tllm_spec.config_base import ConfigError
 from tllm_spec.draft_tree_config import DraftTreeDecodingConfig
 from tllm_spec.host_draft_config import NGramDecodingConfig as NGramDecodingConfig
 from tllm_spec.host_draft_config import UserProvidedDecodingConfig as UserProvidedDecodingConfig
-from tllm_spec.option_checks import NotServed, shown
+from tllm_spec.option_checks import NotServed, many_unknown, shown, unknown_options
+from tllm_spec.peer_options import SPECULATIVE_PEERS
 from tllm_spec.speculative_base import DECODING_NOT_SERVED, PathText, RelaxedRule
 from tllm_spec.speculative_base import DecodingBaseConfig as DecodingBaseConfig
 from tllm_spec.speculative_base import DraftModelDecodingConfig as DraftModelDecodingConfig
@@ -277,10 +278,10 @@ def speculative_config_from(value: object) -> object:
         return value
     options = dict(value)
     if "decoding_type" not in options:
-        raise ConfigError([f"decoding_type is required; {TYPES_SERVED}"])
+        raise ConfigError([f"decoding_type is required; {TYPES_SERVED}", *_wrong_keys(options)])
     decoding_type = options.pop("decoding_type")
     if not isinstance(decoding_type, str) or decoding_type not in CONFIG_OF_TYPE:
-        raise ConfigError([type_refusal(decoding_type)])
+        raise ConfigError([type_refusal(decoding_type), *_wrong_keys(options)])
     kind = CONFIG_OF_TYPE[decoding_type]
     lines = [
         f"{name} = {shown(options.pop(name))} is an option of {' and '.join(owners)}, not of "
@@ -294,6 +295,13 @@ def speculative_config_from(value: object) -> object:
     if lines:
         raise ConfigError(lines)
     return config
+
+
+def _wrong_keys(options: Mapping[str, Any]) -> list[str]:
+    """Sentences about those of `options` that no decoding type has."""
+    known = {name for kind in CONFIG_OF_TYPE.values() for name in _names_of(kind)}
+    unknown = {name: value for name, value in options.items() if name not in known}
+    return many_unknown(unknown, ()) or unknown_options(unknown, known, SPECULATIVE_PEERS)
 
 
 def _names_of(kind: type[DecodingBaseConfig]) -> set[str]:

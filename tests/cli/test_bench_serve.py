@@ -41,7 +41,7 @@ def test_a_sweep_reports_every_load(url: str, llm: FakeLLM, dataset: Path, tmp_p
     result = run(
         url,
         *("--dataset", dataset, "--concurrency", "1,2", "--goodput", "e2el:60000"),
-        *("--report_json", report, "--plot", plot, "--sampling", '{"temperature": 0}'),
+        *("--report_json", report, "--plot", plot),
     )
     assert result.exit_code == 0, result.output
     loads = json.loads(report.read_text())["loads"]
@@ -54,6 +54,24 @@ def test_a_sweep_reports_every_load(url: str, llm: FakeLLM, dataset: Path, tmp_p
         assert load["total_throughput_tok_s"] * load["elapsed_s"] == pytest.approx(36)
         assert load["goodput_req_s"] == load["request_throughput_req_s"]
     assert plot.read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "temperature", "shown"),
+    [
+        ("{}", 0, "0"),
+        ('{"temperature": 0.5}', 0.5, "0.5"),
+        ('{"temperature": null}', 1, "server's"),
+    ],
+)
+def test_text_is_greedy_unless_a_temperature_is_given_and_the_table_shows_it(
+    url: str, llm: FakeLLM, dataset: Path, sampling: str, temperature: float, shown: str
+) -> None:
+    llm.sampling.clear()
+    result = run(url, "--dataset", dataset, "--num_requests", 1, "--sampling", sampling)
+    assert {params.temperature for params in llm.sampling} == {temperature}
+    header, *_, row = (re.split(r"  +", line.strip()) for line in result.output.splitlines())
+    assert dict(zip(header, row, strict=False))["temperature"] == shown
 
 
 def test_reports_of_other_servers_are_drawn_too(url: str, dataset: Path, tmp_path: Path) -> None:

@@ -147,6 +147,35 @@ def test_print_config_names_every_option_with_its_value_and_source(
     assert all(f"{name}:" in result.output for name in LlmArgs.model_fields)
 
 
+def test_print_config_knows_the_other_names_of_options_and_names_the_model_once(
+    tmp_path: Path,
+) -> None:
+    options = tmp_path / "options.yaml"
+    options.write_text(
+        "kv_cache_free_gpu_memory_fraction: 0.5\n"
+        "speculative_config:\n"
+        "  decoding_type: Eagle3\n"
+        "  speculative_num_steps: 3\n"
+        "  speculative_model_dir: some/head\n"
+    )
+    lines = serve("a/folder", "--config", str(options), "--print_config").output.splitlines()
+    for line in (
+        "  free_gpu_memory_fraction: 0.5  # file",
+        "  max_draft_len: 3  # file",
+        "  speculative_model: some/head  # file",
+    ):
+        assert line in lines
+    assert [line for line in lines if line.startswith("model:")] == [
+        "model: a/folder  # command line"
+    ]
+    options.write_text(
+        "model: b/folder\nspeculative_config: {decoding_type: MTP, num_nextn_predict_layers: 3}\n"
+    )
+    lines = serve("a/folder", "--config", str(options), "--print_config").output.splitlines()
+    assert "  max_draft_len: 3  # file" in lines
+    assert [line for line in lines if line.startswith("model:")] == ["model: b/folder  # file"]
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

@@ -8,6 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from tllm_spec import __version__
 from tllm_spec.cli import bench, serve
 from tllm_spec.cli.trtllm_options import BY_NAME, LOG_LEVELS, TrtllmOption, split_trtllm_options
 from tllm_spec.option_checks import NotServed
@@ -143,3 +144,11 @@ def all_parameters() -> list[click.Option]:
 
 def test_levels_of_both_kinds_of_log_are_those_of_python() -> None:
     assert set(LOG_LEVELS.values()) == {"critical", "error", "warning", "info", "debug"}
+
+
+@pytest.mark.parametrize(
+    ("command", "name"), [(serve.main, "tllm-serve"), (bench.main, "tllm-bench")]
+)
+def test_the_version_needs_no_model(command: click.Command, name: str) -> None:
+    result = CliRunner().invoke(command, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"{name} {__version__}\n")

@@ -75,6 +75,20 @@ def test_ranks_that_mpi_cannot_start_are_an_error_in_one_sentence(mpi: SimpleNam
         join_ranks(LlmArgs.from_kwargs("zoo:llama", tensor_parallel_size=2))
 
 
+def test_mpi4py_without_an_mpi_library_is_an_error_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class WithoutLibrary:
+        @property
+        def MPI(self) -> None:
+            raise RuntimeError("cannot load MPI library\nlibmpi.so: cannot open shared object file")
+
+    monkeypatch.setitem(sys.modules, "mpi4py", WithoutLibrary())
+    with pytest.raises(ValueError, match=r"needs an MPI library, .* pip install mpich") as refusal:
+        join_ranks(LlmArgs.from_kwargs("zoo:llama", tensor_parallel_size=2))
+    assert "libmpi" not in str(refusal.value)
+
+
 @pytest.mark.parametrize("is_here", [True, False])
 @pytest.mark.parametrize("taken", [[], [9], [9, 8, 6], [3, 4, 5, 6, 7, 8, 9]], ids=str)
 def test_a_rank_has_the_fifo_of_rank_0_open_if_it_is_on_the_same_host(

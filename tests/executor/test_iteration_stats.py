@@ -1,5 +1,8 @@
-"""`LLM.get_stats`: one entry a round under TensorRT-LLM's names, only when enabled, bounded."""
+"""`LLM.get_stats`: one entry a round under TensorRT-LLM's names, only when enabled, bounded.
+`print_iter_log`: one line of the log a round."""
 
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +57,23 @@ def test_speculation_is_counted_per_round(tiny: Path) -> None:
     assert sum(round["numDraftTokens"] for round in rounds) == speculation.num_drafted_tokens > 0
     assert {round["numAcceptedTokens"] for round in rounds} == {0}
     assert {round["acceptanceLength"] for round in rounds} == {1.0}
+
+
+def test_a_line_of_the_log_says_what_each_round_did(
+    tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tllm_spec.executor.iteration_stats")
+    options = user_provided(lambda request: [63] * len(request.py_draft_tokens))
+    params = SamplingParams(max_tokens=4, ignore_eos=True, logit_bias={63: -100.0})
+    with make_llm(tiny, print_iter_log=True, **options) as llm:
+        drafts = llm.generate([1, 2, 3], params).speculative_decoding
+        assert llm.get_stats() == []
+    rounds = [line for line in caplog.messages if line.startswith("round ")]
+    assert [line.partition(":")[0] for line in rounds] == [f"round {n}" for n in range(4)]
+    assert "1 running, 0 waiting, 1 prefilling, 0 generating" in rounds[0]
+    assert "0 prefilling, 1 generating 1 tokens, draft length" in rounds[1]
+    num_drafts = sum(int(re.search(r"0 of (\d+) drafts", line)[1]) for line in rounds)
+    assert num_drafts == drafts.num_drafted_tokens > 0
 
 
 def test_only_the_latest_rounds_are_kept(tiny: Path) -> None:

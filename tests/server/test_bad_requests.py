@@ -314,3 +314,24 @@ def test_a_lone_surrogate_is_a_bad_request(url: str) -> None:
             f"{url}/v1/{path}", content=body, headers={"content-type": "application/json"}
         )
         assert (response.status_code, "surrogate" in response.text) == (400, True)
+
+
+def test_values_out_of_range_are_named_together_by_the_clients_names(
+    post: Callable[..., httpx.Response],
+) -> None:
+    given = {"temperature": -1, "top_p": 3}
+    many = {"top_k": -5, "min_p": 2, "min_tokens": -1, "seed": 1 << 70, "stop": "", "bad": ""}
+    many |= {"repetition_penalty": 0, "truncate_prompt_tokens": 0, "presence_penalty": 1e30}
+    many["frequency_penalty"] = -1e30
+    for path, options, expected in (
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0}, {"max_tokens", *given}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 0}, {"max_output_tokens", *given}),
+        ("/v1/completions", {"prompt": "a", **many}, None),
+    ):
+        response = post(path, **options, **given)
+        assert response.status_code == 400
+        lines = response.json()["error"]["message"].split("\n")
+        if expected:
+            assert {line.partition(" = ")[0] for line in lines} == expected
+        else:
+            assert len(lines) == 11 and lines[-1] == "... and 2 more mistakes"

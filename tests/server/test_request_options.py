@@ -125,6 +125,23 @@ NULLABLE_IN_CHAT = (
 )
 
 
+def test_metadata_changes_nothing(post: Callable[..., httpx.Response], llm: FakeLLM) -> None:
+    for metadata in ({}, {"run": "7"}):
+        answer = post("/v1/chat/completions", messages=CHAT, metadata=metadata)
+        assert answer.status_code == 200, answer.text
+    assert llm.sampling[-1] == llm.sampling[-2] and llm.prompts[-1] == llm.prompts[-2]
+    refused = post("/v1/chat/completions", messages=CHAT, metadata=5)
+    assert refused.json()["error"]["message"] == "metadata = 5: an object is needed"
+
+
+def test_reasoning_effort_is_refused_with_the_form_that_is_served(
+    post: Callable[..., httpx.Response],
+) -> None:
+    refused = post("/v1/chat/completions", messages=CHAT, reasoning_effort="low")
+    message = refused.json()["error"]["message"]
+    assert 'use chat_template_kwargs: {"reasoning_effort": "low"}' in message
+
+
 def test_null_means_the_default_of_every_option(
     post: Callable[..., httpx.Response], llm: FakeLLM
 ) -> None:

@@ -38,6 +38,22 @@ def test_an_unknown_route_is_answered_with_openais_error_object(url: str) -> Non
 
 
 @pytest.mark.parametrize(
+    ("method", "path", "reason"),
+    [
+        ("POST", "/kv_cache_events", "KV cache events are not reported"),
+        ("POST", "/v1/embeddings", "answers are text"),
+    ],
+)
+def test_a_known_route_that_is_not_served_is_answered_with_the_reason(
+    url: str, method: str, path: str, reason: str
+) -> None:
+    answer = httpx.request(method, f"{url}{path}", json={})
+    assert answer.status_code == 404
+    message = answer.json()["error"]["message"]
+    assert message.startswith(f"{method} {path} is not served here: {reason}; GET / says")
+
+
+@pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
         ("GET", "/v1/completions", "POST"),

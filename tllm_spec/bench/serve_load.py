@@ -79,11 +79,13 @@ class Sent:
 
 @dataclass(frozen=True)
 class ServeRun:
-    """What one load gave. elapsed: seconds from the first request to the last token."""
+    """What one load gave. elapsed: seconds from the first request to the last token. temperature:
+    of the requests; None: the server's own."""
 
     load: Load
     sent: list[Sent]
     elapsed: float
+    temperature: float | None = None
 
 
 async def send_all(
@@ -107,7 +109,8 @@ async def send_all(
 
     starts = load.start_times(len(requests))
     sent = await asyncio.gather(*map(send, requests, starts))
-    return ServeRun(load, list(sent), perf_counter() - begin)
+    elapsed = perf_counter() - begin
+    return ServeRun(load, list(sent), elapsed, options.get("temperature"))
 
 
 async def _send(target: Target, model: str, request: BenchRequest, options: dict[str, Any]) -> Sent:

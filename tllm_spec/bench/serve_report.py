@@ -44,6 +44,7 @@ def serve_report(
     num_tokens = sum(sent.num_tokens for sent in done)
     report: dict[str, Any] = {
         "load": run.load.name,
+        "temperature": run.temperature,
         "requests": len(run.sent),
         "failed": len(run.sent) - len(done),
         "errors": dict(errors.most_common(3)),
@@ -85,7 +86,7 @@ def _total(text: str, name: str) -> float:
 
 def format_serve(reports: Sequence[Mapping[str, Any]]) -> str:
     """One row for each load."""
-    header = ["load", "requests/s", "tokens/s", "failed"]
+    header = ["load", "temperature", "requests/s", "tokens/s", "failed"]
     header += ["TTFT p50", "p99", "TPOT p50", "p99", "ITL p99", "E2E p50", "p99 (ms)"]
     optional = {"goodput_req_s": "goodput/s", "acceptance_length": "acceptance length"}
     shown = [name for name in optional if any(name in report for report in reports)]
@@ -101,6 +102,7 @@ def format_serve(reports: Sequence[Mapping[str, Any]]) -> str:
         rows.append(
             [
                 report["load"],
+                "server's" if report["temperature"] is None else str(report["temperature"]),
                 f"{report['request_throughput_req_s']:.2f}",
                 f"{report['output_throughput_tok_s']:.1f}",
                 str(report["failed"]),

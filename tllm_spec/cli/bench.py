@@ -33,6 +33,7 @@ from tllm_spec.cli.trtllm_options import (
     refused_together,
     split_trtllm_options,
     trtllm_options,
+    version_option,
 )
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class FriendlyGroup(click.Group):
     help="Accepted without effect: no intermediate files are written.",
 )
 @log_level_option("warning")
+@version_option("tllm-bench")
 @trtllm_options(BY_NAME["hf_revision"])
 @click.pass_context
 def main(

@@ -74,7 +74,10 @@ def _counts(context: click.Context, option: click.Parameter, text: str | None) -
     help="Counts requests within a limit, such as ttft:200, tpot:20 or e2el:5000; may be repeated.",
 )
 @click.option(
-    "--sampling", default="{}", help='More of each body, as JSON: {"temperature": 0, "top_k": 5}.'
+    "--sampling",
+    default="{}",
+    help='More of each body, as JSON: {"temperature": 0.8, "top_k": 5}. Without a temperature it '
+    "is 0, so that text is greedy as in the other commands.",
 )
 @click.option(
     "--warmup", type=click.IntRange(0), default=1, help="Requests before the measured ones."
@@ -113,6 +116,7 @@ def serve(
         raise ValueError(f"sampling = {sampling!r} is not JSON: {error}") from error
     if not isinstance(options, dict):
         raise ValueError(f"sampling = {sampling!r}: a JSON object is needed")
+    options = {"temperature": 0, **options}
     try:
         reports = asyncio.run(_measure(goals, options, **given))
     except OSError as error:

@@ -10,7 +10,8 @@ import yaml
 from click.core import ParameterSource
 from pydantic import BaseModel
 
-from tllm_spec.config import LlmArgs
+from tllm_spec.config import LlmArgs, with_fraction
+from tllm_spec.config_base import ConfigModel
 from tllm_spec.server_info import plain
 
 SECRETS = frozenset({"api_key", "ssl_keyfile_password"})
@@ -23,6 +24,8 @@ SOURCES = {
 def server_lines(context: click.Context, names: list[str]) -> Iterator[str]:
     """The command's own options."""
     for name in names:
+        if name in LlmArgs.model_fields:
+            continue  # the model: a YAML file may give it, so it is one of `llm_lines`
         value = context.params[name]
         source = SOURCES.get(context.get_parameter_source(name), "default")  # type: ignore[arg-type]  # None: default
         shown = "(set)" if name in SECRETS and value else value
@@ -32,13 +35,20 @@ def server_lines(context: click.Context, names: list[str]) -> Iterator[str]:
 def llm_lines(
     args: LlmArgs, flags: Mapping[str, Any], yaml_options: Mapping[str, Any]
 ) -> Iterator[str]:
-    """LLM's arguments. flags: those of the command line; yaml_options: those of the file."""
-    return _lines(args, [("file", yaml_options), ("command line", flags)], indent="")
+    """LLM's arguments. flags: those of the command line, which has the model, too; yaml_options:
+    those of the file."""
+    given = {"model": args.model, **flags}
+    return _lines(args, [("file", with_fraction(yaml_options)), ("command line", given)], indent="")
 
 
 def _lines(
     model: BaseModel, sources: list[tuple[str, Mapping[str, Any]]], indent: str
 ) -> Iterator[str]:
+    aliases = model.aliases if isinstance(model, ConfigModel) else {}
+    sources = [
+        (source, {aliases.get(name, name): value for name, value in given.items()})
+        for source, given in sources
+    ]
     for name in type(model).model_fields:
         value = getattr(model, name)
         if isinstance(value, BaseModel):

@@ -29,6 +29,7 @@ from tllm_spec.cli.trtllm_options import (
     refused_together,
     split_trtllm_options,
     trtllm_options,
+    version_option,
 )
 from tllm_spec.config import LlmArgs, overlay, with_yaml
 from tllm_spec.config_base import ConfigError
@@ -97,6 +98,7 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
 @trtllm_options(*ENGINE_OPTIONS, *SERVER_OPTIONS)
 @server_options
 @log_level_option("info")
+@version_option("tllm-serve")
 @click.pass_context
 def main(
     context: click.Context,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from tllm_spec import __version__
 from tllm_spec.config import LlmArgs, overlay
 from tllm_spec.config_base import ConfigError
 from tllm_spec.option_checks import NotServed, shown
@@ -222,3 +223,8 @@ def log_level_option(default: str) -> Callable[[Command], Command]:
         callback=_python_level,
         help="The least severe messages to log. verbose and trace mean debug.",
     )
+
+
+def version_option(command: str) -> Callable[[Command], Command]:
+    """`--version` of a command."""
+    return click.version_option(__version__, prog_name=command, message="%(prog)s %(version)s")

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from tllm_spec.request_errors import ContextLengthExceeded
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST
-from tllm_spec.server.refusals import RequestRefused
+from tllm_spec.server.refusals import RequestRefused, first_mistakes
 from tllm_spec.server.streaming import unless_disconnected
 
 if TYPE_CHECKING:
@@ -163,8 +163,10 @@ def bad_request(names: Mapping[str, str] = SAME) -> Iterator[None]:
     except ValueError as error:
         is_too_long = isinstance(error, ContextLengthExceeded)
         code = "context_length_exceeded" if is_too_long else None
-        message = re.sub(r"^\w+", lambda found: names.get(found[0], found[0]), str(error))
-        raise RequestRefused(400, message, code=code) from error
+        message = re.sub(
+            r"^\w+", lambda found: names.get(found[0], found[0]), str(error), flags=re.M
+        )
+        raise RequestRefused(400, first_mistakes(message.split("\n")), code=code) from error
 
 
 @contextmanager

@@ -12,10 +12,15 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from tllm_spec.executor.faults import described
-from tllm_spec.server.refusals import RequestRefused, error_body, param_of
+from tllm_spec.not_served import NO_KV_EVENTS
+from tllm_spec.server.refusals import RequestRefused, error_body, first_mistakes, param_of
 from tllm_spec.server.streaming import EngineError
 
-MAX_MISTAKES = 11  # lines about mistakes in a body; a summary of unknown options has as many
+# Routes of TensorRT-LLM's and vLLM's servers, with the reason.
+ROUTES_NOT_SERVED: Mapping[str, str] = {
+    "/kv_cache_events": NO_KV_EVENTS,
+    "/v1/embeddings": "answers are text",
+}
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -39,9 +44,7 @@ async def _engine_error(request: Request, error: Exception) -> JSONResponse:
 async def _invalid_body(request: Request, invalid: Exception) -> JSONResponse:
     assert isinstance(invalid, RequestValidationError)
     lines = [line for detail in invalid.errors() for line in _cause(detail).splitlines()]
-    if len(lines) > MAX_MISTAKES:
-        lines[MAX_MISTAKES - 1 :] = [f"... and {len(lines) - MAX_MISTAKES + 1} more mistakes"]
-    message = "\n".join(lines)
+    message = first_mistakes(lines)
     if any(
         detail["loc"] == ("body",) and "error" not in detail.get("ctx", {})
         for detail in invalid.errors()
@@ -65,9 +68,11 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
         message = f"{request.url.path} takes {allowed}, not {request.method}"
         headers = {"Allow": allowed}
     if error.status_code == 404:  # the router's: routes raise RequestRefused
+        reason = ROUTES_NOT_SERVED.get(request.url.path)
+        because = f": {reason}" if reason else ""
         message = (
-            f"{request.method} {request.url.path} is not served here; GET / says how to call this "
-            "server, GET /openapi.json lists its routes"
+            f"{request.method} {request.url.path} is not served here{because}; GET / says how to "
+            "call this server, GET /openapi.json lists its routes"
         )
     return JSONResponse(error_body(message, "invalid_request_error"), error.status_code, headers)
 

@@ -81,13 +81,12 @@ CHAT_NOT_SERVED: Mapping[str, NotServed] = {
     "echo": NotServed((None, False), "the prompt is not returned"),
     "function_call": NotServed((None, "none"), OLD_TOOLS),
     "functions": NotServed((None, []), OLD_TOOLS),
-    "metadata": NotServed((None, {}), NOT_STORED),
     "mm_processor_kwargs": NotServed((None, {}), "only text is served"),
     "modalities": NotServed((None, ["text"]), "only text is served"),
     "moderation": NotServed((None,), "nothing is moderated"),
     "prediction": NotServed((None,), "speculation is configured at start-up"),
     "prompt_cache_retention": NotServed((None, "in_memory"), "the prefix cache is in memory"),
-    "reasoning_effort": NotServed((None,), "use chat_template_kwargs"),
+    "reasoning_effort": NotServed((None,), 'use chat_template_kwargs: {"reasoning_effort": "low"}'),
     "service_tier": NotServed((None, "auto", "default"), "there is one tier"),
     "store": NotServed((None, False), NOT_STORED),
     "verbosity": NotServed((None,), "use chat_template_kwargs"),
@@ -172,7 +171,8 @@ class GenerationRequest(BodyModel):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    # These three are for the caller's records and have no effect.
+    # These four are for the caller's records and have no effect.
+    metadata: dict[str, Any] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

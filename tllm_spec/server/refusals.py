@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
+MAX_MISTAKES = 11  # lines about mistakes in a body; a summary of unknown options has as many
 MAX_MESSAGE = 8192  # characters; a message may quote what a client has sent
 
 
@@ -23,6 +24,14 @@ def error_body(
         for text in (message, param)
     ]
     return {"error": {"message": texts[0], "type": kind, "param": texts[1], "code": code}}
+
+
+def first_mistakes(lines: list[str]) -> str:
+    """The lines, the last ones counted where they are many."""
+    if len(lines) > MAX_MISTAKES:
+        more = len(lines) - MAX_MISTAKES + 1
+        lines = [*lines[: MAX_MISTAKES - 1], f"... and {more} more mistakes"]
+    return "\n".join(lines)
 
 
 def param_of(message: str) -> str | None:
