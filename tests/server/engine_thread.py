@@ -37,7 +37,7 @@ class Engine:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
         self._listener.listen()
-        self.process = EngineProcess(ARGS, self._listener)
+        self.process = EngineProcess(ARGS, self._listener, lambda: None)
         self._thread = threading.Thread(target=self.process.run)
         self._thread.start()
 
