@@ -155,7 +155,7 @@ def test_another_number_of_processes_than_asked_for_is_refused(folder: str) -> N
     assert "tensor_parallel_size = 2, and mpirun has started 3 processes" in world.output
 
 
-@pytest.mark.parametrize("kind", ["version", "checkpoint"])
+@pytest.mark.parametrize("kind", ["version", pytest.param("checkpoint", marks=pytest.mark.slow)])
 def test_an_unlike_rank_is_refused_at_start_with_one_message_on_all(
     kind: str, folder: str, tmp_path: Path
 ) -> None:
