@@ -6,7 +6,6 @@ import asyncio
 import logging
 import signal
 import socket
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,7 +135,6 @@ def main(
                 log_format=server["log_format"],
                 server=options_of(server, host).to_plain(),
                 tls=tls_of(server),
-                import_path=sys.path,
             )
             resolve_model(args.model)  # a wrong path is reported before a process is started
             with _bound(host, port) as listener:

@@ -32,7 +32,6 @@ class ChildSettings:
     log_format: LogFormat
     server: dict[str, Any]
     tls: dict[str, Any] | None
-    import_path: list[str]
 
 
 def engine_process(tensor_parallel_size: int) -> str:
@@ -61,7 +60,6 @@ class Control:
             unpacker.feed(data)
             for message in unpacker:
                 settings = ChildSettings(**message)
-                sys.path[:] = settings.import_path
                 configure_logs(settings.log_level, settings.log_format)
                 if settings.log_format == "json" or not sys.stderr.isatty():
                     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
