@@ -13,7 +13,6 @@ import os
 import selectors
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from typing import Any
 
 from benchmarks.harness.report import table
 from benchmarks.streamed_rounds import cpu_seconds
+from tllm_spec.child_command import module_command
 from tllm_spec.executor.request_limits import Capacity, RequestLimits
 from tllm_spec.server.child import ChildSettings
 from tllm_spec.server.options import ServerOptions
@@ -53,7 +53,7 @@ class Front:
         self.address = listener.getsockname()
         self._control, theirs = socket.socketpair()
         descriptors = theirs.fileno(), listener.fileno()
-        command = [sys.executable, "-m", "tllm_spec.server.front_process", *map(str, descriptors)]
+        command = [*module_command("tllm_spec.server.front_process"), *map(str, descriptors)]
         self.process = subprocess.Popen(command, pass_fds=descriptors)
         theirs.close()
         listener.close()
@@ -65,7 +65,6 @@ class Front:
             log_format="text",
             server=ServerOptions().to_plain(),
             tls=None,
-            import_path=sys.path,
         )
         self._control.sendall(pack(asdict(settings)))
         self.engine, _ = engines.accept()
