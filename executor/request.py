@@ -178,6 +178,11 @@ class LlmRequest:
         assert not beam, "there is no beam search"
         return [list(self.tokens)] if beam is None else list(self.tokens)
 
+    def get_last_tokens(self, beam: int | None = None) -> Any:
+        """The last token; without `beam` a list with the only beam's."""
+        assert not beam, "there is no beam search"
+        return [self.tokens[-1]] if beam is None else self.tokens[-1]
+
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)

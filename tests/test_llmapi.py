@@ -84,7 +84,7 @@ def test_the_python_name_and_the_yaml_form_give_the_same_sentence(
 @pytest.mark.parametrize(
     ("name", "option", "values", "others"),
     [
-        ("MoeConfig", "moe_config", {"backend": "AUTO"}, {"backend": "TRTLLM"}),
+        ("MoeConfig", "moe_config", {"backend": "AUTO"}, {"backend": "cuda"}),
         ("QuantConfig", "quant_config", {"quant_algo": None}, {"quant_algo": "FP8"}),
     ],
 )

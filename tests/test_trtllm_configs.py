@@ -8,10 +8,14 @@ import pytest
 import yaml
 
 from tests.decoding_options import eagle3, ngram, speculate
+from tllm_spec import llmapi
 from tllm_spec.config import KvCacheConfig, LlmArgs
+from tllm_spec.prompts import PromptReader
+from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.speculative_config import NGramDecodingConfig, UserProvidedDecodingConfig
 
-# The keys of TensorRT-LLM's curated configurations, and those that are refused here.
+# The keys of TensorRT-LLM's curated configurations, and those that are refused here. Of the others
+# some have no effect, which a warning says.
 CURATED = {
     "llama-3.3-70b": (
         """
@@ -24,7 +28,7 @@ CURATED = {
         cuda_graph_config: {enable_padding: true, max_batch_size: 1024}
         kv_cache_config: {dtype: fp8, free_gpu_memory_fraction: 0.9}
         """,
-        {"trust_remote_code", "kv_cache_config.dtype"},
+        {"kv_cache_config.dtype"},
     ),
     "qwen3": (
         """
@@ -51,7 +55,7 @@ CURATED = {
         stream_interval: 20
         num_postprocess_workers: 4
         """,
-        {"trust_remote_code", "moe_config", "num_postprocess_workers"},
+        set(),
     ),
     "deepseek-r1-latency": (
         """
@@ -67,12 +71,26 @@ CURATED = {
           max_draft_len: 3
           use_relaxed_acceptance_for_thinking: true
         """,
-        {"trust_remote_code", "moe_config"},
+        set(),
     ),
+}
+WITHOUT_EFFECT = {
+    "gpt-oss-latency": ["moe_config", "num_postprocess_workers", "trust_remote_code"],
+    "deepseek-r1-latency": ["moe_config", "trust_remote_code"],
 }
 
 
-@pytest.mark.parametrize("name", CURATED)
+@pytest.mark.parametrize("name", [name for name, (_, refused) in CURATED.items() if not refused])
+def test_a_curated_configuration_starts_with_a_warning_for_each_option_without_effect(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    LlmArgs(model="m", **yaml.safe_load(CURATED[name][0]))
+    named = sorted(line.partition(" = ")[0] for line in caplog.messages)
+    assert named == WITHOUT_EFFECT[name]
+    assert all(" has no effect: " in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, refused) in CURATED.items() if refused])
 def test_a_curated_configuration_names_all_that_is_not_served_in_one_start(name: str) -> None:
     text, refused = CURATED[name]
     with pytest.raises(ValueError) as refusal:
@@ -109,6 +127,9 @@ def test_the_default_attention_of_tensorrt_llm_is_auto_with_one_log_line(
         {"kv_cache_config": {"cross_kv_cache_fraction": None, "onboard_blocks": True}},
         {"kv_cache_config": {"mamba_ssm_cache_dtype": "auto", "max_util_for_resume": 0.95}},
         {"perf_metrics_max_requests": 0},
+        {"attention_dp_config": {"enable_balance": False, "timeout_iters": 0}},
+        {"enable_lm_head_tp_in_adp": False, "disable_mm_encoder": True},
+        {"kv_cache_config": {"free_gpu_memory_fraction": None}},
         {"quant_config": {"quant_algo": None, "kv_cache_quant_algo": None}},
     ],
 )
@@ -119,7 +140,7 @@ def test_values_that_change_nothing_are_taken(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"moe_config": {"backend": "CUTLASS"}},
+        {"moe_config": {"backend": "CUTLAS"}},
         {"moe_config": {"backend": "AUTO", "bakend": None}},
         {"moe_config": {"disable_finalize_fusion": 0}},
         {"quant_config": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}},
@@ -193,3 +214,37 @@ def test_the_memory_fraction_of_the_flags_may_stand_in_a_configuration() -> None
 def test_user_provided_drafters_refuse_options_of_a_draft_model() -> None:
     with pytest.raises(ValueError, match="speculative_model = 'd' is refused"):
         UserProvidedDecodingConfig(max_draft_len=2, drafter=object(), speculative_model_dir="d")
+
+
+def test_mtp_in_the_targets_own_folder_is_mtp_without_a_folder() -> None:
+    config = {"decoding_type": "MTP", "speculative_model_dir": "models/../m"}
+    own = LlmArgs(model="m", speculative_config=config).speculative_config
+    assert own == LlmArgs(model="m", speculative_config={"decoding_type": "MTP"}).speculative_config
+    assert own is not None and own.max_draft_len == 1
+    other = LlmArgs(model="m", speculative_config={**config, "speculative_model_dir": "n"})
+    assert getattr(other.speculative_config, "speculative_model", None) == "n"
+
+
+def test_the_classes_of_the_quickstart_take_its_values() -> None:
+    quickstart = LlmArgs(
+        model="m",
+        attention_dp_config=llmapi.AttentionDpConfig(
+            enable_balance=False, timeout_iters=0, batching_wait_iters=0
+        ),
+        moe_config=llmapi.MoeConfig(backend="CUTLASS"),
+        kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=None),
+    )
+    assert quickstart == LlmArgs(model="m")
+    with pytest.raises(ValueError, match="is refused"):
+        llmapi.AttentionDpConfig(enable_balance=True)
+
+
+def test_another_grammar_compiler_is_refused_with_what_xgrammar_takes() -> None:
+    with pytest.raises(ValueError, match="'xgrammar' is needed, which takes the same JSON schemas"):
+        LlmArgs(model="m", guided_decoding_backend="llguidance")
+
+
+def test_a_multimodal_prompt_is_refused_by_the_name_of_its_part() -> None:
+    reader = PromptReader(None, vocab_size=9, max_seq_len=64, max_input_len=None)
+    with pytest.raises(ValueError, match="multi_modal_data of a prompt is refused: only text"):
+        reader.read({"prompt": "a", "multi_modal_data": {}}, SamplingParams())

@@ -9,24 +9,22 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
     Field,
-    NonNegativeInt,
     PositiveInt,
-    Strict,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from tllm_spec.config_base import ConfigError, ConfigModel, check_keys
+from tllm_spec.cuda_graph_config import CudaGraphConfig as CudaGraphConfig
 from tllm_spec.not_served import (
-    CUDA_GRAPH_NOT_SERVED,
     KV_CACHE_NOT_SERVED,
     LLM_NOT_SERVED,
     SCHEDULER_NOT_SERVED,
@@ -34,12 +32,15 @@ from tllm_spec.not_served import (
 from tllm_spec.option_checks import NotServed, shown
 from tllm_spec.peer_options import LLM_PEERS
 from tllm_spec.speculative_base import PathText
-from tllm_spec.speculative_config import SpeculativeConfig
+from tllm_spec.speculative_config import (
+    DecodingBaseConfig,
+    MTPDecodingConfig,
+    SpeculativeConfig,
+)
 from tllm_spec.yaml_file import read_yaml
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_LARGEST_GRAPH = 128  # requests, as in TensorRT-LLM
 MAX_DETERMINISTIC_RANKS = 2  # a sum of two is the same in any order
 # A name of trtllm-serve's flags that is found in its YAML files, too.
 FRACTION, FRACTION_FLAG = "free_gpu_memory_fraction", "kv_cache_free_gpu_memory_fraction"
@@ -61,6 +62,11 @@ class KvCacheConfig(ConfigModel):
     """Tokens of one page, a power of two."""
 
     not_served: ClassVar[Mapping[str, NotServed]] = KV_CACHE_NOT_SERVED
+
+    @field_validator("free_gpu_memory_fraction", mode="before")
+    @classmethod
+    def _null_means_default(cls, fraction: object) -> object:
+        return cls.model_fields[FRACTION].default if fraction is None else fraction
 
     @field_validator("tokens_per_block")
     @classmethod
@@ -87,62 +93,6 @@ class SchedulerConfig(ConfigModel):
     @classmethod
     def _value_of_enum(cls, policy: object) -> object:
         return policy.value if isinstance(policy, Enum) else policy
-
-
-class CudaGraphConfig(ConfigModel):
-    """Batch sizes for which a decoding round is captured as a CUDA graph. No effect on a CPU."""
-
-    batch_sizes: Annotated[tuple[PositiveInt, ...], Strict(False)] | None = None
-    """Batch sizes to capture. null: 1, 2, 4, then steps of 8 up to 128 and of 64 above; without
-    padding 1 to 32 and powers of two."""
-    max_batch_size: NonNegativeInt | None = None
-    """Largest batch size to capture if `batch_sizes` is null. null or 0 is 128."""
-    enable_padding: bool = True
-    """A batch between two captured sizes runs as the next larger one. False, TensorRT-LLM's
-    default, runs it without a graph."""
-
-    not_served: ClassVar[Mapping[str, NotServed]] = CUDA_GRAPH_NOT_SERVED
-
-    @field_validator("batch_sizes")
-    @classmethod
-    def _sort_sizes(cls, sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if sizes is not None and not sizes:
-            raise ValueError(
-                "it has no entry; null means the default sizes, cuda_graph_config: null no graphs"
-            )
-        return None if sizes is None else tuple(sorted(set(sizes)))
-
-    @model_validator(mode="after")
-    def _check_largest(self) -> CudaGraphConfig:
-        if self.batch_sizes and self.max_batch_size and self.max_batch_size != self.batch_sizes[-1]:
-            raise ValueError(
-                f"max_batch_size = {self.max_batch_size} contradicts batch_sizes = "
-                f"{self.batch_sizes}; leave it out, or give the largest of them, "
-                f"{self.batch_sizes[-1]}"
-            )
-        return self
-
-    def sizes(self, limit: int, also: Iterable[int] = ()) -> tuple[int, ...]:
-        """The batch sizes to capture, ascending.
-
-        limit: the most requests that a round can have; a larger size is captured as this one.
-        also: further sizes, such as the keys of `draft_len_schedule`; those above the largest are
-        left out."""
-        assert limit > 0
-        largest = self.max_batch_size or DEFAULT_LARGEST_GRAPH
-        wanted = self.batch_sizes or _default_sizes(largest, self.enable_padding)
-        sizes = {min(size, limit) for size in wanted}
-        return tuple(sorted(sizes | {size for size in also if 0 < size < max(sizes)}))
-
-
-def _default_sizes(largest: int, enable_padding: bool) -> list[int]:
-    """TensorRT-LLM's batch sizes up to `largest`, which is always one of them. Without padding a
-    size that is not listed has no graph, so all small sizes are listed."""
-    if enable_padding:
-        sizes = [1, 2, 4, *range(8, 129, 8), *range(192, largest, 64)]
-    else:
-        sizes = [*range(1, 32), *(2**power for power in range(5, largest.bit_length()))]
-    return [*(size for size in sizes if size < largest), largest]
 
 
 def _device_name(device: object) -> object:
@@ -242,6 +192,16 @@ class LlmArgs(ConfigModel):
     def _minus_one_means_default(cls, value: object) -> object:
         return None if value == -1 else value
 
+    @field_validator("guided_decoding_backend", mode="before")
+    @classmethod
+    def _name_the_grammar_compiler(cls, name: object) -> object:
+        if name in ("llguidance", "guidance", "outlines", "lm-format-enforcer"):
+            raise ValueError(
+                "'xgrammar' is needed, which takes the same JSON schemas, patterns, choices and "
+                "grammars"
+            )
+        return "xgrammar" if name == "auto" else name
+
     @field_validator("attn_backend", mode="before")
     @classmethod
     def _serve_trtllm(cls, name: object) -> object:
@@ -258,6 +218,19 @@ class LlmArgs(ConfigModel):
         if tokenizer is None or isinstance(tokenizer, str) or hasattr(tokenizer, "decode"):
             return tokenizer
         raise ValueError("a folder or a transformers tokenizer is needed")
+
+    @field_validator("speculative_config")
+    @classmethod
+    def _know_the_targets_own_modules(
+        cls, config: DecodingBaseConfig | None, info: ValidationInfo
+    ) -> DecodingBaseConfig | None:
+        """MTP modules of the target's own folder are those of `speculative_model: null`."""
+        folder = getattr(config, "speculative_model", None)
+        model = info.data.get("model")
+        if not isinstance(config, MTPDecodingConfig) or None in (folder, model):
+            return config
+        is_own = os.path.realpath(str(folder)) == os.path.realpath(str(model))
+        return config.model_copy(update={"speculative_model": None}) if is_own else config
 
     @model_validator(mode="after")
     def _check_window_fits(self) -> LlmArgs:

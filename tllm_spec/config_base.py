@@ -8,7 +8,14 @@ from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tllm_spec.option_checks import NotServed, many_unknown, refusals, shown, unknown_options
+from tllm_spec.option_checks import (
+    NotServed,
+    many_unknown,
+    refusals,
+    shown,
+    unknown_options,
+    warn_of_ignored,
+)
 
 # Options whose keys are batch sizes.
 NUMBERED = frozenset({"adaptive", "draft_len_schedule"})
@@ -55,6 +62,7 @@ class ConfigModel(BaseModel):
             lines += _sentences(error, type(self))
         if lines:
             raise ConfigError(lines)
+        warn_of_ignored(options, self.not_served)
 
     def as_options(self) -> dict[str, Any]:
         """Plain values whose constructor makes an equal object, in another process too. Raises

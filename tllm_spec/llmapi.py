@@ -157,12 +157,14 @@ def refusal(name: str, use: str) -> str:
 
 class _NotServedClass(type):
     """The type of the classes that are not served: they can be imported and named in annotations.
-    A call returns its arguments as a mapping if they are values that change nothing."""
+    A call returns its arguments as a mapping if the option takes them."""
 
     def __call__(cls, *args: object, **kwargs: object) -> dict[str, object]:
         option = OPTION_OF.get(cls.__name__)
-        if option is not None and not args and _TABLE[option].accepts(kwargs):
-            return kwargs
+        if option is not None and not args:
+            row = _TABLE[option]
+            if row.accepts(kwargs) or row.ignores(kwargs):
+                return kwargs
         given = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
         raise ValueError(refusal(cls.__name__, f"{cls.__name__}({', '.join(given)})"))
 

@@ -38,13 +38,33 @@ MOE_DEFAULTS: Mapping[str, object] = {
     "disable_finalize_fusion": False,
     "use_low_precision_moe_combine": False,
 }
+# Names of TensorRT-LLM's kernels for experts.
+MOE_KERNELS = frozenset(
+    (
+        "CUTLASS",
+        "CUTEDSL",
+        "DEEPGEMM",
+        "DENSEGEMM",
+        "MEGAMOE_DEEPGEMM",
+        "TRITON",
+        "TRTLLM",
+        "VANILLA",
+        "WIDEEP",
+    )
+)
+# Attention data parallelism that is not switched on; the numbers matter only where it is.
+ATTENTION_DP_OFF: Mapping[str, object] = {
+    "enable_balance": False,
+    "timeout_iters": int,
+    "batching_wait_iters": int,
+}
 NOTHING_QUANTISED: Mapping[str, object] = {"quant_algo": None, "kv_cache_quant_algo": None}
 
 LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "allreduce_strategy": NotServed(
         ("AUTO",), "for each size the fastest way is measured when the ranks meet"
     ),
-    "attention_dp_config": NotServed((None,), NO_ATTENTION_DP),
+    "attention_dp_config": NotServed((None,), NO_ATTENTION_DP, ignored=(ATTENTION_DP_OFF,)),
     "attn_backend": NotServed(
         ("auto", "TRTLLM", "VANILLA", "TRITON", "FLASHINFER"),
         "there are no other attention kernels",
@@ -63,24 +83,30 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "context_parallel_size": NotServed((1,), NO_CONTEXT_PARALLEL),
     "cp_config": NotServed((None, {}), NO_CONTEXT_PARALLEL),
     "custom_tokenizer": NotServed((None,), "pass a tokenizer object as tokenizer"),
+    "disable_mm_encoder": NotServed((False, True), TEXT_ONLY),
     "enable_attention_dp": NotServed((False,), NO_ATTENTION_DP),
     "enable_autotuner": NotServed(
-        (True,), "the first start on a GPU always tunes GEMMs, unless deterministic is set"
+        (True,),
+        "the first start on a GPU always tunes GEMMs, unless deterministic is set",
+        ignored=(False,),
     ),
     "enable_build_cache": NotServed((False,), NO_ENGINE_FILES),
     "enable_early_first_token_response": NotServed((False,), "every round answers at once"),
     "enable_in_graph_sampling": NotServed((True, False), "sampling is part of the graph"),
     "enable_iter_req_stats": NotServed((False,), NO_STATISTICS),
     "enable_layerwise_nvtx_marker": NotServed((False,), "there are no NVTX markers"),
+    "enable_lm_head_tp_in_adp": NotServed((False,), NO_ATTENTION_DP),
     "enable_lora": NotServed((False,), NO_LORA),
-    "enable_min_latency": NotServed((False,), "there is one set of kernels"),
+    "enable_min_latency": NotServed((False,), "there is one set of kernels", ignored=(True,)),
     "enable_mixed_sampler": NotServed((True, False), ONE_SAMPLER),
     "enable_trtllm_sampler": NotServed((False,), ONE_SAMPLER),
     "extended_runtime_perf_knob_config": NotServed((None,), NO_ENGINE_FILES),
     "fail_fast_on_attention_window_too_large": NotServed((True, False), ALL_TOKENS),
     "force_dynamic_quantization": NotServed((False,), NO_QUANTISING),
     "garbage_collection_gen0_threshold": NotServed(
-        (None, 20000), "the settings of Python's garbage collector are not changed"
+        (None, 20000),
+        "the settings of Python's garbage collector are not changed",
+        ignored=(int,),
     ),
     "gather_generation_logits": NotServed((False,), "logits are not returned; logprobs are"),
     "generation_config": NotServed(("trtllm",), "sampling defaults come from SamplingParams only"),
@@ -93,12 +119,16 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "mm_encoder_only": NotServed((False,), TEXT_ONLY),
     "moe_cluster_parallel_size": NotServed((None, -1, 1), ONE_WAY),
     "moe_config": NotServed(
-        (None, MOE_DEFAULTS), "kernels of experts are chosen by device and size"
+        (None, MOE_DEFAULTS),
+        "kernels of experts are chosen by device and size",
+        ignored=({**MOE_DEFAULTS, "backend": MOE_KERNELS | {"AUTO"}},),
     ),
     "mpi_session": NotServed((None,), NO_SESSION),
     "multimodal_config": NotServed((None,), TEXT_ONLY),
     "normalize_log_probs": NotServed((False,), NO_BEAMS),
-    "num_postprocess_workers": NotServed((0,), "text is made in the serving process"),
+    "num_postprocess_workers": NotServed(
+        (0,), "text is made in the front processes: tllm-serve --frontends", ignored=(int,)
+    ),
     "orchestrator_type": NotServed((None,), NO_SESSION),
     "peft_cache_config": NotServed((None,), NO_LORA),
     "perf_metrics_max_requests": NotServed(
@@ -110,6 +140,7 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
         ("auto", "disabled"), "a captured prefill is one whole graph"
     ),
     "prometheus_metrics_config": NotServed((None,), "the server's metrics have no settings"),
+    "quantization": NotServed((None,), NO_QUANTISING),
     "quant_config": NotServed((None, NOTHING_QUANTISED), NO_QUANTISING),
     "ray_placement_config": NotServed((None,), NO_SESSION),
     "reasoning_parser": NotServed((None,), "it is an option of tllm-serve: --reasoning_parser"),
@@ -123,6 +154,7 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "trust_remote_code": NotServed(
         (False,),
         "code that comes with a checkpoint is never run; the built-in architectures need none",
+        ignored=(True,),
     ),
 }
 KV_CACHE_NOT_SERVED: Mapping[str, NotServed] = {
@@ -165,7 +197,7 @@ SCHEDULER_NOT_SERVED: Mapping[str, NotServed] = {
         (None,), "the batch is bounded by max_batch_size and max_num_tokens"
     ),
     "enable_prefix_aware_scheduling": NotServed(
-        (False,), "requests are not reordered by their prefixes"
+        (False,), "requests are not reordered by their prefixes", ignored=(True,)
     ),
     "reorder_policy_config": NotServed((None,), "requests are not reordered"),
     "use_python_scheduler": NotServed((True, False), "the scheduler is always the Python one"),

@@ -6,11 +6,14 @@ The tables of options belong to the modules that call these functions.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from enum import Enum
 from itertools import islice
 from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
 
 MAX_SHOWN = 200  # characters of a value in an error message
 MAX_UNKNOWN = 10  # unknown options that an error message lists
@@ -18,16 +21,23 @@ NO_PEERS: Mapping[str, str] = {}
 
 
 class NotServed(NamedTuple):
-    """An option of which only the `accepted` values are taken. They change nothing. Of a mapping
-    among them, a part is taken, too."""
+    """An option of which only some values are taken. They change nothing. Of a mapping among them,
+    a part is taken, too; a type stands for all of its values, a frozenset for any of its members.
+
+    accepted: the values that say what is done here anyway. ignored: the values that are taken with
+    a warning, because the text and what a client can ask for are the same without them."""
 
     accepted: tuple[object, ...]
     reason: str
+    ignored: tuple[object, ...] = ()
 
     def accepts(self, value: object) -> bool:
         """Whether `value` is one of the accepted values. `True` is not `1`."""
-        plain = value.value if isinstance(value, Enum) else value
-        return any(_asks_for(plain, off) for off in self.accepted)
+        return _is_among(value, self.accepted)
+
+    def ignores(self, value: object) -> bool:
+        """Whether `value` is taken with a warning."""
+        return not self.accepts(value) and _is_among(value, self.ignored)
 
     def refusal(self, name: str, value: str) -> str:
         """The sentence that refuses the option `name` with a value shown as `value`."""
@@ -43,7 +53,16 @@ def _shown_accepted(value: object) -> str:
     return f"{repr(dict(islice(value.items(), 1)))[:-1]}, ...}}"
 
 
+def _is_among(value: object, taken: tuple[object, ...]) -> bool:
+    plain = value.value if isinstance(value, Enum) else value
+    return any(_asks_for(plain, each) for each in taken)
+
+
 def _asks_for(value: object, accepted: object) -> bool:
+    if isinstance(accepted, type):
+        return type(value) is accepted
+    if isinstance(accepted, frozenset):
+        return any(_asks_for(value, each) for each in accepted)
     if isinstance(value, Mapping) and isinstance(accepted, Mapping):
         return all(
             name in accepted and _asks_for(each, accepted[name]) for name, each in value.items()
@@ -56,8 +75,16 @@ def refusals(options: Mapping[str, Any], table: Mapping[str, NotServed]) -> dict
     return {
         name: table[name].refusal(name, shown(value))
         for name, value in options.items()
-        if name in table and not table[name].accepts(value)
+        if name in table and not table[name].accepts(value) and not table[name].ignores(value)
     }
+
+
+def warn_of_ignored(options: Mapping[str, Any], table: Mapping[str, NotServed]) -> None:
+    """Logs one line for each of `options` whose value has no effect."""
+    for name, value in options.items():
+        if name in table and table[name].ignores(value):
+            reason = table[name].reason
+            logger.warning("%s = %s has no effect: %s", name, shown(value), reason)
 
 
 def refuse_not_served(options: Mapping[str, Any], table: Mapping[str, NotServed]) -> None:

@@ -1,6 +1,7 @@
 """What options of vLLM and SGLang are called here, for the error message about an unknown option.
 
-These names are not accepted: some of their values mean something else there."""
+Arguments of `LLM` and keys of YAML files have our names only. `cli/peer_flags.py` says which flags
+of the peers' command lines are taken."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ LLM_PEERS: Mapping[str, str] = {
     # vLLM
     "block_size": "kv_cache_config.tokens_per_block",
     "enable_prefix_caching": "kv_cache_config.enable_block_reuse",
+    "enable_expert_parallel": "moe_expert_parallel_size",
     "enforce_eager": "cuda_graph_config: null",
     "gpu_memory_utilization": FREE_MEMORY,
     "max_model_len": "max_seq_len",
@@ -37,13 +39,42 @@ LLM_PEERS: Mapping[str, str] = {
     "tokenizer_path": "tokenizer",
     "tp_size": "tensor_parallel_size",
 }
-SPECULATIVE_PEERS: Mapping[str, str] = {
-    # vLLM
-    "disable_by_batch_size": "max_concurrency",
+# vLLM's options of speculation that mean the same here, under these names.
+SPECULATIVE_NAMES: Mapping[str, str] = {
     "method": "decoding_type",
     "model": "speculative_model",
     "num_speculative_tokens": "max_draft_len",
     "prompt_lookup_max": "max_matching_ngram_size",
+}
+SPECULATIVE_PEERS: Mapping[str, str] = {
+    **SPECULATIVE_NAMES,
+    # vLLM
+    "disable_by_batch_size": "max_concurrency",
+    "draft_sample_method": "draft_sampling",
+    "enable_adaptive_verification": "adaptive",
+    "num_speculative_tokens_per_batch_size": "draft_len_schedule",
+    "prompt_lookup_min": "max_matching_ngram_size (shorter matches are tried, too)",
+    "rejection_sample_method": "use_rejection_sampling",
+    "suffix_decoding_max_cached_requests": "is_public_pool (of decoding_type NGram)",
+    "suffix_decoding_max_spec_factor": "max_draft_len",
+    "suffix_decoding_max_tree_depth": "max_matching_ngram_size",
     # SGLang
+    "speculative_adaptive": "adaptive",
     "speculative_algorithm": "decoding_type",
+}
+# Decoding types by the methods of vLLM and the algorithms of SGLang.
+METHODS: Mapping[str, str] = {
+    "deepseek_mtp": "MTP",
+    "draft_model": "Draft_Target",
+    "eagle": "Eagle",
+    "eagle3": "Eagle3",
+    "mtp": "MTP",
+    "ngram": "NGram",
+}
+ALGORITHMS: Mapping[str, str] = {
+    "EAGLE": "Eagle",
+    "EAGLE3": "Eagle3",
+    "NEXTN": "MTP",
+    "NGRAM": "NGram",
+    "STANDALONE": "Draft_Target",
 }

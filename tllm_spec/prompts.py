@@ -103,6 +103,8 @@ def _plain(prompt: Prompt) -> object:
     if not isinstance(prompt, Mapping):
         return prompt
     unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
+    if media := sorted(str(key) for key in unknown if "multi" in str(key) or "mm_" in str(key)):
+        raise ValueError(f"{', '.join(media)} of a prompt is refused: only text models are served")
     if unknown or len(prompt) != 1:
         raise ValueError(
             f"a prompt mapping has either 'prompt' or 'prompt_token_ids', not {sorted(prompt)}"

@@ -42,6 +42,19 @@ DECODING_NOT_SERVED: Mapping[str, NotServed] = {
     "allow_advanced_sampling": NotServed(
         (True, False), "every sampling option works with speculation"
     ),
+    "draft_tensor_parallel_size": NotServed(
+        (None,), "target and drafter share tensor_parallel_size"
+    ),
+    "parallel_drafting": NotServed(
+        (None, False), "a draft network makes one draft after the other"
+    ),
+    "use_heterogeneous_vocab": NotServed((None, False), "drafts are ids of the target's tokenizer"),
+    "max_batch_size": NotServed(
+        (None,), "the batch is bounded by the model's own max_batch_size", ignored=(int,)
+    ),
+    "min_runtime_draft_len": NotServed(
+        (None, 0), "draft_len_schedule and adaptive say how short drafts may become"
+    ),
     "enable_penalty": NotServed((True, False), "penalties always work with speculation"),
     "advanced_sampling_mode": NotServed(("full",), "no sampling filter is left out"),
     "moe_backend": NotServed((None, "AUTO"), "only dense draft models are served"),

@@ -158,9 +158,12 @@ class MTPDecodingConfig(DraftTreeDecodingConfig):
 
     decoding_type: Literal["MTP"] = "MTP"
     """The next-token-prediction module of the target (DeepSeek V3)."""
+    max_draft_len: PositiveInt = 1
+    """Draft tokens of a request in one round, at most. The default is one, the number of modules in
+    most checkpoints."""
     speculative_model: PathText | None = None
-    """Folder that has the modules only, as SGLang exports them (NextN). null: they are in the
-    target's checkpoint."""
+    """Folder that has the modules only, as SGLang exports them (NextN). null, or the target's own
+    folder: they are in the target's checkpoint."""
     mtp_eagle_one_model: bool = True
     """True runs the module inside the target's forward: a round is one CUDA graph. False runs it in
     its own engine after the forward. Rounds overlap either way."""
@@ -187,6 +190,13 @@ class MTPDecodingConfig(DraftTreeDecodingConfig):
         **DraftTreeDecodingConfig.aliases,
         "num_nextn_predict_layers": "max_draft_len",
     }
+
+    @classmethod
+    def _without_aliases(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        renamed = super()._without_aliases(options)
+        if renamed.get("max_draft_len") is None:  # whose default other options follow
+            renamed["max_draft_len"] = cls.model_fields["max_draft_len"].default
+        return renamed
 
     @model_validator(mode="after")
     def _check_relaxed(self) -> MTPDecodingConfig:
@@ -265,9 +275,15 @@ TYPES_NOT_SERVED: Mapping[str, str] = {
 }
 
 
+# Methods that other engines name.
+METHODS_NOT_SERVED = frozenset(("Domino", "LiLiCorr", "P-EAGLE", "Suffix", "UNO", "XPress"))
+
+
 def type_refusal(decoding_type: object) -> str:
     """The sentence that refuses a decoding type."""
-    is_known = isinstance(decoding_type, str) and decoding_type in TYPES_NOT_SERVED
+    is_known = isinstance(decoding_type, str) and (
+        decoding_type in TYPES_NOT_SERVED or decoding_type in METHODS_NOT_SERVED
+    )
     problem = "is not served yet" if is_known else "is not a known type"
     return f"decoding_type = {shown(decoding_type)} {problem}; {TYPES_SERVED}"
 

@@ -18,8 +18,8 @@ def serve(*arguments: str) -> Result:
 
 
 def args_of(flags: dict[str, Any], yaml_path: Path | None = None) -> LlmArgs:
-    given, args = read_args("m", read_flags(flags), None if yaml_path is None else str(yaml_path))
-    assert LlmArgs(**given) == args, "another process gets the same arguments"
+    args = read_args("m", read_flags(flags), None if yaml_path is None else str(yaml_path))
+    assert LlmArgs(**args.as_options()) == args, "another process gets the same arguments"
     return args
 
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from tllm_spec import __version__
 from tllm_spec.cli import bench, serve
-from tllm_spec.cli.trtllm_options import BY_NAME, LOG_LEVELS, TrtllmOption, split_trtllm_options
+from tllm_spec.cli.trtllm_options import BY_NAME, LOG_LEVELS, PeerOption, split_trtllm_options
 from tllm_spec.option_checks import NotServed
 
 # Options of `trtllm-serve serve` with a value that asks for nothing special.
@@ -53,8 +53,6 @@ REFUSED = [
     ("--cp_size 2", "divided by heads only"),
     ("--enable_attention_dp", "a part of all requests' attention"),
     ("--kv_cache_dtype fp8", "kv_cache_config.dtype = 'fp8'"),
-    ("--num_postprocess_workers 2", "text is made in the serving process"),
-    ("--trust_remote_code", "trust_remote_code = True"),
     ("--hf_revision v2", "nothing is downloaded; accepted: 'main'"),
     ("--generation_config auto", "SamplingParams"),
     ("--telemetry", "no usage data is collected"),
@@ -118,7 +116,7 @@ def test_values_become_arguments_of_llm_nested_ones_too() -> None:
 
 
 @pytest.mark.parametrize("option", BY_NAME.values(), ids=lambda option: option.name)
-def test_every_option_has_a_help_text_that_names_what_is_accepted(option: TrtllmOption) -> None:
+def test_every_option_has_a_help_text_that_names_what_is_accepted(option: PeerOption) -> None:
     found = [parameter for parameter in all_parameters() if parameter.name == option.name]
     assert found
     for parameter in found:

@@ -32,6 +32,8 @@ class RepeatLast(Drafter):
             self.request_ids.add(request.py_request_id)
             prefix = request.get_tokens(0)
             assert prefix == request.get_tokens()[0]
+            assert request.get_last_tokens(0) == prefix[-1]
+            assert request.get_last_tokens() == [prefix[-1]]
             room = request.py_orig_prompt_len + request.py_max_new_tokens - len(prefix) - 1
             request.py_draft_tokens = [prefix[-1]] * min(4, room)
             prefix.append(-1)  # a copy: the request keeps its tokens

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from tllm_spec.cli.peer_flags import PEER_FLAGS, ServeCommand
 from tllm_spec.cli.print_config import llm_lines, server_lines
 from tllm_spec.cli.serve_options import (
     SERVER_NAMES,
@@ -21,6 +22,7 @@ from tllm_spec.cli.serve_options import (
     tls_of,
 )
 from tllm_spec.cli.trtllm_options import (
+    BY_NAME,
     ENGINE_OPTIONS,
     SERVER_OPTIONS,
     either_spelling,
@@ -47,6 +49,7 @@ from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
 
+KNOWN_OPTIONS = {**BY_NAME, **{option.name: option for option in PEER_FLAGS}}
 SERVE_NAMES = ("model", "host", "port", "served_model_name", "log_level")
 
 
@@ -59,9 +62,10 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
 
 
 @click.command(
+    cls=ServeCommand,
     context_settings={"show_default": True, "token_normalize_func": either_spelling},
-    epilog="Options may be spelled with - or _. TensorRT-LLM's other options are accepted with the "
-    "values that this server supports, and refused with the reason otherwise.",
+    epilog="Options may be spelled with - or _. Other options of TensorRT-LLM, vLLM and SGLang are "
+    "accepted where they mean the same here, and refused with the reason otherwise.",
 )
 @click.argument("model", nargs=-1, required=True, metavar="[serve] MODEL", callback=_model_of)
 @click.option("--tokenizer", help="Folder of the tokenizer. [default: the model's]")
@@ -94,7 +98,7 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
     help="YAML file with arguments of LLM, such as speculative_config. "
     "It takes precedence over the options of the command line.",
 )
-@trtllm_options(*ENGINE_OPTIONS, *SERVER_OPTIONS)
+@trtllm_options(*ENGINE_OPTIONS, *SERVER_OPTIONS, *PEER_FLAGS)
 @server_options
 @log_level_option("info")
 @version_option("tllm-serve")
@@ -115,7 +119,7 @@ def main(
     server, llm_flags = _split(options)
     try:
         flags = read_flags(llm_flags)
-        given, args = read_args(model, flags, extra_llm_api_options)
+        args = read_args(model, flags, extra_llm_api_options)
         if server["print_config"]:
             return _print_config(context, [*SERVE_NAMES, *server], args, flags.arguments)
         configure_logs(log_level, server["log_format"])
@@ -128,7 +132,7 @@ def main(
             join_ranks(args)  # this process follows rank 0's engine, and ends with it
         with _ending_mpirun():
             settings = ChildSettings(
-                llm=given,
+                llm=args.as_options(),
                 served_model_name=served_model_name or _name_of(args.model),
                 engine_path="",
                 log_level=log_level,
@@ -223,7 +227,7 @@ class Flags(NamedTuple):
 
 
 def read_flags(flags: dict[str, Any]) -> Flags:
-    flags, arguments, refusals = split_trtllm_options(flags)
+    flags, arguments, refusals = split_trtllm_options(flags, KNOWN_OPTIONS)
     given = {
         name: value for name, value in flags.items() if value is not None and value is not False
     }
@@ -233,9 +237,9 @@ def read_flags(flags: dict[str, Any]) -> Flags:
     return Flags(overlay(arguments, given), refusals)
 
 
-def read_args(model: str, flags: Flags, yaml_path: str | None) -> tuple[dict[str, Any], LlmArgs]:
-    """LLM's arguments as given and checked; the YAML file takes precedence over the flags. Raises
-    ValueError with every flag and key that is refused."""
+def read_args(model: str, flags: Flags, yaml_path: str | None) -> LlmArgs:
+    """LLM's arguments; the YAML file takes precedence over the flags. Raises ValueError with every
+    flag and key that is refused."""
     given = {"model": model, **flags.arguments}
     with refused_together(flags.refusals):
         if yaml_path is not None:
@@ -245,7 +249,7 @@ def read_args(model: str, flags: Flags, yaml_path: str | None) -> tuple[dict[str
             raise ConfigError(
                 ["skip_tokenizer_init = True cannot be served over HTTP: answers are text"]
             )
-        return given, args
+        return args
 
 
 def _name_of(model: str) -> str:

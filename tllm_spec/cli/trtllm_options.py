@@ -38,15 +38,17 @@ ONLY_TEXT = "only text is served"
 NO_LORA = "LoRA is not served"
 
 
-class TrtllmOption(NamedTuple):
+class PeerOption(NamedTuple):
     """An option: its flags, its type (bool: a flag without a value), and what decides about it.
 
     `target` is the argument of `LLM` that receives the value and accepts or refuses it (dotted when
-    it is nested), or the values that the command itself accepts and why it refuses all others."""
+    it is nested), or the values that the command itself accepts and why it refuses all others.
+    `argument` turns the flag's value into the argument's; None: they are the same."""
 
     flags: str
     type: Any
     target: str | NotServed
+    argument: Callable[[Any], object] | None = None
 
     @property
     def name(self) -> str:
@@ -54,78 +56,80 @@ class TrtllmOption(NamedTuple):
 
 
 ENGINE_OPTIONS = (
-    TrtllmOption("--backend", str, "backend"),
-    TrtllmOption("--tensor_parallel_size --tp_size --tp", int, "tensor_parallel_size"),
-    TrtllmOption("--pipeline_parallel_size --pp_size --pp", int, "pipeline_parallel_size"),
-    TrtllmOption("--context_parallel_size --cp_size --cp", int, "context_parallel_size"),
-    TrtllmOption("--moe_expert_parallel_size --ep_size --ep", int, "moe_expert_parallel_size"),
-    TrtllmOption("--moe_cluster_parallel_size --cluster_size", int, "moe_cluster_parallel_size"),
-    TrtllmOption("--gpus_per_node", int, "gpus_per_node"),
-    TrtllmOption("--enable_attention_dp", bool, "enable_attention_dp"),
-    TrtllmOption("--max_beam_width --beam_width", int, "max_beam_width"),
-    TrtllmOption("--kv_cache_dtype", str, "kv_cache_config.dtype"),
-    TrtllmOption("--num_postprocess_workers", int, "num_postprocess_workers"),
-    TrtllmOption("--trust_remote_code", bool, "trust_remote_code"),
-    TrtllmOption(
+    PeerOption("--backend", str, "backend"),
+    PeerOption("--tensor_parallel_size --tp_size --tp", int, "tensor_parallel_size"),
+    PeerOption("--pipeline_parallel_size --pp_size --pp", int, "pipeline_parallel_size"),
+    PeerOption("--context_parallel_size --cp_size --cp", int, "context_parallel_size"),
+    PeerOption("--moe_expert_parallel_size --ep_size --ep", int, "moe_expert_parallel_size"),
+    PeerOption("--moe_cluster_parallel_size --cluster_size", int, "moe_cluster_parallel_size"),
+    PeerOption("--gpus_per_node", int, "gpus_per_node"),
+    PeerOption("--enable_attention_dp", bool, "enable_attention_dp"),
+    PeerOption("--max_beam_width --beam_width", int, "max_beam_width"),
+    PeerOption("--kv_cache_dtype", str, "kv_cache_config.dtype"),
+    PeerOption("--moe_backend", str, "moe_config.backend"),
+    PeerOption("--num_postprocess_workers", int, "num_postprocess_workers"),
+    PeerOption("--trust_remote_code", bool, "trust_remote_code"),
+    PeerOption(
         "--hf_revision --revision",
         str,
         NotServed(("main",), "models are local folders; nothing is downloaded"),
     ),
-    TrtllmOption("--generation_config", str, "generation_config"),
-    TrtllmOption(
+    PeerOption(
+        "--custom_module_dirs", str, NotServed((), "no Python code is imported from folders")
+    ),
+    PeerOption("--generation_config", str, "generation_config"),
+    PeerOption(
         "--telemetry/--no-telemetry", bool, NotServed((False,), "no usage data is collected")
     ),
 )
 SERVER_OPTIONS = (
-    TrtllmOption(
+    PeerOption(
         "--custom_tokenizer",
         str,
         NotServed((), "--tokenizer takes a folder in Hugging Face's format"),
     ),
-    TrtllmOption(
-        "--custom_module_dirs", str, NotServed((), "no Python code is imported from folders")
-    ),
-    TrtllmOption(
+    PeerOption(
         "--chat_template",
         str,
         NotServed((), "the chat template is the one in the tokenizer's folder"),
     ),
-    TrtllmOption(
+    PeerOption(
         "--allow_request_chat_template",
         bool,
         NotServed((), "the chat template is the one in the tokenizer's folder"),
     ),
-    TrtllmOption("--metadata_server_config_file", str, NotServed((), ONE_SERVER)),
-    TrtllmOption("--server_role", str, NotServed((), ONE_SERVER)),
-    TrtllmOption("--disagg_cluster_uri", str, NotServed((), ONE_SERVER)),
-    TrtllmOption(
+    PeerOption("--metadata_server_config_file", str, NotServed((), ONE_SERVER)),
+    PeerOption("--server_role", str, NotServed((), ONE_SERVER)),
+    PeerOption("--disagg_cluster_uri", str, NotServed((), ONE_SERVER)),
+    PeerOption(
         "--fail_fast_on_attention_window_too_large",
         bool,
         "fail_fast_on_attention_window_too_large",
     ),
-    TrtllmOption("--media_io_kwargs", str, NotServed((), ONLY_TEXT)),
-    TrtllmOption("--video_pruning_rate", float, NotServed((), ONLY_TEXT)),
-    TrtllmOption("--visual_gen_args --extra_visual_gen_options", str, NotServed((), ONLY_TEXT)),
-    TrtllmOption("--enable_visual_gen", bool, NotServed((), ONLY_TEXT)),
-    TrtllmOption("--grpc", bool, NotServed((), "the server speaks HTTP")),
-    TrtllmOption(
+    PeerOption("--media_io_kwargs", str, NotServed((), ONLY_TEXT)),
+    PeerOption("--video_pruning_rate", float, NotServed((), ONLY_TEXT)),
+    PeerOption("--visual_gen_args --extra_visual_gen_options", str, NotServed((), ONLY_TEXT)),
+    PeerOption("--enable_visual_gen", bool, NotServed((), ONLY_TEXT)),
+    PeerOption("--grpc", bool, NotServed((), "the server speaks HTTP")),
+    PeerOption(
         "--set", str, NotServed((), "arguments of LLM belong into the YAML file of --config")
     ),
 )
 BENCH_OPTIONS = (
-    TrtllmOption("--engine_dir", str, NotServed((), "there are no compiled engines to load")),
-    TrtllmOption("--modality", str, NotServed((), ONLY_TEXT)),
-    TrtllmOption("--medusa_choices", str, NotServed((), "Medusa is not served")),
-    TrtllmOption(
+    PeerOption("--engine_dir", str, NotServed((), "there are no compiled engines to load")),
+    PeerOption("--data_type --dtype", str, "dtype"),
+    PeerOption("--modality", str, NotServed((), ONLY_TEXT)),
+    PeerOption("--medusa_choices", str, NotServed((), "Medusa is not served")),
+    PeerOption(
         "--target_input_len",
         int,
         NotServed((), "limits are not tuned to a length; prompts have those of the data set"),
     ),
 )
 DATASET_OPTIONS = (
-    TrtllmOption("--task_id", int, NotServed((-1,), NO_LORA)),
-    TrtllmOption("--rand_task_id", (int, int), NotServed((), NO_LORA)),
-    TrtllmOption("--lora_dir", str, NotServed((), NO_LORA)),
+    PeerOption("--task_id", int, NotServed((-1,), NO_LORA)),
+    PeerOption("--rand_task_id", (int, int), NotServed((), NO_LORA)),
+    PeerOption("--lora_dir", str, NotServed((), NO_LORA)),
 )
 BY_NAME = {
     option.name: option
@@ -138,26 +142,27 @@ def either_spelling(name: str) -> str:
     return name.replace("-", "_")
 
 
-def trtllm_options(*options: TrtllmOption) -> Callable[[Command], Command]:
+def trtllm_options(*options: PeerOption) -> Callable[[Command], Command]:
     """A decorator that adds the options to a command, each under its `name`."""
     return lambda command: reduce(
         lambda wrapped, option: _click_option(option)(wrapped), reversed(options), command
     )
 
 
-def _click_option(option: TrtllmOption) -> Callable[[Command], Command]:
+def _click_option(option: PeerOption) -> Callable[[Command], Command]:
     kind = {"is_flag": True} if option.type is bool else {"type": option.type}
     return click.option(
         *option.flags.split(), option.name, default=None, hidden=True, help=_help(option), **kind
     )
 
 
-def _help(option: TrtllmOption) -> str:
+def _help(option: PeerOption) -> str:
     target = option.target
     if isinstance(target, str):
         head, _, nested = target.partition(".")
-        table: Any = LlmArgs.model_fields[head].annotation if nested else LlmArgs
-        target = table.not_served.get(nested or head)
+        field = LlmArgs.model_fields.get(head)
+        table = field.annotation if nested and field is not None else LlmArgs
+        target = getattr(table, "not_served", {}).get(nested if table is not LlmArgs else head)
         if target is None:
             return f"The argument {option.target} of LLM."
     accepted = " or ".join(str(value) for value in target.accepted if value is not None)
@@ -167,20 +172,23 @@ def _help(option: TrtllmOption) -> str:
     return f"{values}: {target.reason}."
 
 
-def split_trtllm_options(values: Mapping[str, Any]) -> tuple[Values, Values, list[str]]:
+def split_trtllm_options(
+    values: Mapping[str, Any], known: Mapping[str, PeerOption] = BY_NAME
+) -> tuple[Values, Values, list[str]]:
     """Separates a command's values: (all other options, arguments of LLM, refusals as
     sentences)."""
     others: Values = {}
     arguments: Values = {}
     refusals: list[str] = []
     for name, value in values.items():
-        option = BY_NAME.get(name)
+        option = known.get(name)
         if option is None:
             others[name] = value
         elif value is None:
             continue
         elif isinstance(option.target, str):
-            arguments = overlay(arguments, _nested(option.target, value))
+            given = value if option.argument is None else option.argument(value)
+            arguments = overlay(arguments, _nested(option.target, given))
         elif value not in option.target.accepted:
             refusals.append(_refusal(option, value, option.target))
     return others, arguments, refusals
@@ -191,7 +199,7 @@ def _nested(path: str, value: object) -> Values:
     return {head: _nested(rest, value) if rest else value}
 
 
-def _refusal(option: TrtllmOption, value: object, not_served: NotServed) -> str:
+def _refusal(option: PeerOption, value: object, not_served: NotServed) -> str:
     given = f"--{option.name}" if option.type is bool else f"--{option.name} {shown(value)}"
     accepted = " or ".join(map(repr, not_served.accepted)) if option.type is not bool else ""
     return f"{given} is refused: {not_served.reason}; " + (

@@ -45,8 +45,8 @@ NOT_STORED = "nothing is stored"
 
 GENERATION_NOT_SERVED: Mapping[str, NotServed] = {
     **{
-        name: NotServed(accepted if None in accepted else (None, *accepted), reason)
-        for name, (accepted, reason) in NOT_SERVED.items()
+        name: row if None in row.accepted else row._replace(accepted=(None, *row.accepted))
+        for name, row in NOT_SERVED.items()
     },
     "bad_words": NotServed((None, []), "use bad"),
     "cache_salt": NotServed((None,), "all requests share the prefix cache"),
