@@ -157,19 +157,21 @@ def _click_option(option: PeerOption) -> Callable[[Command], Command]:
 
 
 def _help(option: PeerOption) -> str:
-    target = option.target
-    if isinstance(target, str):
-        head, _, nested = target.partition(".")
+    decides = option.target
+    if isinstance(decides, str):
+        head, _, nested = decides.partition(".")
         field = LlmArgs.model_fields.get(head)
         table = field.annotation if nested and field is not None else LlmArgs
-        target = getattr(table, "not_served", {}).get(nested if table is not LlmArgs else head)
-        if target is None:
-            return f"The argument {option.target} of LLM."
-    accepted = " or ".join(str(value) for value in target.accepted if value is not None)
+        row = getattr(table, "not_served", {}).get(nested if table is not LlmArgs else head)
+        if row is None:
+            return f"The argument {decides} of LLM."
+        decides = row
+    assert isinstance(decides, NotServed)
+    accepted = " or ".join(str(value) for value in decides.accepted if value is not None)
     values = f"Only {accepted} is accepted" if accepted and option.type is not bool else "Refused"
-    if True in target.accepted:
+    if True in decides.accepted:
         values = "Accepted without effect"
-    return f"{values}: {target.reason}."
+    return f"{values}: {decides.reason}."
 
 
 def split_trtllm_options(
