@@ -74,7 +74,12 @@ def run_in_turn(
     for number in range(warmup + repeat):
         for contestant in contestants[:: -1 if number % 2 else 1]:
             run = run_requests(
-                contestant.llm, requests, sampling, contestant.concurrency, streaming
+                contestant.llm,
+                requests,
+                sampling,
+                contestant.concurrency,
+                streaming,
+                label=f"{contestant.name}, run {number + 1} of {warmup + repeat}",
             )
             if number >= warmup:
                 contestant.runs.append(run)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from tllm_spec.bench.dataset import BenchRequest
 from tllm_spec.option_checks import shown
 from tllm_spec.outputs import RequestOutput
@@ -75,8 +77,10 @@ def run_requests(
     sampling: Sequence[SamplingParams],
     concurrency: int = -1,
     streaming: bool = False,
+    label: str = "requests",
 ) -> Run:
-    """Runs all requests, at most `concurrency` at a time (-1: all at once).
+    """Runs all requests, at most `concurrency` at a time (-1: all at once). A terminal shows a bar,
+    which begins with `label`.
 
     Raises ValueError when a request fails, and for one that the engine would cut short: its figures
     would be wrong without notice. Prompts of token ids are checked before any request runs.
@@ -84,7 +88,9 @@ def run_requests(
     for request, params in zip(requests, sampling, strict=True):
         if not isinstance(request.prompt, str):
             _check_fits(llm, request, params, len(request.prompt))
-    run = asyncio.run(_run_all(llm, requests, sampling, concurrency, streaming))
+    # On a pipe nothing is drawn.
+    with tqdm(total=len(requests), desc=label, disable=None, leave=False) as bar:
+        run = asyncio.run(_run_all(llm, requests, sampling, concurrency, streaming, bar))
     failed = [pair for pair in zip(requests, run.outputs, strict=True) if pair[1].error]
     if failed:
         request, output = failed[0]
@@ -103,7 +109,11 @@ def warm_up(
     """Runs `count` requests from the top of the data set, which repeats when it is shorter."""
     chosen = list(islice(cycle(zip(requests, sampling, strict=True)), count))
     run_requests(
-        llm, [request for request, _ in chosen], [params for _, params in chosen], concurrency
+        llm,
+        [request for request, _ in chosen],
+        [params for _, params in chosen],
+        concurrency,
+        label="warm-up",
     )
 
 
@@ -126,11 +136,23 @@ async def _run_all(
     sampling: Sequence[SamplingParams],
     concurrency: int,
     streaming: bool,
+    bar: "tqdm[Any]",
 ) -> Run:
     gate = asyncio.Semaphore(concurrency) if concurrency > 0 else nullcontext()
     pairs = zip(requests, sampling, strict=True)
     start = time.perf_counter()
-    outputs = await asyncio.gather(*[_answer(llm, *pair, streaming, gate) for pair in pairs])
+    num_tokens = 0
+
+    async def answer(request: BenchRequest, params: SamplingParams) -> RequestOutput:
+        nonlocal num_tokens
+        output = await _answer(llm, request, params, streaming, gate)
+        num_tokens += num_output_tokens(output)
+        speed = num_tokens / (time.perf_counter() - start)
+        bar.set_postfix_str(f"{speed:.0f} output tok/s", refresh=False)
+        bar.update()
+        return output
+
+    outputs = await asyncio.gather(*[answer(*pair) for pair in pairs])
     return Run(outputs, time.perf_counter() - start)
 
 

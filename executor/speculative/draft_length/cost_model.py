@@ -149,7 +149,7 @@ class CostModelSlot:
         present = self._tiers.get(batch_size)
         if present not in (None, steps):
             rates = " ".join(f"{rate:.2f}" for rate in self._estimate.rates)
-            reason = f"{why}; acceptance by position {rates}"
+            reason = f"{why}; acceptance given the drafts before {rates}"
             names = self._shapes.name(present), self._shapes.name(steps)
             self._log.record(Switch(self.lower_bound, batch_size, *names, reason))
         return steps
