@@ -67,7 +67,11 @@ def test_a_change_is_reported_once_and_kept_with_its_reason() -> None:
         ):
             changes.append(controls.steps_for(1))
     last = controls.state()["decisions"]["last"]
-    assert last and last[-1]["new_steps"] == 0 and "acceptance given the drafts before" in last[-1]["reason"]
+    assert (
+        last
+        and last[-1]["new_steps"] == 0
+        and "acceptance given the drafts before" in last[-1]["reason"]
+    )
     assert 0 in changes
 
 

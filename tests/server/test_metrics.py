@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cli.fake_llm import make_output
 from tests.server.fake_llm import STATE, STATS, FakeLLM
+from tllm_spec import __version__
 from tllm_spec.server.app import OpenAIServer
 from tllm_spec.server.histograms import HISTOGRAMS, Histograms
 from tllm_spec.server.metrics import EngineMetrics
@@ -60,6 +61,9 @@ def test_metrics_have_every_figure_of_the_engines_state(client: TestClient, path
         ("trtllm_request_success_total", "stop"): 7,
         ("trtllm_request_success_total", "length"): 0,
         ("tllm_spec_request_failure_total", "cancelled"): 8,
+        ("tllm_spec_request_failure_total", "error"): 0,
+        ("tllm_spec_request_failure_total", "timeout"): 0,
+        ("tllm_spec_info", __version__): 1,
         ("trtllm_spec_decode_num_draft_tokens_total",): STATS.num_drafted_tokens,
         ("trtllm_spec_decode_num_accepted_tokens_total",): STATS.num_accepted_tokens,
         ("trtllm_spec_decode_drafted_tokens_total", "0"): 2,

@@ -6,21 +6,25 @@ Names that start with `trtllm_` have the meaning that they have in TensorRT-LLM;
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
+    InfoMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
 
+from tllm_spec import __version__
+from tllm_spec.outputs import FinishReason
 from tllm_spec.server.histograms import HISTOGRAMS, Histograms
 from tllm_spec.server.vllm_metrics import with_aliases
 
 SUCCESSES = ("stop", "length")
+FAILURES = tuple(sorted({*get_args(FinishReason)} - {*SUCCESSES}))
 
 # By name: the help text, and the path in the engine's state.
 Described = Mapping[str, tuple[str, tuple[str, ...]]]
@@ -116,6 +120,7 @@ class EngineMetrics(Collector):
         for name, (help_text, path) in COUNTERS.items():
             yield CounterMetricFamily(name, help_text, value=_at(state, path))
         totals = state["totals"]
+        yield InfoMetricFamily("tllm_spec", "Version of the server", {"version": __version__})
         yield from _requests(totals["requests_by_finish_reason"])
         yield from _speculation(totals)
         yield from _pages(state["kv_cache"], totals)
@@ -140,8 +145,10 @@ def _requests(by_reason: Mapping[str, int]) -> Iterator[Metric]:
         "Failed and cancelled requests",
         labels=["finished_reason"],
     )
-    for reason in (*SUCCESSES, *sorted(by_reason.keys() - set(SUCCESSES))):
-        (done if reason in SUCCESSES else failed).add_metric([reason], by_reason.get(reason, 0))
+    # All reasons from the start on: a rate needs the count before the first failure.
+    for metric, reasons in ((done, SUCCESSES), (failed, FAILURES)):
+        for reason in reasons:
+            metric.add_metric([reason], by_reason.get(reason, 0))
     yield from (done, failed)
 
 
