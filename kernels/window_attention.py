@@ -18,7 +18,7 @@ import torch
 
 from tllm_spec.kernels.key_chunks import KeyChunks
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
-from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotary_write
+from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
 from tllm_spec.kernels.tree_mask import TreeMask
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.kernels.window_attention_cuda import (
@@ -98,7 +98,7 @@ def window_attention(
     """
     if not has_kernels(qkv.device):
         rotary = Rotary(cos_sin, torch.arange(len(cos_sin), device=cos_sin.device))
-        plain_rotary_write(qkv.flatten(0, 1), rotary, tables.kv_slots, layer, norm)
+        rotary_write.reference(qkv.flatten(0, 1), rotary, tables.kv_slots, layer, norm)
         q = qkv[:, :, : qkv.shape[2] - 2 * layer.shape[3]]
         lengths = tables.block_tables, tables.kv_lens
         return plain_window_attention(q, layer, *lengths, scale, tables.tree, tables.chunks)
