@@ -35,7 +35,7 @@ from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from tllm_spec.executor.speculative.drafting.draft_net import NextnNet
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.kernels import latent_attention as latent
-from tllm_spec.kernels.head_gemm import head_gemm, plain_head_gemm
+from tllm_spec.kernels.head_gemm import head_gemm
 from tllm_spec.kernels.latent_attention import (
     LatentTables,
     LatentWorkspace,
@@ -274,7 +274,7 @@ def projections(options: Options) -> Iterator[Row]:
         absorbed = torch.empty_like(latents)
         mixed = torch.empty(rows, heads, value, **on_device)
         row: Row = {"rows": rows}
-        for name, gemm in (("kernel", head_gemm), ("torch", plain_head_gemm)):
+        for name, gemm in (("kernel", head_gemm), ("torch", head_gemm.reference)):
             calls = [
                 call
                 for up in ups

@@ -48,11 +48,9 @@ def tree_steps(batch: int) -> dict[str, tuple[dict[str, list[Callable[[], object
     from tllm_spec.kernels.draft_beams import (
         first_beams,
         grow,
-        grow_reference,
         select,
-        select_reference,
     )
-    from tllm_spec.kernels.top_tokens import top_tokens, top_tokens_reference
+    from tllm_spec.kernels.top_tokens import top_tokens
 
     rows = batch * TOPK
     count = max(2, min(20, (200 << 20) // (rows * VOCAB * 2)))
@@ -78,18 +76,18 @@ def tree_steps(batch: int) -> dict[str, tuple[dict[str, list[Callable[[], object
 
     best = {
         "ours": bound(lambda x: top_tokens(x, TOPK), logits),
-        "torch": bound(lambda x: top_tokens_reference(x, TOPK), logits),
+        "torch": bound(lambda x: top_tokens.reference(x, TOPK), logits),
     }
     noisy = {
         "ours": bound(lambda x: top_tokens(x, TOPK, *coupled), logits),
-        "torch": bound(lambda x: top_tokens_reference(x, TOPK, *coupled), logits),
+        "torch": bound(lambda x: top_tokens.reference(x, TOPK, *coupled), logits),
     }
     return {
         "best tokens": (best, 2 * rows * VOCAB),
         "best tokens, coupled": (noisy, 2 * rows * VOCAB),
-        "growth": (both(grow, grow_reference, pool, 1, beams, *children), 0),
-        "selection of 31": (both(select, select_reference, pool, WINDOW - 1), 0),
-        "selection of 63": (both(select, select_reference, pool, 63), 0),
+        "growth": (both(grow, grow.reference, pool, 1, beams, *children), 0),
+        "selection of 31": (both(select, select.reference, pool, WINDOW - 1), 0),
+        "selection of 63": (both(select, select.reference, pool, 63), 0),
         "acceptance": (both(*accept_sides(batch)), 0),
         "KV of 5 tokens": move_sides(batch),
     }
@@ -98,19 +96,19 @@ def tree_steps(batch: int) -> dict[str, tuple[dict[str, list[Callable[[], object
 def accept_sides(batch: int) -> tuple[Any, ...]:
     """Two ways of `accept_trees`, and the arguments."""
     from tllm_spec.kernels.slot_tables import SlotTables
-    from tllm_spec.kernels.slot_trees import accept_trees, accept_trees_reference
+    from tllm_spec.kernels.slot_trees import accept_trees
 
     slots = torch.arange(batch, device=CUDA)
     window = torch.zeros(batch, WINDOW, dtype=torch.int64, device=CUDA)
     tables = SlotTables(slots.clone(), window, slots.clone(), slots.clone())
     parents = (torch.arange(WINDOW, device=CUDA) // 2 - 1).expand(batch, WINDOW).clone()
     parents[:, 1] = 0
-    return (accept_trees, accept_trees_reference, tables, parents, slots, slots.clone(),
+    return (accept_trees, accept_trees.reference, tables, parents, slots, slots.clone(),
             window.clone(), STEPS)  # fmt: skip
 
 
 def move_sides(batch: int) -> tuple[dict[str, list[Callable[[], object]]], float]:
-    from tllm_spec.kernels.move_kv import move_kv, move_kv_reference
+    from tllm_spec.kernels.move_kv import move_kv
 
     pages = 4
     shape = (2 * LAYERS, batch * pages + 1, PAGE_SIZE, KV_HEADS * HEAD_DIM)
@@ -122,7 +120,7 @@ def move_sides(batch: int) -> tuple[dict[str, list[Callable[[], object]]], float
     where = tables, first, rows, lens
     sides = {
         "ours": bound(lambda pool: move_kv(pool, *where), pools),
-        "torch": bound(lambda pool: move_kv_reference(pool, *where), pools),
+        "torch": bound(lambda pool: move_kv.reference(pool, *where), pools),
     }
     return sides, batch * STEPS * 2 * 2 * LAYERS * 2 * KV_HEADS * HEAD_DIM
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.key_chunks import KeyChunks
 from tllm_spec.kernels.tree_mask import TreeMask, TreePaths
-from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.kernels.window_attention import plain_window_attention
 
 TILE_ROWS = 64  # a row is a query head of a token
@@ -116,6 +116,7 @@ class SplitResults:
         return cls(outputs, outputs.new_empty(MAX_PARTIAL_ROWS))
 
 
+@with_kernel("batch_invariant_attention.spread_attention")
 def batch_invariant_attention(
     q: torch.Tensor,
     layer: torch.Tensor,
@@ -144,8 +145,19 @@ def batch_invariant_attention(
     Returns:
         `[T, Hq * D]`.
     """
-    if not has_kernels(q.device):
-        return plain_batch_invariant_attention(q, layer, block_tables, tiles, scale, chunk_size)
+    return plain_batch_invariant_attention(q, layer, block_tables, tiles, scale, chunk_size)
+
+
+def spread_attention(
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    tiles: QueryTiles,
+    scale: float,
+    results: SplitResults,
+    chunk_size: int | None = None,
+) -> torch.Tensor:
+    """The kernels of `batch_invariant_attention`."""
     (num_rows, heads, _), (page_size, kv_heads) = q.shape, layer.shape[2:4]
     num_splits = -(-block_tables.shape[1] * page_size // SPLIT_KEYS)
     spreads = (

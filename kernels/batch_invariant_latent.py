@@ -15,8 +15,8 @@ from tllm_spec.kernels.batch_invariant_attention import (
     QueryTiles,
     SplitResults,
 )
+from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.latent_attention import LatentTables, plain_latent_attention
-from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.kernels.window_splits import power_of_two
 
 TILE_ROWS = 16  # of 512 float32 sums each, twice
@@ -27,6 +27,7 @@ def tokens_per_tile(heads: int) -> int:
     return max(1, TILE_ROWS // heads)
 
 
+@with_kernel("batch_invariant_latent.spread_latent")
 def batch_invariant_latent(
     q_latent: torch.Tensor,
     q: torch.Tensor,
@@ -51,8 +52,19 @@ def batch_invariant_latent(
     Returns:
         `[T, H, R]`: weighted latents.
     """
-    if not has_kernels(q.device):
-        return plain_batch_invariant_latent(q_latent, q, layer, block_tables, tiles, scale)
+    return plain_batch_invariant_latent(q_latent, q, layer, block_tables, tiles, scale)
+
+
+def spread_latent(
+    q_latent: torch.Tensor,
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    tiles: QueryTiles,
+    scale: float,
+    results: SplitResults,
+) -> torch.Tensor:
+    """The kernels of `batch_invariant_latent`."""
     num_rows, heads, _ = q_latent.shape
     num_splits = -(-block_tables.shape[1] * layer.shape[1] // SPLIT_KEYS)
     programs = tiles.table.shape[1] * -(-heads // TILE_ROWS)

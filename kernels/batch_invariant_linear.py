@@ -7,13 +7,14 @@ CHUNK, each chunk is summed in order, and the chunks' sums are added in order. T
 spread in two ways with the same additions: one program adds all chunks of its tile, or each chunk
 has a program and a second launch adds their sums.
 
-The plain-torch reference is torch.mm, which is not batch-invariant."""
+The plain-torch reference is torch.mm, which has another order of sums and is not
+batch-invariant."""
 
 from dataclasses import dataclass
 
 import torch
 
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import with_kernel
 
 # Long enough to fill a program's pipeline, short enough that a few rows keep the whole device busy.
 CHUNK = 2048
@@ -43,6 +44,7 @@ def tiling_of(num_rows: int, dtype: torch.dtype) -> Tiling:
     return Tiling(128, 128, 8, 4)
 
 
+@with_kernel("batch_invariant_linear.tiled_linear")
 def batch_invariant_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -50,8 +52,13 @@ def batch_invariant_linear(
 
     x: `[T, K]`, any stride between rows; weight: `[N, K]`, contiguous; bias: `[N]`. Returns `[T,
     N]`."""
-    if not has_kernels(x.device):
-        return plain_linear(x, weight, bias)
+    return x.mm(weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+
+
+def tiled_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The kernel of `batch_invariant_linear`."""
     if not x.shape[0]:
         return x.new_empty(0, weight.shape[0])
     tiling = tiling_of(x.shape[0], x.dtype)
@@ -115,10 +122,3 @@ def launch_linear(
             PDL=False,
         )
     return output
-
-
-def plain_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Reference of `batch_invariant_linear` with another order of sums."""
-    return x.mm(weight.t()) if bias is None else torch.addmm(bias, x, weight.t())

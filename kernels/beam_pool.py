@@ -29,6 +29,10 @@ class BeamPool:
             torch.empty((batch, max(num_steps - 1, 1) * topk), dtype=torch.int64, device=device),
         )
 
+    @property
+    def device(self) -> torch.device:
+        return self.scores.device
+
     def start(self, step: int) -> int:
         """The first candidate of a step."""
         return 0 if step == 0 else self.topk + (step - 1) * self.topk**2

@@ -8,9 +8,11 @@ definition."""
 
 import torch
 
+from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.gumbel import TARGET_DOMAIN, gumbel_noise
 
 
+@with_kernel("choose_token_triton.choose_token_triton")
 def choose_token(
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -25,22 +27,19 @@ def choose_token(
 
     Ties, infinite values included, go to the lowest token id. -1 where the row holds a NaN or only
     -inf."""
-    if not logits.is_cuda:
-        return choose_token_reference(logits, temperature, seeds, positions, domain, cut)
-    from tllm_spec.kernels.choose_token_triton import choose_token_triton
-
-    return choose_token_triton(logits, temperature, seeds, positions, domain, cut)
+    return _choose(
+        logits, temperature, gumbel_noise(seeds, positions, logits.shape[1], domain), cut
+    )
 
 
+@with_kernel("choose_token_triton.choose_best_triton")
 def choose_best(logits: torch.Tensor) -> torch.Tensor:
     """`choose_token` where every temperature is 0."""
-    if not logits.is_cuda:
-        return choose_best_reference(logits)
-    from tllm_spec.kernels.choose_token_triton import choose_token_triton
-
-    return choose_token_triton(logits)
+    best, tokens = logits.max(dim=-1)
+    return torch.where(best > -torch.inf, tokens, -1)
 
 
+@with_kernel("choose_token_triton.choose_draft_triton")
 def choose_draft(
     logits: torch.Tensor,
     token_map: torch.Tensor | None,
@@ -55,15 +54,20 @@ def choose_draft(
 
     Ties go to the first column. Rows with a NaN or only -inf give column 0, so a draft is always a
     valid token."""
-    if not logits.is_cuda:
-        return choose_draft_reference(logits, token_map, temperature, seeds, positions, cut)
-    from tllm_spec.kernels.choose_token_triton import choose_token_triton
+    if temperature is None:
+        columns = choose_best.reference(logits)
+    else:
+        assert seeds is not None and positions is not None
+        num_tokens = logits.shape[1] if token_map is None else int(token_map.max()) + 1
+        noise = gumbel_noise(seeds, positions, num_tokens)
+        if token_map is not None:
+            noise = noise.index_select(1, token_map)
+        columns = _choose(logits, temperature, noise, cut)
+    columns = columns.clamp_min(0)
+    return columns if token_map is None else token_map.index_select(0, columns)
 
-    return choose_token_triton(
-        logits, temperature, seeds, positions, TARGET_DOMAIN, cut, token_map, drafting=True
-    )
 
-
+@with_kernel("choose_token_triton.offer_token_triton")
 def offer_token(
     logits: torch.Tensor,
     first: int,
@@ -77,22 +81,6 @@ def offer_token(
     ids `[V]` int64: token ids of the columns, which key the noise.
 
     Column -1 with +inf where the row holds a NaN, and with -inf where it holds only that."""
-    if not logits.is_cuda:
-        return offer_token_reference(logits, first, ids, temperature, seeds, positions)
-    from tllm_spec.kernels.choose_token_triton import offer_token_triton
-
-    return offer_token_triton(logits, first, ids, temperature, seeds, positions)
-
-
-def offer_token_reference(
-    logits: torch.Tensor,
-    first: int,
-    ids: torch.Tensor | None = None,
-    temperature: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Arguments and result of `offer_token`."""
     values = logits.to(torch.float32)
     if temperature is not None:
         assert ids is not None and seeds is not None and positions is not None
@@ -105,48 +93,6 @@ def offer_token_reference(
     return torch.stack((bits, columns.to(torch.int32)), 1)
 
 
-def choose_token_reference(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    domain: int = TARGET_DOMAIN,
-    cut: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Arguments and result of `choose_token`."""
-    return _choose(
-        logits, temperature, gumbel_noise(seeds, positions, logits.shape[1], domain), cut
-    )
-
-
-def choose_best_reference(logits: torch.Tensor) -> torch.Tensor:
-    """torch.max documents the first index for ties, and NaN for rows that hold one."""
-    best, tokens = logits.max(dim=-1)
-    return torch.where(best > -torch.inf, tokens, -1)
-
-
-def choose_draft_reference(
-    logits: torch.Tensor,
-    token_map: torch.Tensor | None,
-    temperature: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    cut: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Arguments and result of `choose_draft`."""
-    if temperature is None:
-        columns = choose_best_reference(logits)
-    else:
-        assert seeds is not None and positions is not None
-        num_tokens = logits.shape[1] if token_map is None else int(token_map.max()) + 1
-        noise = gumbel_noise(seeds, positions, num_tokens)
-        if token_map is not None:
-            noise = noise.index_select(1, token_map)
-        columns = _choose(logits, temperature, noise, cut)
-    columns = columns.clamp_min(0)
-    return columns if token_map is None else token_map.index_select(0, columns)
-
-
 def _choose(
     logits: torch.Tensor, temperature: torch.Tensor, noise: torch.Tensor, cut: torch.Tensor | None
 ) -> torch.Tensor:
@@ -155,6 +101,6 @@ def _choose(
     scaled = logits / temperature.unsqueeze(1)
     if cut is not None:
         scaled = scaled.masked_fill(scaled < cut.unsqueeze(1), -torch.inf)
-    return choose_best_reference(
+    return choose_best.reference(
         torch.where((temperature == 0).unsqueeze(1), logits, scaled + noise)
     )

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.gumbel import TARGET_DOMAIN
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
 
@@ -26,21 +27,44 @@ _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 def choose_token_triton(
     logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    domain: int = TARGET_DOMAIN,
+    cut: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `choose_token`. All arguments may have a stride between rows."""
+    parts = _best_of_parts(logits, temperature, seeds, positions, domain, cut, None)
+    return _chosen(parts, None, drafting=False)
+
+
+def choose_best_triton(logits: torch.Tensor) -> torch.Tensor:
+    """See `choose_best`."""
+    parts = _best_of_parts(logits, None, None, None, TARGET_DOMAIN, None, None)
+    return _chosen(parts, None, drafting=False)
+
+
+def choose_draft_triton(
+    logits: torch.Tensor,
+    token_map: torch.Tensor | None,
     temperature: torch.Tensor | None = None,
     seeds: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
-    domain: int = 0,
     cut: torch.Tensor | None = None,
-    token_map: torch.Tensor | None = None,
-    *,
-    drafting: bool = False,
 ) -> torch.Tensor:
-    """See `choose_token`, or `choose_best` without a temperature, or `choose_draft` if `drafting`.
-    All arguments may have a stride between rows."""
-    chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    """See `choose_draft`. All arguments may have a stride between rows."""
     columns = temperature, seeds, positions
-    parts = _best_of_parts(logits, *columns, domain, cut, token_map)
-    _choose_among_parts[(len(logits),)](
+    parts = _best_of_parts(logits, *columns, TARGET_DOMAIN, cut, token_map)
+    return _chosen(parts, token_map, drafting=True)
+
+
+def _chosen(
+    parts: tuple[torch.Tensor, torch.Tensor], token_map: torch.Tensor | None, *, drafting: bool
+) -> torch.Tensor:
+    """The token of each row, `[R]`, from the best of its parts."""
+    device = parts[0].device
+    chosen = torch.empty(len(parts[0]), dtype=torch.int64, device=device)
+    _choose_among_parts[(len(chosen),)](
         *parts,
         token_map,
         chosen,
@@ -49,7 +73,7 @@ def choose_token_triton(
         parts[0].shape[1],
         triton.next_power_of_2(parts[0].shape[1]),
         0 if drafting else -1,
-        **programmatic_launch(logits.device),
+        **programmatic_launch(device),
         num_warps=1,
     )
     return chosen
@@ -124,7 +148,7 @@ def _stride(column: torch.Tensor | None) -> int:
 
 
 def gumbel_noise_triton(
-    seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, domain: int = 0
+    seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, domain: int = TARGET_DOMAIN
 ) -> torch.Tensor:
     """See `gumbel_noise`. seeds, positions: `[R]` int64. Returns `[R, num_tokens]` float32."""
     noise = torch.empty((seeds.numel(), num_tokens), dtype=torch.float32, device=seeds.device)

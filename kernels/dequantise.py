@@ -7,8 +7,7 @@ infinite, and those below 2^-14 lose bits."""
 
 import torch
 
-from tllm_spec.kernels.programmatic_launch import programmatic_launch
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import with_kernel
 
 BLOCK = 128  # inputs that share a scale
 # Of a program: each of its 128 threads has two loads of 16 bytes under way.
@@ -28,6 +27,7 @@ def dequantised(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) 
     return weight.float().mul_(by_input).to(dtype)
 
 
+@with_kernel("dequantise_triton.dequantise_rows_triton")
 def dequantise_rows(weight: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
     """Fills `out`.
 
@@ -36,22 +36,4 @@ def dequantise_rows(weight: torch.Tensor, scales: torch.Tensor, out: torch.Tenso
         scales: `[N, ceil(K / 128)]` float32, contiguous.
         out: `[N, K]` bfloat16, float16 or float32, contiguous.
     """
-    check_scaled(weight, scales)
-    assert out.shape == weight.shape and out.is_contiguous()
-    if not has_kernels(out.device):
-        out.copy_(dequantised(weight, scales, out.dtype))
-        return
-    from tllm_spec.kernels.dequantise_triton import dequantise_kernel
-
-    num_blocks = scales.numel()
-    dequantise_kernel[(-(-num_blocks // BLOCKS_OF_PROGRAM),)](
-        weight,
-        scales,
-        out,
-        num_blocks,
-        IN=weight.shape[1],
-        BLOCK=BLOCK,
-        BLOCKS=BLOCKS_OF_PROGRAM,
-        num_warps=NUM_WARPS,
-        **programmatic_launch(out.device),
-    )
+    out.copy_(dequantised(weight, scales, out.dtype))

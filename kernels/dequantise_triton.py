@@ -1,10 +1,31 @@
 """The Triton kernel of dequantise.py, which describes inputs and outputs. Importing this file
 imports Triton."""
 
+import torch
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.dequantise import BLOCK, BLOCKS_OF_PROGRAM, NUM_WARPS, check_scaled
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
+
+
+def dequantise_rows_triton(weight: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """See `dequantise_rows`."""
+    check_scaled(weight, scales)
+    assert out.shape == weight.shape and out.is_contiguous()
+    num_blocks = scales.numel()
+    dequantise_kernel[(-(-num_blocks // BLOCKS_OF_PROGRAM),)](
+        weight,
+        scales,
+        out,
+        num_blocks,
+        IN=weight.shape[1],
+        BLOCK=BLOCK,
+        BLOCKS=BLOCKS_OF_PROGRAM,
+        num_warps=NUM_WARPS,
+        **programmatic_launch(out.device),
+    )
 
 
 @triton.jit(do_not_specialize=["num_blocks"])  # type: ignore[untyped-decorator]  # triton has no types

@@ -11,62 +11,13 @@ NaN: such a request gets a valid tree of no use."""
 import torch
 
 from tllm_spec.kernels.beam_pool import BeamPool, Beams, DraftTree
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import with_kernel
 
 
+@with_kernel("draft_beams_triton.first_beams_triton")
 def first_beams(pool: BeamPool, probs: torch.Tensor, tokens: torch.Tensor) -> Beams:
     """Step 0: the K best tokens `[B, K]` after the root and their probabilities, best first
     (`top_tokens`). All of them become candidates and beams."""
-    if not has_kernels(probs.device):
-        return first_beams_reference(pool, probs, tokens)
-    from tllm_spec.kernels.draft_beams_triton import first_beams_triton
-
-    return first_beams_triton(pool, probs, tokens)
-
-
-def grow(
-    pool: BeamPool, step: int, beams: Beams, probs: torch.Tensor, tokens: torch.Tensor
-) -> Beams:
-    """Step `step` >= 1: adds the children of all beams to the pool, and returns the K best.
-
-    probs, tokens `[B, K, K]`: of each beam's K best next tokens, best first. The steps up to this
-    one have at most 64 beams."""
-    assert step > 0 and (step + 1) * pool.topk <= min(64, pool.beams.shape[1])
-    if not has_kernels(probs.device):
-        return grow_reference(pool, step, beams, probs, tokens)
-    from tllm_spec.kernels.draft_beams_triton import grow_triton
-
-    grown = grow_triton(pool, step, beams, probs, tokens, is_last=False)
-    assert grown is not None
-    return grown
-
-
-def add_last(
-    pool: BeamPool, step: int, beams: Beams, probs: torch.Tensor, tokens: torch.Tensor
-) -> None:
-    """`grow` for the last step, after which the draft model runs no beams."""
-    assert step > 0 and pool.start(step + 1) == pool.scores.shape[1]
-    if not has_kernels(probs.device):
-        add_last_reference(pool, step, beams, probs, tokens)
-        return
-    from tllm_spec.kernels.draft_beams_triton import grow_triton
-
-    grow_triton(pool, step, beams, probs, tokens, is_last=True)
-
-
-def select(pool: BeamPool, num_drafts: int) -> DraftTree:
-    """The best `num_drafts` (W-1, 1 to 63) candidates of a full pool. Raises nothing: the pool has
-    at least so many candidates (`K + (S-1) K^2`)."""
-    assert 0 < num_drafts < 64 and num_drafts <= pool.scores.shape[1]
-    if not has_kernels(pool.scores.device):
-        return select_reference(pool, num_drafts)
-    from tllm_spec.kernels.draft_beams_triton import select_triton
-
-    return select_triton(pool, num_drafts)
-
-
-def first_beams_reference(pool: BeamPool, probs: torch.Tensor, tokens: torch.Tensor) -> Beams:
-    """Arguments and result of `first_beams`."""
     batch, topk = probs.shape
     columns = torch.arange(topk, device=probs.device).expand(batch, topk)
     pool.scores[:, :topk] = probs
@@ -76,11 +27,15 @@ def first_beams_reference(pool: BeamPool, probs: torch.Tensor, tokens: torch.Ten
     return Beams(tokens, probs, rows, torch.ones_like(columns) << columns)
 
 
-def grow_reference(
+@with_kernel("draft_beams_triton.grow_triton")
+def grow(
     pool: BeamPool, step: int, beams: Beams, probs: torch.Tensor, tokens: torch.Tensor
 ) -> Beams:
-    """Arguments and result of `grow`."""
-    add_last_reference(pool, step, beams, probs, tokens)
+    """Step `step` >= 1: adds the children of all beams to the pool, and returns the K best.
+
+    probs, tokens `[B, K, K]`: of each beam's K best next tokens, best first. The steps up to this
+    one have at most 64 beams."""
+    add_last.reference(pool, step, beams, probs, tokens)
     batch, topk = beams.tokens.shape
     start = pool.start(step)
     scores = pool.scores[:, start : start + topk**2]
@@ -97,17 +52,20 @@ def grow_reference(
     )
 
 
-def add_last_reference(
+@with_kernel("draft_beams_triton.add_last_triton")
+def add_last(
     pool: BeamPool, step: int, beams: Beams, probs: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """Arguments of `add_last`."""
+    """`grow` for the last step, after which the draft model runs no beams."""
     start, number = pool.start(step), pool.topk**2
     pool.scores[:, start : start + number] = (beams.scores.unsqueeze(2) * probs).flatten(1)
     pool.tokens[:, start : start + number] = tokens.flatten(1)
 
 
-def select_reference(pool: BeamPool, num_drafts: int) -> DraftTree:
-    """Arguments and result of `select`."""
+@with_kernel("draft_beams_triton.select_triton")
+def select(pool: BeamPool, num_drafts: int) -> DraftTree:
+    """The best `num_drafts` (W-1, 1 to 63) candidates of a full pool. Raises nothing: the pool has
+    at least so many candidates (`K + (S-1) K^2`)."""
     (batch, size), topk, device = pool.scores.shape, pool.topk, pool.scores.device
     chosen = _best(pool.scores, num_drafts).sort(dim=1).values  # node j + 1 is candidate chosen[j]
     nodes = torch.zeros((batch, size), dtype=torch.int64, device=device)

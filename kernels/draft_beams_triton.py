@@ -38,25 +38,35 @@ def first_beams_triton(pool: BeamPool, probs: torch.Tensor, tokens: torch.Tensor
 
 
 def grow_triton(
+    pool: BeamPool, step: int, beams: Beams, probs: torch.Tensor, tokens: torch.Tensor
+) -> Beams:
+    """See `grow`."""
+    assert step > 0 and (step + 1) * pool.topk <= min(64, pool.beams.shape[1])
+    rows, scores = beams.tokens, beams.scores
+    grown = Beams(*(torch.empty_like(each) for each in (rows, scores, rows, rows)))
+    _add_children(pool, step, beams, probs, tokens, grown)
+    return grown
+
+
+def add_last_triton(
+    pool: BeamPool, step: int, beams: Beams, probs: torch.Tensor, tokens: torch.Tensor
+) -> None:
+    """See `add_last`."""
+    assert step > 0 and pool.start(step + 1) == pool.scores.shape[1]
+    _add_children(pool, step, beams, probs, tokens, None)
+
+
+def _add_children(
     pool: BeamPool,
     step: int,
     beams: Beams,
     probs: torch.Tensor,
     tokens: torch.Tensor,
-    *,
-    is_last: bool,
-) -> Beams | None:
-    """See `grow`, and `add_last` if `is_last`, which returns None."""
+    grown: Beams | None,
+) -> None:
+    """grown: is filled; None after the last step."""
     assert probs.is_contiguous() and tokens.is_contiguous()
     batch, topk = beams.tokens.shape
-    grown = None
-    if not is_last:
-        grown = Beams(
-            torch.empty_like(beams.tokens),
-            torch.empty_like(beams.scores),
-            torch.empty_like(beams.tokens),
-            torch.empty_like(beams.tokens),
-        )
     _grow[(batch,)](
         beams.scores,
         beams.bits,
@@ -68,15 +78,15 @@ def grow_triton(
         topk,
         triton.next_power_of_2(topk),
         triton.next_power_of_2(topk**2),
-        is_last,
+        grown is None,
         **programmatic_launch(probs.device),
         num_warps=1,
     )
-    return grown
 
 
 def select_triton(pool: BeamPool, num_drafts: int) -> DraftTree:
     """See `select`."""
+    assert 0 < num_drafts < 64 and num_drafts <= pool.scores.shape[1]
     (batch, size), topk = pool.scores.shape, pool.topk
     tokens = pool.tokens.new_empty(batch, num_drafts)
     parents, depths, bits = pool.tokens.new_empty(3, batch, num_drafts + 1)

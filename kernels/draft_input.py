@@ -4,14 +4,14 @@ not, the residual stream, and the rows of the rotary table.
 `draft_input` is one Triton kernel if Triton is available, otherwise the plain-torch reference,
 which is the definition."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from tllm_spec.kernels.rms_norm import plain_rms_norm
+from tllm_spec.kernels.dispatch import with_kernel
+from tllm_spec.kernels.rms_norm import rms_norm
 from tllm_spec.kernels.rotary_write import Rotary
-from tllm_spec.kernels.triton_support import has_kernels
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class DraftInput:
     """The given one with gathered rows."""
 
 
+@with_kernel("draft_input_triton.draft_input_triton", argument=2)
 def draft_input(
     token_ids: torch.Tensor | None,
     table: torch.Tensor,
@@ -54,31 +55,10 @@ def draft_input(
         rotary: of the T rows.
         wanted: `[R]` int64, R <= T; None: all rows.
     """
-    if not has_kernels(hidden.device):
-        return plain_draft_input(token_ids, table, hidden, norms, rotary, wanted)
-    from tllm_spec.kernels.draft_input_triton import draft_input_triton
-
-    weights = (None, None) if norms is None else (norms.embedding, norms.hidden)
-    eps = 0.0 if norms is None else norms.eps
-    both, total, cos_sin = draft_input_triton(
-        token_ids, table, hidden, weights, eps, rotary, wanted
-    )
-    return DraftInput(both, total, replace(rotary, gathered=cos_sin))
-
-
-def plain_draft_input(
-    token_ids: torch.Tensor | None,
-    table: torch.Tensor,
-    hidden: torch.Tensor,
-    norms: DraftInputNorms | None,
-    rotary: Rotary,
-    wanted: torch.Tensor | None = None,
-) -> DraftInput:
-    """Reference of `draft_input`. `Rotary` gathers its rows on demand."""
     embedded, state = table if token_ids is None else F.embedding(token_ids, table), hidden
     if norms is not None:
-        embedded = plain_rms_norm(embedded, norms.embedding, norms.eps)
-        state = plain_rms_norm(hidden, norms.hidden, norms.eps)
+        embedded = rms_norm.reference(embedded, norms.embedding, norms.eps)
+        state = rms_norm.reference(hidden, norms.hidden, norms.eps)
     both = torch.cat((embedded, state), -1)
     return DraftInput(
         both, hidden.clone() if wanted is None else hidden.index_select(0, wanted), rotary

@@ -8,10 +8,13 @@ rms_norm_triton.py.
 Elements moved: 4 T H + 2 R H + 4 T D and the weights; 49 KiB per row with H = 4096 and D = 128 in
 bfloat16."""
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.draft_input import DraftInput, DraftInputNorms
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
 from tllm_spec.kernels.rotary_write import Rotary
@@ -24,13 +27,11 @@ def draft_input_triton(
     token_ids: torch.Tensor | None,
     table: torch.Tensor,
     hidden: torch.Tensor,
-    weights: tuple[torch.Tensor | None, torch.Tensor | None],
-    eps: float,
+    norms: DraftInputNorms | None,
     rotary: Rotary,
-    wanted: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `draft_input`. Returns both, total, and the rows of the rotary table. weights and eps: of
-    the norms; None: no norms."""
+    wanted: torch.Tensor | None = None,
+) -> DraftInput:
+    """See `draft_input`."""
     (num_rows, size), num_wanted = hidden.shape, len(hidden if wanted is None else wanted)
     assert table.is_contiguous() and (hidden.stride(1) == 1 or size == 1)
     assert len(table) == num_rows if token_ids is None else token_ids.is_contiguous()
@@ -44,7 +45,7 @@ def draft_input_triton(
         table,
         hidden,
         hidden.stride(0),
-        *weights,
+        *((None, None) if norms is None else (norms.embedding, norms.hidden)),
         wanted,
         rotary.table,
         rotary.positions,
@@ -52,7 +53,7 @@ def draft_input_triton(
         total,
         cos_sin,
         num_wanted,
-        eps,
+        0.0 if norms is None else norms.eps,
         SIZE=size,
         ROTARY_SIZE=cos_sin.stride(0),
         BLOCK=block,
@@ -60,7 +61,7 @@ def draft_input_triton(
         **programmatic_launch(hidden.device),
         num_warps=max(1, min(block // _ELEMENTS_PER_WARP, 16)),
     )
-    return both, total, cos_sin
+    return DraftInput(both, total, replace(rotary, gathered=cos_sin))
 
 
 @triton.jit(do_not_specialize=["num_wanted"])  # type: ignore[untyped-decorator]  # triton has no types

@@ -17,11 +17,12 @@ reference sorts; it also serves float32 logits on any device."""
 import numpy as np
 import torch
 
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import with_kernel
 
 WEIGHT_BITS = 40
 
 
+@with_kernel("filter_cut_triton.filter_cut_triton")
 def filter_cut(
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -34,21 +35,6 @@ def filter_cut(
 
     The greatest value is always kept. -inf where nothing is filtered or the temperature is 0. The
     cut of a row with a NaN is arbitrary; the NaN itself is always kept."""
-    if logits.element_size() != 2 or not has_kernels(logits.device):
-        return filter_cut_reference(logits, temperature, top_k, top_p, min_p)
-    from tllm_spec.kernels.filter_cut_triton import filter_cut_triton
-
-    return filter_cut_triton(logits, temperature, top_k, top_p, min_p)
-
-
-def filter_cut_reference(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-) -> torch.Tensor:
-    """Arguments and result of `filter_cut`."""
     temperature, top_k, top_p, min_p = (x.unsqueeze(1) for x in (temperature, top_k, top_p, min_p))
     values = logits.to(torch.float32) / torch.where(temperature > 0, temperature, 1.0)
     values = _descending(values)

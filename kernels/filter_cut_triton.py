@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.filter_cut import filter_cut
+
 _BLOCK = 1024  # tokens per program
 _NUM_KEYS = 65536
 _WALK = 4096  # keys per step
@@ -27,8 +29,11 @@ def filter_cut_triton(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """See `filter_cut`. Every argument may have a stride between rows."""
-    assert logits.stride(1) == 1 and logits.element_size() == 2
+    """See `filter_cut`. Every argument may have a stride between rows. The reference serves
+    float32."""
+    if logits.element_size() != 2:
+        return filter_cut.reference(logits, temperature, top_k, top_p, min_p)
+    assert logits.stride(1) == 1
     num_rows, vocab_size = logits.shape
     # The greatest key of each row follows the counts of all rows.
     counts = torch.zeros(num_rows * (_NUM_KEYS + 1), dtype=torch.int32, device=logits.device)

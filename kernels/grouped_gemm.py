@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.moe_permute import ExpertRows
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.scaled_linear import BLOCK, check_scaled, dequantised
 from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes, stages_that_fit
-from tllm_spec.kernels.silu_and_mul import plain_silu_and_mul
+from tllm_spec.kernels.silu_and_mul import silu_and_mul
 from tllm_spec.kernels.triton_support import has_kernels
 
 
@@ -101,6 +102,7 @@ def block_rows_of(
     return tilings_of(num_assignments, num_experts, dtype).gate_up.rows
 
 
+@with_kernel("grouped_gemm.tiled_gate_up_silu")
 def gate_up_silu(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -117,13 +119,30 @@ def gate_up_silu(
         input_weights: `[T, k]` float32, factors of the tokens before the projection.
         scales: `[E, 2 * I, ceil(H / 128)]` float32, contiguous.
     """
-    if not has_kernels(x.device):
-        return plain_gate_up_silu(x, weight, rows, input_weights, scales)
+    output = x.new_empty(len(rows.order), weight.shape[1] // 2)
+    for expert, first, end in hit_experts(rows):
+        assignments = rows.order[first:end]
+        gate_up = _product(x[assignments // rows.top_k], weight, scales, expert)
+        if input_weights is not None:
+            gate_up = gate_up.mul_(input_weights.flatten()[assignments, None])
+        output[first:end] = silu_and_mul.reference(gate_up)
+    return output
+
+
+def tiled_gate_up_silu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rows: ExpertRows,
+    input_weights: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The kernel of `gate_up_silu`."""
     output = x.new_empty(len(rows.order), weight.shape[1] // 2)
     _launch(x, weight, scales, rows, output, gated=True, input_weights=input_weights)
     return output
 
 
+@with_kernel("grouped_gemm.tiled_down")
 def down(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -138,8 +157,20 @@ def down(
         rows: the assignments.
         scales: `[E, H, ceil(I / 128)]` float32, contiguous.
     """
-    if not has_kernels(x.device):
-        return plain_down(x, weight, rows, scales)
+    output = x.new_empty(len(rows.order), weight.shape[1])
+    for expert, first, end in hit_experts(rows):
+        product = _product(x[first:end], weight, scales, expert)
+        output[rows.order[first:end]] = product.to(x.dtype)
+    return output
+
+
+def tiled_down(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rows: ExpertRows,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The kernel of `down`."""
     output = x.new_empty(len(rows.order), weight.shape[1])
     _launch(x, weight, scales, rows, output, gated=False, input_weights=None)
     return output
@@ -195,38 +226,6 @@ def _launch(
         num_stages=tiling.num_stages,
         **programmatic_launch(x.device),
     )
-
-
-def plain_gate_up_silu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    rows: ExpertRows,
-    input_weights: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Reference of `gate_up_silu`."""
-    output = x.new_empty(len(rows.order), weight.shape[1] // 2)
-    for expert, first, end in hit_experts(rows):
-        assignments = rows.order[first:end]
-        gate_up = _product(x[assignments // rows.top_k], weight, scales, expert)
-        if input_weights is not None:
-            gate_up = gate_up.mul_(input_weights.flatten()[assignments, None])
-        output[first:end] = plain_silu_and_mul(gate_up)
-    return output
-
-
-def plain_down(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    rows: ExpertRows,
-    scales: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Reference of `down`."""
-    output = x.new_empty(len(rows.order), weight.shape[1])
-    for expert, first, end in hit_experts(rows):
-        product = _product(x[first:end], weight, scales, expert)
-        output[rows.order[first:end]] = product.to(x.dtype)
-    return output
 
 
 def _product(

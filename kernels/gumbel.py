@@ -14,6 +14,8 @@ from functools import cache
 import numpy as np
 import torch
 
+from tllm_spec.kernels.dispatch import with_kernel
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
@@ -94,6 +96,7 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, domain: int) -> torch.
     return philox_bits(seeds, positions, 1, domain)[:, 0].to(torch.float64).add_(0.5).mul_(2.0**-32)
 
 
+@with_kernel("choose_token_triton.gumbel_noise_triton")
 def gumbel_noise(
     seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, domain: int = TARGET_DOMAIN
 ) -> torch.Tensor:
@@ -101,11 +104,7 @@ def gumbel_noise(
     softmax(logits).
 
     The logarithms are computed in float64 and rounded once, so that devices agree on the float32
-    value. On CUDA a Triton kernel computes the same values in one pass."""
-    if seeds.is_cuda:
-        from tllm_spec.kernels.choose_token_triton import gumbel_noise_triton
-
-        return gumbel_noise_triton(seeds, positions, num_tokens, domain)
+    value. A Triton kernel computes the same values in one pass."""
     bits = philox_bits(seeds, positions, num_tokens, domain)
     return (
         bits.to(torch.float64)

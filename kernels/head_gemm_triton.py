@@ -1,10 +1,43 @@
 """The Triton kernel of head_gemm.py, which describes inputs and outputs. Importing this file
 imports Triton."""
 
+import torch
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.head_gemm import MAX_ROWS, head_gemm
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
+from tllm_spec.kernels.shared_memory import shared_memory_bytes, stages_that_fit
+
+BLOCK_K = 128
+
+
+def head_gemm_triton(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, batch_invariant: bool = False
+) -> None:
+    """See `head_gemm`."""
+    if not len(x) or (len(x) > MAX_ROWS and not batch_invariant):
+        head_gemm.reference(x, weight, out)
+        return
+    (rows, heads, depth), width = x.shape, weight.shape[2]
+    assert x.stride(2) == out.stride(2) == 1 and 1 in weight.stride()[1:]
+    assert weight.shape == (heads, depth, width) and out.shape == (rows, heads, width)
+    block_m = MAX_ROWS if batch_invariant or rows > 32 else 16 if rows <= 16 else 32
+    # With 16 heads 128 programs, which is about one for each multiprocessor.
+    block_n = 64 if width >= 512 else 16
+    stage_bytes = BLOCK_K * (block_m + block_n) * x.element_size()
+    head_gemm_kernel[(heads, -(-width // block_n), -(-rows // block_m))](
+        *(x, *x.stride()[:2], weight, *weight.stride(), out, *out.stride()[:2]),
+        *(rows, depth, width),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=BLOCK_K,
+        WIDEN=x.device.type == "cpu",  # the interpreter cannot multiply bfloat16
+        num_warps=4,
+        num_stages=stages_that_fit(3, stage_bytes, shared_memory_bytes(x.device)),
+        **programmatic_launch(x.device),
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]  # triton has no types

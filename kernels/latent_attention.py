@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes
 from tllm_spec.kernels.tree_mask import TreeMask
-from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.kernels.window_splits import power_of_two
 
 # Each split has at least so many keys.
@@ -71,6 +71,7 @@ class LatentWorkspace:
         return max(1, min(wanted, fitting, -(-max_len // MIN_KEYS_PER_SPLIT), MAX_SPLITS))
 
 
+@with_kernel("latent_attention.launch_latent_attention")
 def latent_attention(
     q_latent: torch.Tensor,
     q: torch.Tensor,
@@ -96,8 +97,18 @@ def latent_attention(
     Returns:
         `[H, B * W, R]`, contiguous: weighted latents.
     """
-    if not has_kernels(q.device):
-        return plain_latent_attention(q_latent, q, layer, tables, scale)
+    return plain_latent_attention(q_latent, q, layer, tables, scale)
+
+
+def launch_latent_attention(
+    q_latent: torch.Tensor,
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    tables: LatentTables,
+    scale: float,
+    workspace: LatentWorkspace,
+) -> torch.Tensor:
+    """The kernels of `latent_attention`."""
     for tensor in (q_latent, q, layer):
         assert tensor.is_contiguous() and tensor.dtype == layer.dtype
     assert tables.block_tables.stride(1) == 1 and tables.kv_lens.stride(0) == 1

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tllm_spec.kernels.rms_norm import plain_rms_norm
+from tllm_spec.kernels.dispatch import with_kernel
+from tllm_spec.kernels.rms_norm import rms_norm
 from tllm_spec.kernels.rotary_write import Rotary, plain_rotate
-from tllm_spec.kernels.triton_support import has_kernels
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class LatentNorm:
     eps: float
 
 
+@with_kernel("latent_write_triton.latent_write_triton")
 def latent_write(
     latent: torch.Tensor,
     q: torch.Tensor | None,
@@ -42,29 +43,10 @@ def latent_write(
         layer: `[pages, page_size, R + P]`, contiguous, of latent's dtype.
         norm: of the latent.
     """
-    if not has_kernels(latent.device):
-        plain_latent_write(latent, q, rotary, kv_slots, layer, norm)
-        return
-    from tllm_spec.kernels.latent_write_triton import latent_write_triton
-
-    latent_write_triton(
-        latent, q, rotary.table, rotary.positions, kv_slots, layer, norm.weight, norm.eps
-    )
-
-
-def plain_latent_write(
-    latent: torch.Tensor,
-    q: torch.Tensor | None,
-    rotary: Rotary,
-    kv_slots: torch.Tensor,
-    layer: torch.Tensor,
-    norm: LatentNorm,
-) -> None:
-    """Reference of `latent_write`."""
     size = len(norm.weight)
     key = latent[:, None, size:].clone()
     plain_rotate(key, rotary)
-    normed = plain_rms_norm(latent[:, :size], norm.weight, norm.eps)
+    normed = rms_norm.reference(latent[:, :size], norm.weight, norm.eps)
     entries = torch.cat((normed, key[:, 0]), -1)
     layer.view(-1, layer.shape[-1]).index_copy_(0, kv_slots, entries)
     if q is not None:

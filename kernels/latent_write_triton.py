@@ -8,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.latent_write import LatentNorm
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
+from tllm_spec.kernels.rotary_write import Rotary
 
 _PAIRS = 1024  # of a program that rotates queries
 
@@ -17,15 +19,14 @@ _PAIRS = 1024  # of a program that rotates queries
 def latent_write_triton(
     latent: torch.Tensor,
     q: torch.Tensor | None,
-    table: torch.Tensor,
-    positions: torch.Tensor,
+    rotary: Rotary,
     kv_slots: torch.Tensor,
     layer: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
+    norm: LatentNorm,
 ) -> None:
     """See `latent_write`."""
-    num_rows, size, rope_dim = len(latent), len(norm_weight), table.shape[3]
+    table, positions = rotary.table, rotary.positions
+    num_rows, size, rope_dim = len(latent), len(norm.weight), table.shape[3]
     assert latent.shape[1] == layer.shape[2] == size + rope_dim and latent.stride(1) == 1
     assert layer.is_contiguous() and layer.dtype == latent.dtype
     assert positions.shape == kv_slots.shape == (num_rows,)
@@ -43,8 +44,8 @@ def latent_write_triton(
         positions,
         kv_slots,
         layer,
-        norm_weight,
-        eps,
+        norm.weight,
+        norm.eps,
         SIZE=size,
         HALF=half,
         NUM_HEADS=num_heads,

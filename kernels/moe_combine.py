@@ -6,9 +6,10 @@ other tokens."""
 
 import torch
 
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import with_kernel
 
 
+@with_kernel("moe_combine_triton.moe_combine_triton")
 def moe_combine(
     parts: torch.Tensor,
     weights: torch.Tensor | None,
@@ -23,20 +24,6 @@ def moe_combine(
         top_k: k.
         add_to: the residual stream `[T, H]`, contiguous; changed in place and returned.
     """
-    if not has_kernels(parts.device):
-        return plain_moe_combine(parts, weights, top_k, add_to)
-    from tllm_spec.kernels.moe_combine_triton import moe_combine_triton
-
-    return moe_combine_triton(parts, weights, top_k, add_to)
-
-
-def plain_moe_combine(
-    parts: torch.Tensor,
-    weights: torch.Tensor | None,
-    top_k: int,
-    add_to: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Reference of `moe_combine`."""
     by_token = parts.view(-1, top_k, parts.shape[1]).float()
     if weights is not None:
         by_token = by_token * weights[..., None]

@@ -12,7 +12,10 @@ _BLOCK = 1024  # columns per program
 
 
 def moe_combine_triton(
-    parts: torch.Tensor, weights: torch.Tensor | None, top_k: int, add_to: torch.Tensor | None
+    parts: torch.Tensor,
+    weights: torch.Tensor | None,
+    top_k: int,
+    add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `moe_combine`."""
     num_rows, size = parts.shape[0] // top_k, parts.shape[1]

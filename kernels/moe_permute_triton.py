@@ -5,10 +5,69 @@ For few assignments a program per expert reads them all: it finds where its expe
 without waiting for another program. Many are counted chunk by chunk; sums over chunks and experts
 then say where each chunk's rows of an expert begin."""
 
+import torch
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.moe_permute import CHUNK, STEP, ExpertRows, max_blocks
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
+
+# Assignments that a program reads at a time, and blocks that it writes.
+MIN_READ, MAX_READ, MAX_WRITTEN = 128, 4096, 64
+
+
+def moe_permute_triton(experts: torch.Tensor, num_experts: int, block_rows: int) -> ExpertRows:
+    """See `moe_permute`."""
+    assert experts.is_contiguous() and experts.dtype == torch.int32
+    number = experts.numel()
+    room = max_blocks(number, num_experts, block_rows)
+    order, blocks = experts.new_empty(number), experts.new_empty(3, room)
+    rows = ExpertRows(order, blocks, experts.new_empty(1), block_rows, experts.shape[1])
+    bins = max(32, 1 << (num_experts - 1).bit_length())
+    totals = _place_by_chunks(experts, order, bins) if number > MAX_READ else None
+    block = min(max(MIN_READ, 1 << (number - 1).bit_length()), MAX_READ)
+    moe_permute_kernel[(num_experts,)](
+        experts,
+        totals,
+        rows.order,
+        rows.blocks,
+        rows.num_blocks,
+        number,
+        room,
+        BLOCK_ROWS=block_rows,
+        BINS=bins,
+        BLOCK=block,
+        BLOCKS=MAX_WRITTEN,
+        num_warps=1 if totals is not None else max(1, min(block // 256, 8)),
+        **programmatic_launch(experts.device),
+    )
+    return rows
+
+
+def _place_by_chunks(experts: torch.Tensor, order: torch.Tensor, bins: int) -> torch.Tensor:
+    """Fills `order`; returns how many assignments each expert has, `[bins]` int32."""
+    number, pdl = experts.numel(), programmatic_launch(experts.device)
+    chunks = -(-number // CHUNK)
+    counts = experts.new_empty(chunks, bins)
+    count_chunk_kernel[(chunks,)](
+        experts, counts, number, BINS=bins, CHUNK=CHUNK, num_warps=4, **pdl
+    )
+    ends = counts.cumsum(0, dtype=torch.int32)
+    place_chunk_kernel[(chunks,)](
+        experts,
+        counts,
+        ends,
+        order,
+        number,
+        chunks - 1,
+        BINS=bins,
+        CHUNK=CHUNK,
+        STEP=STEP,
+        num_warps=8,
+        **pdl,
+    )
+    return ends[-1]
 
 
 @triton.jit(do_not_specialize=["number", "room"])  # type: ignore[untyped-decorator]  # triton has no types

@@ -7,13 +7,11 @@ from typing import Literal
 
 import torch
 
-from tllm_spec.kernels.programmatic_launch import programmatic_launch
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import with_kernel
 
 Scoring = Literal["softmax", "sigmoid"]
 # Added to the sum that normalises, as DeepSeek V3 does.
 EPSILON = 1e-20
-ELEMENTS_PER_WARP = 512
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,7 @@ class RoutingRule:
         return self.top_k + self.num_shared
 
 
+@with_kernel("moe_routing_triton.moe_routing_triton")
 def moe_routing(
     logits: torch.Tensor, rule: RoutingRule, correction_bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,59 +50,6 @@ def moe_routing(
         rule: how to choose.
         correction_bias: `[E]` float32, added to the scores for the choice only.
     """
-    if not has_kernels(logits.device):
-        return plain_moe_routing(logits, rule, correction_bias)
-    (num_rows, num_experts), size = logits.shape, logits.shape[1] // rule.num_groups
-    assert logits.is_contiguous() and num_experts == size * rule.num_groups
-    experts = logits.new_empty(num_rows, rule.num_taken, dtype=torch.int32)
-    weights = logits.new_empty(num_rows, rule.num_taken, dtype=torch.float32)
-    if num_rows:
-        _launch(logits, rule, correction_bias, experts, weights)
-    return experts, weights
-
-
-def _launch(
-    logits: torch.Tensor,
-    rule: RoutingRule,
-    correction_bias: torch.Tensor | None,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-) -> None:
-    from tllm_spec.kernels.moe_routing_triton import moe_routing_kernel
-
-    size = logits.shape[1] // rule.num_groups
-    groups, members = _power_of_2(rule.num_groups), _power_of_2(size)
-    moe_routing_kernel[(len(logits),)](
-        logits,
-        correction_bias,
-        experts,
-        weights,
-        rule.scale,
-        EPSILON=EPSILON,
-        SOFTMAX=rule.scoring == "softmax",
-        NORMALISES=rule.normalises,
-        TOP_K=rule.top_k,
-        TAKEN=rule.num_taken,
-        TAKEN_PADDED=_power_of_2(rule.num_taken),
-        NUM_GROUPS=rule.num_groups,
-        GROUP_SIZE=size,
-        TOP_GROUPS=rule.top_groups,
-        GROUPS=groups,
-        MEMBERS=members,
-        num_warps=max(1, min(groups * members // ELEMENTS_PER_WARP, 8)),
-        **programmatic_launch(logits.device),
-    )
-
-
-def _power_of_2(number: int) -> int:
-    """The least one that is not below `number`."""
-    return 1 << (number - 1).bit_length()
-
-
-def plain_moe_routing(
-    logits: torch.Tensor, rule: RoutingRule, correction_bias: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reference of `moe_routing`."""
     scores = logits.float()
     scores = scores.softmax(-1) if rule.scoring == "softmax" else scores.sigmoid()
     choice = scores if correction_bias is None else scores + correction_bias

@@ -3,10 +3,49 @@ imports Triton.
 
 It takes the reference's steps in float32, but sums the exponentials in another order."""
 
+import torch
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.moe_routing import EPSILON, RoutingRule
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
+
+_ELEMENTS_PER_WARP = 512
+
+
+def moe_routing_triton(
+    logits: torch.Tensor, rule: RoutingRule, correction_bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `moe_routing`."""
+    (num_rows, num_experts), size = logits.shape, logits.shape[1] // rule.num_groups
+    assert logits.is_contiguous() and num_experts == size * rule.num_groups
+    experts = logits.new_empty(num_rows, rule.num_taken, dtype=torch.int32)
+    weights = logits.new_empty(num_rows, rule.num_taken, dtype=torch.float32)
+    if not num_rows:
+        return experts, weights
+    groups, members = triton.next_power_of_2(rule.num_groups), triton.next_power_of_2(size)
+    moe_routing_kernel[(num_rows,)](
+        logits,
+        correction_bias,
+        experts,
+        weights,
+        rule.scale,
+        EPSILON=EPSILON,
+        SOFTMAX=rule.scoring == "softmax",
+        NORMALISES=rule.normalises,
+        TOP_K=rule.top_k,
+        TAKEN=rule.num_taken,
+        TAKEN_PADDED=triton.next_power_of_2(rule.num_taken),
+        NUM_GROUPS=rule.num_groups,
+        GROUP_SIZE=size,
+        TOP_GROUPS=rule.top_groups,
+        GROUPS=groups,
+        MEMBERS=members,
+        num_warps=max(1, min(groups * members // _ELEMENTS_PER_WARP, 8)),
+        **programmatic_launch(logits.device),
+    )
+    return experts, weights
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types

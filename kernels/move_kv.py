@@ -3,9 +3,10 @@ paged pool: one Triton kernel if Triton is available, otherwise the plain-torch 
 
 import torch
 
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import with_kernel
 
 
+@with_kernel("move_kv_triton.move_kv_triton")
 def move_kv(
     planes: torch.Tensor,
     block_tables: torch.Tensor,
@@ -25,23 +26,6 @@ def move_kv(
             rows[b, i] >= i. Sources and destinations may overlap.
         lens: `[B]` int64, 1 to D+1.
     """
-    if not has_kernels(planes.device):
-        move_kv_reference(planes, block_tables, first, rows, lens)
-        return
-    from tllm_spec.kernels.move_kv_triton import move_kv_triton
-
-    move_kv_triton(planes, block_tables, first, rows, lens)
-
-
-def move_kv_reference(
-    planes: torch.Tensor,
-    block_tables: torch.Tensor,
-    first: torch.Tensor,
-    rows: torch.Tensor,
-    lens: torch.Tensor,
-) -> None:
-    """Arguments of `move_kv`. Columns beyond `lens` copy the first token to itself, so that shapes
-    are static."""
     steps = torch.arange(rows.shape[1], device=rows.device)
     is_moved = steps < lens.unsqueeze(1)
     sources = first.unsqueeze(1) + rows * is_moved

@@ -3,10 +3,11 @@ were tried in vain (rank_codes.py). On CUDA a Triton kernel, elsewhere the plain
 
 import torch
 
+from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.rank_codes import END, NOTHING, OFF_CHAIN
-from tllm_spec.kernels.triton_support import has_kernels
 
 
+@with_kernel("path_ranks_triton.path_ranks_triton")
 def path_ranks(
     parents: torch.Tensor,
     slots: torch.Tensor,
@@ -24,22 +25,6 @@ def path_ranks(
         rows, lens: `[B, D+1]` and `[B]`, the accepted rows and their numbers.
         width: W, rows of a window.
     """
-    if not has_kernels(slots.device):
-        return path_ranks_reference(parents, slots, num_drafts, rows, lens, width)
-    from tllm_spec.kernels.path_ranks_triton import path_ranks_triton
-
-    return path_ranks_triton(parents, slots, num_drafts, rows, lens, width)
-
-
-def path_ranks_reference(
-    parents: torch.Tensor,
-    slots: torch.Tensor,
-    num_drafts: torch.Tensor,
-    rows: torch.Tensor,
-    lens: torch.Tensor,
-    width: int,
-) -> torch.Tensor:
-    """Arguments and result of `path_ranks`."""
     nodes = torch.arange(width, device=rows.device)
     is_draft = (nodes > 0) & (nodes <= num_drafts.unsqueeze(1))  # [B, W]
     own = parents.index_select(0, slots)[:, :width]

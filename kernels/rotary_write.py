@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.row_copies import gather_rows
-from tllm_spec.kernels.triton_support import has_kernels
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class HeadWeights:
     eps: float
 
 
+@with_kernel("rotary_write_triton.rotary_write_triton")
 def rotary_write(
     qkv: torch.Tensor,
     rotary: Rotary,
@@ -67,23 +68,6 @@ def rotary_write(
         layer: `[2, pages, page_size, Hkv, D]`, contiguous, of qkv's dtype; keys at 0, values at 1.
         norm: before the rotation, or None.
     """
-    if not has_kernels(qkv.device):
-        plain_rotary_write(qkv, rotary, kv_slots, layer, norm)
-        return
-    from tllm_spec.kernels.rotary_write_triton import rotary_write_triton
-
-    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    rotary_write_triton(qkv, rotary.table, rotary.positions, kv_slots, layer, weight, eps)
-
-
-def plain_rotary_write(
-    qkv: torch.Tensor,
-    rotary: Rotary,
-    kv_slots: torch.Tensor,
-    layer: torch.Tensor,
-    norm: HeadWeights | None = None,
-) -> None:
-    """Reference of `rotary_write`."""
     num_rows, num_heads, head_dim = qkv.shape
     kv_heads = layer.shape[3]
     plain_rotate(qkv[:, : num_heads - kv_heads], rotary, norm)

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
+from tllm_spec.kernels.rotary_write import HeadWeights, Rotary
 
 # Pairs per program: in each half of the heads one 16-byte load of 2-byte elements per thread.
 _PAIRS = 1024
@@ -21,14 +22,14 @@ _PAIRS = 1024
 
 def rotary_write_triton(
     qkv: torch.Tensor,
-    table: torch.Tensor,
-    positions: torch.Tensor,
+    rotary: Rotary,
     kv_slots: torch.Tensor,
     layer: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    eps: float,
+    norm: HeadWeights | None = None,
 ) -> None:
     """See `rotary_write`."""
+    table, positions = rotary.table, rotary.positions
+    norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     (num_rows, num_heads, head_dim), kv_heads = qkv.shape, layer.shape[3]
     assert (
         head_dim % 2 == 0

@@ -9,46 +9,29 @@ from dataclasses import dataclass
 
 import torch
 
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import with_kernel
 
 
+@with_kernel("row_copies_triton.gather_rows_triton")
 def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """`table[rows]`, contiguous. table: `[N, ...]`, contiguous rows, any stride between them; rows:
     `[R]` int64, contiguous, in range, which is not checked on a device."""
-    if not has_kernels(table.device):
-        return table.index_select(0, rows)
-    from tllm_spec.kernels.row_copies_triton import gather_rows_triton
-
-    return gather_rows_triton(table, rows)
+    return table.index_select(0, rows)
 
 
+@with_kernel("row_copies_triton.gather_slice_rows_triton")
 def gather_slice_rows(table: torch.Tensor, rows: torch.Tensor, first: int) -> torch.Tensor:
     """As `gather_rows`, where `table` is the slice of a larger table from its row `first` on; zeros
     for rows outside the slice. table: `[N, W]`, contiguous, N >= 1."""
-    if not has_kernels(table.device):
-        return gather_slice_rows_reference(table, rows, first)
-    from tllm_spec.kernels.row_copies_triton import gather_slice_rows_triton
-
-    return gather_slice_rows_triton(table, rows, first)
-
-
-def gather_slice_rows_reference(
-    table: torch.Tensor, rows: torch.Tensor, first: int
-) -> torch.Tensor:
-    """See `gather_slice_rows`. A fill and no product with 0: a row may have NaNs."""
     inside = (rows - first).clamp_(0, len(table) - 1)
     is_outside = (inside != rows - first).unsqueeze(1)
     return table.index_select(0, inside).masked_fill_(is_outside, 0)
 
 
+@with_kernel("row_copies_triton.copy_rows_triton")
 def copy_rows(source: torch.Tensor, destination: torch.Tensor) -> None:
     """Both `[R, W]` of one dtype, contiguous rows, any stride between them."""
-    if not has_kernels(source.device):
-        destination.copy_(source)
-        return
-    from tllm_spec.kernels.row_copies_triton import copy_rows_triton
-
-    copy_rows_triton(source, destination)
+    destination.copy_(source)
 
 
 @dataclass(frozen=True)
@@ -65,6 +48,7 @@ class Rings:
         return (positions % self.length).add_(slots, alpha=self.length)
 
 
+@with_kernel("row_copies_triton.store_in_rings_triton", argument=1)
 def store_in_rings(
     rings: Rings,
     slots: torch.Tensor,
@@ -81,23 +65,6 @@ def store_in_rings(
             have no states.
     """
     assert (states is None) == (rings.states is None)
-    if not has_kernels(rings.tokens.device):
-        store_in_rings_reference(rings, slots, positions, tokens, states)
-        return
-    from tllm_spec.kernels.row_copies_triton import store_in_rings_triton
-
-    ring = (rings.length, rings.tokens, rings.states)
-    store_in_rings_triton(ring, slots, positions, tokens, states)
-
-
-def store_in_rings_reference(
-    rings: Rings,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    tokens: torch.Tensor,
-    states: torch.Tensor | None,
-) -> None:
-    """Arguments of `store_in_rings`."""
     indices = rings.indices(slots, positions)
     rings.tokens.index_copy_(0, indices, tokens)
     if rings.states is not None and states is not None:

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
+from tllm_spec.kernels.row_copies import Rings
 
 _BYTES = 2048  # of a row per program: 16 per thread
 _WARPS = 4
@@ -70,19 +71,20 @@ def _copy(
 
 
 def store_in_rings_triton(
-    ring: tuple[int, torch.Tensor, torch.Tensor | None],
+    rings: Rings,
     slots: torch.Tensor,
     positions: torch.Tensor,
     tokens: torch.Tensor,
     states: torch.Tensor | None,
 ) -> None:
-    """See `store_in_rings`. ring: its length, tokens and states."""
-    length, ring_tokens, ring_states = ring
-    assert slots.is_contiguous() and positions.is_contiguous() and ring_tokens.is_contiguous()
+    """See `store_in_rings`."""
+    assert (states is None) == (rings.states is None)
+    assert slots.is_contiguous() and positions.is_contiguous()
+    assert rings.tokens.is_contiguous()
     size = 0 if states is None else states.shape[1]
-    if states is not None and ring_states is not None:
-        assert states[:1].is_contiguous() and ring_states.is_contiguous()
-        assert ring_states.shape[1] == size and ring_states.dtype == states.dtype
+    if states is not None and rings.states is not None:
+        assert states[:1].is_contiguous() and rings.states.is_contiguous()
+        assert rings.states.shape[1] == size and rings.states.dtype == states.dtype
     if not len(slots):
         return
     block = _block(size, 1 if states is None else states.element_size())
@@ -93,9 +95,9 @@ def store_in_rings_triton(
         tokens.stride(0),
         states,
         0 if states is None else states.stride(0),
-        ring_tokens,
-        ring_states,
-        LENGTH=length,
+        rings.tokens,
+        rings.states,
+        LENGTH=rings.length,
         SIZE=size,
         BLOCK=block,
         **programmatic_launch(slots.device),

@@ -15,10 +15,10 @@ from tllm_spec.kernels.batch_invariant_linear import OUTPUTS_ADDED, Tiling
 from tllm_spec.kernels.dequantise import BLOCK as BLOCK
 from tllm_spec.kernels.dequantise import check_scaled as check_scaled
 from tllm_spec.kernels.dequantise import dequantised as dequantised
+from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.scaled_linear_slices import multiply_slices, slice_outputs
 from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes, stages_that_fit
-from tllm_spec.kernels.triton_support import has_kernels
 
 # Outputs of a tile of few rows, from which the chunks follow.
 OUTPUTS = 64
@@ -50,6 +50,7 @@ def tiling_of(num_rows: int, dtype: torch.dtype, shared_bytes: int = HOPPER_BYTE
     return Tiling(rows, outputs, 8, stages_that_fit(4, stage_bytes, shared_bytes))
 
 
+@with_kernel("scaled_linear.tiled_scaled_linear")
 def scaled_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -74,8 +75,23 @@ def scaled_linear(
     Returns:
         `[T, N]` as x: `add_to`, or a new tensor.
     """
-    if not has_kernels(x.device):
-        return plain_scaled_linear(x, weight, scales, bias, add_to=add_to)
+    output = x.float().mm(dequantised(weight, scales, torch.float32).t())
+    for added in (bias, add_to):
+        if added is not None:
+            output += added
+    return output.to(x.dtype) if add_to is None else add_to.copy_(output)
+
+
+def tiled_scaled_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    add_to: torch.Tensor | None = None,
+    invariant: bool = True,
+) -> torch.Tensor:
+    """The kernels of `scaled_linear`."""
     output = x.new_empty(x.shape[0], weight.shape[0]) if add_to is None else add_to
     if x.shape[0] > MAX_KERNEL_ROWS and x.dtype != torch.float32 and not invariant:
         adds = add_to is not None
@@ -147,19 +163,3 @@ def launch_scaled_linear(
             parts, bias, output, output.stride(0), num_rows,
             OUT=out_features, CHUNKS=num_chunks, ADDS=adds, BLOCK=OUTPUTS_ADDED, **pdl,
         )  # fmt: skip
-
-
-def plain_scaled_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    add_to: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Reference of `scaled_linear` with another order of sums."""
-    output = x.float().mm(dequantised(weight, scales, torch.float32).t())
-    for added in (bias, add_to):
-        if added is not None:
-            output += added
-    return output.to(x.dtype) if add_to is None else add_to.copy_(output)

@@ -5,9 +5,10 @@ A separate copy would cost the host a call per round, and the device a gap betwe
 
 import torch
 
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import with_kernel
 
 
+@with_kernel("send_results_triton.send_results_triton", argument=1)
 def send_results(
     ring: torch.Tensor, number: torch.Tensor, new_lens: torch.Tensor, new_tokens: torch.Tensor
 ) -> None:
@@ -20,19 +21,6 @@ def send_results(
         new_lens: `[N]` int64.
         new_tokens: `[N, W]` int64.
     """
-    assert ring.shape[1] > new_lens.numel() + new_tokens.numel() and ring.stride(1) == 1
-    if not has_kernels(number.device):
-        send_results_reference(ring, number, new_lens, new_tokens)
-    else:
-        from tllm_spec.kernels.send_results_triton import send_results_triton
-
-        send_results_triton(ring, number, new_lens.contiguous(), new_tokens.contiguous())
-
-
-def send_results_reference(
-    ring: torch.Tensor, number: torch.Tensor, new_lens: torch.Tensor, new_tokens: torch.Tensor
-) -> None:
-    """Arguments of `send_results`; all on one device."""
     table = torch.cat((new_lens.unsqueeze(1), new_tokens), dim=1)
     entry = torch.cat((number, table.flatten()))
     ring[number % len(ring), : len(entry)] = entry

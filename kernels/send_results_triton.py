@@ -15,14 +15,15 @@ BLOCK = 256
 def send_results_triton(
     ring: torch.Tensor, number: torch.Tensor, new_lens: torch.Tensor, new_tokens: torch.Tensor
 ) -> None:
-    """See `send_results`. The last two are contiguous."""
+    """See `send_results`."""
+    assert ring.shape[1] > new_lens.numel() + new_tokens.numel() and ring.stride(1) == 1
     width = new_tokens.shape[1]
     _send[(1,)](
         ring,
         ring.stride(0),
         number,
-        new_lens,
-        new_tokens,
+        new_lens.contiguous(),
+        new_tokens.contiguous(),
         new_lens.numel() * (1 + width),
         width,
         len(ring),

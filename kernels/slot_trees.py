@@ -5,12 +5,13 @@ import torch
 
 from tllm_spec.kernels.accept_tree import Accepted, accept_tree, accept_tree_by_rates
 from tllm_spec.kernels.beam_pool import DraftTree
+from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.gumbel import COIN_DOMAIN, uniform
 from tllm_spec.kernels.slot_tables import SlotTables, TreeRates, TreeTables
 from tllm_spec.kernels.slot_windows import advance
-from tllm_spec.kernels.triton_support import has_kernels
 
 
+@with_kernel("slot_trees_triton.accept_trees_triton", argument=1)
 def accept_trees(
     tables: SlotTables,
     parents: torch.Tensor,
@@ -32,45 +33,6 @@ def accept_trees(
     Returns accepted rows `[B, D+1]`, emitted tokens `[B, D+1]` and their numbers `[B]`, see
     `accept_tree`. Row r of request b is row `b * W + r` of the round. Duplicate slots (padding)
     keep one of their results."""
-    if not has_kernels(slots.device):
-        return accept_trees_reference(tables, parents, slots, kv_lens, targets, depth, synthetic)
-    from tllm_spec.kernels.slot_trees_triton import accept_trees_triton
-
-    return accept_trees_triton(tables, parents, slots, kv_lens, targets, depth, synthetic)
-
-
-def write_trees(
-    tables: SlotTables,
-    trees: TreeTables,
-    slots: torch.Tensor,
-    tree: DraftTree,
-    draft_limits: torch.Tensor,
-    num_drafts: torch.Tensor | None = None,
-) -> None:
-    """Writes trees whose nodes are ordered by depth into the windows of slots `[B]`. Rows after the
-    tree's stay as they are.
-
-    The tree's rows may be one layout, expanded. draft_limits `[S]` int64: the depth of the deepest
-    draft that a slot may verify; deeper ones do not count as proposed. num_drafts `[B]` int64,
-    contiguous: how many do; instead of the limits."""
-    if not has_kernels(slots.device):
-        write_trees_reference(tables, trees, slots, tree, draft_limits, num_drafts)
-    else:
-        from tllm_spec.kernels.slot_trees_triton import write_trees_triton
-
-        write_trees_triton(tables, trees, slots, tree, draft_limits, num_drafts)
-
-
-def accept_trees_reference(
-    tables: SlotTables,
-    parents: torch.Tensor,
-    slots: torch.Tensor,
-    kv_lens: torch.Tensor,
-    targets: torch.Tensor,
-    depth: int,
-    synthetic: TreeRates | None = None,
-) -> Accepted:
-    """Arguments and result of `accept_trees`."""
     width = targets.shape[1]
     tokens = tables.window.index_select(0, slots)[:, :width]
     tree = (
@@ -87,7 +49,8 @@ def accept_trees_reference(
     return accepted
 
 
-def write_trees_reference(
+@with_kernel("slot_trees_triton.write_trees_triton", argument=2)
+def write_trees(
     tables: SlotTables,
     trees: TreeTables,
     slots: torch.Tensor,
@@ -95,7 +58,12 @@ def write_trees_reference(
     draft_limits: torch.Tensor,
     num_drafts: torch.Tensor | None = None,
 ) -> None:
-    """Arguments of `write_trees`."""
+    """Writes trees whose nodes are ordered by depth into the windows of slots `[B]`. Rows after the
+    tree's stay as they are.
+
+    The tree's rows may be one layout, expanded. draft_limits `[S]` int64: the depth of the deepest
+    draft that a slot may verify; deeper ones do not count as proposed. num_drafts `[B]` int64,
+    contiguous: how many do; instead of the limits."""
     width = tree.parents.shape[1]
     tables.window[slots, 1:width] = tree.tokens
     trees.parents[slots, :width] = tree.parents

@@ -20,7 +20,7 @@ def accept_trees_triton(
     kv_lens: torch.Tensor,
     targets: torch.Tensor,
     depth: int,
-    synthetic: TreeRates | None,
+    synthetic: TreeRates | None = None,
 ) -> Accepted:
     """See `accept_trees`."""
     assert targets.is_contiguous() and slots.is_contiguous() and kv_lens.is_contiguous()
@@ -67,7 +67,7 @@ def write_trees_triton(
     slots: torch.Tensor,
     tree: DraftTree,
     draft_limits: torch.Tensor,
-    num_drafts: torch.Tensor | None,
+    num_drafts: torch.Tensor | None = None,
 ) -> None:
     """See `write_trees`."""
     stored = (trees.parents, trees.depths, trees.bits)

@@ -5,11 +5,12 @@ references."""
 import torch
 
 from tllm_spec.kernels.accept_chain import accept_by_rates, accept_chain
+from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.gumbel import COIN_DOMAIN, uniform
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
-from tllm_spec.kernels.triton_support import has_kernels
 
 
+@with_kernel("slot_windows_triton.accept_windows_triton", argument=1)
 def accept_windows(
     tables: SlotTables,
     slots: torch.Tensor,
@@ -22,34 +23,6 @@ def accept_windows(
 
     Returns emitted tokens `[B, W]` and their numbers `[B]`. Duplicate slots (padding) keep one of
     their results."""
-    if not has_kernels(slots.device):
-        return accept_windows_reference(tables, slots, kv_lens, targets, synthetic)
-    from tllm_spec.kernels.slot_windows_triton import accept_windows_triton
-
-    return accept_windows_triton(tables, slots, kv_lens, targets, synthetic)
-
-
-def write_drafts(
-    tables: SlotTables, slots: torch.Tensor, drafts: torch.Tensor, draft_limits: torch.Tensor
-) -> None:
-    """Writes drafts `[B, K]` into the windows of slots `[B]`; draft_limits `[S]` int64: most drafts
-    that a slot may verify."""
-    if not has_kernels(slots.device):
-        write_drafts_reference(tables, slots, drafts, draft_limits)
-    else:
-        from tllm_spec.kernels.slot_windows_triton import write_drafts_triton
-
-        write_drafts_triton(tables, slots, drafts, draft_limits)
-
-
-def accept_windows_reference(
-    tables: SlotTables,
-    slots: torch.Tensor,
-    kv_lens: torch.Tensor,
-    targets: torch.Tensor,
-    synthetic: SyntheticRates | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments and result of `accept_windows`."""
     length = targets.shape[1] - 1
     tokens = targets
     drafts = tables.window.index_select(0, slots)[:, 1 : 1 + length]
@@ -62,6 +35,17 @@ def accept_windows_reference(
         tokens, lens = accept_by_rates(targets, drafts, num_drafts, synthetic.rates, coins)
     advance(tables, slots, kv_lens, tokens, lens)
     return tokens, lens
+
+
+@with_kernel("slot_windows_triton.write_drafts_triton", argument=1)
+def write_drafts(
+    tables: SlotTables, slots: torch.Tensor, drafts: torch.Tensor, draft_limits: torch.Tensor
+) -> None:
+    """Writes drafts `[B, K]` into the windows of slots `[B]`; draft_limits `[S]` int64: most drafts
+    that a slot may verify."""
+    length = drafts.shape[1]
+    tables.window[slots, 1 : 1 + length] = drafts
+    tables.num_drafts[slots] = draft_limits.index_select(0, slots).clamp_max(length)
 
 
 def advance(
@@ -84,12 +68,3 @@ def advance(
     tables.window[slots, 0] = tail[:, 1].clamp_min(0)
     tables.num_drafts.index_fill_(0, slots, 0)
     tables.kv_lens[slots] = kv_lens + new_lens
-
-
-def write_drafts_reference(
-    tables: SlotTables, slots: torch.Tensor, drafts: torch.Tensor, draft_limits: torch.Tensor
-) -> None:
-    """Arguments of `write_drafts`."""
-    length = drafts.shape[1]
-    tables.window[slots, 1 : 1 + length] = drafts
-    tables.num_drafts[slots] = draft_limits.index_select(0, slots).clamp_max(length)

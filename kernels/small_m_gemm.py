@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.kernels import nvrtc
-from tllm_spec.kernels.rms_norm import plain_rms_norm, rms_norm
-from tllm_spec.kernels.scaled_linear import check_scaled, plain_scaled_linear
-from tllm_spec.kernels.silu_and_mul import plain_silu_and_mul
+from tllm_spec.kernels.rms_norm import rms_norm
+from tllm_spec.kernels.scaled_linear import check_scaled, scaled_linear
+from tllm_spec.kernels.silu_and_mul import silu_and_mul
 from tllm_spec.kernels.small_m_plan import MAX_ROWS, plan, splits_that_fit
 
 FP8 = torch.float8_e4m3fn
@@ -143,11 +143,11 @@ def plain_small_m_gemm(
 ) -> torch.Tensor:
     """Reference of `small_m_gemm`."""
     if norm is not None:
-        x = plain_rms_norm(x, norm.weight, norm.eps)
+        x = rms_norm.reference(x, norm.weight, norm.eps)
     if scales is None:
         output = torch.nn.functional.linear(x, weight, bias)
     else:
-        output = plain_scaled_linear(x, weight, scales, bias)
+        output = scaled_linear.reference(x, weight, scales, bias)
     if gated:
-        output = plain_silu_and_mul(output)
+        output = silu_and_mul.reference(output)
     return output if add_to is None else add_to.add_(output)

@@ -3,27 +3,16 @@ plain-torch reference."""
 
 import torch
 
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import with_kernel
 
 
+@with_kernel("token_mask_triton.mask_tokens_triton")
 def mask_tokens(
     logits: torch.Tensor, mask_of_row: torch.Tensor, bitmasks: torch.Tensor, first: int = 0
 ) -> None:
     """In place. logits `[R, n]`, contiguous rows, of the tokens from `first` on; mask_of_row `[R]`
     int32: the number of each row's bitmask, -1 for none; bitmasks `[M, ceil(V / 32)]` int32: bit
     i % 32 of word i // 32 is set if token i is allowed."""
-    if not has_kernels(logits.device):
-        mask_tokens_reference(logits, mask_of_row, bitmasks, first)
-        return
-    from tllm_spec.kernels.token_mask_triton import mask_tokens_triton
-
-    mask_tokens_triton(logits, mask_of_row, bitmasks, first)
-
-
-def mask_tokens_reference(
-    logits: torch.Tensor, mask_of_row: torch.Tensor, bitmasks: torch.Tensor, first: int = 0
-) -> None:
-    """Arguments of `mask_tokens`."""
     (rows,) = torch.nonzero(mask_of_row >= 0, as_tuple=True)
     words = bitmasks.index_select(0, mask_of_row.index_select(0, rows))
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)

@@ -12,7 +12,7 @@ _BLOCK = 4096
 
 
 def mask_tokens_triton(
-    logits: torch.Tensor, mask_of_row: torch.Tensor, bitmasks: torch.Tensor, first: int
+    logits: torch.Tensor, mask_of_row: torch.Tensor, bitmasks: torch.Tensor, first: int = 0
 ) -> None:
     """See `mask_tokens`."""
     assert logits.stride(1) == 1 and mask_of_row.is_contiguous() and bitmasks.is_contiguous()

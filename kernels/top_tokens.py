@@ -12,13 +12,14 @@ chosen, which the target will choose as well, below a more common one
 
 import torch
 
+from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.gumbel import gumbel_noise
-from tllm_spec.kernels.triton_support import has_kernels
 
 MAX_TOPK = 16
 _LAST_COLUMN = 2**31 - 1
 
 
+@with_kernel("top_tokens_triton.top_tokens_triton")
 def top_tokens(
     logits: torch.Tensor,
     topk: int,
@@ -41,24 +42,6 @@ def top_tokens(
         cut: `[R]` float32: values of logits / temperature below it count as -inf in rows with a
             temperature.
     """
-    assert 1 <= topk <= min(MAX_TOPK, logits.shape[1])
-    if not has_kernels(logits.device):
-        return top_tokens_reference(logits, topk, token_map, temperature, seeds, positions, cut)
-    from tllm_spec.kernels.top_tokens_triton import top_tokens_triton
-
-    return top_tokens_triton(logits, topk, token_map, temperature, seeds, positions, cut)
-
-
-def top_tokens_reference(
-    logits: torch.Tensor,
-    topk: int,
-    token_map: torch.Tensor | None = None,
-    temperature: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    cut: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments and result of `top_tokens`."""
     values = logits.to(torch.float32)
     if temperature is not None:
         assert seeds is not None and positions is not None

@@ -15,6 +15,7 @@ import triton.language as tl
 from tllm_spec.kernels.choose_token_triton import noise_at, part_noise
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
+from tllm_spec.kernels.top_tokens import MAX_TOPK
 
 _BLOCK = 512  # tokens of a part
 _NO_KEY = tl.constexpr(-(2**63))
@@ -25,13 +26,14 @@ _INDEX_STEP = tl.constexpr(2**32)
 def top_tokens_triton(
     logits: torch.Tensor,
     topk: int,
-    token_map: torch.Tensor | None,
-    temperature: torch.Tensor | None,
-    seeds: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    cut: torch.Tensor | None,
+    token_map: torch.Tensor | None = None,
+    temperature: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    cut: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `top_tokens`. logits and the three columns may have a stride between rows."""
+    assert 1 <= topk <= min(MAX_TOPK, logits.shape[1])
     assert logits.stride(1) == 1 and (cut is None or cut.is_contiguous())
     (num_rows, vocab_size), device = logits.shape, logits.device
     num_parts = triton.cdiv(vocab_size, _BLOCK)

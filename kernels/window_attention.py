@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
+from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.key_chunks import KeyChunks
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
-from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotary_write
+from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
 from tllm_spec.kernels.tree_mask import TreeMask
-from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.kernels.window_attention_cuda import (
     BLOCK_KEYS,
     Layout,
@@ -66,6 +66,7 @@ class WindowTables:
     their own."""
 
 
+@with_kernel("window_attention.launch_window_attention")
 def window_attention(
     qkv: torch.Tensor,
     cos_sin: torch.Tensor,
@@ -96,12 +97,23 @@ def window_attention(
     Returns:
         `[B, W, Hq * D]`.
     """
-    if not has_kernels(qkv.device):
-        rotary = Rotary(cos_sin, torch.arange(len(cos_sin), device=cos_sin.device))
-        plain_rotary_write(qkv.flatten(0, 1), rotary, tables.kv_slots, layer, norm)
-        q = qkv[:, :, : qkv.shape[2] - 2 * layer.shape[3]]
-        lengths = tables.block_tables, tables.kv_lens
-        return plain_window_attention(q, layer, *lengths, scale, tables.tree, tables.chunks)
+    rotary = Rotary(cos_sin, torch.arange(len(cos_sin), device=cos_sin.device))
+    rotary_write.reference(qkv.flatten(0, 1), rotary, tables.kv_slots, layer, norm)
+    q = qkv[:, :, : qkv.shape[2] - 2 * layer.shape[3]]
+    lengths = tables.block_tables, tables.kv_lens
+    return plain_window_attention(q, layer, *lengths, scale, tables.tree, tables.chunks)
+
+
+def launch_window_attention(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    layer: torch.Tensor,
+    tables: WindowTables,
+    scale: float,
+    workspace: WindowWorkspace,
+    norm: HeadWeights | None = None,
+) -> torch.Tensor:
+    """The kernels of `window_attention`."""
     assert qkv.is_contiguous() and layer.is_contiguous() and qkv.dtype == layer.dtype
     assert cos_sin.is_contiguous() and tables.kv_slots.is_contiguous()
     assert tables.block_tables.stride(1) == 1 and tables.kv_lens.stride(0) == 1

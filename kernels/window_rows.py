@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import with_kernel
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class WindowRows:
     block_tables: torch.Tensor
 
 
+@with_kernel("window_rows_triton.window_rows_triton")
 def window_rows(
     table: torch.Tensor,
     slots: torch.Tensor,
@@ -36,26 +37,6 @@ def window_rows(
 
     With `depths` `[B, W]` int64, contiguous, the rows are of a tree that starts at `first`: their
     positions are first + depths, and their KV comes after the tree's first `offset` keys."""
-    assert depths is None or depths.is_contiguous()
-    sizes = width, num_pages, page_size
-    if not has_kernels(table.device):
-        return window_rows_reference(table, slots, first, *sizes, depths, offset)
-    from tllm_spec.kernels.window_rows_triton import window_rows_triton
-
-    return WindowRows(*window_rows_triton(table, slots, first, *sizes, depths, offset))
-
-
-def window_rows_reference(
-    table: torch.Tensor,
-    slots: torch.Tensor,
-    first: torch.Tensor,
-    width: int,
-    num_pages: int,
-    page_size: int,
-    depths: torch.Tensor | None = None,
-    offset: int = 0,
-) -> WindowRows:
-    """Arguments and result of `window_rows`."""
     keys = first.unsqueeze(1) + torch.arange(offset, offset + width, device=first.device)
     positions = keys if depths is None else first.unsqueeze(1) + depths
     block_tables = table[:, :num_pages].index_select(0, slots)

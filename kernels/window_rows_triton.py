@@ -8,6 +8,7 @@ import triton.language as tl
 
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
+from tllm_spec.kernels.window_rows import WindowRows
 
 _BLOCK = 1024
 
@@ -19,10 +20,11 @@ def window_rows_triton(
     width: int,
     num_pages: int,
     page_size: int,
-    depths: torch.Tensor | None,
-    offset: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    depths: torch.Tensor | None = None,
+    offset: int = 0,
+) -> WindowRows:
     """See `window_rows`."""
+    assert depths is None or depths.is_contiguous()
     batch, device = len(slots), table.device
     positions = torch.empty(batch * width, dtype=torch.int64, device=device)
     kv_slots = torch.empty_like(positions)
@@ -49,7 +51,7 @@ def window_rows_triton(
         block,
         **programmatic_launch(device),
     )
-    return positions, kv_slots, kv_lens, block_tables
+    return WindowRows(positions, kv_slots, kv_lens, block_tables)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]  # triton has no types

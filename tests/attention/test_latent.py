@@ -22,7 +22,7 @@ from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.kernels.latent_attention import MAX_PARTIAL_ROWS
 from tllm_spec.kernels.latent_prefill import MAX_EXPANDED_TOKENS
 from tllm_spec.kernels.latent_write import LatentNorm
-from tllm_spec.kernels.rms_norm import plain_rms_norm
+from tllm_spec.kernels.rms_norm import rms_norm
 from tllm_spec.kernels.rotary_write import Rotary, plain_rotate
 from tllm_spec.kernels.tree_mask import TreeMask
 
@@ -68,7 +68,7 @@ class Problem:
         latent, key = self.latents[request].split((RANK, ROPE), 1)
         key = key[:, None].clone()
         plain_rotate(key, Rotary(self.cos_sin, torch.arange(len(key), device=key.device)))
-        normed = plain_rms_norm(latent, self.norm.weight, self.norm.eps)
+        normed = rms_norm.reference(latent, self.norm.weight, self.norm.eps)
         return torch.cat((normed, key[:, 0]), 1)
 
     def metadata(self) -> AttentionMetadata:

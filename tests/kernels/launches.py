@@ -4,6 +4,8 @@ device: tensors are on torch's device `meta`, and launches are recorded instead 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from tests.kernels.hopper import compiled_for
+from tllm_spec.kernels import dispatch
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.shared_memory import shared_memory_bytes
 
@@ -115,6 +118,8 @@ def launches_of(
     """What the wrappers in `call` launch on a GPU of the capability, one for each `key`."""
     from triton.runtime.jit import JITFunction
 
+    for path in Path(dispatch.__file__).parent.glob("*_triton.py"):
+        import_module(f"tllm_spec.kernels.{path.stem}")  # what is imported later stays replaced
     use_gpu(capability, monkeypatch)
     device = torch.device("cuda", 0)
     shared_bytes = shared_memory_bytes.__wrapped__(device)

@@ -19,9 +19,7 @@ from tllm_spec.distributed.vocab_shard import VocabShard
 from tllm_spec.kernels.choose_token import (
     choose_best,
     choose_draft,
-    choose_draft_reference,
     choose_token,
-    choose_token_reference,
     offer_token,
 )
 from tllm_spec.kernels.gumbel import DRAFT_DOMAIN, TARGET_DOMAIN, gumbel_noise
@@ -132,13 +130,13 @@ def test_the_kernel_chooses_the_references_tokens_at_any_temperature(
     for domain in (TARGET_DOMAIN, DRAFT_DOMAIN):
         chosen = run("choose_token_triton", *arguments, domain)
         assert chosen.dtype == torch.int64
-        assert chosen.tolist() == choose_token_reference(*arguments, domain).tolist()
+        assert chosen.tolist() == choose_token.reference(*arguments, domain).tolist()
 
 
 def test_sums_that_differ_in_the_last_bit_are_distinguished(run: Run) -> None:
     num_rows = 8192 if run is run_on_device else 96  # the interpreter takes 15 ms per row
     arguments = near_ties(num_rows)
-    expected = choose_token_reference(*arguments)
+    expected = choose_token.reference(*arguments)
     assert 0.2 < expected.double().mean() < 0.8  # both tokens win often
     assert torch.equal(run("choose_token_triton", *arguments), expected)
 
@@ -158,7 +156,7 @@ def test_rows_with_nan_and_infinities_follow_the_documented_rules(
     logits[6] = NAN
     logits[7, :2050] = -INF
     arguments = (logits, torch.full((8,), temperature), *keys())
-    assert choose_token_reference(*arguments).tolist() == [-1, -1, -1, 1500, 40, 2047, -1, 2050]
+    assert choose_token.reference(*arguments).tolist() == [-1, -1, -1, 1500, 40, 2047, -1, 2050]
     assert run("choose_token_triton", *arguments).tolist() == [-1, -1, -1, 1500, 40, 2047, -1, 2050]
 
 
@@ -180,7 +178,7 @@ def test_ties_go_to_the_lowest_token_id(run: Run) -> None:
     logits[7, logits[7] > 0] = -1.0
     arguments = (logits, torch.zeros(8), *keys())
     expected = [min(tied) for tied in ties]
-    assert choose_token_reference(*arguments).tolist() == expected
+    assert choose_token.reference(*arguments).tolist() == expected
     assert run("choose_token_triton", *arguments).tolist() == expected
 
 
@@ -188,7 +186,7 @@ def test_sampled_sums_that_tie_go_to_the_lowest_token_id(run: Run) -> None:
     logits = torch.full((8, 2050), 1e30)  # the noise is lost in the rounding
     logits[:, :3] = -1.0
     arguments = (logits, torch.ones(8), *keys())
-    assert choose_token_reference(*arguments).tolist() == [3] * 8
+    assert choose_token.reference(*arguments).tolist() == [3] * 8
     assert run("choose_token_triton", *arguments).tolist() == [3] * 8
 
 
@@ -198,7 +196,7 @@ def test_arguments_may_be_columns_and_slices_of_tables(run: Run) -> None:
     floats = torch.tensor([[0.5, 0.9]]).repeat(8, 1)
     views = (table[::2, 1:1101], floats[:, 0], integers[:, 0], integers[:, 1])
     assert not any(view.is_contiguous() for view in views)
-    expected = choose_token_reference(*(view.contiguous() for view in views))
+    expected = choose_token.reference(*(view.contiguous() for view in views))
     assert torch.equal(run("choose_token_triton", *views), expected)
     noise = run("gumbel_noise_triton", *views[2:], 6)
     assert torch.equal(noise, gumbel_noise(*views[2:], 6))
@@ -214,14 +212,14 @@ def test_a_tensor_on_the_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) ->
     # Makes the import of the module fail.
     monkeypatch.setitem(sys.modules, "tllm_spec.kernels.choose_token_triton", None)
     arguments = (torch.zeros(8, 50), torch.tensor([0.0, 0.9]).repeat(4), *keys(), DRAFT_DOMAIN)
-    assert torch.equal(choose_token(*arguments), choose_token_reference(*arguments))
+    assert torch.equal(choose_token(*arguments), choose_token.reference(*arguments))
 
 
 def test_the_references_tokens_are_distributed_as_the_softmax() -> None:
     """Chi-square with 5 degrees of freedom is below 20.5 with probability 0.999."""
     num_rows, logits = 50_000, torch.tensor([0.0, 1.0, -1.0, 2.5, 0.3, 0.9])
     for temperature in (0.6, 1.7):
-        tokens = choose_token_reference(
+        tokens = choose_token.reference(
             logits.expand(num_rows, -1),
             torch.full((num_rows,), temperature),
             torch.full((num_rows,), 11),
@@ -234,7 +232,7 @@ def test_the_references_tokens_are_distributed_as_the_softmax() -> None:
 def test_greedy_and_sampled_rows_can_share_a_batch() -> None:
     logits = random_logits(8, 100)
     temperature = torch.tensor([0.0, 2.0]).repeat(4)
-    tokens = choose_token_reference(logits, temperature, *keys())
+    tokens = choose_token.reference(logits, temperature, *keys())
     assert torch.equal(tokens[::2], logits.argmax(-1)[::2])
     assert not torch.equal(tokens[1::2], logits.argmax(-1)[1::2])
     noise = gumbel_noise(*keys(), 100)
@@ -247,8 +245,8 @@ def test_sixteen_bit_logits_give_the_tokens_of_their_float32_copies(
 ) -> None:
     logits = random_logits(8, 2051).to(dtype)
     temperature = torch.tensor([0.7, 0.0, 1e-3, 1.0, 0.3, 2.0, 100.0, 0.0])
-    expected = choose_token_reference(logits.float(), temperature, *keys())
-    assert torch.equal(choose_token_reference(logits, temperature, *keys()), expected)
+    expected = choose_token.reference(logits.float(), temperature, *keys())
+    assert torch.equal(choose_token.reference(logits, temperature, *keys()), expected)
     assert torch.equal(run("choose_token_triton", logits, temperature, *keys()), expected)
 
 
@@ -257,10 +255,10 @@ def test_choose_best_equals_temperature_zero(run: Run, num_rows: int) -> None:
     logits = random_logits(num_rows, 4096 + 905).bfloat16()  # many ties
     logits[0, 4500], logits[1], logits[2, 4999] = NAN, -INF, INF
     nothing = torch.zeros(num_rows, dtype=torch.int64)
-    expected = choose_token_reference(logits.float(), nothing.float(), nothing, nothing)
+    expected = choose_token.reference(logits.float(), nothing.float(), nothing, nothing)
     assert expected[:3].tolist() == [-1, -1, 4999]
     assert torch.equal(choose_best(logits), expected)
-    assert torch.equal(run("choose_token_triton", logits), expected)
+    assert torch.equal(run("choose_best_triton", logits), expected)
 
 
 def test_tokens_below_the_cut_are_not_chosen(run: Run) -> None:
@@ -271,13 +269,13 @@ def test_tokens_below_the_cut_are_not_chosen(run: Run) -> None:
     scaled = logits / temperature.unsqueeze(1)
     cut = scaled.sort(descending=True).values[:, 3].contiguous()  # four tokens stay
     cut[0], cut[2] = -INF, scaled[2].max()
-    expected = choose_token_reference(
+    expected = choose_token.reference(
         scaled.masked_fill(scaled < cut.unsqueeze(1), -INF), torch.ones(8), *keys()
     )
     expected[1] = logits[1].argmax()  # greedy rows have no cut
-    assert (choose_token_reference(logits, temperature, *keys())[4:] != expected[4:]).any()
+    assert (choose_token.reference(logits, temperature, *keys())[4:] != expected[4:]).any()
     assert torch.equal(
-        choose_token_reference(logits, temperature, *keys(), TARGET_DOMAIN, cut), expected
+        choose_token.reference(logits, temperature, *keys(), TARGET_DOMAIN, cut), expected
     )
     assert torch.equal(
         run("choose_token_triton", logits, temperature, *keys(), TARGET_DOMAIN, cut), expected
@@ -298,17 +296,8 @@ def test_drafts_of_a_reduced_vocabulary_use_the_targets_noise(run: Run, width: i
         logits.float() / temperature.unsqueeze(1) + noise,
     )
     expected = token_map[sums.argmax(1)]
-    assert torch.equal(choose_draft_reference(logits, token_map, temperature, *keys()), expected)
-    drawn = run(
-        "choose_token_triton",
-        logits,
-        temperature,
-        *keys(),
-        TARGET_DOMAIN,
-        None,
-        token_map,
-        drafting=True,
-    )
+    assert torch.equal(choose_draft.reference(logits, token_map, temperature, *keys()), expected)
+    drawn = run("choose_draft_triton", logits, token_map, temperature, *keys())
     assert torch.equal(drawn, expected)
 
 
@@ -319,7 +308,7 @@ def test_a_draft_is_always_a_valid_token(run: Run) -> None:
     best = int(logits[2].argmax())
     for own, expected in ((None, [0, 0, best]), (token_map, [9, 9, best * 2 + 9])):
         assert choose_draft(logits, own).tolist() == expected
-        found = run("choose_token_triton", logits, token_map=own, drafting=True)
+        found = run("choose_draft_triton", logits, own)
         assert found.tolist() == expected
 
 
@@ -336,7 +325,7 @@ def test_the_best_of_all_ranks_offers_is_the_choice_among_all_columns(
     logits[5, [1023, 1024]] = INF
     temperature = torch.tensor([0.7, 0.0, 1.0, 3.0, 0.3, 2.0, 100.0, 0.0])
     keyed = (temperature, *keys()) if drawn else ()
-    expected = choose_token_reference(logits, *keyed) if drawn else choose_best(logits)
+    expected = choose_token.reference(logits, *keyed) if drawn else choose_best(logits)
     size, offered = 2048 // number, list[torch.Tensor]()
     for rank in range(number):
         own, ids = logits[:, rank * size : (rank + 1) * size], torch.arange(2048)
@@ -361,7 +350,7 @@ def test_a_large_vocabulary_has_the_references_noise_and_tokens_on_the_device() 
     )
     tokens = choose_token(logits, temperature, seeds.cuda(), positions.cuda())
     assert torch.equal(
-        tokens.cpu(), choose_token_reference(logits.cpu(), temperature.cpu(), seeds, positions)
+        tokens.cpu(), choose_token.reference(logits.cpu(), temperature.cpu(), seeds, positions)
     )
 
 
@@ -373,7 +362,7 @@ def test_rows_may_start_beyond_2_to_the_31_elements() -> None:
     logits.copy_(random_logits(3, 3000))
     others = (torch.tensor([0.0, 0.8, 0.8]), *(column[:3] for column in keys()))
     tokens = choose_token(logits, *(column.cuda() for column in others))
-    assert torch.equal(tokens.cpu(), choose_token_reference(random_logits(3, 3000), *others))
+    assert torch.equal(tokens.cpu(), choose_token.reference(random_logits(3, 3000), *others))
 
 
 @pytest.mark.gpu
@@ -397,4 +386,4 @@ def test_a_captured_graph_can_be_replayed_with_other_arguments() -> None:
         for buffer, argument in zip(static, arguments(round_id), strict=True):
             buffer.copy_(argument)
         graph.replay()
-        assert torch.equal(tokens.cpu(), choose_token_reference(*arguments(round_id)))
+        assert torch.equal(tokens.cpu(), choose_token.reference(*arguments(round_id)))

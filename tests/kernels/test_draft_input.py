@@ -16,7 +16,6 @@ from tllm_spec.kernels.draft_input import (
     DraftInput,
     DraftInputNorms,
     draft_input,
-    plain_draft_input,
 )
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.kernels.triton_support import has_kernels
@@ -80,7 +79,7 @@ def check(found: DraftInput, given: Arguments, wanted: torch.Tensor | None = Non
 @on_each_dtype
 def test_the_reference_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
     given = arguments(shape, dtype)
-    check(plain_draft_input(*given), given)
+    check(draft_input.reference(*given), given)
 
 
 @on_each_kernel_device
@@ -95,7 +94,7 @@ def test_the_kernel_equals_the_formula_and_its_reference(
     found = draft_input(*given)
     assert torch.equal(given[2], before) and found.rotary.gathered is not None
     check(found, given)
-    check_like_the_reference(found.both, plain_draft_input(*given).both)
+    check_like_the_reference(found.both, draft_input.reference(*given).both)
 
 
 @on_each_kernel_device
@@ -172,7 +171,7 @@ def test_a_nan_stays_in_its_own_half_of_its_row(device: str) -> None:
 def test_without_norms_both_halves_are_copies(shape: tuple[int, int], device: str) -> None:
     token_ids, table, hidden, _, rotary = arguments(shape, torch.bfloat16, device)
     wanted = token_ids[:0]
-    for make in (draft_input, plain_draft_input):
+    for make in (draft_input, draft_input.reference):
         found = make(token_ids, table, hidden, None, rotary, wanted)
         assert torch.equal(found.both, torch.cat((table[token_ids], hidden), -1))
         assert found.total.shape == (0, shape[1])
@@ -185,7 +184,7 @@ def test_epsilon_is_used(device: str) -> None:
     large = replace(norms, eps=3.0)
     found = draft_input(token_ids, table, hidden, large, rotary).both
     torch.testing.assert_close(
-        found, plain_draft_input(token_ids, table, hidden, large, rotary).both
+        found, draft_input.reference(token_ids, table, hidden, large, rotary).both
     )
     assert (found - draft_input(token_ids, table, hidden, norms, rotary).both).abs().amax() > 0.1
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tllm_spec.kernels.filter_cut import filter_cut, filter_cut_reference, token_weights
+from tllm_spec.kernels.filter_cut import filter_cut, token_weights
 
 INF, NAN = float("inf"), float("nan")
 Columns = tuple[torch.Tensor, ...]  # temperature, top_k, top_p, min_p
@@ -23,7 +23,7 @@ def columns(rows: list[tuple[float, int, float, float]]) -> Columns:
 
 
 def check(logits: torch.Tensor, parameters: Columns, device: str) -> torch.Tensor:
-    expected = filter_cut_reference(logits, *parameters)
+    expected = filter_cut.reference(logits, *parameters)
     found = filter_cut(logits.to(device), *(column.to(device) for column in parameters)).cpu()
     assert torch.equal(found, expected), (found, expected)
     return expected
@@ -66,7 +66,7 @@ def test_the_reference_equals_the_definition_with_many_ties(
 ) -> None:
     values = [spread * logit for logit in logits]
     top_k, top_p, min_p = parameters
-    cut = filter_cut_reference(
+    cut = filter_cut.reference(
         torch.tensor([values]), *columns([(1.0, top_k, top_p, min_p)])
     ).item()
     assert {v for v in values if v >= cut} == kept_by_definition(values, top_k, top_p, min_p)
@@ -88,7 +88,7 @@ def test_weights_are_exponentials_to_a_few_parts_in_ten_million() -> None:
 
 def test_off_and_greedy_rows_have_no_cut() -> None:
     rows = [(1.0, 9, 1.0, 0.0), (0.0, 1, 0.1, 0.9), (1.0, 1000, 1.0, 0.0)]
-    assert filter_cut_reference(torch.randn(3, 9), *columns(rows)).tolist() == [-INF] * 3
+    assert filter_cut.reference(torch.randn(3, 9), *columns(rows)).tolist() == [-INF] * 3
 
 
 def test_a_tensor_on_the_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_a_nan_is_never_below_the_cut(device: str) -> None:
         parameters = columns([row] * 2)
         for cut in (
             filter_cut(logits.to(device), *(column.to(device) for column in parameters)).cpu(),
-            filter_cut_reference(logits, *parameters),
+            filter_cut.reference(logits, *parameters),
         ):
             assert ((logits >= cut.unsqueeze(1)) | logits.isnan()).any(dim=1).all()
             assert not (logits[logits.isnan()].float() < cut).any()
@@ -225,4 +225,4 @@ def test_a_captured_graph_gives_the_references_cuts_of_a_large_vocabulary() -> N
         ).bfloat16()
         buffer.copy_(logits)
         graph.replay()
-        assert torch.equal(cut.cpu(), filter_cut_reference(logits, *columns(rows)))
+        assert torch.equal(cut.cpu(), filter_cut.reference(logits, *columns(rows)))

@@ -24,11 +24,9 @@ from tllm_spec.kernels.grouped_gemm import (
     down,
     gate_up_silu,
     hit_experts,
-    plain_down,
-    plain_gate_up_silu,
     tilings_of,
 )
-from tllm_spec.kernels.moe_permute import moe_permute, plain_moe_permute
+from tllm_spec.kernels.moe_permute import moe_permute
 from tllm_spec.kernels.triton_support import has_kernels
 
 TOLERANCE = {torch.float32: 6e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -164,9 +162,9 @@ def test_a_tensor_on_the_cpu_runs_the_reference_with_one_block_per_expert() -> N
     p = problem(SMALL[0], 40, torch.float32, "cpu")
     rows = moe_permute(p.experts, 8, block_rows_of(80, 8, torch.float32, p.x.device))
     assert int(rows.num_blocks) == len(p.experts.unique())
-    by_blocks = plain_moe_permute(p.experts, 8, 16)
-    activated = plain_gate_up_silu(p.x, p.gate_up, by_blocks)
-    torch.testing.assert_close(layer(p), plain_down(activated, p.down, by_blocks))
+    by_blocks = moe_permute.reference(p.experts, 8, 16)
+    activated = gate_up_silu.reference(p.x, p.gate_up, by_blocks)
+    torch.testing.assert_close(layer(p), down.reference(activated, p.down, by_blocks))
 
 
 def compiled(shape: Shape, tiling: Tiling, gated: bool) -> Any:
@@ -198,7 +196,7 @@ def test_every_tiling_fits_hopper_and_uses_the_same_kind_of_instruction(gated: b
 
 def one_by_one(p: Problem) -> torch.Tensor:
     """`layer` with torch's GEMMs in float32, over the experts that are hit."""
-    rows = plain_moe_permute(p.experts, p.gate_up.shape[0], p.experts.numel())
+    rows = moe_permute.reference(p.experts, p.gate_up.shape[0], p.experts.numel())
     output = p.x.new_empty(p.experts.numel(), p.down.shape[1], dtype=torch.float32)
     for expert, first, end in hit_experts(rows):
         own = rows.order[first:end]

@@ -12,7 +12,7 @@ from tests.kernels.interpreter import (
     only_outside_the_interpreter,
     only_with_the_compiler,
 )
-from tllm_spec.kernels.latent_write import LatentNorm, latent_write, plain_latent_write
+from tllm_spec.kernels.latent_write import LatentNorm, latent_write
 from tllm_spec.kernels.rotary_write import Rotary
 
 SIZE, ROPE, NOPE, ROWS = 48, 16, 20, 7
@@ -45,7 +45,9 @@ class Problem:
 def test_the_kernel_equals_the_reference(dtype: torch.dtype, heads: int, device: str) -> None:
     one, other = (Problem(dtype, device, heads) for _ in range(2))
     latent_write(one.latent, one.q, one.rotary, one.slots, one.layer, one.norm)
-    plain_latent_write(other.latent, other.q, other.rotary, other.slots, other.layer, other.norm)
+    latent_write.reference(
+        other.latent, other.q, other.rotary, other.slots, other.layer, other.norm
+    )
     check_like_the_reference(one.layer, other.layer)
     check_like_the_reference(one.q, other.q)
     assert torch.equal(one.latent, other.latent)
@@ -55,7 +57,9 @@ def test_the_kernel_equals_the_reference(dtype: torch.dtype, heads: int, device:
 def test_without_queries_only_the_pool_is_written(device: str) -> None:
     one, other = (Problem(torch.float32, device) for _ in range(2))
     latent_write(one.latent, None, one.rotary, one.slots, one.layer, one.norm)
-    plain_latent_write(other.latent, other.q, other.rotary, other.slots, other.layer, other.norm)
+    latent_write.reference(
+        other.latent, other.q, other.rotary, other.slots, other.layer, other.norm
+    )
     check_like_the_reference(one.layer, other.layer)
 
 
@@ -64,7 +68,7 @@ def test_the_reference_norms_the_latent_rotates_the_key_and_leaves_other_slots_a
     problem = Problem(torch.float32, "cpu")
     before, row = problem.layer.clone(), 2
     latent, key = problem.latent[row].split((SIZE, ROPE))
-    plain_latent_write(
+    latent_write.reference(
         *(problem.latent, None, problem.rotary, problem.slots, problem.layer, problem.norm)
     )
     flat = problem.layer.view(-1, SIZE + ROPE)

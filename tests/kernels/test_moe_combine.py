@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import ROUNDING, check_like_the_reference, on_each_kernel_device
-from tllm_spec.kernels.moe_combine import moe_combine, plain_moe_combine
+from tllm_spec.kernels.moe_combine import moe_combine
 from tllm_spec.kernels.triton_support import has_kernels
 
 CASES = [(1, 8, 2048), (5, 2, 64), (3, 1, 1030), (0, 4, 32), (7, 6, 100)]  # tokens, k, columns
@@ -28,11 +28,11 @@ def test_the_reference_equals_the_formula(case: tuple[int, int, int], dtype: tor
     parts, weights, residual = problem(case, dtype, "cpu")
     by_token = parts.view(case).double()
     expected = (by_token * weights[..., None].double()).sum(1) + residual.double()
-    found = plain_moe_combine(parts, weights, case[1], residual)
+    found = moe_combine.reference(parts, weights, case[1], residual)
     assert found is residual
     tolerance = 2.0**-8 if dtype == torch.bfloat16 else ROUNDING[dtype]
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=2e-6)
-    unweighted = plain_moe_combine(parts, None, case[1])
+    unweighted = moe_combine.reference(parts, None, case[1])
     torch.testing.assert_close(unweighted.double(), by_token.sum(1), rtol=tolerance, atol=2e-6)
 
 
@@ -45,8 +45,8 @@ def test_the_kernel_equals_its_reference(
     assert has_kernels(torch.device(device))
     parts, weights, residual = problem(case, dtype, device)
     for own_weights in (weights, None):
-        expected = plain_moe_combine(parts, own_weights, case[1])
+        expected = moe_combine.reference(parts, own_weights, case[1])
         check_like_the_reference(moe_combine(parts, own_weights, case[1]), expected)
-    expected = plain_moe_combine(parts, weights, case[1], residual.clone())
+    expected = moe_combine.reference(parts, weights, case[1], residual.clone())
     assert moe_combine(parts, weights, case[1], residual) is residual
     check_like_the_reference(residual, expected)

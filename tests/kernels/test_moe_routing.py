@@ -9,7 +9,6 @@ from tllm_spec.kernels.moe_routing import (
     EPSILON,
     RoutingRule,
     moe_routing,
-    plain_moe_routing,
 )
 from tllm_spec.kernels.triton_support import has_kernels
 
@@ -45,7 +44,7 @@ def problem(
 def test_the_reference_follows_the_published_rule(name: str) -> None:
     """Row by row, with sorting in Python."""
     logits, rule, bias = problem(name, 5, torch.float32)
-    experts, weights = plain_moe_routing(logits, rule, bias)
+    experts, weights = moe_routing.reference(logits, rule, bias)
     for row, ids, found in zip(logits, experts.tolist(), weights.tolist(), strict=True):
         scores = (row.softmax(0) if rule.scoring == "softmax" else row.sigmoid()).tolist()
         choice = [s + (0 if bias is None else bias[e].item()) for e, s in enumerate(scores)]
@@ -71,7 +70,7 @@ def test_the_kernel_chooses_the_references_experts(
     for num_rows in (0, 1, 7):
         logits, rule, bias = problem(name, num_rows, dtype, device)
         experts, weights = moe_routing(logits, rule, bias)
-        expected, expected_weights = plain_moe_routing(logits, rule, bias)
+        expected, expected_weights = moe_routing.reference(logits, rule, bias)
         assert torch.equal(experts, expected) and experts.dtype == torch.int32
         torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
-from tllm_spec.kernels.move_kv import move_kv, move_kv_reference
+from tllm_spec.kernels.move_kv import move_kv
 
 PAGE_SIZE = 4
 
@@ -53,7 +53,7 @@ def test_the_path_is_copied_to_the_front_and_nothing_else(depth: int, window: in
     planes, *where = problem(7, 3, 2, torch.float32, depth, window)
     expected = moved_slowly(planes, *where)
     assert (depth == 0) == torch.equal(expected, planes)
-    move_kv_reference(planes, *where)
+    move_kv.reference(planes, *where)
     assert torch.equal(planes, expected)
 
 

@@ -5,9 +5,9 @@ import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
 from tests.kernels.test_slot_trees import NUM_SLOTS, random_parents, random_tables
-from tllm_spec.kernels.path_ranks import path_ranks, path_ranks_reference
+from tllm_spec.kernels.path_ranks import path_ranks
 from tllm_spec.kernels.rank_codes import END, NOTHING, OFF_CHAIN
-from tllm_spec.kernels.slot_trees import accept_trees_reference
+from tllm_spec.kernels.slot_trees import accept_trees
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_a_path_shows_the_ranks_that_came_next_and_those_tried_in_vain(
 ) -> None:
     parents = torch.tensor([[-1, 0, 0, 0, 2, 2, 5]])
     lens = torch.tensor([len(dict.fromkeys(rows))])
-    found = path_ranks_reference(
+    found = path_ranks.reference(
         parents, torch.tensor([0]), torch.tensor([num_drafts]), torch.tensor([rows]), lens, 7
     )
     assert found.tolist() == [expected]
@@ -42,9 +42,9 @@ def test_the_kernel_shows_what_the_reference_shows(device: str, width: int) -> N
         slots = torch.randperm(NUM_SLOTS, generator=generator)[: 5 + 5 * seed]
         targets = torch.randint(-1, 3, (len(slots), width), generator=generator)
         num_drafts, kv_lens = tables.num_drafts[slots], tables.kv_lens[slots]
-        rows, _, lens = accept_trees_reference(tables, parents, slots, kv_lens, targets, depth)
+        rows, _, lens = accept_trees.reference(tables, parents, slots, kv_lens, targets, depth)
         arguments = parents, slots, num_drafts, rows.contiguous(), lens
-        expected = path_ranks_reference(*arguments, width)
+        expected = path_ranks.reference(*arguments, width)
         found = path_ranks(*(each.to(device) for each in arguments), width)
         assert found.tolist() == expected.tolist()
         values |= set(expected.flatten().tolist())

@@ -13,7 +13,7 @@ from tests.kernels.interpreter import (
     only_outside_the_interpreter,
     stored,
 )
-from tllm_spec.kernels.rms_norm import plain_rms_norm, rms_norm
+from tllm_spec.kernels.rms_norm import rms_norm
 from tllm_spec.kernels.triton_support import has_kernels
 
 EPS = 1e-5
@@ -52,7 +52,7 @@ def check(output: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
 @on_each_dtype
 def test_the_reference_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, weight = arguments(shape, dtype)
-    check(plain_rms_norm(x, weight, EPS), x, weight)
+    check(rms_norm.reference(x, weight, EPS), x, weight)
 
 
 @on_each_kernel_device
@@ -67,7 +67,7 @@ def test_the_kernel_equals_the_formula_and_its_reference(
     output = rms_norm(x, weight, EPS)
     assert torch.equal(x, before)
     check(output, x, weight)
-    check_like_the_reference(output, plain_rms_norm(x, weight, EPS))
+    check_like_the_reference(output, rms_norm.reference(x, weight, EPS))
 
 
 @on_each_kernel_device
@@ -108,14 +108,14 @@ def test_a_nan_stays_in_its_row_and_zeros_stay_zeros(device: str) -> None:
 def test_epsilon_is_used(device: str) -> None:
     x, weight = arguments((1, 64), torch.float32, device)
     large = rms_norm(x, weight, 3.0)
-    torch.testing.assert_close(large, plain_rms_norm(x, weight, 3.0))
+    torch.testing.assert_close(large, rms_norm.reference(x, weight, 3.0))
     assert (large - rms_norm(x, weight, EPS)).abs().max() > 0.1 * large.abs().max()
 
 
 @only_outside_the_interpreter
 def test_a_tensor_on_the_cpu_runs_the_reference() -> None:
     x, weight = arguments((3, 192), torch.float32)
-    assert torch.equal(rms_norm(x, weight, EPS), plain_rms_norm(x, weight, EPS))
+    assert torch.equal(rms_norm(x, weight, EPS), rms_norm.reference(x, weight, EPS))
 
 
 @pytest.mark.gpu

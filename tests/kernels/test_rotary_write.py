@@ -13,7 +13,7 @@ from tests.kernels.interpreter import (
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
-from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotary_write, rotary_write
+from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
 from tllm_spec.kernels.triton_support import has_kernels
 
 Write = Callable[..., None]
@@ -127,7 +127,7 @@ class Problem:
 
 @on_each_case
 def test_the_reference_equals_the_formula(name: str) -> None:
-    Problem(CASES[name]).run_and_check(plain_rotary_write)
+    Problem(CASES[name]).run_and_check(rotary_write.reference)
 
 
 @on_each_kernel_device
@@ -142,7 +142,7 @@ def test_the_kernel_equals_the_formula(name: str, device: str) -> None:
 def test_the_kernel_equals_its_reference_up_to_one_rounding(name: str, device: str) -> None:
     mine, reference = Problem(CASES[name], device), Problem(CASES[name], device)
     mine.run(rotary_write)
-    reference.run(plain_rotary_write)
+    reference.run(rotary_write.reference)
     check_like_the_reference(mine.qkv, reference.qkv)
 
 
@@ -170,7 +170,7 @@ def test_a_nan_stays_in_its_head_and_row(device: str) -> None:
 def test_a_tensor_on_the_cpu_runs_the_reference() -> None:
     mine, reference = Problem(CASES["odd, norm"]), Problem(CASES["odd, norm"])
     mine.run(rotary_write)
-    reference.run(plain_rotary_write)
+    reference.run(rotary_write.reference)
     assert torch.equal(mine.qkv, reference.qkv) and torch.equal(
         mine.layer.isnan(), reference.layer.isnan()
     )

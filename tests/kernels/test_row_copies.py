@@ -12,7 +12,6 @@ from tllm_spec.kernels.row_copies import (
     gather_rows,
     gather_slice_rows,
     store_in_rings,
-    store_in_rings_reference,
 )
 from tllm_spec.kernels.triton_support import has_kernels
 
@@ -148,7 +147,7 @@ def test_the_kernel_fills_rings_like_the_reference(width: int | None, device: st
     tokens = numbers(3, 2, dtype=torch.int64)[:, 0]
     states = None if width is None else numbers(3, 2 * width, dtype=torch.bfloat16)[:, :width]
     expected, rings = rings_of(width, "cpu"), rings_of(width, device)
-    store_in_rings_reference(expected, slots, positions, tokens, states)
+    store_in_rings.reference(expected, slots, positions, tokens, states)
     given: list[Any] = [
         each if each is None else each.to(device) for each in (slots, positions, tokens, states)
     ]

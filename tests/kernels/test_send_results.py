@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tllm_spec.kernels.send_results import send_results, send_results_reference
+from tllm_spec.kernels.send_results import send_results
 
 NOTHING = -7
 
@@ -43,7 +43,7 @@ def test_the_kernel_writes_the_same_entries_as_the_reference(
     number, expected_number = torch.tensor([4], device=device), torch.tensor([4])
     for seed in range(5):
         lens, tokens = results(num_rows, width, seed)
-        send_results_reference(expected, expected_number, lens, tokens)
+        send_results.reference(expected, expected_number, lens, tokens)
         send_results(ring, number, lens.to(device), tokens.to(device))
     if device == "cuda":
         torch.cuda.synchronize()
@@ -55,7 +55,7 @@ def test_the_kernel_writes_the_same_entries_as_the_reference(
 def test_results_need_not_be_contiguous(device: str) -> None:
     lens, tokens = results(6, 8, 0)
     ring, expected = empty_ring(2, 30, pinned=device == "cuda"), empty_ring(2, 30)
-    send_results_reference(expected, torch.tensor([0]), lens[::2], tokens[::2, :4])
+    send_results.reference(expected, torch.tensor([0]), lens[::2], tokens[::2, :4])
     number = torch.tensor([0], device=device)
     send_results(ring, number, lens.to(device)[::2], tokens.to(device)[::2, :4])
     if device == "cuda":

@@ -13,11 +13,9 @@ from tllm_spec.kernels.draft_layout import DraftLayout
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates, TreeRates, TreeTables
 from tllm_spec.kernels.slot_trees import (
     accept_trees,
-    accept_trees_reference,
     write_trees,
-    write_trees_reference,
 )
-from tllm_spec.kernels.slot_windows import accept_windows_reference
+from tllm_spec.kernels.slot_windows import accept_windows
 
 NUM_SLOTS = 17
 
@@ -89,7 +87,7 @@ def test_chains_are_accepted_and_advance_like_windows(synthetic: bool) -> None:
         tables, parents, slots, kv_lens, targets, length,
         TreeRates(conditional, slots) if synthetic else None,
     )  # fmt: skip
-    tokens, lens = accept_windows_reference(
+    tokens, lens = accept_windows.reference(
         expected_tables, slots, kv_lens, targets,
         SyntheticRates(rates, slots) if synthetic else None,
     )  # fmt: skip
@@ -119,7 +117,7 @@ def test_the_kernel_accepts_and_advances_like_the_reference(
             for where in ("cpu", device)
         )
         kv_lens = tables.kv_lens[slots]
-        expected = accept_trees_reference(tables, parents, slots, kv_lens, targets, depth, rates)
+        expected = accept_trees.reference(tables, parents, slots, kv_lens, targets, depth, rates)
         found = accept_trees(
             there, parents.to(device), slots.to(device), kv_lens.to(device), targets.to(device),
             depth, rates_there,
@@ -137,7 +135,7 @@ def test_one_layout_serves_all_slots(device: str) -> None:
     there, parents = moved(tables, device), torch.tensor(layout.parents)
     targets = torch.randint(0, 3, (NUM_SLOTS, 6), generator=torch.Generator().manual_seed(4))
     kv_lens = tables.kv_lens.clone()
-    expected = accept_trees_reference(
+    expected = accept_trees.reference(
         tables, parents.expand(NUM_SLOTS, -1), slots, kv_lens, targets, 2
     )
     found = accept_trees(
@@ -194,7 +192,7 @@ def test_the_kernel_writes_trees_like_the_reference(
     limits = torch.arange(NUM_SLOTS) % 4
     trees, trees_there = empty_trees(width + 1, "cpu"), empty_trees(width + 1, device)
     number = torch.arange(9) % width if says_number else None
-    write_trees_reference(tables, trees, slots, tree_of(layout, 9), limits, number)
+    write_trees.reference(tables, trees, slots, tree_of(layout, 9), limits, number)
     tree = tree_of(layout, 9, device)
     if is_expanded:
         rows = (each[:1].expand(9, -1) for each in (tree.parents, tree.depths, tree.bits))

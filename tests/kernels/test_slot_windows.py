@@ -10,9 +10,7 @@ from tests.kernels.interpreter import on_each_kernel_device
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
 from tllm_spec.kernels.slot_windows import (
     accept_windows,
-    accept_windows_reference,
     write_drafts,
-    write_drafts_reference,
 )
 
 NUM_SLOTS, MAX_DRAFT_LEN = 23, 6
@@ -101,7 +99,7 @@ def test_the_kernel_accepts_and_advances_like_the_reference(
             SyntheticRates(rates.to(device), seeds.to(device)[:, 0]) if synthetic else None
         )
         kv_lens = tables.kv_lens[slots]
-        expected = accept_windows_reference(tables, slots, kv_lens, targets, chance)
+        expected = accept_windows.reference(tables, slots, kv_lens, targets, chance)
         found = accept_windows(
             there, slots.to(device), kv_lens.to(device), targets.to(device), chance_there
         )
@@ -118,7 +116,7 @@ def test_the_kernel_writes_drafts_like_the_reference(device: str, length: int) -
     slots = torch.randperm(NUM_SLOTS, generator=generator)[:9]
     drafts = torch.randint(0, 1000, (length, 9), generator=generator).T  # strided
     limits = torch.randint(0, 7, (NUM_SLOTS,), generator=generator)
-    write_drafts_reference(tables, slots, drafts, limits)
+    write_drafts.reference(tables, slots, drafts, limits)
     write_drafts(there, slots.to(device), drafts.to(device), limits.to(device))
     assert_equal(there, tables)
 
@@ -130,7 +128,7 @@ def test_duplicate_padding_slots_do_not_change_other_slots(device: str) -> None:
     slots = torch.tensor([3, 22, 22, 22, 8])
     targets = torch.randint(0, 3, (5, 4), generator=torch.Generator().manual_seed(6))
     kv_lens = tables.kv_lens[slots]
-    accept_windows_reference(tables, slots, kv_lens, targets)
+    accept_windows.reference(tables, slots, kv_lens, targets)
     accept_windows(there, slots.to(device), kv_lens.to(device), targets.to(device))
     for each in fields(tables):
         found, expected = getattr(there, each.name).cpu(), getattr(tables, each.name)

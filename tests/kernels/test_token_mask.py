@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tllm_spec.kernels.token_mask import mask_tokens, mask_tokens_reference
+from tllm_spec.kernels.token_mask import mask_tokens
 
 SHAPES = [(1, 31), (3, 64), (2, 5000)]
 on_each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -34,7 +34,7 @@ def test_only_excluded_tokens_of_rows_with_a_mask_become_minus_infinity(
         for token in range(shape[1] if index >= 0 else 0):
             if not (int(words[index, token // 32]) >> (token % 32)) & 1:
                 expected[row, token] = -torch.inf
-    mask_tokens_reference(logits, mask_of_row, words)
+    mask_tokens.reference(logits, mask_of_row, words)
     assert torch.equal(logits, expected)
 
 
@@ -42,9 +42,9 @@ def test_only_excluded_tokens_of_rows_with_a_mask_become_minus_infinity(
 def test_some_columns_are_masked_like_the_whole(shape: tuple[int, int]) -> None:
     logits, mask_of_row, words = arguments(shape)
     expected, first, last = logits.clone(), shape[1] // 3, shape[1] - 4
-    mask_tokens_reference(expected, mask_of_row, words)
+    mask_tokens.reference(expected, mask_of_row, words)
     own = logits[:, first:last].contiguous()
-    mask_tokens_reference(own, mask_of_row, words, first)
+    mask_tokens.reference(own, mask_of_row, words, first)
     assert torch.equal(own, expected[:, first:last])
 
 
@@ -58,6 +58,6 @@ def test_the_kernel_equals_the_reference(
     logits, mask_of_row, words = (each.to(device) for each in arguments(shape))
     logits = logits.to(dtype)[:, first:].contiguous()
     expected = logits.clone()
-    mask_tokens_reference(expected, mask_of_row, words, first)
+    mask_tokens.reference(expected, mask_of_row, words, first)
     mask_tokens(logits, mask_of_row, words, first)
     assert torch.equal(logits, expected)

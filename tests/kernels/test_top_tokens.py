@@ -5,27 +5,27 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
-from tllm_spec.kernels.choose_token import choose_draft_reference
-from tllm_spec.kernels.top_tokens import top_tokens, top_tokens_reference
+from tllm_spec.kernels.choose_token import choose_draft
+from tllm_spec.kernels.top_tokens import top_tokens
 
 NAN, INF = float("nan"), float("inf")
 
 
 def test_equal_values_are_ordered_by_column() -> None:
     logits = torch.tensor([[1.0, 3.0, -0.0, 3.0, 3.0, 0.0]])
-    assert top_tokens_reference(logits, 6)[1].tolist() == [[1, 3, 4, 0, 2, 5]]
+    assert top_tokens.reference(logits, 6)[1].tolist() == [[1, 3, 4, 0, 2, 5]]
 
 
 def test_probabilities_are_a_softmax_of_all_columns() -> None:
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
-    probs, tokens = top_tokens_reference(logits, 4)
+    probs, tokens = top_tokens.reference(logits, 4)
     expected, columns = logits.softmax(1).sort(dim=1, descending=True)
     assert torch.equal(probs, expected[:, :4]) and torch.equal(tokens, columns[:, :4])
 
 
 def test_rows_that_are_no_numbers_have_valid_tokens_and_nan_probabilities() -> None:
     logits = torch.tensor([[NAN, 1.0, 2.0, NAN], [-INF] * 4, [0.0, INF, 1.0, 2.0], [NAN] * 4])
-    probs, tokens = top_tokens_reference(logits, 4)
+    probs, tokens = top_tokens.reference(logits, 4)
     assert tokens.tolist() == [[2, 1, 0, 3], [0, 1, 2, 3], [1, 3, 2, 0], [0, 1, 2, 3]]
     assert probs.isnan().all()
 
@@ -37,14 +37,14 @@ def test_the_first_coupled_candidate_is_the_chains_draft(mapped: bool) -> None:
     token_map = torch.randperm(900, generator=generator)[:200] if mapped else None
     temperature = torch.tensor([0.8, 0.0, 1.3])
     seeds, positions = torch.tensor([5, 6, 7]), torch.tensor([10, 11, 12])
-    probs, tokens = top_tokens_reference(logits, 4, token_map, temperature, seeds, positions)
+    probs, tokens = top_tokens.reference(logits, 4, token_map, temperature, seeds, positions)
     per_row = (column.repeat_interleave(4) for column in (temperature, seeds, positions))
-    assert torch.equal(tokens[:, 0], choose_draft_reference(logits, token_map, *per_row))
+    assert torch.equal(tokens[:, 0], choose_draft.reference(logits, token_map, *per_row))
     assert (probs[:, :-1] >= probs[:, 1:]).all() and (probs > 0).all()
-    greedy = top_tokens_reference(logits[4:8], 4, token_map)
+    greedy = top_tokens.reference(logits[4:8], 4, token_map)
     assert torch.equal(tokens[4:8], greedy[1]) and torch.equal(probs[4:8], greedy[0])
     # Requests with other noise have other candidates.
-    assert not torch.equal(tokens, top_tokens_reference(logits, 4, token_map)[1])
+    assert not torch.equal(tokens, top_tokens.reference(logits, 4, token_map)[1])
 
 
 def check(
@@ -53,7 +53,7 @@ def check(
     topk: int,
     *arguments: torch.Tensor | None,
 ) -> None:
-    expected = top_tokens_reference(logits, topk, *arguments)
+    expected = top_tokens.reference(logits, topk, *arguments)
     there = (None if each is None else each.to(device) for each in arguments)
     probs, tokens = top_tokens(logits.to(device), topk, *there)
     assert tokens.tolist() == expected[1].tolist()

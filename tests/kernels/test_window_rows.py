@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tllm_spec.kernels.window_rows import window_rows, window_rows_reference
+from tllm_spec.kernels.window_rows import window_rows
 
 
 def test_a_window_crosses_into_the_next_page() -> None:
@@ -44,7 +44,7 @@ def test_the_kernel_computes_the_same_rows_as_the_reference(
     depths, sizes = None, (width, num_pages, page_size)
     if offset is not None:
         depths = torch.randint(0, 64, (7, width), generator=generator)
-    expected = window_rows_reference(table, slots, first, *sizes, depths, offset or 0)
+    expected = window_rows.reference(table, slots, first, *sizes, depths, offset or 0)
     if depths is not None:
         depths = depths.to(device)
     on_device = table.to(device), slots.to(device), first.to(device)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tllm_spec.kernels.key_chunks import KeyChunks
-from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotary_write
+from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
 from tllm_spec.kernels.window_attention import (
     WindowTables,
     plain_window_attention,
@@ -131,7 +131,7 @@ class Problem:
     def attend_plainly(self) -> torch.Tensor:
         """Writes into the pool, and rotates the heads of `qkv` in place."""
         rotary = Rotary(self.cos_sin, torch.arange(len(self.cos_sin), device=self.qkv.device))
-        plain_rotary_write(
+        rotary_write.reference(
             self.qkv.flatten(0, 1), rotary, self.tables.kv_slots, self.layer, self.norm
         )
         q = self.qkv[:, :, : self.num_heads]

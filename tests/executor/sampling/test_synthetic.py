@@ -8,7 +8,7 @@ import torch
 
 from tests.executor.harness import Harness, draft_target, output_of
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
-from tllm_spec.kernels.slot_windows import accept_windows_reference
+from tllm_spec.kernels.slot_windows import accept_windows
 
 NUM_ROWS = 20_000
 RATES = (0.8, 0.5, 0.5, 0.1, 0.0)
@@ -29,7 +29,7 @@ def accept(
     synthetic = SyntheticRates(
         torch.tensor(rates, dtype=torch.float64), torch.full((NUM_ROWS,), seed)
     )
-    return accept_windows_reference(tables, slots, slots - 1, targets, synthetic)
+    return accept_windows.reference(tables, slots, slots - 1, targets, synthetic)
 
 
 def assert_rate(num_hits: int, num_trials: int, rate: float) -> None:
