@@ -85,7 +85,7 @@ def _build(
     runner = RoundRunner(engines.target, sampler, speculation.round_end)
     num_threads = cpu_threads(engines.target.model)
     with torch.inference_mode(), on_threads(num_threads):
-        controller = build_controller(plan, runner, speculation, engines.models)
+        controller = build_controller(plan, runner, engines.models)
 
     def blame() -> list[LlmRequest] | None:
         for each in (sampler.host_edits.blame, sampler.grammar_masks.blame):
@@ -162,7 +162,6 @@ def _surroundings(
         slots,
         sampler,
         plan.args.max_num_tokens,
-        plan.slots.dummy_slot,
         engines.draft,
         engines.layers,
     )

@@ -54,7 +54,11 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.executor.rounds.decode_rounds",),
     ("tllm_spec.executor.rounds.decode_step",),
     ("tllm_spec.executor.speculative",),
-    ("tllm_spec.executor.graphs.context_graphs", "tllm_spec.executor.graphs.dummy_contexts"),
+    (
+        "tllm_spec.executor.graphs.context_graphs",
+        "tllm_spec.executor.graphs.dummy_contexts",
+        "tllm_spec.executor.graphs.window_graphs",
+    ),
     (
         "tllm_spec.executor.graphs.cuda_graphs",
         "tllm_spec.executor.engine",

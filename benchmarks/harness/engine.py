@@ -281,7 +281,8 @@ def phases_noted(engine: Rounds) -> Iterator[None]:
     """Inside the block a trace has the phases of the host's part of a round, as annotations whose
     names begin with PHASE."""
     executor, parts = engine.executor, engine.executor.parts
-    round_end = parts.runner.round_end
+    graphs = parts.runner.graphs
+    tails = [] if graphs is None else [("draft", graphs.tails, "replay")]
     with ExitStack() as stack:
         for kind, owner, name in (
             ("schedule", executor, "_schedule"),
@@ -290,8 +291,8 @@ def phases_noted(engine: Rounds) -> Iterator[None]:
             ("wait", ToHost, "wait"),
             # Launches inside these are drafts.
             ("draft", parts.drafter, "prepare_draft_tokens"),
-            ("draft", round_end, "after_replay"),
-            ("draft", round_end, "after_windows"),
+            ("draft", parts.runner.round_end, "tail"),
+            *tails,
         ):
             noted = _noted(getattr(owner, name), PHASE + kind)
             stack.enter_context(mock.patch.object(owner, name, noted))

@@ -112,11 +112,7 @@ def experts_hit(engine: Rounds, num_tokens: int) -> float:
 
 @contextmanager
 def without_graphs(engine: Rounds) -> Iterator[None]:
-    decode = engine.executor.parts.runner.decode
-    with (
-        mock.patch.object(decode, "graphs", None),
-        mock.patch.object(decode, "forward_graphs", None),
-    ):
+    with mock.patch.object(engine.executor.parts.runner.decode, "graphs", None):
         yield
 
 

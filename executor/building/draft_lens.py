@@ -10,7 +10,6 @@ from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
-from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.modes import DraftModel
 from tllm_spec.speculative_config import DecodingBaseConfig
 
@@ -29,19 +28,18 @@ def draft_lens_of_rounds(
 
 
 class RoundTimer:
-    """Times rounds of dummy requests, with what a two-model `drafter` drafts for them. limits: of
+    """Times rounds of dummy requests, with what a draft model drafts for them before. limits: of
     the contexts that these requests have, on a GPU and where there is room for them."""
 
     def __init__(
         self,
         runner: RoundRunner,
         shapes: DraftShapes,
-        drafter: GraphDrafter | None,
         dummy_slot: int,
         device: torch.device,
         limits: ContextLimits,
     ) -> None:
-        self._runner, self._drafter, self._limits = runner, drafter, limits
+        self._runner, self._limits = runner, limits
         self._shapes = shapes
         self._place = dummy_slot, device
 
@@ -66,11 +64,11 @@ class RoundTimer:
         return row if self._runner.graphs is not None else without_outliers(row, self._shapes)
 
     def _seconds(self, key: GraphKey) -> float:
-        runner, drafter = self._runner, self._drafter
+        runner = self._runner
         seconds = runner.seconds_with_contexts(key, self._limits)
         if seconds is None:
             seconds = runner.seconds(key, *self._place)
-        return seconds + (drafter.seconds(key, *self._place) if drafter is not None else 0.0)
+        return seconds + runner.round_end.seconds_before(key, *self._place)
 
 
 def without_outliers(row: Mapping[int, float], shapes: DraftShapes) -> dict[int, float]:

@@ -44,20 +44,21 @@ def _slot_bytes(plan: BuildPlan, draft: LoadedDraft) -> int:
 
 
 def _graph_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
-    """Graphs of rounds, greedy and sampled; of their forwards alone, with their hidden states; of
-    what follows after masks of grammars are there, with the masks; of drafting in a launch of its
-    own; of reading a backlog."""
-    keys = plan.round_keys(plan.graph_sizes)
-    num_graphs = len(keys) + len({(key.batch_size, key.shape) for key in keys})
-    if draft is not None and not draft.plan.in_target_forward:
-        asked = {0} if draft.plan.shares_pages else set[int]()
-        asked |= {tier for tier in plan.controller().draft_lens if tier}
-        num_graphs += len([key for key in keys if plan.shapes.tier_of(key.shape) in asked])
-    if draft is not None and draft.plan.shares_pages:
-        num_graphs += len({key.batch_size for key in keys})
+    """Graphs of whole rounds, greedy and sampled, unless they are split; of forwards, with their
+    hidden states; of tails, with the masks of grammars; of a draft model's steps; of reading a
+    backlog."""
+    keys, splits_rounds = plan.round_keys(plan.graph_sizes), False
+    num_graphs = len({(key.batch_size, key.shape) for key in keys})
+    if draft is not None:
+        splits_rounds = draft.plan.splits_rounds
+        if draft.plan.shares_pages:
+            num_graphs += len({key.batch_size for key in keys})
+        else:
+            num_graphs += len([key for key in keys if key.draft_len])
+    is_guided = plan.args.guided_decoding_backend is not None
+    num_graphs += len(keys) * ((not splits_rounds) + (splits_rounds or is_guided))
     num_rows = max((key.num_tokens for key in keys), default=0)
     num_bytes = num_rows * plan.config.hidden_size * plan.dtype.itemsize
-    if plan.args.guided_decoding_backend is not None:
-        num_graphs += len(keys)
+    if is_guided:
         num_bytes += mask_words(num_rows, plan.config.vocab_size) * torch.int32.itemsize
     return num_graphs * BYTES_A_GRAPH + num_bytes

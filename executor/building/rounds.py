@@ -10,18 +10,16 @@ from tllm_spec.executor.building.warm_up import WarmUp
 from tllm_spec.executor.engine.memory_plan import TorchModel
 from tllm_spec.executor.graphs.dummy_contexts import ContextLimits
 from tllm_spec.executor.graphs.graph_pool import GraphPool
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
-from tllm_spec.executor.speculative.modes import Speculation
 from tllm_spec.models.linear_tuning import tune_linears
 
 logger = logging.getLogger(__name__)
 
 
 def build_controller(
-    plan: BuildPlan, runner: RoundRunner, speculation: Speculation, models: Sequence[TorchModel]
+    plan: BuildPlan, runner: RoundRunner, models: Sequence[TorchModel]
 ) -> AdaptiveController:
     """The controller of the draft length. Tunes the models' GEMMs, captures the graphs of all draft
     lengths that the controller may ask for, and times their rounds if it compares times."""
@@ -39,18 +37,18 @@ def build_controller(
     # First, since the graphs of contexts need the most memory.
     runner.capture_contexts(plan.context_rows, plan.slots.dummy_slot, pool)
     if sizes:
-        asked = graph_keys(sizes, controller.draft_lens_at, plan.shapes.of)
-        _capture(plan, runner, speculation, keys, asked, pool)
+        assert plan.args.cuda_graph_config is not None
+        pads = plan.args.cuda_graph_config.enable_padding
+        logger.info("capturing the CUDA graphs of %d kinds of rounds", len(keys))
+        runner.capture_graphs(keys, plan.slots.dummy_slot, plan.device, pads=pads, pool=pool)
     if plan.device.type == "cuda":
         dummy_slot, max_len = plan.slots.dummy_slot, plan.max_seq_len
         WarmUp(runner, dummy_slot, max_num_tokens=max_num_tokens, max_len=max_len).run(keys)
     if spec is None or spec.adaptive is None:
         return controller
-    times = (
-        _round_times(plan, runner, speculation, controller, sizes)
-        if controller.compares_times
-        else None
-    )
+    times = None
+    if controller.compares_times:
+        times = _round_times(plan, runner, controller, sizes)
     return plan.controller(sizes, times)
 
 
@@ -74,29 +72,9 @@ def graph_sizes(plan: BuildPlan, runner: RoundRunner) -> tuple[int, ...]:
     return plan.graph_sizes
 
 
-def _capture(
-    plan: BuildPlan,
-    runner: RoundRunner,
-    speculation: Speculation,
-    keys: list[GraphKey],
-    asked: list[GraphKey],
-    pool: GraphPool,
-) -> None:
-    """keys: of all rounds that there can be. asked: those whose draft length the controller may ask
-    for."""
-    assert plan.args.cuda_graph_config is not None
-    pads = plan.args.cuda_graph_config.enable_padding
-    logger.info("capturing %d CUDA graphs", len(keys))
-    runner.capture_graphs(keys, plan.slots.dummy_slot, plan.device, pads=pads, pool=pool)
-    drafter = speculation.graph_drafter
-    if drafter is not None and runner.graphs is not None:
-        drafter.capture_drafting(runner.graphs, drafter.keys(keys, asked))
-
-
 def _round_times(
     plan: BuildPlan,
     runner: RoundRunner,
-    speculation: Speculation,
     controller: AdaptiveController,
     sizes: tuple[int, ...],
 ) -> RoundTimes:
@@ -106,7 +84,6 @@ def _round_times(
     timer = RoundTimer(
         runner,
         plan.shapes,
-        speculation.graph_drafter,
         plan.slots.dummy_slot,
         plan.device,
         ContextLimits(plan.max_seq_len, 1 + plan.overshoot),

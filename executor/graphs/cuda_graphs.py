@@ -48,13 +48,6 @@ class CudaGraphs(GraphTable[SampledTokens]):
         ranks = None if result.ranks is None else result.ranks[:number]
         return SampledTokens(tokens, lens, ranks=ranks, to_host=to_host)
 
-    def result(self, key: GraphKey) -> SampledTokens:
-        """Where every replay of the graph writes its results, padding included. Another replay may
-        overwrite them."""
-        captured = self._find(key)
-        assert captured is not None
-        return captured.result
-
     def seconds(
         self, key: GraphKey, slots: list[int] | None = None, renew: Callable[[], None] | None = None
     ) -> float:

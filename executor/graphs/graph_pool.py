@@ -63,7 +63,7 @@ class GraphPool:
 
 
 def replay_seconds(
-    graph: torch.cuda.CUDAGraph,
+    replay: Callable[[], None],
     in_a_row: float,
     before: Callable[[], None] | None = None,
     agree: Callable[[int], int] = int,
@@ -71,18 +71,18 @@ def replay_seconds(
     """The device's time of one replay, in a row of replays that takes `in_a_row` seconds. Another
     such row runs first, since the device's clock is lower under load than after a pause. `before`
     is called before each replay. `agree`: as `GraphPool`; a replay waits for the other ranks'."""
-    number = agree(max(1, round(in_a_row / _row_seconds(graph, 1, before))))
-    _row_seconds(graph, number, before)
-    return _row_seconds(graph, number, before) / number
+    number = agree(max(1, round(in_a_row / _row_seconds(replay, 1, before))))
+    _row_seconds(replay, number, before)
+    return _row_seconds(replay, number, before) / number
 
 
 def _row_seconds(
-    graph: torch.cuda.CUDAGraph, number: int, before: Callable[[], None] | None
+    replay: Callable[[], None], number: int, before: Callable[[], None] | None
 ) -> float:
     span = DeviceSpan()
     for _ in range(number):
         if before is not None:
             before()
-        graph.replay()
+        replay()
     span.end()
     return span.seconds()

@@ -96,6 +96,8 @@ class GraphTable(Generic[Result]):
         Raises ValueError when the memory does not suffice.
         """
         wanted = sorted(keys, reverse=True)
+        if not wanted:
+            return
         self._sizes = tuple(sorted({key.batch_size for key in wanted}))
         self._slot_ids = torch.full(
             (max(self._sizes, default=0),), self._dummy_slot, device=self._device
@@ -134,13 +136,18 @@ class GraphTable(Generic[Result]):
     def seconds(
         self, key: GraphKey, slots: list[int] | None = None, renew: Callable[[], None] | None = None
     ) -> float:
-        """The device's time of one replay, in a long row of them. slots: those that take part;
-        None: the dummy slot only. `renew` is called before each replay. No round may be in flight:
-        its results would be overwritten."""
+        """The device's time of one replay, in a long row of them, and of `renew`, which is called
+        before each. slots: those that take part; None: the dummy slot only. No round may be in
+        flight: its results would be overwritten."""
+        replay = self.ready(key, slots)
+        return replay_seconds(replay, TIMED_SECONDS, renew, self._pool.agree)
+
+    def ready(self, key: GraphKey, slots: list[int] | None = None) -> Callable[[], None]:
+        """What replays the graph of a key for these slots, as often as it is called."""
         captured = self._find(key)
         assert captured is not None
         self._send(slots if slots is not None else [self._dummy_slot] * key.batch_size)
-        return replay_seconds(captured.graph, TIMED_SECONDS, renew, self._pool.agree)
+        return captured.graph.replay
 
     def _replay(
         self, slots: list[int], shape: DraftShape, sampled: bool

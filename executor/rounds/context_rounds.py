@@ -1,8 +1,8 @@
 """Rounds with context chunks.
 
-Chunks and generation windows share one forward, or a few short chunks are a CUDA graph and the
-windows follow as in a round without chunks. First tokens are sent before anything is drafted after
-them."""
+The round is split, and its eager forward reads chunks and generation windows. Or a few short chunks
+are a CUDA graph, and the windows follow as a round of their own. First tokens are sent before
+anything is drafted after them."""
 
 import torch
 
@@ -23,9 +23,8 @@ class ContextRounds:
     """Runs batches with context chunks. `decode` runs the windows where they do not share the
     chunks' forward."""
 
-    graphs: ContextGraphs | None = None
-
     def __init__(self, step: DecodeStep, decode: DecodeRounds, sender: ResultSender) -> None:
+        self.graphs: ContextGraphs | None = None
         self._step, self._decode, self._sender = step, decode, sender
         self._engine, self._sampler = step.engine, step.sampler
         self._round_end, self._slots = step.round_end, step.sampler.slots

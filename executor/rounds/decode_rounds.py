@@ -1,8 +1,9 @@
-"""Rounds of generation windows: replayed as a CUDA graph where one fits, eager otherwise.
+"""Rounds of generation windows, which have two forms: one CUDA graph for the whole round, or the
+forward and then the tail, each a graph or eager.
 
-With a grammar a round is two graphs, the forward and its tail; between their launches the host
-sends the masks. Where a request's rules need more than a round's graph knows, the forward at least
-is a graph."""
+A round is split where its drafts are made in launches of their own, where the host sends masks of
+grammars between the two, where a request's rules need more than a graph knows (then the tail is
+eager), and where no graph fits (then both are)."""
 
 from dataclasses import replace
 from operator import attrgetter
@@ -13,7 +14,9 @@ from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.graph_pool import GraphPool
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
+from tllm_spec.executor.graphs.slot_graphs import GraphKey
+from tllm_spec.executor.graphs.window_graphs import WindowGraphs
+from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.decode_step import DecodeStep
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 
@@ -21,24 +24,32 @@ _graph_samples, _slot = attrgetter("graph_samples"), attrgetter("slot")
 
 
 class DecodeRounds:
-    """Runs batches of generation windows. Nothing is captured before `capture`."""
-
-    graphs: CudaGraphs | None = None
-    forward_graphs: SlotGraphs[torch.Tensor] | None = None
-    tails: CudaGraphs | None = None
+    """Runs batches of generation windows. graphs: None before `capture`."""
 
     def __init__(self, step: DecodeStep) -> None:
         self._step, self._masks = step, step.sampler.grammar_masks
+        self.graphs: WindowGraphs | None = None
         self._hidden = torch.empty(0)  # [T, H], where every forward graph leaves its result
 
     def run(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SampledTokens:
-        sampled = self._replay(batch)
-        if sampled is None:
-            hidden = self._replay_forward(batch)
-            sampled = None if hidden is None else self._replay_tail(batch)
-            if sampled is None:
-                sampled = self._step.run(batch, logprobs, hidden)
-        return sampled
+        requests, shape, graphs = batch.generation_requests, batch.shape, self.graphs
+        if graphs is None:
+            return self._step.run(batch, logprobs)
+        slots, is_sampled = list(map(_slot, requests)), _way_of_sampling(requests)
+        if is_sampled is not None and not self._masks.has_windows:
+            sampled = graphs.whole.replay(slots, shape, is_sampled)
+            if sampled is not None:
+                return sampled
+        forward = graphs.forwards.run(slots, shape, False)
+        if forward is None:
+            return self._step.run(batch, logprobs)
+        num_padded = graphs.tails.padded(len(slots))
+        if is_sampled is not None and num_padded:
+            self._masks.send(requests, shape.window, num_padded * shape.window)
+            sampled = graphs.tails.replay(slots, shape, is_sampled)
+            assert sampled is not None, "each forward has its tails"
+            return sampled
+        return self._step.run(batch, logprobs, forward.result[: len(slots) * shape.window])
 
     def capture(
         self,
@@ -48,63 +59,41 @@ class DecodeRounds:
         *,
         pads: bool,
         pool: GraphPool | None,
-    ) -> CudaGraphs:
+    ) -> WindowGraphs:
         """Raises ValueError when the memory does not suffice."""
-        graphs = CudaGraphs(self._round, dummy_slot, device, pads=pads, pool=pool)
-        graphs.capture(keys)
-        model, num_rows = self._step.engine.model, max((key.num_tokens for key in keys), default=0)
+        step, splits_rounds = self._step, self._step.round_end.splits_rounds
+        whole = CudaGraphs(self._whole, dummy_slot, device, pads=pads, pool=pool)
+        whole.capture([] if splits_rounds else keys)
+        model, num_rows = step.engine.model, max((key.num_tokens for key in keys), default=0)
         size = num_rows, model.config.hidden_size
         self._hidden = torch.empty(size, dtype=model.dtype, device=device)
-        forwards = graphs.for_same_slots(self._forward)
+        forwards = whole.for_same_slots(self._forward)
         forwards.capture({replace(key, sampled=False) for key in keys})
         if self._masks.is_served:
             self._masks.make_room(num_rows)
-            tails = graphs.for_same_results(self._tail)
-            # A forward begins with the dummy slot empty, but no tail does.
-            tails.capture(keys, lambda key: self._step.sampler.slots.reset_dummy())
-            self._step.sampler.slots.reset_dummy()
-            self.tails = tails
-        self.graphs, self.forward_graphs = graphs, forwards
-        return graphs
+        tails = whole.for_same_results(self._tail)
+        # A forward begins with the dummy slot empty, but no tail does.
+        tails.capture(
+            keys if splits_rounds or self._masks.is_served else [],
+            lambda key: step.sampler.slots.reset_dummy(),
+        )
+        step.sampler.slots.reset_dummy()
+        self.graphs = WindowGraphs(whole, forwards, tails)
+        return self.graphs
 
-    def _round(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> SampledTokens:
-        return self._step.from_slots(slot_ids, shape, is_sampled, self._step.max_len)
+    def _whole(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> SampledTokens:
+        return self._step.whole(slot_ids, shape, is_sampled, self._step.max_len)
 
     def _forward(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> torch.Tensor:
-        hidden = self._step.forward_from_slots(slot_ids, shape)
+        hidden = self._step.forward(slot_ids, shape)
         return self._hidden[: len(hidden)].copy_(hidden)
 
     def _tail(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> SampledTokens:
         hidden = self._hidden[: len(slot_ids) * shape.window]
-        return self._step.after_forward(slot_ids, hidden, shape, is_sampled)
+        return self._step.tail(slot_ids, hidden, shape, is_sampled)
 
-    def _replay(self, batch: ScheduledBatch) -> SampledTokens | None:
-        """None where no graph fits the batch, or a request's rules."""
-        requests = batch.generation_requests
-        needed = set(map(_graph_samples, requests))
-        if self.graphs is None or None in needed or self._masks.has_windows:
-            return None
-        slots, is_sampled = list(map(_slot, requests)), True in needed
-        sampled = self.graphs.replay(slots, batch.shape, is_sampled)
-        if sampled is not None:
-            self._step.round_end.after_replay(slots, batch.shape, is_sampled)
-        return sampled
 
-    def _replay_forward(self, batch: ScheduledBatch) -> torch.Tensor | None:
-        """Hidden states of the windows, `[B * W, H]`, which the next replay of any graph
-        overwrites; None where no graph fits."""
-        if self.forward_graphs is None:
-            return None
-        slots = list(map(_slot, batch.generation_requests))
-        captured = self.forward_graphs.run(slots, batch.shape, False)
-        return None if captured is None else captured.result[: len(slots) * batch.shape.window]
-
-    def _replay_tail(self, batch: ScheduledBatch) -> SampledTokens | None:
-        """After a replayed forward. None where a request's rules need more than grammars."""
-        requests, window = batch.generation_requests, batch.shape.window
-        needed = set(map(_graph_samples, requests))
-        if self.tails is None or None in needed or not self._masks.has_windows:
-            return None
-        slots = list(map(_slot, requests))
-        self._masks.send(requests, window, self.tails.padded(len(slots)) * window)
-        return self.tails.replay(slots, batch.shape, True in needed)
+def _way_of_sampling(requests: list[LlmRequest]) -> bool | None:
+    """As `GraphKey.sampled`; None where a request's rules need more than a graph knows."""
+    needed = set(map(_graph_samples, requests))
+    return None if None in needed else True in needed

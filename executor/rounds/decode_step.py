@@ -1,7 +1,8 @@
-"""One round of generation windows as device work: the target's forward, acceptance, drafting.
+"""One round of generation windows as device work: the target's forward, then the tail, which is
+sampling, acceptance and drafting.
 
-`run` takes the requests of a batch. `from_slots` takes nothing but slot numbers on the device,
-which is what a CUDA graph captures."""
+`run` takes the requests of a batch. `whole`, `forward` and `tail` take nothing but slot numbers on
+the device, which is what a CUDA graph captures."""
 
 from dataclasses import dataclass
 
@@ -43,47 +44,42 @@ class DecodeStep:
     def run(
         self, batch: ScheduledBatch, logprobs: LogprobRows, hidden: torch.Tensor | None = None
     ) -> SampledTokens:
-        """The batch's windows. hidden `[B * W, H]`: of a forward that ran already; None: it
-        runs here."""
+        """The batch's windows, kernel by kernel. hidden `[B * W, H]`: of a forward that ran
+        already, so that the tail is left; None: nothing ran."""
         group = self.group(batch)
         windows = self.windows(group.slots, batch.shape, batch.max_kv_len)
         if hidden is None:
             hidden = self.engine.forward([], windows.rows)
         logits = self.engine.compute_logits(hidden)
         result = self.sample(group, windows, logits, batch.draft_probs, logprobs)
-        self.round_end.after_windows(batch, result)
+        self.round_end.tail(group, result, batch.new_shape)
         return result.sampled
 
-    def from_slots(
+    def whole(
         self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool, max_kv_len: int
     ) -> SampledTokens:
-        """The windows of the slots `[B]`, whose KV lengths are `max_kv_len` at most."""
+        """The whole round of the slots `[B]`, whose KV lengths are `max_kv_len` at most."""
         self._slots.reset_dummy()
         group = self._groups.of_slots(slot_ids, shape.window, sampled=is_sampled)
         windows = self.windows(slot_ids, shape, max_kv_len)
         logits = self.engine.compute_logits(self.engine.forward([], windows.rows))
-        result = self.sample(group, windows, logits, None, LogprobRows())
-        self.round_end.in_graph(group, result, shape)
-        return result.sampled
+        return self._end(group, windows, logits)
 
-    def after_forward(
+    def forward(self, slot_ids: torch.Tensor, shape: DraftShape) -> torch.Tensor:
+        """Hidden states of the slots' windows, `[B * W, H]`: the same for every way of sampling."""
+        self._slots.reset_dummy()
+        return self.engine.forward([], self.windows(slot_ids, shape, self.max_len).rows)
+
+    def tail(
         self, slot_ids: torch.Tensor, hidden: torch.Tensor, shape: DraftShape, is_sampled: bool
     ) -> SampledTokens:
         """What follows in a round whose forward of the slots `[B]` has left `hidden` `[B * W, H]`,
         under the masks that were sent."""
         group = self._groups.of_slots(slot_ids, shape.window, sampled=is_sampled)
         windows = self.windows(slot_ids, shape, self.max_len)
-        logits = self.engine.compute_all_logits(hidden)
+        logits = self.engine.compute_logits(hidden)
         self.sampler.grammar_masks.apply_sent(logits)
-        result = self.sample(group, windows, logits, None, LogprobRows())
-        self.round_end.in_tail(group, result, shape)
-        return result.sampled
-
-    def forward_from_slots(self, slot_ids: torch.Tensor, shape: DraftShape) -> torch.Tensor:
-        """Hidden states of the slots' windows, `[B * W, H]`: the same for every way of sampling."""
-        self._slots.reset_dummy()
-        windows = self.windows(slot_ids, shape, self.max_len)
-        return self.engine.forward([], windows.rows)
+        return self._end(group, windows, logits)
 
     @property
     def max_len(self) -> int:
@@ -103,6 +99,11 @@ class DecodeStep:
             tree=None if tree is None else TreeRows(tree.depths, TreeMask(tree.bits, width), 0),
         )
         return SlotWindows(rows, shape, tree)
+
+    def _end(self, group: RowGroup, windows: SlotWindows, logits: torch.Tensor) -> SampledTokens:
+        result = self.sample(group, windows, logits, None, LogprobRows())
+        self.round_end.tail(group, result, windows.shape)
+        return result.sampled
 
     def sample(
         self,

@@ -11,10 +11,10 @@ import torch
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.graphs.context_graphs import capture_contexts
-from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.dummy_contexts import ContextLimits
 from tllm_spec.executor.graphs.graph_pool import GraphPool
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
+from tllm_spec.executor.graphs.window_graphs import WindowGraphs
 from tllm_spec.executor.rounds.context_rounds import ContextRounds
 from tllm_spec.executor.rounds.decode_rounds import DecodeRounds
 from tllm_spec.executor.rounds.decode_step import DecodeStep
@@ -76,7 +76,7 @@ class RoundRunner:
         self._slots.reset_dummy()
 
     @property
-    def graphs(self) -> CudaGraphs | None:
+    def graphs(self) -> WindowGraphs | None:
         """Of rounds of generation windows."""
         return self.decode.graphs
 
@@ -91,7 +91,7 @@ class RoundRunner:
     ) -> None:
         """From now on a round of generation windows that fits one of the keys is a graph launch."""
         graphs = self.decode.capture(keys, dummy_slot, device, pads=pads, pool=pool)
-        self.round_end.capture_graphs(graphs, keys)
+        self.round_end.capture_graphs(graphs.whole, keys)
 
     def capture_contexts(self, sizes: tuple[int, ...], dummy_slot: int, pool: GraphPool) -> None:
         """From now on a few short context chunks are a graph launch, where attention can be

@@ -26,7 +26,7 @@ class RoundTiming:
             return graphs.seconds(key)
         slot_ids = torch.full((key.batch_size,), dummy_slot, device=device)
         max_kv_len = min(TIMED_KV_LEN, self._step.max_len)
-        run = partial(self._step.from_slots, slot_ids, key.shape, key.sampled, max_kv_len)
+        run = partial(self._step.whole, slot_ids, key.shape, key.sampled, max_kv_len)
         return eager_seconds(lambda: run().new_lens)
 
     def seconds_with_contexts(self, key: GraphKey, limits: ContextLimits) -> float | None:

@@ -48,6 +48,8 @@ class GrammarMasks:
         self._unfilled: set[LlmRequest] = set()  # begun, and broken off by an exception
         self._threads: ThreadPoolExecutor | None = None
         self._for_graphs = torch.empty(0, dtype=torch.int32, device=slots.device)
+        self._max_rows = 0  # of a graph
+        self._is_sent = False  # any mask, to the next graph
         self.read_rounds: Callable[[], None] = lambda: None
         self.is_served = True  # grammars are not refused
         self.limits_time = True
@@ -75,17 +77,23 @@ class GrammarMasks:
 
     def make_room(self, max_rows: int) -> None:
         """Before graphs are captured, of which none has more rows."""
-        size = mask_words(max_rows, self._vocab_size)
+        self._max_rows, size = max_rows, mask_words(max_rows, self._vocab_size)
         self._for_graphs = torch.full((size,), -1, dtype=torch.int32, device=self._slots.device)
 
     def send(self, requests: Sequence[LlmRequest], window: int, num_rows: int) -> None:
-        """Sends the masks of a round's windows to a graph of that many rows."""
-        filled = self._fill(requests, window, num_rows)
-        self._for_graphs[: len(filled)].copy_(filled, non_blocking=True)
+        """Sends the masks of a round's windows to a graph of that many rows; where there are none,
+        takes back those of the round before."""
+        if self.has_windows:
+            filled = self._fill(requests, window, num_rows)
+            self._for_graphs[: len(filled)].copy_(filled, non_blocking=True)
+        elif self._is_sent:
+            self._for_graphs[: self._max_rows].fill_(-1)
+        self._is_sent = self.has_windows
 
     def apply_sent(self, logits: torch.Tensor) -> None:
         """What a graph captures. logits `[R, V]`, changed in place."""
-        self._mask(logits, self._for_graphs)
+        if self.is_served:
+            self._mask(logits, self._for_graphs)
 
     def blame(self) -> list[LlmRequest] | None:
         """After an exception: the requests whose grammars caused it; None if it was not raised

@@ -74,11 +74,6 @@ class RowGroup:
         """Whether anything changes the logits before temperature and filters."""
         return bool(self.penalised or self.bias or self.early or self.edited)
 
-    def one_row_each(self) -> "RowGroup":
-        """A graph's group with one row per request, to draw drafts for."""
-        parameters = self.sampled_parameters and self.sampled_parameters.every(self.window)
-        return replace(self, window=1, sampled_parameters=parameters, memo={}, parts=[])
-
 
 class RowGroups:
     """Makes groups, and keeps the latest ones for as long as their requests stay the same."""
@@ -118,6 +113,13 @@ class RowGroups:
         if group.sampled is not None:
             group.sampled_parameters = self._parameters(group, group.sampled)
         return group
+
+    def one_row_each(self, group: RowGroup) -> RowGroup:
+        """The group with one row per request, to draw drafts for."""
+        if group.requests:
+            return self.get(group.requests, 1)
+        parameters = group.sampled_parameters and group.sampled_parameters.every(group.window)
+        return replace(group, window=1, sampled_parameters=parameters, memo={}, parts=[])
 
     def parts(self, group: RowGroup, size: int) -> list[RowGroup]:
         """The group cut into groups of at most `size` requests, which is the same in every call."""

@@ -14,16 +14,12 @@ from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.ngram_pool import NGramPool
 from tllm_spec.executor.resources.ngram_tree_pool import NGramTreePool
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.sampling.draft_sampling import DraftSampling
-from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import draft_sampling_of
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
-from tllm_spec.executor.speculative.drafting.drafter import Drafter, NoDrafter, OneModelDrafter
-from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
-from tllm_spec.executor.speculative.drafting.head_drafter import HeadDrafter
+from tllm_spec.executor.speculative.drafting.drafter import Drafter, NoDrafter, ReadyDrafts
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
@@ -68,7 +64,6 @@ class Surroundings:
     slots: SlotState
     sampler: Sampler
     max_num_tokens: int
-    dummy_slot: int
     draft: DraftEngine | None
     layers: DraftLayers | None
 
@@ -77,14 +72,12 @@ class Surroundings:
 class Speculation:
     """What a mode adds to the executor.
 
-    `round_end`: the drafter's part of the target's rounds. `graph_drafter`: the drafter, if it has
-    graphs of its own."""
+    `round_end`: the drafter's part of the target's rounds."""
 
     drafter: Drafter
     resources: list[ResourceManager] = field(default_factory=list)
     blame: Callable[[], list[LlmRequest] | None] = lambda: None
     round_end: RoundEnd = field(default_factory=RoundEnd)
-    graph_drafter: GraphDrafter | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +90,7 @@ class DraftModel:
     # Of the target, for a head; None: the head's own choice or the default.
     capture_layers: tuple[int, ...] | None
     shares_pages: bool  # its layers are extra layers of the target's pages
-    in_target_forward: bool  # one-model path; otherwise it drafts in launches of its own
+    splits_rounds: bool  # it drafts in the tails of split rounds: a head on the two-model path
     num_modules: int = 0  # of MTP, which are loaded as the target is
     backend: DraftBackend = "torch"
     # Of heads with a folder of their own. The first is that of a folder which does not say.
@@ -183,7 +176,7 @@ def _on_host(
 def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
     assert isinstance(config, DraftTargetDecodingConfig)
     if config.draft_target_one_model:
-        return _one_model(config, around)
+        return _build_on_targets_pages(config, around)
     assert around.draft is not None
     engine, kv = around.draft.engine, DraftKVManager(around.draft.kv)
     shard, token_map = None, None
@@ -197,42 +190,18 @@ def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Spe
         drafter = ModelTreeDrafter(engine, *parts)
     else:
         drafter = ModelDrafter(engine, *parts)
-    return Speculation(drafter, [kv], round_end=drafter, graph_drafter=drafter)
+    return Speculation(drafter, [kv], round_end=drafter)
 
 
-def _build_eagle(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
-    assert isinstance(config, EagleHeadDecodingConfig)
-    if config.eagle3_one_model:
-        return _one_model(config, around)
-    return _head_in_own_launches(config, around)
-
-
-def _build_mtp(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
-    assert isinstance(config, MTPDecodingConfig)
-    if config.mtp_eagle_one_model:
-        return _one_model(config, around)
-    return _head_in_own_launches(config, around)
-
-
-def _head_in_own_launches(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
-    drafter = HeadDrafter(*_worker_parts(config, around), around.dummy_slot)
-    return Speculation(drafter, round_end=drafter, graph_drafter=drafter)
-
-
-def _one_model(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
-    return Speculation(OneModelDrafter(), round_end=DraftWorker(*_worker_parts(config, around)))
-
-
-def _worker_parts(
-    config: DecodingBaseConfig, around: Surroundings
-) -> tuple[DraftLayers, SlotState, RowGroups, DraftSampling, DraftBacklog]:
-    """What `DraftWorker` is made of."""
-    layers, slots = around.layers, around.slots
-    assert layers is not None
+def _build_on_targets_pages(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
+    layers, slots, draft = around.layers, around.slots, draft_model_of(config)
+    assert layers is not None and draft is not None
     net = layers.net
     sampling = draft_sampling_of(net.shard, around.sampler, _draws(config), net.token_map)
     backlog = DraftBacklog(layers, slots, around.max_num_tokens)
-    return layers, slots, around.sampler.groups, sampling, backlog
+    parts = layers, slots, around.sampler.groups, sampling, backlog
+    worker = DraftWorker(*parts, splits_rounds=draft.splits_rounds)
+    return Speculation(ReadyDrafts(), round_end=worker)
 
 
 def _draws(config: DecodingBaseConfig) -> str:
@@ -250,7 +219,7 @@ def _draft_target_model(config: DecodingBaseConfig) -> DraftModel:
         is_head=False,
         capture_layers=None,
         shares_pages=config.draft_target_one_model,
-        in_target_forward=config.draft_target_one_model,
+        splits_rounds=False,
         backend=config.draft_backend,
         token_map=config.speculative_token_map,
     )
@@ -266,7 +235,7 @@ def _eagle_head(config: DecodingBaseConfig) -> DraftModel:
         is_head=True,
         capture_layers=config.eagle3_layers_to_capture,
         shares_pages=True,
-        in_target_forward=config.eagle3_one_model,
+        splits_rounds=not config.eagle3_one_model,
         backend=config.draft_backend,
         head_kinds=("EAGLE-3",) if is_eagle3 else ("EAGLE-1/2", "EAGLE-3"),
         token_map=config.speculative_token_map,
@@ -281,7 +250,7 @@ def _mtp_module(config: DecodingBaseConfig) -> DraftModel:
         is_head=True,
         capture_layers=None,
         shares_pages=True,
-        in_target_forward=config.mtp_eagle_one_model,
+        splits_rounds=not config.mtp_eagle_one_model,
         num_modules=config.max_draft_len if config.use_mtp_vanilla else 1,
     )
 
@@ -290,9 +259,9 @@ _MODES: dict[type[DecodingBaseConfig], Mode] = {
     NGramDecodingConfig: Mode(_build_ngram),
     UserProvidedDecodingConfig: Mode(_build_user_provided),
     DraftTargetDecodingConfig: Mode(_build_draft_target, draft_model=_draft_target_model),
-    Eagle3DecodingConfig: Mode(_build_eagle, draft_model=_eagle_head),
-    EagleDecodingConfig: Mode(_build_eagle, draft_model=_eagle_head),
-    MTPDecodingConfig: Mode(_build_mtp, draft_model=_mtp_module),
+    Eagle3DecodingConfig: Mode(_build_on_targets_pages, draft_model=_eagle_head),
+    EagleDecodingConfig: Mode(_build_on_targets_pages, draft_model=_eagle_head),
+    MTPDecodingConfig: Mode(_build_on_targets_pages, draft_model=_mtp_module),
 }
 
 

@@ -26,7 +26,7 @@ from tllm_spec.draft_network.tensorrt_package import find_tensorrt, package_for
 from tllm_spec.draft_shape import chain_of
 from tllm_spec.executor.building import draft_backend
 from tllm_spec.executor.building.draft_backend import check_draft_backend, load_head_network
-from tllm_spec.executor.graphs.slot_graphs import GraphKey
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.speculative.drafting.draft_net import HeadNet
 from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
@@ -293,8 +293,9 @@ def test_an_engine_whose_scratch_memory_does_not_fit_is_refused_by_option(
 def test_drafts_are_made_without_graphs_where_the_engine_allows_none() -> None:
     drafter = harness().parts.drafter
     assert isinstance(drafter, ModelDrafter)
-    keys = [GraphKey(1, chain_of(3), False)]
-    assert drafter.keys(keys, keys) == []
+    key = GraphKey(1, chain_of(3), False)
+    drafter.capture_graphs(SlotGraphs(lambda *_: None, 1, torch.device("cpu")), [key])
+    assert drafter.graphs is not None and key not in drafter.graphs
 
 
 def test_only_the_network_of_a_backend_imports_its_library() -> None:

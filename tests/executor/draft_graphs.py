@@ -1,4 +1,5 @@
-"""Two-model drafters whose CUDA graphs are replaced by eager ones, and what they draft."""
+"""Drafters on the two-model path whose CUDA graphs are replaced by eager ones, and what they
+draft."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,13 +10,13 @@ import pytest
 import torch
 
 from tests.executor.draft_caches import eagle3
+from tests.executor.graph_rounds import graphs_of, replays_of
 from tests.executor.harness import Harness, draft_target, output_of, tensors_of
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.graphs.graph_pool import Captured, GraphPool
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs, graph_keys
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable, graph_keys
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling.row_group import RowGroup
-from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 
 CPU = torch.device("cpu")
@@ -88,25 +89,23 @@ class Watched:
     """`eager`: the number of requests of each draft without a graph."""
 
     harness: Harness
-    drafter: GraphDrafter
     eager: list[int] = field(default_factory=list)
 
-    def replays(self, graphs: SlotGraphs[Any] | None = None) -> dict[GraphKey, int]:
-        """Of the drafts' graphs, or of those given."""
-        graphs = graphs or self.drafter.graphs
+    @property
+    def graphs(self) -> GraphTable[Any]:
+        """Those that draft: of a draft model's steps, or of the tails of rounds."""
+        drafter = self.harness.parts.drafter
+        graphs = drafter.graphs if isinstance(drafter, ModelDrafter) else graphs_of(self.harness)
         assert graphs is not None
-        dummies: dict[GraphKey, Any] = {
-            GraphKey(size, shape, sampled): captured.graph
-            for shape, tier in graphs.tiers.items()
-            for (size, sampled), captured in tier.graphs.items()
-        }
-        return {key: stand_in.replays for key, stand_in in dummies.items() if stand_in.replays}
+        return graphs
+
+    def replays(self) -> dict[GraphKey, int]:
+        return replays_of(self.graphs)
 
 
 def watch(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> Watched:
-    drafter: Any = harness.parts.drafter
-    assert isinstance(drafter, GraphDrafter)
-    watched = Watched(harness, drafter)
+    drafter: Any = harness.parts.runner.round_end
+    watched = Watched(harness)
     name = "_draft" if isinstance(drafter, ModelDrafter) else "draft"
     original = getattr(drafter, name)
 
@@ -134,12 +133,6 @@ def with_graphs(
     rounds = graph_keys(sizes, lambda _: draft_lens | {0})
     with torch.inference_mode():
         runner.capture_graphs(rounds, DUMMY, CPU, pads=pads)
-        assert runner.graphs is not None
-        asked = graph_keys(sizes, lambda _: draft_lens)
-        watched.drafter.capture_drafting(runner.graphs, watched.drafter.keys(rounds, asked))
-        for captured in (c for tier in runner.graphs.tiers.values() for c in tier.graphs.values()):
-            stand_in: Any = captured.graph
-            stand_in.replays = 0
     return watched
 
 

@@ -13,11 +13,11 @@ from tllm_spec.config import LlmArgs
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
+from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.graph_pool import GraphPool
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable, graph_keys
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.speculative.drafting.head_drafter import HeadDrafter
-from tllm_spec.executor.speculative.modes import Speculation
+from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 
 CPU = torch.device("cpu")
 DUMMY = 8  # the slot after those of max_batch_size
@@ -45,20 +45,23 @@ def with_graphs(
 def capture_rounds(
     harness: Harness, keys: list[GraphKey], *, pads: bool = True, pool: GraphPool | None = None
 ) -> None:
-    """As the composition root does for every key; a head of its own drafts in graphs, too."""
-    runner, drafter = harness.parts.runner, harness.parts.drafter
-    runner.capture_graphs(keys, DUMMY, CPU, pads=pads, pool=pool)
-    if isinstance(drafter, HeadDrafter):
-        assert runner.graphs is not None
-        drafter.capture_drafting(runner.graphs, drafter.keys(keys, keys))
-        for captured in (c for tier in runner.graphs.tiers.values() for c in tier.graphs.values()):
-            stand_in: Any = captured.graph
-            stand_in.replays = 0  # those that the head's captures needed do not count
+    """As the composition root does for every key."""
+    harness.parts.runner.capture_graphs(keys, DUMMY, CPU, pads=pads, pool=pool)
+
+
+def graphs_of(harness: Harness) -> CudaGraphs:
+    """Those that end the rounds: of whole rounds, or of tails where all rounds are split."""
+    runner = harness.parts.runner
+    assert runner.graphs is not None
+    return runner.graphs.tails if runner.round_end.splits_rounds else runner.graphs.whole
 
 
 def num_replays(harness: Harness) -> dict[GraphKey, int]:
-    graphs = harness.parts.runner.graphs
-    assert graphs is not None
+    """Of `graphs_of`."""
+    return replays_of(graphs_of(harness))
+
+
+def replays_of(graphs: GraphTable[Any]) -> dict[GraphKey, int]:
     dummies: dict[GraphKey, Any] = {
         GraphKey(size, shape, is_sampled): captured.graph
         for shape, tier in graphs.tiers.items()
@@ -88,6 +91,7 @@ class KeyRecorder:
     """Stands in for a round runner on a CUDA device."""
 
     engine = SimpleNamespace(backend=SimpleNamespace(supports_graphs=True))
+    round_end = RoundEnd()
 
     def __init__(self) -> None:
         self.keys: list[GraphKey] = []
@@ -129,14 +133,13 @@ class KeyRecorder:
 
 def keys_of_build(model: Path, **options: Any) -> list[GraphKey]:
     """What the composition root would have captured on a CUDA device."""
-    built, recorder = Harness(model, **options), KeyRecorder()
+    recorder = KeyRecorder()
     plan = BuildPlan(
         LlmArgs.from_kwargs(model, **{"max_batch_size": 8, "max_seq_len": 256} | options)
     )
     plan.device = torch.device("cuda")
     runner: Any = recorder
-    speculation = Speculation(built.parts.drafter, round_end=built.parts.runner.round_end)
-    build_controller(plan, runner, speculation, [])
+    build_controller(plan, runner, [])
     return recorder.keys
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.drafting.drafter import NoDrafter, OneModelDrafter
+from tllm_spec.executor.speculative.drafting.drafter import NoDrafter, ReadyDrafts
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.sampling_params import SamplingParams
 
@@ -90,7 +91,7 @@ class ScriptedRunner(RoundRunner):
     def __init__(self, sampler: Sampler, script: Script) -> None:
         engine: Any = None
         super().__init__(engine, sampler, RoundEnd())
-        graphs: Any = script
+        graphs: Any = SimpleNamespace(whole=script)
         self.decode.graphs = graphs
         contexts: Any = self.contexts
         contexts.launch = self._answer
@@ -149,7 +150,7 @@ class ScriptedEngine:
             resources=[kv, managed],
             slots=slots,
             runner=ScriptedRunner(sampler, Script(rates, token_ids)),
-            drafter=OneModelDrafter() if draft_len else NoDrafter(),
+            drafter=ReadyDrafts() if draft_len else NoDrafter(),
             sampler=sampler,
             controller=AdaptiveController.fixed(draft_len),
             draft_len_for=lambda *_: draft_len,

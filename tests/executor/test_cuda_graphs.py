@@ -10,6 +10,7 @@ from tests.executor.graph_rounds import (
     CPU,
     DUMMY,
     MODES,
+    graphs_of,
     keys_of_build,
     num_replays,
     speculate,
@@ -100,8 +101,7 @@ def test_the_dummy_slot_of_padded_batches_does_not_grow_and_has_no_pages(
 ) -> None:
     speculation = speculate(tiny_draft, head, mode)
     harness = with_graphs(tiny, (8,), {0, 1, 2, 3} if speculation else {0}, **speculation)
-    slots, table, graphs = harness.parts.slots, harness.parts.kv.table, harness.parts.runner.graphs
-    assert graphs is not None
+    slots, table, graphs = harness.parts.slots, harness.parts.kv.table, graphs_of(harness)
     requests = submit_mixture(harness, 3, is_sampled=True)
     while harness.round():
         owners = sum(

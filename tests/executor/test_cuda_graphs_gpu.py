@@ -9,6 +9,7 @@ import torch
 from tests.executor.graph_rounds import (
     DUMMY,
     MODES,
+    graphs_of,
     on_cuda,
     speculate,
     submit_mixture,
@@ -30,7 +31,7 @@ def test_on_a_gpu_rounds_without_drafts_are_graphs_of_draft_length_0(
     tiny: Path, tiny_draft: Path, head: Path, mode: str
 ) -> None:
     harness = on_cuda(tiny, [1, 4], **speculate(tiny_draft, head, mode))
-    graphs: Any = harness.parts.runner.graphs
+    graphs: Any = graphs_of(harness)
     replay, lengths = graphs.replay, []
 
     def watched(slots: list[int], shape: DraftShape, sampled: bool) -> SampledTokens | None:
@@ -52,8 +53,7 @@ def test_on_a_gpu_a_replayed_round_is_the_eager_one(
 ) -> None:
     speculation = speculate(tiny_draft, head, mode)
     harness, eager = (on_cuda(tiny, sizes, **speculation) for sizes in ([1, 4, 8], None))
-    graphs = harness.parts.runner.graphs
-    assert graphs is not None
+    graphs = graphs_of(harness)
     replay, num_replayed = graphs.replay, []
 
     def watched(slots: list[int], draft_len: int, sampled: bool) -> SampledTokens | None:
@@ -89,8 +89,7 @@ def test_on_a_gpu_the_dummy_slot_of_padded_batches_does_not_grow(
 @pytest.mark.gpu
 def test_on_a_gpu_a_batch_above_the_largest_graph_runs_without(tiny: Path) -> None:
     harness, eager = on_cuda(tiny, [2]), on_cuda(tiny, None)
-    graphs = harness.parts.runner.graphs
-    assert graphs is not None and graphs.replay([0, 1, 2], NO_DRAFTS, False) is None
+    assert graphs_of(harness).replay([0, 1, 2], NO_DRAFTS, False) is None
     ours, theirs = (submit_mixture(each, 5, False) for each in (harness, eager))
     harness.run()
     eager.run()

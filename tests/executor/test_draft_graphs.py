@@ -19,13 +19,13 @@ from tests.executor.draft_graphs import (
     watch,
     with_graphs,
 )
-from tests.executor.graph_rounds import on_cuda, submit_mixture
+from tests.executor.graph_rounds import on_cuda, replays_of, submit_mixture
 from tests.executor.harness import Harness, all_pages_are_back, output_of
-from tests.executor.test_head_drafter import watch_windows
+from tests.executor.test_split_rounds import watch_windows
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.draft_shape import chain_of
+from tllm_spec.draft_shape import DraftShape, chain_of
 from tllm_spec.executor.graphs.graph_pool import Captured
-from tllm_spec.executor.graphs.slot_graphs import GraphKey
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable
 from tllm_spec.executor.request import RequestState
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 
@@ -122,14 +122,16 @@ def test_a_steady_round_is_two_launches_and_nothing_else(
         harness.run_until(request, RequestState.GENERATION)
     for _ in range(3):
         harness.round()
-    before, targets = watched.replays(), harness.parts.runner.graphs
-    rounds_before = watched.replays(targets)
+    graphs = harness.parts.runner.graphs
+    assert graphs is not None
+    others: GraphTable[Any] = graphs.whole if mode == "draft_target" else graphs.forwards
+    before, others_before = watched.replays(), replays_of(others)
     with OpCounter(depth) as ops:
         for _ in range(6):
             harness.round()
     key = GraphKey(4, chain_of(3), False)
     assert watched.replays() == {key: before[key] + 6}
-    assert watched.replays(targets)[key] == rounds_before[key] + 6
+    assert replays_of(others)[key] == others_before[key] + 6
     assert not ops.names
 
 
@@ -138,7 +140,7 @@ def test_padding_of_a_draft_model_writes_into_no_requests_pages(
 ) -> None:
     options = {"kv_cache_config": {"tokens_per_block": 4}} | two_model(drafts, "draft_target")
     watched = with_graphs(monkeypatch, tiny, (8,), {3}, **options)
-    harness, drafter = watched.harness, watched.drafter
+    harness, drafter = watched.harness, watched.harness.parts.drafter
     assert isinstance(drafter, ModelDrafter)
     kv = drafter._kv.kv
     requests = [harness.submit([5, i], max_tokens=30) for i in range(2)]
@@ -226,8 +228,7 @@ def test_what_fits_no_graph_is_drafted_eagerly(
         watched.harness.run()
         eager.run()
         assert_same(ours, theirs)
-        # A draft model ignores penalties and reads nothing but slots; a head's graph reads what the
-        # target's graph left.
+        # A draft model ignores penalties; a head drafts in the tail, which is eager with them.
         assert bool(watched.replays()) == (mode == "draft_target") == (not watched.eager)
 
 
@@ -249,16 +250,15 @@ def test_on_a_gpu_the_drafts_of_graphs_are_those_without(
     )
     plain, watched = on_cuda(tiny, None), watch(harness, monkeypatch)
     windows = [watch_windows(each, monkeypatch) for each in (harness, eager)]
-    num_replayed, graphs = list[int](), watched.drafter.graphs
-    assert graphs is not None
-    run = graphs.run
+    num_replayed, graphs = list[int](), watched.graphs
+    replay = graphs._replay
 
-    def spy(slots: list[int], draft_len: int, sampled: bool) -> Captured[None] | None:
-        found = run(slots, draft_len, sampled)
+    def spy(slots: list[int], shape: DraftShape, sampled: bool) -> Captured[Any] | None:
+        found = replay(slots, shape, sampled)
         num_replayed.extend([len(slots)] * (found is not None))
         return found
 
-    monkeypatch.setattr(graphs, "run", spy)
+    monkeypatch.setattr(graphs, "_replay", spy)
     ours, theirs, expected = (
         submit_mixture(each, 7, is_sampled) for each in (harness, eager, plain)
     )

@@ -35,14 +35,14 @@ def test_start_up_times_every_length_of_the_ladder_and_charges_separate_drafters
 
     monkeypatch.setattr("tllm_spec.executor.rounds.round_runner.RoundRunner.seconds", seconds)
     monkeypatch.setattr(
-        "tllm_spec.executor.speculative.drafting.graph_drafter.GraphDrafter.seconds",
+        "tllm_spec.executor.speculative.drafting.model_drafter.ModelDrafter.seconds_before",
         lambda _, key, *__: 0.5 * key.draft_len,
     )
     harness = Harness(tiny, **tiny_engine(mode, drafts, 4, adaptive=LADDER))
     assert timed == [(size, steps) for size in (1, 2, 4, 8) for steps in (0, 1, 4, 4, 1, 0)]
     controller = harness.parts.controller
     controller.observe(1, [], 0)
-    charged = 0.0 if mode in ("draft_target_one_model", "ngram") else 0.5
+    charged = 0.5 if mode == "draft_target" else 0.0
     row = controller.state()["round_ms"]["1"]
     assert row["4"] - row["0"] == pytest.approx(1e3 * 4 * (0.01 + charged))
 
@@ -82,7 +82,8 @@ def test_without_graphs_a_separate_drafter_is_timed_with_dummy_requests(
     drafts: tuple[Path, Path],
     mode: str,
 ) -> None:
-    """Each forward of its network takes 10 ms. The dummy requests leave nothing behind."""
+    """Each forward of its network takes 10 ms; a target's, if it does, is in every round. The dummy
+    requests leave nothing behind."""
     network: Any = {"draft_target": ModelEngine, "eagle3_two_model": TorchLayers}[mode]
     forward = network.forward
 
@@ -92,9 +93,6 @@ def test_without_graphs_a_separate_drafter_is_timed_with_dummy_requests(
 
     monkeypatch.setattr(network, "forward", slow)
     monkeypatch.setattr("tllm_spec.executor.building.rounds.EAGER_SIZES", (1,))
-    monkeypatch.setattr(
-        "tllm_spec.executor.rounds.round_runner.RoundRunner.seconds", lambda _, key, *__: 1.0
-    )
     harness = Harness(tiny, **tiny_engine(mode, drafts, 4, adaptive=LADDER))
     harness.parts.controller.observe(1, [], 0)
     row = harness.parts.controller.state()["round_ms"]["1"]

@@ -98,7 +98,7 @@ def test_start_up_times_rounds_with_contexts_where_there_is_room_for_them(
 
     monkeypatch.setattr(CudaGraphs, "seconds", seconds)
     for limits, added in ((LIMITS, 0.2), (ContextLimits(200, 10), 0.0)):  # the second: too short
-        times = RoundTimer(runner, DraftShapes.chains(3), None, DUMMY, CPU, limits).measure(
+        times = RoundTimer(runner, DraftShapes.chains(3), DUMMY, CPU, limits).measure(
             controller, (2, 4)
         )
         found = [times.round_time(3, steps) for steps in (0, 1, 3)]

@@ -14,8 +14,7 @@ from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_eagle3 import edit_config, rewrite, write_tiny_eagle3
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.request import RequestState
-from tllm_spec.executor.speculative.drafting.drafter import OneModelDrafter
-from tllm_spec.executor.speculative.drafting.head_drafter import HeadDrafter
+from tllm_spec.executor.speculative.drafting.drafter import ReadyDrafts
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 
@@ -182,9 +181,9 @@ def test_what_the_modes_are_built_from(tiny: Path, tiny_draft: Path, head: Path)
     drafter."""
     one_model = draft_target(tiny_draft, 3, draft_target_one_model=True)
     for options, drafter, round_end, extra in (
-        (eagle3(head, 3), OneModelDrafter, DraftWorker, 2),
-        (eagle3(head, 3, eagle3_one_model=False), HeadDrafter, HeadDrafter, 2),
-        (one_model, OneModelDrafter, DraftWorker, 3),
+        (eagle3(head, 3), ReadyDrafts, DraftWorker, 2),
+        (eagle3(head, 3, eagle3_one_model=False), ReadyDrafts, DraftWorker, 2),
+        (one_model, ReadyDrafts, DraftWorker, 3),
         (draft_target(tiny_draft, 3), ModelDrafter, ModelDrafter, 0),
     ):
         parts = Harness(tiny, **options).parts

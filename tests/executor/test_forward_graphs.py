@@ -9,7 +9,7 @@ import torch
 
 from tests.executor.draft_caches import HOT
 from tests.executor.draft_graphs import DUMMY, assert_same, captures_without_a_device
-from tests.executor.graph_rounds import MODES, on_cuda, speculate, with_graphs
+from tests.executor.graph_rounds import MODES, on_cuda, replays_of, speculate, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.draft_shape import NO_DRAFTS
@@ -51,14 +51,10 @@ def submit_rules(harness: Harness, rules: dict[str, Any]) -> list[LlmRequest]:
 
 def forwards_of(harness: Harness) -> dict[tuple[int, int], int]:
     """Replays by batch size and draft length."""
-    graphs = harness.parts.runner.decode.forward_graphs
+    graphs = harness.parts.runner.graphs
     assert graphs is not None
-    found: dict[tuple[int, int], Any] = {
-        (size, tier.shape.depth): captured.graph
-        for tier in graphs.tiers.values()
-        for (size, _), captured in tier.graphs.items()
-    }
-    return {key: graph.replays for key, graph in found.items() if graph.replays}
+    found = replays_of(graphs.forwards)
+    return {(key.batch_size, key.draft_len): number for key, number in found.items()}
 
 
 def logprobs_of(harness: Harness, request: LlmRequest) -> list[dict[int, Any]]:
@@ -102,7 +98,6 @@ def test_the_forward_of_any_windows_is_a_graph_and_the_text_that_without(
     speculation = speculate(tiny_draft, head, mode)
     lengths = {0, 1, 2, 3} if speculation else {0}
     harness, eager = with_graphs(tiny, SIZES, lengths, **speculation), Harness(tiny, **speculation)
-    before = forwards_of(harness)
     ours, theirs = (submit_rules(each, RULES[rules]) for each in (harness, eager))
     forbid_eager_windows(harness, monkeypatch, depth)
     harness.run()
@@ -111,8 +106,7 @@ def test_the_forward_of_any_windows_is_a_graph_and_the_text_that_without(
     for mine, other in zip(ours, theirs, strict=True):
         assert logprobs_of(harness, mine) == logprobs_of(eager, other)
         assert bool(logprobs_of(harness, mine)) == (mine.rules.logprobs is not None)
-    used = {key[0] for key, number in forwards_of(harness).items() if number > before.get(key, 0)}
-    assert used == set(SIZES)
+    assert {size for size, _ in forwards_of(harness)} == set(SIZES)
     assert all_pages_are_back(harness.executor)
 
 
@@ -145,9 +139,9 @@ def test_on_a_gpu_a_replayed_forward_is_the_eager_one(
 ) -> None:
     speculation = speculate(tiny_draft, head, mode)
     harness, eager = (on_cuda(tiny, sizes, **speculation) for sizes in (list(SIZES), None))
-    graphs, num_replayed = harness.parts.runner.decode.forward_graphs, list[int]()
-    assert graphs is not None
-    run = graphs.run
+    rounds, num_replayed = harness.parts.runner.graphs, list[int]()
+    assert rounds is not None
+    graphs, run = rounds.forwards, rounds.forwards.run
 
     def watched(slots: list[int], draft_len: int, sampled: bool) -> Any:
         found = run(slots, draft_len, sampled)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.executor.draft_caches import SMALL_POOL, random_lengths, with_lengths
 from tests.executor.draft_graphs import assert_same, captures_without_a_device
-from tests.executor.graph_rounds import MODES, on_cuda, speculate, with_graphs
+from tests.executor.graph_rounds import MODES, on_cuda, replays_of, speculate, with_graphs
 from tests.executor.guided_rounds import (
     assert_grammatical,
     events_of,
@@ -23,6 +23,7 @@ from tests.executor.overlap_rounds import NO_OVERLAP
 from tests.executor.test_forward_graphs import forbid_eager_windows
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.graphs.slot_graphs import GraphTable
 from tllm_spec.executor.request import RequestState
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.executor.rounds.transfer import ToHost
@@ -100,7 +101,7 @@ def test_guided_text_does_not_depend_on_draft_lengths_that_change_from_round_to_
 
 
 @pytest.mark.parametrize("mode", ["plain", "eagle3", "eagle3_two_model"])
-def test_only_rounds_with_a_grammar_are_two_graphs(
+def test_rounds_with_a_grammar_are_two_graphs_and_others_where_a_head_drafts_in_the_tail(
     tiny: Path,
     tiny_draft: Path,
     head: Path,
@@ -121,10 +122,12 @@ def test_only_rounds_with_a_grammar_are_two_graphs(
         make_copy(to_host, *arguments)
 
     def watched(batch: ScheduledBatch) -> LaunchedRound:
-        tables = decode.graphs, decode.forward_graphs, decode.tails
-        before, num_sent = [replays_of(each) for each in tables], len(sent)
+        graphs = decode.graphs
+        assert graphs is not None
+        tables = graphs.whole, graphs.forwards, graphs.tails
+        before, num_sent = [num_of(each) for each in tables], len(sent)
         launched = launch(batch)
-        counts = [replays_of(each) - number for each, number in zip(tables, before, strict=True)]
+        counts = [num_of(each) - number for each, number in zip(tables, before, strict=True)]
         if batch.generation_requests and not batch.context_requests:
             is_guided = any(request.grammar for request in batch.generation_requests)
             rounds, forwards, tails = counts
@@ -141,22 +144,24 @@ def test_only_rounds_with_a_grammar_are_two_graphs(
     harness.run()
     assert not any(request.error for request in free)
     num_copies = 0 if mode == "plain" else 1  # of the drafts
-    assert set(kinds) == {(False, (1, 0, 0, 0)), (True, (0, 1, 1, num_copies))}
+    unguided = (0, 1, 1, 0) if mode == "eagle3_two_model" else (1, 0, 0, 0)
+    assert set(kinds) == {(False, unguided), (True, (0, 1, 1, num_copies))}
     assert [is_guided for is_guided, _ in kinds].index(True) > 2 and not kinds[-1][0]
 
 
-def replays_of(table: Any) -> int:
-    return sum(c.graph.replays for tier in table.tiers.values() for c in tier.graphs.values())
+def num_of(graphs: GraphTable[Any]) -> int:
+    return sum(replays_of(graphs).values())
 
 
 def test_where_grammars_are_refused_rounds_have_no_second_graphs(
     tiny: Path, depth: list[int]
 ) -> None:
     harness = with_graphs(tiny, SIZES, {0}, guided_decoding_backend=None)
-    decode = harness.parts.runner.decode
-    assert decode.graphs is not None and decode.forward_graphs is not None
-    assert decode.tails is None and not len(harness.parts.sampler.grammar_masks._for_graphs)
-    assert with_graphs(tiny, SIZES, {0}).parts.runner.decode.tails is not None
+    graphs = harness.parts.runner.graphs
+    assert graphs is not None and graphs.whole.tiers and graphs.forwards.tiers
+    assert not graphs.tails.tiers and not len(harness.parts.sampler.grammar_masks._for_graphs)
+    guided = with_graphs(tiny, SIZES, {0}).parts.runner.graphs
+    assert guided is not None and guided.tails.tiers
 
 
 @pytest.mark.thinned

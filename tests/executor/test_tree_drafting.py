@@ -19,7 +19,7 @@ from tests.executor.draft_caches import (
     slow_drafters,
     write_heads,
 )
-from tests.executor.graph_rounds import DUMMY, with_graphs
+from tests.executor.graph_rounds import DUMMY, graphs_of, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.request import LlmRequest
@@ -245,9 +245,8 @@ def test_one_graph_holds_a_round_with_a_forward_of_the_drafter_for_each_step(
 
     runner.engine.forward = watched  # type: ignore[method-assign] # a spy on this one object
     rows = count_forwards(harness)
-    assert runner.graphs is not None
     with torch.inference_mode():
-        runner.graphs.replay([DUMMY, DUMMY], shape, False)
+        graphs_of(harness).replay([DUMMY, DUMMY], shape, False)
     assert target_rows == [2 * shape.window]
     assert rows == [2 * shape.path] + [2 * 3] * (depth - 1)
 

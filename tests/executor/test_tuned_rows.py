@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.harness import Harness
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building import plan, rounds
-from tllm_spec.executor.speculative.modes import Speculation
 
 
 class FakeRunner:
@@ -42,7 +40,6 @@ def test_gemms_are_tuned_for_all_row_counts_before_graphs_are_captured(
     has_graphs: bool, deterministic: bool, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[Any] = []
-    drafter = Harness(tiny).parts.drafter
 
     def tune(models: Any, rows: Any, device: torch.device, communicator: Any) -> None:
         events.append(set(rows))
@@ -62,7 +59,7 @@ def test_gemms_are_tuned_for_all_row_counts_before_graphs_are_captured(
     )
     building.device = torch.device("cuda")
     runner: Any = FakeRunner(events)
-    rounds.build_controller(building, runner, Speculation(drafter), [])
+    rounds.build_controller(building, runner, [])
     windows = {size * window for size in (1, 2, 4, 8) for window in (1, 2, 3)}
     rows = {300, 37} | (windows if has_graphs else set())
     assert events == ([] if deterministic else [rows]) + (

@@ -72,7 +72,7 @@ def test_only_our_kernels_are_launched_with_pdl(tmp_path: Path) -> None:
         graphs = llm._executor.parts.runner.graphs
         assert graphs is not None
         found = Counter[str]()
-        for tier in graphs.tiers.values():
+        for tier in graphs.whole.tiers.values():
             for captured in tier.graphs.values():
                 found += programmatic_edges(captured.graph.raw_cuda_graph())
     assert found.keys() <= ours(), found

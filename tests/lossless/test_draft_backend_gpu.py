@@ -15,7 +15,7 @@ from tllm_spec.draft_network.network import Network
 from tllm_spec.draft_network.tensorrt_package import find_tensorrt
 from tllm_spec.executor.building import draft_backend
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
+from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 from tllm_spec.llm import LLM
 from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.outputs import RequestOutput
@@ -65,9 +65,10 @@ def check(
         generate(llm, [Case("", case.prompt[:40], case.params) for case in cases[:3]], 3)
         outputs = generate(llm, cases, 3)
         llm.check_integrity()
-        drafter = llm._executor.parts.drafter
-        assert isinstance(drafter, GraphDrafter) and drafter.graphs is not None
-        assert drafter.graphs.tiers
+        drafter, rounds = llm._executor.parts.drafter, llm._executor.parts.runner.graphs
+        assert rounds is not None
+        drafting = drafter.graphs if isinstance(drafter, ModelDrafter) else rounds.tails
+        assert drafting is not None and drafting.tiers
     for case, output, alone in zip(cases, outputs, plain, strict=True):
         assert_same(case, output, alone, oracle, GPU_TOLERANCE[dtype], at_edges=dtype == "bfloat16")
     stats = [output.speculative_decoding for output in outputs]

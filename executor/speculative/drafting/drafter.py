@@ -59,8 +59,8 @@ class Drafter(ABC):
         `resource_manager` is the one that was configured with the drafter."""
 
 
-class OneModelDrafter(Drafter):
-    """The forward of the round before has left the drafts in the slots."""
+class ReadyDrafts(Drafter):
+    """The round before has left the drafts in the slots."""
 
     drafts_ahead = True
 

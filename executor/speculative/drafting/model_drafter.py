@@ -14,6 +14,7 @@ last one can be in flight, and the drafting round reads that from its slot."""
 import logging
 from collections.abc import Iterable
 from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -21,7 +22,8 @@ from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.engine.draft_engine import DraftModelEngine
 from tllm_spec.executor.engine.rows import Windows
-from tllm_spec.executor.graphs.slot_graphs import GraphKey
+from tllm_spec.executor.graphs.eager_timing import TIMED_KV_LEN, eager_seconds
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable, SlotGraphs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
@@ -29,7 +31,7 @@ from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
 from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
-from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
+from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.missed_tokens import forwards_of
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.kernels.row_copies import gather_rows
@@ -39,9 +41,10 @@ logger = logging.getLogger(__name__)
 _is_greedy, _slot = attrgetter("rules.is_greedy"), attrgetter("slot")
 
 
-class ModelDrafter(GraphDrafter, RoundEnd):
+class ModelDrafter(Drafter, RoundEnd):
     """Drafts chains with a model in its own engine. A request whose draft cache cannot get pages is
-    not drafted for in this round."""
+    not drafted for in this round. The steps of a round are one graph launch where one of `graphs`
+    fits, and eager otherwise."""
 
     def __init__(
         self,
@@ -60,6 +63,7 @@ class ModelDrafter(GraphDrafter, RoundEnd):
         self._max_num_tokens = max_num_tokens
         # Positions before the bonus token that a round of drafts may write again.
         self._lag = 1
+        self.graphs: SlotGraphs[None] | None = None
 
     def prepare_draft_tokens(
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
@@ -89,24 +93,38 @@ class ModelDrafter(GraphDrafter, RoundEnd):
             if not request.py_num_draft_tokens:
                 request.draft_lag += 1
 
-    def keys(self, of_rounds: list[GraphKey], asked: Iterable[GraphKey]) -> list[GraphKey]:
+    def capture_graphs(self, rounds: GraphTable[Any], keys: Iterable[GraphKey]) -> None:
         if not self._engine.may_be_captured:
             logger.warning("drafts are made without CUDA graphs: the draft engine allows none")
-            return []
-        wanted = set(asked)
-        return [key for key in of_rounds if key.draft_len and key in wanted]
+            keys = []
+        self.graphs = rounds.for_same_slots(self._draft_from_slots)
+        self.graphs.capture(key for key in keys if key.draft_len)
 
-    def draft_from_slots(self, slot_ids: torch.Tensor, shape: DraftShape, sampled: bool) -> None:
-        group = self._groups.of_slots(slot_ids, 1, sampled=sampled)
-        self._steps(group, shape.depth, self._engine.rows.max_len - shape.depth)
+    def seconds_before(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
+        if not key.draft_len:
+            return 0.0
+        if self.graphs is not None and key in self.graphs:
+            return self.graphs.seconds(key)
+        slot_ids = torch.full((key.batch_size,), dummy_slot, device=device)
 
-    def draft_for_dummies(
+        def draft() -> torch.Tensor:
+            self._draft_slots(slot_ids, key.shape, key.sampled, TIMED_KV_LEN)
+            return self._slots.num_drafts[-1:]
+
+        return eager_seconds(draft)
+
+    def _draft_from_slots(self, slot_ids: torch.Tensor, shape: DraftShape, sampled: bool) -> None:
+        """What a graph captures."""
+        self._draft_slots(slot_ids, shape, sampled, self._engine.rows.max_len)
+
+    def _draft_slots(
         self, slot_ids: torch.Tensor, shape: DraftShape, sampled: bool, max_kv_len: int
-    ) -> torch.Tensor:
-        if draft_len := shape.depth:
-            longest = min(max_kv_len, self._engine.rows.max_len) - draft_len
-            self._steps(self._groups.of_slots(slot_ids, 1, sampled=sampled), draft_len, longest)
-        return self._slots.num_drafts[-1:]
+    ) -> None:
+        """Writes drafts into the windows of the slots `[B]`, some of which may be the dummy slot.
+        max_kv_len: bound of the KV lengths with drafts."""
+        group = self._groups.of_slots(slot_ids, 1, sampled=sampled)
+        longest = min(max_kv_len, self._engine.rows.max_len) - shape.depth
+        self._steps(group, shape.depth, longest)
 
     def _read_missed(self, batch: ScheduledBatch, drafting: list[LlmRequest]) -> None:
         """Reads this round's context chunks, and what requests to draft for have missed."""

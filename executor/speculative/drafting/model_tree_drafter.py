@@ -52,10 +52,7 @@ class ModelTreeDrafter(ModelDrafter):
         super().launched(batch)
         self._drafted = {r for r in batch.generation_requests if r.py_num_draft_tokens}
 
-    def in_graph(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
-        self._keep_runs(windows)
-
-    def after_windows(self, batch: ScheduledBatch, windows: WindowResult) -> None:
+    def tail(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
         self._keep_runs(windows)
 
     def after_contexts(
@@ -93,17 +90,11 @@ class ModelTreeDrafter(ModelDrafter):
         longest = max(request.num_tokens_bound for request in group.requests)
         self._draft_trees(self._groups.get(group.requests, 1), batch.shape, longest)
 
-    def draft_from_slots(self, slot_ids: torch.Tensor, shape: DraftShape, sampled: bool) -> None:
-        group = self._groups.of_slots(slot_ids, 1, sampled=sampled)
-        self._draft_trees(group, shape, self._engine.rows.max_len)
-
-    def draft_for_dummies(
+    def _draft_slots(
         self, slot_ids: torch.Tensor, shape: DraftShape, sampled: bool, max_kv_len: int
-    ) -> torch.Tensor:
-        if shape.depth:
-            group = self._groups.of_slots(slot_ids, 1, sampled=sampled)
-            self._draft_trees(group, shape, max_kv_len)
-        return self._slots.num_drafts[-1:]
+    ) -> None:
+        group = self._groups.of_slots(slot_ids, 1, sampled=sampled)
+        self._draft_trees(group, shape, max_kv_len)
 
     def _draft_trees(self, group: RowGroup, shape: DraftShape, longest: int) -> None:
         """longest: bound of the group's tokens."""

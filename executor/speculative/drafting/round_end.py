@@ -1,17 +1,18 @@
-"""The hooks through which a drafter on the device takes part in the target's rounds.
+"""How a drafter on the device takes part in the target's rounds: after context chunks, and in the
+tail of a round of windows.
 
 `RoundEnd` itself drafts nothing: it serves plain decoding and drafters on the host."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
-from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
-from tllm_spec.executor.graphs.slot_graphs import GraphKey
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.device_span import DeviceSpan
 from tllm_spec.executor.sampling.row_group import RowGroup
@@ -76,8 +77,13 @@ class WindowResult:
 
 
 class RoundEnd:
-    """The null object: every hook does nothing. After the sampling the slots have advanced by what
-    the round emitted."""
+    """The null object: it does nothing. After the sampling the slots have advanced by what the
+    round emitted.
+
+    `splits_rounds`: drafts are made in launches of their own, so that the forward of a round and
+    its tail are never one graph."""
+
+    splits_rounds = False
 
     def prepare(self, batch: ScheduledBatch) -> None:
         """Before the target's forward is launched."""
@@ -96,25 +102,19 @@ class RoundEnd:
         `is_timed`."""
         return None
 
-    def after_windows(self, batch: ScheduledBatch, windows: WindowResult) -> None:
-        """After the sampling of a round of windows that no graph holds."""
-
-    def in_graph(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
-        """The part of a round of windows that is captured in the round's own graph."""
-
-    def in_tail(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
-        """The same in a round whose forward and tail are two graphs."""
-        self.in_graph(group, windows, shape)
-
-    def after_replay(self, slots: list[int], shape: DraftShape, is_sampled: bool) -> None:
-        """After the replay of a round's graph for these slots, of a key with this shape and way of
-        sampling. The round's results may still be read afterwards."""
+    def tail(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
+        """After the sampling of a round of windows: makes drafts of this shape for the group. A
+        function of device tensors, so that a CUDA graph can hold it."""
 
     def launched(self, batch: ScheduledBatch) -> None:
         """After everything of the round was launched."""
 
-    def capture_graphs(self, rounds: CudaGraphs, keys: Iterable[GraphKey]) -> None:
-        """The graphs of the rounds were captured, one for each key."""
+    def capture_graphs(self, rounds: GraphTable[Any], keys: Iterable[GraphKey]) -> None:
+        """Graphs were captured for rounds of these keys; `rounds` are some of them."""
+
+    def seconds_before(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
+        """How long the device takes before the target's forward, for dummy requests."""
+        return 0.0
 
     def draft_probs(self, group: RowGroup, given: torch.Tensor | None) -> torch.Tensor | None:
         """What the drafts in the group's windows were drawn from, `[B, K, V]` over the target's

@@ -7,14 +7,14 @@ tokens are overwritten by the next round. Drafting is a function of device tenso
 graph can hold it."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
-from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
-from tllm_spec.executor.graphs.slot_graphs import GraphKey
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.rounds.device_span import DeviceSpan
 from tllm_spec.executor.rounds.transfer import to_device
@@ -31,8 +31,9 @@ from tllm_spec.executor.speculative.drafting.tree_drafting import TreeDrafting
 
 
 class DraftWorker(RoundEnd):
-    """Drafts chains or trees, inside the graph of a round (one-model path). What a round of draft
-    length 0 leaves for the network to read goes to the `backlog`."""
+    """Drafts chains or trees: in the graph of a whole round (one-model path), or in the tail of a
+    round that is split (two-model path). What a round of draft length 0 leaves for the network to
+    read goes to the `backlog`."""
 
     def __init__(
         self,
@@ -41,7 +42,10 @@ class DraftWorker(RoundEnd):
         groups: RowGroups,
         sampling: DraftSampling,
         backlog: DraftBacklog,
+        *,
+        splits_rounds: bool = False,
     ) -> None:
+        self.splits_rounds = splits_rounds
         self.net = net = layers.net
         self._layers = layers
         self._groups = groups
@@ -82,17 +86,13 @@ class DraftWorker(RoundEnd):
             span.end()
         return span
 
-    def after_windows(self, batch: ScheduledBatch, windows: WindowResult) -> None:
-        group = self._groups.get(batch.generation_requests, 1)
-        self.draft(None, windows, group, batch.new_shape)
-
-    def in_graph(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
-        self.draft(None, windows, group.one_row_each(), shape)
+    def tail(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
+        self.draft(None, windows, self._groups.one_row_each(group), shape)
 
     def launched(self, batch: ScheduledBatch) -> None:
         self._backlog.note(batch)
 
-    def capture_graphs(self, rounds: CudaGraphs, keys: Iterable[GraphKey]) -> None:
+    def capture_graphs(self, rounds: GraphTable[Any], keys: Iterable[GraphKey]) -> None:
         self._backlog.capture_graphs(rounds, keys)
 
     def draft_probs(self, group: RowGroup, given: torch.Tensor | None) -> torch.Tensor | None:

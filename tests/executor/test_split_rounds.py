@@ -1,5 +1,5 @@
-"""An EAGLE-3 head in launches of its own (two-model path): it drafts in the round that it reads, as
-the one-model path does, and its rounds overlap."""
+"""Rounds of a forward and a tail, in which an EAGLE-3 head on the two-model path drafts: it drafts
+in the round that it reads, as the one-model path does, and its rounds overlap."""
 
 from functools import partial
 from pathlib import Path
@@ -10,16 +10,15 @@ import pytest
 import torch
 
 from tests.executor.draft_caches import SMALL_POOL, count_forwards, eagle3, submit_traffic
-from tests.executor.graph_rounds import DUMMY, with_graphs
-from tests.executor.harness import Harness, all_pages_are_back
+from tests.executor.graph_rounds import CPU, DUMMY, with_graphs
+from tests.executor.guided_rounds import grammar_of
+from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.draft_shape import chain_of
-from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
-from tllm_spec.executor.graphs.slot_graphs import SlotGraphs
+from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
+from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.request import RequestState
 from tllm_spec.executor.rounds.transfer import ToHost
-from tllm_spec.executor.speculative.drafting.head_drafter import HeadDrafter
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
 
@@ -80,33 +79,32 @@ def test_the_windows_are_those_of_the_one_model_path(
     assert sum(len(window) == 4 for window in windows[0].values()) > (50 if in_turn else 20)
 
 
-def test_the_heads_graph_is_replayed_after_the_targets_before_the_round_before_is_read(
+def test_forward_and_tail_are_replayed_before_the_round_before_is_read(
     tiny: Path, head: Path, eager_graphs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = with_graphs(tiny, (2,), {0, 3}, **two_model(head))
-    drafter = harness.parts.drafter
-    assert isinstance(drafter, HeadDrafter) and drafter is harness.parts.runner.round_end
+    graphs, events = harness.parts.runner.graphs, list[str]()
+    assert graphs is not None and not graphs.whole.tiers
     requests = [harness.submit([i, *PROMPT], max_tokens=60) for i in range(2)]
     for request in requests:
         harness.run_until(request, RequestState.GENERATION)
     harness.round()
-    events: list[str] = []
-    replay, run, wait = CudaGraphs.replay, SlotGraphs.run, ToHost.wait
+    run, replay, wait = graphs.forwards.run, graphs.tails.replay, ToHost.wait
 
-    def watched_replay(graphs: CudaGraphs, *arguments: Any) -> Any:
-        events.append("target")
-        return replay(graphs, *arguments)
+    def watched_run(*arguments: Any) -> Any:
+        events.append("forward")
+        return run(*arguments)
 
-    def watched_run(graphs: SlotGraphs[None], *arguments: Any) -> Any:
-        events.append("head" if graphs is drafter.graphs else "other")
-        return run(graphs, *arguments)
+    def watched_replay(*arguments: Any) -> Any:
+        events.append("tail")
+        return replay(*arguments)
 
     def watched_wait(to_host: ToHost) -> list[torch.Tensor]:
         events.append("read")
         return wait(to_host)
 
-    monkeypatch.setattr(CudaGraphs, "replay", watched_replay)
-    monkeypatch.setattr(SlotGraphs, "run", watched_run)
+    monkeypatch.setattr(graphs.forwards, "run", watched_run)
+    monkeypatch.setattr(graphs.tails, "replay", watched_replay)
     monkeypatch.setattr(ToHost, "wait", watched_wait)
     for lengths, num_rounds in (([3], 4), ([0], 3)):
         harness.parts.draft_len_for = lambda *_, lengths=lengths: lengths[0]
@@ -114,20 +112,66 @@ def test_the_heads_graph_is_replayed_after_the_targets_before_the_round_before_i
         for _ in range(num_rounds):
             harness.round()
             assert len(harness.executor._in_flight) == 1
-        assert events == ["target", "head", "read"] * num_rounds
+        assert events == ["forward", "tail", "read"] * num_rounds
 
 
-def test_the_targets_graph_holds_no_forward_of_the_head(
-    tiny: Path, head: Path, eager_graphs: None
-) -> None:
+def test_the_head_drafts_in_the_tail(tiny: Path, head: Path, eager_graphs: None) -> None:
     harness = with_graphs(tiny, (2,), {0, 3}, **two_model(head))
     graphs, rows = harness.parts.runner.graphs, count_forwards(harness)
     assert graphs is not None
     with torch.inference_mode():
-        graphs.replay([DUMMY, DUMMY], chain_of(3), False)
+        graphs.forwards.run([DUMMY, DUMMY], chain_of(3), False)
         assert rows == []
-        harness.parts.runner.round_end.after_replay([DUMMY, DUMMY], chain_of(3), False)
+        graphs.tails.replay([DUMMY, DUMMY], chain_of(3), False)
     assert rows == [2 * 4, 2, 2]  # what the target has read, then two more drafts
+
+
+def test_a_split_round_is_timed_with_both_parts_in_turn(
+    tiny: Path, head: Path, eager_graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = with_graphs(tiny, (2,), {0, 3}, **two_model(head))
+    runner, seen = harness.parts.runner, list[tuple[str, int]]()
+    decode, lens = runner.decode, harness.parts.slots.kv_lens
+
+    def forward(*arguments: Any) -> torch.Tensor:
+        seen.append(("forward", int(lens[DUMMY])))
+        return original(*arguments)
+
+    def tail(*arguments: Any) -> SampledTokens:
+        seen.append(("tail", int(lens[DUMMY])))
+        return end(*arguments)
+
+    original, end = decode._step.forward, decode._step.tail
+    monkeypatch.setattr(decode._step, "forward", forward)
+    monkeypatch.setattr(decode._step, "tail", tail)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    with torch.inference_mode():
+        assert runner.seconds(GraphKey(2, chain_of(3), True), DUMMY, CPU) == 0.006 / 5
+    names, before = zip(*seen, strict=True)
+    assert names == ("forward", "tail") * (1 + 5 + 5)
+    assert set(before[1::2]) == {0}  # each round begins with an empty slot
+
+
+class Event:
+    """Of a device that takes 6 ms for any number of replays."""
+
+    def __init__(self, enable_timing: bool) -> None: ...
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end: "Event") -> float:
+        return 6.0
+
+
+def test_the_masks_of_a_round_do_not_reach_the_next_one(
+    tiny: Path, head: Path, eager_graphs: None
+) -> None:
+    """A guided request ends; the other's rounds go on with the same graphs, as if it were alone."""
+    harness, alone = (with_graphs(tiny, (2,), {0, 3}, **two_model(head)) for _ in range(2))
+    guided = harness.submit([7, 8], max_tokens=8, grammar=grammar_of("[a-z]*"))
+    ours, theirs = (each.submit(PROMPT, max_tokens=40, seed=1) for each in (harness, alone))
+    harness.run()
+    alone.run()
+    assert guided.num_output_tokens == 8 and output_of(ours) == output_of(theirs)
 
 
 def test_the_host_reports_the_drafts_of_the_round_before(tiny: Path, head: Path) -> None:
