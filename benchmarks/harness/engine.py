@@ -29,6 +29,7 @@ from tllm_spec.executor.request import DraftCounters, LlmRequest, RequestState
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.rounds.transfer import ToHost
 from tllm_spec.grammar_state import GrammarState
+from tllm_spec.models.formats.plain import CudaWeight
 from tllm_spec.models.linear import Linear
 from tllm_spec.ranks import run_until_end
 from tllm_spec.sampling_params import SamplingParams
@@ -89,9 +90,9 @@ class Rounds:
             if weights_of is not None:
                 target = weights_of.executor.parts.runner.engine.model
                 # The other engine's graphs keep writing to these workspaces.
-                self._held = [
-                    layer.tuned_gemms for layer in target.modules() if isinstance(layer, Linear)
-                ]
+                layers = [layer for layer in target.modules() if isinstance(layer, Linear)]
+                formats = [layer.weight_format for layer in layers]
+                self._held = [each.tuned_gemms for each in formats if isinstance(each, CudaWeight)]
                 stack.enter_context(mock.patch.object(engines, "load_target", lambda plan: target))
             self.built = build.build_executor(args, None, lambda responses: None, communicator)
         self.executor = self.built.executor

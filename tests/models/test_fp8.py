@@ -17,10 +17,11 @@ from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models import fp8_layers
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
+from tllm_spec.models.formats.fp8_scaled import Fp8Tensor, ScaledSlot
 from tllm_spec.models.fp8_formats import Granularity
 from tllm_spec.models.fp8_layers import kept_fp8
 from tllm_spec.models.linear import Linear
-from tllm_spec.models.module import Fp8Tensor, Module, Placement
+from tllm_spec.models.module import Module, Placement, WeightSlot
 from tllm_spec.models.mtp import load_nextn
 from tllm_spec.models.registry import MODELS
 from tllm_spec.models.weights import stored_tensors, weight_table
@@ -51,7 +52,7 @@ def save_both(family: str, folder: Path, granularity: str = "block") -> tuple[Pa
 
 
 def fp8_names(model: Module) -> set[str]:
-    return {name for name, slot in weight_table(model).items() if slot.scales is not None}
+    return {name for name, slot in weight_table(model).items() if isinstance(slot, ScaledSlot)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -134,21 +135,25 @@ def test_ranks_have_their_part_of_weights_and_scales(
                 continue
             expected = full[name]
             assert expected.destination is not None
-            part = values(expected.destination, expected.scales)
+            part = values(expected)
             if slot.shard_dim is not None:
                 length = slot.destination.shape[slot.shard_dim]
                 part = part.narrow(slot.shard_dim, slot.start, length)
-            assert torch.equal(values(slot.destination, slot.scales), part), name
+            assert torch.equal(values(slot), part), name
             if name in in_fp8:
                 is_cut = slot.shard_dim == 1 and slot.destination.shape[1] % 128 > 0
                 is_split = slot.destination.shape != slot.shape
-                assert (slot.scales is None) == (is_cut and is_split and granularity == "block")
+                assert isinstance(slot, ScaledSlot) != (
+                    is_cut and is_split and granularity == "block"
+                )
 
 
-def values(weight: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    if scales is None:
-        return weight.float()
-    return weight.float() * scales.repeat_interleave(128, 1)[:, : weight.shape[1]]
+def values(slot: WeightSlot) -> torch.Tensor:
+    assert slot.destination is not None
+    if not isinstance(slot, ScaledSlot):
+        return slot.destination.float()
+    assert slot.scales is not None
+    return Fp8Tensor(slot.destination, slot.scales).dequantised(torch.float32)
 
 
 def test_a_layer_that_the_checkpoint_has_in_16_bits_keeps_them(tmp_path: Path) -> None:
@@ -233,7 +238,7 @@ def test_each_block_has_its_own_scale(tmp_path: Path) -> None:
     config = load(tmp_path).config
     assert config.fp8 is not None
     tensor = Fp8Tensor(weight, config.fp8.row_scales(scale, (130, 257), "w"))
-    assert values(tensor.weight, tensor.scales)[[0, 127, 128, 129]][
+    assert tensor.dequantised(torch.float32)[[0, 127, 128, 129]][
         :, [0, 127, 128, 255, 256]
     ].tolist() == [
         [1, 1, 2, 2, 4],

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from tests.models.helpers import CPU, load, save_checkpoint
 from tllm_spec.distributed.mapping import SINGLE_RANK
-from tllm_spec.models import linear
+from tllm_spec.models.formats import plain
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import ColumnLinear
 from tllm_spec.models.module import Placement
@@ -30,8 +30,10 @@ def test_a_specialized_linear_equals_the_plain_gemm(
     for parameter in layer.parameters():
         parameter.normal_()
     layer.specialize_for_cpu()
-    is_large = in_features * out_features >= linear.MIN_PACKED_ELEMENTS
-    assert (layer.packed is not None) == (is_large and platform.machine() in ("x86_64", "AMD64"))
+    is_large = in_features * out_features >= plain.MIN_PACKED_ELEMENTS
+    assert (layer.weight_format.packed is not None) == (
+        is_large and platform.machine() in ("x86_64", "AMD64")
+    )
     strided = torch.randn(rows, 2 * in_features)[:, :in_features]
     expected = F.linear(strided, layer.weight, layer.bias)
     torch.testing.assert_close(layer.forward(strided), expected, rtol=1e-4, atol=1e-4)
@@ -45,7 +47,7 @@ def test_wide_and_small_weights_are_column_major(
     in_features: int, out_features: int, column_major: bool
 ) -> None:
     layer = ColumnLinear(in_features, {"part": out_features}, bias=False, placement=PLACEMENT)
-    assert layer.matrix.is_contiguous() == column_major
+    assert layer.weight_format.matrix.is_contiguous() == column_major
 
 
 @torch.inference_mode()
@@ -57,7 +59,7 @@ def test_a_shared_weight_is_used_for_any_number_of_rows() -> None:
         for rows in (1, 3):
             x = torch.randn(rows, 64)
             torch.testing.assert_close(layer.forward(x), x @ shared.t(), rtol=1e-4, atol=1e-4)
-    assert layer.matrix.is_contiguous() and shared.is_contiguous(), (
+    assert layer.weight_format.matrix.is_contiguous() and shared.is_contiguous(), (
         "column-major for the GEMM, row-major for the embedding"
     )
 
@@ -93,7 +95,7 @@ def test_only_a_batch_invariant_layer_calls_the_batch_invariant_gemm(
         called.append(len(x))
         return F.linear(x, weight, bias)
 
-    monkeypatch.setattr(linear, "batch_invariant_linear", spy)
+    monkeypatch.setattr(plain, "batch_invariant_linear", spy)
     placement = Placement(torch.float32, CPU, SINGLE_RANK, batch_invariant)
     layer = ColumnLinear(192, {"part": 512}, bias=True, placement=placement)
     for parameter in layer.parameters():

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 import pytest
@@ -16,24 +16,32 @@ from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
 from tllm_spec.kernels.linear_table import LinearTable
 from tllm_spec.kernels.linear_tuner import GemmGroup
 from tllm_spec.kernels.tuned_linear import TunedGemms, key_of
-from tllm_spec.models import linear, linear_tuning
+from tllm_spec.models import linear_tuning
+from tllm_spec.models.formats import plain as plain_weights
+from tllm_spec.models.formats.plain import CudaWeight
 from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
 from tllm_spec.models.linear_tuning import tune_linears
 from tllm_spec.models.module import Placement
 
 CUDA, BFLOAT16 = torch.device("cuda"), torch.bfloat16
+AnyLinear = TypeVar("AnyLinear", bound=Linear)
 ALGORITHM = bytes(64)
 
 
 def layer(in_features: int, out_features: int, **placed: Any) -> ColumnLinear:
     placement = Placement(placed.pop("dtype", BFLOAT16), CPU, SINGLE_RANK, **placed)
-    return ColumnLinear(in_features, {"part": out_features}, bias=False, placement=placement)
+    made = ColumnLinear(in_features, {"part": out_features}, bias=False, placement=placement)
+    return made if placement.batch_invariant else as_on_cuda(made)
 
 
 def sum_layer(in_features: int, out_features: int) -> RowLinear:
-    return RowLinear(
-        in_features, out_features, bias=False, placement=Placement(BFLOAT16, CPU, SINGLE_RANK)
-    )
+    placement = Placement(BFLOAT16, CPU, SINGLE_RANK)
+    return as_on_cuda(RowLinear(in_features, out_features, bias=False, placement=placement))
+
+
+def as_on_cuda(layer: AnyLinear) -> AnyLinear:
+    layer.use(CudaWeight(layer.weight, layer.bias))
+    return layer
 
 
 class FakeLt:
@@ -82,8 +90,8 @@ def test_layers_of_all_models_are_grouped_by_shape_and_share_one_table(
     assert rows == [32]
     found = [(tuple(each.weights[0].shape), len(each.weights), each.adds) for each in groups]
     assert found == [((2048, 1024), 2, False), ((1024, 2048), 2, False), ((1024, 2048), 1, True)]
-    (table,) = {id(layer.tuned_gemms) for part in (model, head) for layer in part}
-    assert table is not None and isinstance(head[0].tuned_gemms, TunedGemms)
+    (table,) = {id(layer.weight_format.tuned_gemms) for part in (model, head) for layer in part}
+    assert table is not None and isinstance(head[0].weight_format.tuned_gemms, TunedGemms)
 
 
 def test_the_second_start_does_not_measure_and_a_new_size_is_added(
@@ -94,8 +102,8 @@ def test_the_second_start_does_not_measure_and_a_new_size_is_added(
         model = nn.Sequential(layer(1024, 2048))
         with caplog.at_level(logging.INFO):
             tune_linears([model], rows, CUDA)
-        assert isinstance(model[0].tuned_gemms, TunedGemms)
-        return model[0].tuned_gemms.table
+        assert isinstance(model[0].weight_format.tuned_gemms, TunedGemms)
+        return model[0].weight_format.tuned_gemms.table
 
     first = start(32, 64)
     assert "tuned 2 GEMMs" in caplog.text
@@ -126,8 +134,8 @@ def test_another_rank_measures_nothing_and_takes_rank_0s_choices(tuned: Tuned) -
     tune_linears([layer(1024, 2048)], [32], CUDA)  # leaves this machine's own choices
     tuned.clear()
     tune_linears([model], [32], CUDA, Second(choices))
-    assert not tuned and isinstance(model[0].tuned_gemms, TunedGemms)
-    assert model[0].tuned_gemms.table.choices == choices
+    assert not tuned and isinstance(model[0].weight_format.tuned_gemms, TunedGemms)
+    assert model[0].weight_format.tuned_gemms.table.choices == choices
 
 
 def test_small_float32_and_batch_invariant_layers_are_not_tuned(tuned: Tuned) -> None:
@@ -135,7 +143,7 @@ def test_small_float32_and_batch_invariant_layers_are_not_tuned(tuned: Tuned) ->
     single = layer(1024, 2048, dtype=torch.float32)
     tune_linears([nn.Sequential(small, exact, single)], [32], CUDA)
     assert not tuned
-    assert all(found.tuned_gemms is None for found in (small, exact, single))
+    assert all(found.weight_format.tuned_gemms is None for found in (small, single))
 
 
 def test_nothing_is_tuned_on_a_cpu_or_without_cublaslt(
@@ -147,7 +155,7 @@ def test_nothing_is_tuned_on_a_cpu_or_without_cublaslt(
     with caplog.at_level(logging.INFO):
         tune_linears([model], [32], CUDA)
     assert not tuned and "libcublasLt was not found" in caplog.text
-    assert isinstance(model[0], Linear) and model[0].tuned_gemms is None
+    assert isinstance(model[0], Linear) and model[0].weight_format.tuned_gemms is None
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -162,8 +170,9 @@ def test_a_tuned_layer_uses_tuned_linear_for_every_form(
         output = torch.nn.functional.linear(x, weight, forms["bias"])
         return output if forms.get("add_to") is None else forms["add_to"].add_(output)
 
-    monkeypatch.setattr(linear, "tuned_linear", spy)
-    found = RowLinear(64, 48, bias=bias, placement=Placement(torch.float32, CPU, SINGLE_RANK))
+    monkeypatch.setattr(plain_weights, "tuned_linear", spy)
+    placement = Placement(torch.float32, CPU, SINGLE_RANK)
+    found = as_on_cuda(RowLinear(64, 48, bias=bias, placement=placement))
     for parameter in found.parameters():
         parameter.normal_()
     x, total = torch.randn(9, 64), torch.randn(9, 48)
@@ -171,8 +180,8 @@ def test_a_tuned_layer_uses_tuned_linear_for_every_form(
     found.add_to(expected, x)
     assert not asked
     no_library: Any = None
-    found.tuned_gemms = TunedGemms(no_library, LinearTable())
+    found.weight_format.tuned_gemms = TunedGemms(no_library, LinearTable())
     torch.testing.assert_close(found.forward(x), plain)
     found.add_to(total, x)
     torch.testing.assert_close(total, expected)
-    assert asked == [found.tuned_gemms] * 2
+    assert asked == [found.weight_format.tuned_gemms] * 2

@@ -15,6 +15,7 @@ from tllm_spec.kernels.latent_write import LatentNorm
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek_config import LATENT_NORM_EPS, MLAConfig
+from tllm_spec.models.formats.weight_format import Part
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import Linear, RowLinear
 from tllm_spec.models.llama import MLP, DecoderLayer, LlamaForCausalLM
@@ -73,8 +74,7 @@ class RotatedLinear(Linear):
             order = part.order() if self.is_interleaved and part.rope_dim else None
             shape = (part.total_heads * part.head_size, self.weight.shape[1])
             start, own = part.first_head * part.head_size, slice(first, first + part.size)
-            scales = None if self.weight_scales is None else self.weight_scales[own]
-            slot = WeightSlot(self.weight[own], shape, 0, start, order, scales)
+            slot = self.weight_format.slot(own, Part(shape, 0, start, order))
             yield f"{sibling(path, name)}.weight", slot
             first += part.size
 

@@ -4,10 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from tllm_spec.kernels.grouped_gemm import block_rows_of, down, gate_up_silu
 from tllm_spec.kernels.moe_permute import ExpertRows, moe_permute
-from tllm_spec.models.module import Fp8Tensor, Module, Placement, WeightSlot, sibling
+from tllm_spec.models.formats.fp8_scaled import ScaledSlot, scaled_parameters
+from tllm_spec.models.formats.weight_format import Part
+from tllm_spec.models.module import Module, Placement, StoredWeight, WeightSlot, sibling
 from tllm_spec.models.moe_shape import MoEConfig, MoENames
 
 
@@ -19,7 +22,7 @@ class FusedSlot(WeightSlot):
     first_expert: int = 0
     parts: int = 1
 
-    def load(self, tensor: torch.Tensor | Fp8Tensor) -> None:
+    def load(self, tensor: torch.Tensor | StoredWeight) -> None:
         assert self.destination is not None and self.shard_dim is not None
         assert isinstance(tensor, torch.Tensor)  # in FP8 Llama 4 is refused
         own = tensor.narrow(0, self.first_expert, len(self.destination))
@@ -40,9 +43,9 @@ class Experts(Module):
         hidden, number = config.hidden_size, self.num_routed + config.num_shared
         inner = self.mapping.shard_expert(config.intermediate_size)
         self.first = self.num_routed * self.mapping.ep_rank
-        self.gate_up, self.gate_up_scales = placement.matrix(number, 2 * inner, hidden)
+        self.gate_up, self.gate_up_scales = _parameters(placement, number, 2 * inner, hidden)
         own = placement.of_inputs(inner, config.intermediate_size)
-        self.down, self.down_scales = own.matrix(number, hidden, inner)
+        self.down, self.down_scales = _parameters(own, number, hidden, inner)
 
     def forward(
         self,
@@ -74,8 +77,8 @@ class Experts(Module):
         return down(inner, self.down, rows, self.down_scales)
 
     def widen(self, placement: Placement) -> None:
-        self.gate_up, self.gate_up_scales = placement.wide.matrix(*self.gate_up.shape)
-        self.down, self.down_scales = placement.wide.matrix(*self.down.shape)
+        self.gate_up, self.gate_up_scales = _parameters(placement.wide, *self.gate_up.shape)
+        self.down, self.down_scales = _parameters(placement.wide, *self.down.shape)
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         names, number = self.names, self.num_routed
@@ -112,13 +115,24 @@ class Experts(Module):
         start, full = inner * self.mapping.moe_tp_rank, inner * self.mapping.moe_tp_size
         halves = zip(parts[:2], (slice(inner), slice(inner, None)), strict=True)
 
-        def own(values: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-            return values[expert, rows] if is_here and values is not None else None
+        def slot(
+            weight: torch.Tensor, scales: torch.Tensor | None, rows: slice, part: Part
+        ) -> WeightSlot:
+            own = weight[expert, rows] if is_here else None
+            place = own, part.shape, part.shard_dim, part.start
+            if scales is None:
+                return WeightSlot(*place)
+            return ScaledSlot(*place, scales=scales[expert, rows] if is_here else None)
 
         for name, rows in halves:
-            scales = own(self.gate_up_scales, rows)
-            slot = WeightSlot(own(self.gate_up, rows), (full, hidden), 0, start, scales=scales)
-            yield f"{path}.{name}.weight", slot
-        scales = own(self.down_scales, slice(None))
-        slot = WeightSlot(own(self.down, slice(None)), (hidden, full), 1, start, scales=scales)
-        yield f"{path}.{parts[2]}.weight", slot
+            part = Part((full, hidden), 0, start)
+            yield f"{path}.{name}.weight", slot(self.gate_up, self.gate_up_scales, rows, part)
+        part = Part((hidden, full), 1, start)
+        yield f"{path}.{parts[2]}.weight", slot(self.down, self.down_scales, slice(None), part)
+
+
+def _parameters(placement: Placement, *shape: int) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """The weights `[E, N, K]` of experts, and if they are in FP8 their scales."""
+    if placement.fp8 is None:
+        return placement.parameter(*shape), None
+    return scaled_parameters(*shape, device=placement.device)

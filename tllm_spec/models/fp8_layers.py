@@ -10,6 +10,7 @@ import torch
 
 from tllm_spec.models.checkpoint import names_of_type
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.formats.fp8_scaled import ScaledSlot
 from tllm_spec.models.fp8_formats import BLOCK, Fp8Format, Granularity
 from tllm_spec.models.module import Module, Placement, WeightSlot
 
@@ -94,7 +95,7 @@ def _widen_others(
         if not isinstance(module, Module):
             continue
         slots = list(module.slots(path))
-        if any(slot.scales is not None for _, slot in slots) and not all(
+        if any(isinstance(slot, ScaledSlot) for _, slot in slots) and not all(
             has_fp8(prefix + name) for name, _ in _weights(slots)
         ):
             module.widen(placement)
@@ -116,7 +117,7 @@ def _dequantised(
         weights = list(_weights(list(module.slots(path)))) if isinstance(module, Module) else []
         in_fp8 = [has_fp8(prefix + name) for name, _ in weights]
         for (name, slot), is_fp8 in zip(weights, in_fp8, strict=True):
-            if is_fp8 and slot.scales is None and slot.destination is not None:
+            if is_fp8 and not isinstance(slot, ScaledSlot) and slot.destination is not None:
                 reason = _reason(slot.destination, slot, placement, all(in_fp8))
                 yield reason, name[name.rfind(".") + 1 :], slot.destination
 

@@ -3,7 +3,6 @@
 Each holds one rank's shard. Row-parallel layers sum over the ranks.
 """
 
-import platform
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
@@ -11,28 +10,20 @@ import torch
 from torch import nn
 
 from tllm_spec.distributed.vocab_shard import VocabShard
-from tllm_spec.kernels.batch_invariant_linear import batch_invariant_linear
-from tllm_spec.kernels.scaled_linear import dequantised, scaled_linear
-from tllm_spec.kernels.silu_and_mul import silu_and_mul
-from tllm_spec.kernels.small_m_gemm import serves, small_m_gemm
-from tllm_spec.kernels.tuned_linear import TunedGemms, tuned_linear
+from tllm_spec.models.formats.choice import choose_format, plain_format
+from tllm_spec.models.formats.plain import CpuWeight
+from tllm_spec.models.formats.weight_format import Part, WeightFormat
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 
-# For smaller weights oneDNN's fixed cost of a call exceeds what it saves.
-MIN_PACKED_ELEMENTS = 1 << 19
-PACKED_ROWS_HINT = 8
-
 
 class Linear(Module):
-    """`y = x W^T + b`, and the forms that fuse a norm, SwiGLU or the residual addition.
+    """`y = x W^T + b`, and the forms with a norm, SwiGLU or the residual addition, which the
+    format of the weight may fuse. `weight`: a parameter to share."""
 
-    A weight in FP8 has `weight_scales` (scaled_linear.py).
-
-    On a CPU, weights with more outputs than inputs and small weights are stored column-major: up to
-    twice as fast for one row, and faster for the few rows of a verified window. For a large weight
-    `specialize_for_cpu` adds a copy in oneDNN's blocked layout, which is faster than BLAS for
-    several rows and doubles the memory."""
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    weight_format: WeightFormat
 
     def __init__(
         self,
@@ -44,118 +35,48 @@ class Linear(Module):
         weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
-        self.dtype, self.mapping = placement.dtype, placement.mapping
-        self.communicator = placement.communicator
+        self.mapping, self.communicator = placement.mapping, placement.communicator
         self.batch_invariant = placement.batch_invariant
         self.shares_weight = weight is not None
-        if weight is None:
-            by_columns = placement.device.type == "cpu" and not placement.batch_invariant
-            fits = out_features >= in_features or out_features * in_features < MIN_PACKED_ELEMENTS
-            weight, self.weight_scales = placement.matrix(
-                out_features, in_features, column_major=by_columns and fits
-            )
-        else:
-            self.weight_scales = None
-        self.weight = weight
         self.bias = placement.parameter(out_features) if bias else None
-        self.matrix = self.weight.t()
-        self.packed: torch.Tensor | None = None
-        # On CUDA, the GEMM algorithms that are faster than torch's choice (linear_tuning.py).
-        self.tuned_gemms: TunedGemms | None = None
+        if weight is None:
+            self.use(choose_format(out_features, in_features, placement, self.bias))
+        else:
+            self.use(plain_format(weight, placement, self.bias))
+
+    def use(self, form: WeightFormat) -> None:
+        """Replaces the weight, with its tensors and GEMMs."""
+        if "weight_format" in self.__dict__:
+            for name, _ in self.weight_format.parameters():
+                setattr(self, name, None)
+        self.weight_format = form
+        for name, parameter in form.parameters():
+            setattr(self, name, parameter)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """`[T, K]` to `[T, N]`, of `norm(x)` if there is a norm."""
-        if self._is_fused(x):
-            return self._fused(x, norm)
-        return self._gemm(x if norm is None else norm.forward(x))
+        return self.weight_format.forward(x, norm)
 
     def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """SwiGLU of `norm(x)`, `[T, K]` to `[T, N / 2]`: the SiLU of the first half of the outputs
         times the second half. Without a norm, of x."""
-        if self._is_fused(x):
-            return self._fused(x, norm, gated=True)
-        return silu_and_mul(self._gemm(x if norm is None else norm.forward(x)))
+        return self.weight_format.gated(x, norm)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         """Add the outputs for x `[T, K]` to `total` `[T, N]`, in place."""
-        if self._is_fused(x):
-            self._fused(x, add_to=total)
-        elif self.weight_scales is not None:
-            self._scaled(x, self.weight_scales, total)
-        elif self.tuned_gemms is not None:
-            tuned_linear(x, self.weight, self.tuned_gemms, bias=self.bias, add_to=total)
-        elif total.is_cuda and self.bias is None and not self.batch_invariant:
-            total.addmm_(x, self.matrix)
-        else:
-            total.add_(self._gemm(x))
-
-    def _is_fused(self, x: torch.Tensor) -> bool:
-        return not self.batch_invariant and serves(x, self.weight)
-
-    def _scaled(
-        self, x: torch.Tensor, scales: torch.Tensor, add_to: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        is_invariant = self.batch_invariant
-        return scaled_linear(
-            x, self.weight, scales, self.bias, add_to=add_to, invariant=is_invariant
-        )
-
-    def _fused(
-        self,
-        x: torch.Tensor,
-        norm: RMSNorm | None = None,
-        *,
-        gated: bool = False,
-        add_to: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return small_m_gemm(
-            x,
-            self.weight,
-            scales=self.weight_scales,
-            bias=self.bias,
-            norm=None if norm is None else norm.kernel_weight,
-            gated=gated,
-            add_to=add_to,
-        )
-
-    def _gemm(self, x: torch.Tensor) -> torch.Tensor:
-        if self.weight_scales is not None:
-            return self._scaled(x, self.weight_scales)
-        if self.batch_invariant:
-            return batch_invariant_linear(x, self.weight, self.bias)
-        if self.tuned_gemms is not None:
-            return tuned_linear(x, self.weight, self.tuned_gemms, bias=self.bias)
-        if self.packed is not None and x.shape[0] > 1:
-            output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-                x, self.packed, self.bias, "none", [], ""
-            )
-            return output
-        return x.mm(self.matrix) if self.bias is None else torch.addmm(self.bias, x, self.matrix)
+        self.weight_format.add_to(total, x)
 
     def widen(self, placement: Placement) -> None:
-        self.weight_scales = None
-        self.weight = placement.parameter(*self.weight.shape)
-        self.matrix = self.weight.t()
+        out_features, in_features = self.weight.shape
+        self.use(choose_format(out_features, in_features, placement.wide, self.bias))
 
     def full_weight(self) -> torch.Tensor:
         """`[N, K]`, dequantised."""
-        if self.weight_scales is None:
-            return self.weight
-        return dequantised(self.weight, self.weight_scales, self.dtype)
+        return self.weight_format.full_weight()
 
     def specialize_for_cpu(self) -> None:
-        if self.batch_invariant or self.weight_scales is not None:
-            return  # its kernel reads the row-major weight
-        weight = self.weight.detach()
-        if weight.is_contiguous() and weight.shape[0] > weight.shape[1]:
-            # The weight is shared with an embedding, so it is not column-major itself.
-            self.matrix = weight.t().contiguous()
-        is_x86 = platform.machine() in ("x86_64", "AMD64")
-        has_onednn = is_x86 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        if has_onednn and weight.numel() >= MIN_PACKED_ELEMENTS:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(
-                weight.contiguous(), PACKED_ROWS_HINT
-            )
+        if isinstance(self.weight_format, CpuWeight):
+            self.weight_format.specialize_for_cpu()
 
 
 class ColumnLinear(Linear):
@@ -190,10 +111,8 @@ class ColumnLinear(Linear):
         for name, size in self.parts.items():
             own, copies = slice(first, first + size), self.copies.get(name, 1)
             full, start = size * self.mapping.tp_size // copies, self.mapping.tp_rank // copies
-            scales = None if self.weight_scales is None else self.weight_scales[own]
-            shape = (full, self.weight.shape[1])
-            slot = WeightSlot(self.weight[own], shape, 0, size * start, scales=scales)
-            yield f"{sibling(path, name)}.weight", slot
+            part = Part((full, self.weight.shape[1]), 0, size * start)
+            yield f"{sibling(path, name)}.weight", self.weight_format.slot(own, part)
             if self.bias is not None:
                 slot = WeightSlot(self.bias[own], (full,), 0, size * start)
                 yield f"{sibling(path, name)}.bias", slot
@@ -253,7 +172,7 @@ class RowLinear(Linear):
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         out_features, local = self.weight.shape
         shape = (out_features, local * self.mapping.tp_size)
-        start, scales = local * self.mapping.tp_rank, self.weight_scales
-        yield f"{path}.weight", WeightSlot(self.weight, shape, 1, start, scales=scales)
+        part = Part(shape, 1, local * self.mapping.tp_rank)
+        yield f"{path}.weight", self.weight_format.slot(slice(None), part)
         if self.has_bias:
             yield f"{path}.bias", WeightSlot(self.bias, (out_features,))

@@ -16,6 +16,7 @@ from tllm_spec.kernels.disk_cache import cache_folder
 from tllm_spec.kernels.linear_table import read_table, table_path, write_table
 from tllm_spec.kernels.linear_tuner import GemmGroup, tune_missing
 from tllm_spec.kernels.tuned_linear import TunedGemms
+from tllm_spec.models.formats.plain import CudaWeight
 from tllm_spec.models.linear import Linear, RowLinear
 
 logger = logging.getLogger(__name__)
@@ -30,8 +31,8 @@ def tune_linears(
     device: torch.device,
     communicator: Communicator = SINGLE,
 ) -> None:
-    """Does nothing without CUDA. Batch-invariant layers keep their kernel. Waits for the device.
-    Rank 0 chooses for all ranks, so that a layer that all have puts out the same bits on each."""
+    """Does nothing without CUDA. Only layers of `CudaWeight` are tuned. Waits for the device. Rank
+    0 chooses for all ranks, so that a layer that all have puts out the same bits on each."""
     layers = [layer for model in models for layer in model.modules() if isinstance(layer, Linear)]
     layers = [layer for layer in layers if _is_worth_it(layer)]
     if device.type != "cuda" or not layers:
@@ -51,7 +52,8 @@ def tune_linears(
     table.choices = msgpack.unpackb(choices)
     tuned = TunedGemms(lt, table)
     for layer in layers:
-        layer.tuned_gemms = tuned
+        assert isinstance(layer.weight_format, CudaWeight)
+        layer.weight_format.tuned_gemms = tuned
     if num_measured:
         torch.cuda.empty_cache()
         write_table(path, table)
@@ -62,7 +64,7 @@ def tune_linears(
 def _is_worth_it(layer: Linear) -> bool:
     weight = layer.weight
     return (
-        not layer.batch_invariant
+        isinstance(layer.weight_format, CudaWeight)
         and weight.dtype in DATA_TYPES
         and weight.numel() * weight.element_size() >= MIN_WEIGHT_BYTES
     )

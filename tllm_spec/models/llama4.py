@@ -13,7 +13,7 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.layers import HeadNorm, RMSNorm
 from tllm_spec.models.linear import ColumnLinear
 from tllm_spec.models.llama import MLP, Attention, DecoderLayer, LlamaForCausalLM, LlamaModel
-from tllm_spec.models.module import Fp8Tensor, Placement, WeightSlot
+from tllm_spec.models.module import Placement, StoredWeight, WeightSlot
 from tllm_spec.models.moe import SparseMoE
 from tllm_spec.models.moe_shape import LLAMA4_NAMES
 
@@ -25,7 +25,7 @@ class InterleavedSlot(WeightSlot):
 
     head_dim: int = 0
 
-    def load(self, tensor: torch.Tensor | Fp8Tensor) -> None:
+    def load(self, tensor: torch.Tensor | StoredWeight) -> None:
         assert isinstance(tensor, torch.Tensor)  # in FP8 Llama 4 is refused
         pairs = tensor.unflatten(0, (-1, self.head_dim // 2, 2))  # type: ignore[no-untyped-call] # torch's
         super().load(pairs.transpose(1, 2).flatten(0, 2))

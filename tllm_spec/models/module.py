@@ -3,15 +3,14 @@ attribute lookups without overhead."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.distributed.mapping import Mapping
-from tllm_spec.kernels.scaled_linear import BLOCK, dequantised
-from tllm_spec.models.fp8_formats import Granularity
+from tllm_spec.models.fp8_formats import BLOCK, Granularity
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,8 @@ class Placement:
     """Whether a row's result must have the same bits for any number of other rows."""
     communicator: Communicator = SINGLE
     fp8: Granularity | None = None
-    """What shares a scale in the checkpoint's FP8 weights, which `matrix` keeps; None: it makes
-    weights of `dtype`."""
+    """What shares a scale in the checkpoint's FP8 weights that stay so; None: all weights are of
+    `dtype`."""
 
     @property
     def wide(self) -> "Placement":
@@ -40,18 +39,6 @@ class Placement:
         is_cut = self.fp8 == "block" and size < full and size % BLOCK > 0
         return self.wide if is_cut else self
 
-    def matrix(
-        self, *shape: int, column_major: bool = False
-    ) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """The weight of a linear layer or of experts, `[..., N, K]`, and if it is FP8 its scales,
-        `[..., N, ceil(K / 128)]` (scaled_linear.py)."""
-        if self.fp8 is None:
-            return self.parameter(*shape, column_major=column_major), None
-        weight = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
-        sizes = *shape[:-1], -(-shape[-1] // BLOCK)
-        scales = torch.empty(sizes, dtype=torch.float32, device=self.device)
-        return nn.Parameter(weight, requires_grad=False), nn.Parameter(scales, requires_grad=False)
-
     def parameter(self, *shape: int, column_major: bool = False) -> nn.Parameter:
         """Uninitialised: loading fills it. `column_major` changes the strides, not the shape."""
         if column_major:
@@ -61,16 +48,14 @@ class Placement:
         return nn.Parameter(values, requires_grad=False)
 
 
-@dataclass(frozen=True)
-class Fp8Tensor:
-    """A checkpoint's weight `[N, K]` in FP8, with its scales `[N, ceil(K / 128)]`."""
-
-    weight: torch.Tensor
-    scales: torch.Tensor
+class StoredWeight(Protocol):
+    """A quantised weight `[N, K]` of a checkpoint, with what belongs to it."""
 
     @property
-    def shape(self) -> torch.Size:
-        return self.weight.shape
+    def shape(self) -> torch.Size: ...
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """`[N, K]`."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +63,10 @@ class WeightSlot:
     """Where a checkpoint tensor goes: a view of a parameter, and the slice of the tensor that it
     takes."""
 
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (
+        torch.bfloat16, torch.float16, torch.float32, torch.float64,
+    )  # fmt: skip
+    """In which the checkpoint may have the tensor, unless it is a `StoredWeight`."""
     destination: torch.Tensor | None
     """None: only other ranks need the tensor."""
     shape: tuple[int, ...]
@@ -86,24 +75,16 @@ class WeightSlot:
     start: int = 0
     order: torch.Tensor | None = None
     """int64, on the host: the tensor's rows in the order of the parameter's; None: the same."""
-    scales: torch.Tensor | None = None
-    """Where the scales of an FP8 tensor go; None: the tensor is dequantised."""
 
-    def load(self, tensor: torch.Tensor | Fp8Tensor) -> None:
+    def load(self, tensor: torch.Tensor | StoredWeight) -> None:
         """Copy this rank's slice of `tensor`, converted to the parameter's dtype and device."""
         if self.destination is None:
             return
-        if isinstance(tensor, torch.Tensor):
-            assert self.scales is None  # `widen` has been called
-            self.destination.copy_(self._own(tensor))
-        elif self.scales is None:
-            wide = dequantised(tensor.weight, tensor.scales, self.destination.dtype)
-            self.destination.copy_(self._own(wide))
-        else:
-            self.destination.copy_(self._own(tensor.weight))
-            self.scales.copy_(self._own(tensor.scales, BLOCK))
+        if not isinstance(tensor, torch.Tensor):
+            tensor = tensor.dequantised(self.destination.dtype)
+        self.destination.copy_(self.own(tensor))
 
-    def _own(self, tensor: torch.Tensor, inputs: int = 1) -> torch.Tensor:
+    def own(self, tensor: torch.Tensor, inputs: int = 1) -> torch.Tensor:
         """This rank's slice. `inputs`: that share a column. Where columns of scales lie in two
         slices, all scales of a row are equal (`Placement.of_inputs`)."""
         assert self.destination is not None

@@ -37,7 +37,7 @@ class Router(Linear):
         if not self.in_float32 or x.dtype == torch.float32:
             return self.forward(x)
         if x.is_cuda and not self.batch_invariant:
-            return torch.mm(x, self.matrix, out_dtype=torch.float32)
+            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
         wide_x, wide_weight = x.float(), self.weight.float()
         if self.batch_invariant:
             return batch_invariant_linear(wide_x, wide_weight)

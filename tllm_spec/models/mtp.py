@@ -22,7 +22,7 @@ from tllm_spec.models.fp8_layers import kept_fp8, log_unused, prepare_fp8
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import MLP
-from tllm_spec.models.module import Fp8Tensor, Module, Placement, specialize_for_cpu
+from tllm_spec.models.module import Module, Placement, StoredWeight, specialize_for_cpu
 from tllm_spec.models.moe import SparseMoE
 from tllm_spec.models.moe_shape import DEEPSEEK_NAMES
 from tllm_spec.models.nextn_checkpoint import exported_config
@@ -221,7 +221,7 @@ def load_nextn(
 
 def _below(
     prefix: str, path: Path, config: ModelConfig, known: tuple[str, ...] | None
-) -> Iterator[tuple[str, torch.Tensor | Fp8Tensor]]:
+) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
     """The tensors below `prefix`, without it, and those below none of the prefixes `known`."""
 
     def is_wanted(name: str) -> bool:

@@ -1,0 +1,114 @@
+"""The interface of a weight format: how the weight of a linear layer is kept on a device, filled
+from a checkpoint, and multiplied. A format is one file that implements it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tllm_spec.kernels.silu_and_mul import silu_and_mul
+from tllm_spec.kernels.small_m_gemm import few_rows_linear, serves
+from tllm_spec.models.layers import RMSNorm
+from tllm_spec.models.module import WeightSlot
+
+
+@dataclass(frozen=True)
+class Part:
+    """A checkpoint's matrix `[N, K]`, and the slice of it that this rank's layer has."""
+
+    shape: tuple[int, int]
+    """Of the whole matrix."""
+    shard_dim: int | None = None
+    """0: the slice has some outputs; 1: some inputs; None: it has all."""
+    start: int = 0
+    order: torch.Tensor | None = None
+    """int64, on the host: the slice's rows in the order of the layer's; None: the same."""
+
+
+class WeightFormat(ABC):
+    """The weight of one linear layer on one rank, `y = x W^T + b`: its tensors and its GEMMs.
+
+    A result has the same arithmetic for any number of rows, unless the format's documentation says
+    otherwise."""
+
+    weight: nn.Parameter
+    """`[N, K]`."""
+    scales: nn.Parameter | None = None
+    """Of FP8 weights: `[N, ceil(K / 128)]` float32."""
+    bias: nn.Parameter | None
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the layer registers, with names."""
+        yield "weight", self.weight
+        if self.scales is not None:
+            yield "weight_scales", self.scales
+
+    @abstractmethod
+    def slot(self, rows: slice, part: Part) -> WeightSlot:
+        """Where a checkpoint's matrix goes that fills `rows` of the layer's outputs: it also says
+        in which types the checkpoint may have it."""
+
+    @abstractmethod
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, K]` to `[T, N]`."""
+
+    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        """`multiply` of `norm(x)` if there is a norm."""
+        return self.multiply(x if norm is None else norm.forward(x))
+
+    def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        """SwiGLU of `norm(x)`, `[T, K]` to `[T, N / 2]`: the SiLU of the first half of the outputs
+        times the second half. Without a norm, of x."""
+        return silu_and_mul(self.forward(x, norm))
+
+    def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        """Add the outputs for x `[T, K]` to `total` `[T, N]`, in place."""
+        total.add_(self.multiply(x))
+
+    @abstractmethod
+    def full_weight(self) -> torch.Tensor:
+        """`[N, K]` in the model's dtype."""
+
+
+class FewRowsFormat(WeightFormat):
+    """Up to 8 rows on CUDA run `small_m_gemm`, which fuses norm, SwiGLU and the addition."""
+
+    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        if serves(x, self.weight):
+            return self._few_rows(x, norm)
+        return self.multiply(x if norm is None else norm.forward(x))
+
+    def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        if serves(x, self.weight):
+            return self._few_rows(x, norm, gated=True)
+        return silu_and_mul(self.multiply(x if norm is None else norm.forward(x)))
+
+    def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        if serves(x, self.weight):
+            self._few_rows(x, add_to=total)
+        else:
+            self.add_rows_to(total, x)
+
+    @abstractmethod
+    def add_rows_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        """`add_to` for more rows."""
+
+    def _few_rows(
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None = None,
+        *,
+        gated: bool = False,
+        add_to: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return few_rows_linear(
+            x,
+            self.weight,
+            scales=self.scales,
+            bias=self.bias,
+            norm=None if norm is None else norm.kernel_weight,
+            gated=gated,
+            add_to=add_to,
+        )
