@@ -82,6 +82,17 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_tensor_of_a_type_that_its_layer_does_not_read_is_named(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path, "Llama")
+    rewrite(tmp_path, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(ValueError, match=f"{name} is {str(dtype)[6:]}, .*it reads bfloat16"):
+        load(tmp_path)
+
+
 def test_derived_tensors_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "Llama", tie_word_embeddings=True)
     before = PagedRunner(load(tmp_path)).step({0: TOKENS})[0]

@@ -13,7 +13,7 @@ from tllm_spec.models.checkpoint import checkpoint_tensors, listed
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.fp8_tensors import fp8_tensors
 from tllm_spec.models.layers import HeadNorm, RMSNorm
-from tllm_spec.models.module import Fp8Tensor, Module, WeightSlot
+from tllm_spec.models.module import Module, StoredWeight, WeightSlot
 
 FP8_AT_ONCE = 1 << 26  # random elements
 SCALES = "_scales"  # after the name of a parameter in FP8
@@ -35,7 +35,7 @@ def load_weights(model: CausalLM, path: Path) -> None:
 
 def stored_tensors(
     path: Path, config: ModelConfig, wants: Callable[[str], bool]
-) -> Iterator[tuple[str, torch.Tensor | Fp8Tensor]]:
+) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
     """The tensors of a checkpoint whose names are wanted. Raises ValueError for a file that is
     missing or not readable."""
     if config.fp8 is None:
@@ -44,7 +44,7 @@ def stored_tensors(
 
 
 def fill(
-    model: Module, tensors: Iterable[tuple[str, torch.Tensor | Fp8Tensor]], misfit: str
+    model: Module, tensors: Iterable[tuple[str, torch.Tensor | StoredWeight]], misfit: str
 ) -> None:
     """Fill `model` from named tensors.
 
@@ -100,9 +100,18 @@ def weight_table(model: Module) -> dict[str, WeightSlot]:
     return table
 
 
-def _load(name: str, tensor: torch.Tensor | Fp8Tensor, slot: WeightSlot) -> None:
+def _load(name: str, tensor: torch.Tensor | StoredWeight, slot: WeightSlot) -> None:
     if tuple(tensor.shape) != slot.shape:
         raise ValueError(
             f"{name} has the shape {list(tensor.shape)}; the config asks for {list(slot.shape)}."
         )
+    if isinstance(tensor, torch.Tensor) and tensor.dtype not in slot.dtypes:
+        raise ValueError(
+            f"{name} is {_type_name(tensor.dtype)}, which its layer does not read; it reads "
+            f"{', '.join(map(_type_name, slot.dtypes)) or 'FP8 with scales'}."
+        )
     slot.load(tensor)
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
