@@ -111,6 +111,7 @@ def launch_linear(
     if spreads:
         add_chunks_kernel[(num_rows, -(-out_features // OUTPUTS_ADDED))](
             parts,
+            None,
             bias,
             output,
             output.stride(0),

@@ -109,6 +109,7 @@ def linear_kernel(
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]  # triton has no types
 def add_chunks_kernel(
     parts: tl.tensor,
+    row_scales: tl.tensor,
     bias: tl.tensor,
     output: tl.tensor,
     output_stride: tl.tensor,
@@ -119,8 +120,8 @@ def add_chunks_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (rows, blocks of outputs). Adds the chunks in order, then the bias, and with ADDS what
-    the output holds."""
+    """Grid (rows, blocks of outputs). Adds the chunks in order, multiplies the sum by the row's
+    scale if there are any, and adds the bias, and with ADDS what the output holds."""
     wait_for_previous(PDL)
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -129,6 +130,8 @@ def add_chunks_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for chunk in range(CHUNKS):
         total += tl.load(parts + (chunk * num_rows + row) * OUT + outs, mask=real, other=0.0)
+    if row_scales is not None:
+        total = tl.fma(total, tl.broadcast_to(tl.load(row_scales + row), [BLOCK]), 0.0)
     if bias is not None:
         total += tl.load(bias + outs, mask=real, other=0.0).to(tl.float32)
     pointers = output + row * output_stride + outs

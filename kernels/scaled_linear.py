@@ -117,16 +117,22 @@ def launch_scaled_linear(
     *,
     spreads: bool,
     adds: bool,
+    x_scales: torch.Tensor | None = None,
 ) -> None:
     """spreads: whether each chunk of a tile has its own program, if there are several. The chunks'
-    sums are then written and read again as float32. adds: whether to add to what `output` holds."""
+    sums are then written and read again as float32. adds: whether to add to what `output` holds.
+    x_scales: `[T]` float32, contiguous, of rows in FP8 (fp8_linear.py)."""
     from tllm_spec.kernels.batch_invariant_linear_triton import add_chunks_kernel
     from tllm_spec.kernels.scaled_linear_triton import scaled_linear_kernel
 
     (num_rows, in_features), out_features = x.shape, weight.shape[0]
     check_scaled(weight, scales)
     assert weight.shape[1] == in_features and x.stride(1) == 1 == output.stride(1)
-    assert output.shape == (num_rows, out_features) and output.dtype == x.dtype
+    assert output.shape == (num_rows, out_features) and (
+        x_scales is not None or output.dtype == x.dtype
+    )
+    assert (x_scales is not None) == (x.dtype == weight.dtype)
+    assert x_scales is None or x_scales.is_contiguous()
     chunk, pdl = chunk_of(out_features, in_features), programmatic_launch(x.device)
     num_chunks = -(-in_features // chunk)
     spreads = spreads and num_chunks > 1
@@ -138,6 +144,7 @@ def launch_scaled_linear(
     scaled_linear_kernel[(tiles, num_chunks if spreads else 1)](
         x,
         x.stride(0),
+        None if spreads else x_scales,
         weight,
         scales,
         None if spreads else bias,
@@ -160,6 +167,6 @@ def launch_scaled_linear(
     )
     if spreads:
         add_chunks_kernel[(num_rows, -(-out_features // OUTPUTS_ADDED))](
-            parts, bias, output, output.stride(0), num_rows,
+            parts, x_scales, bias, output, output.stride(0), num_rows,
             OUT=out_features, CHUNKS=num_chunks, ADDS=adds, BLOCK=OUTPUTS_ADDED, **pdl,
         )  # fmt: skip

@@ -11,9 +11,11 @@ from tllm_spec.kernels import (
     batch_invariant_attention,
     batch_invariant_latent,
     batch_invariant_linear,
+    fp8_linear,
     grouped_gemm,
     head_gemm,
     latent_attention,
+    quantise_rows,
     scaled_linear,
     window_attention,
     window_splits,
@@ -21,6 +23,7 @@ from tllm_spec.kernels import (
 from tllm_spec.kernels.key_chunks import KeyChunks
 from tllm_spec.kernels.moe_permute import ExpertRows
 from tllm_spec.kernels.rotary_write import HeadWeights
+from tllm_spec.kernels.small_m_gemm import NormWeight
 from tllm_spec.kernels.tree_mask import TreeMask, TreePaths
 
 FLOATS = (torch.bfloat16, torch.float32)  # float16 takes as much as bfloat16
@@ -63,6 +66,14 @@ def scaled_linears() -> None:
     for (inputs, outputs), dtype, rows in product(LINEAR_SHAPES, FLOATS, NUM_ROWS):
         x, weight = empty(rows, inputs, dtype=dtype), empty(outputs, inputs, dtype=FP8)
         scaled_linear.scaled_linear(x, weight, scales_of(weight), empty(outputs, dtype=dtype))
+
+
+def fp8_linears() -> None:
+    for (inputs, outputs), rows in product(LINEAR_SHAPES, NUM_ROWS):
+        x, weight = empty(rows, inputs), empty(outputs, inputs, dtype=FP8)
+        codes, scales = quantise_rows.quantise_rows(x, NormWeight(empty(inputs), 1e-6))
+        own = codes, scales, weight, scales_of(weight), x.dtype
+        fp8_linear.fp8_linear(*own, bias=empty(outputs))
 
 
 # Experts, experts of a token, hidden size, inner size: Qwen3-30B-A3B, DeepSeek V2 Lite, Mixtral.
@@ -222,6 +233,7 @@ def invariant_latents() -> None:
 CALLS: dict[str, Callable[[], None]] = {
     "linears": linears,
     "scaled_linears": scaled_linears,
+    "fp8_linears": fp8_linears,
     "experts": lambda: experts(scaled=False),
     "scaled_experts": lambda: experts(scaled=True),
     "heads": heads,

@@ -31,6 +31,8 @@ GROUPS: tuple[dict[str, int], ...] = (
         "rank_sum": 10,
         "scaled_linear": 19,
         "scaled_linear_slices": 6,
+        "quantise_rows": 9,
+        "fp8_linear": 8,
         "dequantise": 5,
     },
     {

@@ -1,0 +1,173 @@
+"""Activations in FP8: codes and scales have the same bits from the kernel and the reference, and
+for any number of rows."""
+
+import pytest
+import torch
+
+from tests.kernels.hopper import compiled_for_hopper
+from tests.kernels.interpreter import (
+    INTERPRETED,
+    on_each_kernel_device,
+    only_outside_the_interpreter,
+    only_with_the_compiler,
+    stored,
+)
+from tllm_spec.kernels.quantise_rows import LARGEST, SMALLEST_SCALE, quantise_rows
+from tllm_spec.kernels.rms_norm import rms_norm
+from tllm_spec.kernels.small_m_gemm import NormWeight
+from tllm_spec.kernels.triton_support import has_kernels
+
+FP8 = torch.float8_e4m3fn
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NUMBERS = (1, 8, 9, 256, 1024)
+on_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def rows_of(
+    number: int, size: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+) -> torch.Tensor:
+    """Rows of very different magnitudes, with a stride between them."""
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(1024, size + 8, generator=generator)
+    x *= torch.arange(1024).remainder(25).sub(12).exp2().unsqueeze(1)
+    return x.to(dtype).to(device)[:number, :size]
+
+
+def bits(codes: torch.Tensor) -> torch.Tensor:
+    return codes.cpu().view(torch.uint8)
+
+
+def values_of_codes() -> torch.Tensor:
+    """All finite numbers of E4M3, sorted."""
+    codes = torch.tensor([code for code in range(256) if code % 128 != 127], dtype=torch.uint8)
+    return codes.view(FP8).float().unique()
+
+
+def ties() -> torch.Tensor:
+    """`[1, n]` float32: E4M3's numbers, the middles between them, and what is next to a middle. The
+    scale is 1, since 448 is among them."""
+    numbers = values_of_codes()
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    infinity = torch.tensor(torch.inf)
+    around = torch.nextafter(middles, infinity), torch.nextafter(middles, -infinity)
+    return torch.cat((numbers, middles, *around)).unsqueeze(0)
+
+
+def nearest(x: torch.Tensor) -> torch.Tensor:
+    """The nearest of E4M3's numbers, of two the one whose code is even."""
+    numbers = values_of_codes()
+    distances = (x.double().unsqueeze(-1) - numbers.double()).abs()
+    odd = numbers.to(FP8).view(torch.uint8) % 2
+    return numbers[(distances * 2 + odd * 1e-12).argmin(-1)]
+
+
+def test_the_reference_rounds_to_the_nearest_code_and_of_two_to_the_even_one() -> None:
+    codes, scales = quantise_rows.reference(ties())
+    assert scales.tolist() == [1.0]
+    assert torch.equal(codes.float(), nearest(ties()))
+
+
+@only_outside_the_interpreter
+def test_a_scale_is_the_largest_magnitude_by_448() -> None:
+    x = torch.tensor([[1.0, -896.0, 3.0], [0.0, 0.0, 0.0], [14.0, 7.0, -0.125]])
+    codes, scales = quantise_rows(x)
+    assert scales.tolist() == [2.0, SMALLEST_SCALE, 14.0 / 448]
+    assert codes.float().tolist() == [[0.5, -448.0, 1.5], [0, 0, 0], [448.0, 224.0, -4.0]]
+
+
+@only_outside_the_interpreter
+def test_values_above_the_bound_saturate() -> None:
+    x = torch.tensor([[2000.0, -600.0, 1200.0], [1.0, -2.0, 0.5]])
+    codes, scales = quantise_rows(x, bound=1200.0)
+    assert torch.equal(scales, torch.tensor([1200.0, 2.0]) / 448)
+    assert codes[0].float().tolist() == [448.0, -224.0, 448.0] and codes[1, 1] == -448.0
+
+
+@only_outside_the_interpreter
+def test_a_slice_of_rows_has_the_codes_of_the_whole_rows() -> None:
+    x = rows_of(9, 200)
+    codes, scales = quantise_rows(x)
+    largest = x.float().abs().amax(1)
+    for own in (slice(0, 100), slice(100, 200)):
+        found = quantise_rows(x[:, own], magnitudes=largest)
+        assert torch.equal(bits(found[0]), bits(codes[:, own])) and torch.equal(found[1], scales)
+
+
+@only_outside_the_interpreter
+@pytest.mark.parametrize("has_norm", [False, True])
+@on_each_dtype
+def test_a_row_of_the_reference_has_the_same_bits_in_every_batch(
+    dtype: torch.dtype, has_norm: bool
+) -> None:
+    weight = torch.randn(192, generator=torch.Generator().manual_seed(1)).to(dtype)
+    norm = NormWeight(weight, 1e-6) if has_norm else None
+    codes, scales = quantise_rows(rows_of(1024, 192, dtype), norm)
+    for number in NUMBERS:
+        found = quantise_rows(rows_of(number, 192, dtype), norm)
+        assert torch.equal(bits(found[0]), bits(codes[:number]))
+        assert torch.equal(found[1], scales[:number])
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("number", NUMBERS)
+def test_the_kernels_codes_and_scales_are_the_references_bit_for_bit(
+    number: int, device: str
+) -> None:
+    assert has_kernels(torch.device(device))
+    # The interpreter takes long for each program.
+    for dtype, size in zip(DTYPES, (192, 40, 200), strict=True):
+        rows = rows_of(number, size, dtype, device)
+        if INTERPRETED and number > 9:
+            rows = rows[:: number // 8]
+        for options in ({}, {"bound": 3.0}, {"magnitudes": rows.float().abs().amax(1) * 2}):
+            codes, scales = quantise_rows(rows, **options)
+            expected = quantise_rows.reference(rows, **options)
+            assert codes.dtype == FP8 and torch.equal(bits(codes), bits(expected[0]))
+            assert torch.equal(scales, expected[1])
+
+
+@on_each_kernel_device
+def test_the_kernel_rounds_to_the_nearest_code_and_of_two_to_the_even_one(device: str) -> None:
+    codes, scales = quantise_rows(ties().to(device))
+    assert scales.tolist() == [1.0]
+    assert torch.equal(codes.float().cpu(), nearest(ties()))
+    assert quantise_rows(ties().to(device)[:0])[0].shape == (0, ties().shape[1])
+
+
+@on_each_kernel_device
+@on_each_dtype
+def test_the_kernels_norm_is_rounded_as_a_layer_of_its_own(dtype: torch.dtype, device: str) -> None:
+    """Of float32 results alone the interpreter and a device store the same bits."""
+    x, weight = rows_of(9, 192, torch.float32, device).to(dtype), rows_of(1, 192, dtype, device)[0]
+    normed = rms_norm(x, weight, 1e-6)
+    if INTERPRETED and dtype == torch.bfloat16:
+        assert torch.equal(stored(normed.float(), dtype), normed)
+    found = quantise_rows(x, NormWeight(weight, 1e-6))
+    expected = quantise_rows(normed)
+    assert torch.equal(bits(found[0]), bits(expected[0])) and torch.equal(found[1], expected[1])
+
+
+@pytest.mark.gpu
+@only_outside_the_interpreter
+def test_a_row_of_no_numbers_has_codes_of_no_numbers() -> None:
+    x = torch.ones(2, 64, device="cuda")
+    x[0, 3] = torch.nan
+    codes, _ = quantise_rows(x)
+    assert codes[0].float().isnan().any() and not codes[1].float().isnan().any()
+    assert codes[1].float().max() == LARGEST
+
+
+@only_with_the_compiler
+def test_the_kernel_compiles_for_hopper_without_local_memory() -> None:
+    from tllm_spec.kernels.quantise_rows_triton import quantise_rows_kernel
+
+    types = {"x": "*bf16", "norm_weight": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32"}
+    constants = {"LARGEST": LARGEST, "SMALLEST_SCALE": SMALLEST_SCALE, "PDL": True}
+    for size, block, num_warps in ((4096, 4096, 8), (28672, 32768, 16)):
+        code = compiled_for_hopper(
+            quantise_rows_kernel,
+            types | {"eps": "fp32", "bound": "fp32"},
+            constants | {"SIZE": size, "BLOCK": block, "magnitudes": None},
+            num_warps=num_warps,
+        )
+        assert ".local" not in code.asm["ptx"] and code.asm["cubin"]
