@@ -125,14 +125,8 @@ def launch_scaled_linear(
     from tllm_spec.kernels.batch_invariant_linear_triton import add_chunks_kernel
     from tllm_spec.kernels.scaled_linear_triton import scaled_linear_kernel
 
+    _check(x, weight, scales, output, x_scales)
     (num_rows, in_features), out_features = x.shape, weight.shape[0]
-    check_scaled(weight, scales)
-    assert weight.shape[1] == in_features and x.stride(1) == 1 == output.stride(1)
-    assert output.shape == (num_rows, out_features) and (
-        x_scales is not None or output.dtype == x.dtype
-    )
-    assert (x_scales is not None) == (x.dtype == weight.dtype)
-    assert x_scales is None or x_scales.is_contiguous()
     chunk, pdl = chunk_of(out_features, in_features), programmatic_launch(x.device)
     num_chunks = -(-in_features // chunk)
     spreads = spreads and num_chunks > 1
@@ -170,3 +164,20 @@ def launch_scaled_linear(
             parts, x_scales, bias, output, output.stride(0), num_rows,
             OUT=out_features, CHUNKS=num_chunks, ADDS=adds, BLOCK=OUTPUTS_ADDED, **pdl,
         )  # fmt: skip
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    output: torch.Tensor,
+    x_scales: torch.Tensor | None,
+) -> None:
+    """Asserts what `launch_scaled_linear` needs."""
+    check_scaled(weight, scales)
+    assert weight.shape[1] == x.shape[1] and x.stride(1) == 1 == output.stride(1)
+    assert output.shape == (len(x), len(weight)) and (
+        x_scales is not None or output.dtype == x.dtype
+    )
+    assert (x_scales is not None) == (x.dtype == weight.dtype)
+    assert x_scales is None or x_scales.is_contiguous()

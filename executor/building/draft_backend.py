@@ -72,6 +72,7 @@ def load_network(plan: BuildPlan, draft: DraftModel, folder: Path) -> DraftNetwo
         device=torch.device("cpu"),
         load_format=draft.load_format,
         max_positions=plan.max_len,
+        fp8_activations=False,  # the network multiplies dequantised weights
     )
     assert isinstance(model, LlamaForCausalLM)
     return DraftNetwork(config, model.dtype, plan.device, _network(model, plan, draft))

@@ -114,6 +114,7 @@ def load_draft(plan: BuildPlan, target: CausalLM) -> LoadedDraft:
             plan.args.load_format,
             max_num_tokens=plan.args.max_num_tokens,
             communicator=plan.communicator,
+            fp8_activations=plan.args.fp8_activations,
         )
     if not draft.is_head:
         folder = draft_folder(draft)
@@ -145,6 +146,7 @@ def _load(
         max_positions=plan.max_len,
         communicator=plan.communicator,
         batch_invariant=batch_invariant,
+        fp8_activations=plan.args.fp8_activations,
     )
 
 

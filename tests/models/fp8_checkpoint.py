@@ -1,5 +1,5 @@
 """Turns the projections of a checkpoint into FP8, with a scale for each tensor, each row or each
-block of 128 x 128."""
+block of 128 x 128. Those with a scale for each row ask for activations in FP8."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -15,10 +15,16 @@ from tllm_spec.models import fp8_layers
 
 BLOCK, LARGEST = 128, 448.0
 # By what shares a scale: the shape of such a tile of weights, None for all of a dimension.
-TILES = {"tensor": (None, None), "row": (1, None), "block": (BLOCK, BLOCK)}
+TILES = {
+    "tensor": (None, None),
+    "row": (1, None),
+    "bounded": (1, None),
+    "block": (BLOCK, BLOCK),
+}
 QUANTIZATION: dict[str, dict[str, Any]] = {
     "tensor": {"quant_method": "fp8"},
     "row": {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+    "bounded": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
     "block": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]},
 }
 Tensors = dict[str, torch.Tensor]

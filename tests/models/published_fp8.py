@@ -110,8 +110,19 @@ def changed_group(**change: object) -> Raw:
 
 
 LLAMA_FP8: Raw = LLAMA_31_8B | {"quantization_config": compressed("tensor", "naive-quantized")}
+BY_TOKEN: Raw = _EIGHT_BITS | {"dynamic": True, "strategy": "token"}
 LLAMA_FP8_DYNAMIC: Raw = LLAMA_31_8B | {
     "quantization_config": compressed("channel", "float-quantized")
+    | {
+        "config_groups": {
+            "group_0": {
+                "input_activations": BY_TOKEN,
+                "output_activations": None,
+                "targets": ["Linear"],
+                "weights": _EIGHT_BITS | {"strategy": "channel"},
+            }
+        }
+    }
 }
 NVIDIA_FP8: Raw = {
     "producer": {"name": "modelopt", "version": "0.19.0"},

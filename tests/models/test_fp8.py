@@ -19,7 +19,7 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.formats.fp8_scaled import Fp8Tensor, ScaledSlot
 from tllm_spec.models.fp8_formats import Granularity
-from tllm_spec.models.fp8_layers import kept_fp8
+from tllm_spec.models.fp8_layers import with_fp8
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.module import Module, Placement, WeightSlot
 from tllm_spec.models.mtp import load_nextn
@@ -192,8 +192,9 @@ def test_gpus_without_fp8_get_dequantised_weights(
     path, plain = save_both("llama", tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     config = ModelConfig.from_pretrained(path)
-    assert (kept_fp8(config, torch.device("cuda", 0)) == "block") == keeps
-    assert not kept_fp8(ModelConfig.from_pretrained(plain), torch.device("cuda", 0))
+    placement = Placement(torch.bfloat16, torch.device("cuda", 0), Mapping(0, 1))
+    assert (with_fp8(placement, config).fp8 == "block") == keeps
+    assert with_fp8(placement, ModelConfig.from_pretrained(plain)) == placement
     monkeypatch.setattr(fp8_layers, "multiplies_fp8", lambda device: keeps)
     model = load(path)
     assert bool(fp8_names(model)) == keeps

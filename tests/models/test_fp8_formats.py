@@ -12,6 +12,7 @@ from tests.models.published import FP8, V3, Raw
 from tests.models.published_fp8 import (
     BLOCK_OF_128,
     BLOCKS,
+    BY_TOKEN,
     LLAMA_31_8B,
     LLAMA_405B_FP8,
     LLAMA_FP8_DYNAMIC,
@@ -23,7 +24,7 @@ from tests.models.published_fp8 import (
     compressed,
 )
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.fp8_formats import Fp8Format
+from tllm_spec.models.fp8_formats import Fp8Format, TokenScales
 from tllm_spec.models.fp8_readers import fp8_format
 
 LAYER = "model.layers.5"
@@ -231,10 +232,7 @@ CACHE, ACTIVATIONS = (
             ],
         ),
         (MODELOPT | {"quant_algo": "FP8_PB_WO", "kv_cache_quant_algo": "NONE"}, []),
-        (
-            LLAMA_405B_FP8["quantization_config"],
-            [("activation_scale_ub", ACTIVATIONS)],
-        ),
+        (LLAMA_405B_FP8["quantization_config"], []),
     ],
 )
 def test_what_is_not_used_is_said_with_the_reason(
@@ -242,6 +240,28 @@ def test_what_is_not_used_is_said_with_the_reason(
 ) -> None:
     expected = tuple(f"{name} is not used: {reason}" for name, reason in unused)
     assert format_of(quantization).unused == expected
+
+
+@pytest.mark.parametrize(
+    ("quantization", "activations"),
+    [
+        (LLAMA_405B_FP8["quantization_config"], TokenScales(1200.0)),
+        ({"quant_method": "fbgemm_fp8"}, TokenScales()),
+        (LLAMA_FP8_DYNAMIC["quantization_config"], TokenScales()),
+        (changed_group(input_activations=BY_TOKEN), TokenScales()),
+        (MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, TokenScales()),
+        (MODELOPT | {"quant_algo": "FP8"}, None),
+        (changed_group(input_activations=BY_TOKEN | {"dynamic": False}), None),
+        (changed_group(input_activations=BY_TOKEN | {"strategy": "tensor"}), None),
+        (changed_group(input_activations=None), None),
+        (FP8, None),
+        (BLOCKS, None),
+    ],
+)
+def test_only_one_dynamic_scale_a_token_quantises_activations(
+    quantization: Raw, activations: TokenScales | None
+) -> None:
+    assert format_of(quantization).activations == activations
 
 
 def test_routers_have_16_bits_whether_they_are_listed_or_not() -> None:

@@ -14,7 +14,7 @@ they list the modules that kept 16 bits:
 | ModelOpt | hf_quant_config.json, `quant_method: modelopt` | `weight_scale` | the same |
 | FBGEMM (Meta) | `quant_method: fbgemm_fp8` | `weight_scale` | rows |
 
-Scales of activations and of the KV cache are left out: both stay in the model's dtype."""
+Static scales of activations and scales of the KV cache are left out."""
 
 import re
 from dataclasses import dataclass, field
@@ -55,6 +55,14 @@ class ModuleNames:
 
 
 @dataclass(frozen=True)
+class TokenScales:
+    """Activations of linear layers are quantised to FP8 too, with one dynamic scale a token."""
+
+    bound: float | None = None
+    """Magnitudes above it count as the bound, and saturate."""
+
+
+@dataclass(frozen=True)
 class Fp8Format:
     """The format of one checkpoint."""
 
@@ -66,6 +74,8 @@ class Fp8Format:
     """Modules without FP8 weights."""
     targets: ModuleNames | None = None
     """Other modules have no FP8 weights either; None: any may have them."""
+    activations: TokenScales | None = None
+    """None: the model computes with activations of its own type."""
     unused: tuple[str, ...] = field(default=(), compare=False)
     """What the configuration says of activations and of the KV cache, and why it is not used: a
     sentence for each. It does not change how weights are read."""

@@ -3,7 +3,7 @@ others and of settings without an effect."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from tllm_spec.models.checkpoint import names_of_type
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.fp8_scaled import ScaledSlot
-from tllm_spec.models.fp8_formats import BLOCK, Fp8Format, Granularity
+from tllm_spec.models.fp8_formats import BLOCK, Fp8Format
 from tllm_spec.models.module import Module, Placement, WeightSlot
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,21 @@ FUSED = Reason("they are fused with weights that the checkpoint has in 16 bits")
 WIDE = Reason("what reads them takes no FP8", logging.INFO)
 
 
-def kept_fp8(config: ModelConfig, device: torch.device) -> Granularity | None:
-    """What shares a scale in weights that the checkpoint has in FP8 and that stay so; None: there
-    are none, or the device gets them dequantised."""
-    return config.fp8.granularity if config.fp8 is not None and multiplies_fp8(device) else None
+def with_fp8(placement: Placement, config: ModelConfig) -> Placement:
+    """The placement for weights that the checkpoint has in FP8, and that stay so on the device.
+    CPUs keep those of layers that quantise activations."""
+    form, keeps = config.fp8, multiplies_fp8(placement.device)
+    if form is None or not (keeps or placement.device.type == "cpu"):
+        return placement
+    fp8 = form.granularity if keeps else None
+    return replace(placement, fp8=fp8, activations=form.activations)
+
+
+def computed_as(config: ModelConfig, fp8_activations: bool) -> ModelConfig:
+    """Without quantised activations if `fp8_activations` is false."""
+    if config.fp8 is None or fp8_activations:
+        return config
+    return replace(config, fp8=replace(config.fp8, activations=None))
 
 
 def multiplies_fp8(device: torch.device) -> bool:
@@ -67,15 +78,23 @@ def prepare_fp8(
     has_fp8 = _fp8_modules(path, config.fp8, load_format)
     dequantised: list[tuple[Reason, str, torch.Tensor]] = []
     for prefix, part in parts.items():
-        if placement.fp8:
+        if placement.fp8 or placement.activations:
             _widen_others(part, has_fp8, placement, prefix)
         dequantised += _dequantised(part, has_fp8, placement, prefix)
     _log(path, dequantised)
 
 
-def log_unused(path: Path, config: ModelConfig) -> None:
-    """What the checkpoint in the folder `path` says of activations and of the KV cache."""
-    for sentence in () if config.fp8 is None else config.fp8.unused:
+def log_fp8(path: Path, config: ModelConfig, placement: Placement) -> None:
+    """How linear layers with FP8 weights are computed, and what the checkpoint in the folder `path`
+    says of activations and of the KV cache without an effect."""
+    if config.fp8 is None:
+        return
+    if placement.activations is not None:
+        experts = "" if config.moe is None else "; experts multiply those of the model's type"
+        logger.info("%s: activations are quantised to FP8 by token (W8A8)%s", path, experts)
+    elif placement.fp8 is not None:
+        logger.info("%s: activations have the model's type next to FP8 weights (W8A16)", path)
+    for sentence in config.fp8.unused:
         logger.info("%s: %s", path, sentence)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tllm_spec.models.checkpoint import checkpoint_names
-from tllm_spec.models.fp8_formats import BLOCK, Fp8Format, Granularity, ModuleNames
+from tllm_spec.models.fp8_formats import BLOCK, Fp8Format, Granularity, ModuleNames, TokenScales
 from tllm_spec.models.json_file import read_json
 
 MODELOPT_FILE = "hf_quant_config.json"
@@ -55,7 +55,7 @@ def fp8_format(path: Path | None, raw: Mapping[str, Any]) -> Fp8Format | None:
         raise ValueError(f"{source}: {'; '.join(reasons)}. {_SERVED}")
     default = "_scale_inv" if method == "fp8" and read.granularity == "block" else "_scale"
     suffix, unused = _scale_suffix(path, default), tuple(_unused(quantization))
-    return Fp8Format(read.granularity, suffix, ignored, targets, unused)
+    return Fp8Format(read.granularity, suffix, ignored, targets, read.activations, unused)
 
 
 def _unused(quantization: Mapping[str, Any]) -> Iterator[str]:
@@ -69,7 +69,6 @@ def _unused(quantization: Mapping[str, Any]) -> Iterator[str]:
     groups = (settings.get("config_groups") or {}).items()
     static = {
         "activation_scheme = 'static'": settings.get("activation_scheme") == "static",
-        "activation_scale_ub": settings.get("activation_scale_ub") is not None,
         "the static input_scale of quant_algo 'FP8'": settings.get("quant_algo") == "FP8",
     } | {
         f"config_groups.{name}.input_activations (static)": True
@@ -147,6 +146,8 @@ class _Read:
     """Why it is not served."""
     targets: list[str] | None = None
     """The modules with FP8 weights; None: all linear layers that are not ignored."""
+    activations: TokenScales | None = None
+    """None: not quantised, or with other scales than one a token, which the log names."""
 
 
 # At most the KV cache is quantised. Its scales are left out, as in any FP8 checkpoint.
@@ -183,7 +184,13 @@ def _read_fp8(quantization: Mapping[str, Any]) -> _Read:
 
 
 def _read_fbgemm(quantization: Mapping[str, Any]) -> _Read:
-    return _Read("row", list(quantization.get("modules_to_not_convert") or ()), [])
+    """One scale a token, up to a bound."""
+    bound, reasons = quantization.get("activation_scale_ub"), list[str]()
+    if bound is not None and not (isinstance(bound, (int, float)) and bound > 0):
+        reasons.append(f"activation_scale_ub is {bound!r} (it must be a number above 0)")
+        bound = None
+    ignored = list(quantization.get("modules_to_not_convert") or ())
+    return _Read("row", ignored, reasons, activations=TokenScales(bound))
 
 
 _STRATEGIES: dict[str, Granularity] = {"tensor": "tensor", "channel": "row", "block": "block"}
@@ -198,6 +205,16 @@ _COMPRESSED_WEIGHTS: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Of activations with one scale a token.
+_BY_TOKEN: dict[str, tuple[Any, ...]] = {
+    "type": ("float",),
+    "num_bits": (8,),
+    "strategy": ("token",),
+    "symmetric": (True, None),
+    "dynamic": (True,),
+}
+
+
 def _read_compressed_tensors(quantization: Mapping[str, Any]) -> _Read:
     sparsity = quantization.get("sparsity_config") or {}
     reasons = _unserved(quantization, {"transform_config": ({}, None)})
@@ -209,7 +226,7 @@ def _read_compressed_tensors(quantization: Mapping[str, Any]) -> _Read:
     if len(groups) != 1:
         reasons.append(f"config_groups has {len(groups)} groups (served: 1)")
     ignored, targets = list(quantization.get("ignore") or ()), None
-    strategy = None
+    strategy, activations = None, None
     for group in groups[:1]:
         reasons += _unserved(group, {"format": (*_COMPRESSED_FORMATS, None)})
         targets = _targets(group, reasons)
@@ -219,7 +236,10 @@ def _read_compressed_tensors(quantization: Mapping[str, Any]) -> _Read:
         if strategy == "block":
             shapes = ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}")
             reasons += _unserved(weights, {"block_structure": shapes})
-    return _Read(_STRATEGIES.get(str(strategy), "tensor"), ignored, reasons, targets)
+        if strategy != "block" and not _unserved(group.get("input_activations") or {}, _BY_TOKEN):
+            activations = TokenScales()
+    granularity = _STRATEGIES.get(str(strategy), "tensor")
+    return _Read(granularity, ignored, reasons, targets, activations)
 
 
 def _targets(group: Mapping[str, Any], reasons: list[str]) -> list[str] | None:
@@ -259,7 +279,8 @@ def _read_modelopt(quantization: Mapping[str, Any]) -> _Read:
     ignored = [*(settings.get("exclude_modules") or ()), *(settings.get("ignore") or ())]
     if algorithm == "NONE":
         ignored = _NO_WEIGHTS
-    return _Read(granularity, ignored, reasons)
+    by_token = TokenScales() if algorithm == "FP8_PER_CHANNEL_PER_TOKEN" else None
+    return _Read(granularity, ignored, reasons, activations=by_token)
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], _Read]] = {

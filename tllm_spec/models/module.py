@@ -10,7 +10,7 @@ from torch import nn
 
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.distributed.mapping import Mapping
-from tllm_spec.models.fp8_formats import BLOCK, Granularity
+from tllm_spec.models.fp8_formats import BLOCK, Granularity, TokenScales
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,22 @@ class Placement:
     fp8: Granularity | None = None
     """What shares a scale in the checkpoint's FP8 weights that stay so; None: all weights are of
     `dtype`."""
+    activations: TokenScales | None = None
+    """How linear layers with weights in FP8 quantise activations; None: not."""
+    splits_inputs: bool = False
+    """Whether each rank has a slice of a layer's inputs."""
 
     @property
     def wide(self) -> "Placement":
         """For weights that checkpoints do not have in FP8."""
-        return replace(self, fp8=None)
+        return replace(self, fp8=None, activations=None)
 
     def of_inputs(self, size: int, full: int) -> "Placement":
         """For weights with a rank's `size` of `full` inputs. If they do not end with a block whose
         weights share a scale, this would belong to two ranks, so the weights are not FP8. The scale
         of a tensor or row belongs to all ranks."""
         is_cut = self.fp8 == "block" and size < full and size % BLOCK > 0
-        return self.wide if is_cut else self
+        return replace(self.wide if is_cut else self, splits_inputs=size < full)
 
     def parameter(self, *shape: int, column_major: bool = False) -> nn.Parameter:
         """Uninitialised: loading fills it. `column_major` changes the strides, not the shape."""

@@ -18,7 +18,7 @@ from tllm_spec.kernels.draft_input import DraftInputNorms, draft_input
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM, DeepseekLayer
-from tllm_spec.models.fp8_layers import kept_fp8, log_unused, prepare_fp8
+from tllm_spec.models.fp8_layers import computed_as, log_fp8, prepare_fp8, with_fp8
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import MLP
@@ -182,9 +182,11 @@ def load_nextn(
     communicator: Communicator = SINGLE,
     *,
     is_exported: bool = False,
+    fp8_activations: bool = True,
 ) -> NextnModules:
     """The first `count` modules of the folder `path`, the target's checkpoint or an exported one,
-    in the target's dtype and on its device, sharded as the target's layers are.
+    in the target's dtype and on its device, sharded as the target's layers are. fp8_activations:
+    of exported modules, as in `load_model`; others are computed as the target.
 
     Raises:
         ValueError: tensors are missing or surplus, or exported modules are not for the target.
@@ -192,17 +194,15 @@ def load_nextn(
     config, first = target.config, target.config.num_layers
     known = None
     if is_exported:
-        config, first = exported_config(path, config), 0
-        log_unused(path, config)
+        config, first = computed_as(exported_config(path, config), fp8_activations), 0
         # Everything else in such a folder is surplus.
         known = tuple(f"model.layers.{number}." for number in range(config.num_layers))
     placement = Placement(
-        target.dtype,
-        target.device,
-        communicator.mapping,
-        communicator=communicator,
-        fp8=kept_fp8(config, target.device),
+        target.dtype, target.device, communicator.mapping, communicator=communicator
     )
+    placement = with_fp8(placement, config)
+    if is_exported:
+        log_fp8(path, config, placement)
     modules = NextnModules(target, count, placement)
     parts = {
         f"model.layers.{first + index}.": module

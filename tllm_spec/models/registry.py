@@ -10,7 +10,7 @@ from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
-from tllm_spec.models.fp8_layers import kept_fp8, log_unused, prepare_fp8
+from tllm_spec.models.fp8_layers import computed_as, log_fp8, prepare_fp8, with_fp8
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
 from tllm_spec.models.module import Placement, specialize_for_cpu
@@ -50,6 +50,7 @@ def load_model(
     max_positions: int,
     communicator: Communicator = SINGLE,
     batch_invariant: bool = False,
+    fp8_activations: bool = True,
 ) -> CausalLM:
     """Build the model that `path/config.json` describes and load its weights.
 
@@ -61,21 +62,23 @@ def load_model(
         max_positions: rows of the rotary table, which no request may exceed.
         communicator: this rank's, with its place.
         batch_invariant: whether a row's logits have the same bits in every batch; slower.
+        fp8_activations: whether activations are quantised where the checkpoint says so.
 
     Raises:
         ValueError: the config or the checkpoint is not served; the message says why.
     """
     config = ModelConfig.from_pretrained(path).within(max_positions)
+    config = computed_as(config, fp8_activations)
     if config.sliding_window is not None and config.sliding_window < max_positions:
         raise ValueError(
             f"sliding_window is {config.sliding_window}, less than the {max_positions} positions "
             "asked for; sliding-window attention is not served, so lower max_seq_len to "
             f"{config.sliding_window} or below."
         )
-    fp8 = kept_fp8(config, device)
-    placement = Placement(dtype, device, communicator.mapping, batch_invariant, communicator, fp8)
+    placement = Placement(dtype, device, communicator.mapping, batch_invariant, communicator)
+    placement = with_fp8(placement, config)
     model = MODELS[config.architecture](config, max_positions, placement)
-    log_unused(path, config)
+    log_fp8(path, config, placement)
     prepare_fp8({"": model}, path, config, load_format, placement)
     if load_format == "dummy":
         fill_random(model)

@@ -74,13 +74,20 @@ def load_mtp(
     *,
     max_num_tokens: int,
     communicator: Communicator = SINGLE,
+    fp8_activations: bool = True,
 ) -> LoadedDraft:
     """Load MTP modules from the target's checkpoint or the plan's. Raises ValueError if tensors are
     missing or surplus."""
     assert isinstance(target, DeepseekForCausalLM)
     is_exported = plan.path is not None
     modules = load_nextn(
-        folder, target, load_format, plan.num_modules, communicator, is_exported=is_exported
+        folder,
+        target,
+        load_format,
+        plan.num_modules,
+        communicator,
+        is_exported=is_exported,
+        fp8_activations=fp8_activations,
     )
     config = target.config
     spec = SpecMetadata(

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from tllm_spec.models.formats.fp8_per_token import PerTokenWeight
 from tllm_spec.models.formats.fp8_scaled import BatchInvariantScaledWeight, ScaledWeight
 from tllm_spec.models.formats.plain import BatchInvariantWeight, CpuWeight, CudaWeight, PlainWeight
 from tllm_spec.models.formats.weight_format import WeightFormat
@@ -12,6 +13,8 @@ def choose_format(
     out_features: int, in_features: int, placement: Placement, bias: nn.Parameter | None
 ) -> WeightFormat:
     """The format of the placement's weights, with new tensors."""
+    if placement.activations is not None:
+        return PerTokenWeight(out_features, in_features, placement, bias)
     if placement.fp8 is not None:
         scaled = BatchInvariantScaledWeight if placement.batch_invariant else ScaledWeight
         return scaled(out_features, in_features, placement, bias)
