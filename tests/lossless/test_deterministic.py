@@ -13,6 +13,7 @@ from tests.kernels.interpreter import (
     INTERPRETED,
     only_outside_the_interpreter,
 )
+from tests.models.fp8_checkpoint import quantise
 from tests.models.helpers import save_checkpoint
 from tests.models.mtp_reference import save_with_mtp
 from tests.models.test_llama4 import save_llama4
@@ -34,6 +35,7 @@ RUNS_OF_KIND = {
     "llama": {"together": {}} | DISTURBED,
     "experts": DISTURBED,
     "chunks": DISTURBED,
+    "fp8 activations": DISTURBED,
     "latents": {
         "in chunks, with drafts": IN_CHUNKS
         | {"speculative_config": {"decoding_type": "MTP"} | TREES},
@@ -128,6 +130,9 @@ def test_every_bit_is_that_of_a_request_alone(kind: str, tmp_path: Path, exact_d
         save_checkpoint(tmp_path, "Mixtral", **sizes)
     elif kind == "chunks":
         save_llama4(tmp_path, **SMALL_CHUNKS)
+    elif kind == "fp8 activations":
+        save_checkpoint(tmp_path, "Llama", **SMALL)
+        quantise(tmp_path, granularity="row")
     elif kind == "latents":
         save_with_mtp(tmp_path, vocab_size=48, max_position_embeddings=80, **SMALL_LATENTS)
     alone = outputs_of(model, 1)

@@ -88,7 +88,7 @@ def _fill_normal(
     size = max(1, FP8_AT_ONCE // parameter.shape[-1])
     for rows in torch.split(parameter.flatten(0, -2), size):
         values = torch.empty(rows.shape, dtype=torch.bfloat16, device=rows.device)
-        rows.copy_(values.normal_(generator=generator))
+        rows.copy_(values.normal_(generator=generator).to(torch.float8_e4m3fn))
 
 
 def weight_table(model: Module) -> dict[str, WeightSlot]:

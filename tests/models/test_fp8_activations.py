@@ -1,0 +1,204 @@
+"""Layers with FP8 weights whose activations are quantised with one scale a token."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tests.models.fp8_checkpoint import quantise
+from tests.models.fp8_transcription import transcribed
+from tests.models.helpers import (
+    CPU,
+    PagedRunner,
+    load,
+    random_tokens,
+    reference_logits,
+    save_checkpoint,
+)
+from tests.models.test_fp8 import FAMILIES, SIZES, save_both
+from tllm_spec.distributed.communicator import Communicator
+from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
+from tllm_spec.kernels.quantise_rows import quantise_rows
+from tllm_spec.models.formats.fp8_per_token import PerTokenWeight
+from tllm_spec.models.formats.fp8_scaled import Fp8Tensor
+from tllm_spec.models.formats.plain import PlainWeight
+from tllm_spec.models.fp8_formats import TokenScales
+from tllm_spec.models.layers import RMSNorm
+from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
+from tllm_spec.models.module import Module, Placement
+from tllm_spec.models.weights import weight_table
+
+TOKENS = random_tokens(40)
+PLACEMENT = Placement(torch.float32, CPU, SINGLE_RANK, activations=TokenScales())
+
+
+def log_probabilities(folder: Path, **options: Any) -> torch.Tensor:
+    """`[T, V]`."""
+    runner = PagedRunner(load(folder, **options))
+    return runner.step({0: TOKENS})[0].log_softmax(-1)
+
+
+def formats_of(model: Module) -> dict[str, type]:
+    """By the last part of the names of linear layers."""
+    found = {
+        path: type(layer.weight_format)
+        for path, layer in model.named_modules()
+        if isinstance(layer, Linear)
+    }
+    return {path.rpartition(".")[2]: kind for path, kind in found.items()}
+
+
+@pytest.mark.parametrize("granularity", ["row", "bounded"])
+@torch.inference_mode()
+def test_log_probabilities_are_those_of_a_plain_transcription(
+    granularity: str, tmp_path: Path
+) -> None:
+    bound = None if granularity == "row" else 1.5
+    reference = save_checkpoint(tmp_path, "Llama", mlp_bias=True, **SIZES)
+    quantise(tmp_path, granularity=granularity)
+    if bound is not None:
+        raw = json.loads((tmp_path / "config.json").read_text())
+        raw["quantization_config"]["activation_scale_ub"] = bound
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+    found = log_probabilities(tmp_path)
+    transcription = transcribed(reference, tmp_path, bound)
+    expected = reference_logits(transcription, TOKENS).log_softmax(-1)
+    weights_only = log_probabilities(tmp_path, fp8_activations=False)
+    effect = (weights_only - expected).abs().mean()
+    assert effect > 0.005
+    # A sum that is rounded otherwise may give another code, with an effect on all later tokens.
+    errors = (found - expected).abs()
+    assert errors.mean() < 0.02 * effect and errors[:10].max() < 1e-4
+
+
+@torch.inference_mode()
+def test_without_fp8_activations_only_the_weights_are_in_fp8(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, plain = save_both("llama", tmp_path, "row")
+    with caplog.at_level(logging.INFO):
+        found = log_probabilities(path, fp8_activations=False)
+    assert "dequantised at load" in caplog.text and "W8A8" not in caplog.text
+    torch.testing.assert_close(found, log_probabilities(plain), rtol=1e-4, atol=1e-4)
+
+
+def test_one_line_says_that_activations_are_quantised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, _ = save_both("qwen3-moe", tmp_path, "row")
+    with caplog.at_level(logging.INFO):
+        load(path)
+    (line,) = (each.message for each in caplog.records if "W8A" in each.message)
+    assert line.startswith(f"{path}: activations are quantised to FP8 by token (W8A8); experts")
+
+
+def test_experts_and_what_the_checkpoint_has_in_16_bits_do_not_quantise_activations(
+    tmp_path: Path,
+) -> None:
+    FAMILIES["qwen3-moe"](tmp_path)
+    quantise(tmp_path, lambda name: "o_proj" not in name and "_proj" in name, "row")
+    model = load(tmp_path)
+    kinds = formats_of(model)
+    assert kinds["qkv_proj"] is PerTokenWeight
+    assert all(issubclass(kinds[name], PlainWeight) for name in ("o_proj", "gate", "lm_head"))
+    experts = model.get_submodule("model.layers.0.mlp.experts")
+    assert experts.gate_up_scales is None and experts.gate_up.dtype == torch.float32
+
+
+def test_dummy_weights_are_normal(tmp_path: Path) -> None:
+    path, _ = save_both("llama", tmp_path, "row")
+    (path / "model.safetensors").unlink()
+    down = load(path, load_format="dummy").get_submodule("model.layers.0.mlp.down_proj")
+    assert isinstance(down, Linear) and isinstance(down.weight_format, PerTokenWeight)
+    assert torch.equal(down.weight, down.weight.to(torch.float8_e4m3fn).double())
+    assert abs(down.full_weight().std() * down.weight.shape[1] ** 0.5 - 1) < 0.1
+
+
+def filled(layer: Linear) -> Linear:
+    """With the same random weight for any slice of it."""
+    generator = torch.Generator().manual_seed(5)
+    for slot in weight_table(layer).values():
+        values = torch.randn(slot.shape, generator=generator)
+        if len(slot.shape) == 1:
+            slot.load(values)
+            continue
+        inputs = slot.shape[1]
+        scales = torch.rand(len(values), 1, generator=generator) * inputs**-0.5
+        weight = values.to(torch.float8_e4m3fn)
+        slot.load(Fp8Tensor(weight, scales.expand(-1, -(-inputs // 128))))
+    return layer
+
+
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_in_every_batch() -> None:
+    parts = {"gate": 48, "up": 48}
+    layer = filled(ColumnLinear(192, parts, bias=True, placement=PLACEMENT))
+    norm = RMSNorm(192, 1e-6, PLACEMENT)
+    norm.weight.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(1024, 192, generator=torch.Generator().manual_seed(3))
+    total = torch.randn(1024, 96, generator=torch.Generator().manual_seed(4))
+
+    def outputs(number: int) -> tuple[torch.Tensor, ...]:
+        added = total[:number].clone()
+        layer.add_to(added, x[:number])
+        own = x[:number]
+        return layer.forward(own), layer.forward(own, norm), layer.gated(own, norm), added
+
+    expected = outputs(1024)
+    for number in (1, 8, 9, 256):
+        for found, whole in zip(outputs(number), expected, strict=True):
+            assert torch.equal(found, whole[:number])
+
+
+class Gathering(Communicator):
+    """Of one of two ranks: `all_gather` puts all ranks' values side by side."""
+
+    def __init__(self, rank: int, values: torch.Tensor) -> None:
+        self.mapping, self.values = Mapping(rank, 2, 2), values
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(values[:, 0], self.values[:, self.mapping.tp_rank])
+        return self.values
+
+
+@torch.inference_mode()
+def test_ranks_with_slices_of_the_inputs_have_the_codes_of_the_whole_rows() -> None:
+    x = torch.randn(9, 200, generator=torch.Generator().manual_seed(3))
+    whole = filled(RowLinear(200, 24, bias=False, placement=PLACEMENT))
+    expected = whole.forward(x)
+    largest = torch.stack([part.abs().amax(1) for part in x.chunk(2, 1)], 1)
+    parts, codes = [], []
+    for rank, own in enumerate(x.chunk(2, 1)):
+        gathering = Gathering(rank, largest)
+        placement = Placement(
+            torch.float32,
+            CPU,
+            gathering.mapping,
+            communicator=cast(Communicator, gathering),
+            activations=TokenScales(),
+        )
+        layer = filled(RowLinear(200, 24, bias=False, placement=placement))
+        parts.append(layer.forward(own))
+        codes.append(layer.weight_format._quantised(own, None)[0])
+    torch.testing.assert_close(sum(parts), expected, rtol=1e-5, atol=1e-5)
+    whole_codes = quantise_rows(x)[0]
+    assert torch.equal(torch.cat(codes, 1).view(torch.uint8), whole_codes.view(torch.uint8))
+
+
+def test_weights_with_one_scale_a_tensor_quantise_activations_too(tmp_path: Path) -> None:
+    FAMILIES["llama"](tmp_path)
+    quantise(tmp_path, granularity="tensor")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    by_token = {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True}
+    weights = {"type": "float", "num_bits": 8, "strategy": "tensor"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": by_token}
+    raw["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert formats_of(load(tmp_path))["qkv_proj"] is PerTokenWeight
