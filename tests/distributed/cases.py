@@ -228,6 +228,7 @@ CASES: dict[str, Case] = {
     "deepseek-v3-parts-mtp": Case("deepseek-v3", EP | {"speculative_config": MTP}, accepts=True),
     "preempted": Case(model="qwen2-moe", options=SMALL_CACHE),
     "fp8": Case("qwen3-moe-fp8", {"speculative_config": NGRAM}, in_fp8=True),
+    "fp8-by-token": Case("llama-fp8-by-token", {"speculative_config": NGRAM}),
     "fp8-parts": Case("qwen3-moe-fp8", EP | {"speculative_config": NGRAM}, in_fp8=True),
 }
 # Pools are small, since the ranks may share a device.
@@ -246,6 +247,7 @@ GPU_CASES = {
     "gpu-divided-experts": Case("qwen2-moe", ON_GPU_TINY | EP | {"speculative_config": NGRAM}),
     "gpu-latent-mtp": Case("deepseek-v3", ON_GPU_TINY | EP | {"speculative_config": MTP}),
     "gpu-fp8": Case("qwen3-moe-fp8", ON_GPU_TINY | {"speculative_config": NGRAM}),
+    "gpu-fp8-by-token": Case("llama-fp8-by-token", ON_GPU_TINY | {"speculative_config": NGRAM}),
     "gpu-llama4": Case("llama4", ON_GPU_TINY | {"speculative_config": NGRAM}),
 }
 # Every family with experts or latent attention, its layers sliced and its experts divided.

@@ -44,10 +44,16 @@ def save_fp8(folder: Path) -> None:
     quantise(folder)
 
 
+def save_fp8_by_token(folder: Path) -> None:
+    save_checkpoint(folder, "Llama", mlp_bias=True)
+    quantise(folder, granularity="row")
+
+
 SAVERS = {
     "qwen2-moe": lambda folder: save_checkpoint(folder, "Qwen2Moe", **QWEN2),
     "qwen3-moe": lambda folder: save_checkpoint(folder, "Qwen3Moe", **QWEN3),
     "qwen3-moe-fp8": save_fp8,
+    "llama-fp8-by-token": save_fp8_by_token,
     "mixtral": lambda folder: save_checkpoint(folder, "Mixtral", num_local_experts=4),
     "llama4": lambda folder: save_llama4(folder, **LLAMA4),
     "deepseek-v2": lambda folder: save_deepseek(folder, "DeepseekV2", **V2),
