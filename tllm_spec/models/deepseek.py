@@ -74,8 +74,8 @@ class RotatedLinear(Linear):
             order = part.order() if self.is_interleaved and part.rope_dim else None
             shape = (part.total_heads * part.head_size, self.weight.shape[1])
             start, own = part.first_head * part.head_size, slice(first, first + part.size)
-            slot = self.weight_format.slot(own, Part(shape, 0, start, order))
-            yield f"{sibling(path, name)}.weight", slot
+            own_part = Part(shape, 0, start, order)
+            yield from self.weight_format.slots(sibling(path, name), own, own_part)
             first += part.size
 
 

@@ -112,7 +112,7 @@ class ColumnLinear(Linear):
             own, copies = slice(first, first + size), self.copies.get(name, 1)
             full, start = size * self.mapping.tp_size // copies, self.mapping.tp_rank // copies
             part = Part((full, self.weight.shape[1]), 0, size * start)
-            yield f"{sibling(path, name)}.weight", self.weight_format.slot(own, part)
+            yield from self.weight_format.slots(sibling(path, name), own, part)
             if self.bias is not None:
                 slot = WeightSlot(self.bias[own], (full,), 0, size * start)
                 yield f"{sibling(path, name)}.bias", slot
@@ -173,6 +173,6 @@ class RowLinear(Linear):
         out_features, local = self.weight.shape
         shape = (out_features, local * self.mapping.tp_size)
         part = Part(shape, 1, local * self.mapping.tp_rank)
-        yield f"{path}.weight", self.weight_format.slot(slice(None), part)
+        yield from self.weight_format.slots(path, slice(None), part)
         if self.has_bias:
             yield f"{path}.bias", WeightSlot(self.bias, (out_features,))

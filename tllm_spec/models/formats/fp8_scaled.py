@@ -1,6 +1,7 @@
 """FP8 weights with float32 scales for each row and each 128 inputs, and activations of the model's
 dtype (W8A16): kernels/scaled_linear.py."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -73,9 +74,10 @@ class ScaledTensors(WeightFormat):
         )
         self.bias, self.dtype = bias, placement.dtype
 
-    def slot(self, rows: slice, part: Part) -> WeightSlot:
+    def slots(self, module: str, rows: slice, part: Part) -> Iterator[tuple[str, WeightSlot]]:
+        """The checkpoint's scales come with the weight, as an `Fp8Tensor`."""
         own = self.weight[rows], part.shape, part.shard_dim, part.start, part.order
-        return ScaledSlot(*own, scales=self.scales[rows])
+        yield f"{module}.weight", ScaledSlot(*own, scales=self.scales[rows])
 
     def full_weight(self) -> torch.Tensor:
         return dequantised(self.weight, self.scales, self.dtype)

@@ -1,6 +1,7 @@
 """Weights of the model's dtype: on CUDA, on other devices, and batch-invariant."""
 
 import platform
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -22,8 +23,9 @@ class PlainWeight(WeightFormat):
         self.weight, self.bias = weight, bias
         self.matrix = weight.t()
 
-    def slot(self, rows: slice, part: Part) -> WeightSlot:
-        return WeightSlot(self.weight[rows], part.shape, part.shard_dim, part.start, part.order)
+    def slots(self, module: str, rows: slice, part: Part) -> Iterator[tuple[str, WeightSlot]]:
+        own = self.weight[rows], part.shape, part.shard_dim, part.start, part.order
+        yield f"{module}.weight", WeightSlot(*own)
 
     def full_weight(self) -> torch.Tensor:
         return self.weight

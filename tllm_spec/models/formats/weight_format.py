@@ -46,9 +46,9 @@ class WeightFormat(ABC):
             yield "weight_scales", self.scales
 
     @abstractmethod
-    def slot(self, rows: slice, part: Part) -> WeightSlot:
-        """Where a checkpoint's matrix goes that fills `rows` of the layer's outputs: it also says
-        in which types the checkpoint may have it."""
+    def slots(self, module: str, rows: slice, part: Part) -> Iterator[tuple[str, WeightSlot]]:
+        """The checkpoint's tensors of `module`, whose matrix fills `rows` of the layer's outputs:
+        their names, and where they go. A slot also says which types and shape a tensor has."""
 
     @abstractmethod
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
