@@ -18,7 +18,7 @@ from tests.executor.guided_rounds import (
     grammar_of,
     submit_guided,
 )
-from tests.executor.harness import Harness, all_pages_are_back, output_of
+from tests.executor.harness import Harness, all_pages_are_back, output_of, user_provided
 from tests.executor.overlap_rounds import NO_OVERLAP
 from tests.executor.test_forward_graphs import forbid_eager_windows
 from tests.models.tiny_eagle3 import write_tiny_eagle3
@@ -256,6 +256,31 @@ def test_a_grammar_that_takes_too_long_in_a_round_fails_its_own_request_only(
     assert [output_of(requests[i]) for i in others] == [output_of(expected[i]) for i in others]
     assert not any(requests[i].error for i in others)
     assert {len(harness.responses[r.request_id]) for r in requests} == {1}
+    assert all_pages_are_back(harness.executor)
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+@pytest.mark.parametrize("method", ["read", "better_drafts"])
+def test_a_grammar_that_raises_while_drafts_are_made_fails_its_own_request_only(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, method: str, is_tree: bool
+) -> None:
+    sizes = {"max_total_draft_tokens": 6} if is_tree else {}
+    harness, plain = Harness(tiny, **user_provided(lambda _: [7, 8], 3, **sizes)), Harness(tiny)
+    requests, expected = submit_guided(harness), submit_guided(plain)
+    faulty, inner = requests[4], getattr(GrammarState, method)
+
+    def raising(state: GrammarState, *arguments: Any) -> Any:
+        if state is faulty.grammar and faulty.num_output_tokens > 3:
+            raise OverflowError("not this one")
+        return inner(state, *arguments)
+
+    plain.run()
+    monkeypatch.setattr(GrammarState, method, raising)
+    harness.run()
+    assert faulty.error == "OverflowError: not this one" and faulty.num_output_tokens > 3
+    others = [i for i in range(8) if i != 4]
+    assert [output_of(requests[i]) for i in others] == [output_of(expected[i]) for i in others]
+    assert not any(requests[i].error for i in others)
     assert all_pages_are_back(harness.executor)
 
 

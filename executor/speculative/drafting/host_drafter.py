@@ -122,7 +122,7 @@ class HostDrafter(Drafter):
         requests = batch.generation_requests
         # Copies: a list that a drafter keeps must not be padded.
         drafts = [
-            _drafts_of(request, limit) for request, limit in zip(requests, wanted, strict=True)
+            self._drafts_of(request, limit) for request, limit in zip(requests, wanted, strict=True)
         ]
         draft_len = batch.num_steps = max(map(len, drafts))
         batch.shape = chain_of(draft_len)
@@ -141,11 +141,13 @@ class HostDrafter(Drafter):
         self._slots.window[slot_ids, 1 : 1 + draft_len] = table[:, 2:]
         self._slots.num_drafts[slot_ids] = table[:, 1]
 
-
-def _drafts_of(request: LlmRequest, limit: int) -> list[int]:
-    """At most `limit`. Its grammar may know better ones."""
-    drafts = request.py_draft_tokens[:limit]
-    if request.grammar is None or not limit:
+    def _drafts_of(self, request: LlmRequest, limit: int) -> list[int]:
+        """At most `limit`. Its grammar may know better ones."""
+        drafts: list[int] = request.py_draft_tokens[:limit]
+        if request.grammar is None or not limit:
+            return drafts
+        self.culprits = [request]
+        request.grammar.read(request.tokens, request.prompt_len)
+        drafts = request.grammar.better_drafts(drafts, limit)
+        self.culprits = []
         return drafts
-    request.grammar.read(request.tokens, request.prompt_len)
-    return request.grammar.better_drafts(drafts, limit)

@@ -100,7 +100,7 @@ class HostTreeDrafter(HostDrafter):
     def _pad(self, batch: ScheduledBatch, wanted: list[int]) -> None:
         requests, trees = batch.generation_requests, list[HostTree]()
         if self._rows is None:
-            trees = list(map(_better, requests, self._found, wanted))
+            trees = list(map(self._better, requests, self._found, wanted))
             drafts, depths = [tree.tokens for tree in trees], [tree.depth for tree in trees]
         else:
             self._rows = self._rows.up_to(np.array(wanted))
@@ -132,15 +132,16 @@ class HostTreeDrafter(HostDrafter):
         tree = DraftTree(*(each.view(batch, -1) for each in rows))
         self._slots.write_tree(slots, tree, num_drafts)
 
-
-def _better(request: LlmRequest, tree: HostTree, limit: int) -> HostTree:
-    """Of depth `limit` at most. The request's grammar may know a better chain."""
-    tree, grammar = tree.up_to(limit), request.grammar
-    if grammar is None or not limit:
-        return tree
-    grammar.read(request.tokens, request.prompt_len)
-    if tree.is_chain:
-        return HostTree.of_paths([grammar.better_drafts(tree.tokens, limit)])
-    # Branches that the grammar excludes are not accepted anyway.
-    forced = grammar.better_drafts([], limit)
-    return HostTree.of_paths([forced]) if len(forced) >= tree.depth else tree
+    def _better(self, request: LlmRequest, tree: HostTree, limit: int) -> HostTree:
+        """Of depth `limit` at most. The request's grammar may know a better chain."""
+        tree, grammar = tree.up_to(limit), request.grammar
+        if grammar is None or not limit:
+            return tree
+        self.culprits = [request]
+        grammar.read(request.tokens, request.prompt_len)
+        # Of a tree, branches that the grammar excludes are not accepted anyway.
+        drafts = tree.tokens if tree.is_chain else []
+        better = grammar.better_drafts(drafts, limit)
+        self.culprits = []
+        is_better = tree.is_chain or len(better) >= tree.depth
+        return HostTree.of_paths([better]) if is_better else tree
