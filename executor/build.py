@@ -88,7 +88,7 @@ def _build(
         controller = build_controller(plan, runner, engines.models)
 
     def blame() -> list[LlmRequest] | None:
-        for each in (sampler.host_edits.blame, sampler.grammar_masks.blame):
+        for each in (sampler.host_edits.blame, sampler.grammar_masks.work.blame):
             if (culprits := each()) is not None:
                 return culprits
         return speculation.blame()
@@ -190,6 +190,5 @@ def _sampler(plan: BuildPlan, slots: SlotState, engines: Engines) -> Sampler:
         relaxed=relaxed,
     )
     sampler.grammar_masks.is_served = plan.args.guided_decoding_backend is not None
-    # Several ranks might not agree on what took too long.
-    sampler.grammar_masks.limits_time = plan.mapping.world_size == 1
+    sampler.grammar_masks.work.communicator = plan.communicator
     return sampler

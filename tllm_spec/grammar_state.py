@@ -6,13 +6,19 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from tllm_spec.request_errors import SLOW_GRAMMAR, GrammarTooSlow
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+# For a window's masks. `GrammarWork` gives up much earlier, and this ends what it has given up.
+MAX_TREE_SECONDS = 10.0
 
 
 class GrammarState:
     """Advances with emitted tokens only, so nothing is ever taken back. `matcher`: xgrammar's, of
     the grammar `compiled`. `encode`: the tokenizer's; None: there are no drafts of forced text.
+    `refuse`: other requests with this grammar are refused from now on, for the reason given.
     After the grammar's end (a stop token that did not end the text) every token is allowed."""
 
     def __init__(
@@ -20,11 +26,13 @@ class GrammarState:
         matcher: Any,
         compiled: Any = None,
         encode: Callable[[str], list[int]] | None = None,
+        refuse: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._matcher = matcher
         self._encode = encode
         self._end_ids = frozenset(matcher.stop_token_ids)
         self.compiled = compiled
+        self.refuse = refuse
         self._num_read = 0  # output tokens
 
     def read(self, tokens: list[int], prompt_len: int) -> None:
@@ -46,9 +54,15 @@ class GrammarState:
         if len(nodes.tokens) == 1:
             self._matcher.fill_next_token_bitmask(bitmask)
             return
-        self._matcher.traverse_draft_tree(
-            nodes.first_child, nodes.next_sibling, nodes.tokens, bitmask[: len(nodes.tokens)]
+        is_done = self._matcher.traverse_draft_tree(
+            nodes.first_child,
+            nodes.next_sibling,
+            nodes.tokens,
+            bitmask[: len(nodes.tokens)],
+            MAX_TREE_SECONDS,
         )
+        if not is_done:
+            raise GrammarTooSlow(SLOW_GRAMMAR)
         # xgrammar allows no token after the grammar's end.
         for node, token in enumerate(nodes.tokens.tolist()):
             if node and token in self._end_ids:

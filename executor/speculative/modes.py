@@ -168,7 +168,8 @@ def _on_host(
     room: Room = UNLIMITED,
 ) -> Speculation:
     """room: where a tree's paths end; without it, trees that are too large fail their requests."""
-    parts = drafter, manager, around.slots, around.sampler.state.vocab_size
+    sampler = around.sampler
+    parts = drafter, manager, around.slots, sampler.state.vocab_size, sampler.grammar_masks.work
     host = HostTreeDrafter(*parts, room) if around.slots.shapes.has_trees else HostDrafter(*parts)
     return Speculation(host, [] if manager is None else [manager], host.blame)
 

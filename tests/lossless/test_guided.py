@@ -14,10 +14,11 @@ from tests.lossless.engines import MODES, engine
 from tests.lossless.json_schemas import matches, random_schema
 from tllm_spec import grammars
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.sampling import grammar_masks
+from tllm_spec.executor.sampling import grammar_work
 from tllm_spec.grammar_compiler import GrammarCompiler
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import CompletionOutput
+from tllm_spec.request_errors import SLOW_GRAMMAR, RequestError
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.tokenizer import load_tokenizer
 
@@ -212,14 +213,22 @@ def test_preempted_and_reused_requests_keep_their_place_in_the_grammar(
     assert [output.text for output in outputs] == [output.text for output in plain]
 
 
-def test_a_slow_grammar_fails_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_masks, "MAX_FILL_SECONDS", -1.0)
-    with LLM("zoo:llama", **engine("eagle3", 2)) as llm:
-        guided = SamplingParams(guided_decoding={"regex": "a+"})
-        outputs = llm.generate(["a", "b"], [guided, SamplingParams(max_tokens=5)])
+AMBIGUOUS = "root ::= s\ns ::= [a-z ] | s s | s s s | s s s s"
+
+
+@pytest.mark.parametrize("mode", ["plain", "ngram", "eagle3", "eagle3_tree"])
+def test_a_slow_grammar_fails_its_own_requests_and_is_refused_from_then_on(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_work, "MAX_SECONDS", 0.02)
+    slow = SamplingParams(n=3, max_tokens=200, guided_decoding={"grammar": AMBIGUOUS})
+    with LLM("zoo:llama", **engine(mode, 3)) as llm:
+        outputs = llm.generate(["a", "b"], [slow, SamplingParams(max_tokens=5)])
         assert isinstance(outputs, list)
-        assert "its grammar takes more than" in (outputs[0].error or "")
+        assert outputs[0].error == SLOW_GRAMMAR
         assert outputs[1].error is None and len(outputs[1].outputs[0].token_ids) == 5
+        with pytest.raises(RequestError, match="the grammar takes too long"):
+            llm.generate("a", slow)
         llm.check_integrity()
 
 
