@@ -124,7 +124,7 @@ def _build(
         PyExecutor(parts, respond),
         queue,
         plan.config,
-        _limits(plan, scheduler),
+        _limits(plan, tokenizer, scheduler),
     )
 
 
@@ -136,7 +136,17 @@ def _draft_len_for(
     return agreed(communicator, controller.steps_for)  # each rank has a clock of its own
 
 
-def _limits(plan: BuildPlan, scheduler: Scheduler) -> RequestLimits:
+def _limits(plan: BuildPlan, tokenizer: Tokenizer | None, scheduler: Scheduler) -> RequestLimits:
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    named = {*plan.config.eos_token_ids, *(() if own is None else (own,))}
+    if unknown := sorted(each for each in named if not 0 <= each < plan.config.vocab_size):
+        logger.warning(
+            "the files of the model name the end tokens %s, and its vocabulary has ids 0 to %d: "
+            "they are left out%s",
+            unknown,
+            plan.config.vocab_size - 1,
+            "" if named - set(unknown) else ", and no text ends by itself",
+        )
     return RequestLimits(
         vocab_size=plan.config.vocab_size,
         end_ids=tuple(plan.config.eos_token_ids),

@@ -34,8 +34,9 @@ class GrammarCompiler:
         except ImportError as error:
             raise ValueError(MISSING) from error
         try:
+            # xgrammar refuses an empty list, and drops ids that the vocabulary does not have.
             self._tokenizer = xgrammar.TokenizerInfo.from_huggingface(
-                tokenizer, vocab_size=vocab_size, stop_token_ids=list(end_ids) or None
+                tokenizer, vocab_size=vocab_size, stop_token_ids=list(end_ids) or [vocab_size]
             )
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"guided decoding cannot use this tokenizer: {error}") from error

@@ -68,6 +68,12 @@ class GrammarState:
             if node and token in self._end_ids:
                 bitmask[node] = -1
 
+    def has_ended(self, tokens: list[int], prompt_len: int) -> bool:
+        """Where no token can follow: whether the text is whole, and the vocabulary has no end token
+        to say so. As `read`."""
+        self.read(tokens, prompt_len)
+        return not self._end_ids and bool(self._matcher.is_completed())
+
     def better_drafts(self, drafts: list[int], max_drafts: int) -> list[int]:
         """The drafts up to the first one that the grammar excludes, or as tokens the text that the
         grammar forces next, if these are more (jump-forward). The target chooses among all tokens

@@ -95,9 +95,12 @@ class Grammars:
 
 
 def end_ids_of(limits: RequestLimits, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The model's end tokens, or else the tokenizer's."""
+    """The model's end tokens, and the tokenizer's: that of a chat model may not be in the files of
+    the base model. Ids that the vocabulary does not have are left out: the model cannot choose
+    them."""
     own = None if tokenizer is None else tokenizer.eos_token_id
-    return limits.end_ids or (() if own is None else (own,))
+    ids = (*limits.end_ids, *(() if own is None else (own,)))
+    return tuple(each for each in dict.fromkeys(ids) if 0 <= each < limits.vocab_size)
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
