@@ -16,6 +16,7 @@ from tllm_spec.executor.building.engines import Engines, build_engines
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
 from tllm_spec.executor.device_choice import cpu_threads, on_device, on_threads
+from tllm_spec.executor.draft_watch import DraftWatch
 from tllm_spec.executor.iteration_stats import IterationStats, RoundLog
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
 from tllm_spec.executor.ranks import agreed, queue_of, rank_facts
@@ -109,6 +110,7 @@ def _build(
         controller=controller,
         draft_len_for=_draft_len_for(controller, communicator),
         blame=blame,
+        draft_watch=DraftWatch(speculation.causes),
         max_in_flight=plan.max_in_flight,
         drafts_in_flight=plan.why_no_overlap is None,
         plain_in_flight=plan.plain_in_flight,

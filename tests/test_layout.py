@@ -77,6 +77,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.batch",
         "tllm_spec.executor.response",
         "tllm_spec.executor.request_queue",
+        "tllm_spec.executor.draft_watch",
         "tllm_spec.executor.totals",
         "tllm_spec.executor.request_wire",
     ),
