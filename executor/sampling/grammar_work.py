@@ -69,8 +69,9 @@ class GrammarWork:
     def _start_threads(self, number: int) -> None:
         while self._num_threads < number:
             self._num_threads += 1
-            arguments = {"target": _work, "args": (self._queue,), "name": "tllm-grammars"}
-            threading.Thread(**arguments, daemon=True).start()
+            threading.Thread(
+                target=_work, args=(self._queue,), name="tllm-grammars", daemon=True
+            ).start()
 
     def _give_up(self, groups: Sequence[_Jobs], slow: set[int]) -> None:
         """slow: request ids."""
