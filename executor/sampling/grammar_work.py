@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -72,6 +73,7 @@ class GrammarWork:
             threading.Thread(
                 target=_work, args=(self._queue,), name="tllm-grammars", daemon=True
             ).start()
+            weakref.finalize(self, self._queue.put, None)  # ends it
 
     def _give_up(self, groups: Sequence[_Jobs], slow: set[int]) -> None:
         """slow: request ids."""
@@ -150,6 +152,7 @@ class _Jobs:
 def _work(queue: SimpleQueue[_Jobs | None]) -> None:
     while (group := queue.get()) is not None:
         group.work()
+        del group  # while it waits, it keeps no engine alive
 
 
 def _slow_requests(groups: Sequence[_Jobs]) -> list[int]:

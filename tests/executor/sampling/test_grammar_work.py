@@ -1,11 +1,14 @@
 """Work on grammars that takes too long is given up, with the requests of the grammar at fault."""
 
+import gc
+import weakref
 from collections.abc import Iterator
-from threading import Event
+from threading import Event, Thread, current_thread
 from typing import Any
 
 import pytest
 
+from tests.server.http_answers import wait_for
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.executor.decoding_rules import DecodingRules
@@ -111,3 +114,17 @@ def test_several_ranks_give_up_what_rank_0_gives_up(
     work.communicator = Ranks(1, [])
     work.run([(requests[0], lambda: ended.append(0)), (requests[1], lambda: ended.append(1))])
     assert sorted(ended) == [0, 1, 1]
+
+
+def test_threads_end_with_what_they_work_for_and_keep_nothing() -> None:
+    (request,), work, threads = requests_of("a"), GrammarWork(), list[Thread]()
+    assert request.grammar is not None
+    kept = weakref.ref(request.grammar)
+    work.run([(request, lambda: threads.append(current_thread()))])
+    del request
+    wait_for(lambda: kept() is None)
+    assert threads[0].is_alive()
+    del work
+    gc.collect()
+    threads[0].join(10)
+    assert not threads[0].is_alive()
