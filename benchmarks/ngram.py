@@ -36,6 +36,7 @@ from tllm_spec.executor.resources.ngram_pool import NGramPool
 from tllm_spec.executor.resources.ngram_tree_pool import NGramTreePool
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
@@ -138,14 +139,14 @@ MakeDrafter = Callable[[SeqSlotManager], HostDrafter]
 def chains(ngram_size: int, manager: SeqSlotManager) -> HostDrafter:
     inner = NGramDrafter(make_pool(ngram_size, is_public=False))
     slots = SlotState(manager, DraftShapes.chains(DRAFT_LEN), torch.device("cpu"))
-    return HostDrafter(inner, None, slots, VOCAB_SIZE)
+    return HostDrafter(inner, None, slots, VOCAB_SIZE, GrammarWork())
 
 
 def tree_drafter(inner: Drafter, manager: SeqSlotManager, room: Room) -> HostDrafter:
     depths = [DraftShape(depth, TREE.num_nodes, TREE.topk) for depth in range(1, DRAFT_LEN + 1)]
     shapes = DraftShapes([NO_DRAFTS, *depths], narrows=True)
     slots = SlotState(manager, shapes, torch.device("cpu"))
-    return HostTreeDrafter(inner, None, slots, VOCAB_SIZE, room)
+    return HostTreeDrafter(inner, None, slots, VOCAB_SIZE, GrammarWork(), room)
 
 
 def trees(ngram_size: int, manager: SeqSlotManager) -> HostDrafter:

@@ -16,6 +16,7 @@ from tllm_spec.executor.building.engines import Engines, build_engines
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
 from tllm_spec.executor.device_choice import cpu_threads, on_device, on_threads
+from tllm_spec.executor.draft_watch import DraftWatch
 from tllm_spec.executor.iteration_stats import IterationStats, RoundLog
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
 from tllm_spec.executor.ranks import agreed, queue_of, rank_facts
@@ -88,7 +89,7 @@ def _build(
         controller = build_controller(plan, runner, engines.models)
 
     def blame() -> list[LlmRequest] | None:
-        for each in (sampler.host_edits.blame, sampler.grammar_masks.blame):
+        for each in (sampler.host_edits.blame, sampler.grammar_masks.work.blame):
             if (culprits := each()) is not None:
                 return culprits
         return speculation.blame()
@@ -109,6 +110,7 @@ def _build(
         controller=controller,
         draft_len_for=_draft_len_for(controller, communicator),
         blame=blame,
+        draft_watch=DraftWatch(speculation.causes),
         max_in_flight=plan.max_in_flight,
         drafts_in_flight=plan.why_no_overlap is None,
         plain_in_flight=plan.plain_in_flight,
@@ -124,7 +126,7 @@ def _build(
         PyExecutor(parts, respond),
         queue,
         plan.config,
-        _limits(plan, scheduler),
+        _limits(plan, tokenizer, scheduler),
     )
 
 
@@ -136,7 +138,17 @@ def _draft_len_for(
     return agreed(communicator, controller.steps_for)  # each rank has a clock of its own
 
 
-def _limits(plan: BuildPlan, scheduler: Scheduler) -> RequestLimits:
+def _limits(plan: BuildPlan, tokenizer: Tokenizer | None, scheduler: Scheduler) -> RequestLimits:
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    named = {*plan.config.eos_token_ids, *(() if own is None else (own,))}
+    if unknown := sorted(each for each in named if not 0 <= each < plan.config.vocab_size):
+        logger.warning(
+            "the files of the model name the end tokens %s, and its vocabulary has ids 0 to %d: "
+            "they are left out%s",
+            unknown,
+            plan.config.vocab_size - 1,
+            "" if named - set(unknown) else ", and no text ends by itself",
+        )
     return RequestLimits(
         vocab_size=plan.config.vocab_size,
         end_ids=tuple(plan.config.eos_token_ids),
@@ -190,6 +202,5 @@ def _sampler(plan: BuildPlan, slots: SlotState, engines: Engines) -> Sampler:
         relaxed=relaxed,
     )
     sampler.grammar_masks.is_served = plan.args.guided_decoding_backend is not None
-    # Several ranks might not agree on what took too long.
-    sampler.grammar_masks.limits_time = plan.mapping.world_size == 1
+    sampler.grammar_masks.work.communicator = plan.communicator
     return sampler

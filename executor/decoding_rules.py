@@ -82,7 +82,9 @@ class DecodingRules:
             if encode is None:
                 raise ValueError(f"bad = {word!r} needs a tokenizer; use bad_token_ids")
             check_text(word, "bad")
-            sequences += {tuple(encode(word)), tuple(encode(" " + word))}
+            spelled = {tuple(encode(word)), tuple(encode(" " + word))}
+            # Tokens that a tokenizer has and the model lacks cannot be chosen anyway.
+            sequences += [each for each in spelled if max(each, default=0) < vocab_size]
         bias = {token: float(value) for token, value in (params.logit_bias or {}).items()}
         stop_token_ids = frozenset(params.stop_token_ids or ())
         own_end = () if params.end_id is None else (params.end_id,) if params.end_id >= 0 else ()

@@ -26,6 +26,7 @@ import torch
 from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device_choice import use_device
+from tllm_spec.executor.draft_watch import DraftWatch
 from tllm_spec.executor.faults import described
 from tllm_spec.executor.iteration_stats import IterationStats, RoundLog
 from tllm_spec.executor.request import LlmRequest, RequestState
@@ -66,6 +67,7 @@ class ExecutorParts:
     draft_len_for: Callable[[int], int]
     # The requests whose code or drafts caused the latest exception; None: not known.
     blame: Callable[[], list[LlmRequest] | None]
+    draft_watch: DraftWatch
     max_in_flight: int = 0  # rounds that are launched before the oldest is read: 1 with overlap
     # Whether rounds with drafts, and rounds of draft length 0, may be launched before the round
     # before is read. False: the drafter needs tokens on the host.
@@ -271,6 +273,7 @@ class PyExecutor:
         self._latest_name = shapes.name(shapes.tier_of(batch.shape))
         if self._speculating and batch.generation_requests:
             outcome.report_to(self.parts.controller, launched)
+            self.parts.draft_watch.add(outcome.num_drafted, sum(outcome.num_accepted))
         if self.parts.iteration_stats is not None:
             self.parts.iteration_stats.add(batch, outcome)
         if self.parts.round_log is not None:
@@ -378,6 +381,7 @@ class PyExecutor:
                 "drafts": shape.num_nodes,
                 "topk": shape.topk,
             },
+            "draft_warning": self.parts.draft_watch.warning,
             "kv_cache": self.parts.kv.cache.state(),
             "totals": self.totals.state(queues.running + queues.waiting),
             "controller": controller.state(),

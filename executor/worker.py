@@ -13,6 +13,7 @@ from typing import TypeVar
 from tllm_spec.executor.faults import described
 from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.request_queue import RequestQueue
+from tllm_spec.request_errors import RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,10 @@ class Worker:
         except BaseException as error:  # process border: other requests go on
             if not self._queue.all_failed(described(error)):
                 raise
-            logger.exception("a round failed")
+            if isinstance(error, RequestError):
+                logger.info("a round failed: %s", error)
+            else:
+                logger.exception("a round failed")
             recover(self._executor, error)
             return True
 

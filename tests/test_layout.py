@@ -19,6 +19,7 @@ MAX_FUNCTION_LINES = 60
 BORDERS = {
     "executor/worker.py",
     "executor/rounds/round_reader.py",  # calls a user's tokenizer
+    "executor/sampling/grammar_work.py",  # a thread, whose errors are raised in the round's
     "tllm_spec/server/chat_prompt.py",  # runs the model's chat template
     "tllm_spec/server/engine_process.py",  # loads a model with many libraries
     "tllm_spec/ranks.py",  # ends the other ranks with this one
@@ -76,6 +77,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.batch",
         "tllm_spec.executor.response",
         "tllm_spec.executor.request_queue",
+        "tllm_spec.executor.draft_watch",
         "tllm_spec.executor.totals",
         "tllm_spec.executor.request_wire",
     ),

@@ -20,6 +20,7 @@ NUM_PROCESSES = 2  # that compile at once
 MAX_SECONDS = 10.0  # for one grammar
 MAX_START_SECONDS = 120.0
 MAX_KEPT_BYTES = 256 << 20
+MAX_REFUSED = 256  # grammars
 MISSING = "guided decoding needs the package xgrammar: pip install 'tllm_spec[guided]'"
 
 
@@ -33,13 +34,15 @@ class GrammarCompiler:
         except ImportError as error:
             raise ValueError(MISSING) from error
         try:
+            # xgrammar refuses an empty list, and drops ids that the vocabulary does not have.
             self._tokenizer = xgrammar.TokenizerInfo.from_huggingface(
-                tokenizer, vocab_size=vocab_size, stop_token_ids=list(end_ids) or None
+                tokenizer, vocab_size=vocab_size, stop_token_ids=list(end_ids) or [vocab_size]
             )
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"guided decoding cannot use this tokenizer: {error}") from error
         self._kept: OrderedDict[GrammarSource, Any] = OrderedDict()
-        self._lock = threading.Lock()  # of what is kept
+        self._refused: OrderedDict[GrammarSource, str] = OrderedDict()
+        self._lock = threading.Lock()  # of what is kept and refused
         plain = self._tokenizer.serialize_json()
         self._processes = [_Process(plain) for _ in range(NUM_PROCESSES)]
         # The latest one to be idle comes first: the second one is started when both are needed.
@@ -48,8 +51,10 @@ class GrammarCompiler:
             self._idle.put(process)
 
     def compile(self, source: GrammarSource) -> Any:
-        """xgrammar's compiled grammar. Raises ValueError for a grammar with mistakes, and for one
-        that takes more than `MAX_SECONDS` or too much memory."""
+        """xgrammar's compiled grammar. Raises ValueError for a grammar with mistakes, for one that
+        takes more than `MAX_SECONDS` or too much memory, and for one that was refused."""
+        if (reason := self._refused.get(source)) is not None:
+            raise ValueError(reason)
         found = self._kept.get(source)
         if found is None:
             process = self._idle.get()
@@ -60,8 +65,16 @@ class GrammarCompiler:
         return found
 
     def keeps(self, source: GrammarSource) -> bool:
-        """Whether the grammar is compiled already."""
-        return source in self._kept
+        """Whether it is known already if the grammar can be used."""
+        return source in self._kept or source in self._refused
+
+    def refuse(self, source: GrammarSource, reason: str) -> None:
+        """The latest `MAX_REFUSED` grammars of which this is said are not compiled."""
+        with self._lock:
+            self._kept.pop(source, None)
+            self._refused[source] = reason
+            while len(self._refused) > MAX_REFUSED:
+                self._refused.popitem(last=False)
 
     def load(self, text: str) -> Any:
         """A compiled grammar of its JSON."""

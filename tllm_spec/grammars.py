@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,6 +17,10 @@ from tllm_spec.tokenizer import Tokenizer
 
 OFF = "guided_decoding is refused: guided_decoding_backend = null; xgrammar is accepted"
 NO_TOKENIZER = "guided_decoding needs a tokenizer, which skip_tokenizer_init = true leaves out"
+
+
+def _accept(reason: str) -> None:
+    """Of a rank that compiles nothing: rank 0 refuses grammars."""
 
 
 class Grammars:
@@ -47,7 +51,9 @@ class Grammars:
 
     def states_of(self, source: GrammarSource, number: int) -> list[GrammarState | None]:
         """The same for a grammar."""
-        return self._states(self._get_compiler().compile(source), number)
+        compiler = self._get_compiler()
+        refuse = partial(compiler.refuse, source)
+        return self._states(compiler.compile(source), number, refuse)
 
     def keeps(self, source: GrammarSource) -> bool:
         """Whether the grammar is compiled already."""
@@ -67,11 +73,13 @@ class Grammars:
         if self._compiler is not None:
             self._compiler.close()
 
-    def _states(self, compiled: Any, number: int) -> list[GrammarState | None]:
+    def _states(
+        self, compiled: Any, number: int, refuse: Callable[[str], None] = _accept
+    ) -> list[GrammarState | None]:
         import xgrammar  # heavy; the compiler has it
 
         return [
-            GrammarState(xgrammar.GrammarMatcher(compiled), compiled, self._encode)
+            GrammarState(xgrammar.GrammarMatcher(compiled), compiled, self._encode, refuse)
             for _ in range(number)
         ]
 
@@ -87,9 +95,12 @@ class Grammars:
 
 
 def end_ids_of(limits: RequestLimits, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The model's end tokens, or else the tokenizer's."""
+    """The model's end tokens, and the tokenizer's: that of a chat model may not be in the files of
+    the base model. Ids that the vocabulary does not have are left out: the model cannot choose
+    them."""
     own = None if tokenizer is None else tokenizer.eos_token_id
-    return limits.end_ids or (() if own is None else (own,))
+    ids = (*limits.end_ids, *(() if own is None else (own,)))
+    return tuple(each for each in dict.fromkeys(ids) if 0 <= each < limits.vocab_size)
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:

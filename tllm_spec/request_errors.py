@@ -5,6 +5,11 @@ NO_GUIDED_TOKEN = (
     "guided_decoding: no token can be chosen next: the grammar, min_tokens and the excluded words "
     "leave none (or the model's logits are not numbers)"
 )
+# The same of a grammar that can read a text in very many ways.
+SLOW_GRAMMAR = (
+    "guided_decoding: the grammar takes too long for a round's masks or drafts; nested repetitions "
+    "and rules that read the same text in many ways do: write it with fewer of these"
+)
 
 
 class RequestError(ValueError):
@@ -13,3 +18,7 @@ class RequestError(ValueError):
 
 class ContextLengthExceeded(RequestError):
     """The prompt is longer than the model's context."""
+
+
+class GrammarTooSlow(RequestError):
+    """A grammar for which all requests would have to wait too long."""

@@ -138,9 +138,19 @@ def _emit(request: LlmRequest, run: list[int], logprobs: RunLogprobs) -> int:
     except BaseException as error:  # noqa: BLE001 (the user's tokenizer raised it)
         request.finish("error", error=described(error))
     if len(good) < len(run) and not request.is_finished:
-        reason = NO_TOKEN_ERROR if request.grammar is None else NO_GUIDED_TOKEN
-        request.finish("error", error=reason)
+        _end_without_token(request)
     num_emitted = request.num_tokens - before
     if request.request_id in logprobs:
         request.logprobs += logprobs[request.request_id][:num_emitted]
     return num_emitted
+
+
+def _end_without_token(request: LlmRequest) -> None:
+    """No token could be chosen next."""
+    grammar = request.grammar
+    if grammar is None:
+        request.finish("error", error=NO_TOKEN_ERROR)
+    elif grammar.has_ended(request.tokens, request.prompt_len):
+        request.finish("stop")
+    else:
+        request.finish("error", error=NO_GUIDED_TOKEN)

@@ -5,8 +5,7 @@ where plain decoding would choose it. The drafts are sent to the host before the
 launched. While it runs, the host reads the round before and fills the masks."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from time import perf_counter
+from functools import partial
 
 import torch
 
@@ -14,14 +13,11 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.rounds.transfer import PinnedBuffers, ToHost, to_device
+from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.grammar_state import DraftNodes
 from tllm_spec.kernels.token_mask import mask_tokens
 
-# All requests wait meanwhile, so a request whose grammar takes longer fails.
-MAX_FILL_SECONDS = 1.0
-NUM_THREADS = 4
-MIN_FOR_THREADS = 16  # requests; the masks of fewer take less time than a forward
 ROOT = DraftNodes.chain(torch.zeros(1, dtype=torch.int64))
 
 
@@ -45,14 +41,12 @@ class GrammarMasks:
         self._windows: ToHost | None = None
         self._drafts: list[torch.Tensor] = []
         self._index: dict[int, int] = {}  # of the round's windows, by request id
-        self._unfilled: set[LlmRequest] = set()  # begun, and broken off by an exception
-        self._threads: ThreadPoolExecutor | None = None
+        self.work = GrammarWork()
         self._for_graphs = torch.empty(0, dtype=torch.int32, device=slots.device)
         self._max_rows = 0  # of a graph
         self._is_sent = False  # any mask, to the next graph
         self.read_rounds: Callable[[], None] = lambda: None
         self.is_served = True  # grammars are not refused
-        self.limits_time = True
         self.has_windows = False  # of requests with grammars, in this round
 
     def begin(self, batch: ScheduledBatch) -> None:
@@ -95,12 +89,6 @@ class GrammarMasks:
         if self.is_served:
             self._mask(logits, self._for_graphs)
 
-    def blame(self) -> list[LlmRequest] | None:
-        """After an exception: the requests whose grammars caused it; None if it was not raised
-        here."""
-        culprits, self._unfilled = list(self._unfilled), set()
-        return culprits or None
-
     def _mask(self, logits: torch.Tensor, numbers: torch.Tensor) -> None:
         first = self.first_token if logits.shape[1] < self._vocab_size else 0
         mask_tokens(logits, *self._parts(numbers, len(logits)), first)
@@ -133,34 +121,19 @@ class GrammarMasks:
         return filled
 
     def _fill_all(self, guided: list[LlmRequest], masks: Sequence[torch.Tensor]) -> None:
-        """In threads, where there are many: xgrammar works without Python's lock."""
         self._receive_windows()
-        number = NUM_THREADS if len(guided) >= MIN_FOR_THREADS else 1
-        work = [(guided[i::number], masks[i::number]) for i in range(number)]
-        if number == 1:
-            self._fill_some(*work[0])
-            return
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(NUM_THREADS, "tllm-grammars")
-        running = [self._threads.submit(self._fill_some, *each) for each in work]
-        wait(running)
-        for each in running:
-            each.result()
+        self.work.run(
+            [
+                (request, partial(self._fill_one, request, own))
+                for request, own in zip(guided, masks, strict=True)
+            ]
+        )
 
     @torch.inference_mode()
-    def _fill_some(self, guided: Sequence[LlmRequest], masks: Sequence[torch.Tensor]) -> None:
-        for request, own in zip(guided, masks, strict=True):
-            self._unfilled.add(request)
-            self._fill_one(request, own)
-            self._unfilled.remove(request)
-
     def _fill_one(self, request: LlmRequest, masks: torch.Tensor) -> None:
         assert request.grammar is not None
-        start = perf_counter()
         request.grammar.read(request.tokens, request.prompt_len)
         request.grammar.fill(self._nodes(request, len(masks)), masks.fill_(-1))
-        if perf_counter() - start > MAX_FILL_SECONDS and self.limits_time:
-            raise ValueError(f"its grammar takes more than {MAX_FILL_SECONDS} seconds a token")
 
     def _receive_windows(self) -> None:
         if self._windows is not None:

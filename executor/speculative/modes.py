@@ -68,16 +68,30 @@ class Surroundings:
     layers: DraftLayers | None
 
 
+# Why none of the drafts may be accepted.
+NETWORK_CAUSES = (
+    "the draft weights were made for another model or another version of it, their settings "
+    "(eagle3_layers_to_capture, the vocabulary) are not those of their training, or they are "
+    "random (load_format dummy)"
+)
+HOST_CAUSES = (
+    "the texts repeat nothing of what came before (NGram), or a drafter of your own reads other "
+    "tokens than request.tokens or another tokenizer's ids"
+)
+
+
 @dataclass(frozen=True)
 class Speculation:
     """What a mode adds to the executor.
 
-    `round_end`: the drafter's part of the target's rounds."""
+    `round_end`: the drafter's part of the target's rounds. `causes`: of drafts that are never
+    accepted."""
 
     drafter: Drafter
     resources: list[ResourceManager] = field(default_factory=list)
     blame: Callable[[], list[LlmRequest] | None] = lambda: None
     round_end: RoundEnd = field(default_factory=RoundEnd)
+    causes: str = NETWORK_CAUSES
 
 
 @dataclass(frozen=True)
@@ -168,9 +182,11 @@ def _on_host(
     room: Room = UNLIMITED,
 ) -> Speculation:
     """room: where a tree's paths end; without it, trees that are too large fail their requests."""
-    parts = drafter, manager, around.slots, around.sampler.state.vocab_size
+    sampler = around.sampler
+    parts = drafter, manager, around.slots, sampler.state.vocab_size, sampler.grammar_masks.work
     host = HostTreeDrafter(*parts, room) if around.slots.shapes.has_trees else HostDrafter(*parts)
-    return Speculation(host, [] if manager is None else [manager], host.blame)
+    managers = [] if manager is None else [manager]
+    return Speculation(host, managers, host.blame, causes=HOST_CAUSES)
 
 
 def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Speculation:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -13,10 +14,11 @@ from tests.lossless.engines import MODES, engine
 from tests.lossless.json_schemas import matches, random_schema
 from tllm_spec import grammars
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.sampling import grammar_masks
+from tllm_spec.executor.sampling import grammar_work
 from tllm_spec.grammar_compiler import GrammarCompiler
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import CompletionOutput
+from tllm_spec.request_errors import SLOW_GRAMMAR, RequestError
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.tokenizer import load_tokenizer
 
@@ -25,7 +27,7 @@ NUM_SCHEMAS, MANY_SCHEMAS = 6, 200
 PROMPTS = ("import os\n", "def main(", "class A:\n    ", "{")
 
 
-def requests(number: int) -> tuple[list[str], list[SamplingParams], list[dict[str, Any]]]:
+def requests(number: int) -> tuple[list[Any], list[SamplingParams], list[dict[str, Any]]]:
     """Greedy and sampled ones, some with penalties, and some without a grammar in between."""
     random = Random(number)
     schemas = [random_schema(random) for _ in range(number)]
@@ -42,11 +44,30 @@ def requests(number: int) -> tuple[list[str], list[SamplingParams], list[dict[st
     return [PROMPTS[i % len(PROMPTS)] for i in range(number)], params, schemas
 
 
+# Choices that begin with the same part of a character, or end with a character of several tokens.
+HALF_CHARACTERS = (["day é", "day è"], ["日", "旧"], ["perhaps 😀"])
+# The text "no", an end token, and another token, so that a drafter drafts the end.
+NO_AND_END = [81, 82, 1, 0] * 12
+
+
+def edges() -> tuple[list[Any], list[SamplingParams]]:
+    """Prompts and parameters of short grammars: parts of characters, and ends that do not end the
+    text."""
+    short = [{"guided_decoding": {"choice": choice}} for choice in HALF_CHARACTERS]
+    ends = [{"ignore_eos": True}, {"end_id": -1}, {"end_id": 202}]
+    no = {"guided_decoding": {"choice": ["no", "yes"]}}
+    params = [*short, *(end | no for end in ends)]
+    prompts = ["The answer is "] * len(short) + [NO_AND_END] * len(ends)
+    return prompts, [SamplingParams(max_tokens=12, **each) for each in params]
+
+
 def run(options: dict[str, Any], number: int) -> list[CompletionOutput]:
     prompts, params, _ = requests(number)
     free = [SamplingParams(max_tokens=30, seed=5, temperature=0.7)] * 2
+    edge_prompts, edge_params = edges()
+    prompts += [*edge_prompts, "import re", "x = "]
     with LLM("zoo:llama", max_batch_size=8, max_seq_len=256, **options) as llm:
-        outputs = llm.generate([*prompts, "import re", "x = "], params + free, use_tqdm=False)
+        outputs = llm.generate(prompts, params + edge_params + free, use_tqdm=False)
         llm.check_integrity()
     assert isinstance(outputs, list) and not any(output.error for output in outputs)
     return [output.outputs[0] for output in outputs]
@@ -75,6 +96,14 @@ def test_every_text_is_json_of_its_schema(plain: list[CompletionOutput]) -> None
     assert sum(ended) >= NUM_SCHEMAS - 2  # others may reach max_tokens
     for output, schema, has_ended in zip(plain[:NUM_SCHEMAS], schemas, ended, strict=True):
         assert not has_ended or matches(json.loads(output.text), schema), output.text
+
+
+def test_short_grammars_end_where_they_should(plain: list[CompletionOutput]) -> None:
+    short = plain[NUM_SCHEMAS : NUM_SCHEMAS + len(HALF_CHARACTERS)]
+    for output, choice in zip(short, HALF_CHARACTERS, strict=True):
+        assert output.text in choice and output.finish_reason == "stop"
+    for output in plain[NUM_SCHEMAS + len(HALF_CHARACTERS) : -2]:
+        assert output.token_ids[:3] == [81, 82, 1] and len(output.token_ids) == 12
 
 
 # `tests/executor/test_guided_rounds.py` has both in its default run.
@@ -107,15 +136,18 @@ def test_guided_text_does_not_depend_on_a_users_tree(plain: list[CompletionOutpu
         wrong = [[*right[:i], (right[i] + 7) % 2048] for i in range(len(right))]
         return [*wrong, right]
 
-    texts = {params.seed: i for i, params in enumerate(requests(NUM_SCHEMAS)[1])}
+    prompts, params, _ = requests(NUM_SCHEMAS)
+    edge_prompts, edge_params = edges()
+    params += [replace(each, seed=100 + i) for i, each in enumerate(edge_params)]
+    texts = {each.seed: i for i, each in enumerate(params)}
     options = user_provided(propose, 3, max_total_draft_tokens=6, max_rejected_rounds=None)
     with LLM("zoo:llama", max_batch_size=8, max_seq_len=256, **options) as llm:
-        prompts, params, _ = requests(NUM_SCHEMAS)
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts + edge_prompts, params, use_tqdm=False)
         llm.check_integrity()
     assert isinstance(outputs, list)
     for output, expected in zip(outputs, plain, strict=False):
         assert output.error is None and output.outputs[0].text == expected.text
+    for output in outputs[:NUM_SCHEMAS]:
         stats = output.speculative_decoding
         assert stats is not None and stats.acceptance_length > 2.5
 
@@ -181,14 +213,22 @@ def test_preempted_and_reused_requests_keep_their_place_in_the_grammar(
     assert [output.text for output in outputs] == [output.text for output in plain]
 
 
-def test_a_slow_grammar_fails_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_masks, "MAX_FILL_SECONDS", -1.0)
-    with LLM("zoo:llama", **engine("eagle3", 2)) as llm:
-        guided = SamplingParams(guided_decoding={"regex": "a+"})
-        outputs = llm.generate(["a", "b"], [guided, SamplingParams(max_tokens=5)])
+AMBIGUOUS = "root ::= s\ns ::= [a-z ] | s s | s s s | s s s s"
+
+
+@pytest.mark.parametrize("mode", ["plain", "ngram", "eagle3", "eagle3_tree"])
+def test_a_slow_grammar_fails_its_own_requests_and_is_refused_from_then_on(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_work, "MAX_SECONDS", 0.02)
+    slow = SamplingParams(n=3, max_tokens=200, guided_decoding={"grammar": AMBIGUOUS})
+    with LLM("zoo:llama", **engine(mode, 3)) as llm:
+        outputs = llm.generate(["a", "b"], [slow, SamplingParams(max_tokens=5)])
         assert isinstance(outputs, list)
-        assert "its grammar takes more than" in (outputs[0].error or "")
+        assert outputs[0].error == SLOW_GRAMMAR
         assert outputs[1].error is None and len(outputs[1].outputs[0].token_ids) == 5
+        with pytest.raises(RequestError, match="the grammar takes too long"):
+            llm.generate("a", slow)
         llm.check_integrity()
 
 

@@ -10,7 +10,7 @@ from tllm_spec.config import LlmArgs
 from tllm_spec.executor.response import Response
 from tllm_spec.option_checks import check_text
 from tllm_spec.outputs import Logprob, SpeculativeStats
-from tllm_spec.request_errors import ContextLengthExceeded
+from tllm_spec.request_errors import SLOW_GRAMMAR, ContextLengthExceeded
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.tokenizer import load_tokenizer
@@ -46,7 +46,9 @@ STATE = {
 MODEL = "fake"
 MAX_LEN = 100_000  # tokens of a prompt
 LONGEST_TOKEN = 20  # characters
-FAILING_PROMPT = "fail"
+# Prompts of requests that fail in the engine, with the reason.
+FAILING_PROMPT, SLOW_GRAMMAR_PROMPT = "fail", "fail slowly"
+FAILURES = {FAILING_PROMPT: "the logits are not numbers", SLOW_GRAMMAR_PROMPT: SLOW_GRAMMAR}
 SLOW_PROMPT = "slow"
 
 
@@ -133,8 +135,8 @@ class FakeLLM:
                 more["first_token_time"] = first_token_time
             handle.receive(Response(handle.request_id, tokens, index=index, **more))
 
-        if handle.prompt == FAILING_PROMPT:
-            respond(0, [], finish_reason="error", error="the logits are not numbers")
+        if handle.prompt in FAILURES:
+            respond(0, [], finish_reason="error", error=FAILURES[handle.prompt])
         for index in range(params.n):
             tokens = self.tokenizer.encode(self.answer(index))
             if params.prompt_logprobs is not None:

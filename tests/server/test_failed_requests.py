@@ -11,7 +11,14 @@ import httpx
 import openai
 import pytest
 
-from tests.server.fake_llm import FAILING_PROMPT, MAX_LEN, MODEL, SLOW_PROMPT, FakeLLM
+from tests.server.fake_llm import (
+    FAILING_PROMPT,
+    MAX_LEN,
+    MODEL,
+    SLOW_GRAMMAR_PROMPT,
+    SLOW_PROMPT,
+    FakeLLM,
+)
 from tests.server.http_answers import wait_for
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.streaming import Running
@@ -27,6 +34,11 @@ def test_when_one_prompt_is_refused_the_others_are_aborted(
 def test_a_request_that_fails_in_the_engine_is_a_server_error(client: openai.OpenAI) -> None:
     with pytest.raises(openai.InternalServerError, match="not numbers"):
         client.completions.create(model=MODEL, prompt=FAILING_PROMPT)
+
+
+def test_a_grammar_that_takes_too_long_is_the_requests_mistake(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="the grammar takes too long"):
+        client.completions.create(model=MODEL, prompt=SLOW_GRAMMAR_PROMPT)
 
 
 def test_a_stream_that_fails_ends_with_an_error_event(client: openai.OpenAI) -> None:

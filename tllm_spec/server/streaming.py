@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.request_errors import NO_GUIDED_TOKEN
+from tllm_spec.request_errors import NO_GUIDED_TOKEN, SLOW_GRAMMAR
 from tllm_spec.server.events import DONE, event
 from tllm_spec.server.protocol import StreamOptions
 from tllm_spec.server.refusals import error_body
@@ -100,7 +100,7 @@ class Running:
                     if is_late:
                         raise RequestTimeout(f"the request took longer than {self.timeout:g} s")
                     if result.error is not None:
-                        is_own = result.error == NO_GUIDED_TOKEN
+                        is_own = result.error in (NO_GUIDED_TOKEN, SLOW_GRAMMAR)
                         raise (NoGuidedToken if is_own else EngineError)(result.error)
                     if result.finished:
                         self.on_finish(result)

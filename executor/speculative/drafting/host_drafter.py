@@ -2,9 +2,11 @@
 sends them to the slots."""
 
 from array import array
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from operator import index
-from typing import Any
+from typing import Any, TypeVar
 
 from tllm_spec.draft_shape import chain_of
 from tllm_spec.executor.batch import ScheduledBatch
@@ -12,8 +14,12 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.rounds.transfer import to_device
+from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
+from tllm_spec.grammar_state import GrammarState
 from tllm_spec.option_checks import shown
+
+Drafts = TypeVar("Drafts")
 
 
 class HostDrafter(Drafter):
@@ -29,7 +35,9 @@ class HostDrafter(Drafter):
         resource_manager: ResourceManager | None,
         slots: SlotState,
         vocab_size: int,
+        work: GrammarWork,
     ) -> None:
+        self._work = work
         self._inner = inner
         self._resource_manager = resource_manager
         self._slots = slots
@@ -121,9 +129,10 @@ class HostDrafter(Drafter):
         another token's embedding might be NaN."""
         requests = batch.generation_requests
         # Copies: a list that a drafter keeps must not be padded.
-        drafts = [
-            _drafts_of(request, limit) for request, limit in zip(requests, wanted, strict=True)
+        drafts: list[list[int]] = [
+            request.py_draft_tokens[:limit] for request, limit in zip(requests, wanted, strict=True)
         ]
+        self._improve(requests, drafts, wanted, GrammarState.better_drafts)
         draft_len = batch.num_steps = max(map(len, drafts))
         batch.shape = chain_of(draft_len)
         rows: list[int] = []  # of slot, number of drafts, padded drafts
@@ -141,11 +150,24 @@ class HostDrafter(Drafter):
         self._slots.window[slot_ids, 1 : 1 + draft_len] = table[:, 2:]
         self._slots.num_drafts[slot_ids] = table[:, 1]
 
+    def _improve(
+        self,
+        requests: list[LlmRequest],
+        drafts: list[Drafts],
+        limits: list[int],
+        better: Callable[[GrammarState, Drafts, int], Drafts],
+    ) -> None:
+        """Replaces drafts of requests with grammars, which may know better ones, in place."""
 
-def _drafts_of(request: LlmRequest, limit: int) -> list[int]:
-    """At most `limit`. Its grammar may know better ones."""
-    drafts = request.py_draft_tokens[:limit]
-    if request.grammar is None or not limit:
-        return drafts
-    request.grammar.read(request.tokens, request.prompt_len)
-    return request.grammar.better_drafts(drafts, limit)
+        def job(number: int, grammar: GrammarState) -> None:
+            request = requests[number]
+            grammar.read(request.tokens, request.prompt_len)
+            drafts[number] = better(grammar, drafts[number], limits[number])
+
+        jobs = [
+            (request, partial(job, number, request.grammar))
+            for number, request in enumerate(requests)
+            if request.grammar is not None and limits[number]
+        ]
+        if jobs:
+            self._work.run(jobs)

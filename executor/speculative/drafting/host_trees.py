@@ -10,6 +10,7 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.rounds.transfer import to_device
+from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.host_tree import HostTree, numbers_of, tree_of
@@ -19,6 +20,7 @@ from tllm_spec.executor.speculative.drafting.tree_arrays import (
     Rows,
     read_trees,
 )
+from tllm_spec.grammar_state import GrammarState
 from tllm_spec.kernels.beam_pool import DraftTree
 from tllm_spec.option_checks import shown
 
@@ -36,10 +38,11 @@ class HostTreeDrafter(HostDrafter):
         resource_manager: ResourceManager | None,
         slots: SlotState,
         vocab_size: int,
+        work: GrammarWork,
         room: Room = UNLIMITED,
     ) -> None:
         """room: where paths end; without it, a tree that is too large fails its request."""
-        super().__init__(inner, resource_manager, slots, vocab_size)
+        super().__init__(inner, resource_manager, slots, vocab_size, work)
         self._room = room
         self._rows: Rows | None = None  # a round's trees, if it has many requests
         self._found: list[HostTree] = []  # otherwise, in the requests' order
@@ -100,7 +103,8 @@ class HostTreeDrafter(HostDrafter):
     def _pad(self, batch: ScheduledBatch, wanted: list[int]) -> None:
         requests, trees = batch.generation_requests, list[HostTree]()
         if self._rows is None:
-            trees = list(map(_better, requests, self._found, wanted))
+            trees = [tree.up_to(limit) for tree, limit in zip(self._found, wanted, strict=True)]
+            self._improve(requests, trees, wanted, _better)
             drafts, depths = [tree.tokens for tree in trees], [tree.depth for tree in trees]
         else:
             self._rows = self._rows.up_to(np.array(wanted))
@@ -133,12 +137,8 @@ class HostTreeDrafter(HostDrafter):
         self._slots.write_tree(slots, tree, num_drafts)
 
 
-def _better(request: LlmRequest, tree: HostTree, limit: int) -> HostTree:
-    """Of depth `limit` at most. The request's grammar may know a better chain."""
-    tree, grammar = tree.up_to(limit), request.grammar
-    if grammar is None or not limit:
-        return tree
-    grammar.read(request.tokens, request.prompt_len)
+def _better(grammar: GrammarState, tree: HostTree, limit: int) -> HostTree:
+    """Of depth `limit` at most. The grammar may know a better chain."""
     if tree.is_chain:
         return HostTree.of_paths([grammar.better_drafts(tree.tokens, limit)])
     # Branches that the grammar excludes are not accepted anyway.
