@@ -238,6 +238,9 @@ class PyExecutor:
         for request in admitted:
             if request.first_scheduled_time is None:
                 request.cached_tokens, request.first_scheduled_time = request.kv_len, monotonic()
+                request.reported_cached_tokens = self.parts.kv.cache.reported_len(
+                    request.kv_len, request.cache_salt
+                )
         if ending := batch.last_chunk_requests:
             batch.new_shape = self.parts.slots.shapes.of(self.parts.draft_len_for(len(ending)))
         if batch.generation_requests:

@@ -19,7 +19,7 @@ from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.grammar_state import GrammarState
 from tllm_spec.grammars import end_ids_of
-from tllm_spec.option_checks import check_text
+from tllm_spec.option_checks import check_text, shown
 from tllm_spec.prompts import Prompt, PromptReader
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
@@ -77,7 +77,13 @@ class Intake:
         self._prompts.check_length(text)
 
     def submission(
-        self, inputs: Prompt, params: Params, *, streaming: bool, priority: float
+        self,
+        inputs: Prompt,
+        params: Params,
+        *,
+        streaming: bool,
+        priority: float,
+        cache_salt: str | None = None,
     ) -> Submission:
         """Raises ValueError for a prompt or parameters that the model cannot serve."""
         checked = _params(params)
@@ -91,6 +97,7 @@ class Intake:
         rules = self._rules(checked)
         grammars = self._new_states(checked, checked.n)
         _check_priority(priority)
+        check_salt(cache_salt)
         with self._lock:
             ids = [next(self._ids) for _ in range(checked.n)]
         seed = secrets.randbits(63) if checked.seed is None else checked.seed
@@ -103,6 +110,7 @@ class Intake:
         self._limits.capacity.check(requests[0].prompt_len, requests[0].max_tokens)
         for request in requests:
             request.streaming, request.priority = streaming, float(priority)
+            request.cache_salt = cache_salt
         return Submission(prompt, token_ids, checked, requests)
 
     def _rules(self, params: SamplingParams) -> DecodingRules:
@@ -177,6 +185,14 @@ def _check_priority(priority: object) -> None:
     is_number = isinstance(priority, (int, float)) and not isinstance(priority, bool)
     if not is_number or not 0 <= cast(float, priority) <= 1:
         raise ValueError(f"priority = {priority!r}: a number of 0 to 1 is accepted")
+
+
+def check_salt(salt: object) -> None:
+    """Raises ValueError for what is no text. The empty text would look like no salt."""
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise ValueError(f"cache_salt = {shown(salt)}: a text that is not empty, or None is needed")
+    if salt is not None:
+        check_text(salt, "cache_salt")
 
 
 def _sample_seed(seed: int, index: int) -> int:

@@ -121,13 +121,14 @@ def test_a_prompt_that_waits_for_the_token_budget_takes_nothing_and_is_counted_o
     running = [bench.add(2, max_tokens=10) for _ in range(2)]
     bench.round()
     before = replace(bench.kv.cache.stats)
-    waiting = bench.add(13, shared=6)  # cached: a full page and two tokens of one to be copied
+    # Cached are a full page and two tokens of one to be copied; whole pages are reported.
+    waiting = bench.add(13, shared=6)
     while not running[0].is_finished:
         assert bench.round().generation_requests == running  # 8 rows of the budget of 20
         assert bench.kv.cache.stats == before and waiting.slot < 0
     assert bench.round().context_requests == [waiting]
     found = bench.kv.cache.stats
-    assert (found.missed_tokens - before.missed_tokens, found.copied_pages) == (13, 1)
+    assert (found.missed_tokens - before.missed_tokens, found.copied_pages) == (15, 1)
 
 
 def test_with_chunked_prefill_a_prompt_takes_the_rest_of_the_budget_round_by_round() -> None:
