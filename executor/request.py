@@ -100,6 +100,7 @@ class LlmRequest:
     max_tokens: int = 32
     priority: float = 0.5
     cache_salt: str | None = None  # only requests with the same one share KV and draft sources
+    client: tuple[str, ...] = ()  # who takes turns: a name, or that of a group and of its member
     arrival: int = 0  # order of arrival, the tie-break of every queue
     stop_options: StopOptions | None = None
     stop_checker: StopChecker | None = None  # made of them

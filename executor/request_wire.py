@@ -16,7 +16,7 @@ from tllm_spec.grammar_state import GrammarState
 SETS = frozenset({"end_ids", "stop_token_ids"})
 # User's functions cannot be sent, and come from Python only.
 RULES = tuple(each.name for each in fields(DecodingRules) if each.name != "edits")
-OPTIONS = ("max_tokens", "draft_limit", "streaming", "priority", "cache_salt")
+OPTIONS = ("max_tokens", "draft_limit", "streaming", "priority", "cache_salt", "client")
 
 
 def pack_requests(requests: Sequence[LlmRequest]) -> list[Any]:
@@ -53,7 +53,7 @@ def unpack_requests(
             counters=DraftCounters(limits.max_draft_len),
             draft_pause=RequestPause(limits.pause_patience),
             grammar=grammar,
-            **dict(zip(OPTIONS, options, strict=True)),
+            **dict(zip(OPTIONS, options, strict=True)) | {"client": tuple(options[-1])},
         )
         for index, (request_id, seed, grammar) in enumerate(zip(ids, seeds, grammars, strict=True))
     ]

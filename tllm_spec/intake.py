@@ -19,8 +19,8 @@ from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.grammar_state import GrammarState
 from tllm_spec.grammars import end_ids_of
-from tllm_spec.option_checks import check_text, shown
-from tllm_spec.prompts import Prompt, PromptReader
+from tllm_spec.option_checks import check_text
+from tllm_spec.prompts import Prompt, PromptReader, check_salt
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.stop_strings import StopStringChecker
@@ -84,6 +84,7 @@ class Intake:
         streaming: bool,
         priority: float,
         cache_salt: str | None = None,
+        client: tuple[str, ...] = (),
     ) -> Submission:
         """Raises ValueError for a prompt or parameters that the model cannot serve."""
         checked = _params(params)
@@ -110,7 +111,7 @@ class Intake:
         self._limits.capacity.check(requests[0].prompt_len, requests[0].max_tokens)
         for request in requests:
             request.streaming, request.priority = streaming, float(priority)
-            request.cache_salt = cache_salt
+            request.cache_salt, request.client = cache_salt, client
         return Submission(prompt, token_ids, checked, requests)
 
     def _rules(self, params: SamplingParams) -> DecodingRules:
@@ -185,14 +186,6 @@ def _check_priority(priority: object) -> None:
     is_number = isinstance(priority, (int, float)) and not isinstance(priority, bool)
     if not is_number or not 0 <= cast(float, priority) <= 1:
         raise ValueError(f"priority = {priority!r}: a number of 0 to 1 is accepted")
-
-
-def check_salt(salt: object) -> None:
-    """Raises ValueError for what is no text. The empty text would look like no salt."""
-    if salt is not None and not (isinstance(salt, str) and salt):
-        raise ValueError(f"cache_salt = {shown(salt)}: a text that is not empty, or None is needed")
-    if salt is not None:
-        check_text(salt, "cache_salt")
 
 
 def _sample_seed(seed: int, index: int) -> int:

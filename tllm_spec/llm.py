@@ -127,11 +127,13 @@ class LLM:
         streaming: bool = False,
         priority: float = 0.5,
         cache_salt: str | None = None,
+        client: tuple[str, ...] = (),
         **not_served: Any,
     ) -> RequestHandle:
         """Submits one prompt and returns at once. With `streaming` the result grows while tokens
         come, without it arrives whole. The result of a request that fails while it runs has
-        `error`; reading it raises nothing.
+        `error`; reading it raises nothing. Waiting requests are taken in turn by `client`, which is
+        a name, or the names of a group and of its member.
 
         Raises RequestError, which is a ValueError, for a prompt or parameters that this model
         cannot serve, RuntimeError after shutdown or when the executor has died."""
@@ -144,6 +146,7 @@ class LLM:
                 streaming=streaming,
                 priority=priority,
                 cache_salt=cache_salt,
+                client=client,
             )
         result = submission.handle(self.tokenizer, self._cancel_of(submission.ids))
         for request_id in submission.ids:

@@ -13,6 +13,7 @@ import pytest
 from tests.server.fake_llm import MODEL, FakeLLM
 from tests.server.hosted import Host, hosted
 from tests.server.http_answers import wait_for
+from tllm_spec.server.client_keys import read_keys
 from tllm_spec.server.http_server import HttpServer, Tls
 from tllm_spec.server.options import ServerOptions, hosts_of
 
@@ -49,6 +50,79 @@ def test_a_key_is_needed_everywhere_but_at_health() -> None:
             assert httpx.get(f"{url}/metrics", headers=given).status_code == 401
         given = {"Authorization": "Bearer secret"}
         assert httpx.post(f"{url}/v1/completions", json=BODY, headers=given).status_code == 200
+
+
+def test_named_keys_tell_clients_apart_and_give_each_a_prefix_cache_of_its_own() -> None:
+    llm = FakeLLM()
+    with hosted(llm, ServerOptions(api_key={"a": "one", "b": "two"})) as url:
+
+        def send(key: str, **more: str) -> tuple[tuple[str, ...], str | None]:
+            given = {"Authorization": f"Bearer {key}"}
+            answer = httpx.post(f"{url}/v1/completions", json=BODY | more, headers=given)
+            assert answer.status_code == 200, answer.text
+            return llm.callers[-1]
+
+        first, salt = send("one", user="u")
+        assert first == ("key a", "u") and send("one")[0] == ("key a", "")
+        salts = {
+            salt,
+            send("two")[1],
+            send("one", cache_salt="s")[1],
+            send("two", cache_salt="s")[1],
+        }
+        assert len(salts) == 4 and None not in salts and send("one")[1] == salt
+        assert httpx.get(f"{url}/version", headers={"Authorization": "Bearer"}).status_code == 401
+
+
+def test_without_named_keys_a_client_is_its_address_and_shares_the_cache_unless_it_has_a_salt(
+    llm: FakeLLM, url: str
+) -> None:
+    def send(path: str = "completions", **more: object) -> tuple[tuple[str, ...], str | None]:
+        body = {"model": MODEL, **more} if path == "responses" else BODY | more
+        assert httpx.post(f"{url}/v1/{path}", json=body).status_code == 200
+        return llm.callers[-1]
+
+    assert send() == (("127.0.0.1", ""), None)
+    assert send(safety_identifier="u" * 100)[0] == send(user="u" * 100)[0] != send(user="u")[0]
+    assert send(cache_salt="s")[1] == send("responses", input="a", cache_salt="s")[1]
+    assert None not in (salt := send(cache_salt="t")) and salt != send(cache_salt="s")
+    refusal = httpx.post(f"{url}/v1/completions", json=BODY | {"cache_salt": ""})
+    assert refusal.status_code == 400 and refusal.json()["error"]["param"] == "cache_salt"
+
+
+def test_keys_come_from_the_command_line_or_a_file_of_names(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# clients\n\nann: k-1:x \nbob.b:\tk 2\n")
+    assert read_keys(f"@{path}") == {"ann": "k-1:x", "bob.b": "k 2"}
+    assert read_keys(" abc\n") == "abc" and read_keys(None) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "has no line"),
+        ("ann", r"line 1 of .* the key is empty"),
+        ("a b: k", r"line 1 of .* is not `name: key`"),
+        ("a: k\na: l", "line 2 of .* for the second time"),
+        ("a: k\nb: k", "line 2 of .* for the second time"),
+        ("a: k\tl", "control character"),
+    ],
+)
+def test_a_mistake_in_a_file_of_keys_is_named_with_its_line(
+    tmp_path: Path, text: str, reason: str
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=reason):
+        read_keys(f"@{path}")
+    with pytest.raises(ValueError, match=f"write @{path} to read it"):
+        read_keys(str(path))
+
+
+@pytest.mark.parametrize("key", ["", " \n", "a\nb", "a\0"])
+def test_a_key_that_no_client_could_send_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="--api_key"):
+        read_keys(key)
 
 
 def test_an_answer_has_the_clients_request_id_or_a_new_one(url: str) -> None:

@@ -120,6 +120,7 @@ def main(
     try:
         flags = read_flags(llm_flags)
         args = read_args(model, flags, extra_llm_api_options)
+        checked = options_of(server, host)
         if server["print_config"]:
             return _print_config(context, [*SERVE_NAMES, *server], args, flags.arguments)
         configure_logs(log_level, server["log_format"])
@@ -137,7 +138,7 @@ def main(
                 engine_path="",
                 log_level=log_level,
                 log_format=server["log_format"],
-                server=options_of(server, host).to_plain(),
+                server=checked.to_plain(),
                 tls=tls_of(server),
             )
             resolve_model(args.model)  # a wrong path is reported before a process is started

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from tllm_spec.server.client_keys import read_keys
 from tllm_spec.server.options import ServerOptions, hosts_of
 from tllm_spec.server.parsers.names import TOOL_PARSERS
 from tllm_spec.server.parsers.reasoning import STARTS_INSIDE
@@ -36,8 +37,8 @@ SERVER_CLICK_OPTIONS = (
     click.option(
         "--max_client_choices",
         type=click.IntRange(1),
-        help="Choices that one client address may have at a time on one front process. More are "
-        "answered with 429. [default: any number]",
+        help="Choices that one client, by its named key or its address, may have at a time on one "
+        "front process. More are answered with 429. [default: any number]",
     ),
     click.option(
         "--max_request_tokens",
@@ -73,7 +74,8 @@ SERVER_CLICK_OPTIONS = (
         "--api_key",
         envvar=KEY_VARIABLE,
         show_envvar=True,
-        help="Key that clients must send as a bearer token, everywhere but at /health.",
+        help="Key that clients must send as a bearer token, everywhere but at /health. "
+        "@FILE: several, in lines `name: key`. Then each client has a prefix cache of its own.",
     ),
     click.option(
         "--allow_control_tokens",
@@ -159,7 +161,7 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
         max_request_tokens=given["max_request_tokens"],
         request_timeout=given["request_timeout"],
         shutdown_timeout=given["shutdown_timeout"],
-        api_key=given["api_key"] or None,
+        api_key=read_keys(_given_key(given["api_key"])),
         hosts=hosts_of(host),
         allow_control_tokens=given["allow_control_tokens"],
         tool_call_parser=given["tool_call_parser"],
@@ -167,6 +169,11 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
         vllm_metrics=given["vllm_metrics"],
         otlp_traces_endpoint=endpoint,
     )
+
+
+def _given_key(key: str | None) -> str | None:
+    """An empty variable is no key to click; its user meant one."""
+    return "" if key is None and os.environ.get(KEY_VARIABLE) == "" else key
 
 
 def tls_of(given: Mapping[str, Any]) -> dict[str, Any] | None:

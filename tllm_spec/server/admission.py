@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 from tllm_spec.request_errors import ContextLengthExceeded
 from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.server.callers import NOBODY, Caller
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST
 from tllm_spec.server.refusals import RequestRefused, first_mistakes
 from tllm_spec.server.streaming import unless_disconnected
@@ -51,8 +52,8 @@ class Admission:
         self._intake = self._long_intake = _one_thread("tllm-intake")
         if getattr(llm.tokenizer, "is_fast", False):
             self._long_intake = _one_thread("tllm-long-intake")
-        # Compiling a grammar may take ten seconds. One client, by its address, has one grammar
-        # compiled at a time, so others need not wait for all of its grammars.
+        # Compiling a grammar may take ten seconds. One client, by its key's name or address,
+        # has one grammar compiled at a time, so others need not wait for all of its grammars.
         self._compiling = ThreadPoolExecutor(NUM_COMPILING, "tllm-compiling")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._known_grammars: OrderedDict[bytes, None] = OrderedDict()  # need not wait for that
@@ -70,6 +71,7 @@ class Admission:
         params: SamplingParams,
         *,
         streaming: bool,
+        caller: Caller = NOBODY,
         names: Mapping[str, str] = SAME,
     ) -> list[RequestHandle]:
         """Starts a request for each prompt. num_bytes: of the HTTP body. names: as in
@@ -81,7 +83,15 @@ class Admission:
             handles: list[RequestHandle] = []
             try:
                 for prompt in prompts():
-                    handles.append(self._llm.generate_async(prompt, params, streaming=streaming))
+                    handles.append(
+                        self._llm.generate_async(
+                            prompt,
+                            params,
+                            streaming=streaming,
+                            cache_salt=caller.cache_salt,
+                            client=caller.client,
+                        )
+                    )
             except ValueError:
                 for handle in handles:
                     handle.abort()
@@ -108,8 +118,7 @@ class Admission:
             return
 
         async def compiled() -> bool:
-            client = request.client.host if request.client else ""
-            turn = self._turns.setdefault(client, asyncio.Lock())
+            turn = self._turns.setdefault(request.scope["state"]["client"], asyncio.Lock())
             await turn.acquire()
             loop, compile_grammar = asyncio.get_running_loop(), self._llm.compile_grammar
             compiling = loop.run_in_executor(self._compiling, compile_grammar, params)

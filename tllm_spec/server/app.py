@@ -32,6 +32,7 @@ from tllm_spec.server.answer_models import (
     Models,
     ResponseObject,
 )
+from tllm_spec.server.callers import Caller, caller_of
 from tllm_spec.server.chat_answer import chat_answer
 from tllm_spec.server.chat_prompt import ChatPrompts
 from tllm_spec.server.echo import completion_answer
@@ -133,7 +134,9 @@ class OpenAIServer:
                 path, route, methods=["POST"], response_model=None, responses=responses
             )
         TokenRoutes(self._llm, self._admission, self._chat_prompts, self._check_name).add_to(app)
-        Pages(self._llm, self._model, self._histograms, self._options.api_key).add_to(app)
+        Pages(self._llm, self._model, self._histograms, self._options.api_key is not None).add_to(
+            app
+        )
         true_schema(app, self._model)
         app.add_middleware(Guard, options=self._options)
         add_error_handlers(app)
@@ -217,6 +220,7 @@ class OpenAIServer:
             lambda: body.prompt,
             params,
             streaming=body.stream,
+            caller=caller_of(request, body),
             names=body.client_names,
         )
         request.state.release_body()
@@ -236,7 +240,8 @@ class OpenAIServer:
             params.prompt_logprobs,
             is_guided=params.guided_decoding is not None,
         )
-        handles = await self._start_chat(body, request, params, body.client_names)
+        caller = caller_of(request, body)
+        handles = await self._start_chat(body, request, params, caller, body.client_names)
         return await self._respond(body, request, answer, handles)
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
@@ -244,7 +249,8 @@ class OpenAIServer:
         with bad_request(CHAT_NAMES):
             chat = body.to_chat()
         params = self._chat_params(chat, CHAT_NAMES)
-        handles = await self._start_chat(chat, request, params, CHAT_NAMES)
+        caller = caller_of(request, body)
+        handles = await self._start_chat(chat, request, params, caller, CHAT_NAMES)
         answer, running = ResponseAnswer(body), self._running(request, handles, body.stream)
         if body.stream:
             return EventStream(answer.events(running))
@@ -265,6 +271,7 @@ class OpenAIServer:
         body: ChatCompletionRequest,
         request: Request,
         params: SamplingParams,
+        caller: Caller,
         names: Mapping[str, str],
     ) -> list[RequestHandle]:
         self._check_lengths([message.content or "" for message in body.messages])
@@ -276,6 +283,7 @@ class OpenAIServer:
             lambda: [self._chat_prompts.token_ids_of(body)],
             params,
             streaming=body.stream,
+            caller=caller,
             names=names,
         )
         request.state.release_body()

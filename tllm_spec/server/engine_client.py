@@ -133,12 +133,21 @@ class EngineClient:
         sampling_params: SamplingParams,
         *,
         streaming: bool = False,
+        cache_salt: str | None = None,
+        client: tuple[str, ...] = (),
     ) -> RequestHandle:
         """As `LLM.generate_async`."""
         self._check_alive()
         # Stop strings are looked for here, so the tokens must come as they are made.
         streaming = streaming or bool(sampling_params.stop_strings)
-        made = self._intake.submission(inputs, sampling_params, streaming=streaming, priority=0.5)
+        made = self._intake.submission(
+            inputs,
+            sampling_params,
+            streaming=streaming,
+            priority=0.5,
+            cache_salt=cache_salt,
+            client=client,
+        )
         ids = made.ids
         handle = made.handle(self.tokenizer, lambda: self._in_loop(self._cancel, ids, "cancelled"))
         samples = {}

@@ -9,10 +9,10 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from hmac import compare_digest
 from time import monotonic
 from typing import Any
 
+from tllm_spec.server.client_keys import ClientKeys
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.refusals import RequestRefused
 
@@ -49,6 +49,8 @@ class Guard:
       there is one. So a long body is not kept while its text is parsed.
     - `body_size`, and `release_body`, which a route may call when it is done with the body.
     - `at_end`, a list of functions to call when the answer has been sent.
+    - `client`: the name of the client's key, or its address where keys have no names.
+    - `separate_cache`: whether clients are told apart by their keys.
 
     A route that generates leaves a function there as `tokens`, for the access log: it returns the
     tokens of prompts and of outputs."""
@@ -56,7 +58,7 @@ class Guard:
     def __init__(self, app: App, options: ServerOptions) -> None:
         self._app = app
         self._options = options
-        self._key = None if options.api_key is None else options.api_key.encode()
+        self._keys = ClientKeys(options.api_key)
         self._num_held = 0  # bytes of bodies that are being read, parsed or tokenised
         self._one_large = asyncio.Lock()
 
@@ -65,7 +67,9 @@ class Guard:
             return await self._app(scope, receive, send)
         start, headers = monotonic(), dict(scope["headers"])
         request_id = _request_id(headers)
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state |= {"request_id": request_id, "client": (scope.get("client") or ("", 0))[0]}
+        state["separate_cache"] = self._keys.are_several
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -89,7 +93,8 @@ class Guard:
     ) -> None:
         try:
             self._check_host(headers)
-            self._check_key(scope["path"], headers)
+            if name := self._key_name(scope["path"], headers):
+                scope["state"]["client"] = f"key {name}"
             if scope["method"] != "POST":
                 return await self._app(scope, receive, send)
             body = await self._body(headers, receive)
@@ -134,14 +139,17 @@ class Guard:
                 403, f"Host {given[:100]!r} is not served; the server listens on localhost"
             )
 
-    def _check_key(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        if self._key is None or path in OPEN_PATHS:
-            return
+    def _key_name(self, path: str, headers: Mapping[bytes, bytes]) -> str:
+        """Of the key that the request has; "" where keys have no names, or none is needed."""
+        if not self._keys or path in OPEN_PATHS:
+            return ""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if not compare_digest(given.strip(), self._key) or scheme.lower() != b"bearer":
+        name = self._keys.name_of(given.strip())
+        if name is None or scheme.lower() != b"bearer":
             raise RequestRefused(
                 401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key"
             )
+        return name
 
     async def _body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytearray:
         """The whole body. It counts as held until the caller is done with it."""

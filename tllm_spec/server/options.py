@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,20 +11,21 @@ LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Times are in seconds. api_key: None, or what clients must send as a bearer token. hosts: the
-    names that a Host header may have, without port; None: any."""
+    """Times are in seconds. api_key: None, or what clients must send as a bearer token; several
+    keys by the names of the clients. hosts: the names that a Host header may have, without port;
+    None: any."""
 
     max_body_bytes: int = 32 << 20
     max_connections: int = 4096
     max_queue_size: int = 1024  # choices that wait for a place in the batch
-    max_client_choices: int | None = None  # that one address has at a time on one front
+    max_client_choices: int | None = None  # that one client has at a time on one front
     max_request_tokens: int | None = None  # of all outputs of a request
     request_timeout: float = 3600.0
     header_timeout: float = 15.0
     body_timeout: float = 60.0
     keep_alive_timeout: float = 60.0
     shutdown_timeout: float = 30.0
-    api_key: str | None = None
+    api_key: str | Mapping[str, str] | None = None
     hosts: frozenset[str] | None = None
     allow_control_tokens: bool = False
     tool_call_parser: str | None = None  # of parsers/names.py
