@@ -212,7 +212,7 @@ class PyExecutor:
         if cancelled:
             alive = {
                 request.request_id: request
-                for request in self.scheduler.waiting + self.scheduler.running
+                for request in (*self.scheduler.waiting, *self.scheduler.running)
             }
             self._end([alive[i] for i in cancelled if i in alive], reasons=cancelled)
 
@@ -382,7 +382,7 @@ class PyExecutor:
                 "topk": shape.topk,
             },
             "kv_cache": self.parts.kv.cache.state(),
-            "totals": self.totals.state(queues.running + queues.waiting),
+            "totals": self.totals.state([*queues.running, *queues.waiting]),
             "controller": controller.state(),
             "ranks": list(self.parts.ranks),
         }
