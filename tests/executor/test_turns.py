@@ -2,10 +2,13 @@
 
 from random import Random
 
+import msgpack
 import pytest
 
-from tests.executor.test_scheduler import Bench
+from tests.executor.test_scheduler import RULES, Bench
 from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.executor.request_wire import pack_requests, unpack_requests
 from tllm_spec.executor.scheduler import FAIR_PREEMPTION_ROUNDS
 
 
@@ -117,8 +120,9 @@ def test_a_higher_priority_comes_before_turns() -> None:
 def test_new_clients_do_not_keep_a_large_request_waiting_for_ever() -> None:
     bench = Bench(num_pages=10, max_batch_size=8)
     small = [bench.add(4, 12, client=("A",))]
-    bench.round()
+    bench.add(4, 1, client=("B",))  # had its turn
     large = bench.add(20, 20, client=("B",))
+    bench.round()
     number = 0
     while large.state is RequestState.WAITING:
         number += 1
@@ -126,6 +130,14 @@ def test_new_clients_do_not_keep_a_large_request_waiting_for_ever() -> None:
         bench.round()
         assert number < 30
     assert not any(request.num_output_tokens for request in small[1:])
+
+
+def test_client_and_salt_reach_another_process() -> None:
+    request = LlmRequest(7, [1, 2], RULES, seed=3, client=("A", "u"), cache_salt="s")
+    packed = msgpack.unpackb(msgpack.packb(pack_requests([request])), strict_map_key=False)
+    limits = RequestLimits(64, (), 100, 0, None, Bench().scheduler.capacity)
+    (found,) = unpack_requests(packed, [8], limits, [None])
+    assert (found.client, found.cache_salt) == (("A", "u"), "s")
 
 
 @pytest.mark.parametrize("seed", range(4))

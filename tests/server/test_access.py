@@ -15,7 +15,7 @@ from tests.server.hosted import Host, hosted
 from tests.server.http_answers import wait_for
 from tllm_spec.server.client_keys import read_keys
 from tllm_spec.server.http_server import HttpServer, Tls
-from tllm_spec.server.options import ServerOptions, hosts_of
+from tllm_spec.server.options import LOCAL_HOSTS, ServerOptions, hosts_of
 
 BODY = {"model": MODEL, "prompt": "a", "max_tokens": 3}
 
@@ -38,6 +38,85 @@ def test_on_localhost_only_its_own_host_names_are_served(host: str, status: int)
 
 def test_a_public_address_is_served_under_any_name() -> None:
     assert hosts_of("0.0.0.0") is None and hosts_of("10.1.2.3") is None
+
+
+def test_a_host_name_is_refused_with_its_cure_and_served_once_it_is_allowed() -> None:
+    hosts = hosts_of("localhost", ("gpu.lan", "[fd00::1]"))
+    with hosted(FakeLLM(), ServerOptions(hosts=hosts)) as url:
+
+        def ask(host: str) -> httpx.Response:
+            return httpx.get(f"{url}/version", headers={"Host": host})
+
+        for name in ("GPU.lan:80", "[fd00::1]", "localhost"):
+            assert ask(name).status_code == 200
+        assert "start it with --allowed_hosts evil.lan" in ask("evil.lan:80").text
+    assert hosts_of("0.0.0.0", ("gpu.lan",)) == LOCAL_HOSTS | {"gpu.lan"}
+    assert hosts_of("localhost", ("*",)) is None
+
+
+def test_pages_of_allowed_origins_may_call_the_server_and_read_its_errors() -> None:
+    origin, key = "https://chat.example", {"Authorization": "Bearer k"}
+    preflight = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    options = ServerOptions(api_key="k", allowed_origins=(origin,))
+    with hosted(FakeLLM(), options) as url:
+        path = f"{url}/v1/completions"
+        answers = [
+            httpx.options(path, headers={"Origin": origin, **preflight}),
+            httpx.post(path, json=BODY, headers={"Origin": origin, **key}),
+            httpx.post(path, json=BODY, headers={"Origin": origin}),
+        ]
+        assert [answer.status_code for answer in answers] == [200, 200, 401]
+        assert {each.headers["access-control-allow-origin"] for each in answers} == {origin}
+        other = httpx.options(path, headers={"Origin": "https://evil.example", **preflight})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_without_allowed_origins_a_preflight_is_refused(url: str) -> None:
+    given = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    refusal = httpx.options(f"{url}/v1/completions", headers=given)
+    assert refusal.status_code == 405 and "access-control-allow-origin" not in refusal.headers
+
+
+@pytest.mark.parametrize(
+    ("trusted", "client"),
+    [((), "127.0.0.1"), (("127.0.0.0/8",), "10.9.8.7"), (("10.0.0.1",), "127.0.0.1")],
+)
+def test_only_trusted_proxies_say_who_the_client_is(trusted: tuple[str, ...], client: str) -> None:
+    llm = FakeLLM()
+    with hosted(llm, ServerOptions(trusted_proxies=trusted)) as url:
+        given = {"X-Forwarded-For": "1.2.3.4, 10.9.8.7"}
+        assert httpx.post(f"{url}/v1/completions", json=BODY, headers=given).status_code == 200
+    assert llm.callers == [((client, ""), None)]
+
+
+def test_a_stream_tells_proxies_not_to_collect_it(url: str) -> None:
+    answer = httpx.post(f"{url}/v1/completions", json=BODY | {"stream": True})
+    assert answer.headers["x-accel-buffering"] == "no"
+    assert answer.headers["cache-control"] == "no-cache"
+
+
+def test_probes_and_scrapes_are_in_the_access_log_only_when_they_fail_or_at_level_debug(
+    llm: FakeLLM, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def logged(path: str) -> bool:
+        name = f"{path}-{len(caplog.messages)}-{caplog.handler.level}".replace("/", ":")
+        for each in (path, "/version"):
+            httpx.get(f"{url}{each}", headers={"X-Request-Id": name})
+        wait_for(lambda: any("/version" in line and name in line for line in caplog.messages))
+        return any(path in line and name in line for line in caplog.messages)
+
+    caplog.set_level(logging.INFO, "tllm_spec.access")
+    assert not any(map(logged, ("/health", "/metrics", "/prometheus/metrics")))
+    llm.is_healthy = False
+    try:
+        assert logged("/health")
+    finally:
+        llm.is_healthy = True
+    caplog.set_level(logging.DEBUG, "tllm_spec.access")
+    assert logged("/health")
 
 
 def test_a_key_is_needed_everywhere_but_at_health() -> None:

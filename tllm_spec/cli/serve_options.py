@@ -3,7 +3,10 @@ logs."""
 
 from __future__ import annotations
 
+import ipaddress
+import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import click
 
 from tllm_spec.server.client_keys import read_keys
-from tllm_spec.server.options import ServerOptions, hosts_of
+from tllm_spec.server.options import ANY, ServerOptions, hosts_of
 from tllm_spec.server.parsers.names import TOOL_PARSERS
 from tllm_spec.server.parsers.reasoning import STARTS_INSIDE
 
@@ -20,6 +23,25 @@ Command = Callable[..., Any]
 KEY_VARIABLE = "TLLM_SPEC_API_KEY"
 MIB = 1 << 20
 DEFAULTS = ServerOptions()
+
+
+class Names(click.ParamType):
+    """Names separated by commas, or vLLM's form: a JSON list."""
+
+    name = "names"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
+        text = value.strip()
+        try:
+            given = json.loads(text) if text.startswith("[") else text.split(",")
+        except json.JSONDecodeError:
+            given = []
+        if not given or not all(isinstance(name, str) and name.strip() for name in given):
+            self.fail(f"{value!r} must be names separated by commas", param, ctx)
+        return tuple(name.strip() for name in given)
+
+
+NAMES = Names()
 
 SERVER_CLICK_OPTIONS = (
     click.option(
@@ -78,6 +100,24 @@ SERVER_CLICK_OPTIONS = (
         "@FILE: several, in lines `name: key`. Then each client has a prefix cache of its own.",
     ),
     click.option(
+        "--allowed_hosts",
+        type=NAMES,
+        help="Host names that requests may have, besides localhost's, separated by commas; *: any. "
+        "[default: on localhost its own names, elsewhere any]",
+    ),
+    click.option(
+        "--allowed_origins",
+        type=NAMES,
+        help="Origins of web pages that may call the server (CORS), separated by commas, as "
+        "https://chat.example; *: any. [default: none]",
+    ),
+    click.option(
+        "--trusted_proxies",
+        type=NAMES,
+        help="Addresses and networks of proxies whose X-Forwarded-For says who the client is, "
+        "separated by commas; *: any. [default: none]",
+    ),
+    click.option(
         "--allow_control_tokens",
         is_flag=True,
         help="Names of control tokens in chat messages become control tokens, not text.",
@@ -127,6 +167,9 @@ SERVER_NAMES = (
     "request_timeout",
     "shutdown_timeout",
     "api_key",
+    "allowed_hosts",
+    "allowed_origins",
+    "trusted_proxies",
     "allow_control_tokens",
     "tool_call_parser",
     "reasoning_parser",
@@ -162,7 +205,9 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
         request_timeout=given["request_timeout"],
         shutdown_timeout=given["shutdown_timeout"],
         api_key=read_keys(_given_key(given["api_key"])),
-        hosts=hosts_of(host),
+        hosts=hosts_of(host, given["allowed_hosts"] or ()),
+        allowed_origins=_checked(given, "allowed_origins", _is_origin, "https://chat.example"),
+        trusted_proxies=_checked(given, "trusted_proxies", _is_network, "10.0.0.0/8"),
         allow_control_tokens=given["allow_control_tokens"],
         tool_call_parser=given["tool_call_parser"],
         reasoning_parser=given["reasoning_parser"],
@@ -174,6 +219,27 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
 def _given_key(key: str | None) -> str | None:
     """An empty variable is no key to click; its user meant one."""
     return "" if key is None and os.environ.get(KEY_VARIABLE) == "" else key
+
+
+def _checked(
+    given: Mapping[str, Any], name: str, accepts: Callable[[str], bool], example: str
+) -> tuple[str, ...]:
+    for value in given[name] or ():
+        if value != ANY and not accepts(value):
+            raise ValueError(f"--{name} {value}: {example} or {ANY} would be accepted")
+    return given[name] or ()
+
+
+def _is_origin(value: str) -> bool:
+    return re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", value) is not None
+
+
+def _is_network(value: str) -> bool:
+    try:
+        ipaddress.ip_network(value)
+    except ValueError:
+        return False
+    return True
 
 
 def tls_of(given: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -139,6 +140,14 @@ class OpenAIServer:
         )
         true_schema(app, self._model)
         app.add_middleware(Guard, options=self._options)
+        if self._options.allowed_origins:  # around the guard: a preflight has no key
+            app.add_middleware(
+                CORSMiddleware,
+                allow_origins=self._options.allowed_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["X-Request-Id", "Retry-After"],
+            )
         add_error_handlers(app)
         return app
 

@@ -25,6 +25,8 @@ access_log = logging.getLogger("tllm_spec.access")
 
 # Without a key: load balancers ask for the first, browsers for pages without data.
 OPEN_PATHS = frozenset({"/health", "/dashboard"})
+# Load balancers and Prometheus ask for them all the time, so their good answers are of no interest.
+PROBED_PATHS = frozenset({"/health", "/metrics", "/prometheus/metrics"})
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 LARGE_BODY = 1 << 20  # bytes; only one such body is parsed and tokenised at a time
 # A body's text is cheap, its values are not: a parsed one takes up to 200 bytes.
@@ -135,8 +137,11 @@ class Guard:
         given = headers.get(b"host", b"").decode("latin-1")
         name = re.sub(r":\d*$", "", given).strip("[]").lower()
         if name not in hosts:
+            shown = given[:100]
             raise RequestRefused(
-                403, f"Host {given[:100]!r} is not served; the server listens on localhost"
+                403,
+                f"Host {shown!r} is not served: without --allowed_hosts a server that listens on "
+                f"localhost takes its own names only; start it with --allowed_hosts {name[:100]}",
             )
 
     def _key_name(self, path: str, headers: Mapping[bytes, bytes]) -> str:
@@ -240,7 +245,8 @@ def _request_id(headers: Mapping[bytes, bytes]) -> str:
 
 
 def _log_access(scope: Any, status: int, seconds: float) -> None:
-    if not access_log.isEnabledFor(logging.INFO):
+    level = logging.DEBUG if status < 400 and scope["path"] in PROBED_PATHS else logging.INFO
+    if not access_log.isEnabledFor(level):
         return
     host, port = scope.get("client") or ("?", 0)
     state = scope["state"]
@@ -256,4 +262,4 @@ def _log_access(scope: Any, status: int, seconds: float) -> None:
     if tokens := state.get("tokens"):
         entry["prompt_tokens"], entry["output_tokens"] = tokens()
         text += ", %(prompt_tokens)d + %(output_tokens)d tokens"
-    access_log.info(f"{text} [%(request_id)s]", entry, extra={"fields": entry})
+    access_log.log(level, f"{text} [%(request_id)s]", entry, extra={"fields": entry})

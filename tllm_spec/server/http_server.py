@@ -73,6 +73,8 @@ class HttpServer:
             access_log=False,
             timeout_keep_alive=options.keep_alive_timeout,
             server_header=False,
+            proxy_headers=bool(options.trusted_proxies),
+            forwarded_allow_ips=list(options.trusted_proxies),
             **files,
         )
         try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+ANY = "*"
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -13,7 +14,8 @@ LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 class ServerOptions:
     """Times are in seconds. api_key: None, or what clients must send as a bearer token; several
     keys by the names of the clients. hosts: the names that a Host header may have, without port;
-    None: any."""
+    None: any. trusted_proxies: addresses and networks whose X-Forwarded-For counts; "*": any.
+    allowed_origins: of pages that a browser lets call the server; "*": any."""
 
     max_body_bytes: int = 32 << 20
     max_connections: int = 4096
@@ -27,6 +29,8 @@ class ServerOptions:
     shutdown_timeout: float = 30.0
     api_key: str | Mapping[str, str] | None = None
     hosts: frozenset[str] | None = None
+    allowed_origins: tuple[str, ...] = ()
+    trusted_proxies: tuple[str, ...] = ()
     allow_control_tokens: bool = False
     tool_call_parser: str | None = None  # of parsers/names.py
     reasoning_parser: str | None = None  # of parsers/reasoning.py
@@ -40,10 +44,18 @@ class ServerOptions:
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> ServerOptions:
         hosts = plain["hosts"]
-        return cls(**plain | {"hosts": None if hosts is None else frozenset(hosts)})
+        changed = {"hosts": None if hosts is None else frozenset(hosts)}
+        for name in ("allowed_origins", "trusted_proxies"):
+            changed[name] = tuple(plain[name])
+        return cls(**plain | changed)
 
 
-def hosts_of(address: str) -> frozenset[str] | None:
+def hosts_of(address: str, allowed: Sequence[str] = ()) -> frozenset[str] | None:
     """The Host names to accept at a listening address. A page from elsewhere can make a browser
-    send requests to localhost, under the page's own name (DNS rebinding)."""
-    return LOCAL_HOSTS if address in LOCAL_HOSTS or address.startswith("127.") else None
+    send requests to localhost, under the page's own name (DNS rebinding).
+
+    allowed: other names; "*": any."""
+    is_local = address in LOCAL_HOSTS or address.startswith("127.")
+    if ANY in allowed or not (is_local or allowed):
+        return None
+    return LOCAL_HOSTS | {name.lower().strip("[]") for name in allowed}

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+# nginx would collect the events of some tenths of a second.
+EVENT_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
 
 class EngineError(Exception):
     """A request was started and failed."""
@@ -175,7 +178,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__()
+        super().__init__(headers=EVENT_STREAM_HEADERS)
         del self.headers["content-length"]
         self._events = events
 
