@@ -1,5 +1,5 @@
-"""Requests as plain data, for another process: of one prompt's samples, which differ in id and seed
-only. No message can make the other side run code."""
+"""Requests as plain data, for another process: of one prompt's samples, which differ in id, seed
+and `rules_of_sample`. No message can make the other side run code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.decoding_rules import DecodingRules, rules_of_sample
 from tllm_spec.executor.request import DraftCounters, LlmRequest
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
@@ -46,7 +46,7 @@ def unpack_requests(
         LlmRequest(
             request_id=request_id,
             tokens=list(tokens),
-            rules=rules,
+            rules=rules_of_sample(rules, index),
             seed=seed,
             index=index,
             arrival=request_id,

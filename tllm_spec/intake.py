@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, cast
 
 from tllm_spec.config import LlmArgs
-from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.decoding_rules import DecodingRules, rules_of_sample
 from tllm_spec.executor.request import DraftCounters, LlmRequest, StopOptions
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
@@ -104,7 +104,13 @@ class Intake:
         seed = secrets.randbits(63) if checked.seed is None else checked.seed
         requests = [
             self._request(
-                index, request_id, token_ids, checked, rules, _sample_seed(seed, index), grammar
+                index,
+                request_id,
+                token_ids,
+                checked,
+                rules_of_sample(rules, index),
+                _sample_seed(seed, index),
+                grammar,
             )
             for index, (request_id, grammar) in enumerate(zip(ids, grammars, strict=True))
         ]

@@ -75,6 +75,13 @@ SERVER_CLICK_OPTIONS = (
         help="Largest body of a request, in MiB. A larger one is answered with 413.",
     ),
     click.option(
+        "--max_answer_mib",
+        type=click.IntRange(1, 512),
+        default=DEFAULTS.max_answer_bytes // MIB,
+        help="Log probabilities and echoed prompts that an answer may have, in MiB, estimated "
+        "before it is begun. More are answered with 400.",
+    ),
+    click.option(
         "--max_connections",
         type=click.IntRange(1),
         default=DEFAULTS.max_connections,
@@ -163,6 +170,7 @@ SERVER_NAMES = (
     "max_client_choices",
     "max_request_tokens",
     "max_body_mib",
+    "max_answer_mib",
     "max_connections",
     "request_timeout",
     "shutdown_timeout",
@@ -198,6 +206,7 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
         otlp_exporter(endpoint)
     return ServerOptions(
         max_body_bytes=given["max_body_mib"] * MIB,
+        max_answer_bytes=given["max_answer_mib"] * MIB,
         max_connections=given["max_connections"],
         max_queue_size=given["max_queue_size"],
         max_client_choices=given["max_client_choices"],

@@ -13,12 +13,15 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakValueDictionary
 
+from fastapi.concurrency import run_in_threadpool
+
 from tllm_spec.request_errors import ContextLengthExceeded
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.callers import NOBODY, Caller
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST
 from tllm_spec.server.refusals import RequestRefused, first_mistakes
 from tllm_spec.server.streaming import unless_disconnected
+from tllm_spec.server.strict_body import LONG_BODY
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -27,7 +30,6 @@ if TYPE_CHECKING:
     from tllm_spec.server.engine import Engine
 
 ENGINE_DOWN = "the engine is down"
-LONG_BODY = 1 << 16  # bytes; tokenising this much text takes tens of milliseconds
 RETRY_AFTER = 1  # seconds
 # Threads that wait for grammars, as many as the engine compiles at once. What they have asked for
 # is compiled even if the client leaves.
@@ -131,6 +133,13 @@ class Admission:
         self._known_grammars[key] = None
         if len(self._known_grammars) > MAX_KNOWN_GRAMMARS:
             self._known_grammars.popitem(last=False)
+
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
+        """The result of long work with the tokenizer, which delays no prompts where the tokenizer
+        is thread-safe."""
+        if self._long_intake is not self._intake:
+            return await run_in_threadpool(work)
+        return await self._in_intake(0, work)
 
     async def tokenised(self, num_bytes: int, work: Callable[[], Result]) -> Result:
         """The result of work with the tokenizer. Raises RequestRefused for a ValueError."""

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -33,6 +34,7 @@ from tllm_spec.server.answer_models import (
     Models,
     ResponseObject,
 )
+from tllm_spec.server.answer_size import AnswerLimit, AnswerSize, size_of
 from tllm_spec.server.callers import Caller, caller_of
 from tllm_spec.server.chat_answer import chat_answer
 from tllm_spec.server.chat_prompt import ChatPrompts
@@ -41,6 +43,7 @@ from tllm_spec.server.engine import Engine
 from tllm_spec.server.error_handlers import add_error_handlers
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
 from tllm_spec.server.histograms import Histograms
+from tllm_spec.server.json_parts import render
 from tllm_spec.server.metrics import EngineMetrics
 from tllm_spec.server.openapi import answers, errors, true_schema
 from tllm_spec.server.options import ServerOptions
@@ -64,11 +67,12 @@ from tllm_spec.server.streaming import (
     finished_outputs,
     unless_disconnected,
 )
-from tllm_spec.server.strict_body import StrictBodyRoute
+from tllm_spec.server.strict_body import LONG_BODY, StrictBodyRoute
 from tllm_spec.server.token_routes import TokenRoutes
 from tllm_spec.server.traces import Traces
 
 DOWN = {"description": ENGINE_DOWN, "content": {"text/plain": {"schema": {"type": "string"}}}}
+MAX_TEMPLATE_TOKENS = 1024  # that a chat template adds to what the body has, usually
 ONE_TOKEN = SamplingParams(max_tokens=1)
 
 
@@ -99,6 +103,7 @@ class OpenAIServer:
         self._perf_metrics = PerfMetrics()
         self._traces = traces
         self._admission = Admission(llm, self._options.max_queue_size)
+        self._answers = AnswerLimit(self._options.max_answer_bytes, llm.max_seq_len)
         self._shares = ClientShares(self._options.max_client_choices)
         self._chat_prompts = ChatPrompts(
             llm.tokenizer,
@@ -217,11 +222,14 @@ class OpenAIServer:
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """`/v1/completions`: continues each prompt of the body."""
         self._check_servable(body)
-        with bad_request():
-            params = body.to_sampling_params()
+        params = await self._params_of(body, request)
         if params.truncate_prompt_tokens is None:
             self._check_lengths(body.prompt)
-        params = self._admit(request, params, len(body.prompt))
+        longest = params.truncate_prompt_tokens or self._llm.max_seq_len
+        lengths = [min(len(prompt), longest, self._llm.max_seq_len) for prompt in body.prompt]
+        own_field = body.prompt_logprobs is not None
+        size = size_of(lengths, params, echo=body.echo, own_field=own_field)
+        params = self._admit(request, params, len(body.prompt), size)
         handles = await self._admission.start(
             request,
             len(body.prompt),
@@ -238,7 +246,7 @@ class OpenAIServer:
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         """`/v1/chat/completions`: answers the conversation in the body."""
-        params = self._chat_params(body)
+        params = await self._params_of(body, request)
         answer = chat_answer(
             body,
             self._options,
@@ -257,7 +265,7 @@ class OpenAIServer:
         """`/v1/responses`: answers the conversation in the body, with text."""
         with bad_request(CHAT_NAMES):
             chat = body.to_chat()
-        params = self._chat_params(chat, CHAT_NAMES)
+        params = await self._params_of(chat, request, CHAT_NAMES)
         caller = caller_of(request, body)
         handles = await self._start_chat(chat, request, params, caller, CHAT_NAMES)
         answer, running = ResponseAnswer(body), self._running(request, handles, body.stream)
@@ -268,11 +276,16 @@ class OpenAIServer:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return JSONResponse(answer.whole(results[0]))
 
-    def _chat_params(
-        self, body: ChatCompletionRequest, names: Mapping[str, str] = SAME
+    async def _params_of(
+        self,
+        body: ChatCompletionRequest | CompletionRequest,
+        request: Request,
+        names: Mapping[str, str] = SAME,
     ) -> SamplingParams:
         self._check_servable(body)
         with bad_request(names):
+            if request.state.body_size > LONG_BODY:
+                return await run_in_threadpool(body.to_sampling_params)
             return body.to_sampling_params()
 
     async def _start_chat(
@@ -283,8 +296,11 @@ class OpenAIServer:
         caller: Caller,
         names: Mapping[str, str],
     ) -> list[RequestHandle]:
-        self._check_lengths([message.content or "" for message in body.messages])
-        params = self._admit(request, params, 1)
+        texts = [message.content or "" for message in body.messages]
+        self._check_lengths(texts)
+        most = min(self._llm.max_seq_len, request.state.body_size + MAX_TEMPLATE_TOKENS)
+        size = size_of([most], params, echo=False, own_field=params.prompt_logprobs is not None)
+        params = self._admit(request, params, 1, size)
         handles = await self._admission.start(
             request,
             1,
@@ -298,10 +314,14 @@ class OpenAIServer:
         request.state.release_body()
         return handles
 
-    def _admit(self, request: Request, params: SamplingParams, num_prompts: int) -> SamplingParams:
+    def _admit(
+        self, request: Request, params: SamplingParams, num_prompts: int, size: AnswerSize
+    ) -> SamplingParams:
         """Raises RequestRefused for more than one request or one client may have."""
+        num_choices = num_prompts * params.n
         allowed = within_budget(params, num_prompts, self._options.max_request_tokens)
-        self._shares.take(request, num_prompts * params.n)
+        allowed = self._answers.take(request, size, allowed, num_choices)
+        self._shares.take(request, num_choices)
         return allowed
 
     def _check_lengths(self, prompts: Sequence[str | list[int]]) -> None:
@@ -333,17 +353,20 @@ class OpenAIServer:
         running = self._running(request, handles, body.stream)
         if body.stream:
             return EventStream(
-                event_stream(answer, running, body.stream_options or StreamOptions())
+                event_stream(
+                    answer,
+                    running,
+                    body.stream_options or StreamOptions(),
+                    self._admission.in_thread,
+                )
             )
         results = await unless_disconnected(request, finished_outputs(running))
         if results is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        if not answer.is_slow:
+        if not answer.is_slow(results):
             return JSONResponse(answer.whole(results))
-        # The texts of a long prompt's tokens take long.
-        size = request.state.body_size
-        whole = await self._admission.tokenised(size, lambda: answer.whole(results))
-        return JSONResponse(whole)
+        written = await self._admission.in_thread(lambda: render(answer.whole(results)))
+        return Response(written, media_type="application/json")
 
     def _finished(self, is_streamed: bool, output: RequestOutput) -> None:
         self._perf_metrics.add(output)

@@ -18,6 +18,7 @@ class ServerOptions:
     allowed_origins: of pages that a browser lets call the server; "*": any."""
 
     max_body_bytes: int = 32 << 20
+    max_answer_bytes: int = 64 << 20  # of log probabilities and echoed prompts
     max_connections: int = 4096
     max_queue_size: int = 1024  # choices that wait for a place in the batch
     max_client_choices: int | None = None  # that one client has at a time on one front
