@@ -174,7 +174,7 @@ class Guard:
                 await _discard(receive, 2 * limit)
             raise self._too_large()
         body = bytearray()
-        more, is_taken = True, False
+        more, is_taken, num_values, is_wide = True, False, 0, False
         try:
             while more:
                 message = await receive()
@@ -183,13 +183,16 @@ class Guard:
                 chunk, more = message.get("body", b""), message.get("more_body", False)
                 body += chunk
                 self._num_held += len(chunk)
+                # Of each part as it comes: of the whole it would take long.
+                num_values += sum(map(chunk.count, SEPARATORS))
+                is_wide = is_wide or bool(WIDE.search(body, max(0, len(body) - len(chunk) - 1)))
                 if len(body) > limit:
                     raise self._too_large()
                 if self._num_held > limit:
                     raise RequestRefused(
                         503, "too many large bodies at once", "overloaded", retry_after=1
                     )
-            self._check_parsed_size(body)
+            self._check_parsed_size(len(body), num_values, is_wide=is_wide)
             is_taken = True
             return body
         finally:
@@ -197,13 +200,13 @@ class Guard:
                 self._num_held -= len(body)
                 body.clear()  # a traceback of this frame would keep it
 
-    def _check_parsed_size(self, body: bytearray) -> None:
-        if sum(map(body.count, SEPARATORS)) > MAX_VALUES:
+    def _check_parsed_size(self, num_bytes: int, num_values: int, *, is_wide: bool) -> None:
+        if num_values > MAX_VALUES:
             raise RequestRefused(
                 413, f"the body has more than {MAX_VALUES} JSON values; send several bodies"
             )
         longest = self._options.max_body_bytes // WIDTH
-        if len(body) > longest and WIDE.search(body):
+        if num_bytes > longest and is_wide:
             raise RequestRefused(
                 413,
                 f"the body is too large: at most {longest} bytes are accepted of a text with "
