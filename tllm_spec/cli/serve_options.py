@@ -94,6 +94,13 @@ SERVER_CLICK_OPTIONS = (
         help="Seconds that a request may take, from its start to the last token.",
     ),
     click.option(
+        "--drain_delay",
+        type=click.FloatRange(min=0),
+        default=DEFAULTS.drain_delay,
+        help="Seconds after SIGTERM or Ctrl-C in which the server goes on and /health says 503, "
+        "so that load balancers send no more requests. Then new connections are refused.",
+    ),
+    click.option(
         "--shutdown_timeout",
         type=click.FloatRange(min=0),
         default=DEFAULTS.shutdown_timeout,
@@ -173,6 +180,7 @@ SERVER_NAMES = (
     "max_answer_mib",
     "max_connections",
     "request_timeout",
+    "drain_delay",
     "shutdown_timeout",
     "api_key",
     "allowed_hosts",
@@ -212,6 +220,7 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
         max_client_choices=given["max_client_choices"],
         max_request_tokens=given["max_request_tokens"],
         request_timeout=given["request_timeout"],
+        drain_delay=given["drain_delay"],
         shutdown_timeout=given["shutdown_timeout"],
         api_key=read_keys(_given_key(given["api_key"])),
         hosts=hosts_of(host, given["allowed_hosts"] or ()),

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -73,6 +74,7 @@ from tllm_spec.server.traces import Traces
 
 DOWN = {"description": ENGINE_DOWN, "content": {"text/plain": {"schema": {"type": "string"}}}}
 MAX_TEMPLATE_TOKENS = 1024  # that a chat template adds to what the body has, usually
+DRAINING = "the server is about to end"
 ONE_TOKEN = SamplingParams(max_tokens=1)
 
 
@@ -87,7 +89,9 @@ class OpenAIServer:
         options: ServerOptions | None = None,
         histograms: Histograms | None = None,
         traces: Traces | None = None,
+        draining: asyncio.Event | None = None,
     ) -> None:
+        """draining: set when the server is about to end."""
         if llm.tokenizer is None:
             raise ValueError(
                 "skip_tokenizer_init = True cannot be served over HTTP: answers are text"
@@ -102,6 +106,7 @@ class OpenAIServer:
         self._metrics = EngineMetrics(llm.server_info, self._histograms, vllm_model)
         self._perf_metrics = PerfMetrics()
         self._traces = traces
+        self._draining = draining or asyncio.Event()
         self._admission = Admission(llm, self._options.max_queue_size)
         self._answers = AnswerLimit(self._options.max_answer_bytes, llm.max_seq_len)
         self._shares = ClientShares(self._options.max_client_choices)
@@ -169,7 +174,9 @@ class OpenAIServer:
             self._traces.close()
 
     async def health(self) -> Response:
-        """200 while the engine can serve, else 503."""
+        """200 while requests are welcome, else 503: the engine is down, or the server will end."""
+        if self._draining.is_set():
+            return PlainTextResponse(DRAINING, 503)
         return Response() if self._llm.is_healthy else PlainTextResponse(ENGINE_DOWN, 503)
 
     async def health_generate(self, request: Request) -> Response:

@@ -4,6 +4,7 @@ number of connections and a shutdown that has a deadline."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import resource
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
+from tllm_spec.server.child import stop_listening
 from tllm_spec.server.connections import Connection
 from tllm_spec.server.options import ServerOptions
 
@@ -110,6 +112,7 @@ class HttpServer:
         try:
             await stop.wait()
             accepting.cancel()
+            stop_listening(listener)
             listener.close()
             await self._drain(end_requests)
         finally:
@@ -122,6 +125,8 @@ class HttpServer:
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:
+                if error.errno == errno.EINVAL:
+                    return  # another process has ended the listening
                 logger.warning("no connection can be accepted: %s", error)
                 await asyncio.sleep(FILES_EXHAUSTED_PAUSE)
                 continue

@@ -27,6 +27,7 @@ class ServerOptions:
     header_timeout: float = 15.0
     body_timeout: float = 60.0
     keep_alive_timeout: float = 60.0
+    drain_delay: float = 0.0  # between a signal to end and the end of accepting connections
     shutdown_timeout: float = 30.0
     api_key: str | Mapping[str, str] | None = None
     hosts: frozenset[str] | None = None
