@@ -41,6 +41,7 @@ from tllm_spec.distributed.mpirun import (
     undo_default_binding,
 )
 from tllm_spec.server.child import ChildSettings
+from tllm_spec.server.host_limits import raise_file_limit
 from tllm_spec.server.logs import configure_logs
 from tllm_spec.server.options import hosts_of
 from tllm_spec.server.supervisor import ServeError, Supervisor
@@ -141,6 +142,7 @@ def main(
                 server=checked.to_plain(),
                 tls=tls_of(server),
             )
+            raise_file_limit()
             resolve_model(args.model)  # a wrong path is reported before a process is started
             with _bound(host, port) as listener:
                 status = serve(settings, listener, server["frontends"])

@@ -21,6 +21,7 @@ from typing import Any
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.faults import described
 from tllm_spec.server.child import Control, freeze_heap
+from tllm_spec.server.host_limits import memory_note
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,8 @@ def main() -> int:
         return FAILED
     except Exception as error:  # a process border: loading can fail in any library
         logger.debug("the engine could not start", exc_info=True)
-        control.send("failed", f"the engine could not start: {described(error)}")
+        note = memory_note() if isinstance(error, MemoryError) else ""
+        control.send("failed", f"the engine could not start: {described(error)}{note}")
         return FAILED
     freeze_heap()
     watch.loaded(engine)

@@ -25,6 +25,7 @@ from tllm_spec.server.child import (
     engine_process,
     stop_listening,
 )
+from tllm_spec.server.host_limits import memory_note
 from tllm_spec.server.wire import new_unpacker, pack
 
 logger = logging.getLogger(__name__)
@@ -186,9 +187,10 @@ class Supervisor:
                 await self._fail(event.value)
             elif event.child is self._engine:
                 name = engine_process(LlmArgs(**self._settings.llm).tensor_parallel_size)
-                await self._fail(f"{name} ended with {_status(event.value)}")
+                await self._fail(f"{name} ended with {_status(event.value)}{memory_note()}")
             elif event.kind == "lost":
-                await self._fail(f"a front process ended with {_status(event.value)}")
+                status = _status(event.value)
+                await self._fail(f"a front process ended with {status}{memory_note()}")
             elif not event.child.is_ready:
                 lost = event._replace(kind="lost")
                 asyncio.get_running_loop().call_later(REASON_SECONDS, self._events.put_nowait, lost)
