@@ -94,6 +94,13 @@ SERVER_CLICK_OPTIONS = (
         help="Seconds that a request may take, from its start to the last token.",
     ),
     click.option(
+        "--engine_timeout",
+        type=click.FloatRange(min=0, min_open=True),
+        default=DEFAULTS.engine_timeout,
+        help="Seconds without an answer of the engine between two rounds after which /health and "
+        "new requests are answered with 503, until it answers again.",
+    ),
+    click.option(
         "--drain_delay",
         type=click.FloatRange(min=0),
         default=DEFAULTS.drain_delay,
@@ -180,6 +187,7 @@ SERVER_NAMES = (
     "max_answer_mib",
     "max_connections",
     "request_timeout",
+    "engine_timeout",
     "drain_delay",
     "shutdown_timeout",
     "api_key",
@@ -220,6 +228,7 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
         max_client_choices=given["max_client_choices"],
         max_request_tokens=given["max_request_tokens"],
         request_timeout=given["request_timeout"],
+        engine_timeout=given["engine_timeout"],
         drain_delay=given["drain_delay"],
         shutdown_timeout=given["shutdown_timeout"],
         api_key=read_keys(_given_key(given["api_key"])),

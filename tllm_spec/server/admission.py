@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from fastapi.concurrency import run_in_threadpool
 
-from tllm_spec.request_errors import ContextLengthExceeded
+from tllm_spec.request_errors import ContextLengthExceeded, GrammarsUnavailable
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.callers import NOBODY, Caller
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST
@@ -192,6 +192,8 @@ def engine_running() -> Iterator[None]:
     """Answers a RuntimeError inside, which says that the engine has ended, with 503."""
     try:
         yield
+    except GrammarsUnavailable as error:
+        raise RequestRefused(503, str(error), "internal_error") from error
     except RuntimeError as error:
         raise RequestRefused(503, f"{ENGINE_DOWN}: {error}", "internal_error") from error
 

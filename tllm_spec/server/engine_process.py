@@ -78,7 +78,8 @@ class EngineProcess:
         self._loop.stop()
 
     def _call(self, name: str) -> Future[Any]:
-        return self._worker.submit(self._state if name == "state" else self._take_stats)
+        functions = {"state": self._state, "stats": self._take_stats, "ping": lambda: None}
+        return self._worker.submit(functions[name])
 
     def _state(self) -> Any:
         from tllm_spec.server_info import plain

@@ -51,7 +51,7 @@ async def serve(settings: ChildSettings, control: Control, listener: socket.sock
     connection.closed.add_done_callback(lambda _: loop.call_later(LOST_SECONDS, stop.set))
     limits = await connection.limits
     options = ServerOptions.from_plain(settings.server)
-    client = EngineClient(args, tokenizer, connection, limits)
+    client = EngineClient(args, tokenizer, connection, limits, options.engine_timeout)
     histograms = Histograms(Path(settings.engine_path).parent)
     model, endpoint = settings.served_model_name, options.otlp_traces_endpoint
     traces = Traces(model, otlp_exporter(endpoint)) if endpoint else None

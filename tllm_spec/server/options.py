@@ -24,6 +24,7 @@ class ServerOptions:
     max_client_choices: int | None = None  # that one client has at a time on one front
     max_request_tokens: int | None = None  # of all outputs of a request
     request_timeout: float = 3600.0
+    engine_timeout: float = 120.0  # without an answer, after which /health says 503
     header_timeout: float = 15.0
     body_timeout: float = 60.0
     keep_alive_timeout: float = 60.0
