@@ -17,9 +17,10 @@ from pydantic.fields import FieldInfo
 
 from tllm_spec.adaptive_config import AdaptiveConfig, CostModelOptions, EmaOptions
 from tllm_spec.cli import bench, serve
-from tllm_spec.config import CudaGraphConfig, KvCacheConfig, LlmArgs, SchedulerConfig
+from tllm_spec.config import CudaGraphConfig, KvCacheConfig, LlmArgs
 from tllm_spec.draft_tree_config import DraftTreeDecodingConfig
 from tllm_spec.sampling_params import INTEGERS, NUMBERS, SamplingParams, SpeculationParams
+from tllm_spec.scheduler_config import SchedulerConfig
 from tllm_spec.speculative_base import DecodingBaseConfig, DraftModelDecodingConfig
 from tllm_spec.speculative_config import CONFIG_OF_TYPE, EagleHeadDecodingConfig
 

@@ -2,7 +2,7 @@
 words turned into tokens. It knows nothing of the request's progress."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tllm_spec.logits_processor import LogitsEdit
@@ -123,3 +123,9 @@ def _check_vocabulary(name: str, tokens: Iterable[int], vocab_size: int) -> None
             raise ValueError(
                 f"{name} names token id {token}; the model has ids 0 to {vocab_size - 1}"
             )
+
+
+def rules_of_sample(rules: DecodingRules, index: int) -> DecodingRules:
+    """The rules of a prompt's index-th sample. The first one brings the log probabilities of the
+    prompt, which are the same for all."""
+    return rules if index == 0 else replace(rules, prompt_logprobs=None)

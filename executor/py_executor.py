@@ -214,7 +214,7 @@ class PyExecutor:
         if cancelled:
             alive = {
                 request.request_id: request
-                for request in self.scheduler.waiting + self.scheduler.running
+                for request in (*self.scheduler.waiting, *self.scheduler.running)
             }
             self._end([alive[i] for i in cancelled if i in alive], reasons=cancelled)
 
@@ -240,6 +240,9 @@ class PyExecutor:
         for request in admitted:
             if request.first_scheduled_time is None:
                 request.cached_tokens, request.first_scheduled_time = request.kv_len, monotonic()
+                request.reported_cached_tokens = self.parts.kv.cache.reported_len(
+                    request.kv_len, request.cache_salt
+                )
         if ending := batch.last_chunk_requests:
             batch.new_shape = self.parts.slots.shapes.of(self.parts.draft_len_for(len(ending)))
         if batch.generation_requests:
@@ -383,7 +386,7 @@ class PyExecutor:
             },
             "draft_warning": self.parts.draft_watch.warning,
             "kv_cache": self.parts.kv.cache.state(),
-            "totals": self.totals.state(queues.running + queues.waiting),
+            "totals": self.totals.state([*queues.running, *queues.waiting]),
             "controller": controller.state(),
             "ranks": list(self.parts.ranks),
         }

@@ -99,6 +99,8 @@ class LlmRequest:
     index: int = 0  # which of a prompt's n samples it is
     max_tokens: int = 32
     priority: float = 0.5
+    cache_salt: str | None = None  # only requests with the same one share KV and draft sources
+    client: tuple[str, ...] = ()  # who takes turns: a name, or that of a group and of its member
     arrival: int = 0  # order of arrival, the tie-break of every queue
     stop_options: StopOptions | None = None
     stop_checker: StopChecker | None = None  # made of them
@@ -119,6 +121,7 @@ class LlmRequest:
     tokens_in_flight: int = 0  # upper bound of what launched rounds that are not read will add
     context_chunk: int = 0  # tokens of the context scheduled in this round
     cached_tokens: int = 0  # reused from the prefix cache at first admission
+    reported_cached_tokens: int = 0  # of these, what the answer and the metrics say
     num_preemptions: int = 0
     first_scheduled_time: float | None = None  # time.monotonic()
     first_token_time: float | None = None  # when the host read it

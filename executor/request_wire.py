@@ -1,5 +1,5 @@
-"""Requests as plain data, for another process: of one prompt's samples, which differ in id and seed
-only. No message can make the other side run code."""
+"""Requests as plain data, for another process: of one prompt's samples, which differ in id, seed
+and `rules_of_sample`. No message can make the other side run code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.decoding_rules import DecodingRules, rules_of_sample
 from tllm_spec.executor.request import DraftCounters, LlmRequest
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
@@ -16,7 +16,7 @@ from tllm_spec.grammar_state import GrammarState
 SETS = frozenset({"end_ids", "stop_token_ids"})
 # User's functions cannot be sent, and come from Python only.
 RULES = tuple(each.name for each in fields(DecodingRules) if each.name != "edits")
-OPTIONS = ("max_tokens", "draft_limit", "streaming", "priority")
+OPTIONS = ("max_tokens", "draft_limit", "streaming", "priority", "cache_salt", "client")
 
 
 def pack_requests(requests: Sequence[LlmRequest]) -> list[Any]:
@@ -46,14 +46,14 @@ def unpack_requests(
         LlmRequest(
             request_id=request_id,
             tokens=list(tokens),
-            rules=rules,
+            rules=rules_of_sample(rules, index),
             seed=seed,
             index=index,
             arrival=request_id,
             counters=DraftCounters(limits.max_draft_len),
             draft_pause=RequestPause(limits.pause_patience),
             grammar=grammar,
-            **dict(zip(OPTIONS, options, strict=True)),
+            **dict(zip(OPTIONS, options, strict=True)) | {"client": tuple(options[-1])},
         )
         for index, (request_id, seed, grammar) in enumerate(zip(ids, seeds, grammars, strict=True))
     ]

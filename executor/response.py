@@ -39,7 +39,7 @@ def response_of(request: LlmRequest, *, speculating: bool) -> Response:
         index=request.index,
         logprobs=request.logprobs[start:],
         prompt_logprobs=request.prompt_logprobs if start == 0 and request.prompt_logprobs else None,
-        cached_tokens=request.cached_tokens,
+        cached_tokens=request.reported_cached_tokens,
         first_scheduled_time=request.first_scheduled_time,
         first_token_time=request.first_token_time,
         finish_reason=request.finish_reason,

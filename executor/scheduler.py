@@ -4,7 +4,6 @@ It counts the token budget, slots and KV pages. Drafts are ordinary tokens here:
 already has its `py_draft_tokens` placeholders. Pages are taken at once, so that what is scheduled
 can run. Nothing here touches the device."""
 
-from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -16,6 +15,11 @@ from tllm_spec.executor.request_limits import Capacity
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, KVCacheManager
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+from tllm_spec.executor.waiting import Shares, WaitingRequests
+
+# With `fair_preemption`, rounds between two requests that are given up for another client: what
+# they have computed may have to be computed again.
+FAIR_PREEMPTION_ROUNDS = 64
 
 _may_have_ended = attrgetter("may_have_ended")
 
@@ -30,13 +34,14 @@ class SchedulerLimits:
     chunked_prefill: bool
     may_preempt: bool  # MAX_UTILIZATION; otherwise GUARANTEED_NO_EVICT
     by_priority: bool
+    fair_preemption: bool = False  # needs may_preempt
 
 
 class Scheduler:
-    """Serves requests in queue order: oldest first, or highest priority first.
+    """Serves clients in turn, and each client's requests oldest first, or highest priority first.
 
-    Running requests are scheduled before waiting ones join, and no request overtakes the head of
-    the queue."""
+    Running requests are scheduled before waiting ones join, and no request overtakes the one whose
+    turn it is."""
 
     def __init__(
         self,
@@ -54,9 +59,10 @@ class Scheduler:
             max_num_tokens=limits.max_num_tokens,
             chunked_prefill=limits.chunked_prefill,
         )
-        self.waiting: list[LlmRequest] = []
+        self.waiting = WaitingRequests(self._rank)
         self.running: list[LlmRequest] = []
         self.num_preemptions = 0
+        self._num_fair_rounds = FAIR_PREEMPTION_ROUNDS  # since the last fair preemption
         self._slots = slots
         self._kv = kv
         self._resources = resources
@@ -65,12 +71,14 @@ class Scheduler:
         """Queues the request. Raises ValueError when it can never run."""
         if not request.num_preemptions:
             self.check_can_ever_run(request)
-        insort(self.waiting, request, key=self._rank)
+        self.waiting.add(request)
 
     def remove(self, request: LlmRequest) -> None:
         """Takes a finished request out of its queue."""
-        queue = self.running if request in self.running else self.waiting
-        queue.remove(request)
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
 
     def generating(self) -> list[LlmRequest]:
         """The requests to decode next.
@@ -102,6 +110,8 @@ class Scheduler:
 
         generating: the result of `generating`, each with placeholder drafts of this shape."""
         batch = ScheduledBatch(generation_requests=generating)
+        if self.limits.fair_preemption:
+            self._preempt_fairly(batch)
         num_more = self._kv.num_after(shape)
         short = self._kv.without_room(generating, num_more)
         for request in short:
@@ -147,14 +157,40 @@ class Scheduler:
     def _make_room(self, request: LlmRequest, num_tokens: int, batch: ScheduledBatch) -> bool:
         """Takes pages for `num_tokens` tokens.
 
-        Under MAX_UTILIZATION it preempts the last running requests for them, at the end `request`
-        itself: then False."""
+        Under MAX_UTILIZATION it preempts running requests for them, at the end `request` itself:
+        then False."""
         while request.state is not RequestState.WAITING:
             if self._kv.extend(request, num_tokens):
                 return True
             assert self.limits.may_preempt, "GUARANTEED_NO_EVICT admitted more than fits"
-            self._preempt(self.running[-1], batch)
+            self._preempt(self._last_of_largest_share(), batch)
         return False
+
+    def _last_of_largest_share(self) -> LlmRequest:
+        """The running request to preempt: the last one, with `fair_preemption` of the client that
+        has most of them."""
+        last = self.running[-1]
+        if not self.limits.fair_preemption:
+            return last
+        lowest = [each for each in self.running if self._rank(each)[0] == self._rank(last)[0]]
+        return Shares(self.running).largest(lowest)
+
+    def _preempt_fairly(self, batch: ScheduledBatch) -> None:
+        """Preempts a request of a client above its share, where one below its share could join
+        then."""
+        self._num_fair_rounds += 1
+        if not (self.waiting and self.running) or self._num_fair_rounds < FAIR_PREEMPTION_ROUNDS:
+            return
+        request, victim = self.waiting.next(self.running), self._last_of_largest_share()
+        if request.tokens_in_flight or self._rank(request)[0] > self._rank(victim)[0]:
+            return
+        if not Shares(self.running).is_above(victim, request):
+            return
+        if self._slots.num_free and self._fits(request, 0):
+            return
+        if self._fits(request, -self._kv.num_held(victim)):
+            self._num_fair_rounds = 0
+            self._preempt(victim, batch)
 
     def _preempt(self, victim: LlmRequest, batch: ScheduledBatch) -> None:
         """Back to the queue with all its tokens. Its KV stays cached until it is evicted."""
@@ -179,7 +215,7 @@ class Scheduler:
             0 if self.limits.may_preempt else sum(map(self._pages_still_needed, self.running))
         )
         while self.waiting and self._slots.num_free and budget > 0:
-            request = self.waiting[0]
+            request = self.waiting.next(self.running)
             # A preempted request cannot be prefilled before its tokens in flight are known.
             if request.tokens_in_flight or not self._fits(request, reserved):
                 break
@@ -195,8 +231,8 @@ class Scheduler:
         return admitted
 
     def _join(self, request: LlmRequest, chunk: int) -> None:
-        """Gives the head of the queue a slot, its cached prefix, and pages for its first chunk."""
-        self.waiting.remove(request)
+        """Gives the request a slot, its cached prefix, and pages for its first chunk."""
+        self.waiting.take(request)
         self._slots.acquire(request)
         request.kv_len = self._kv.start(request)
         has_room = self._kv.extend(request, request.kv_len + chunk + self.limits.extra_kv_tokens)
@@ -205,14 +241,14 @@ class Scheduler:
         self.running.append(request)
 
     def _fits(self, request: LlmRequest, reserved: int) -> bool:
-        """Whether there are pages for a waiting request.
-
-        GUARANTEED_NO_EVICT: for all tokens that it may ever have, next to the `reserved` pages of
-        the running ones. MAX_UTILIZATION: for its tokens now, and one more page of every running
-        request, or it would be preempted again at once."""
+        """Whether there are pages for a waiting request,
+        next to `reserved` ones. GUARANTEED_NO_EVICT: for all tokens that it may ever have.
+        MAX_UTILIZATION: for its tokens now, and one more page of every running request, or it would
+        be preempted again at once."""
         if self.limits.may_preempt:
             num_tokens = request.num_tokens + self.limits.extra_kv_tokens
-            needed, reserved = self._kv.new_pages_needed(request, num_tokens), len(self.running)
+            needed = self._kv.new_pages_needed(request, num_tokens)
+            reserved += len(self.running)
         else:
             needed = self._kv.new_pages_needed(request, self._last_token(request))
         return needed <= self._kv.num_available - reserved

@@ -34,7 +34,7 @@ class _Tokens:
     def plus(self, request: LlmRequest) -> "_Tokens":
         return _Tokens(
             self.prompt + request.prompt_len,
-            self.cached_prompt + request.cached_tokens,
+            self.cached_prompt + request.reported_cached_tokens,
             self.generated + request.num_output_tokens,
             self.stats + request.counters.stats(),
         )

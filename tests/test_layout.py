@@ -80,6 +80,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.draft_watch",
         "tllm_spec.executor.totals",
         "tllm_spec.executor.request_wire",
+        "tllm_spec.executor.waiting",
     ),
     ("tllm_spec.executor.request", "tllm_spec.executor.rounds.result_ring"),
     (
@@ -101,7 +102,11 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.kernels",),
     ("tllm_spec.config", "tllm_spec.tokenizer", "tllm_spec.grammar_compiler"),
     ("tllm_spec.speculative_config", "tllm_spec.sampling_params", "tllm_spec.outputs"),
-    ("tllm_spec.host_draft_config", "tllm_spec.cuda_graph_config"),
+    (
+        "tllm_spec.host_draft_config",
+        "tllm_spec.cuda_graph_config",
+        "tllm_spec.scheduler_config",
+    ),
     ("tllm_spec.draft_tree_config",),
     ("tllm_spec.speculative_base",),
     ("tllm_spec.adaptive_config",),

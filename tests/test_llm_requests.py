@@ -195,7 +195,7 @@ def test_a_users_tokenizer_works_without_a_vocabulary(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("lora_request", "prompt_adapter_request", "kv_cache_retention_config", "cache_salt"),
+        *("lora_request", "prompt_adapter_request", "kv_cache_retention_config"),
         *("disaggregated_params", "scheduling_params", "conversation_params", "trace_headers"),
     ],
 )
@@ -208,6 +208,27 @@ def test_arguments_of_tensorrt_llm_that_are_not_served_must_be_none(llm: LLM, na
             llm.generate(prompts, THREE, **{name: given})
     with pytest.raises(ValueError, match=name):
         llm.generate_async("import os", THREE, **{name: "x"})
+
+
+def test_only_requests_with_the_same_salt_reuse_a_prefix_and_others_learn_whole_pages(
+    llm: LLM,
+) -> None:
+    prompt, page_size = list(range(100, 160)), llm.args.kv_cache_config.tokens_per_block
+
+    def cached_tokens(salt: str | None) -> int:
+        return llm.generate(prompt, THREE, cache_salt=salt).cached_tokens
+
+    assert [cached_tokens(salt) for salt in (None, "a", "b")] == [0, 0, 0]
+    assert [cached_tokens(salt) for salt in ("a", "b")] == [59, 59]
+    assert cached_tokens(None) == 59 // page_size * page_size
+    both = llm.generate([prompt, prompt], THREE, use_tqdm=False, cache_salt=[None, "c"])
+    assert [output.cached_tokens for output in both] == [32, 0]
+
+
+@pytest.mark.parametrize("salt", ["", 5, "\ud800"])
+def test_a_salt_is_a_text_that_is_not_empty(llm: LLM, salt: Any) -> None:
+    with pytest.raises(ValueError, match="cache_salt"):
+        llm.generate("import os", THREE, cache_salt=salt)
 
 
 def test_an_unknown_argument_is_a_type_error(llm: LLM) -> None:

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from tllm_spec.config import CudaGraphConfig as CudaGraphConfig
     from tllm_spec.config import KvCacheConfig as KvCacheConfig
     from tllm_spec.config import LlmArgs as LlmArgs
-    from tllm_spec.config import SchedulerConfig as SchedulerConfig
     from tllm_spec.guided_decoding import GuidedDecodingParams as GuidedDecodingParams
     from tllm_spec.llm import LLM as LLM
     from tllm_spec.outputs import CompletionOutput as CompletionOutput
     from tllm_spec.outputs import RequestOutput as RequestOutput
     from tllm_spec.request_errors import RequestError as RequestError
     from tllm_spec.sampling_params import SamplingParams as SamplingParams
+    from tllm_spec.scheduler_config import SchedulerConfig as SchedulerConfig
     from tllm_spec.speculative_config import DraftTargetDecodingConfig as DraftTargetDecodingConfig
     from tllm_spec.speculative_config import Eagle3DecodingConfig as Eagle3DecodingConfig
     from tllm_spec.speculative_config import EagleDecodingConfig as EagleDecodingConfig
@@ -33,7 +33,7 @@ _HOME = {
     "LlmArgs": "config",
     "CudaGraphConfig": "config",
     "KvCacheConfig": "config",
-    "SchedulerConfig": "config",
+    "SchedulerConfig": "scheduler_config",
     "SamplingParams": "sampling_params",
     "GuidedDecodingParams": "guided_decoding",
     "CompletionOutput": "outputs",

@@ -10,7 +10,6 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -27,10 +26,10 @@ from tllm_spec.cuda_graph_config import CudaGraphConfig as CudaGraphConfig
 from tllm_spec.not_served import (
     KV_CACHE_NOT_SERVED,
     LLM_NOT_SERVED,
-    SCHEDULER_NOT_SERVED,
 )
 from tllm_spec.option_checks import NotServed, shown
 from tllm_spec.peer_options import LLM_PEERS
+from tllm_spec.scheduler_config import SchedulerConfig
 from tllm_spec.speculative_base import PathText
 from tllm_spec.speculative_config import (
     DecodingBaseConfig,
@@ -74,25 +73,6 @@ class KvCacheConfig(ConfigModel):
         if tokens_per_block & (tokens_per_block - 1):
             raise ValueError("must be a power of two")
         return tokens_per_block
-
-
-class SchedulerConfig(ConfigModel):
-    """Which requests run, and which wait."""
-
-    capacity_scheduler_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"] = (
-        "GUARANTEED_NO_EVICT"
-    )
-    """GUARANTEED_NO_EVICT reserves pages for the full length of a request. MAX_UTILIZATION admits
-    requests while there are pages, and pauses the youngest when pages run out."""
-    waiting_queue_policy: Literal["fcfs", "priority"] = "fcfs"
-    """Order of waiting requests: by arrival, or by their `priority` first."""
-
-    not_served: ClassVar[Mapping[str, NotServed]] = SCHEDULER_NOT_SERVED
-
-    @field_validator("capacity_scheduler_policy", mode="before")
-    @classmethod
-    def _value_of_enum(cls, policy: object) -> object:
-        return policy.value if isinstance(policy, Enum) else policy
 
 
 def _device_name(device: object) -> object:

@@ -81,6 +81,15 @@ def _reason(error: Exception) -> str:
     return text[:MAX_ERROR_CHARS] or type(error).__name__
 
 
+def _limit_memory() -> None:
+    """The host's own limit (`ulimit -v`) may be lower, and cannot be raised."""
+    with open("/proc/self/statm") as numbers:
+        size = int(numbers.read().split()[0]) * resource.getpagesize()
+    wanted, (_, hard) = size + MAX_EXTRA_BYTES, resource.getrlimit(resource.RLIMIT_AS)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
 def main() -> None:
     source, out = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # nothing but messages goes to the pipe
@@ -88,9 +97,7 @@ def main() -> None:
 
     tokenizer = xgrammar.TokenizerInfo.deserialize_json(read_message(source))
     compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
-    with open("/proc/self/statm") as numbers:
-        size = int(numbers.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + MAX_EXTRA_BYTES,) * 2)
+    _limit_memory()
     # From here on xgrammar writes what a client has sent to standard error: that is the log.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     write_message(out, {"ready": True})

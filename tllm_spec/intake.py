@@ -13,14 +13,14 @@ from itertools import count
 from typing import Any, cast
 
 from tllm_spec.config import LlmArgs
-from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.decoding_rules import DecodingRules, rules_of_sample
 from tllm_spec.executor.request import DraftCounters, LlmRequest, StopOptions
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.grammar_state import GrammarState
 from tllm_spec.grammars import end_ids_of
 from tllm_spec.option_checks import check_text
-from tllm_spec.prompts import Prompt, PromptReader
+from tllm_spec.prompts import Prompt, PromptReader, check_salt
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.stop_strings import StopStringChecker
@@ -77,7 +77,14 @@ class Intake:
         self._prompts.check_length(text)
 
     def submission(
-        self, inputs: Prompt, params: Params, *, streaming: bool, priority: float
+        self,
+        inputs: Prompt,
+        params: Params,
+        *,
+        streaming: bool,
+        priority: float,
+        cache_salt: str | None = None,
+        client: tuple[str, ...] = (),
     ) -> Submission:
         """Raises ValueError for a prompt or parameters that the model cannot serve."""
         checked = _params(params)
@@ -91,18 +98,26 @@ class Intake:
         rules = self._rules(checked)
         grammars = self._new_states(checked, checked.n)
         _check_priority(priority)
+        check_salt(cache_salt)
         with self._lock:
             ids = [next(self._ids) for _ in range(checked.n)]
         seed = secrets.randbits(63) if checked.seed is None else checked.seed
         requests = [
             self._request(
-                index, request_id, token_ids, checked, rules, _sample_seed(seed, index), grammar
+                index,
+                request_id,
+                token_ids,
+                checked,
+                rules_of_sample(rules, index),
+                _sample_seed(seed, index),
+                grammar,
             )
             for index, (request_id, grammar) in enumerate(zip(ids, grammars, strict=True))
         ]
         self._limits.capacity.check(requests[0].prompt_len, requests[0].max_tokens)
         for request in requests:
             request.streaming, request.priority = streaming, float(priority)
+            request.cache_salt, request.client = cache_salt, client
         return Submission(prompt, token_ids, checked, requests)
 
     def _rules(self, params: SamplingParams) -> DecodingRules:

@@ -77,6 +77,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         priority: float | Sequence[float] = 0.5,
+        cache_salt: str | Sequence[str | None] | None = None,
         **not_served: Any,
     ) -> RequestOutput | list[RequestOutput]:
         """Completes one prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}) or
@@ -85,16 +86,19 @@ class LLM:
         A list gives a list in the same order. If one of its prompts cannot be served, or fails
         while it runs, that output has `error`, and the others are not affected; a single such
         prompt raises RequestError, which is a ValueError.
-        `sampling_params` and `priority` (0 to 1, higher first with `waiting_queue_policy:
-        priority`) may be lists of the same length.
+        `sampling_params`, `priority` (0 to 1, higher first with `waiting_queue_policy: priority`)
+        and `cache_salt` may be lists of the same length. Only requests with the same `cache_salt`
+        reuse each other's KV cache and n-grams.
 
-        TensorRT-LLM's `lora_request`, `cache_salt`, `disaggregated_params` and so on must be
-        None."""
+        TensorRT-LLM's `lora_request`, `disaggregated_params` and so on must be None."""
         _refuse_not_served(not_served)
         if is_single(inputs):
             (params,) = _one_each("sampling_params", sampling_params, 1)
             (rank,) = _one_each("priority", priority, 1)
-            result = self.generate_async(cast(Prompt, inputs), params, priority=rank)
+            (salt,) = _one_each("cache_salt", cache_salt, 1)
+            result = self.generate_async(
+                cast(Prompt, inputs), params, priority=rank, cache_salt=salt
+            )
             with _aborted_if_interrupted([result]):
                 output = result.result()
             if output.error is not None:
@@ -103,9 +107,10 @@ class LLM:
         prompts = list(cast(Sequence[Prompt], inputs))
         all_params = _one_each("sampling_params", sampling_params, len(prompts))
         priorities = _one_each("priority", priority, len(prompts))
+        salts = _one_each("cache_salt", cache_salt, len(prompts))
         results: list[RequestHandle] = []
         with _aborted_if_interrupted(results):
-            for each in zip(prompts, all_params, priorities, strict=True):
+            for each in zip(prompts, all_params, priorities, salts, strict=True):
                 results.append(self._submit_or_explain(*each))
             if not use_tqdm:
                 return [result.result() for result in results]
@@ -121,11 +126,14 @@ class LLM:
         *,
         streaming: bool = False,
         priority: float = 0.5,
+        cache_salt: str | None = None,
+        client: tuple[str, ...] = (),
         **not_served: Any,
     ) -> RequestHandle:
         """Submits one prompt and returns at once. With `streaming` the result grows while tokens
         come, without it arrives whole. The result of a request that fails while it runs has
-        `error`; reading it raises nothing.
+        `error`; reading it raises nothing. Waiting requests are taken in turn by `client`, which is
+        a name, or the names of a group and of its member.
 
         Raises RequestError, which is a ValueError, for a prompt or parameters that this model
         cannot serve, RuntimeError after shutdown or when the executor has died."""
@@ -133,7 +141,12 @@ class LLM:
         self._check_alive()
         with _mistakes_as_request_errors():
             submission = self._intake.submission(
-                inputs, sampling_params, streaming=streaming, priority=priority
+                inputs,
+                sampling_params,
+                streaming=streaming,
+                priority=priority,
+                cache_salt=cache_salt,
+                client=client,
             )
         result = submission.handle(self.tokenizer, self._cancel_of(submission.ids))
         for request_id in submission.ids:
@@ -227,9 +240,11 @@ class LLM:
             "outputs"
         )
 
-    def _submit_or_explain(self, prompt: Prompt, params: Params, priority: float) -> RequestHandle:
+    def _submit_or_explain(
+        self, prompt: Prompt, params: Params, priority: float, cache_salt: str | None
+    ) -> RequestHandle:
         try:
-            return self.generate_async(prompt, params, priority=priority)
+            return self.generate_async(prompt, params, priority=priority, cache_salt=cache_salt)
         except ValueError as error:
             result = RequestHandle(0, None, [], SamplingParams(), None, lambda: None)
             result.receive(Response(0, [], finish_reason="error", error=str(error)))

@@ -206,7 +206,6 @@ CUDA_GRAPH_NOT_SERVED: Mapping[str, NotServed] = {
     "mode": NotServed(("decode",), "prefill has prefill_cuda_graph_backend"),
 }
 GENERATE_NOT_SERVED: Mapping[str, NotServed] = {
-    "cache_salt": NotServed((None,), "all requests share one prefix cache"),
     "conversation_params": NotServed((None,), "requests are independent of each other"),
     "disaggregated_params": NotServed((None,), ONE_PROCESS),
     "kv_cache_retention_config": NotServed((None,), "cached pages leave in the order of last use"),

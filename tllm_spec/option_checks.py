@@ -7,7 +7,7 @@ The tables of options belong to the modules that call these functions.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from enum import Enum
 from itertools import islice
@@ -129,8 +129,30 @@ def many_unknown(options: Mapping[str, Any], known: Iterable[str]) -> list[str]:
 
 def shown(value: object) -> str:
     """A value as error messages show it. Long values are cut."""
-    text = repr(value)
+    text, pieces = "", _pieces(value)
+    while len(text) <= MAX_SHOWN and (piece := next(pieces, None)) is not None:
+        text += piece
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def _pieces(value: object) -> Iterator[str]:
+    """Of `repr(value)`, whose whole would take long for many or for deep values."""
+    if type(value) is str:
+        yield repr(value[: MAX_SHOWN + 1])
+    elif type(value) is dict:
+        for number, (name, each) in enumerate(value.items()):
+            yield ", " if number else "{"
+            yield from _pieces(name)
+            yield ": "
+            yield from _pieces(each)
+        yield "}" if value else "{}"
+    elif type(value) is list:
+        for number, each in enumerate(value):
+            yield ", " if number else "["
+            yield from _pieces(each)
+        yield "]" if value else "[]"
+    else:
+        yield repr(value)
 
 
 def shown_name(name: str) -> str:

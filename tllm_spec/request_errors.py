@@ -16,6 +16,10 @@ class RequestError(ValueError):
     """A request of `LLM` that cannot be served, or that has failed while it ran."""
 
 
+class GrammarsUnavailable(RuntimeError):
+    """Grammars cannot be compiled, while everything else is served."""
+
+
 class ContextLengthExceeded(RequestError):
     """The prompt is longer than the model's context."""
 

@@ -202,7 +202,8 @@ class RequestHandle(RequestOutput):
         metrics.first_token_time = _earlier(metrics.first_token_time, response.first_token_time)
         self.cached_tokens = max(self.cached_tokens, response.cached_tokens)
         if response.prompt_logprobs is not None:
-            output.prompt_logprobs = response.prompt_logprobs
+            for each in self.outputs:  # they are the same for all samples, and come with the first
+                each.prompt_logprobs = response.prompt_logprobs
         if response.finish_reason is None:
             self._samples[response.index].grow(response)
         else:

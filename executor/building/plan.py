@@ -184,6 +184,7 @@ class BuildPlan:
             chunked_prefill=self.args.enable_chunked_prefill,
             may_preempt=scheduling.capacity_scheduler_policy == "MAX_UTILIZATION",
             by_priority=scheduling.waiting_queue_policy == "priority",
+            fair_preemption=scheduling.fair_preemption,
         )
 
 

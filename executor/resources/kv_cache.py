@@ -78,11 +78,13 @@ class KVCacheManager(ResourceManager):
         `num_available`."""
         if not request.reuses_prefix:
             return self.pages_for(num_tokens)
-        return self.cache.new_pages_needed(request.tokens, num_tokens)
+        return self.cache.new_pages_needed(request.tokens, num_tokens, request.cache_salt)
 
     def match(self, request: LlmRequest) -> int:
         """Length of the cached prefix that `start` would give the request now, in tokens."""
-        return self.cache.match(request.tokens) if request.reuses_prefix else 0
+        if not request.reuses_prefix:
+            return 0
+        return self.cache.match(request.tokens, request.cache_salt)
 
     def num_held(self, request: LlmRequest) -> int:
         return len(self._rows[request.request_id].pages)
@@ -94,7 +96,10 @@ class KVCacheManager(ResourceManager):
         """Starts a sequence with its longest cached prefix; returns the prefix's length in
         tokens."""
         cached_len = self.cache.add_sequence(
-            request.request_id, request.tokens, reuse=request.reuses_prefix
+            request.request_id,
+            request.tokens,
+            request.cache_salt,
+            reuse=request.reuses_prefix,
         )
         self._rows[request.request_id] = _Row(self.cache.pages(request.request_id))
         self._write_row(request)

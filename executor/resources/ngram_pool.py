@@ -13,7 +13,7 @@ text at no cost. Of an n-gram's occurrences it stores only the one that the opti
 
 A private pool belongs to one request and ends with it. A public pool is shared and outlives
 requests. It mixes users' texts: one user's tokens are proposed to others, who can infer them from
-timing and acceptance figures.
+timing and acceptance figures. Only requests with the same salt share n-grams.
 
 A pool, public or private, holds at most `max_pool_entries` entries. An entry is one position in a
 text with all n-grams that end there, about 100 bytes. A public pool also keeps the texts that its
@@ -33,8 +33,8 @@ OWN = -1  # the key of a node's own occurrence; its children's keys are token id
 
 
 class NGramIndex:
-    """N-grams in a tree, read backwards: the root's keys are last tokens, below them the tokens
-    before.
+    """N-grams in a tree for each salt, read backwards: the root's keys are last tokens, below them
+    the tokens before.
 
     A child is an integer, its occurrence, as long as its n-gram has occurred once. Then it is a
     dict from preceding tokens to children, with the first or last occurrence under `OWN`. `older`
@@ -45,11 +45,13 @@ class NGramIndex:
         self.last_wins = last_wins
         self.capacity = capacity  # entries in this tree; as many again may be in `older`
         self.num_entries = 0
-        self.root: dict[int, Any] = {}  # of int | dict, recursively
+        self.roots: dict[str | None, dict[int, Any]] = {}  # by salt; of int | dict, recursively
         self.texts: dict[int, list[int]] = {}
         self.older: NGramIndex | None = None
 
-    def insert(self, base: int, tokens: list[int], start: int, stop: int) -> int:
+    def insert(
+        self, base: int, tokens: list[int], start: int, stop: int, salt: str | None = None
+    ) -> int:
         """Adds the n-grams that end with each of `tokens[start:stop]`; `base` is their text's
         number.
 
@@ -57,7 +59,7 @@ class NGramIndex:
         Its cost is the up to `max_ngram_size` nodes per token that it visits, each elsewhere in
         memory."""
         start = self.make_room(base, tokens, start, stop)
-        root, last_wins = self.root, self.last_wins
+        root, last_wins = self.roots.setdefault(salt, {}), self.last_wins
         known, occurrence, node = 0, base + start, root
         last = start - 1
         first = last - self.max_ngram_size + 1
@@ -108,12 +110,12 @@ class NGramIndex:
     def _retire(self) -> None:
         """This tree becomes the older half; the former older half is dropped."""
         older = self.older = type(self)(self.max_ngram_size, self.last_wins, self.capacity)
-        older.root, older.texts, older.num_entries = self.root, self.texts, self.num_entries
-        self.root, self.texts, self.num_entries = {}, {}, 0
+        older.roots, older.texts, older.num_entries = self.roots, self.texts, self.num_entries
+        self.roots, self.texts, self.num_entries = {}, {}, 0
 
-    def find(self, tokens: list[int]) -> int:
-        """The occurrence of the longest n-gram at the end of `tokens` in this tree, or 0."""
-        node, known = self.root, 0
+    def find(self, tokens: list[int], salt: str | None = None) -> int:
+        """The occurrence of the longest n-gram at the end of `tokens` in the salt's tree, or 0."""
+        node, known = self.roots.get(salt, {}), 0
         for token in tokens[: -self.max_ngram_size - 1 : -1]:
             child = node.get(token)
             if child is None:
@@ -131,11 +133,13 @@ class NGramIndex:
             else ([], 0)
         )
 
-    def locate_in_both(self, known: int, tokens: list[int]) -> tuple[list[int], int]:
+    def locate_in_both(
+        self, known: int, tokens: list[int], salt: str | None = None
+    ) -> tuple[list[int], int]:
         """`locate` for the longer match of the end of `tokens`: `known`, or that of the older
         half."""
         assert self.older is not None
-        here, there = self.locate(known), self.older.locate(self.older.find(tokens))
+        here, there = self.locate(known), self.older.locate(self.older.find(tokens, salt))
         longer = self.match_len(*there, tokens) - self.match_len(*here, tokens)
         return there if longer > 0 or (longer == 0 and not self.last_wins) else here
 
@@ -152,6 +156,7 @@ class NGramIndex:
 class _Request:
     pool: NGramIndex
     base: int  # the number of its text, shifted to the high bits
+    salt: str | None
     num_indexed: int = 0
     known: int = 0  # the pool's occurrence of the end of the text when that was inserted
 
@@ -196,17 +201,19 @@ class NGramPool:
             pool.num_entries + (pool.older.num_entries if pool.older else 0) for pool in pools
         )
 
-    def propose(self, request_id: int, tokens: list[int], draft_len: int) -> list[int]:
+    def propose(
+        self, request_id: int, tokens: list[int], draft_len: int, salt: str | None = None
+    ) -> list[int]:
         """What followed an earlier occurrence of the longest n-gram at the end of `tokens`: 0 to
         `draft_len` tokens.
 
         `tokens` is the request's own list. It is not copied; it may only grow, and must not change
         after `free`."""
-        request = self._updated(request_id, tokens)
+        request = self._updated(request_id, tokens, salt)
         pool = request.pool
-        known = pool.find(tokens) if self._lag else request.known
+        known = pool.find(tokens, salt) if self._lag else request.known
         if pool.older is not None:
-            text, start = pool.locate_in_both(known, tokens)
+            text, start = pool.locate_in_both(known, tokens, salt)
         elif known:
             text, start = pool.texts[known & TEXT_MASK], known & POSITION_MASK
         else:
@@ -215,12 +222,13 @@ class NGramPool:
             start : start + (draft_len if draft_len < self._max_draft_len else self._max_draft_len)
         ]
 
-    def _updated(self, request_id: int, tokens: list[int]) -> _Request:
+    def _updated(self, request_id: int, tokens: list[int], salt: str | None) -> _Request:
         """The request, whose new tokens are indexed."""
-        request = self._requests.get(request_id) or self._admit(request_id)
+        request = self._requests.get(request_id) or self._admit(request_id, salt)
         stop = len(tokens) - self._lag
         if stop > request.num_indexed:
-            request.known = request.pool.insert(request.base, tokens, request.num_indexed, stop)
+            start, pool = request.num_indexed, request.pool
+            request.known = pool.insert(request.base, tokens, start, stop, request.salt)
             request.num_indexed = stop
         return request
 
@@ -228,7 +236,8 @@ class NGramPool:
         """The request has ended: its private pool is dropped. Its entries of a public pool stay."""
         self._requests.pop(request_id, None)
 
-    def _admit(self, request_id: int) -> _Request:
+    def _admit(self, request_id: int, salt: str | None) -> _Request:
         pool = self._public or self.index_kind(*self._pool_options)
-        request = self._requests[request_id] = _Request(pool, next(self._numbers) << _POSITION_BITS)
+        base = next(self._numbers) << _POSITION_BITS
+        request = self._requests[request_id] = _Request(pool, base, salt)
         return request

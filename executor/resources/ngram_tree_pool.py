@@ -30,10 +30,12 @@ class OccurrencesIndex(NGramIndex):
         super().__init__(max_ngram_size, last_wins, capacity)
         self.links: dict[int, list[int]] = {}
 
-    def insert(self, base: int, tokens: list[int], start: int, stop: int) -> int:
+    def insert(
+        self, base: int, tokens: list[int], start: int, stop: int, salt: str | None = None
+    ) -> int:
         """As `NGramIndex.insert`, whose result trees do not need: 0."""
         start = self.make_room(base, tokens, start, stop)
-        root, size = self.root, self.max_ngram_size
+        root, size = self.roots.setdefault(salt, {}), self.max_ngram_size
         links = self.links.setdefault(base, [])
         links += [0] * (stop * size - len(links))
         occurrence = base + start
@@ -70,10 +72,10 @@ class OccurrencesIndex(NGramIndex):
         assert isinstance(self.older, OccurrencesIndex)
         self.older.links, self.links = self.links, {}
 
-    def matches(self, tokens: list[int]) -> list[tuple[list[int], int]]:
+    def matches(self, tokens: list[int], salt: str | None = None) -> list[tuple[list[int], int]]:
         """Up to `MAX_OCCURRENCES` occurrences of n-grams at the end of `tokens`, longest first,
         then newest first, each once: the text, and where its continuation begins."""
-        node, newest = self.root, list[int]()
+        node, newest = self.roots.get(salt, {}), list[int]()
         for token in tokens[: -self.max_ngram_size - 1 : -1]:
             child: Any = node.get(token)
             if child is None:
@@ -120,13 +122,15 @@ class NGramTreePool(NGramPool):
         )
         self._lag = 1  # the end of a text has no continuation
 
-    def propose_paths(self, request_id: int, tokens: list[int], depth: int) -> list[list[int]]:
+    def propose_paths(
+        self, request_id: int, tokens: list[int], depth: int, salt: str | None = None
+    ) -> list[list[int]]:
         """Continuations of up to `depth` tokens, the best first. `tokens` as for `propose`."""
-        index = self._updated(request_id, tokens).pool
+        index = self._updated(request_id, tokens, salt).pool
         assert isinstance(index, OccurrencesIndex)
-        matches = index.matches(tokens)
+        matches = index.matches(tokens, salt)
         if isinstance(index.older, OccurrencesIndex):
-            matches += index.older.matches(tokens)
+            matches += index.older.matches(tokens, salt)
             # Of equal lengths, the newer half first.
             matches.sort(key=lambda match: -index.match_len(match[0], match[1], tokens))
         return [text[start : start + depth] for text, start in matches]

@@ -16,7 +16,7 @@ from tllm_spec.executor.resources.radix import Key, Node, RadixTree
 class CacheStats:
     """Counters since the start, of the prompts given to `add_sequence`."""
 
-    reused_tokens: int = 0
+    reused_tokens: int = 0  # as `reported_len` counts them
     missed_tokens: int = 0
     reused_pages: int = 0  # shared by reference
     copied_pages: int = 0  # partial matches
@@ -37,6 +37,7 @@ class _Prefix(NamedTuple):
 class _Sequence:
     pages: list[int]
     nodes: list[Node]  # the tree nodes of pages[:len(nodes)]; the pages after them are private
+    root: Node  # of the tree, before the nodes
     version: int
 
 
@@ -46,6 +47,8 @@ class PagedCache:
 
     Page 0 is never handed out: padding rows write to it. `copy_page(source, destination)` copies a
     page; the copies must take effect in the order of the calls and before the next forward.
+
+    Only sequences with the same salt share pages.
 
     `lookahead` (0 or 1) is how many tokens after its own the KV at a position depends on. Of n
     equal tokens only n - lookahead positions are equal, so only those are stored or reused."""
@@ -78,35 +81,47 @@ class PagedCache:
         """Pages that can be allocated now: free ones, and cached ones without references."""
         return len(self._free_pages) + self._tree.num_evictable
 
-    def match(self, tokens: Sequence[int]) -> int:
+    def match(self, tokens: Sequence[int], salt: str | None = None) -> int:
         """How many cached tokens `add_sequence(tokens)` would reuse now."""
-        prefix = self._find_prefix(tokens)
+        prefix = self._find_prefix(tokens, self._tree.root_of(salt))
         return len(prefix.nodes) * self.page_size + prefix.num_copied
 
-    def new_pages_needed(self, tokens: Sequence[int], num_tokens: int) -> int:
+    def reported_len(self, cached_len: int, salt: str | None) -> int:
+        """How much of a cached prefix answers and metrics report. Without a salt it is whole pages:
+        with single tokens, a client could guess another one's prompt token by token."""
+        return cached_len if salt is not None else cached_len - cached_len % self.page_size
+
+    def new_pages_needed(
+        self, tokens: Sequence[int], num_tokens: int, salt: str | None = None
+    ) -> int:
         """By how much `add_sequence(tokens)` and `extend(num_tokens)` would lower `num_available`.
 
         Matched pages without references count: holding them makes them unavailable."""
-        nodes, source, _ = self._find_prefix(tokens)
+        nodes, source, _ = self._find_prefix(tokens, self._tree.root_of(salt))
         num_pages = max(self._pages_for(num_tokens), len(nodes) + (source is not None))
         return num_pages - len(nodes) + _num_unreferenced(nodes)
 
-    def add_sequence(self, seq_id: int, tokens: Sequence[int], *, reuse: bool = True) -> int:
+    def add_sequence(
+        self, seq_id: int, tokens: Sequence[int], salt: str | None = None, *, reuse: bool = True
+    ) -> int:
         """Starts a sequence with its longest cached prefix and returns that prefix's length.
 
         It has at most `len(tokens) - 1` tokens, since the last one's logits are wanted. A partly
         matching page is copied."""
         assert seq_id not in self._sequences, f"sequence {seq_id} exists"
-        nodes, source, num_copied = self._find_prefix(tokens) if reuse else _Prefix([], None, 0)
+        root = self._tree.root_of(salt)
+        found = self._find_prefix(tokens, root) if reuse else _Prefix([], None, 0)
+        nodes, source, num_copied = found
         self._tree.hold(nodes)  # before an eviction could take the pages just matched
         pages = [node.page for node in nodes]
-        self._sequences[seq_id] = _Sequence(pages, nodes, self._new_version())
+        self._sequences[seq_id] = _Sequence(pages, nodes, root, self._new_version())
         if source is not None:
             self._tree.touch(source)  # evicted last, and _find_prefix made sure of another page
             pages.append(self._take_page())
             self._copy_page(source.page, pages[-1])
         cached_len = len(nodes) * self.page_size + num_copied
-        self._count_reuse(len(tokens), cached_len, len(nodes), len(pages) - len(nodes))
+        reported = self.reported_len(cached_len, salt)
+        self._count_reuse(len(tokens), reported, len(nodes), len(pages) - len(nodes))
         return cached_len
 
     def extend(self, seq_id: int, num_tokens: int) -> bool:
@@ -164,11 +179,12 @@ class PagedCache:
         included."""
         self.store(seq_id, tokens)
         private = self.private_pages(seq_id)
-        nodes = self._sequences.pop(seq_id).nodes
+        sequence = self._sequences.pop(seq_id)
+        nodes = sequence.nodes
         tail = tuple(tokens[len(nodes) * self.page_size :])
         num_left = len(tail) - self.lookahead
         if 0 < num_left < self.page_size and self._partial_reuse:
-            _, left_over = self._tree.insert(self._end(nodes), tail, private[0])
+            _, left_over = self._tree.insert(_end(sequence.root, nodes), tail, private[0])
             private[:1] = [] if left_over is None else [left_over]
         self._free_pages.extend(private)
         self._tree.release(nodes)
@@ -213,7 +229,7 @@ class PagedCache:
         for seq_id, sequence in self._sequences.items():
             private += self.private_pages(seq_id)
             holders.update(sequence.nodes)
-            parent = self._tree.root
+            parent = sequence.root
             for index, node in enumerate(sequence.nodes):
                 assert sequence.pages[index] == node.page, (
                     f"page {index} of sequence {seq_id} is not the tree's"
@@ -235,15 +251,15 @@ class PagedCache:
             f"are not the {self.num_pages - 1} pages 1..{self.num_pages - 1}, each once"
         )
 
-    def _find_prefix(self, tokens: Sequence[int]) -> _Prefix:
+    def _find_prefix(self, tokens: Sequence[int], root: Node) -> _Prefix:
         if not self._reuse:
             return _Prefix([], None, 0)
         limit = max(len(tokens) - 1, 0)
-        nodes = self._tree.match(tokens, limit)
+        nodes = self._tree.match(root, tokens, limit)
         if self._partial_reuse:
             start = len(nodes) * self.page_size
             tail = tuple(tokens[start : min(start + self.page_size, limit) + self.lookahead])
-            source, num_common = self._tree.closest_child(self._end(nodes), tail)
+            source, num_common = self._tree.closest_child(_end(root, nodes), tail)
             num_copied = num_common - self.lookahead
             # The copy needs a page that is neither matched nor its own source.
             if (
@@ -256,7 +272,7 @@ class PagedCache:
 
     def _store_page(self, sequence: _Sequence, index: int, key: Key) -> None:
         own_page = sequence.pages[index]
-        node, left_over = self._tree.insert(self._end(sequence.nodes), key, own_page)
+        node, left_over = self._tree.insert(_end(sequence.root, sequence.nodes), key, own_page)
         self._tree.hold([node])
         sequence.nodes.append(node)
         if left_over is not None:
@@ -270,9 +286,6 @@ class PagedCache:
             return self._free_pages.pop()
         self.stats.evicted_pages += 1
         return self._tree.evict()
-
-    def _end(self, path: list[Node]) -> Node:
-        return path[-1] if path else self._tree.root
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -290,6 +303,10 @@ class PagedCache:
         stats.reused_pages += num_shared
         stats.copied_pages += num_copied
         stats.missed_pages += self._pages_for(num_tokens) - num_shared - num_copied
+
+
+def _end(root: Node, path: list[Node]) -> Node:
+    return path[-1] if path else root
 
 
 def _num_unreferenced(nodes: list[Node]) -> int:

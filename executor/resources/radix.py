@@ -9,6 +9,8 @@ Invariant, kept by the callers: a holder of a node holds all of its ancestors. A
 references then has no held descendant, so every such node can be evicted (children first), and
 their number is the number of evictable pages.
 
+Requests with the same salt share pages, and no others: each salt has a root of its own.
+
 With `lookahead` 1 the KV of a token also depends on the token after it: the entry at index j of an
 EAGLE head is made of hidden state j and token j + 1. A key then has one token more than entries,
 and a child's key begins with the last token of its parent's key."""
@@ -17,6 +19,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from weakref import WeakValueDictionary
 
 Key = tuple[int, ...]
 
@@ -25,7 +28,7 @@ class Node:
     """A cached page. `key` has `page_size + lookahead` tokens; fewer in a partial leaf, which is
     never held and has no children."""
 
-    __slots__ = ("child_keys", "children", "key", "page", "parent", "ref_count")
+    __slots__ = ("__weakref__", "child_keys", "children", "key", "page", "parent", "ref_count")
 
     def __init__(self, key: Key, page: int, parent: "Node | None") -> None:
         self.key = key
@@ -43,7 +46,9 @@ class RadixTree:
     def __init__(self, page_size: int, lookahead: int = 0) -> None:
         self._page_size = page_size
         self._lookahead = lookahead
-        self.root = Node((), 0, None)  # the empty prefix; never held, never evicted
+        self.root = _new_root()  # of requests without a salt
+        # The others live as long as there are pages below them, which refer to them.
+        self._roots: WeakValueDictionary[str | None, Node] = WeakValueDictionary({None: self.root})
         # Every unreferenced node, least recently used first. A child comes before its parent: paths
         # are released leaf first, and children are only added below held nodes. So the first node
         # is always a leaf.
@@ -53,10 +58,14 @@ class RadixTree:
     def num_evictable(self) -> int:
         return len(self._evictable)
 
-    def match(self, tokens: Sequence[int], limit: int) -> list[Node]:
-        """The nodes of the longest cached run of full pages within the entries of
+    def root_of(self, salt: str | None) -> Node:
+        """The empty prefix of the requests with this salt. It is never held and never evicted."""
+        return self._roots.setdefault(salt, _new_root())
+
+    def match(self, root: Node, tokens: Sequence[int], limit: int) -> list[Node]:
+        """The nodes of the longest cached run of full pages below `root` within the entries of
         `tokens[:limit]`."""
-        size, children, nodes = self._page_size, self.root.children, []
+        size, children, nodes = self._page_size, root.children, []
         key_len = size + self._lookahead
         for start in range(0, limit - size + 1, size):
             node = children.get(tuple(tokens[start : start + key_len]))
@@ -77,7 +86,7 @@ class RadixTree:
         return (parent.children[closest], length) if length else (None, 0)
 
     def insert(self, parent: Node, key: Key, page: int) -> tuple[Node, int | None]:
-        """Caches `page` below `parent` (held, or the root); returns the node for `key` and a page
+        """Caches `page` below `parent` (held, or a root); returns the node for `key` and a page
         to free, or None.
 
         The page to free is `page` itself if a child already begins with `key`, or that of a partial
@@ -113,7 +122,7 @@ class RadixTree:
                 self._evictable[node] = None
 
     def touch(self, node: Node) -> None:
-        """Makes `node` the most recently used one. Its parent must be held or the root."""
+        """Makes `node` the most recently used one. Its parent must be held or a root."""
         if node.ref_count == 0:
             self._evictable.move_to_end(node)
 
@@ -129,8 +138,8 @@ class RadixTree:
         return leaf.page
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes but the root, parents first."""
-        pending = list(self.root.children.values())
+        """All nodes but the roots, parents first."""
+        pending = [node for root in self._roots.values() for node in root.children.values()]
         while pending:
             node = pending.pop()
             yield node
@@ -139,7 +148,8 @@ class RadixTree:
     def check_integrity(self) -> None:
         """Raises AssertionError with a sentence about the first inconsistency."""
         order = {node: rank for rank, node in enumerate(self._evictable)}
-        self._check_children(self.root)
+        for root in self._roots.values():
+            self._check_children(root)
         for node in self.nodes():
             self._check_children(node)
             full = len(node.key) == self._page_size + self._lookahead
@@ -181,6 +191,10 @@ class RadixTree:
             assert longer[: len(shorter)] != shorter, (
                 f"below page {parent.page}, {shorter} is a prefix of {longer}"
             )
+
+
+def _new_root() -> Node:
+    return Node((), 0, None)
 
 
 def _common_length(left: Key, right: Key) -> int:

@@ -5,6 +5,7 @@ should be there."""
 import copy
 import random
 from typing import Any
+from weakref import WeakValueDictionary
 
 from tllm_spec.executor.resources.paged_cache import PagedCache
 
@@ -197,6 +198,8 @@ class RandomUse:
     def claim_everything(self) -> None:
         """Every available page can really be allocated, and not one more."""
         driver = copy.deepcopy(self.driver)
+        tree = driver.cache._tree
+        tree._roots = WeakValueDictionary({None: tree.root})  # weak references are not copied
         num_tokens = driver.cache.num_available * driver.page_size
         driver.cache.add_sequence(driver.next_id, [])
         assert not driver.cache.extend(driver.next_id, num_tokens + 1)

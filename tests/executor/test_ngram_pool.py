@@ -263,3 +263,17 @@ def test_the_same_calls_give_the_same_drafts_however_the_text_arrives() -> None:
             at_once.append(draft(growing.copy(), **options))
             assert last == at_once[-1]
         assert any(at_once)
+
+
+@pytest.mark.parametrize("options", [OLDEST, NEWEST, LONGEST])
+@pytest.mark.parametrize("max_pool_entries", [1000, 48])
+def test_a_public_pool_is_shared_by_requests_with_the_same_salt_only(
+    options: dict[str, Any], max_pool_entries: int
+) -> None:
+    pool = make_pool(is_public_pool=True, max_pool_entries=max_pool_entries, **options)
+    tokens = [1, 2, 3, 4, 5, 6, 7]
+    for request_id, salt in enumerate([None, "a"]):
+        pool.propose(request_id, [*tokens[:3], 10 + request_id, *tokens], 3, salt)
+    assert pool.propose(2, [9, 1, 2, 3], 1, "a") == pool.propose(3, [9, 1, 2, 3], 1, "a") != []
+    assert pool.propose(4, [9, 1, 2, 3], 3, "b") == []
+    assert pool.propose(5, [9, 1, 2, 3], 1) != pool.propose(6, [9, 1, 2, 3], 1, "b")

@@ -54,6 +54,31 @@ def test_a_match_is_the_longest_prefix_of_any_earlier_text(
     driver.check()
 
 
+def test_each_salt_has_pages_of_its_own_and_leaves_nothing_when_they_are_evicted() -> None:
+    copied: list[tuple[int, int]] = []
+    cache = PagedCache(9, 4, copy_page=lambda *pages: copied.append(pages))
+    prompt = list(range(10))
+    for seq_id, salt in enumerate([None, "a", "b"]):
+        assert cache.match(prompt, salt) == cache.add_sequence(seq_id, prompt, salt) == 0
+        assert cache.extend(seq_id, 8)
+        cache.free(seq_id, prompt[:7])
+        cache.check_integrity()
+    assert [cache.match(prompt, salt) for salt in (None, "a", "b", "c")] == [7, 7, 7, 0]
+    assert [cache.reported_len(7, salt) for salt in (None, "a")] == [4, 7]
+    pages = [
+        cache.pages(seq_id)[0]
+        for seq_id, salt in ((4, "a"), (5, "b"), (6, "a"))
+        if cache.add_sequence(seq_id, prompt, salt)
+    ]
+    assert pages[0] == pages[2] != pages[1] and len(copied) == 3
+    cache.check_integrity()
+    for seq_id in (4, 5, 6):
+        cache.free(seq_id)
+    cache.reset()
+    cache.check_integrity()
+    assert list(cache._tree._roots) == [None] and cache.num_available == 8
+
+
 def test_a_second_equal_prompt_shares_all_full_pages_but_computes_its_last_token() -> None:
     driver = Driver(num_pages=10, page_size=4)
     prompt = list(range(12))

@@ -95,6 +95,31 @@ def test_neighbours_preemption_and_speculation_change_no_token(
     assert list(map(output_of, outputs[0])) == list(map(output_of, outputs[1]))
 
 
+def test_a_request_that_is_given_up_for_another_client_has_the_same_text(
+    tiny: Path, speculation: dict[str, Any]
+) -> None:
+    fair = {"capacity_scheduler_policy": "MAX_UTILIZATION", "fair_preemption": True}
+    together = Harness(tiny, max_batch_size=3, scheduler_config=fair, **speculation)
+    alone = Harness(tiny)
+    outputs = []
+    for harness in (together, alone):
+        flood = [harness.submit([number, 5], 60, temperature=1.0) for number in range(8)]
+        for request in flood:
+            request.client = ("A",)
+        for _ in range(5):
+            harness.round()
+        late = [harness.submit([number, 6], 5) for number in range(2)]
+        for number, request in enumerate(late):
+            request.client = (f"late {number}",)
+        if harness is together:
+            harness.round()
+            harness.round()
+            assert late[0].slot >= 0 and [each.num_preemptions for each in flood[:3]] == [0, 0, 1]
+        harness.run()
+        outputs.append([output_of(request) for request in flood + late])
+    assert outputs[0] == outputs[1]
+
+
 def test_a_round_keeps_the_pages_of_accepted_tokens_and_gives_back_all_others(
     tiny: Path, tiny_draft: Path
 ) -> None:

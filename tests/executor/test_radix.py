@@ -34,7 +34,7 @@ def test_a_match_is_the_longest_cached_run_of_full_pages_within_the_limit() -> N
         ([1], 1, []),
         ([], 0, []),
     ]:
-        assert [node.page for node in tree.match(tokens, limit)] == pages
+        assert [node.page for node in tree.match(tree.root, tokens, limit)] == pages
 
 
 def test_the_closest_child_is_that_of_a_scan_over_all_children() -> None:
@@ -89,7 +89,7 @@ def test_with_lookahead_a_page_matches_only_together_with_the_token_after_it() -
         ([1, 2, 4, 4, 5], 4, []),
         ([1, 2], 1, []),
     ]:
-        assert [node.page for node in tree.match(tokens, limit)] == pages
+        assert [node.page for node in tree.match(tree.root, tokens, limit)] == pages
     tree.check_integrity()
 
 
@@ -108,7 +108,7 @@ def test_a_released_path_is_evicted_leaf_first() -> None:
     tree = RadixTree(page_size=1)
     tree.release(add_path(tree, (1,), (2,), (3,), first_page=1))
     assert evict_all(tree) == [3, 2, 1]
-    assert tree.match([1, 2, 3], 3) == []
+    assert tree.match(tree.root, [1, 2, 3], 3) == []
 
 
 def test_the_least_recently_released_path_is_evicted_first() -> None:
@@ -142,7 +142,7 @@ def test_held_pages_are_not_evictable() -> None:
     tree.hold(path[:1])
     tree.release(path)
     assert evict_all(tree) == [2]
-    assert [node.page for node in tree.match([1, 2], 2)] == [1]
+    assert [node.page for node in tree.match(tree.root, [1, 2], 2)] == [1]
 
 
 def test_touching_an_unreferenced_page_makes_it_the_last_to_go() -> None:

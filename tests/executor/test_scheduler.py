@@ -37,7 +37,12 @@ class Bench:
     """A scheduler with real slots and pages, and what the loop does around it."""
 
     def __init__(
-        self, num_pages: int = 100, max_batch_size: int = 8, draft_len: int = 0, **changed: Any
+        self,
+        num_pages: int = 100,
+        max_batch_size: int = 8,
+        draft_len: int = 0,
+        max_pages_per_request: int = 50,
+        **changed: Any,
     ) -> None:
         usual = SchedulerLimits(
             1000, draft_len, 0, chunked_prefill=False, may_preempt=False, by_priority=False
@@ -50,8 +55,9 @@ class Bench:
             dtype=torch.float32,
             device=torch.device("cpu"),
         )
+        cpu = torch.device("cpu")
         cache = PagedCache(num_pages + 1, PAGE_SIZE, copy_page=pool.copy_page)
-        self.kv = KVCacheManager(cache, pool, BlockTable(self.slots, 50, torch.device("cpu")))
+        self.kv = KVCacheManager(cache, pool, BlockTable(self.slots, max_pages_per_request, cpu))
         self.other = Released()
         self.resources = [self.other, self.kv, self.slots]
         self.scheduler = Scheduler(replace(usual, **changed), self.slots, self.kv, self.resources)
@@ -60,7 +66,12 @@ class Bench:
         self._num_requests = 0
 
     def add(
-        self, prompt_len: int, max_tokens: int = 8, priority: float = 0.5, shared: int = 0
+        self,
+        prompt_len: int,
+        max_tokens: int = 8,
+        priority: float = 0.5,
+        shared: int = 0,
+        client: tuple[str, ...] = (),
     ) -> LlmRequest:
         """Prompts begin with `shared` equal tokens and have no other in common."""
         self._num_requests += 1
@@ -69,6 +80,7 @@ class Bench:
         request = LlmRequest(
             number, tokens, RULES, seed=0, max_tokens=max_tokens, arrival=number, priority=priority
         )
+        request.client = client
         self.scheduler.add(request)
         return request
 
@@ -121,13 +133,14 @@ def test_a_prompt_that_waits_for_the_token_budget_takes_nothing_and_is_counted_o
     running = [bench.add(2, max_tokens=10) for _ in range(2)]
     bench.round()
     before = replace(bench.kv.cache.stats)
-    waiting = bench.add(13, shared=6)  # cached: a full page and two tokens of one to be copied
+    # Cached are a full page and two tokens of one to be copied; whole pages are reported.
+    waiting = bench.add(13, shared=6)
     while not running[0].is_finished:
         assert bench.round().generation_requests == running  # 8 rows of the budget of 20
         assert bench.kv.cache.stats == before and waiting.slot < 0
     assert bench.round().context_requests == [waiting]
     found = bench.kv.cache.stats
-    assert (found.missed_tokens - before.missed_tokens, found.copied_pages) == (13, 1)
+    assert (found.missed_tokens - before.missed_tokens, found.copied_pages) == (15, 1)
 
 
 def test_with_chunked_prefill_a_prompt_takes_the_rest_of_the_budget_round_by_round() -> None:
@@ -157,18 +170,19 @@ def test_drafts_count_as_tokens_of_the_budget() -> None:
 
 def test_adding_to_a_long_queue_compares_with_few_of_its_requests() -> None:
     bench, number = Bench(by_priority=True), 1000
-    rank, looks = bench.scheduler._rank, []
+    rank, looks = bench.scheduler._rank, list[LlmRequest]()
 
     def counted(request: LlmRequest) -> tuple[float, int]:
         looks.append(request)
         return rank(request)
 
-    bench.scheduler._rank = counted  # type: ignore[method-assign]
+    bench.scheduler.waiting._rank = counted
     random = Random(0)
     for _ in range(number):
         bench.add(2, priority=random.random())
-    assert bench.scheduler.waiting == sorted(bench.scheduler.waiting, key=rank)
     assert len(looks) < number * 14  # log2(1000) is 10
+    waiting = list(bench.scheduler.waiting)
+    assert waiting == sorted(waiting, key=rank)
 
 
 def test_nothing_overtakes_the_head_of_the_queue() -> None:

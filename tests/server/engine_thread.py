@@ -46,14 +46,15 @@ class Engine:
         self._thread.join()
         self._listener.close()
 
-    def use(self, function: Use) -> Any:
+    def use(self, function: Use, timeout: float | None = None) -> Any:
         """The function's result with a client that is connected."""
 
         async def run() -> Any:
             loop = asyncio.get_running_loop()
             _, connection = await loop.create_unix_connection(EngineConnection, self.path)
             limits = await connection.limits
-            client = EngineClient(ARGS, load_tokenizer("zoo:llama"), connection, limits)
+            tokenizer = load_tokenizer("zoo:llama")
+            client = EngineClient(ARGS, tokenizer, connection, limits, timeout)
             try:
                 return await function(client)
             finally:

@@ -72,6 +72,7 @@ class FakeLLM:
         self.aborted: set[int] = set()
         self.sampling: list[SamplingParams] = []
         self.prompts: list[list[int]] = []
+        self.callers: list[tuple[tuple[str, ...], str | None]] = []
         self.max_seq_len = MAX_LEN + 1
         self.answer = answer_text
         self.compiling: Callable[[SamplingParams], None] = lambda params: None
@@ -104,7 +105,13 @@ class FakeLLM:
         self.is_shut_down = True
 
     def generate_async(
-        self, inputs: str | list[int], params: SamplingParams, *, streaming: bool = False
+        self,
+        inputs: str | list[int],
+        params: SamplingParams,
+        *,
+        streaming: bool = False,
+        cache_salt: str | None = None,
+        client: tuple[str, ...] = (),
     ) -> RequestHandle:
         if isinstance(inputs, str):
             check_text(inputs)
@@ -116,6 +123,7 @@ class FakeLLM:
         request_id = len(self.prompts)
         self.prompts.append(token_ids)
         self.sampling.append(params)
+        self.callers.append((client, cache_salt))
         self.running.add(request_id)
 
         def abort() -> None:

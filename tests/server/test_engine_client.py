@@ -3,7 +3,8 @@ in one process."""
 
 import asyncio
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import msgpack
 import pytest
 
 from tests.server.engine_thread import ARGS, OPTIONS, PROMPT, Engine
-from tests.server.http_answers import wait_for
-from tllm_spec import LLM, SamplingParams
+from tests.server.http_answers import SECONDS, wait_for
+from tllm_spec import LLM, GuidedDecodingParams, SamplingParams
 from tllm_spec.outputs import RequestOutput
+from tllm_spec.server.admission import engine_running
 from tllm_spec.server.engine_client import EngineClient, EngineConnection
+from tllm_spec.server.refusals import RequestRefused
 from tllm_spec.server.wire import pack, pack_limits
 from tllm_spec.tokenizer import load_tokenizer
 
@@ -108,6 +111,44 @@ def test_a_request_that_stops_at_a_string_counts_as_stopped(engine: Engine) -> N
     before, after = engine.use(ask)
     assert after["stop"] == before.get("stop", 0) + 1
     assert after.get("cancelled") == before.get("cancelled")
+
+
+def test_a_client_is_unhealthy_while_the_engine_does_not_answer(engine: Engine) -> None:
+    go_on = threading.Event()
+
+    async def ask(client: EngineClient) -> None:
+        async def until(condition: Callable[[], bool]) -> None:
+            while not condition():
+                await asyncio.sleep(0.01)
+
+        engine.process._worker.submit(lambda: go_on.wait(SECONDS))
+        assert client.is_healthy
+        await until(lambda: not client.is_healthy)
+        with pytest.raises(RuntimeError, match=r"it has not answered for 0\.1 s"):
+            await asyncio.to_thread(client.server_info)
+        go_on.set()
+        await until(lambda: client.is_healthy)
+        assert (await client.generate_async(PROMPT, SamplingParams(max_tokens=3))).finished
+
+    engine.use(ask, timeout=0.1)
+
+
+def test_grammars_that_cannot_be_compiled_do_not_mean_that_the_engine_is_down(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("the process that compiles grammars did not start")
+
+    monkeypatch.setattr(engine.process._grammars, "states_of", fail)
+
+    async def ask(client: EngineClient) -> None:
+        params = SamplingParams(guided_decoding=GuidedDecodingParams(regex="[0-9]"))
+        reason = "guided decoding is not available: "
+        with pytest.raises(RequestRefused, match=reason) as refusal, engine_running():
+            await asyncio.to_thread(client.compile_grammar, params)
+        assert refusal.value.status == 503 and client.is_healthy
+
+    engine.use(ask)
 
 
 async def ended(client: EngineClient) -> dict[str, int]:

@@ -114,9 +114,35 @@ def test_a_signal_lets_requests_finish_and_the_status_is_zero(served: ServedProc
         for child in served.pids(ENGINE) + served.pids(FRONT):  # as systemd does
             os.kill(child, signal.SIGTERM)
         served.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "shutting down" in served.text)
+        wait_for(lambda: is_refused(served.url))
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert served.wait() == 0
     assert "Traceback" not in served.text
+
+
+def is_refused(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/health", timeout=5)
+    except httpx.ConnectError:
+        return True
+    return False
+
+
+@pytest.mark.slow
+def test_before_a_delayed_drain_only_health_says_that_the_server_ends(tmp_path: Path) -> None:
+    with ServedProcess(tmp_path, "--drain_delay", "600", "--frontends", "2") as served:
+        url = served.url
+        served.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
+        assert complete(url) == 200
+        assert served.end(signal.SIGTERM) == 128 + signal.SIGTERM
+    with ServedProcess(tmp_path, "--drain_delay", "0.1", "--frontends", "2") as served:
+        with stream(served.url, MEDIUM) as lines:
+            served.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: is_refused(served.url))
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert served.wait() == 0
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ from tllm_spec.distributed.mpirun import (
     undo_default_binding,
 )
 from tllm_spec.server.child import ChildSettings
+from tllm_spec.server.host_limits import raise_file_limit
 from tllm_spec.server.logs import configure_logs
 from tllm_spec.server.options import hosts_of
 from tllm_spec.server.supervisor import ServeError, Supervisor
@@ -120,6 +121,7 @@ def main(
     try:
         flags = read_flags(llm_flags)
         args = read_args(model, flags, extra_llm_api_options)
+        checked = options_of(server, host)
         if server["print_config"]:
             return _print_config(context, [*SERVE_NAMES, *server], args, flags.arguments)
         configure_logs(log_level, server["log_format"])
@@ -137,9 +139,10 @@ def main(
                 engine_path="",
                 log_level=log_level,
                 log_format=server["log_format"],
-                server=options_of(server, host).to_plain(),
+                server=checked.to_plain(),
                 tls=tls_of(server),
             )
+            raise_file_limit()
             resolve_model(args.model)  # a wrong path is reported before a process is started
             with _bound(host, port) as listener:
                 status = serve(settings, listener, server["frontends"])

@@ -3,14 +3,18 @@ logs."""
 
 from __future__ import annotations
 
+import ipaddress
+import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
 import click
 
-from tllm_spec.server.options import ServerOptions, hosts_of
+from tllm_spec.server.client_keys import read_keys
+from tllm_spec.server.options import ANY, ServerOptions, hosts_of
 from tllm_spec.server.parsers.names import TOOL_PARSERS
 from tllm_spec.server.parsers.reasoning import STARTS_INSIDE
 
@@ -19,6 +23,25 @@ Command = Callable[..., Any]
 KEY_VARIABLE = "TLLM_SPEC_API_KEY"
 MIB = 1 << 20
 DEFAULTS = ServerOptions()
+
+
+class Names(click.ParamType):
+    """Names separated by commas, or vLLM's form: a JSON list."""
+
+    name = "names"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
+        text = value.strip()
+        try:
+            given = json.loads(text) if text.startswith("[") else text.split(",")
+        except json.JSONDecodeError:
+            given = []
+        if not given or not all(isinstance(name, str) and name.strip() for name in given):
+            self.fail(f"{value!r} must be names separated by commas", param, ctx)
+        return tuple(name.strip() for name in given)
+
+
+NAMES = Names()
 
 SERVER_CLICK_OPTIONS = (
     click.option(
@@ -36,8 +59,8 @@ SERVER_CLICK_OPTIONS = (
     click.option(
         "--max_client_choices",
         type=click.IntRange(1),
-        help="Choices that one client address may have at a time on one front process. More are "
-        "answered with 429. [default: any number]",
+        help="Choices that one client, by its named key or its address, may have at a time on one "
+        "front process. More are answered with 429. [default: any number]",
     ),
     click.option(
         "--max_request_tokens",
@@ -52,6 +75,13 @@ SERVER_CLICK_OPTIONS = (
         help="Largest body of a request, in MiB. A larger one is answered with 413.",
     ),
     click.option(
+        "--max_answer_mib",
+        type=click.IntRange(1, 512),
+        default=DEFAULTS.max_answer_bytes // MIB,
+        help="Log probabilities and echoed prompts that an answer may have, in MiB, estimated "
+        "before it is begun. More are answered with 400.",
+    ),
+    click.option(
         "--max_connections",
         type=click.IntRange(1),
         default=DEFAULTS.max_connections,
@@ -64,6 +94,20 @@ SERVER_CLICK_OPTIONS = (
         help="Seconds that a request may take, from its start to the last token.",
     ),
     click.option(
+        "--engine_timeout",
+        type=click.FloatRange(min=0, min_open=True),
+        default=DEFAULTS.engine_timeout,
+        help="Seconds without an answer of the engine between two rounds after which /health and "
+        "new requests are answered with 503, until it answers again.",
+    ),
+    click.option(
+        "--drain_delay",
+        type=click.FloatRange(min=0),
+        default=DEFAULTS.drain_delay,
+        help="Seconds after SIGTERM or Ctrl-C in which the server goes on and /health says 503, "
+        "so that load balancers send no more requests. Then new connections are refused.",
+    ),
+    click.option(
         "--shutdown_timeout",
         type=click.FloatRange(min=0),
         default=DEFAULTS.shutdown_timeout,
@@ -73,7 +117,26 @@ SERVER_CLICK_OPTIONS = (
         "--api_key",
         envvar=KEY_VARIABLE,
         show_envvar=True,
-        help="Key that clients must send as a bearer token, everywhere but at /health.",
+        help="Key that clients must send as a bearer token, everywhere but at /health. "
+        "@FILE: several, in lines `name: key`. Then each client has a prefix cache of its own.",
+    ),
+    click.option(
+        "--allowed_hosts",
+        type=NAMES,
+        help="Host names that requests may have, besides localhost's, separated by commas; *: any. "
+        "[default: on localhost its own names, elsewhere any]",
+    ),
+    click.option(
+        "--allowed_origins",
+        type=NAMES,
+        help="Origins of web pages that may call the server (CORS), separated by commas, as "
+        "https://chat.example; *: any. [default: none]",
+    ),
+    click.option(
+        "--trusted_proxies",
+        type=NAMES,
+        help="Addresses and networks of proxies whose X-Forwarded-For says who the client is, "
+        "separated by commas; *: any. [default: none]",
     ),
     click.option(
         "--allow_control_tokens",
@@ -121,10 +184,16 @@ SERVER_NAMES = (
     "max_client_choices",
     "max_request_tokens",
     "max_body_mib",
+    "max_answer_mib",
     "max_connections",
     "request_timeout",
+    "engine_timeout",
+    "drain_delay",
     "shutdown_timeout",
     "api_key",
+    "allowed_hosts",
+    "allowed_origins",
+    "trusted_proxies",
     "allow_control_tokens",
     "tool_call_parser",
     "reasoning_parser",
@@ -153,20 +222,51 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
         otlp_exporter(endpoint)
     return ServerOptions(
         max_body_bytes=given["max_body_mib"] * MIB,
+        max_answer_bytes=given["max_answer_mib"] * MIB,
         max_connections=given["max_connections"],
         max_queue_size=given["max_queue_size"],
         max_client_choices=given["max_client_choices"],
         max_request_tokens=given["max_request_tokens"],
         request_timeout=given["request_timeout"],
+        engine_timeout=given["engine_timeout"],
+        drain_delay=given["drain_delay"],
         shutdown_timeout=given["shutdown_timeout"],
-        api_key=given["api_key"] or None,
-        hosts=hosts_of(host),
+        api_key=read_keys(_given_key(given["api_key"])),
+        hosts=hosts_of(host, given["allowed_hosts"] or ()),
+        allowed_origins=_checked(given, "allowed_origins", _is_origin, "https://chat.example"),
+        trusted_proxies=_checked(given, "trusted_proxies", _is_network, "10.0.0.0/8"),
         allow_control_tokens=given["allow_control_tokens"],
         tool_call_parser=given["tool_call_parser"],
         reasoning_parser=given["reasoning_parser"],
         vllm_metrics=given["vllm_metrics"],
         otlp_traces_endpoint=endpoint,
     )
+
+
+def _given_key(key: str | None) -> str | None:
+    """An empty variable is no key to click; its user meant one."""
+    return "" if key is None and os.environ.get(KEY_VARIABLE) == "" else key
+
+
+def _checked(
+    given: Mapping[str, Any], name: str, accepts: Callable[[str], bool], example: str
+) -> tuple[str, ...]:
+    for value in given[name] or ():
+        if value != ANY and not accepts(value):
+            raise ValueError(f"--{name} {value}: {example} or {ANY} would be accepted")
+    return given[name] or ()
+
+
+def _is_origin(value: str) -> bool:
+    return re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", value) is not None
+
+
+def _is_network(value: str) -> bool:
+    try:
+        ipaddress.ip_network(value)
+    except ValueError:
+        return False
+    return True
 
 
 def tls_of(given: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -13,11 +13,15 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakValueDictionary
 
-from tllm_spec.request_errors import ContextLengthExceeded
+from fastapi.concurrency import run_in_threadpool
+
+from tllm_spec.request_errors import ContextLengthExceeded, GrammarsUnavailable
 from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.server.callers import NOBODY, Caller
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST
 from tllm_spec.server.refusals import RequestRefused, first_mistakes
 from tllm_spec.server.streaming import unless_disconnected
+from tllm_spec.server.strict_body import LONG_BODY
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -26,7 +30,6 @@ if TYPE_CHECKING:
     from tllm_spec.server.engine import Engine
 
 ENGINE_DOWN = "the engine is down"
-LONG_BODY = 1 << 16  # bytes; tokenising this much text takes tens of milliseconds
 RETRY_AFTER = 1  # seconds
 # Threads that wait for grammars, as many as the engine compiles at once. What they have asked for
 # is compiled even if the client leaves.
@@ -51,8 +54,8 @@ class Admission:
         self._intake = self._long_intake = _one_thread("tllm-intake")
         if getattr(llm.tokenizer, "is_fast", False):
             self._long_intake = _one_thread("tllm-long-intake")
-        # Compiling a grammar may take ten seconds. One client, by its address, has one grammar
-        # compiled at a time, so others need not wait for all of its grammars.
+        # Compiling a grammar may take ten seconds. One client, by its key's name or address,
+        # has one grammar compiled at a time, so others need not wait for all of its grammars.
         self._compiling = ThreadPoolExecutor(NUM_COMPILING, "tllm-compiling")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._known_grammars: OrderedDict[bytes, None] = OrderedDict()  # need not wait for that
@@ -70,6 +73,7 @@ class Admission:
         params: SamplingParams,
         *,
         streaming: bool,
+        caller: Caller = NOBODY,
         names: Mapping[str, str] = SAME,
     ) -> list[RequestHandle]:
         """Starts a request for each prompt. num_bytes: of the HTTP body. names: as in
@@ -81,7 +85,15 @@ class Admission:
             handles: list[RequestHandle] = []
             try:
                 for prompt in prompts():
-                    handles.append(self._llm.generate_async(prompt, params, streaming=streaming))
+                    handles.append(
+                        self._llm.generate_async(
+                            prompt,
+                            params,
+                            streaming=streaming,
+                            cache_salt=caller.cache_salt,
+                            client=caller.client,
+                        )
+                    )
             except ValueError:
                 for handle in handles:
                     handle.abort()
@@ -108,8 +120,7 @@ class Admission:
             return
 
         async def compiled() -> bool:
-            client = request.client.host if request.client else ""
-            turn = self._turns.setdefault(client, asyncio.Lock())
+            turn = self._turns.setdefault(request.scope["state"]["client"], asyncio.Lock())
             await turn.acquire()
             loop, compile_grammar = asyncio.get_running_loop(), self._llm.compile_grammar
             compiling = loop.run_in_executor(self._compiling, compile_grammar, params)
@@ -122,6 +133,13 @@ class Admission:
         self._known_grammars[key] = None
         if len(self._known_grammars) > MAX_KNOWN_GRAMMARS:
             self._known_grammars.popitem(last=False)
+
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
+        """The result of long work with the tokenizer, which delays no prompts where the tokenizer
+        is thread-safe."""
+        if self._long_intake is not self._intake:
+            return await run_in_threadpool(work)
+        return await self._in_intake(0, work)
 
     async def tokenised(self, num_bytes: int, work: Callable[[], Result]) -> Result:
         """The result of work with the tokenizer. Raises RequestRefused for a ValueError."""
@@ -174,6 +192,8 @@ def engine_running() -> Iterator[None]:
     """Answers a RuntimeError inside, which says that the engine has ended, with 503."""
     try:
         yield
+    except GrammarsUnavailable as error:
+        raise RequestRefused(503, str(error), "internal_error") from error
     except RuntimeError as error:
         raise RequestRefused(503, f"{ENGINE_DOWN}: {error}", "internal_error") from error
 

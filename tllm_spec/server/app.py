@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -11,6 +12,8 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -32,6 +35,8 @@ from tllm_spec.server.answer_models import (
     Models,
     ResponseObject,
 )
+from tllm_spec.server.answer_size import AnswerLimit, AnswerSize, size_of
+from tllm_spec.server.callers import Caller, caller_of
 from tllm_spec.server.chat_answer import chat_answer
 from tllm_spec.server.chat_prompt import ChatPrompts
 from tllm_spec.server.echo import completion_answer
@@ -39,6 +44,7 @@ from tllm_spec.server.engine import Engine
 from tllm_spec.server.error_handlers import add_error_handlers
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
 from tllm_spec.server.histograms import Histograms
+from tllm_spec.server.json_parts import render
 from tllm_spec.server.metrics import EngineMetrics
 from tllm_spec.server.openapi import answers, errors, true_schema
 from tllm_spec.server.options import ServerOptions
@@ -62,11 +68,13 @@ from tllm_spec.server.streaming import (
     finished_outputs,
     unless_disconnected,
 )
-from tllm_spec.server.strict_body import StrictBodyRoute
+from tllm_spec.server.strict_body import LONG_BODY, StrictBodyRoute
 from tllm_spec.server.token_routes import TokenRoutes
 from tllm_spec.server.traces import Traces
 
 DOWN = {"description": ENGINE_DOWN, "content": {"text/plain": {"schema": {"type": "string"}}}}
+MAX_TEMPLATE_TOKENS = 1024  # that a chat template adds to what the body has, usually
+DRAINING = "the server is about to end"
 ONE_TOKEN = SamplingParams(max_tokens=1)
 
 
@@ -81,7 +89,9 @@ class OpenAIServer:
         options: ServerOptions | None = None,
         histograms: Histograms | None = None,
         traces: Traces | None = None,
+        draining: asyncio.Event | None = None,
     ) -> None:
+        """draining: set when the server is about to end."""
         if llm.tokenizer is None:
             raise ValueError(
                 "skip_tokenizer_init = True cannot be served over HTTP: answers are text"
@@ -96,7 +106,9 @@ class OpenAIServer:
         self._metrics = EngineMetrics(llm.server_info, self._histograms, vllm_model)
         self._perf_metrics = PerfMetrics()
         self._traces = traces
+        self._draining = draining or asyncio.Event()
         self._admission = Admission(llm, self._options.max_queue_size)
+        self._answers = AnswerLimit(self._options.max_answer_bytes, llm.max_seq_len)
         self._shares = ClientShares(self._options.max_client_choices)
         self._chat_prompts = ChatPrompts(
             llm.tokenizer,
@@ -133,9 +145,19 @@ class OpenAIServer:
                 path, route, methods=["POST"], response_model=None, responses=responses
             )
         TokenRoutes(self._llm, self._admission, self._chat_prompts, self._check_name).add_to(app)
-        Pages(self._llm, self._model, self._histograms, self._options.api_key).add_to(app)
+        Pages(self._llm, self._model, self._histograms, self._options.api_key is not None).add_to(
+            app
+        )
         true_schema(app, self._model)
         app.add_middleware(Guard, options=self._options)
+        if self._options.allowed_origins:  # around the guard: a preflight has no key
+            app.add_middleware(
+                CORSMiddleware,
+                allow_origins=self._options.allowed_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["X-Request-Id", "Retry-After"],
+            )
         add_error_handlers(app)
         return app
 
@@ -152,7 +174,9 @@ class OpenAIServer:
             self._traces.close()
 
     async def health(self) -> Response:
-        """200 while the engine can serve, else 503."""
+        """200 while requests are welcome, else 503: the engine is down, or the server will end."""
+        if self._draining.is_set():
+            return PlainTextResponse(DRAINING, 503)
         return Response() if self._llm.is_healthy else PlainTextResponse(ENGINE_DOWN, 503)
 
     async def health_generate(self, request: Request) -> Response:
@@ -205,11 +229,14 @@ class OpenAIServer:
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """`/v1/completions`: continues each prompt of the body."""
         self._check_servable(body)
-        with bad_request():
-            params = body.to_sampling_params()
+        params = await self._params_of(body, request)
         if params.truncate_prompt_tokens is None:
             self._check_lengths(body.prompt)
-        params = self._admit(request, params, len(body.prompt))
+        longest = params.truncate_prompt_tokens or self._llm.max_seq_len
+        lengths = [min(len(prompt), longest, self._llm.max_seq_len) for prompt in body.prompt]
+        own_field = body.prompt_logprobs is not None
+        size = size_of(lengths, params, echo=body.echo, own_field=own_field)
+        params = self._admit(request, params, len(body.prompt), size)
         handles = await self._admission.start(
             request,
             len(body.prompt),
@@ -217,6 +244,7 @@ class OpenAIServer:
             lambda: body.prompt,
             params,
             streaming=body.stream,
+            caller=caller_of(request, body),
             names=body.client_names,
         )
         request.state.release_body()
@@ -225,7 +253,7 @@ class OpenAIServer:
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         """`/v1/chat/completions`: answers the conversation in the body."""
-        params = self._chat_params(body)
+        params = await self._params_of(body, request)
         answer = chat_answer(
             body,
             self._options,
@@ -236,15 +264,17 @@ class OpenAIServer:
             params.prompt_logprobs,
             is_guided=params.guided_decoding is not None,
         )
-        handles = await self._start_chat(body, request, params, body.client_names)
+        caller = caller_of(request, body)
+        handles = await self._start_chat(body, request, params, caller, body.client_names)
         return await self._respond(body, request, answer, handles)
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         """`/v1/responses`: answers the conversation in the body, with text."""
         with bad_request(CHAT_NAMES):
             chat = body.to_chat()
-        params = self._chat_params(chat, CHAT_NAMES)
-        handles = await self._start_chat(chat, request, params, CHAT_NAMES)
+        params = await self._params_of(chat, request, CHAT_NAMES)
+        caller = caller_of(request, body)
+        handles = await self._start_chat(chat, request, params, caller, CHAT_NAMES)
         answer, running = ResponseAnswer(body), self._running(request, handles, body.stream)
         if body.stream:
             return EventStream(answer.events(running))
@@ -253,11 +283,16 @@ class OpenAIServer:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return JSONResponse(answer.whole(results[0]))
 
-    def _chat_params(
-        self, body: ChatCompletionRequest, names: Mapping[str, str] = SAME
+    async def _params_of(
+        self,
+        body: ChatCompletionRequest | CompletionRequest,
+        request: Request,
+        names: Mapping[str, str] = SAME,
     ) -> SamplingParams:
         self._check_servable(body)
         with bad_request(names):
+            if request.state.body_size > LONG_BODY:
+                return await run_in_threadpool(body.to_sampling_params)
             return body.to_sampling_params()
 
     async def _start_chat(
@@ -265,10 +300,14 @@ class OpenAIServer:
         body: ChatCompletionRequest,
         request: Request,
         params: SamplingParams,
+        caller: Caller,
         names: Mapping[str, str],
     ) -> list[RequestHandle]:
-        self._check_lengths([message.content or "" for message in body.messages])
-        params = self._admit(request, params, 1)
+        texts = [message.content or "" for message in body.messages]
+        self._check_lengths(texts)
+        most = min(self._llm.max_seq_len, request.state.body_size + MAX_TEMPLATE_TOKENS)
+        size = size_of([most], params, echo=False, own_field=params.prompt_logprobs is not None)
+        params = self._admit(request, params, 1, size)
         handles = await self._admission.start(
             request,
             1,
@@ -276,15 +315,20 @@ class OpenAIServer:
             lambda: [self._chat_prompts.token_ids_of(body)],
             params,
             streaming=body.stream,
+            caller=caller,
             names=names,
         )
         request.state.release_body()
         return handles
 
-    def _admit(self, request: Request, params: SamplingParams, num_prompts: int) -> SamplingParams:
+    def _admit(
+        self, request: Request, params: SamplingParams, num_prompts: int, size: AnswerSize
+    ) -> SamplingParams:
         """Raises RequestRefused for more than one request or one client may have."""
+        num_choices = num_prompts * params.n
         allowed = within_budget(params, num_prompts, self._options.max_request_tokens)
-        self._shares.take(request, num_prompts * params.n)
+        allowed = self._answers.take(request, size, allowed, num_choices)
+        self._shares.take(request, num_choices)
         return allowed
 
     def _check_lengths(self, prompts: Sequence[str | list[int]]) -> None:
@@ -316,17 +360,20 @@ class OpenAIServer:
         running = self._running(request, handles, body.stream)
         if body.stream:
             return EventStream(
-                event_stream(answer, running, body.stream_options or StreamOptions())
+                event_stream(
+                    answer,
+                    running,
+                    body.stream_options or StreamOptions(),
+                    self._admission.in_thread,
+                )
             )
         results = await unless_disconnected(request, finished_outputs(running))
         if results is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        if not answer.is_slow:
+        if not answer.is_slow(results):
             return JSONResponse(answer.whole(results))
-        # The texts of a long prompt's tokens take long.
-        size = request.state.body_size
-        whole = await self._admission.tokenised(size, lambda: answer.whole(results))
-        return JSONResponse(whole)
+        written = await self._admission.in_thread(lambda: render(answer.whole(results)))
+        return Response(written, media_type="application/json")
 
     def _finished(self, is_streamed: bool, output: RequestOutput) -> None:
         self._perf_metrics.add(output)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator
 
 from tllm_spec.config_base import ConfigModel
+from tllm_spec.prompts import check_salt
+
+CacheSalt = Annotated[str | None, AfterValidator(check_salt)]
 
 
 class BodyModel(ConfigModel):

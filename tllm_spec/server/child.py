@@ -17,6 +17,7 @@ from typing import Any
 from tllm_spec.server.logs import LogFormat, configure_logs
 from tllm_spec.server.wire import new_unpacker, pack
 
+ENDS_SOON = b"e"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that end the server
 
 
@@ -65,13 +66,16 @@ class Control:
                     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
                 return settings
 
-    def when_ended(self, function: Callable[[], object]) -> None:
-        """Calls the function, in a thread, once the supervisor closes its end or has gone."""
+    def when_ended(
+        self, function: Callable[[], object], when_announced: Callable[[], object] = lambda: None
+    ) -> None:
+        """Calls the function, in a thread, once the supervisor closes its end or has gone, and the
+        other one before, when the supervisor says that it will."""
 
         def wait() -> None:
             with suppress(OSError):
-                while self.socket.recv(1):
-                    pass
+                while self.socket.recv(len(ENDS_SOON)):
+                    when_announced()
             function()
 
         threading.Thread(target=wait, name="tllm-control", daemon=True).start()
@@ -81,6 +85,12 @@ class Control:
             self.socket.sendall(pack([kind, text]))
         except OSError:
             return  # the supervisor has ended
+
+
+def stop_listening(listener: socket.socket) -> None:
+    """For every process that has the socket: who connects from now on is refused at once."""
+    with suppress(OSError):  # another process was earlier
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 def freeze_heap() -> None:

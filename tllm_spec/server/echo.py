@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tllm_spec.outputs import CompletionOutput, RequestOutput
@@ -23,9 +24,12 @@ class EchoAnswer(CompletionAnswer):
         self._is_cut = is_cut
         self._skip_special_tokens = skip_special_tokens
 
-    @property
-    def is_slow(self) -> bool:
+    def is_slow(self, results: Sequence[RequestOutput]) -> bool:
         return True
+
+    def starts_slowly(self, prompt_index: int, result: RequestOutput) -> bool:
+        indices = {self._index(prompt_index, output) for output in result.outputs}
+        return self._top_logprobs is not None and not indices <= self._started
 
     @property
     def has_text_only(self) -> bool:
@@ -40,15 +44,17 @@ class EchoAnswer(CompletionAnswer):
 
     def _delta(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json | None:
         if index not in self._started:
-            text, logprobs = self._prompt(result, output)
-        else:
-            text, logprobs = "", None
+            # The prompt's log probabilities come with the first sample, and other samples may be
+            # earlier. Nothing of them has been sent before.
+            is_known = output.prompt_logprobs or result.outputs[0].finish_reason
+            if self._top_logprobs is not None and not is_known:
+                return None
+            return self._content(index, result, output)
         if self._prompt_only:
-            return {"text": text, "logprobs": logprobs}
+            return {"text": "", "logprobs": None}
         own = super()._delta(index, result, output)
         assert own is not None
-        shift = text or self._text(result)
-        return {"text": text + own["text"], "logprobs": _joined(logprobs, own["logprobs"], shift)}
+        return own | {"logprobs": _joined(None, own["logprobs"], self._text(result))}
 
     def _text(self, result: RequestOutput) -> str:
         """The prompt as it was given, or the text of its tokens."""

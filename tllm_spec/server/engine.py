@@ -35,6 +35,8 @@ class Engine(Protocol):
         sampling_params: SamplingParams,
         *,
         streaming: bool = ...,
+        cache_salt: str | None = ...,
+        client: tuple[str, ...] = ...,
     ) -> RequestHandle: ...
 
     def server_info(self) -> dict[str, Any]: ...

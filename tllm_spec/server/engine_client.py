@@ -6,14 +6,17 @@ loop; the methods may be called from any thread."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from itertools import count
 from typing import Any
 
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.intake import Intake
+from tllm_spec.request_errors import GrammarsUnavailable
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.child import engine_process
@@ -28,6 +31,9 @@ from tllm_spec.server.wire import (
 from tllm_spec.server_info import server_info
 from tllm_spec.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
+QUESTIONS_PAUSE = 0.25  # of the time-out, between an answer and the next question
 SHUT_DOWN = "the server is shutting down"
 
 
@@ -92,7 +98,9 @@ class EngineClient:
         tokenizer: Tokenizer,
         connection: EngineConnection,
         limits: RequestLimits,
+        timeout: float | None = None,
     ) -> None:
+        """timeout: seconds in which the engine must answer between two rounds; None: any."""
         self.args = args
         self.tokenizer: Tokenizer | None = tokenizer
         self.max_seq_len = limits.max_seq_len
@@ -104,11 +112,15 @@ class EngineClient:
         self._question_ids = count(1)
         self._num_in_engine = 0  # of all fronts
         self._down: str | None = None
+        self._timeout = timeout
+        self._is_late = False
         connection.serve(self._receive, self._lose)
+        if timeout is not None:
+            self._ask_again()
 
     @property
     def is_healthy(self) -> bool:
-        return self._down is None
+        return self._down is None and not self._is_late
 
     @property
     def num_unfinished(self) -> int:
@@ -123,7 +135,12 @@ class EngineClient:
         """As `LLM.compile_grammar`. Not from the event loop: it waits for the engine."""
         if params.guided_decoding is not None:
             source = params.guided_decoding.source
-            mistake = self._ask("compile", source.kind, source.text)
+            try:
+                mistake = self._ask("compile", source.kind, source.text)
+            except RuntimeError as error:
+                if self._down is not None:
+                    raise
+                raise GrammarsUnavailable(f"guided decoding is not available: {error}") from error
             if mistake is not None:
                 raise ValueError(mistake)
 
@@ -133,12 +150,21 @@ class EngineClient:
         sampling_params: SamplingParams,
         *,
         streaming: bool = False,
+        cache_salt: str | None = None,
+        client: tuple[str, ...] = (),
     ) -> RequestHandle:
         """As `LLM.generate_async`."""
         self._check_alive()
         # Stop strings are looked for here, so the tokens must come as they are made.
         streaming = streaming or bool(sampling_params.stop_strings)
-        made = self._intake.submission(inputs, sampling_params, streaming=streaming, priority=0.5)
+        made = self._intake.submission(
+            inputs,
+            sampling_params,
+            streaming=streaming,
+            priority=0.5,
+            cache_salt=cache_salt,
+            client=client,
+        )
         ids = made.ids
         handle = made.handle(self.tokenizer, lambda: self._in_loop(self._cancel, ids, "cancelled"))
         samples = {}
@@ -172,7 +198,10 @@ class EngineClient:
         self._check_alive()
         answer: Future[Any] = Future()
         self._in_loop(self._send_question, kind, question, answer)
-        return answer.result()
+        try:
+            return answer.result(self._timeout if kind == "call" else None)
+        except FutureTimeout:
+            raise RuntimeError(f"it has not answered for {self._timeout:g} s") from None
 
     def _in_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -181,6 +210,30 @@ class EngineClient:
             raise RuntimeError(SHUT_DOWN) from error
 
     # In the event loop.
+
+    def _ask_again(self) -> None:
+        """Asks the engine for a sign of life, and again some time after each answer."""
+        assert self._timeout is not None
+        answer: Future[Any] = Future()
+        answer.add_done_callback(self._on_sign_of_life)
+        self._late_timer = self._loop.call_later(self._timeout, self._on_late)
+        self._send_question("call", ["ping"], answer)
+
+    def _on_late(self) -> None:
+        self._is_late = True
+        logger.error(
+            "the engine has not answered for %g s; /health says 503 until it does", self._timeout
+        )
+
+    def _on_sign_of_life(self, answer: Future[Any]) -> None:
+        assert self._timeout is not None
+        self._late_timer.cancel()
+        if answer.exception() is not None:
+            return  # the engine is down
+        if self._is_late:
+            logger.warning("the engine answers again")
+        self._is_late = False
+        self._loop.call_later(self._timeout * QUESTIONS_PAUSE, self._ask_again)
 
     def _submit(self, samples: dict[int, RemoteSample], message: list[Any]) -> None:
         if self._down is not None:

@@ -21,6 +21,7 @@ from typing import Any
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.faults import described
 from tllm_spec.server.child import Control, freeze_heap
+from tllm_spec.server.host_limits import memory_note
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,8 @@ class EngineProcess:
         self._loop.stop()
 
     def _call(self, name: str) -> Future[Any]:
-        return self._worker.submit(self._state if name == "state" else self._take_stats)
+        functions = {"state": self._state, "stats": self._take_stats, "ping": lambda: None}
+        return self._worker.submit(functions[name])
 
     def _state(self) -> Any:
         from tllm_spec.server_info import plain
@@ -122,7 +124,8 @@ def main() -> int:
         return FAILED
     except Exception as error:  # a process border: loading can fail in any library
         logger.debug("the engine could not start", exc_info=True)
-        control.send("failed", f"the engine could not start: {described(error)}")
+        note = memory_note() if isinstance(error, MemoryError) else ""
+        control.send("failed", f"the engine could not start: {described(error)}{note}")
         return FAILED
     freeze_heap()
     watch.loaded(engine)

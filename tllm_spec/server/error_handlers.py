@@ -15,6 +15,7 @@ from tllm_spec.executor.faults import described
 from tllm_spec.not_served import NO_KV_EVENTS
 from tllm_spec.server.refusals import RequestRefused, error_body, first_mistakes, param_of
 from tllm_spec.server.streaming import EngineError
+from tllm_spec.server.strict_body import InvalidBody
 
 # Routes of TensorRT-LLM's and vLLM's servers, with the reason.
 ROUTES_NOT_SERVED: Mapping[str, str] = {
@@ -27,6 +28,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestRefused, _refused)
     app.add_exception_handler(EngineError, _engine_error)
     app.add_exception_handler(RequestValidationError, _invalid_body)
+    app.add_exception_handler(InvalidBody, _invalid_long_body)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)
 
@@ -51,6 +53,11 @@ async def _invalid_body(request: Request, invalid: Exception) -> JSONResponse:
     ):
         message = "the body must be a JSON object, sent with Content-Type: application/json"
     return JSONResponse(error_body(message, "invalid_request_error", param=param_of(message)), 400)
+
+
+async def _invalid_long_body(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, InvalidBody)
+    return await _invalid_body(request, error.invalid)
 
 
 def _cause(detail: Mapping[str, Any]) -> str:

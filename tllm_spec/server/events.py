@@ -9,6 +9,7 @@ DONE = b"data: [DONE]\n\n"
 
 # `json.dumps` would make one for each call.
 encode = json.JSONEncoder(ensure_ascii=False).encode
+encode_compact = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 def event(data: dict[str, Any]) -> bytes:

@@ -11,6 +11,7 @@ import gc
 import os
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 from tllm_spec.config import LlmArgs
@@ -41,16 +42,20 @@ async def serve(settings: ChildSettings, control: Control, listener: socket.sock
         _, connection = await loop.create_unix_connection(EngineConnection, settings.engine_path)
     except FileNotFoundError as error:
         raise ValueError(f"the engine's socket has been removed: {settings.engine_path}") from error
-    control.when_ended(lambda: loop.call_soon_threadsafe(stop.set))
+    draining = asyncio.Event()
+    control.when_ended(
+        partial(loop.call_soon_threadsafe, stop.set),
+        partial(loop.call_soon_threadsafe, draining.set),
+    )
     # With an engine that lives, the supervisor starts another front then.
     connection.closed.add_done_callback(lambda _: loop.call_later(LOST_SECONDS, stop.set))
     limits = await connection.limits
     options = ServerOptions.from_plain(settings.server)
-    client = EngineClient(args, tokenizer, connection, limits)
+    client = EngineClient(args, tokenizer, connection, limits, options.engine_timeout)
     histograms = Histograms(Path(settings.engine_path).parent)
     model, endpoint = settings.served_model_name, options.otlp_traces_endpoint
     traces = Traces(model, otlp_exporter(endpoint)) if endpoint else None
-    server = OpenAIServer(client, model, options, histograms, traces)
+    server = OpenAIServer(client, model, options, histograms, traces, draining)
     http = HttpServer(server.app(), options, Tls(**settings.tls) if settings.tls else None)
     freeze_heap()
     await http.serve(listener, stop, client.shutdown, lambda: control.send("ready"))

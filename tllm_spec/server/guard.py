@@ -9,10 +9,10 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from hmac import compare_digest
 from time import monotonic
 from typing import Any
 
+from tllm_spec.server.client_keys import ClientKeys
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.refusals import RequestRefused
 
@@ -25,6 +25,8 @@ access_log = logging.getLogger("tllm_spec.access")
 
 # Without a key: load balancers ask for the first, browsers for pages without data.
 OPEN_PATHS = frozenset({"/health", "/dashboard"})
+# Load balancers and Prometheus ask for them all the time, so their good answers are of no interest.
+PROBED_PATHS = frozenset({"/health", "/metrics", "/prometheus/metrics"})
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 LARGE_BODY = 1 << 20  # bytes; only one such body is parsed and tokenised at a time
 # A body's text is cheap, its values are not: a parsed one takes up to 200 bytes.
@@ -49,6 +51,8 @@ class Guard:
       there is one. So a long body is not kept while its text is parsed.
     - `body_size`, and `release_body`, which a route may call when it is done with the body.
     - `at_end`, a list of functions to call when the answer has been sent.
+    - `client`: the name of the client's key, or its address where keys have no names.
+    - `separate_cache`: whether clients are told apart by their keys.
 
     A route that generates leaves a function there as `tokens`, for the access log: it returns the
     tokens of prompts and of outputs."""
@@ -56,7 +60,7 @@ class Guard:
     def __init__(self, app: App, options: ServerOptions) -> None:
         self._app = app
         self._options = options
-        self._key = None if options.api_key is None else options.api_key.encode()
+        self._keys = ClientKeys(options.api_key)
         self._num_held = 0  # bytes of bodies that are being read, parsed or tokenised
         self._one_large = asyncio.Lock()
 
@@ -65,7 +69,9 @@ class Guard:
             return await self._app(scope, receive, send)
         start, headers = monotonic(), dict(scope["headers"])
         request_id = _request_id(headers)
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state |= {"request_id": request_id, "client": (scope.get("client") or ("", 0))[0]}
+        state["separate_cache"] = self._keys.are_several
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -89,7 +95,8 @@ class Guard:
     ) -> None:
         try:
             self._check_host(headers)
-            self._check_key(scope["path"], headers)
+            if name := self._key_name(scope["path"], headers):
+                scope["state"]["client"] = f"key {name}"
             if scope["method"] != "POST":
                 return await self._app(scope, receive, send)
             body = await self._body(headers, receive)
@@ -130,18 +137,24 @@ class Guard:
         given = headers.get(b"host", b"").decode("latin-1")
         name = re.sub(r":\d*$", "", given).strip("[]").lower()
         if name not in hosts:
+            shown = given[:100]
             raise RequestRefused(
-                403, f"Host {given[:100]!r} is not served; the server listens on localhost"
+                403,
+                f"Host {shown!r} is not served: without --allowed_hosts a server that listens on "
+                f"localhost takes its own names only; start it with --allowed_hosts {name[:100]}",
             )
 
-    def _check_key(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        if self._key is None or path in OPEN_PATHS:
-            return
+    def _key_name(self, path: str, headers: Mapping[bytes, bytes]) -> str:
+        """Of the key that the request has; "" where keys have no names, or none is needed."""
+        if not self._keys or path in OPEN_PATHS:
+            return ""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if not compare_digest(given.strip(), self._key) or scheme.lower() != b"bearer":
+        name = self._keys.name_of(given.strip())
+        if name is None or scheme.lower() != b"bearer":
             raise RequestRefused(
                 401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key"
             )
+        return name
 
     async def _body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytearray:
         """The whole body. It counts as held until the caller is done with it."""
@@ -161,7 +174,7 @@ class Guard:
                 await _discard(receive, 2 * limit)
             raise self._too_large()
         body = bytearray()
-        more, is_taken = True, False
+        more, is_taken, num_values, is_wide = True, False, 0, False
         try:
             while more:
                 message = await receive()
@@ -170,13 +183,16 @@ class Guard:
                 chunk, more = message.get("body", b""), message.get("more_body", False)
                 body += chunk
                 self._num_held += len(chunk)
+                # Of each part as it comes: of the whole it would take long.
+                num_values += sum(map(chunk.count, SEPARATORS))
+                is_wide = is_wide or bool(WIDE.search(body, max(0, len(body) - len(chunk) - 1)))
                 if len(body) > limit:
                     raise self._too_large()
                 if self._num_held > limit:
                     raise RequestRefused(
                         503, "too many large bodies at once", "overloaded", retry_after=1
                     )
-            self._check_parsed_size(body)
+            self._check_parsed_size(len(body), num_values, is_wide=is_wide)
             is_taken = True
             return body
         finally:
@@ -184,13 +200,13 @@ class Guard:
                 self._num_held -= len(body)
                 body.clear()  # a traceback of this frame would keep it
 
-    def _check_parsed_size(self, body: bytearray) -> None:
-        if sum(map(body.count, SEPARATORS)) > MAX_VALUES:
+    def _check_parsed_size(self, num_bytes: int, num_values: int, *, is_wide: bool) -> None:
+        if num_values > MAX_VALUES:
             raise RequestRefused(
                 413, f"the body has more than {MAX_VALUES} JSON values; send several bodies"
             )
         longest = self._options.max_body_bytes // WIDTH
-        if len(body) > longest and WIDE.search(body):
+        if num_bytes > longest and is_wide:
             raise RequestRefused(
                 413,
                 f"the body is too large: at most {longest} bytes are accepted of a text with "
@@ -232,7 +248,8 @@ def _request_id(headers: Mapping[bytes, bytes]) -> str:
 
 
 def _log_access(scope: Any, status: int, seconds: float) -> None:
-    if not access_log.isEnabledFor(logging.INFO):
+    level = logging.DEBUG if status < 400 and scope["path"] in PROBED_PATHS else logging.INFO
+    if not access_log.isEnabledFor(level):
         return
     host, port = scope.get("client") or ("?", 0)
     state = scope["state"]
@@ -248,4 +265,4 @@ def _log_access(scope: Any, status: int, seconds: float) -> None:
     if tokens := state.get("tokens"):
         entry["prompt_tokens"], entry["output_tokens"] = tokens()
         text += ", %(prompt_tokens)d + %(output_tokens)d tokens"
-    access_log.info(f"{text} [%(request_id)s]", entry, extra={"fields": entry})
+    access_log.log(level, f"{text} [%(request_id)s]", entry, extra={"fields": entry})

@@ -4,8 +4,8 @@ number of connections and a shutdown that has a deadline."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
-import resource
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
+from tllm_spec.server.child import stop_listening
 from tllm_spec.server.connections import Connection
+from tllm_spec.server.host_limits import OTHER_FILES, raise_file_limit
 from tllm_spec.server.options import ServerOptions
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections that the kernel holds until they are accepted
-WANTED_FILES = 1 << 16
-OTHER_FILES = 32  # open files that are no connections
 FILES_EXHAUSTED_PAUSE = 0.1  # seconds until the next try to accept
 LAST_WORDS = 0.5  # seconds for the answers to requests that were ended at the deadline
 
@@ -35,16 +35,6 @@ class Tls:
     keyfile: str | None = None
     keyfile_password: str | None = None
     ca_certs: str | None = None
-
-
-def raise_file_limit() -> int:
-    """Raises the limit of open files as far as the system allows, and returns it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
-    return WANTED_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 class _Ordered(dict[Connection, None]):
@@ -73,6 +63,8 @@ class HttpServer:
             access_log=False,
             timeout_keep_alive=options.keep_alive_timeout,
             server_header=False,
+            proxy_headers=bool(options.trusted_proxies),
+            forwarded_allow_ips=list(options.trusted_proxies),
             **files,
         )
         try:
@@ -108,6 +100,7 @@ class HttpServer:
         try:
             await stop.wait()
             accepting.cancel()
+            stop_listening(listener)
             listener.close()
             await self._drain(end_requests)
         finally:
@@ -120,6 +113,8 @@ class HttpServer:
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:
+                if error.errno == errno.EINVAL:
+                    return  # another process has ended the listening
                 logger.warning("no connection can be accepted: %s", error)
                 await asyncio.sleep(FILES_EXHAUSTED_PAUSE)
                 continue

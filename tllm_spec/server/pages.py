@@ -28,15 +28,13 @@ POLICY = (
 
 
 class Pages:
-    """api_key: whether `/` shows where a key belongs."""
+    """has_key: whether `/` shows where a key belongs."""
 
-    def __init__(
-        self, llm: Engine, model: str, histograms: Histograms, api_key: str | None
-    ) -> None:
+    def __init__(self, llm: Engine, model: str, histograms: Histograms, has_key: bool) -> None:
         self._llm = llm
         self._model = model
         self._histograms = histograms
-        self._has_key = api_key is not None
+        self._has_key = has_key
         self._home = Template((FOLDER / "home.html").read_text("utf-8"))
         self._dashboard = (FOLDER / "dashboard.html").read_text("utf-8")
 

@@ -22,7 +22,7 @@ from pydantic import (
 
 from tllm_spec.option_checks import NotServed, shown
 from tllm_spec.sampling_params import NOT_SERVED, SamplingParams
-from tllm_spec.server.body_model import BodyModel
+from tllm_spec.server.body_model import BodyModel, CacheSalt
 from tllm_spec.server.guided_options import GUIDED_NAMES, client_names, guided_params
 from tllm_spec.server.tool_protocol import (
     MAX_TOOLS,
@@ -49,7 +49,6 @@ GENERATION_NOT_SERVED: Mapping[str, NotServed] = {
         for name, row in NOT_SERVED.items()
     },
     "bad_words": NotServed((None, []), "use bad"),
-    "cache_salt": NotServed((None,), "all requests share the prefix cache"),
     "detokenize": NotServed((None, True), "answers are text"),
     "disaggregated_params": NotServed((None,), "prefill and decoding run in one server"),
     "ebnf": NotServed((None,), "use guided_grammar"),
@@ -171,11 +170,12 @@ class GenerationRequest(BodyModel):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    # These four are for the caller's records and have no effect.
+    # The first two are for the caller's records and have no effect; callers.py has the others.
     metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
     user: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    cache_salt: CacheSalt = None
 
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     best_of: int | None = None

@@ -7,13 +7,15 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
 from tllm_spec.server.events import TextEvent, event
+from tllm_spec.server.json_parts import large_event
 from tllm_spec.tokenizer import REPLACEMENT, Tokenizer
 
+MANY = 1000  # log probabilities, with which an answer is not made in the event loop
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses this number
 
 Json = dict[str, Any]
@@ -82,10 +84,21 @@ class Answer(ABC):
         self._started: set[int] = set()
         self._finished: set[int] = set()
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether the texts of a prompt's tokens are needed, which takes long."""
-        return self._prompt_logprobs is not None
+    def is_slow(self, results: Sequence[RequestOutput]) -> bool:
+        """Whether making and writing the whole answer takes long: it has the log probabilities of a
+        prompt or of many tokens."""
+        if self._prompt_logprobs is not None:
+            return True
+        num_tokens = sum(output.length for result in results for output in result.outputs)
+        return self._top_logprobs is not None and num_tokens * (1 + self._top_logprobs) > MANY
+
+    def starts_slowly(self, prompt_index: int, result: RequestOutput) -> bool:
+        """Whether the next chunks of a stream have the log probabilities of a prompt."""
+        return False
+
+    def encoder(self, prompt_index: int, result: RequestOutput) -> Callable[[Json], bytes]:
+        """Of the next chunks."""
+        return large_event if self.starts_slowly(prompt_index, result) else event
 
     @property
     def has_text_only(self) -> bool:
@@ -141,7 +154,8 @@ class Answer(ABC):
             found = self._text_events.get(self._index(prompt_index, output))
             if found is not None:  # the common case
                 return found.with_text(text) if (text := output.text_diff) else b""
-        events = b"".join(map(event, self.chunks(prompt_index, result)))
+        encoded = self.encoder(prompt_index, result)
+        events = b"".join(map(encoded, self.chunks(prompt_index, result)))
         if self.has_text_only:
             for output in result.outputs:
                 self._keep_text_event(self._index(prompt_index, output), result, output.index)
@@ -156,9 +170,11 @@ class Answer(ABC):
 
     def _of_prompt(self, result: RequestOutput, output: CompletionOutput) -> Json:
         """`prompt_logprobs` as vLLM writes them: for each token None or
-        `{token id: {logprob, rank, decoded_token}}`."""
+        `{token id: {logprob, rank, decoded_token}}`. Only the prompt's first choice has them."""
         if self._prompt_logprobs is None:
             return {}
+        if output.index:
+            return {"prompt_logprobs": None}
         entries = [
             None
             if known is None

@@ -9,8 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator
 
 from tllm_spec.option_checks import NotServed, check_text
-from tllm_spec.server.body_model import BodyModel
-from tllm_spec.server.protocol import NOT_STORED, ChatCompletionRequest, ChatMessage, as_json_type
+from tllm_spec.server.body_model import BodyModel, CacheSalt
+from tllm_spec.server.protocol import (
+    NOT_STORED,
+    ChatCompletionRequest,
+    ChatMessage,
+    as_json_type,
+)
 
 # Options of a body, by the names that the chat request's messages begin with.
 CHAT_NAMES: Mapping[str, str] = {
@@ -102,6 +107,7 @@ class ResponsesRequest(BodyModel):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: CacheSalt = None
 
     not_served: ClassVar[Mapping[str, NotServed]] = {
         "background": NotServed((None, False), NOT_STORED),

@@ -14,8 +14,8 @@ from tllm_spec.server.refusals import RequestRefused
 
 
 class ClientShares:
-    """Counts the choices that clients, by their address, have at a time. limit: None for any
-    number."""
+    """Counts the choices that clients, by their key's name or address, have at a time. limit: None
+    for any number."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
@@ -25,7 +25,7 @@ class ClientShares:
         """Until the answer has been sent. Raises RequestRefused for more than the limit."""
         if self._limit is None:
             return
-        client = request.client.host if request.client else ""
+        client = request.scope["state"]["client"]
         if num_choices > self._limit:
             raise RequestRefused(
                 400,

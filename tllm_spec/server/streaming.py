@@ -6,8 +6,9 @@ requests."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from tllm_spec.request_handle import RequestHandle
 
 Result = TypeVar("Result")
+
+# nginx would collect the events of some tenths of a second.
+EVENT_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class EngineError(Exception):
@@ -146,21 +150,26 @@ async def finished_outputs(running: Running) -> list[RequestOutput]:
 
 
 async def event_stream(
-    answer: Answer, running: Running, options: StreamOptions
+    answer: Answer,
+    running: Running,
+    options: StreamOptions,
+    in_thread: Callable[[Callable[[], bytes]], Awaitable[bytes]],
 ) -> AsyncGenerator[bytes, None]:
-    """The answer as server-sent events. A request that fails ends the stream with an error
-    event."""
+    """The answer as server-sent events. A request that fails ends the stream with an error event.
+    in_thread: does work that takes long."""
     handles = running.handles
     if options.include_usage:
         answer.chunk_usage = {"usage": None}  # as at OpenAI
     async with aclosing(running.updates()) as outputs:
         try:
             async for i, result in outputs:
-                if not options.continuous_usage_stats:
-                    yield answer.events(i, result)
-                    continue
-                for chunk in answer.chunks(i, result):
-                    yield event(chunk | {"usage": usage_of(handles)})
+                make = answer.events
+                if options.continuous_usage_stats:
+                    make = partial(_counted_events, answer, handles)
+                if answer.starts_slowly(i, result):
+                    yield await in_thread(partial(make, i, result))
+                else:
+                    yield make(i, result)
         except EngineError as error:
             yield event(error_body(str(error), error.kind))
             return
@@ -169,13 +178,22 @@ async def event_stream(
     yield DONE
 
 
+def _counted_events(
+    answer: Answer, handles: Sequence[RequestHandle], prompt_index: int, result: RequestOutput
+) -> bytes:
+    """The chunks with the counts so far."""
+    usage = {"usage": usage_of(handles)}
+    encoded = answer.encoder(prompt_index, result)
+    return b"".join(encoded(chunk | usage) for chunk in answer.chunks(prompt_index, result))
+
+
 class EventStream(Response):
     """A streamed answer. When the client disconnects, its generator is closed."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__()
+        super().__init__(headers=EVENT_STREAM_HEADERS)
         del self.headers["content-length"]
         self._events = events
 

@@ -1,25 +1,50 @@
-"""Reads a JSON body. A key that an object has twice is a mistake, because only one would count."""
+"""Reads a JSON body. A key that an object has twice is a mistake, because only one would count.
+
+A long body is parsed and checked in a thread, so that others are answered meanwhile."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from fastapi import HTTPException, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 
 from tllm_spec.option_checks import shown_name
+
+LONG_BODY = 1 << 16  # bytes; parsing or tokenising this much text takes tens of milliseconds
+MAX_DIGITS = 100
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
+class InvalidBody(HTTPException):
+    """A long body has mistakes. FastAPI passes exceptions of this class on."""
+
+    def __init__(self, invalid: RequestValidationError) -> None:
+        super().__init__(400)
+        self.invalid = invalid
+
+
 class _StrictRequest(Request):
+    def __init__(self, request: Request, model: type[BaseModel] | None) -> None:
+        super().__init__(request.scope, request.receive)
+        self._model = model
+
     async def json(self) -> Any:
         await self.body()  # it has arrived, so this does not wait
-        text = _decoded(self.scope["state"]["take_body"]())
-        return json.loads(text, object_pairs_hook=_unique)
+        state = self.scope["state"]
+        work = partial(_parsed, state["take_body"])
+        if state["body_size"] > LONG_BODY:
+            # What is valid already passes FastAPI's own check at once.
+            return await run_in_threadpool(_checked, work, self._model)
+        return work()
 
 
 class StrictBodyRoute(APIRoute):
@@ -28,11 +53,30 @@ class StrictBodyRoute(APIRoute):
     def get_route_handler(self) -> Handler:
         """FastAPI's handler, on a request that reads its body so."""
         handle = super().get_route_handler()
+        model = None if self.body_field is None else self.body_field.field_info.annotation
+        assert model is None or issubclass(model, BaseModel)
 
         async def with_strict_body(request: Request) -> Response:
-            return await handle(_StrictRequest(request.scope, request.receive))
+            return await handle(_StrictRequest(request, model))
 
         return with_strict_body
+
+
+def _parsed(take_body: Callable[[], bytearray]) -> Any:
+    return json.loads(_decoded(take_body()), object_pairs_hook=_unique, parse_int=_integer)
+
+
+def _checked(parse: Callable[[], Any], model: type[BaseModel] | None) -> Any:
+    """The body as an object of `model`. Raises InvalidBody."""
+    parsed = parse()
+    if model is None or not isinstance(parsed, dict):
+        return parsed
+    try:
+        return model.model_validate(parsed)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False)
+        found = [{**detail, "loc": ("body", *detail["loc"])} for detail in details]
+        raise InvalidBody(RequestValidationError(found)) from None
 
 
 def _decoded(body: bytearray) -> str:
@@ -40,6 +84,15 @@ def _decoded(body: bytearray) -> str:
     text = body.decode(json.detect_encoding(body), "surrogatepass")
     body.clear()
     return text
+
+
+def _integer(digits: str) -> int:
+    """Python's own conversion takes time with the square of the length."""
+    if len(digits) > MAX_DIGITS:
+        raise HTTPException(
+            400, f"the body has a number of {len(digits)} digits; at most {MAX_DIGITS} are accepted"
+        )
+    return int(digits)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

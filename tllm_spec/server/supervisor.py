@@ -18,7 +18,14 @@ from typing import Any, NamedTuple
 from tllm_spec.child_command import module_command
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mpirun import mpirun_descriptors
-from tllm_spec.server.child import SIGNALS, ChildSettings, engine_process
+from tllm_spec.server.child import (
+    ENDS_SOON,
+    SIGNALS,
+    ChildSettings,
+    engine_process,
+    stop_listening,
+)
+from tllm_spec.server.host_limits import memory_note
 from tllm_spec.server.wire import new_unpacker, pack
 
 logger = logging.getLogger(__name__)
@@ -88,6 +95,9 @@ class Child:
         reader, self.control = await asyncio.open_connection(sock=ours)
         self.control.write(pack(asdict(settings)))
         self._tasks = [asyncio.create_task(self._watch(reader, events))]
+
+    def announce_end(self) -> None:
+        self.control.write(ENDS_SOON)
 
     def stop(self) -> None:
         self.control.close()
@@ -177,9 +187,10 @@ class Supervisor:
                 await self._fail(event.value)
             elif event.child is self._engine:
                 name = engine_process(LlmArgs(**self._settings.llm).tensor_parallel_size)
-                await self._fail(f"{name} ended with {_status(event.value)}")
+                await self._fail(f"{name} ended with {_status(event.value)}{memory_note()}")
             elif event.kind == "lost":
-                await self._fail(f"a front process ended with {_status(event.value)}")
+                status = _status(event.value)
+                await self._fail(f"a front process ended with {status}{memory_note()}")
             elif not event.child.is_ready:
                 lost = event._replace(kind="lost")
                 asyncio.get_running_loop().call_later(REASON_SECONDS, self._events.put_nowait, lost)
@@ -206,7 +217,14 @@ class Supervisor:
         ends at once."""
         if not self._is_serving:
             return 128 + number
+        if delay := self._settings.server["drain_delay"]:
+            logger.info("shutting down in %g s; until then /health says 503", delay)
+            for front in self._fronts:
+                front.announce_end()
+            if await self._ended(self._fronts, delay) is False:
+                return 128 + number
         logger.info("shutting down; running requests have %g s", self._shutdown_timeout)
+        stop_listening(self._listener)
         for front in self._fronts:
             front.stop()
         if not await self._ended(self._fronts, self._shutdown_timeout + END_SECONDS):
@@ -223,8 +241,8 @@ class Supervisor:
             await self._ended(self._fronts, END_SECONDS)
         raise ServeError(reason, self._has_joined)
 
-    async def _ended(self, children: list[Child], seconds: float) -> bool:
-        """Whether all of them end within the time and before a signal."""
+    async def _ended(self, children: list[Child], seconds: float) -> bool | None:
+        """Whether all of them end before a signal. None when the time is over."""
         waiting = {child for child in children if child.process.returncode is None}
         deadline = asyncio.get_running_loop().time() + seconds
         while waiting:
@@ -232,7 +250,7 @@ class Supervisor:
             try:
                 event = await asyncio.wait_for(self._events.get(), max(0.0, left))
             except asyncio.TimeoutError:
-                return False
+                return None
             if event.kind == "signal":
                 return False
             if event.kind == "exit" and event.child is not None:

@@ -31,7 +31,9 @@ class NGramDrafter(Drafter):
         for request in scheduled_requests.generation_requests:
             wanted = request.num_drafts_wanted
             request.py_draft_tokens = (
-                self._pool.propose(request.request_id, request.tokens, wanted) if wanted else []
+                self._pool.propose(request.request_id, request.tokens, wanted, request.cache_salt)
+                if wanted
+                else []
             )
 
 
@@ -47,7 +49,9 @@ class NGramTreeDrafter(Drafter):
         for request in scheduled_requests.generation_requests:
             wanted = request.num_drafts_wanted
             paths = (
-                self._pool.propose_paths(request.request_id, request.tokens, wanted)
+                self._pool.propose_paths(
+                    request.request_id, request.tokens, wanted, request.cache_salt
+                )
                 if wanted
                 else []
             )

@@ -1,0 +1,47 @@
+"""Who sends a request: whose turn it counts for, and with whom it shares cached text."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import NamedTuple, Protocol
+
+from starlette.requests import Request
+
+MAX_NAME = 64  # characters of a user's name that are kept as they are
+
+
+class NamesUser(Protocol):
+    """A body that may name its user and a salt."""
+
+    user: str | None
+    safety_identifier: str | None  # OpenAI's newer name of the user
+    cache_salt: str | None
+
+
+class Caller(NamedTuple):
+    """client: as in `LlmRequest`. cache_salt: None, or a digest of the key's name and of the
+    request's own salt."""
+
+    client: tuple[str, ...] = ()
+    cache_salt: str | None = None
+
+
+NOBODY = Caller()  # the server itself
+
+
+def caller_of(request: Request, body: NamesUser) -> Caller:
+    """The client is the name of its key, or its address where keys have no names, and then the user
+    that the body names. So a client that invents users takes no turn of another client."""
+    state = request.scope["state"]
+    user, own = body.user or body.safety_identifier or "", body.cache_salt
+    if len(user) > MAX_NAME:
+        user = _digest(user)
+    salt = None
+    if state["separate_cache"] or own is not None:
+        key = state["client"] if state["separate_cache"] else ""
+        salt = _digest(f"{key}\n{own or ''}")
+    return Caller((state["client"], user), salt)
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode(errors="surrogatepass")).hexdigest()
