@@ -18,6 +18,7 @@ from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.draft_watch import DraftWatch
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
 from tllm_spec.executor.request import DraftCounters, LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
@@ -155,6 +156,7 @@ class ScriptedEngine:
             controller=AdaptiveController.fixed(draft_len),
             draft_len_for=lambda *_: draft_len,
             blame=lambda: None,
+            draft_watch=DraftWatch(""),
             max_in_flight=1,
         )
         self.executor = PyExecutor(self.parts, respond)

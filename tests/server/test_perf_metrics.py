@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.server.fake_llm import FAILING_PROMPT, MODEL, STATS, FakeLLM
+from tests.server.fake_llm import FAILING_PROMPT, FAILURES, MODEL, STATS, FakeLLM
 from tests.server.http_answers import CHAT, wait_for
 from tllm_spec.outputs import RequestMetrics, RequestOutput
 from tllm_spec.server.app import OpenAIServer
@@ -88,7 +88,7 @@ def test_health_generate_runs_one_token_through_the_engine(
 def test_health_generate_reports_an_engine_that_fails_or_has_ended(
     client: TestClient, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.server.fake_llm.FAILING_PROMPT", "hi")
+    monkeypatch.setitem(FAILURES, "hi", "the logits are not numbers")
     assert client.get("/health_generate").status_code == 500
     llm.is_healthy = False
     assert client.get("/health_generate").status_code == 503
