@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Capacity:
-    """What an empty engine has room for. overshoot: positions after its last token that a request
-    may write to."""
+    """What an empty engine has room for. num_pages: of a request's tokens; None: of any number.
+    overshoot: positions after its last token that a request may write to."""
 
-    num_pages: int
+    num_pages: int | None
     page_size: int
     overshoot: int
     max_num_tokens: int
@@ -18,7 +18,7 @@ class Capacity:
     def check(self, prompt_len: int, max_tokens: int) -> None:
         """Raises ValueError if not even an empty engine could run the request."""
         needed = -(-(prompt_len + max_tokens + self.overshoot) // self.page_size)
-        if needed > self.num_pages:
+        if self.num_pages is not None and needed > self.num_pages:
             raise ValueError(
                 f"the request may need {needed} KV pages (prompt {prompt_len} + max_tokens "
                 f"{max_tokens} tokens) and the cache has {self.num_pages}; lower max_tokens or "

@@ -6,7 +6,7 @@ can run. Nothing here touches the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import add, attrgetter, le, sub
 
 from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
@@ -53,7 +53,7 @@ class Scheduler:
         """resources: every manager that a running request occupies, slots and kv included."""
         self.limits = limits
         self.capacity = Capacity(
-            num_pages=kv.num_usable,
+            num_pages=kv.longest_request,
             page_size=kv.cache.page_size,
             overshoot=limits.overshoot,
             max_num_tokens=limits.max_num_tokens,
@@ -186,9 +186,10 @@ class Scheduler:
             return
         if not Shares(self.running).is_above(victim, request):
             return
-        if self._slots.num_free and self._fits(request, 0):
+        claims = self._claims(self.running)
+        if self._slots.num_free and self._fits(request, claims):
             return
-        if self._fits(request, -self._kv.num_held(victim)):
+        if self._fits(request, list(map(sub, claims, self._kv.held(victim)))):
             self._num_fair_rounds = 0
             self._preempt(victim, batch)
 
@@ -211,9 +212,7 @@ class Scheduler:
         admitted: list[LlmRequest] = []
         if not (self.waiting and self._slots.num_free and budget > 0):
             return admitted
-        reserved = (
-            0 if self.limits.may_preempt else sum(map(self._pages_still_needed, self.running))
-        )
+        reserved = self._claims(self.running)
         while self.waiting and self._slots.num_free and budget > 0:
             request = self.waiting.next(self.running)
             # A preempted request cannot be prefilled before its tokens in flight are known.
@@ -223,7 +222,7 @@ class Scheduler:
             if not chunk:
                 break
             self._join(request, chunk)
-            reserved += 0 if self.limits.may_preempt else self._pages_still_needed(request)
+            reserved = list(map(add, reserved, self._claims([request])))
             batch.context_requests.append(request)
             admitted.append(request)
             budget -= chunk
@@ -240,21 +239,25 @@ class Scheduler:
         request.state, request.context_chunk = RequestState.CONTEXT, chunk
         self.running.append(request)
 
-    def _fits(self, request: LlmRequest, reserved: int) -> bool:
-        """Whether there are pages for a waiting request,
-        next to `reserved` ones. GUARANTEED_NO_EVICT: for all tokens that it may ever have.
-        MAX_UTILIZATION: for its tokens now, and one more page of every running request, or it would
-        be preempted again at once."""
+    def _fits(self, request: LlmRequest, reserved: list[int]) -> bool:
+        """Whether every group has pages for a waiting request, next to the `reserved` ones.
+
+        GUARANTEED_NO_EVICT: for all tokens that it may ever have. MAX_UTILIZATION: for its tokens
+        now."""
         if self.limits.may_preempt:
             num_tokens = request.num_tokens + self.limits.extra_kv_tokens
-            needed = self._kv.new_pages_needed(request, num_tokens)
-            reserved += len(self.running)
+            available = self._kv.available()
         else:
-            needed = self._kv.new_pages_needed(request, self._last_token(request))
-        return needed <= self._kv.num_available - reserved
+            num_tokens, available = self._last_token(request), self._kv.promisable()
+        needed = self._kv.new_pages_needed(request, num_tokens)
+        return all(map(le, map(add, needed, reserved), available))
 
-    def _pages_still_needed(self, request: LlmRequest) -> int:
-        return max(0, self._kv.pages_for(self._last_token(request)) - self._kv.num_held(request))
+    def _claims(self, requests: list[LlmRequest]) -> list[int]:
+        """Pages of each group that running requests may come to need. MAX_UTILIZATION: one page of
+        each, or a request that joins would be preempted again at once."""
+        if self.limits.may_preempt:
+            return [len(requests)] * self._kv.num_groups
+        return self._kv.claims(requests, self._last_token)
 
     def _last_token(self, request: LlmRequest) -> int:
         return request.prompt_len + request.max_tokens + self.limits.overshoot

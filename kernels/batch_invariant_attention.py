@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.kernels.dispatch import with_kernel
-from tllm_spec.kernels.key_chunks import KeyChunks
+from tllm_spec.kernels.key_spans import KeySpan, KeySpans
 from tllm_spec.kernels.tree_mask import TreeMask, TreePaths
 from tllm_spec.kernels.window_attention import plain_window_attention
 
@@ -124,7 +124,7 @@ def batch_invariant_attention(
     tiles: QueryTiles,
     scale: float,
     results: SplitResults,
-    chunk_size: int | None = None,
+    span: KeySpan | None = None,
 ) -> torch.Tensor:
     """Each query attends to the keys of its request up to its own position, or to its path.
 
@@ -139,13 +139,12 @@ def batch_invariant_attention(
         tiles: of the rows of q.
         scale: factor of the scores before the softmax.
         results: workspace; overwritten.
-        chunk_size: a query at position p sees no key before p // chunk_size * chunk_size. None: it
-            sees all.
+        span: the keys that a query sees. None: all up to its own.
 
     Returns:
         `[T, Hq * D]`.
     """
-    return plain_batch_invariant_attention(q, layer, block_tables, tiles, scale, chunk_size)
+    return plain_batch_invariant_attention(q, layer, block_tables, tiles, scale, span)
 
 
 def spread_attention(
@@ -155,7 +154,7 @@ def spread_attention(
     tiles: QueryTiles,
     scale: float,
     results: SplitResults,
-    chunk_size: int | None = None,
+    span: KeySpan | None = None,
 ) -> torch.Tensor:
     """The kernels of `batch_invariant_attention`."""
     (num_rows, heads, _), (page_size, kv_heads) = q.shape, layer.shape[2:4]
@@ -166,7 +165,7 @@ def spread_attention(
         and num_rows * heads * num_splits <= MAX_PARTIAL_ROWS
     )
     own_results = results if spreads else None
-    return launch_attention(q, layer, block_tables, tiles, scale, own_results, chunk_size)
+    return launch_attention(q, layer, block_tables, tiles, scale, own_results, span)
 
 
 def launch_attention(
@@ -176,7 +175,7 @@ def launch_attention(
     tiles: QueryTiles,
     scale: float,
     results: SplitResults | None,
-    chunk_size: int | None = None,
+    span: KeySpan | None = None,
 ) -> torch.Tensor:
     """results: spread splits over programs, or None: a program computes all splits of its tile."""
     from tllm_spec.kernels.batch_invariant_attention_triton import attention_kernel, join_kernel
@@ -192,7 +191,7 @@ def launch_attention(
     block_d = 1 << (head_dim - 1).bit_length()
     # Without contraction to fused multiply-adds, which may depend on the surrounding code.
     fixed = {"HEAD_DIM": head_dim, "SPLIT_KEYS": SPLIT_KEYS, "BLOCK_D": block_d}
-    fixed["CHUNK"] = chunk_size or 0
+    fixed["SPAN"] = span.code if span else 0
     fixed["enable_fp_fusion"] = False
     attention_kernel[(kv_heads, lengths[1] if results else 1, num_tiles)](
         *(q, layer, block_tables, tiles.table),
@@ -227,20 +226,20 @@ def plain_batch_invariant_attention(
     block_tables: torch.Tensor,
     tiles: QueryTiles,
     scale: float,
-    chunk_size: int | None = None,
+    span: KeySpan | None = None,
 ) -> torch.Tensor:
     """Reference of `batch_invariant_attention` with another order of sums. Computes each token as a
     window of its own."""
     if tiles.paths is not None:
-        return _plain_trees(q, layer, block_tables, tiles, tiles.paths, scale, chunk_size)
+        return _plain_trees(q, layer, block_tables, tiles, tiles.paths, scale, span)
     first, start, count, request = tiles.table.long()
     owner = torch.arange(len(count), device=q.device).repeat_interleave(count)
     offset = torch.arange(len(owner), device=q.device) - (count.cumsum(0) - count)[owner]
     rows = first[owner] + offset
     lengths = (start[owner] + offset + 1).to(torch.int32)
-    chunks = None if chunk_size is None else KeyChunks(chunk_size, lengths.long() - 1)
+    spans = None if span is None else KeySpans(span, lengths.long() - 1)
     found = plain_window_attention(
-        q[rows, None], layer, block_tables[request[owner]], lengths, scale, chunks=chunks
+        q[rows, None], layer, block_tables[request[owner]], lengths, scale, spans=spans
     )
     return torch.empty_like(found[:, 0]).index_copy_(0, rows, found[:, 0])
 
@@ -252,15 +251,15 @@ def _plain_trees(
     tiles: QueryTiles,
     paths: TreePaths,
     scale: float,
-    chunk_size: int | None,
+    span: KeySpan | None,
 ) -> torch.Tensor:
-    mask, batch, chunks = paths.mask, len(paths.mask.bits), None
+    mask, batch, spans = paths.mask, len(paths.mask.bits), None
     _, start, _, request = tiles.table.view(4, batch, -1)[:, :, 0]
     windows, kv_lens = q.view(batch, -1, *q.shape[1:]), start + mask.length
-    if chunk_size is not None:
+    if span is not None:
         positions = start.unsqueeze(1) + paths.lens.view(batch, -1) - 1
-        chunks = KeyChunks(chunk_size, positions.long().flatten())
-        mask = chunks.cut(mask)
+        spans = KeySpans(span, positions.long().flatten())
+        mask = spans.cut(mask)
     tables = block_tables[request]
-    found = plain_window_attention(windows, layer, tables, kv_lens, scale, mask, chunks)
+    found = plain_window_attention(windows, layer, tables, kv_lens, scale, mask, spans)
     return found.flatten(0, 1)

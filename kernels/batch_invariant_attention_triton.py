@@ -5,18 +5,14 @@ Within a split the softmax is the online softmax (Milakov and Gimelshein, "Onlin
 calculation for softmax", 2018) in powers of two. Splits are joined by their log-sums (as in Dao et
 al., "Flash-Decoding for long-context inference", 2023), in order. Keys that a row does not see
 change none of its bits: the row's maximum stays, so its decay is 2**0 = 1, and their weights are
-2**-inf = 0. That holds for the keys before a row's chunk, too: its state stays empty."""
+2**-inf = 0. That holds for the keys before a row's span, too: its state stays empty."""
 
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.key_spans_triton import first_key
+
 _LENGTHS = ["max_len", "num_splits", "num_tiles"]
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _first_key(position: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
-    """The first key that a query sees in attention within chunks."""
-    return tl.maximum(position, 0) // CHUNK * CHUNK
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -83,7 +79,7 @@ def _add_paths(
     positions: tl.tensor,
     log2_scale: tl.tensor,
     value_offset: tl.tensor,
-    CHUNK: tl.constexpr,
+    SPAN: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -101,8 +97,9 @@ def _add_paths(
             path = paths + row * region + (key_positions - start)
             keys = start + tl.load(path, mask=own & in_region, other=0)
             seen = own[None, :]
-            if CHUNK:
-                seen = seen & (key_positions[None, :] >= _first_key(positions, CHUNK)[:, None])
+            if SPAN:
+                own = own & (key_positions >= first_key(start, SPAN))
+                seen = seen & (key_positions[None, :] >= first_key(positions, SPAN)[:, None])
             new_top, new_total, new_mixed = _add_block(
                 top, total, mixed, queries, layer, table, kv_head,
                 tl.where(in_region, keys, key_positions), own, seen, log2_scale, value_offset,
@@ -133,7 +130,7 @@ def _attend(
     log2_scale: tl.tensor,
     value_offset: tl.tensor,
     TREE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SPAN: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -146,8 +143,8 @@ def _attend(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if CHUNK:  # the first row's chunk is the earliest
-        first = tl.maximum(first, _first_key(start, CHUNK) // BLOCK_N * BLOCK_N)
+    if SPAN:  # the first row sees the earliest keys
+        first = tl.maximum(first, first_key(start, SPAN) // BLOCK_N * BLOCK_N)
     common_end = end
     if TREE:  # blocks without keys of the region
         common_end = tl.minimum(end, tl.maximum(start // BLOCK_N * BLOCK_N, first))
@@ -155,8 +152,9 @@ def _attend(
         key_positions = block + tl.arange(0, BLOCK_N)
         own = key_positions < common_end
         seen = own[None, :] & (key_positions[None, :] <= positions[:, None])
-        if CHUNK:
-            seen = seen & (key_positions[None, :] >= _first_key(positions, CHUNK)[:, None])
+        if SPAN:  # keys that no row sees may have no page any more
+            own = own & (key_positions >= first_key(start, SPAN))
+            seen = seen & (key_positions[None, :] >= first_key(positions, SPAN)[:, None])
         top, total, mixed = _add_block(
             top, total, mixed, queries, layer, table, kv_head, key_positions, own, seen,
             log2_scale, value_offset, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_D,
@@ -165,7 +163,7 @@ def _attend(
         top, total, mixed = _add_paths(
             top, total, mixed, queries, layer, table, kv_head, tokens, paths, path_lens, region,
             first_row, count, start, common_end, end, positions, log2_scale, value_offset,
-            CHUNK, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D,
+            SPAN, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     mean = tl.div_rn(mixed, tl.where(total == 0.0, 1.0, total)[:, None])
     return mean, top + tl.log2(total)
@@ -198,7 +196,7 @@ def _attend_all(
     log2_scale: tl.tensor,
     value_offset: tl.tensor,
     TREE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SPAN: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -211,12 +209,12 @@ def _attend_all(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mean = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    begin = _first_key(start, CHUNK) // SPLIT_KEYS * SPLIT_KEYS if CHUNK else 0
+    begin = first_key(start, SPAN) // SPLIT_KEYS * SPLIT_KEYS if SPAN else 0
     for first in tl.range(begin, length, SPLIT_KEYS):
         own, log_sum = _attend(
             queries, positions, layer, table, kv_head, tokens, paths, path_lens, region, first_row,
             count, start, first, tl.minimum(first + SPLIT_KEYS, length), log2_scale, value_offset,
-            TREE, CHUNK, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+            TREE, SPAN, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         top, decay, weight = join(top, log_sum)
         total = total * decay + weight
@@ -232,7 +230,7 @@ def attention_kernel(
     token_stride: tl.tensor, head_stride: tl.tensor, value_offset: tl.tensor,
     table_stride: tl.tensor, max_len: tl.tensor, num_splits: tl.tensor, num_tiles: tl.tensor,
     paths: tl.tensor, path_lens: tl.tensor, region: tl.tensor, TREE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SPAN: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     SPREADS: tl.constexpr, WIDEN: tl.constexpr, SPLIT_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -254,7 +252,7 @@ def attention_kernel(
     length = tl.minimum(start + count_seen, max_len)
     if SPREADS and split * SPLIT_KEYS >= length:  # join_kernel skips it
         return
-    if CHUNK and SPREADS and (split + 1) * SPLIT_KEYS <= _first_key(start, CHUNK):
+    if SPAN and SPREADS and (split + 1) * SPLIT_KEYS <= first_key(start, SPAN):
         return
 
     heads = kv_head * GROUP + rows % GROUP
@@ -270,7 +268,7 @@ def attention_kernel(
             queries, start + lens - 1, layer, table, kv_head, tokens, paths, path_lens, region,
             first_row, count, start, split * SPLIT_KEYS,
             tl.minimum(split * SPLIT_KEYS + SPLIT_KEYS, length), log2_scale, value_offset,
-            TREE, CHUNK, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+            TREE, SPAN, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
         )
         out_rows = out_rows * num_splits + split
         tl.store(log_sums + out_rows, log_sum, mask=tokens < count)
@@ -278,7 +276,7 @@ def attention_kernel(
         mean = _attend_all(
             queries, start + lens - 1, layer, table, kv_head, tokens, paths, path_lens, region,
             first_row, count, start, length, log2_scale, value_offset,
-            TREE, CHUNK, KV_HEADS, HEAD_DIM, PAGE_SIZE, SPLIT_KEYS, BLOCK_M, BLOCK_N, BLOCK_D,
+            TREE, SPAN, KV_HEADS, HEAD_DIM, PAGE_SIZE, SPLIT_KEYS, BLOCK_M, BLOCK_N, BLOCK_D,
         )
     pointers = output + out_rows[:, None] * HEAD_DIM + dims[None, :]
     tl.store(pointers, mean.to(output.dtype.element_ty), mask=real)
@@ -296,7 +294,7 @@ def join_kernel(
     num_tiles: tl.tensor,
     path_lens: tl.tensor,
     TREE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SPAN: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -318,7 +316,7 @@ def join_kernel(
     real = dims < HEAD_DIM
     top, total = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.float32)
     mean = tl.zeros([BLOCK_D], tl.float32)
-    first = _first_key(start + seen - 1, CHUNK) // SPLIT_KEYS if CHUNK else 0
+    first = first_key(start + seen - 1, SPAN) // SPLIT_KEYS if SPAN else 0
     for split in tl.range(first, tl.cdiv(length, SPLIT_KEYS)):
         part = row * num_splits + split
         own = tl.load(means + part * HEAD_DIM + dims, mask=real, other=0.0)

@@ -124,7 +124,7 @@ def launch_latent(
         join_kernel[(heads, tiles.max_tokens, num_tiles)](
             *(results.outputs, results.log_sums, tiles.table, output, *lengths, own_paths[1]),
             TREE=paths is not None,
-            CHUNK=0,
+            SPAN=0,
             HEAD_DIM=rank,
             SPLIT_KEYS=SPLIT_KEYS,
             BLOCK_D=power_of_two(rank),

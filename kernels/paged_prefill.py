@@ -92,8 +92,11 @@ class PagedPrefill:
     """FlashInfer's kernels for one geometry. Raises RuntimeError or OSError if they are neither
     prebuilt nor can be compiled, and ImportError without FlashInfer."""
 
-    def __init__(self, layer: torch.Tensor, num_heads: int, scale: float) -> None:
-        """layer: a layer of the pool, `[2, pages, page_size, Hkv, D]`; num_heads: query heads."""
+    def __init__(
+        self, layer: torch.Tensor, num_heads: int, scale: float, window: int | None = None
+    ) -> None:
+        """layer: a layer of the pool, `[2, pages, page_size, Hkv, D]`; num_heads: query heads;
+        window: how many keys a row sees, its own included; None: all up to its own."""
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         # The workspace for partial results of split keys. Keys are never split, so that a row's
@@ -106,6 +109,7 @@ class PagedPrefill:
         self._copied = [torch.cuda.Event() for _ in range(NUM_PLANS)]  # type: ignore[no-untyped-call] # torch's
         self._next = 0
         self._layer, self._num_heads, self._scale = layer, num_heads, scale
+        self._num_before = -1 if window is None else window - 1
         for _ in range(NUM_PLANS):
             self._try(self.plan(self._rows_of_page_0(1)))
 
@@ -138,6 +142,7 @@ class PagedPrefill:
             self._layer.shape[4],
             self._layer.shape[2],
             causal=True,
+            window_left=self._num_before,
             sm_scale=self._scale,
             q_data_type=self._layer.dtype,
             seq_lens=rows.kv_lens,
@@ -195,7 +200,12 @@ class PrefillInPlace:
 
 
 def plain_paged_prefill(
-    q: torch.Tensor, layer: torch.Tensor, rows: PrefillRows, scale: float, out: torch.Tensor
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    rows: PrefillRows,
+    scale: float,
+    out: torch.Tensor,
+    window: int | None = None,
 ) -> None:
     """Reference of `PagedPrefill`, computed in float32; same arguments."""
     page_size, kv_heads, head_dim = layer.shape[2:]
@@ -212,7 +222,10 @@ def plain_paged_prefill(
         )
         keys, values = cached.transpose(1, 2).repeat_interleave(q.shape[1] // kv_heads, dim=1)
         positions = torch.arange(kv_len - (end - first), kv_len, device=device)
-        hidden = torch.arange(kv_len, device=device) > positions[:, None]
+        keys_before = positions[:, None] - torch.arange(kv_len, device=device)
+        hidden = keys_before < 0
+        if window is not None:
+            hidden |= keys_before >= window
         scores = (q[first:end].float().transpose(0, 1) @ keys.mT * scale).masked_fill(
             hidden, -torch.inf
         )

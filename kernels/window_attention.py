@@ -8,8 +8,8 @@ the heads, the device and the width of the block table. Each split takes an equa
 request's actual length.
 
 `window_attention` runs a CUDA kernel for the shapes that it supports (window_attention_cuda.py), a
-Triton kernel for others, for attention within chunks and without cuda-python, and the plain-torch
-reference without Triton."""
+Triton kernel for others, for rows that see a part of the keys and without cuda-python, and the
+plain-torch reference without Triton."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.kernels.dispatch import with_kernel
-from tllm_spec.kernels.key_chunks import KeyChunks
+from tllm_spec.kernels.key_spans import KeySpans
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
 from tllm_spec.kernels.tree_mask import TreeMask
@@ -61,9 +61,9 @@ class WindowTables:
     tree: TreeMask | None = None
     """Which keys the rows see, if the windows are rows of trees; then there is no padding. None:
     the windows are chains."""
-    chunks: KeyChunks | None = None
-    """Attention within chunks; `tree` has been cut by them already. None: rows see all keys before
-    their own."""
+    spans: KeySpans | None = None
+    """The keys that each row sees; `tree` has been cut by them already. None: rows see all keys
+    before their own."""
 
 
 @with_kernel("window_attention.launch_window_attention")
@@ -77,7 +77,7 @@ def window_attention(
     norm: HeadWeights | None = None,
 ) -> torch.Tensor:
     """Query w of request b is token kv_lens[b] - W + w and attends to the keys up to there, or to
-    those that `tables.tree` names, with `tables.chunks` to those of its chunk only.
+    those that `tables.tree` names, with `tables.spans` to those of its span only.
 
     Lengths, tables, and the keys and values of earlier tokens must have been written before the
     projection that made qkv began (programmatic_launch.py). Keys beyond a request's length or its
@@ -101,7 +101,7 @@ def window_attention(
     rotary_write.reference(qkv.flatten(0, 1), rotary, tables.kv_slots, layer, norm)
     q = qkv[:, :, : qkv.shape[2] - 2 * layer.shape[3]]
     lengths = tables.block_tables, tables.kv_lens
-    return plain_window_attention(q, layer, *lengths, scale, tables.tree, tables.chunks)
+    return plain_window_attention(q, layer, *lengths, scale, tables.tree, tables.spans)
 
 
 def launch_window_attention(
@@ -122,10 +122,10 @@ def launch_window_attention(
     assert tables.num_padding is None or tables.num_padding.dtype == torch.int64
     assert tables.num_padding is None or tables.tree is None
     assert norm is None or norm.weight.is_contiguous()
-    assert tables.chunks is None or tables.chunks.positions.is_contiguous()
+    assert tables.spans is None or tables.spans.positions.is_contiguous()
     call = _Call(qkv, cos_sin, layer, tables, scale, workspace, norm)
     windows, layout = call.windows(), None
-    if tables.chunks is None and serves(qkv, cos_sin, call.weights[0], layer):
+    if tables.spans is None and serves(qkv, cos_sin, call.weights[0], layer):
         layout = layout_of(windows, workspace.num_processors, len(workspace.outputs))
     return _launch_triton(call, windows) if layout is None else _launch_cuda(call, windows, layout)
 
@@ -149,10 +149,10 @@ class _Call:
         return (None, 0) if tree is None else (tree.bits, tree.offset)
 
     @property
-    def chunks(self) -> tuple[torch.Tensor | None, int]:
-        """Positions of the rows and the size of chunks, or 0."""
-        chunks = self.tables.chunks
-        return (None, 0) if chunks is None else (chunks.positions, chunks.size)
+    def spans(self) -> tuple[torch.Tensor | None, int]:
+        """Positions of the rows and the code of their span, or 0."""
+        spans = self.tables.spans
+        return (None, 0) if spans is None else (spans.positions, spans.span.code)
 
     @property
     def weights(self) -> tuple[torch.Tensor | None, float]:
@@ -192,14 +192,14 @@ def _launch_triton(call: _Call, windows: WindowSizes) -> torch.Tensor:
     from tllm_spec.kernels.window_attention_triton import attention_kernel
 
     qkv, layer, tables, workspace = call.qkv, call.layer, call.tables, call.workspace
-    (tree_bits, offset), (positions, chunk) = call.tree, call.chunks
+    (tree_bits, offset), (positions, span) = call.tree, call.spans
     output, log2_scale = call.output(windows), call.scale * math.log2(math.e)
     rows, block_d = windows.window * windows.group, power_of_two(windows.head_dim)
     block_m = min(MAX_TILE_ROWS, max(16, power_of_two(rows)))
     num_tiles = windows.kv_heads * -(-rows // block_m)
     splits = workspace.splits(
         *(windows.batch * num_tiles, windows.tiles * rows),
-        min(windows.max_len, chunk or windows.max_len),
+        min(windows.max_len, abs(span) or windows.max_len),
         is_wide=is_wide(windows.window, block_m),
     )
     block_n = max(16, min(MAX_TILE_KEYS, TILE_BYTES // (block_d * layer.element_size())))
@@ -210,7 +210,7 @@ def _launch_triton(call: _Call, windows: WindowSizes) -> torch.Tensor:
         *(log2_scale, output, *partials, splits.number, splits.min_keys, tables.num_padding),
         *(tree_bits, offset, positions),
         **programmatic_launch(qkv.device),
-        CHUNK=chunk,
+        SPAN=span,
         TREE=tree_bits is not None,
         HAS_OFFSET=offset > 0,
         PADDED=tables.num_padding is not None,
@@ -252,7 +252,7 @@ def _reduce(
         *(workspace.outputs, workspace.log_sums, tables.kv_lens, output, windows.max_len),
         *(splits.number, splits.min_keys, tables.num_padding, offset),
         **programmatic_launch(output.device),
-        CHUNK=call.chunks[1],
+        SPAN=call.spans[1],
         HAS_OFFSET=offset > 0,
         PADDED=tables.num_padding is not None,
         HEADS=heads,
@@ -274,16 +274,19 @@ def plain_window_attention(
     kv_lens: torch.Tensor,
     scale: float,
     tree: TreeMask | None = None,
-    chunks: KeyChunks | None = None,
+    spans: KeySpans | None = None,
 ) -> torch.Tensor:
     """Reference of the attention in `window_attention`, in float32. q: `[B, W, Hq, D]`, after norm
-    and rotation; the pool holds the window's keys and values already. tree, chunks: as in
+    and rotation; the pool holds the window's keys and values already. tree, spans: as in
     `WindowTables`."""
     batch, window, heads, head_dim = q.shape
     page_size, kv_heads = layer.shape[2:4]
     keys = torch.arange(block_tables.shape[1] * page_size, device=q.device)
     slots = block_tables[:, keys // page_size] * page_size + keys % page_size  # [B, L]
     absent = keys >= kv_lens[:, None]
+    if spans is not None:
+        first_keys = spans.first_keys(window)
+        absent |= keys < first_keys.amin(1, keepdim=True)
     cached = layer.view(2, -1, kv_heads, head_dim)[:, slots].float()
     cached = cached.masked_fill(absent[:, :, None, None], 0)
     cached = cached.permute(0, 1, 3, 2, 4)  # [2, B, Hkv, L, D]
@@ -291,8 +294,8 @@ def plain_window_attention(
     hidden = (keys > positions[:, :, None]) | absent[:, None]
     if tree is not None:
         hidden = ~tree.visible(kv_lens, keys)
-    if chunks is not None:
-        hidden |= keys < chunks.first_keys(window)[:, :, None]
+    if spans is not None:
+        hidden |= keys < first_keys[:, :, None]
     hidden = hidden.repeat_interleave(heads // kv_heads, dim=1)[:, None]  # [B, 1, W * G, L]
     queries = q.float().view(batch, window, kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
     scores = (queries @ cached[0].mT * scale).masked_fill(hidden, -torch.inf)

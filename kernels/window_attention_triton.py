@@ -9,12 +9,13 @@ long-context inference", 2023).
 The splits share the keys that were in the pool before. The last one adds the window's own keys from
 registers, so no program reads what another program of the launch writes. Rows of a tree see by
 their bits: the splits share the keys before the tree's region, and the last one adds the region.
-With CHUNK the splits share the keys from the chunk of the window's first row on, and a row in a
-later chunk masks those before it."""
+With SPAN the splits share the keys from the first one that the window's first row sees, and the
+other rows mask those that they do not see."""
 
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.key_spans_triton import first_key
 from tllm_spec.kernels.programmatic_launch_triton import launch_dependents, wait_for_previous
 from tllm_spec.kernels.tree_mask_triton import is_set
 
@@ -84,7 +85,7 @@ def _masked(
     WINDOW: tl.constexpr,
     BLOCK_W: tl.constexpr,
     TREE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SPAN: tl.constexpr,
 ) -> tl.tensor:
     """Scores `[R, BLOCK_W]` of the window's own keys, -inf where a row does not see the key."""
     new = tl.arange(0, BLOCK_W)[None, :]
@@ -93,14 +94,14 @@ def _masked(
     else:
         first_own = WINDOW - tl.minimum(num_own, kv_len)  # padding may have positions below 0
         seen = (new <= window_rows[:, None]) & (new < WINDOW) & (new >= first_own)
-        if CHUNK:
+        if SPAN:
             seen = seen & (kv_len - WINDOW + new >= first_keys[:, None])
     return tl.where(seen, scores, float("-inf"))
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _first_keys(positions: tl.tensor, real_rows: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
-    return tl.load(positions, mask=real_rows, other=0).to(tl.int32) // CHUNK * CHUNK
+def _first_keys(positions: tl.tensor, real_rows: tl.tensor, SPAN: tl.constexpr) -> tl.tensor:
+    return first_key(tl.load(positions, mask=real_rows, other=0).to(tl.int32), SPAN)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -121,13 +122,13 @@ def _attend(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SPAN: tl.constexpr,
     IN_TREE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The state of `_add_keys` after the keys at positions `first` to `end`. All rows see them, or
-    with `CHUNK` those whose `first_keys` `[R]` are not above them, or, if `IN_TREE`, those whose
+    with `SPAN` those whose `first_keys` `[R]` are not above them, or, if `IN_TREE`, those whose
     bit is set; bit 0 is key `first`. table: the request's block table row."""
     dims = tl.arange(0, BLOCK_D)
     for start in tl.range(first, end, BLOCK_N):
@@ -144,7 +145,7 @@ def _attend(
         seen = own[None, :]
         if IN_TREE:
             seen = seen & is_set(bits, positions - first)
-        elif CHUNK:
+        elif SPAN:
             seen = seen & (positions[None, :] >= first_keys[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         values = tl.load(pointers + value_offset, mask=present, other=0.0).to(queries.dtype)
@@ -171,7 +172,7 @@ def _attend_to_pool(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SPAN: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The state of `_add_keys` after a split's share of the keys in the pool: from `first` on, and
@@ -184,13 +185,13 @@ def _attend_to_pool(
     top, total, mixed = _attend(
         top, total, mixed, queries, bits, first_keys, layer, table, kv_head, first,
         tl.minimum(first + share, num_old), log2_scale, value_offset,
-        KV_HEADS, HEAD_DIM, PAGE_SIZE, CHUNK, False, BLOCK_N, BLOCK_D,
+        KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, False, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     if HAS_OFFSET:
         top, total, mixed = _attend(
             top, total, mixed, queries, bits, first_keys, layer, table, kv_head, num_old,
             tl.where(is_last, region_end, num_old), log2_scale, value_offset,
-            KV_HEADS, HEAD_DIM, PAGE_SIZE, CHUNK, True, BLOCK_N, BLOCK_D,
+            KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, True, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     return top, total, mixed
 
@@ -204,7 +205,7 @@ def _shares(
     max_len: tl.tensor,
     num_splits: tl.tensor,
     min_keys: tl.tensor,
-    CHUNK: tl.constexpr,
+    SPAN: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     PADDED: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -220,8 +221,8 @@ def _shares(
         num_own = WINDOW - tl.load(num_padding + request, cache_modifier=".cg").to(tl.int32)
     num_last = num_own + offset if HAS_OFFSET else num_own
     num_old = tl.minimum(tl.maximum(kv_len - num_last, 0), max_len)
-    # The first row has position num_old, and no row is in an earlier chunk.
-    num_seen = num_old % CHUNK if CHUNK else num_old
+    # The first row has position num_old, and no row sees earlier keys than that one.
+    num_seen = num_old - first_key(num_old, SPAN) if SPAN else num_old
     number = tl.minimum(tl.maximum((num_seen - 1) // min_keys, 1), num_splits)
     share = tl.cdiv(tl.maximum(tl.cdiv(num_seen, number), 1), BLOCK_N) * BLOCK_N
     num_used = tl.maximum(tl.cdiv(num_seen, share), 1)
@@ -288,7 +289,7 @@ def attention_kernel(
     kv_lens: tl.tensor, max_len: tl.tensor, log2_scale: tl.tensor, output: tl.tensor,
     partials: tl.tensor, log_sums: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor,
     num_padding: tl.tensor, tree_bits: tl.tensor, offset: tl.tensor, positions: tl.tensor,
-    CHUNK: tl.constexpr, TREE: tl.constexpr, HAS_OFFSET: tl.constexpr, PADDED: tl.constexpr,
+    SPAN: tl.constexpr, TREE: tl.constexpr, HAS_OFFSET: tl.constexpr, PADDED: tl.constexpr,
     HAS_NORM: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
@@ -300,7 +301,7 @@ def attention_kernel(
     tile, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_len, num_own, num_old, first, share, num_used = _shares(
         kv_lens, num_padding, request, offset, max_len, num_splits, min_keys,
-        CHUNK, HAS_OFFSET, PADDED, WINDOW, BLOCK_N,
+        SPAN, HAS_OFFSET, PADDED, WINDOW, BLOCK_N,
     )
     if split >= num_used:  # the reduction skips it; the first split never returns here
         return
@@ -316,12 +317,12 @@ def attention_kernel(
         HAS_NORM, KV_HEADS * (GROUP + 2), HEAD_DIM, BLOCK_D,
     ).to(dot_type)
     bits = tl.load(tree_bits + tokens, mask=real_rows, other=0) if TREE else None
-    first_keys = _first_keys(positions + tokens, real_rows, CHUNK) if CHUNK else None
+    first_keys = _first_keys(positions + tokens, real_rows, SPAN) if SPAN else None
     is_last = split == num_used - 1
     top, total, mixed = _attend_to_pool(
         queries, bits, first_keys, layer, block_tables + request * table_stride, kv_head,
         first + split * share, share, num_old, tl.minimum(num_old + offset, max_len), is_last,
-        log2_scale, value_offset, HAS_OFFSET, KV_HEADS, HEAD_DIM, PAGE_SIZE, CHUNK, BLOCK_N,
+        log2_scale, value_offset, HAS_OFFSET, KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, BLOCK_N,
     )
     if is_last:
         keys, values = _window_keys(
@@ -330,7 +331,7 @@ def attention_kernel(
         )
         scores = _masked(
             tl.dot(queries, tl.trans(keys.to(dot_type)), input_precision="ieee") * log2_scale,
-            bits, offset, rows // GROUP, num_own, kv_len, first_keys, WINDOW, BLOCK_W, TREE, CHUNK,
+            bits, offset, rows // GROUP, num_own, kv_len, first_keys, WINDOW, BLOCK_W, TREE, SPAN,
         )
         top, total, mixed = _add_keys(top, total, mixed, scores, values.to(dot_type))
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -356,7 +357,7 @@ def reduction_kernel(
     min_keys: tl.tensor,
     num_padding: tl.tensor,
     offset: tl.tensor,
-    CHUNK: tl.constexpr,
+    SPAN: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     PADDED: tl.constexpr,
     HEADS: tl.constexpr,
@@ -375,7 +376,7 @@ def reduction_kernel(
     request = first // (WINDOW * HEADS)
     _, _, _, _, _, num_used = _shares(
         kv_lens, num_padding, request, offset, max_len, num_splits, min_keys,
-        CHUNK, HAS_OFFSET, PADDED, WINDOW, BLOCK_N,
+        SPAN, HAS_OFFSET, PADDED, WINDOW, BLOCK_N,
     )  # fmt: skip
     wait_for_previous(PDL)
     if num_used == 1:  # the attention kernel wrote the output

@@ -50,6 +50,8 @@ def check_draft_backend(plan: BuildPlan) -> None:
                 f"its network is a dense decoder ({', '.join(ARCHITECTURES)}), and the draft model "
                 f"is {config.architecture}"
             )
+        if (window := config.within(plan.max_len).sliding_window) is not None:
+            reasons.append(f"its network sees all keys, and sliding_window is {window}")
     if (size := plan.mapping.world_size) > 1:
         reasons.append(f"it runs on one device, and tensor_parallel_size is {size}")
     if draft.backend == "onnxruntime":
@@ -65,7 +67,7 @@ def check_draft_backend(plan: BuildPlan) -> None:
 def load_network(plan: BuildPlan, draft: DraftModel, folder: Path) -> DraftNetwork:
     """Loads the weights on the host and builds the network from them. Raises ValueError where that
     fails."""
-    config = ModelConfig.from_pretrained(folder)
+    config = ModelConfig.from_pretrained(folder).within(plan.max_len)
     model = load_model(
         folder,
         dtype=pick_dtype(plan.args.dtype, config.dtype, plan.device),

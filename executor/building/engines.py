@@ -1,14 +1,15 @@
 """Loads models and builds engines around them: KV pools, caches, attention."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
-import torch
-
 from tllm_spec.attention.choice import create_backend, create_batch_invariant
-from tllm_spec.attention.geometry import Geometry
+from tllm_spec.attention.geometry import LayerGroup
+from tllm_spec.attention.interface import AttentionBackend
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.draft_network.network import DraftNetwork, HeadNetwork
 from tllm_spec.executor.building.draft_backend import (
@@ -19,6 +20,7 @@ from tllm_spec.executor.building.draft_backend import (
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device_choice import pick_dtype
+from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
 from tllm_spec.executor.engine.memory_plan import (
     DUMMY_PAGES,
     ServedModel,
@@ -27,9 +29,16 @@ from tllm_spec.executor.engine.memory_plan import (
 )
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.network_engine import NetworkEngine
+from tllm_spec.executor.engine.page_plan import (
+    GroupPlan,
+    draft_group,
+    own_groups,
+    with_draft,
+)
 from tllm_spec.executor.engine.rows import RowBuilder
-from tllm_spec.executor.resources.kv_cache import KVCacheManager
+from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
+from tllm_spec.executor.resources.pages import PageGroup
 from tllm_spec.executor.resources.slot_state import BlockTable
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.loaded_draft import (
@@ -41,6 +50,7 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
 )
 from tllm_spec.executor.speculative.drafting.network_layers import NetworkLayers
 from tllm_spec.executor.speculative.modes import DraftEngine
+from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.registry import LoadFormat, load_model
@@ -72,23 +82,26 @@ def build_engines(plan: BuildPlan) -> Engines:
     draft = load_draft(plan, target) if plan.draft_plan is not None else None
     logger.info("weights took %.1f s", monotonic() - start)
     models: list[ServedModel] = [target, *([draft.net] if draft else [])]
+    of_target, of_draft = _plan_groups(plan, target, draft)
+    groups, number = of_target + of_draft, len(of_target)
     num_pages = plan_num_pages(
-        plan.args, models, plan.max_len, plan.communicator, reserved_bytes(plan, draft)
+        plan.args,
+        groups,
+        models,
+        plan.max_len,
+        plan.span_room,
+        plan.communicator,
+        reserved_bytes(plan, draft),
     )
-    num_pages = plan.communicator.minimum(num_pages)
-    check_pool(draft, num_pages * plan.page_size)
-    logger.info("KV cache: %d pages of %d tokens", num_pages - DUMMY_PAGES, plan.page_size)
-    engine, kv, layers = _build_engine(
-        plan,
-        target,
-        num_pages,
-        draft,
-        extra_kv_tokens=plan.extra_kv_tokens,
-        batch_invariant=plan.args.deterministic,
-    )
+    num_pages = [plan.communicator.minimum(pages) for pages in num_pages]
+    check_pool(draft, max(num_pages) * plan.page_size)
+    for pages in num_pages[:number]:
+        logger.info("KV cache: %d pages of %d tokens", pages - DUMMY_PAGES, plan.page_size)
+    memory = [_memory(plan, own, pages) for own, pages in zip(groups, num_pages, strict=True)]
+    engine, kv, layers = _build_target(plan, target, memory[:number], draft)
     own_engine = None
     if draft is not None and layers is None:
-        own_engine = _build_draft_engine(plan, draft, num_pages)
+        own_engine = _build_draft_engine(plan, draft, memory[number:])
     with_heads = (each.head if isinstance(each, HeadNetwork) else each for each in models)
     in_torch = [model for model in with_heads if not isinstance(model, DraftNetwork)]
     return Engines(engine, kv, own_engine, layers, in_torch)
@@ -150,91 +163,123 @@ def _load(
     )
 
 
-def _build_draft_engine(plan: BuildPlan, draft: LoadedDraft, num_pages: int) -> DraftEngine:
-    """A draft model with a cache of its own."""
-    extra_kv_tokens = plan.draft_kv_tokens
-    if isinstance(draft.net, CausalLM):
-        own = _build_engine(plan, draft.net, num_pages, extra_kv_tokens=extra_kv_tokens)
-        return DraftEngine(*own[:2])
-    assert isinstance(draft.net, DraftNetwork)
-    geometry = draft.net.config.attention_geometry(plan.mapping)
-    pool = _pool(plan, geometry, draft.net.dtype, num_pages)
-    rows = _rows(plan, num_pages)
-    kv = KVCacheManager(
-        _cache(plan, [pool], lookahead=0), pool, rows.table, extra_kv_tokens=extra_kv_tokens
-    )
-    return DraftEngine(NetworkEngine(draft.net, pool, rows, plan.config.vocab_size), kv)
+def _plan_groups(
+    plan: BuildPlan, target: CausalLM, draft: LoadedDraft | None
+) -> tuple[list[GroupPlan], list[GroupPlan]]:
+    """The groups of the target's cache, and those of a draft model's own."""
+    groups = own_groups(target.config.layer_groups(plan.mapping), KVFormat(target.dtype))
+    if draft is None:
+        return groups, []
+    layers = draft.net.config.layer_groups(plan.mapping)
+    of_draft = draft_group(layers, KVFormat(draft.net.dtype))
+    if not draft.plan.shares_pages:
+        return groups, [of_draft]
+    return with_draft(groups, of_draft), []
 
 
-def _build_engine(
-    plan: BuildPlan,
-    model: CausalLM,
-    num_pages: int,
-    draft: LoadedDraft | None = None,
-    *,
-    extra_kv_tokens: int,
-    batch_invariant: bool = False,
+@dataclass(frozen=True)
+class _Memory:
+    """The memory of one group."""
+
+    pools: list[KVPool]
+    rows: RowBuilder
+    span: KeySpan | None
+
+    @property
+    def kv(self) -> KVGroup:
+        return KVGroup(self.pools, self.rows.table)
+
+    @property
+    def pages(self) -> PageGroup:
+        return PageGroup(self.pools[0].num_pages, self.copy_page, self.span)
+
+    def copy_page(self, source: int, destination: int) -> None:
+        for pool in self.pools:
+            pool.copy_page(source, destination)
+
+
+def _memory(plan: BuildPlan, own: GroupPlan, num_pages: int) -> _Memory:
+    pools = [
+        KVPool(
+            pool.geometry,
+            num_pages=num_pages,
+            page_size=plan.page_size,
+            kv_format=pool.kv_format,
+            device=plan.device,
+        )
+        for pool in own.pools
+    ]
+    table = BlockTable(plan.slots, -(-plan.max_len // plan.page_size), plan.device)
+    return _Memory(pools, RowBuilder(table, num_pages, plan.page_size, plan.device), own.span)
+
+
+def _build_target(
+    plan: BuildPlan, target: CausalLM, memory: list[_Memory], draft: LoadedDraft | None
 ) -> tuple[ModelEngine, KVCacheManager, DraftLayers | None]:
-    """A model with a cache of `num_pages` pages, which `draft` may share."""
-    geometry = model.config.attention_geometry(plan.mapping)
-    pools = [_pool(plan, geometry, model.dtype, num_pages)]
-    rows = _rows(plan, num_pages)
+    """The target with its cache, whose pages `draft` may share."""
     layers: DraftLayers | None = None
     spec = None
     if draft is not None and draft.plan.shares_pages:
-        own = draft.net.config.attention_geometry(plan.mapping)
-        pools.append(_pool(plan, own, draft.net.dtype, num_pages))
-        layers, spec = _draft_layers(plan, draft, own, pools[-1], rows), draft.spec
-    kv = KVCacheManager(
-        _cache(plan, pools, lookahead=int(spec is not None)),
-        pools[0],
-        rows.table,
-        extra_kv_tokens=extra_kv_tokens,
+        layers, spec = _draft_layers(plan, draft, memory), draft.spec
+    kv = _manager(
+        plan, memory, extra_kv_tokens=plan.extra_kv_tokens, lookahead=int(spec is not None)
     )
-    if batch_invariant:
-        attention = create_batch_invariant(geometry, pools[0])
-    else:
-        attention = create_backend(
-            plan.attention, geometry, pools[0], plans_latents=plan.plans_latents
-        )
-    return ModelEngine(model, attention, rows, plan.config.vocab_size, spec), kv, layers
+    groups = []
+    for own, place in zip(target.config.layer_groups(plan.mapping), memory, strict=False):
+        if plan.args.deterministic:
+            backend = create_batch_invariant(own.geometry, place.pools[0])
+        else:
+            backend = _backend(plan, own, place.pools[0])
+        groups.append(PagedGroup(backend, place.rows))
+    attention = AttentionGroups(groups)
+    return ModelEngine(target, attention, plan.config.vocab_size, spec), kv, layers
 
 
-def _draft_layers(
-    plan: BuildPlan, draft: LoadedDraft, geometry: Geometry, pool: KVPool, rows: RowBuilder
-) -> DraftLayers:
-    """A draft network on the target's pages; `pool` has its entries."""
+def _draft_layers(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) -> DraftLayers:
+    """A draft network on the target's pages, with the last pools of the group that keeps all."""
+    place = next(own for own in memory if own.span is None)
+    groups = draft.net.config.layer_groups(plan.mapping)
+    pools = place.pools[-len(groups) :]
     if isinstance(draft.net, HeadNetwork):
         assert draft.spec is not None
-        return NetworkLayers(draft.net, draft.spec, pool, rows)
-    backend = create_backend(plan.attention, geometry, pool, plans_latents=plan.plans_latents)
-    return draft.layers(backend, rows, plan.config.vocab_size)
+        return NetworkLayers(draft.net, draft.spec, pools[0], place.rows)
+    return draft.layers(_attention(plan, groups, pools, place.rows), plan.config.vocab_size)
 
 
-def _rows(plan: BuildPlan, num_pages: int) -> RowBuilder:
-    table = BlockTable(plan.slots, -(-plan.max_len // plan.page_size), plan.device)
-    return RowBuilder(table, num_pages, plan.page_size, plan.device)
+def _build_draft_engine(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) -> DraftEngine:
+    """A draft model with a cache of its own."""
+    [place] = memory
+    kv = _manager(plan, memory, extra_kv_tokens=plan.draft_kv_tokens, lookahead=0)
+    net, vocab_size = draft.net, plan.config.vocab_size
+    if isinstance(net, DraftNetwork):
+        return DraftEngine(NetworkEngine(net, place.pools[0], place.rows, vocab_size), kv)
+    assert isinstance(net, CausalLM)
+    attention = _attention(plan, net.config.layer_groups(plan.mapping), place.pools, place.rows)
+    return DraftEngine(ModelEngine(net, attention, vocab_size), kv)
 
 
-def _pool(plan: BuildPlan, geometry: Geometry, dtype: torch.dtype, num_pages: int) -> KVPool:
-    return KVPool(
-        geometry, num_pages=num_pages, page_size=plan.page_size, dtype=dtype, device=plan.device
-    )
+def _attention(
+    plan: BuildPlan, groups: Sequence[LayerGroup], pools: Sequence[KVPool], rows: RowBuilder
+) -> AttentionGroups:
+    """Of a draft network, whose groups share the pages."""
+    backends = (_backend(plan, own, pool) for own, pool in zip(groups, pools, strict=True))
+    return AttentionGroups([PagedGroup(backend, rows) for backend in backends])
 
 
-def _cache(plan: BuildPlan, pools: list[KVPool], lookahead: int) -> PagedCache:
-    """One cache for pools that share their page numbers."""
+def _backend(plan: BuildPlan, group: LayerGroup, pool: KVPool) -> AttentionBackend:
+    return create_backend(plan.attention, group.geometry, pool, plans_latents=plan.plans_latents)
 
-    def copy_page(source: int, destination: int) -> None:
-        for pool in pools:
-            pool.copy_page(source, destination)
 
+def _manager(
+    plan: BuildPlan, memory: list[_Memory], *, extra_kv_tokens: int, lookahead: int
+) -> KVCacheManager:
     reuse = plan.args.kv_cache_config
-    return PagedCache(
-        pools[0].num_pages,
+    cache = PagedCache(
+        [own.pages for own in memory],
         plan.page_size,
-        copy_page=copy_page,
         enable_block_reuse=reuse.enable_block_reuse,
         enable_partial_reuse=reuse.enable_partial_reuse,
         lookahead=lookahead,
     )
+    groups = [own.kv for own in memory]
+    return KVCacheManager(cache, groups, plan.span_room, extra_kv_tokens=extra_kv_tokens)

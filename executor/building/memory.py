@@ -18,10 +18,12 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     backlog of a draft network on the target's pages, and its distributions for rejection
     sampling."""
     configs = [plan.config, *([draft.net.config] if draft else [])]
-    geometries = [config.attention_geometry(plan.mapping) for config in configs]
     num_bytes = sum(
-        workspace_bytes(plan.attention, geometry, plan.dtype, plans_latents=plan.plans_latents)
-        for geometry in geometries
+        workspace_bytes(
+            plan.attention, group.geometry, plan.dtype, plans_latents=plan.plans_latents
+        )
+        for config in configs
+        for group in config.layer_groups(plan.mapping)
     )
     if plan.device.type == "cuda" and not plan.args.deterministic:
         num_bytes += WORKSPACE_BYTES

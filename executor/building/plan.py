@@ -12,7 +12,7 @@ from tllm_spec.executor.building.draft_lens import draft_lens_of_rounds
 from tllm_spec.executor.device_choice import pick_device, pick_dtype
 from tllm_spec.executor.graphs.context_graphs import context_rows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
-from tllm_spec.executor.resources.kv_cache import KVCacheManager
+from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, KVCacheManager, SpanRoom
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.scheduler import SchedulerLimits
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
@@ -170,6 +170,13 @@ class BuildPlan:
         longest = self.shapes.longest
         has_any = is_separate and self.shapes.has_trees
         return max(longest.num_read, longest.path) + 1 if has_any else 0
+
+    @property
+    def span_room(self) -> SpanRoom:
+        """While a round is in flight, another one is scheduled, and with it a request's next
+        chunk."""
+        ahead = self.overshoot + (ROUNDS_AHEAD + 1) * self.shapes.longest.path + 1
+        return SpanRoom(self.page_size, ahead, 2 * self.args.max_num_tokens)
 
     @property
     def max_len(self) -> int:

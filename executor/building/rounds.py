@@ -57,7 +57,7 @@ def graph_sizes(plan: BuildPlan, runner: RoundRunner) -> tuple[int, ...]:
     spec = plan.spec
     if not plan.graph_sizes or plan.device.type != "cuda":
         return ()
-    if not runner.engine.backend.supports_graphs:
+    if not runner.engine.attention.supports_graphs:
         logger.warning(
             "no CUDA graphs: attn_backend %s needs lengths on the host", plan.args.attn_backend
         )

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
-from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.draft_network.network import DraftNetwork
 from tllm_spec.draft_shape import NO_DRAFTS
+from tllm_spec.executor.engine.page_plan import GroupPlan, divide
+from tllm_spec.executor.resources.kv_cache import SpanRoom
 from tllm_spec.executor.sampling.grammar_masks import mask_words
 from tllm_spec.executor.sampling.working_memory import BYTES_PER_LOGIT, SAMPLING_BYTES
 from tllm_spec.kernels.scaled_linear_slices import MAX_BYTES as MAX_SLICE_BYTES
@@ -35,12 +36,14 @@ ServedModel = TorchModel | DraftNetwork
 
 def plan_num_pages(
     args: LlmArgs,
+    groups: Sequence[GroupPlan],
     models: Sequence[ServedModel],
     max_len: int,
+    room: SpanRoom,
     communicator: Communicator = SINGLE,
     reserved_bytes: int = 0,
-) -> int:
-    """Pages of each model's pool, the dummy page included.
+) -> list[int]:
+    """Pages of each group, of target and draft, the dummy page included.
 
     As many as `max_tokens` asks for; without it, as many as `max_batch_size` requests of `max_len`
     tokens can fill. On a GPU never more than the configured share of the memory that is left after
@@ -50,12 +53,7 @@ def plan_num_pages(
     Raises ValueError when not even one page is possible, or on a CPU when `max_tokens` exceeds the
     machine's memory."""
     page_size, max_tokens = args.kv_cache_config.tokens_per_block, args.kv_cache_config.max_tokens
-    page_bytes = sum(
-        KVPool.page_bytes(
-            model.config.attention_geometry(communicator.mapping), page_size, model.dtype
-        )
-        for model in models
-    )
+    page_bytes = [group.page_bytes(page_size) for group in groups]
     device, num_sharing = models[0].device, communicator.ranks_on_device
     if device.type == "cuda":
         free = _free_bytes(device, communicator) // num_sharing
@@ -63,27 +61,29 @@ def plan_num_pages(
         budget = int(free * args.kv_cache_config.free_gpu_memory_fraction)
     else:
         budget = CPU_POOL_BYTES if max_tokens is None else _machine_bytes() // num_sharing
-    wanted = (
-        args.max_batch_size * -(-max_len // page_size)
-        if max_tokens is None
-        else -(-max_tokens // page_size)
-    )
-    num_pages = min(budget // page_bytes, wanted)
-    if max_tokens is not None and num_pages < wanted:
-        too_much = f"kv_cache_config.max_tokens = {max_tokens} takes {wanted * page_bytes} bytes"
+    longest = -(-max_len // page_size)
+    wanted = args.max_batch_size * longest if max_tokens is None else -(-max_tokens // page_size)
+    needed = [
+        min(longest, room.most_pages(own.span, generates=False)) if own.span else longest
+        for own in groups
+    ]
+    num_pages = divide(budget, page_bytes, needed, wanted)
+    if max_tokens is not None and min(num_pages) < wanted:
+        num_bytes = wanted * sum(page_bytes)
+        too_much = f"kv_cache_config.max_tokens = {max_tokens} takes {num_bytes} bytes"
         if device.type == "cpu":
             each = f" for each of {num_sharing} ranks" if num_sharing > 1 else ""
             raise ValueError(f"{too_much}; the machine has {budget}{each}")
         logger.warning(
-            "%s; free_gpu_memory_fraction leaves %d tokens", too_much, num_pages * page_size
+            "%s; free_gpu_memory_fraction leaves %d tokens", too_much, min(num_pages) * page_size
         )
-    if num_pages < 1:
+    if min(num_pages) < 1:
         raise ValueError(
-            f"no memory is left for the KV cache: a page of {page_size} tokens takes {page_bytes} "
-            f"bytes and {max(budget, 0)} are free; lower max_num_tokens or max_batch_size, or use "
-            "a smaller model"
+            f"no memory is left for the KV cache: a page of {page_size} tokens takes "
+            f"{sum(page_bytes)} bytes and {max(budget, 0)} are free; lower max_num_tokens or "
+            "max_batch_size, or use a smaller model"
         )
-    return num_pages + DUMMY_PAGES
+    return [number + DUMMY_PAGES for number in num_pages]
 
 
 def _free_bytes(device: torch.device, communicator: Communicator) -> int:

@@ -5,15 +5,15 @@ context chunks are (slot, start, tokens), windows are slots with lengths on the 
 
 import torch
 
-from tllm_spec.attention.interface import AttentionBackend, AttentionPlan, ForwardContext
+from tllm_spec.attention.interface import ForwardContext, GroupAttention
 from tllm_spec.attention.spec_metadata import SpecMetadata
+from tllm_spec.executor.engine.attention_groups import AttentionGroups
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
-from tllm_spec.kernels.move_kv import move_kv
 from tllm_spec.models.causal_lm import CausalLM
 
 
 class ModelEngine:
-    """A model, its attention backend and the rows that it runs over.
+    """A model and the attention of its layer groups.
 
     `input_vocab_size` is the target's: a draft model with a smaller vocabulary reads ids beyond it
     as its last id. `spec` captures hidden states for a draft head."""
@@ -23,21 +23,24 @@ class ModelEngine:
     def __init__(
         self,
         model: CausalLM,
-        backend: AttentionBackend,
-        rows: RowBuilder,
+        attention: AttentionGroups,
         input_vocab_size: int,
         spec: SpecMetadata | None = None,
     ) -> None:
         self.model = model
-        self.backend = backend
-        self.rows = rows
+        self.attention = attention
         self.spec = spec
-        self._no_rows = torch.empty(0, dtype=torch.int64, device=rows.device)
+        self._no_rows = torch.empty(0, dtype=torch.int64, device=self.rows.device)
         self._last_token_id = model.config.vocab_size - 1
         self._clamps = input_vocab_size > model.config.vocab_size
         self._captures_last_layer = (
             spec is not None and max(spec.layers) >= model.config.num_layers - 1
         )
+
+    @property
+    def rows(self) -> RowBuilder:
+        """Of the first layer group."""
+        return self.attention.rows
 
     def forward(
         self,
@@ -49,31 +52,29 @@ class ModelEngine:
         states `[T, H]`.
 
         wanted: returns these rows `[R]` only, `[R, H]`; the others skip most of the last layer."""
-        metadata, token_ids = self.rows.build(contexts, windows)
-        return self.run(token_ids, metadata.positions, self.backend.plan(metadata), wanted)
+        rows = self.attention.plan(contexts, windows)
+        return self.run(rows.token_ids, rows.positions, rows.groups, wanted)
 
     def run(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        plan: AttentionPlan,
+        groups: tuple[GroupAttention, ...],
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The forward of planned rows `[T]`: device work only."""
         if self._clamps:
             token_ids = token_ids.clamp_max(self._last_token_id)
         if wanted is None or not self._captures_last_layer:
-            context = ForwardContext(self.backend, plan, self.spec, wanted)
+            context = ForwardContext(groups, self.spec, wanted)
             return self.model.forward(token_ids, positions, context)
-        context = ForwardContext(self.backend, plan, self.spec)
+        context = ForwardContext(groups, self.spec)
         return self.model.forward(token_ids, positions, context).index_select(0, wanted)
 
     def keep_paths(self, windows: Windows, rows: torch.Tensor, lens: torch.Tensor) -> None:
         """Moves the KV of the accepted rows of trees to the front of their windows: lens `[B]` of
         rows `[B, D+1]`."""
-        num_pages = -(-windows.max_kv_len // self.rows.page_size)
-        tables = self.rows.table.rows(windows.slots, num_pages)
-        move_kv(self.backend.pool.planes, tables, windows.first, rows, lens)
+        self.attention.keep_paths(windows, rows, lens)
 
     def read(self, chunks: list[ContextChunk]) -> None:
         """Writes the KV of the chunks' tokens."""

@@ -11,7 +11,7 @@ from time import monotonic
 
 import torch
 
-from tllm_spec.attention.interface import ContextPlans
+from tllm_spec.attention.interface import AttentionBackend, ContextPlans, GroupAttention
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.executor.graphs.graph_pool import Captured, GraphPool
@@ -39,12 +39,14 @@ class ContextGraphs:
     def __init__(
         self,
         engine: ModelEngine,
+        backend: AttentionBackend,
         plans: ContextPlans,
         sizes: tuple[int, ...],
         dummy_slot: int,
         pool: GraphPool,
     ) -> None:
-        self._engine, self._plans, self._dummy_slot = engine, plans, dummy_slot
+        self._engine, self._backend, self._plans = engine, backend, plans
+        self._dummy_slot = dummy_slot
         num_pages = (MAX_CHUNKS + 1) * engine.rows.table.device_rows.shape[1]
         num_inputs = MAX_CHUNKS + 3 * max(sizes) + -(-num_pages // 2)
         self._inputs = torch.zeros(num_inputs, dtype=torch.int64, device=engine.rows.device)
@@ -96,17 +98,20 @@ class ContextGraphs:
 
     def _forward(self, size: int) -> torch.Tensor:
         token_ids, positions, kv_slots = self._rows[size].unbind(0)
-        return self._engine.run(
-            token_ids, positions, self._plans.for_graph(kv_slots), self._last_rows
-        )
+        attention = GroupAttention(self._backend, self._plans.for_graph(kv_slots))
+        return self._engine.run(token_ids, positions, (attention,), self._last_rows)
 
 
 def capture_contexts(
     engine: ModelEngine, sizes: tuple[int, ...], dummy_slot: int, pool: GraphPool
 ) -> ContextGraphs | None:
-    """None where attention cannot be captured, or there is no size."""
-    if not sizes:
+    """None where attention cannot be captured, or there is no size. The graphs have the rows of one
+    block table, so there are none for a model with several layer groups."""
+    if not sizes or len(engine.attention.groups) > 1:
         return None
+    [group] = engine.attention.groups
     num_pages = engine.rows.table.device_rows.shape[1]
-    plans = engine.backend.context_plans(PrefillLimits(sizes[-1], MAX_CHUNKS + 1, num_pages))
-    return None if plans is None else ContextGraphs(engine, plans, sizes, dummy_slot, pool)
+    plans = group.backend.context_plans(PrefillLimits(sizes[-1], MAX_CHUNKS + 1, num_pages))
+    if plans is None:
+        return None
+    return ContextGraphs(engine, group.backend, plans, sizes, dummy_slot, pool)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tllm_spec.executor.engine.attention_groups import AttentionGroups
 from tllm_spec.executor.engine.memory_plan import DUMMY_PAGES
-from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.resources.slot_state import SlotState
 
 CONTEXT_LEN = 1024
@@ -26,17 +26,16 @@ class ContextLimits:
 class DummyContexts:
     """Contexts of dummy requests, within `limits`."""
 
-    def __init__(
-        self, slots: SlotState, rows: RowBuilder, num_pages: int, limits: ContextLimits
-    ) -> None:
-        self._slots, self._rows, self._limits = slots, rows, limits
-        self._num_pages = num_pages - DUMMY_PAGES
+    def __init__(self, slots: SlotState, attention: AttentionGroups, limits: ContextLimits) -> None:
+        self._slots, self._groups, self._limits = slots, attention.groups, limits
+        self._page_size = attention.rows.page_size
 
     def length(self, batch_size: int) -> int:
         """Tokens of each context; 0 where there is no room for contexts that are long enough."""
         if batch_size >= len(self._slots.kv_lens):
             return 0
-        available = self._num_pages // batch_size * self._rows.page_size - self._limits.room
+        num_pages = min(group.backend.pool.num_pages for group in self._groups) - DUMMY_PAGES
+        available = num_pages // batch_size * self._page_size - self._limits.room
         length = min(CONTEXT_LEN, self._limits.max_len, available)
         return length if length >= MIN_CONTEXT_LEN else 0
 
@@ -46,15 +45,12 @@ class DummyContexts:
         restores their lengths after a round."""
         length = self.length(batch_size)
         assert length
-        count = -(-(length + self._limits.room) // self._rows.page_size)
-        tables, kv_lens = (
-            self._rows.table.device_rows[:batch_size],
-            self._slots.kv_lens[:batch_size],
-        )
-        pages = (
-            torch.arange(batch_size * count, dtype=torch.int32, device=tables.device) + DUMMY_PAGES
-        )
-        tables[:, :count] = pages.view(batch_size, count)
+        count = -(-(length + self._limits.room) // self._page_size)
+        tables = [group.rows.table.device_rows[:batch_size] for group in self._groups]
+        kv_lens = self._slots.kv_lens[:batch_size]
+        pages = torch.arange(batch_size * count, dtype=torch.int32, device=kv_lens.device)
+        for table in tables:
+            table[:, :count] = (pages + DUMMY_PAGES).view(batch_size, count)
 
         def renew() -> None:
             kv_lens.fill_(length)
@@ -63,5 +59,6 @@ class DummyContexts:
         try:
             yield renew
         finally:
-            tables.zero_()
+            for table in tables:
+                table.zero_()
             kv_lens.zero_()

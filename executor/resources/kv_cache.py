@@ -1,9 +1,9 @@
-"""KV pages of running requests: ties the paged cache to requests, slots and the block table.
+"""KV pages of running requests: ties the paged cache to requests, slots and the block tables.
 
 The target has one manager; a draft model with pages of its own has another, with the same life
 cycle."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tllm_spec.attention.kv_pool import KVPool
@@ -12,19 +12,37 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.paged_cache import PagedCache
+from tllm_spec.executor.resources.pages import SequencePages
 from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.kernels.key_spans import KeySpan
 
 # While a round is in flight, a request takes and keeps pages for so many rounds ahead.
 ROUNDS_AHEAD = 8
 
 
-@dataclass(slots=True)
-class _Row:
-    """A request's pages, and how much of them its block-table row has."""
+@dataclass(frozen=True)
+class SpanRoom:
+    """Tokens for which a request has pages beyond those that it sees, in a group with a span:
+    `ahead` for the rounds to come, and `in_context` more before it generates."""
 
-    pages: list[int]  # the cache's live list
-    num_pages: int = 0  # written to the row
-    version: int = -1  # of the pages that were written
+    page_size: int
+    ahead: int
+    in_context: int
+
+    def most_pages(self, span: KeySpan, *, generates: bool) -> int:
+        """How many pages a request holds at once. `slide` keeps up to one more page before the
+        span, and the first and the last page may have other tokens, too."""
+        num_tokens = span.size + self.ahead + (0 if generates else self.in_context)
+        return -(-num_tokens // self.page_size) + 2
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """The memory of a layer group: its pools, whose pages have the same numbers, and the block
+    table."""
+
+    pools: Sequence[KVPool]
+    table: BlockTable
 
 
 class KVCacheManager(ResourceManager):
@@ -34,21 +52,22 @@ class KVCacheManager(ResourceManager):
     def __init__(
         self,
         cache: PagedCache,
-        pool: KVPool,
-        table: BlockTable,
+        groups: Sequence[KVGroup],
+        room: SpanRoom,
         *,
         extra_kv_tokens: int = 0,
     ) -> None:
-        """extra_kv_tokens: KV entries after those of a round's tokens that a drafter on the same
-        pages writes."""
+        """groups: of the cache's groups. extra_kv_tokens: KV entries after those of a round's
+        tokens that a drafter on the same pages writes."""
         self.cache = cache
         self.extra_kv_tokens = extra_kv_tokens
         # Tokens of each request in a round that has its pages and is not launched yet.
         self.scheduled_window = 0
-        self.pool = pool
-        self.table = table
+        self.groups = groups
+        self._room_of_span = room
         self._page_size = cache.page_size
-        self._rows: dict[int, _Row] = {}
+        # The cache's live lists of the first group. Each group has as many pages of a request.
+        self._rows: dict[int, SequencePages] = {}
         # Most rounds have the requests of the round before and neither take nor free pages, so what
         # was found for them is kept: how many more tokens each has room for at least (below 0: not
         # known), and the window and requests whose surplus pages were freed.
@@ -57,12 +76,51 @@ class KVCacheManager(ResourceManager):
         self._settled: tuple[DraftShape, Sequence[LlmRequest]] = (NO_DRAFTS, ())
 
     @property
-    def num_available(self) -> int:
-        return self.cache.num_available
+    def num_groups(self) -> int:
+        return len(self.groups)
 
     @property
-    def num_usable(self) -> int:
-        return self.cache.num_pages - 1
+    def longest_request(self) -> int | None:
+        """Pages of the tokens that a request may have at most; None: any number."""
+        own = [
+            group.num_pages - 1
+            for group in self.cache.groups
+            if group.span is None or group.num_pages - 1 < self._most_pages(group.span)
+        ]
+        return min(own, default=None)
+
+    def available(self) -> list[int]:
+        """Pages of each group that can be taken now."""
+        return [self.cache.available(group) for group in range(self.num_groups)]
+
+    def promisable(self) -> list[int]:
+        """Pages of each group that `claims` are weighed against."""
+        return [
+            self.cache.available(group) if own.span is None else own.num_pages - 1
+            for group, own in enumerate(self.cache.groups)
+        ]
+
+    def claims(
+        self, requests: Sequence[LlmRequest], last_token: Callable[[LlmRequest], int]
+    ) -> list[int]:
+        """Pages of each group that the requests may come to hold up to their last tokens: in
+        addition to what they hold, or in all where they let go of pages, since those that two
+        requests share become free only when both let go."""
+        claims = [0] * self.num_groups
+        for request in requests:
+            end, held = self.pages_for(last_token(request)), self.held(request)
+            for group, own in enumerate(self.cache.groups):
+                if own.span is None:
+                    claims[group] += max(0, end - held[group])
+                else:
+                    most = self._most_pages(own.span, request)
+                    claims[group] += max(held[group], min(end, most))
+        return claims
+
+    def _most_pages(self, span: KeySpan, request: LlmRequest | None = None) -> int:
+        """Of a group with a span; request: None for one that waits."""
+        generates = request is not None and request.state is RequestState.GENERATION
+        return self._room_of_span.most_pages(span, generates=generates)
 
     def num_after(self, shape: DraftShape) -> int:
         """KV entries that a round with such drafts may write after those of the tokens that the
@@ -73,12 +131,15 @@ class KVCacheManager(ResourceManager):
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)
 
-    def new_pages_needed(self, request: LlmRequest, num_tokens: int) -> int:
-        """By how much starting the request and growing it to `num_tokens` tokens would lower
-        `num_available`."""
-        if not request.reuses_prefix:
-            return self.pages_for(num_tokens)
-        return self.cache.new_pages_needed(request.tokens, num_tokens, request.cache_salt)
+    def new_pages_needed(self, request: LlmRequest, num_tokens: int) -> list[int]:
+        """By how much starting a request and growing it to `num_tokens` tokens would lower
+        `available`, at most. Where it lets go of pages: how many it holds at once."""
+        tokens = request.tokens if request.reuses_prefix else ()
+        needed = self.cache.new_pages_needed(tokens, num_tokens, request.cache_salt)
+        for group, own in enumerate(self.cache.groups):
+            if own.span is not None:
+                needed[group] = min(self.pages_for(num_tokens), self._most_pages(own.span))
+        return needed
 
     def match(self, request: LlmRequest) -> int:
         """Length of the cached prefix that `start` would give the request now, in tokens."""
@@ -86,8 +147,9 @@ class KVCacheManager(ResourceManager):
             return 0
         return self.cache.match(request.tokens, request.cache_salt)
 
-    def num_held(self, request: LlmRequest) -> int:
-        return len(self._rows[request.request_id].pages)
+    def held(self, request: LlmRequest) -> list[int]:
+        """How many pages of each group the request holds."""
+        return [len(own.pages) - own.first for own in self.cache.groups_of(request.request_id)]
 
     def holds(self, request: LlmRequest) -> bool:
         return request.request_id in self._rows
@@ -101,8 +163,8 @@ class KVCacheManager(ResourceManager):
             request.cache_salt,
             reuse=request.reuses_prefix,
         )
-        self._rows[request.request_id] = _Row(self.cache.pages(request.request_id))
-        self._write_row(request)
+        self._rows[request.request_id] = self.cache.groups_of(request.request_id)[0]
+        self._write_rows(request)
         return cached_len
 
     def extend(self, request: LlmRequest, num_tokens: int) -> bool:
@@ -110,7 +172,7 @@ class KVCacheManager(ResourceManager):
         too few."""
         if not self.cache.extend(request.request_id, num_tokens):
             return False
-        self._write_row(request)
+        self._write_rows(request)
         return True
 
     def without_room(self, requests: Sequence[LlmRequest], num_more: int) -> list[LlmRequest]:
@@ -134,13 +196,11 @@ class KVCacheManager(ResourceManager):
         """Frees the pages after those of the first `num_tokens` tokens."""
         if self.cache.rewind(request.request_id, num_tokens):
             self._room = -1
-            row = self._rows[request.request_id]  # the entries that remain are as they were
-            row.num_pages, row.version = len(row.pages), self.cache.version(request.request_id)
 
     def store(self, request: LlmRequest, num_tokens: int) -> None:
         """The KV of the first `num_tokens` tokens is final: other requests may reuse it now."""
         self.cache.store(request.request_id, self._determining(request, num_tokens))
-        self._write_row(request)
+        self._write_rows(request)
 
     def release(self, request: LlmRequest, num_tokens: int) -> None:
         """Ends the sequence; the first `num_tokens` tokens stay cached for reuse.
@@ -153,13 +213,30 @@ class KVCacheManager(ResourceManager):
 
     def prepare_resources(self, batch: ScheduledBatch) -> None:
         """Sends the pages that the scheduler took to the device, in one copy."""
-        self.table.flush()
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends the pages that requests took to the device, where it does not have them."""
+        for group in self.groups:
+            group.table.flush()
 
     def update_resources(self, batch: ScheduledBatch) -> None:
         self.give_back(batch)
         for request in batch.context_requests:
             if self.holds(request) and not request.is_finished:
                 self.store(request, request.kv_len)
+        if self.cache.has_spans:
+            for request in batch.requests():
+                if self.holds(request) and not request.is_finished:
+                    self._slide(request)
+
+    def _slide(self, request: LlmRequest) -> None:
+        """Lets go of the pages that the request no longer sees.
+
+        `kv_len` never falls again, and the rounds in flight have their rows after it. One page more
+        is kept, for a hit that ends at the last full page."""
+        self.cache.slide(request.request_id, max(0, request.kv_len - self._page_size))
+        self._write_rows(request)
 
     def give_back(self, batch: ScheduledBatch) -> None:
         """Frees the pages of rejected drafts after the batch was read."""
@@ -194,15 +271,14 @@ class KVCacheManager(ResourceManager):
         num_tokens = max(0, num_tokens - unread_by_draft(request))
         return request.tokens[: num_tokens + self.cache.lookahead]
 
-    def _write_row(self, request: LlmRequest) -> None:
-        """Brings the request's block-table row up to date; nothing to do in most rounds."""
-        row, version = self._rows[request.request_id], self.cache.version(request.request_id)
-        if row.version == version and row.num_pages == len(row.pages):
-            return
-        self._settled = NO_DRAFTS, ()
-        first_changed = row.num_pages if row.version == version else 0
-        self.table.write(request.slot, row.pages, first_changed)
-        row.num_pages, row.version = len(row.pages), version
+    def _write_rows(self, request: LlmRequest) -> None:
+        """Brings the request's block-table rows up to date; nothing to do in most rounds."""
+        rows = self.cache.groups_of(request.request_id)
+        for row, group in zip(rows, self.groups, strict=True):
+            if row.num_known < len(row.pages):
+                self._settled = NO_DRAFTS, ()
+                group.table.write(request.slot, row.pages, row.num_known)
+                row.num_known = len(row.pages)
 
 
 def unread_by_draft(request: LlmRequest) -> int:

@@ -1,52 +1,41 @@
 """The bookkeeping of a paged KV cache: which pages each sequence has, and which are kept for reuse.
 
-A page is on the free list, private to one sequence, or in the radix tree (cached, and perhaps held
-by sequences). A sequence's pages are a path of the tree followed by private pages, and only private
-pages are written. This module knows page numbers: no requests, no slots, no tensors."""
+Each layer group has pages of its own. A page is on its group's free list, private to one sequence,
+or in the radix tree (cached, and perhaps held by sequences). In each group a sequence's pages are a
+path of the tree followed by private pages, and only private pages are written. In a group that sees
+a span of the keys, a sequence lets go of the pages before it. This module knows page numbers: no
+requests, no slots, no tensors."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from tllm_spec.executor.resources.radix import Key, Node, RadixTree
-
-
-@dataclass
-class CacheStats:
-    """Counters since the start, of the prompts given to `add_sequence`."""
-
-    reused_tokens: int = 0  # as `reported_len` counts them
-    missed_tokens: int = 0
-    reused_pages: int = 0  # shared by reference
-    copied_pages: int = 0  # partial matches
-    missed_pages: int = 0
-    evicted_pages: int = 0
+from tllm_spec.executor.resources.pages import (
+    CachedSequence,
+    CacheStats,
+    PageGroup,
+    SequencePages,
+)
+from tllm_spec.executor.resources.radix import NO_PAGE, Key, Node, RadixTree
 
 
 class _Prefix(NamedTuple):
     """The cached prefix of a prompt: full pages to share, then `num_copied` tokens of `source`,
-    whose page is to be copied."""
+    whose pages are to be copied. `firsts`: in each group the index of the first page that is
+    seen after the prefix."""
 
     nodes: list[Node]
     source: Node | None
     num_copied: int
-
-
-@dataclass(slots=True)
-class _Sequence:
-    pages: list[int]
-    nodes: list[Node]  # the tree nodes of pages[:len(nodes)]; the pages after them are private
-    root: Node  # of the tree, before the nodes
-    version: int
+    firsts: list[int]
 
 
 class PagedCache:
     """Pages for sequences, shared by common prefix. Unreferenced pages stay cached until evicted
     (LRU). Not thread-safe.
 
-    Page 0 is never handed out: padding rows write to it. `copy_page(source, destination)` copies a
-    page; the copies must take effect in the order of the calls and before the next forward.
+    Page 0 of a group is never handed out: padding rows write to it.
 
     Only sequences with the same salt share pages.
 
@@ -55,31 +44,38 @@ class PagedCache:
 
     def __init__(
         self,
-        num_pages: int,
+        groups: Sequence[PageGroup],
         page_size: int,
         *,
-        copy_page: Callable[[int, int], None],
         enable_block_reuse: bool = True,
         enable_partial_reuse: bool = True,
         lookahead: int = 0,
     ) -> None:
         assert lookahead in (0, 1), f"lookahead is {lookahead}"
-        self.num_pages = num_pages
+        self.groups = groups
         self.page_size = page_size
         self.lookahead = lookahead
         self.stats = CacheStats()
-        self._copy_page = copy_page
+        self._spans = [(i, own.span) for i, own in enumerate(groups) if own.span is not None]
         self._reuse = enable_block_reuse
         self._partial_reuse = enable_block_reuse and enable_partial_reuse
-        self._free_pages = list(range(num_pages - 1, 0, -1))
-        self._tree = RadixTree(page_size, lookahead)
-        self._sequences: dict[int, _Sequence] = {}
-        self._last_version = 0
+        self._free_pages = [list(range(own.num_pages - 1, 0, -1)) for own in groups]
+        self._tree = RadixTree(page_size, lookahead, [own.span is None for own in groups])
+        self._sequences: dict[int, CachedSequence] = {}
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether some group lets go of pages."""
+        return bool(self._spans)
+
+    def available(self, group: int = 0) -> int:
+        """Pages that can be allocated now: free ones, and cached ones without references."""
+        return len(self._free_pages[group]) + self._tree.num_evictable(group)
 
     @property
     def num_available(self) -> int:
-        """Pages that can be allocated now: free ones, and cached ones without references."""
-        return len(self._free_pages) + self._tree.num_evictable
+        """In the group that has fewest."""
+        return min(map(self.available, range(len(self.groups))))
 
     def match(self, tokens: Sequence[int], salt: str | None = None) -> int:
         """How many cached tokens `add_sequence(tokens)` would reuse now."""
@@ -93,13 +89,16 @@ class PagedCache:
 
     def new_pages_needed(
         self, tokens: Sequence[int], num_tokens: int, salt: str | None = None
-    ) -> int:
-        """By how much `add_sequence(tokens)` and `extend(num_tokens)` would lower `num_available`.
+    ) -> list[int]:
+        """In each group: by how much `add_sequence(tokens)` and `extend(num_tokens)` would lower
+        `available`.
 
         Matched pages without references count: holding them makes them unavailable."""
-        nodes, source, _ = self._find_prefix(tokens, self._tree.root_of(salt))
-        num_pages = max(self._pages_for(num_tokens), len(nodes) + (source is not None))
-        return num_pages - len(nodes) + _num_unreferenced(nodes)
+        nodes, source, _, firsts = self._find_prefix(tokens, self._tree.root_of(salt))
+        num_new = max(self._pages_for(num_tokens) - len(nodes), int(source is not None))
+        return [
+            num_new + _num_unreferenced(nodes[first:], group) for group, first in enumerate(firsts)
+        ]
 
     def add_sequence(
         self, seq_id: int, tokens: Sequence[int], salt: str | None = None, *, reuse: bool = True
@@ -110,51 +109,69 @@ class PagedCache:
         matching page is copied."""
         assert seq_id not in self._sequences, f"sequence {seq_id} exists"
         root = self._tree.root_of(salt)
-        found = self._find_prefix(tokens, root) if reuse else _Prefix([], None, 0)
-        nodes, source, num_copied = found
-        self._tree.hold(nodes)  # before an eviction could take the pages just matched
-        pages = [node.page for node in nodes]
-        self._sequences[seq_id] = _Sequence(pages, nodes, root, self._new_version())
+        nodes, source, num_copied, firsts = self._find_prefix(tokens if reuse else (), root)
+        self._tree.hold(nodes, firsts)  # before an eviction could take the pages just matched
         if source is not None:
             self._tree.touch(source)  # evicted last, and _find_prefix made sure of another page
-            pages.append(self._take_page())
-            self._copy_page(source.page, pages[-1])
+        groups = []
+        for group, first in enumerate(firsts):
+            own = [NO_PAGE] * first + [node.pages[group] for node in nodes[first:]]
+            groups.append(SequencePages(own, first))
+            if source is not None:
+                own += self._take_pages(group, 1)
+                self.groups[group].copy_page(source.pages[group], own[-1])
+        self._sequences[seq_id] = CachedSequence(groups, nodes, root)
         cached_len = len(nodes) * self.page_size + num_copied
         reported = self.reported_len(cached_len, salt)
-        self._count_reuse(len(tokens), reported, len(nodes), len(pages) - len(nodes))
+        self._count_reuse(len(tokens), reported, len(nodes), int(source is not None))
         return cached_len
 
     def extend(self, seq_id: int, num_tokens: int) -> bool:
         """Takes pages for the first `num_tokens` tokens; False, and nothing changed, if there are
         too few."""
-        pages = self._sequences[seq_id].pages
-        if num_tokens <= len(pages) * self.page_size:
+        sequence = self._sequences[seq_id]
+        missing = self._pages_for(num_tokens) - sequence.num_pages
+        if missing <= 0:
             return True
-        missing = self._pages_for(num_tokens) - len(pages)
         if missing > self.num_available:
             return False
-        num_kept = max(0, len(self._free_pages) - missing)
-        pages += reversed(self._free_pages[num_kept:])  # as if they were taken one by one
-        del self._free_pages[num_kept:]
-        while num_tokens > len(pages) * self.page_size:
-            pages.append(self._take_page())
+        for group, own in enumerate(sequence.groups):
+            own.pages += self._take_pages(group, missing)
         return True
 
     def rewind(self, seq_id: int, num_tokens: int) -> int:
-        """Keeps the pages of the first `num_tokens` tokens; returns how many it frees."""
-        sequence = self._sequences[seq_id]
-        pages = sequence.pages
+        """Keeps the pages of the first `num_tokens` tokens; returns how many it frees in each
+        group."""
+        sequence, keep = self._sequences[seq_id], self._pages_for(num_tokens)
         assert num_tokens >= len(sequence.nodes) * self.page_size, (
             f"a rewind of {seq_id} cuts into shared pages"
         )
-        if num_tokens > (len(pages) - 1) * self.page_size:
+        num_freed = sequence.num_pages - keep
+        if num_freed <= 0:
             return 0
-        keep = self._pages_for(num_tokens)
-        rejected = pages[keep:]
-        del pages[keep:]
-        self._free_pages.extend(rejected)
-        sequence.version = self._new_version()
-        return len(rejected)
+        for group, own in enumerate(sequence.groups):
+            assert keep >= own.first, f"a rewind of {seq_id} needs pages that are no longer held"
+            self._free_pages[group].extend(own.pages[keep:])
+            del own.pages[keep:]
+            own.changed(keep)
+        return num_freed
+
+    def slide(self, seq_id: int, position: int) -> None:
+        """Lets go of the pages that no query from `position` on sees. Those in the tree stay
+        cached."""
+        sequence = self._sequences[seq_id]
+        for group, span in self._spans:
+            own = sequence.groups[group]
+            first = span.first_key(position) // self.page_size
+            for index in range(own.first, first):
+                if index < len(sequence.nodes):
+                    self._tree.let_go(sequence.nodes[index], group)
+                else:
+                    self._free_pages[group].append(own.pages[index])
+                own.pages[index] = NO_PAGE
+            if first > own.first:
+                own.changed(own.first)
+                own.first = first
 
     def store(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Caches the full pages of `tokens`, the sequence's first ones, whose KV is final.
@@ -165,7 +182,7 @@ class PagedCache:
         (see radix.py)."""
         sequence, size = self._sequences[seq_id], self.page_size
         num_stored = len(tokens) - self.lookahead
-        assert num_stored <= len(sequence.pages) * size, (
+        assert num_stored <= sequence.num_pages * size, (
             f"sequence {seq_id} has no pages for {num_stored} tokens"
         )
         if not self._reuse:
@@ -178,121 +195,184 @@ class PagedCache:
         """Ends the sequence. The KV of `tokens` is stored first (see `store`), a last partial page
         included."""
         self.store(seq_id, tokens)
-        private = self.private_pages(seq_id)
         sequence = self._sequences.pop(seq_id)
-        nodes = sequence.nodes
-        tail = tuple(tokens[len(nodes) * self.page_size :])
-        num_left = len(tail) - self.lookahead
-        if 0 < num_left < self.page_size and self._partial_reuse:
-            _, left_over = self._tree.insert(_end(sequence.root, nodes), tail, private[0])
-            private[:1] = [] if left_over is None else [left_over]
-        self._free_pages.extend(private)
-        self._tree.release(nodes)
+        start = len(sequence.nodes)
+        tail = tuple(tokens[start * self.page_size :])
+        if 0 < len(tail) - self.lookahead < self.page_size and self._partial_reuse:
+            pages = [own.pages[start] for own in sequence.groups]
+            if NO_PAGE not in pages:
+                _, left_over = self._tree.insert(sequence.end, tail, pages)
+                self._give_back(left_over)
+                start += 1
+        for group, own in enumerate(sequence.groups):
+            self._free_pages[group].extend(own.pages[max(start, own.first) :])
+        self._tree.release(sequence.nodes, sequence.firsts)
 
-    def pages(self, seq_id: int) -> list[int]:
-        """The sequence's pages in order. The live list: read it, do not change it."""
-        return self._sequences[seq_id].pages
+    def groups_of(self, seq_id: int) -> list[SequencePages]:
+        """The sequence's pages in each group. Live: set `num_known`, change nothing else."""
+        return self._sequences[seq_id].groups
 
-    def private_pages(self, seq_id: int) -> list[int]:
+    def pages(self, seq_id: int, group: int = 0) -> list[int]:
+        """The sequence's pages in one group, in order. The live list: do not change it."""
+        return self._sequences[seq_id].groups[group].pages
+
+    def private_pages(self, seq_id: int, group: int = 0) -> list[int]:
         """The pages after those in the tree: only this sequence reads or writes them."""
         sequence = self._sequences[seq_id]
-        return sequence.pages[len(sequence.nodes) :]
-
-    def version(self, seq_id: int) -> int:
-        """Changes whenever `pages(seq_id)` changes other than by appending, and by a restart."""
-        return self._sequences[seq_id].version
+        own = sequence.groups[group]
+        return own.pages[max(len(sequence.nodes), own.first) :]
 
     def state(self) -> dict[str, Any]:
         """Page counts and counters as plain values. A page that a sequence holds counts as used,
-        cached or not."""
-        free, cached = len(self._free_pages), self._tree.num_evictable
-        return {
-            "num_pages": self.num_pages - 1,
-            "page_size": self.page_size,
-            "free": free,
-            "cached": cached,
-            "used": self.num_pages - 1 - free - cached,
-            **asdict(self.stats),
-        }
+        cached or not. The counts are those of the group with the smallest part available; with
+        several groups `groups` has all of them."""
+        counts = [self._counts(group) for group in range(len(self.groups))]
+        scarcest = min(counts, key=lambda own: 1 - own["used"] / own["num_pages"])
+        state = {**scarcest, "page_size": self.page_size, **asdict(self.stats)}
+        return state if len(counts) == 1 else {**state, "groups": counts}
+
+    def _counts(self, group: int) -> dict[str, int]:
+        num_pages, free = self.groups[group].num_pages - 1, len(self._free_pages[group])
+        cached = self._tree.num_evictable(group)
+        used = num_pages - free - cached
+        return {"num_pages": num_pages, "free": free, "cached": cached, "used": used}
 
     def reset(self) -> None:
         """Frees all cached pages that no sequence holds."""
-        while self._tree.num_evictable:
-            self._free_pages.append(self._tree.evict())
+        for group in range(len(self.groups)):
+            while self._tree.num_evictable(group):
+                self._give_back(self._tree.evict(group))
 
     def check_integrity(self) -> None:
         """Raises AssertionError with a sentence about a page that is lost, listed twice or
         miscounted."""
         self._tree.check_integrity()
-        private: list[int] = []
         holders: Counter[Node] = Counter()
         for seq_id, sequence in self._sequences.items():
-            private += self.private_pages(seq_id)
             holders.update(sequence.nodes)
             parent = sequence.root
-            for index, node in enumerate(sequence.nodes):
-                assert sequence.pages[index] == node.page, (
-                    f"page {index} of sequence {seq_id} is not the tree's"
-                )
+            for node in sequence.nodes:
                 assert node.parent is parent, (
-                    f"sequence {seq_id} holds page {node.page} but not its parent"
+                    f"sequence {seq_id} holds the node of {node.key} but not its parent"
                 )
                 parent = node
         cached = list(self._tree.nodes())
+        assert not set(holders) - set(cached), "a sequence holds a node that has left the tree"
         for node in cached:
-            assert node.ref_count == holders[node], (
-                f"page {node.page} counts {node.ref_count} references and has {holders[node]} "
-                "holders"
+            assert node.num_holders == holders[node], (
+                f"the node of {node.key} counts {node.num_holders} holders and has {holders[node]}"
             )
-        assert not set(holders) - set(cached), "a sequence holds a page that has left the tree"
-        pages = sorted(self._free_pages + private + [node.page for node in cached])
-        assert pages == list(range(1, self.num_pages)), (
-            f"{len(self._free_pages)} free + {len(cached)} cached + {len(private)} private pages "
-            f"are not the {self.num_pages - 1} pages 1..{self.num_pages - 1}, each once"
+        for group in range(len(self.groups)):
+            self._check_group(group, cached)
+
+    def _check_group(self, group: int, cached: list[Node]) -> None:
+        private: list[int] = []
+        users: Counter[Node] = Counter()
+        for seq_id, sequence in self._sequences.items():
+            own = sequence.groups[group]
+            assert len(own.pages) == sequence.num_pages, f"groups of {seq_id} differ in length"
+            assert not any(own.pages[: own.first]), f"{seq_id} has pages that it let go"
+            private += self.private_pages(seq_id, group)
+            users.update(sequence.nodes[own.first :])
+            for index, node in enumerate(sequence.nodes[own.first :], own.first):
+                assert own.pages[index] == node.pages[group], (
+                    f"page {index} of sequence {seq_id} is not the tree's"
+                )
+        for node in cached:
+            assert node.num_users[group] == users[node], (
+                f"page {node.pages[group]} counts {node.num_users[group]} references and has "
+                f"{users[node]} holders"
+            )
+        free, in_tree = self._free_pages[group], [node.pages[group] for node in cached]
+        in_tree = [page for page in in_tree if page != NO_PAGE]
+        last = self.groups[group].num_pages - 1
+        assert sorted(free + private + in_tree) == list(range(1, last + 1)), (
+            f"{len(free)} free + {len(in_tree)} cached + {len(private)} private pages are not the "
+            f"{last} pages 1..{last}, each once"
         )
 
     def _find_prefix(self, tokens: Sequence[int], root: Node) -> _Prefix:
-        if not self._reuse:
-            return _Prefix([], None, 0)
+        """The longest one from which every group can go on."""
         limit = max(len(tokens) - 1, 0)
-        nodes = self._tree.match(root, tokens, limit)
-        if self._partial_reuse:
-            start = len(nodes) * self.page_size
-            tail = tuple(tokens[start : min(start + self.page_size, limit) + self.lookahead])
-            source, num_common = self._tree.closest_child(_end(root, nodes), tail)
-            num_copied = num_common - self.lookahead
-            # The copy needs a page that is neither matched nor its own source.
-            if (
-                source
-                and num_copied > 0
-                and self.num_available > _num_unreferenced([*nodes, source])
-            ):
-                return _Prefix(nodes, source, num_copied)
-        return _Prefix(nodes, None, 0)
+        nodes = self._tree.match(root, tokens, limit) if self._reuse else []
+        del nodes[self._num_resumable(nodes) :]
+        end = nodes[-1] if nodes else root
+        source, num_copied = self._find_source(tokens, end, len(nodes) * self.page_size, limit)
+        firsts = self._firsts(len(nodes) * self.page_size + num_copied)
+        # The copy needs a page that is neither matched nor its own source.
+        if source is not None and any(
+            self.available(group) <= _num_unreferenced([*nodes[first:], source], group)
+            for group, first in enumerate(firsts)
+        ):
+            return _Prefix(nodes, None, 0, self._firsts(len(nodes) * self.page_size))
+        return _Prefix(nodes, source, num_copied, firsts)
 
-    def _store_page(self, sequence: _Sequence, index: int, key: Key) -> None:
-        own_page = sequence.pages[index]
-        node, left_over = self._tree.insert(_end(sequence.root, sequence.nodes), key, own_page)
-        self._tree.hold([node])
+    def _num_resumable(self, nodes: list[Node]) -> int:
+        """After how many of the nodes every group has the pages that the next query sees."""
+        if not self._spans:
+            return len(nodes)
+        found, size = 0, self.page_size
+        runs = [0] * len(self._spans)  # pages in a row up to the latest node
+        for number, node in enumerate(nodes, 1):
+            enough = True
+            for index, (group, span) in enumerate(self._spans):
+                runs[index] = runs[index] + 1 if node.pages[group] != NO_PAGE else 0
+                enough &= runs[index] >= number - span.first_key(number * size) // size
+            if enough:
+                found = number
+        return found
+
+    def _find_source(
+        self, tokens: Sequence[int], end: Node, start: int, limit: int
+    ) -> tuple[Node | None, int]:
+        """The child of `end`, after `start` tokens, whose pages begin with more of the tokens, and
+        how many."""
+        if not self._partial_reuse:
+            return None, 0
+        tail = tuple(tokens[start : min(start + self.page_size, limit) + self.lookahead])
+        source, num_common = self._tree.closest_child(end, tail)
+        num_copied = num_common - self.lookahead
+        if source is None or num_copied <= 0 or NO_PAGE in source.pages:
+            return None, 0
+        return source, num_copied
+
+    def _firsts(self, position: int) -> list[int]:
+        """In each group the index of the first page that a query at `position` sees."""
+        firsts = [0] * len(self.groups)
+        for group, span in self._spans:
+            firsts[group] = span.first_key(position) // self.page_size
+        return firsts
+
+    def _store_page(self, sequence: CachedSequence, index: int, key: Key) -> None:
+        pages = [own.pages[index] for own in sequence.groups]
+        node, left_over = self._tree.insert(sequence.end, key, pages)
+        # Of the pages of one node, none is held where the sequence has let go of its own.
+        self._tree.hold([node], [int(page == NO_PAGE) for page in pages])
         sequence.nodes.append(node)
-        if left_over is not None:
-            self._free_pages.append(left_over)
-        if node.page != own_page:
-            sequence.pages[index] = node.page
-            sequence.version = self._new_version()
+        self._give_back(left_over)
+        for own, page, stored in zip(sequence.groups, pages, node.pages, strict=True):
+            if page not in (NO_PAGE, stored):
+                own.pages[index] = stored
+                own.changed(index)
 
-    def _take_page(self) -> int:
-        if self._free_pages:
-            return self._free_pages.pop()
-        self.stats.evicted_pages += 1
-        return self._tree.evict()
+    def _take_pages(self, group: int, number: int) -> list[int]:
+        free = self._free_pages[group]
+        while len(free) < number:
+            self.stats.evicted_pages += 1
+            self._give_back(self._tree.evict(group))
+        num_kept = len(free) - number
+        taken = free[: num_kept - 1 if num_kept else None : -1]  # as if taken one by one
+        del free[num_kept:]
+        return taken
+
+    def _give_back(self, pages: Sequence[int]) -> None:
+        """pages: one of each group, or `NO_PAGE`."""
+        for free, page in zip(self._free_pages, pages, strict=True):
+            if page != NO_PAGE:
+                free.append(page)
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
-
-    def _new_version(self) -> int:
-        self._last_version += 1
-        return self._last_version
 
     def _count_reuse(
         self, num_tokens: int, cached_len: int, num_shared: int, num_copied: int
@@ -305,9 +385,5 @@ class PagedCache:
         stats.missed_pages += self._pages_for(num_tokens) - num_shared - num_copied
 
 
-def _end(root: Node, path: list[Node]) -> Node:
-    return path[-1] if path else root
-
-
-def _num_unreferenced(nodes: list[Node]) -> int:
-    return sum(node.ref_count == 0 for node in nodes)
+def _num_unreferenced(nodes: list[Node], group: int) -> int:
+    return sum(node.num_users[group] == 0 for node in nodes)

@@ -1,13 +1,17 @@
-"""A radix tree over page contents: which page holds the KV of which tokens, and which page to evict
+"""A radix tree over page contents: which pages hold the KV of which tokens, and which page to evict
 next.
 
-One node is one page. The path from the root spells the tokens before it, and a node's KV is valid
-for exactly that prefix. The tree counts references. It does not know the holders, the free pages or
-the device.
+One node is the tokens of one page. The path from the root spells the tokens before it, and a node's
+KV is valid for exactly that prefix. A node has a page in each layer group, or none where the page
+was evicted or was gone before the tokens came here. The tree counts references. It does not know
+the holders, the free pages or the device.
 
-Invariant, kept by the callers: a holder of a node holds all of its ancestors. A node without
-references then has no held descendant, so every such node can be evicted (children first), and
-their number is the number of evictable pages.
+Groups that keep all keys have a page in every node. In groups that see a span of the keys, pages
+are evicted one by one, wherever they are on a path; a node leaves the tree when nothing needs it.
+
+Invariant, kept by the callers: a holder of a node holds all of its ancestors, and their pages in
+the groups that keep all keys. Such a page without references then has no held descendant, so each
+can be evicted (children first), and their number is the number of evictable pages.
 
 Requests with the same salt share pages, and no others: each salt has a root of its own.
 
@@ -17,54 +21,76 @@ and a child's key begins with the last token of its parent's key."""
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from weakref import WeakValueDictionary
 
 Key = tuple[int, ...]
+NO_PAGE = 0  # the dummy page, which no node has
 
 
 class Node:
-    """A cached page. `key` has `page_size + lookahead` tokens; fewer in a partial leaf, which is
-    never held and has no children."""
+    """The cached pages of some tokens, `NO_PAGE` in the groups without one. `key` has `page_size +
+    lookahead` tokens; fewer in a partial leaf, which is never held and has no children.
 
-    __slots__ = ("__weakref__", "child_keys", "children", "key", "page", "parent", "ref_count")
+    `num_holders` counts the sequences whose path has the node, `num_users` in each group those that
+    hold its page."""
 
-    def __init__(self, key: Key, page: int, parent: "Node | None") -> None:
+    __slots__ = (
+        "__weakref__",
+        "child_keys",
+        "children",
+        "key",
+        "num_holders",
+        "num_users",
+        "pages",
+        "parent",
+    )
+
+    def __init__(self, key: Key, pages: Sequence[int], parent: "Node | None") -> None:
         self.key = key
-        self.page = page
+        self.pages = list(pages)
         self.parent = parent
-        self.ref_count = 0
+        self.num_holders = 0
+        self.num_users = [0] * len(self.pages)
         self.children: dict[Key, Node] = {}
         # Sorted: of all keys, a neighbour has the longest common prefix with a new one.
         self.child_keys: list[Key] = []
 
 
 class RadixTree:
-    """Pages by the tokens that they hold, with LRU eviction of pages without references."""
+    """Pages by the tokens that they hold, with LRU eviction of pages without references.
 
-    def __init__(self, page_size: int, lookahead: int = 0) -> None:
+    keeps_all: of each group, whether it keeps all keys."""
+
+    def __init__(
+        self, page_size: int, lookahead: int = 0, keeps_all: Sequence[bool] = (True,)
+    ) -> None:
         self._page_size = page_size
         self._lookahead = lookahead
-        self.root = _new_root()  # of requests without a salt
-        # The others live as long as there are pages below them, which refer to them.
-        self._roots: WeakValueDictionary[str | None, Node] = WeakValueDictionary({None: self.root})
-        # Every unreferenced node, least recently used first. A child comes before its parent: paths
-        # are released leaf first, and children are only added below held nodes. So the first node
-        # is always a leaf.
-        self._evictable: OrderedDict[Node, None] = OrderedDict()
+        self._keeps_all = keeps_all
+        self.root = self._new_root()  # of requests without a salt
+        # The others live as long as there are nodes below them, which refer to them.
+        self._roots = WeakValueDictionary[str | None, Node]()
+        self._roots[None] = self.root
+        # In each group every node whose page nobody holds, least recently used first. Where all
+        # keys are kept, a child comes before its parent: paths are released leaf first, and
+        # children are only added below held nodes. So the first node is always a leaf.
+        self._evictable: list[OrderedDict[Node, None]] = [OrderedDict() for _ in keeps_all]
 
-    @property
-    def num_evictable(self) -> int:
-        return len(self._evictable)
+    def num_evictable(self, group: int = 0) -> int:
+        return len(self._evictable[group])
 
     def root_of(self, salt: str | None) -> Node:
         """The empty prefix of the requests with this salt. It is never held and never evicted."""
-        return self._roots.setdefault(salt, _new_root())
+        return self._roots.setdefault(salt, self._new_root())
+
+    def _new_root(self) -> Node:
+        return Node((), [NO_PAGE] * len(self._keeps_all), None)
 
     def match(self, root: Node, tokens: Sequence[int], limit: int) -> list[Node]:
-        """The nodes of the longest cached run of full pages below `root` within the entries of
-        `tokens[:limit]`."""
+        """The nodes of the longest run of full pages below `root` within the entries of
+        `tokens[:limit]`. Some may have no page in some groups."""
         size, children, nodes = self._page_size, root.children, []
         key_len = size + self._lookahead
         for start in range(0, limit - size + 1, size):
@@ -85,57 +111,104 @@ class RadixTree:
         )
         return (parent.children[closest], length) if length else (None, 0)
 
-    def insert(self, parent: Node, key: Key, page: int) -> tuple[Node, int | None]:
-        """Caches `page` below `parent` (held, or a root); returns the node for `key` and a page
-        to free, or None.
+    def insert(self, parent: Node, key: Key, pages: Sequence[int]) -> tuple[Node, list[int]]:
+        """Caches `pages`, one of each group or `NO_PAGE`, below `parent` (held, or a root).
+        Returns the node for `key`, and in each group a page to free or `NO_PAGE`.
 
-        The page to free is `page` itself if a child already begins with `key`, or that of a partial
-        leaf that `key` extends."""
+        The pages to free are the given ones that a node for `key` has already, or, if a child
+        begins with `key`, all of them; or those of a partial leaf that `key` extends."""
         keys = parent.child_keys
         position = bisect_left(keys, key)
         if position < len(keys) and keys[position][: len(key)] == key:
             node = parent.children[keys[position]]
             self.touch(node)
-            return node, page
-        left_over = None
+            return node, self._complete(node, pages) if node.key == key else list(pages)
+        left_over = [NO_PAGE] * len(pages)
         # No key begins with another one, so a key that `key` extends can only be its predecessor.
         if position > 0 and key[: len(keys[position - 1])] == keys[position - 1]:
             position -= 1
             left_over = self._remove(parent.children[keys[position]])
-        node = parent.children[key] = Node(key, page, parent)
+        node = parent.children[key] = Node(key, pages, parent)
         keys.insert(position, key)
-        self._evictable[node] = None
+        for group, page in enumerate(pages):
+            if page != NO_PAGE:
+                self._evictable[group][node] = None
         return node, left_over
 
-    def hold(self, nodes: Iterable[Node]) -> None:
-        """Adds a reference to each node."""
-        for node in nodes:
-            if node.ref_count == 0:
-                del self._evictable[node]
-            node.ref_count += 1
+    def _complete(self, node: Node, pages: Sequence[int]) -> list[int]:
+        """Gives the node the pages of the groups in which it has none, and returns the others."""
+        left_over = list(pages)
+        for group, page in enumerate(pages):
+            if page != NO_PAGE and node.pages[group] == NO_PAGE:
+                node.pages[group], left_over[group] = page, NO_PAGE
+                self._evictable[group][node] = None
+        return left_over
 
-    def release(self, path: Sequence[Node]) -> None:
-        """Drops one reference to each node of a path that starts at the root."""
+    def hold(self, nodes: Sequence[Node], firsts: Sequence[int]) -> None:
+        """Adds a reference to each node, and in each group to the pages of the nodes from index
+        `firsts[group]` on, which must be there."""
+        for node in nodes:
+            node.num_holders += 1
+        for group, first in enumerate(firsts):
+            evictable = self._evictable[group]
+            for node in nodes[first:]:
+                if node.num_users[group] == 0:
+                    del evictable[node]
+                node.num_users[group] += 1
+
+    def release(self, path: Sequence[Node], firsts: Sequence[int]) -> None:
+        """Drops the references that `hold` added for a path that starts at the root."""
+        for group, first in enumerate(firsts):
+            for node in reversed(path[first:]):
+                self.let_go(node, group)
         for node in reversed(path):
-            node.ref_count -= 1
-            if node.ref_count == 0:
-                self._evictable[node] = None
+            node.num_holders -= 1
+            self._drop_if_needless(node)
+
+    def let_go(self, node: Node, group: int) -> None:
+        """Drops a reference to the node's page in one group."""
+        node.num_users[group] -= 1
+        if node.num_users[group] == 0:
+            self._evictable[group][node] = None
 
     def touch(self, node: Node) -> None:
         """Makes `node` the most recently used one. Its parent must be held or a root."""
-        if node.ref_count == 0:
-            self._evictable.move_to_end(node)
+        for group, evictable in enumerate(self._evictable):
+            if node.num_users[group] == 0 and node.pages[group] != NO_PAGE:
+                evictable.move_to_end(node)
 
-    def evict(self) -> int:
-        """Drops the least recently used unreferenced page and returns it."""
-        return self._remove(next(iter(self._evictable)))
+    def evict(self, group: int = 0) -> list[int]:
+        """Drops the least recently used page of a group that nobody holds. Returns what leaves the
+        tree in each group: a page, or `NO_PAGE`.
 
-    def _remove(self, leaf: Node) -> int:
+        The other pages of the same tokens go with one that keeps all keys, since no hit could reach
+        them. Otherwise they stay."""
+        node = next(iter(self._evictable[group]))
+        if self._keeps_all[group] or len(node.key) < self._page_size + self._lookahead:
+            return self._remove(node)
+        left = [NO_PAGE] * len(node.pages)
+        left[group], node.pages[group] = node.pages[group], NO_PAGE
+        del self._evictable[group][node]
+        self._drop_if_needless(node)
+        return left
+
+    def _drop_if_needless(self, node: Node) -> None:
+        """Takes a node without pages, holders and children out of the tree, and then its parent, if
+        that is left like this."""
+        while node.parent and not (any(node.pages) or node.num_holders or node.children):
+            parent = node.parent
+            self._remove(node)
+            node = parent
+
+    def _remove(self, leaf: Node) -> list[int]:
+        """Returns the pages of the node."""
         assert leaf.parent is not None and not leaf.children, "only leaves leave the tree"
-        del self._evictable[leaf]
+        for group, page in enumerate(leaf.pages):
+            if page != NO_PAGE:
+                del self._evictable[group][leaf]
         del leaf.parent.children[leaf.key]
         del leaf.parent.child_keys[bisect_left(leaf.parent.child_keys, leaf.key)]
-        return leaf.page
+        return leaf.pages
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents first."""
@@ -147,54 +220,62 @@ class RadixTree:
 
     def check_integrity(self) -> None:
         """Raises AssertionError with a sentence about the first inconsistency."""
-        order = {node: rank for rank, node in enumerate(self._evictable)}
         for root in self._roots.values():
             self._check_children(root)
         for node in self.nodes():
             self._check_children(node)
             full = len(node.key) == self._page_size + self._lookahead
-            assert full or not (node.children or node.ref_count), (
-                f"partial page {node.page} is held or a parent"
+            assert full or not (node.children or node.num_holders), (
+                f"a partial leaf with pages {node.pages} is held or a parent"
             )
-            assert (node.ref_count == 0) == (node in order), (
-                f"page {node.page} has {node.ref_count} references but evictable is {node in order}"
+            assert any(node.pages) or node.num_holders or node.children, (
+                f"nothing needs a node of the tokens {node.key}"
             )
-            if node.parent in order:
+        for group, keeps_all in enumerate(self._keeps_all):
+            self._check_group(group, keeps_all=keeps_all)
+
+    def _check_group(self, group: int, *, keeps_all: bool) -> None:
+        order = {node: rank for rank, node in enumerate(self._evictable[group])}
+        nodes = [node for node in self.nodes() if keeps_all or node.pages[group] != NO_PAGE]
+        for node in nodes:
+            page, num_users = node.pages[group], node.num_users[group]
+            assert page != NO_PAGE, f"a node has no page in group {group}, which keeps all keys"
+            assert num_users <= node.num_holders, f"page {page} is held by more than its node"
+            assert (num_users == 0) == (node in order), (
+                f"page {page} has {num_users} references but evictable is {node in order}"
+            )
+            if keeps_all and node.parent in order:
                 assert node in order, (
-                    f"page {node.page} is held but its parent {node.parent.page} is not"
+                    f"page {page} is held but its parent {node.parent.pages[group]} is not"
                 )
                 assert order[node] < order[node.parent], (
-                    f"page {node.page} would be evicted after its parent"
+                    f"page {page} would be evicted after its parent"
                 )
-        assert len(order) == sum(node.ref_count == 0 for node in self.nodes()), (
+        assert len(order) == sum(node.num_users[group] == 0 for node in nodes), (
             "an evictable page left the tree"
         )
 
     def _check_children(self, parent: Node) -> None:
         keys = parent.child_keys
         assert keys == sorted(parent.children), (
-            f"the sorted keys below page {parent.page} differ from its children"
+            f"the sorted keys below pages {parent.pages} differ from its children"
         )
         overlap = parent.key[self._page_size :]
         for key, node in parent.children.items():
             assert node.key == key and node.parent is parent, (
-                f"page {node.page} is linked to the wrong parent or key"
+                f"a node with pages {node.pages} is linked to the wrong parent or key"
             )
             assert 0 < len(key) - self._lookahead <= self._page_size, (
-                f"page {node.page} caches {len(key) - self._lookahead} tokens"
+                f"pages {node.pages} cache {len(key) - self._lookahead} tokens"
             )
             assert key[: len(overlap)] == overlap, (
-                f"page {node.page} begins with {key[: len(overlap)]}, "
+                f"pages {node.pages} begin with {key[: len(overlap)]}, "
                 f"its parent ends with {overlap}"
             )
         for shorter, longer in pairwise(keys):
             assert longer[: len(shorter)] != shorter, (
-                f"below page {parent.page}, {shorter} is a prefix of {longer}"
+                f"below pages {parent.pages}, {shorter} is a prefix of {longer}"
             )
-
-
-def _new_root() -> Node:
-    return Node((), 0, None)
 
 
 def _common_length(left: Key, right: Key) -> int:

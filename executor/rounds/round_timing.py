@@ -33,8 +33,7 @@ class RoundTiming:
         """Of a round in which every request has a long context; None where there is no graph, or
         no room for such contexts."""
         graphs, engine = self._decode.graphs, self._step.engine
-        num_pages = engine.backend.pool.num_pages
-        contexts = DummyContexts(self._step.sampler.slots, engine.rows, num_pages, limits)
+        contexts = DummyContexts(self._step.sampler.slots, engine.attention, limits)
         if graphs is None or key not in graphs or not contexts.length(key.batch_size):
             return None
         with contexts.filled(key.batch_size) as renew:

@@ -11,6 +11,7 @@ class PlainPrefill:
 
     def __init__(self, geometry: AttentionGeometry) -> None:
         self.scale = geometry.scale
+        self.window = geometry.span.size if geometry.span else None
 
     def plan(self, rows: PrefillRows) -> PrefillRows:
         return rows
@@ -24,7 +25,7 @@ class PlainPrefill:
     ) -> None:
         rows = plan.rows if isinstance(plan, PlainInPlace) else plan
         assert rows.num_rows == len(q)
-        plain_paged_prefill(q, layer, rows, self.scale, out)
+        plain_paged_prefill(q, layer, rows, self.scale, out, self.window)
 
     def in_place(self, limits: PrefillLimits) -> "PlainInPlace | None":
         return PlainInPlace(limits)

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -10,10 +9,10 @@ import pytest
 import torch
 
 from tllm_spec.attention.choice import choose_backend, create_backend, workspace_bytes
-from tllm_spec.attention.chunked import ChunkedAttention
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import HeadsBackend
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
@@ -21,6 +20,7 @@ from tllm_spec.config import LlmArgs
 from tllm_spec.executor.build import build_executor
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.kernels.paged_prefill import NUM_PLANS, PLAN_BYTES, PagedPrefill
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -173,28 +173,27 @@ def test_a_pool_without_flashinfer_kernels_runs_triton_with_a_warning(
 
     monkeypatch.setattr(PagedPrefill, "__init__", fail)
     geometry = AttentionGeometry(2, 4, 2, head_dim, 0.1)
-    pool = KVPool(geometry, num_pages=2, page_size=4, dtype=dtype, device=CPU)
+    pool = KVPool(geometry, num_pages=2, page_size=4, kv_format=KVFormat(dtype), device=CPU)
     assert type(create_backend(FlashInferAttention, geometry, pool)) is TritonAttention
     (message,) = caplog.messages
     assert reason in message and "2 layers with 4 heads" in message
 
 
 @pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, FlashInferAttention])
-def test_layers_with_chunks_run_triton_where_the_others_run_flashinfer(
-    kind: type[HeadsBackend], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("slides", [False, True], ids=["chunks", "sliding"])
+def test_layers_with_chunks_run_triton_where_flashinfer_was_chosen(
+    slides: bool,
+    kind: type[HeadsBackend],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(PagedPrefill, "__init__", lambda *arguments: None)
-    geometry = AttentionGeometry(4, 4, 2, 64, 0.1, 16, frozenset({3}))
-    pool = KVPool(geometry, num_pages=2, page_size=4, dtype=torch.bfloat16, device=CPU)
-    backend = create_backend(kind, geometry, pool)
-    assert isinstance(backend, ChunkedAttention)
-    own_kind = TritonAttention if kind is FlashInferAttention else kind
-    assert (type(backend.chunked), type(backend.unchunked)) == (own_kind, kind)
-    assert backend.chunked.geometry == replace(geometry, unchunked_layers=frozenset())
-    assert backend.unchunked.geometry == AttentionGeometry(4, 4, 2, 64, 0.1)
-    assert backend.supports_graphs == (kind is not VanillaAttention)
-    warnings = [message for message in caplog.messages if "chunks of 16 tokens" in message]
-    assert len(warnings) == (kind is FlashInferAttention)
-    plain = workspace_bytes(kind, backend.unchunked.geometry, torch.bfloat16)
-    more = own_kind.workspace_bytes(geometry)
-    assert workspace_bytes(kind, geometry, torch.bfloat16) == plain + more
+    geometry = AttentionGeometry(4, 4, 2, 64, 0.1, KeySpan(16, slides=slides))
+    kv_format = KVFormat(torch.bfloat16)
+    pool = KVPool(geometry, num_pages=2, page_size=4, kv_format=kv_format, device=CPU)
+    is_replaced = kind is FlashInferAttention and not slides
+    own_kind = TritonAttention if is_replaced else kind
+    assert type(create_backend(kind, geometry, pool)) is own_kind
+    assert len(caplog.messages) == is_replaced
+    num_bytes = workspace_bytes(kind, geometry, torch.bfloat16)
+    assert num_bytes == own_kind.workspace_bytes(geometry)

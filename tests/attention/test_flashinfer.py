@@ -11,8 +11,10 @@ from tests.attention.plain_prefill import PlainPrefill
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionMetadata, ContextPlans, HeadsBackend
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.kernels.paged_prefill import PrefillLimits, PrefillRows
 from tllm_spec.kernels.rotary_write import Rotary
 
@@ -30,6 +32,7 @@ class Batch:
     chunks: tuple[tuple[int, int], ...]
     kv_lens: tuple[int, ...] = ()
     window: int = 1
+    span: KeySpan | None = None
 
 
 BATCHES = {
@@ -40,6 +43,8 @@ BATCHES = {
     "page ends": Batch(((31, 1), (32, 32), (0, 64), (63, 65))),
     "chunks and windows": Batch(((0, 7), (250, 129)), (40, 5, 200), window=4),
     "a chunk and single tokens": Batch(((33, 5),), (64, 65)),
+    "a sliding window": Batch(((0, 300), (250, 129)), (40, 5, 200), 4, KeySpan(100, slides=True)),
+    "a sliding window that ends in a page": Batch(((500, 7),), span=KeySpan(45, slides=True)),
 }
 
 
@@ -58,7 +63,7 @@ class Forward:
         self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
         heads, kv_heads, head_dim = shape
         self.geometry, self.page_size = (
-            AttentionGeometry(LAYERS, *shape, 0.7 * head_dim**-0.5),
+            AttentionGeometry(LAYERS, *shape, 0.7 * head_dim**-0.5, batch.span),
             page_size,
         )
         lengths = [sum(chunk) for chunk in batch.chunks] + list(batch.kv_lens)
@@ -105,7 +110,7 @@ class Forward:
             self.geometry,
             num_pages=self.num_pages,
             page_size=self.page_size,
-            dtype=self.dtype,
+            kv_format=KVFormat(self.dtype),
             device=self.device,
         )
         pool.data.copy_(self.pool_data.view_as(pool.data))

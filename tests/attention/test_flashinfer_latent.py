@@ -29,6 +29,7 @@ from tllm_spec.attention.choice import create_backend, workspace_bytes
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.flashinfer_latent import FlashInferLatent
 from tllm_spec.attention.geometry import LatentGeometry
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.latent import LatentBackend, TritonLatent, VanillaLatent
 from tllm_spec.config import LlmArgs
@@ -157,7 +158,11 @@ def test_trees_run_as_in_triton(wrapper: StandIn, kind: type[LatentBackend]) -> 
 
 def pool_of(geometry: LatentGeometry, dtype: torch.dtype, device: str = "cpu") -> KVPool:
     return KVPool(
-        geometry, num_pages=2, page_size=PAGE_SIZE, dtype=dtype, device=torch.device(device)
+        geometry,
+        num_pages=2,
+        page_size=PAGE_SIZE,
+        kv_format=KVFormat(dtype),
+        device=torch.device(device),
     )
 
 
@@ -209,7 +214,9 @@ def test_only_its_name_and_a_latent_target_choose_planned_windows(
 @pytest.mark.parametrize("window", [1, 4])
 def test_flashinfers_kernels_equal_the_reference(window: int, dtype: torch.dtype) -> None:
     generator, lens = torch.Generator("cuda").manual_seed(1), [70, 5, 800]
-    pool = KVPool(DEEPSEEK, num_pages=80, page_size=32, dtype=dtype, device=torch.device("cuda"))
+    pool = KVPool(
+        DEEPSEEK, num_pages=80, page_size=32, kv_format=KVFormat(dtype), device=torch.device("cuda")
+    )
     pool.data.normal_(generator=generator)
     pages = torch.randperm(80, generator=generator, device="cuda")[:75]
     tables = pages.view(3, 25).to(torch.int32)

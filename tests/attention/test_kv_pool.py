@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 
 NUM_PAGES, PAGE_SIZE = 1 << 14, 32
@@ -23,9 +24,11 @@ def test_pages_that_were_never_written_are_zeros_and_take_no_memory(dtype: torch
     geometry = AttentionGeometry(2, 4, 4, 32, 1.0)
     before = resident_bytes()
     options = {"num_pages": NUM_PAGES, "page_size": PAGE_SIZE}
-    pool = KVPool(geometry, **options, dtype=dtype, device=torch.device("cpu"))
+    pool = KVPool(geometry, **options, kv_format=KVFormat(dtype), device=torch.device("cpu"))
     num_bytes = pool.data.numel() * dtype.itemsize
-    assert num_bytes == NUM_PAGES * KVPool.page_bytes(geometry, PAGE_SIZE, dtype) >= 1 << 28
+    assert (
+        num_bytes == NUM_PAGES * KVPool.page_bytes(geometry, PAGE_SIZE, KVFormat(dtype)) >= 1 << 28
+    )
     assert resident_bytes() - before < num_bytes // 8
     assert pool.data.dtype == dtype and pool.data.data_ptr() % 64 == 0
     pool.planes[:, 1] = 3.0

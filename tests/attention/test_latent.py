@@ -15,6 +15,7 @@ from tllm_spec.attention.choice import create_backend, workspace_bytes
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.geometry import AttentionGeometry, LatentGeometry
 from tllm_spec.attention.interface import AttentionMetadata
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.latent import LatentBackend, LatentInputs, TritonLatent, VanillaLatent
 from tllm_spec.attention.triton import TritonAttention
@@ -103,7 +104,7 @@ class Problem:
             GEOMETRY,
             num_pages=self.tables.numel(),
             page_size=PAGE_SIZE,
-            dtype=self.up.dtype,
+            kv_format=KVFormat(self.up.dtype),
             device=self.up.device,
         )
         pool.data.fill_(torch.nan)
@@ -185,7 +186,8 @@ def test_every_phase_of_a_round_attends_as_the_planned_wrapper_would(
     num_rows, arguments = PHASES[phase]
     problem = Problem(arguments.kv_len_arr, [num_rows] * len(SEQ_LENS))
     windows = kind(GEOMETRY, KVPool(
-        GEOMETRY, num_pages=16, page_size=PAGE_SIZE, dtype=torch.float32, device=torch.device("cpu")
+        GEOMETRY, num_pages=16, page_size=PAGE_SIZE, kv_format=KVFormat(torch.float32),
+        device=torch.device("cpu"),
     )).plan(problem.metadata()).windows  # fmt: skip
     assert windows is not None and windows.first == 0
     starts = [index * windows.tables.window for index in range(len(SEQ_LENS) + 1)]
@@ -267,7 +269,11 @@ def test_a_backend_expands_no_more_keys_at_a_time_than_its_bound(
     monkeypatch.setattr(module, "MAX_EXPANDED_TOKENS", 8)
     problem = Problem([3, 4, 2, 30, 7], [3, 4, 2, 6, 7], num_contexts=5)
     pool = KVPool(
-        GEOMETRY, num_pages=40, page_size=PAGE_SIZE, dtype=torch.float32, device=torch.device("cpu")
+        GEOMETRY,
+        num_pages=40,
+        page_size=PAGE_SIZE,
+        kv_format=KVFormat(torch.float32),
+        device=torch.device("cpu"),
     )
     parts = VanillaLatent(GEOMETRY, pool).plan(problem.metadata()).contexts
     assert [part.key_lens for part in parts] == [(3, 4), (2,), (8,), (8,), (8,), (6,), (7,)]
@@ -287,7 +293,11 @@ def test_the_layout_decides_which_backend_runs(
     kind: type[VanillaAttention], latent: type[LatentBackend]
 ) -> None:
     pool = KVPool(
-        GEOMETRY, num_pages=2, page_size=PAGE_SIZE, dtype=torch.float32, device=torch.device("cpu")
+        GEOMETRY,
+        num_pages=2,
+        page_size=PAGE_SIZE,
+        kv_format=KVFormat(torch.float32),
+        device=torch.device("cpu"),
     )
     assert type(create_backend(kind, GEOMETRY, pool)) is latent
     planned = workspace_bytes(kind, GEOMETRY, torch.float32)
@@ -298,14 +308,15 @@ def test_the_layout_decides_which_backend_runs(
 
 def test_pools_of_both_layouts_have_the_shape_and_page_bytes_of_their_layout() -> None:
     heads = AttentionGeometry(LAYERS, HEADS, 1, 8, 1.0)
-    on_cpu = {"dtype": torch.float32, "device": torch.device("cpu")}
+    kv_format = KVFormat(torch.float32)
+    on_cpu = {"kv_format": kv_format, "device": torch.device("cpu")}
     for geometry, shape in (
         (GEOMETRY, (LAYERS, 5, PAGE_SIZE, RANK + ROPE)),
         (heads, (LAYERS, 2, 5, PAGE_SIZE, 1, 8)),
     ):
         pool = KVPool(geometry, num_pages=5, page_size=PAGE_SIZE, **on_cpu)
         assert tuple(pool.data.shape) == shape
-        assert 5 * KVPool.page_bytes(geometry, PAGE_SIZE, torch.float32) == pool.data.nbytes
+        assert 5 * KVPool.page_bytes(geometry, PAGE_SIZE, kv_format) == pool.data.nbytes
         pool.data.normal_()
         before = pool.data.clone()
         pool.copy_page(1, 3)

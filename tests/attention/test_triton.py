@@ -12,9 +12,11 @@ from tests.kernels.interpreter import (
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, HeadsBackend
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.kernels.triton_support import has_kernels
 
@@ -34,15 +36,17 @@ GEOMETRY = AttentionGeometry(LAYERS, HEADS, KV_HEADS, HEAD_DIM, 0.3)
 @dataclass(frozen=True)
 class Batch:
     """Chunks as (cached tokens, new tokens), then windows by their lengths, then rows of graph
-    padding. chunk_size: of the geometry."""
+    padding. span: of the geometry."""
 
     chunks: tuple[tuple[int, int], ...] = ()
     kv_lens: tuple[int, ...] = ()
     window: int = 1
     padding: int = 0
-    chunk_size: int | None = None
+    span: KeySpan | None = None
 
 
+CHUNKS_OF_5, CHUNKS_OF_70 = (KeySpan(size, slides=False) for size in (5, 70))
+SLIDING_5, SLIDING_70 = (KeySpan(size, slides=True) for size in (5, 70))
 BATCHES = {
     "a prompt": Batch(chunks=((0, 9),)),
     "chunks": Batch(chunks=((0, 9), (7, 5), (12, 1))),
@@ -50,8 +54,10 @@ BATCHES = {
     "windows": Batch(kv_lens=(4, 300, 17), window=4),
     "chunks and windows": Batch(((0, 9), (7, 5)), (6, 12, 33), window=3),
     "chunks and single tokens": Batch(((5, 2),), (8, 9)),
-    "within chunks of 5": Batch(((0, 14), (3, 9), (5, 5)), (7, 12, 33, 300), 7, chunk_size=5),
-    "within chunks of 70": Batch(((60, 20),), (70, 72, 300), 4, chunk_size=70),
+    "within chunks of 5": Batch(((0, 14), (3, 9), (5, 5)), (7, 12, 33, 300), 7, span=CHUNKS_OF_5),
+    "within chunks of 70": Batch(((60, 20),), (70, 72, 300), 4, span=CHUNKS_OF_70),
+    "a sliding window of 5": Batch(((0, 14), (3, 9), (5, 5)), (7, 12, 33, 300), 7, span=SLIDING_5),
+    "a sliding window of 70": Batch(((60, 20),), (70, 72, 300), 4, span=SLIDING_70),
 }
 
 
@@ -60,7 +66,7 @@ class Forward:
 
     def __init__(self, batch: Batch, device: str, seed: int = 0) -> None:
         self.device, generator = torch.device(device), torch.Generator().manual_seed(seed)
-        self.geometry = replace(GEOMETRY, chunk_size=batch.chunk_size)
+        self.geometry = replace(GEOMETRY, span=batch.span)
         new = [count for _, count in batch.chunks] + [batch.window] * (
             len(batch.kv_lens) + batch.padding
         )
@@ -104,7 +110,7 @@ class Forward:
             GEOMETRY,
             num_pages=self.num_pages,
             page_size=PAGE_SIZE,
-            dtype=torch.float32,
+            kv_format=KVFormat(torch.float32),
             device=self.device,
         )
         pool.data.copy_(self.pool_data)
@@ -163,15 +169,15 @@ def test_write_leaves_the_same_keys_and_values_as_run(
 
 CAPTURED = Batch(kv_lens=(4, 300, 17), window=3, padding=1)
 REPLAYED = Batch(kv_lens=(150, 3, 299), window=3, padding=1)
-CHUNKED = [pytest.param(None, id=""), pytest.param(149, id="chunks")]
+SPANS = {"": None, "chunks": KeySpan(149, slides=False), "sliding": KeySpan(140, slides=True)}
 
 
 @on_each_device
-@pytest.mark.parametrize("size", CHUNKED)
+@pytest.mark.parametrize("span", SPANS)
 @torch.inference_mode()
-def test_a_plan_reads_its_tensors_when_it_runs(size: int | None, device: str) -> None:
-    planned = Forward(replace(CAPTURED, chunk_size=size), device)
-    other = Forward(replace(REPLAYED, chunk_size=size), device, seed=1)
+def test_a_plan_reads_its_tensors_when_it_runs(span: str, device: str) -> None:
+    planned = Forward(replace(CAPTURED, span=SPANS[span]), device)
+    other = Forward(replace(REPLAYED, span=SPANS[span]), device, seed=1)
     backend = other.backend(TritonAttention)
     plan = backend.plan(planned.metadata)
     for mine, new in zip(planned.tensors(), other.tensors(), strict=True):
@@ -180,12 +186,12 @@ def test_a_plan_reads_its_tensors_when_it_runs(size: int | None, device: str) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", CHUNKED)
+@pytest.mark.parametrize("span", SPANS)
 @torch.inference_mode()
 def test_a_captured_forward_can_be_replayed_with_other_lengths_and_pages(
-    size: int | None,
+    span: str,
 ) -> None:
-    own, others = replace(CAPTURED, chunk_size=size), replace(REPLAYED, chunk_size=size)
+    own, others = replace(CAPTURED, span=SPANS[span]), replace(REPLAYED, span=SPANS[span])
     captured, replayed = Forward(own, "cuda"), Forward(others, "cuda", seed=1)
     backend = replayed.backend(TritonAttention)
     captured.run(backend)  # compiles

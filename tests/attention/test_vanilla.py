@@ -8,6 +8,7 @@ import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionMetadata
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.kernels.rotary_write import Rotary
@@ -21,7 +22,7 @@ def new_pool() -> KVPool:
         GEOMETRY,
         num_pages=PAGES,
         page_size=PAGE_SIZE,
-        dtype=torch.float32,
+        kv_format=KVFormat(torch.float32),
         device=torch.device("cpu"),
     )
 
@@ -193,4 +194,6 @@ def test_pages_are_copied_in_all_layers() -> None:
 
 def test_a_page_takes_the_bytes_that_planning_counts() -> None:
     pool = new_pool()
-    assert KVPool.page_bytes(GEOMETRY, PAGE_SIZE, torch.float32) * PAGES == pool.data.nbytes
+    assert (
+        KVPool.page_bytes(GEOMETRY, PAGE_SIZE, KVFormat(torch.float32)) * PAGES == pool.data.nbytes
+    )

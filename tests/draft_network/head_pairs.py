@@ -14,6 +14,7 @@ from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.draft_network.network import HeadNetwork, Network
+from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers, TorchLayers
 from tllm_spec.executor.speculative.drafting.draft_net import HeadNet
@@ -129,10 +130,12 @@ def window(slots: Sequence[int], first: Sequence[int], tokens: torch.Tensor) -> 
 def head_pair(head: Eagle3Head, network: Network) -> tuple[HeadSide, HeadSide]:
     """Torch's side first. The network's has no more of the head than `fuse`."""
     spec, size = states_for(head), head.config.hidden_size
-    geometry = head.config.attention_geometry(SINGLE_RANK)
+    geometry = head.config.layer_groups(SINGLE_RANK)[0].geometry
     assert isinstance(geometry, AttentionGeometry)
     pool, rows = cache_of(head)
-    torch_layers = TorchLayers(HeadNet(head, spec), VanillaAttention(geometry, pool), rows)
+    torch_layers = TorchLayers(
+        HeadNet(head, spec), AttentionGroups([PagedGroup(VanillaAttention(geometry, pool), rows)])
+    )
     own_pool, own_rows = cache_of(head)
     draft = HeadNetwork(head.config, head.dtype, CPU, network, head)
     network_layers = NetworkLayers(draft, spec, own_pool, own_rows)

@@ -7,10 +7,12 @@ from pathlib import Path
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.draft_network.network import DraftNetwork, Network
+from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
 from tllm_spec.executor.engine.draft_engine import DraftModelEngine
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.network_engine import NetworkEngine
@@ -58,11 +60,11 @@ class Side:
 
 def torch_side(model: LlamaForCausalLM, input_vocab_size: int | None = None) -> Side:
     pool, rows = cache_of(model)
-    geometry = model.config.attention_geometry(SINGLE_RANK)
+    geometry = model.config.layer_groups(SINGLE_RANK)[0].geometry
     assert isinstance(geometry, AttentionGeometry)
-    backend = VanillaAttention(geometry, pool)
+    attention = AttentionGroups([PagedGroup(VanillaAttention(geometry, pool), rows)])
     size = input_vocab_size or model.config.vocab_size
-    return Side(ModelEngine(model, backend, rows, size), pool)
+    return Side(ModelEngine(model, attention, size), pool)
 
 
 def network_side(
@@ -76,12 +78,12 @@ def network_side(
 
 def cache_of(model: LlamaForCausalLM | Eagle3Head) -> tuple[KVPool, RowBuilder]:
     num_pages = MAX_LEN // PAGE_SIZE
-    geometry = model.config.attention_geometry(SINGLE_RANK)
+    geometry = model.config.layer_groups(SINGLE_RANK)[0].geometry
     pool = KVPool(
         geometry,
         num_pages=1 + NUM_SLOTS * num_pages,
         page_size=PAGE_SIZE,
-        dtype=model.dtype,
+        kv_format=KVFormat(model.dtype),
         device=CPU,
     )
     pool.data.fill_(torch.nan)  # unwritten entries must not matter

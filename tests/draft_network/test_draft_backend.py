@@ -235,6 +235,7 @@ def test_onnxruntime_is_refused_on_a_gpu_and_on_several_devices() -> None:
         device=torch.device("cuda"),
         draft_plan=draft_model_of(spec),
         dtype=torch.float32,
+        max_len=100,
         mapping=SimpleNamespace(world_size=2),
     )
     with pytest.raises(ValueError) as refusal:

@@ -107,22 +107,30 @@ def worker_of(harness: Harness) -> DraftWorker:
     return worker
 
 
-def pools_of(harness: Harness) -> list[KVPool]:
-    """The target's, then the one of the layers that share its pages, if there are any."""
-    if not isinstance(harness.parts.runner.round_end, DraftWorker):
-        return [harness.parts.kv.pool]
+def draft_place(harness: Harness) -> tuple[int, KVPool]:
+    """The pool of the draft layers, and the group that has it."""
     layers = worker_of(harness)._layers
-    if isinstance(layers, NetworkLayers):
-        return [harness.parts.kv.pool, layers.pool]
-    assert isinstance(layers, TorchLayers)
-    return [harness.parts.kv.pool, layers.backend.pool]
+    if isinstance(layers, TorchLayers):
+        pool = layers.attention.groups[0].backend.pool
+    else:
+        assert isinstance(layers, NetworkLayers)
+        pool = layers.pool
+    groups = enumerate(harness.parts.kv.groups)
+    number = next(i for i, group in groups if any(own is pool for own in group.pools))
+    return number, pool
+
+
+def pools_of(harness: Harness) -> list[KVPool]:
+    """All that have the target's pages: the draft layers' too, if there are any."""
+    return [pool for group in harness.parts.kv.groups for pool in group.pools]
 
 
 def spoil_free_pages(harness: Harness) -> None:
     """A read of a position that was not written since gives NaN."""
-    free = harness.parts.kv.cache._free_pages
-    for pool in pools_of(harness):
-        pool.data[:, :, free] = torch.nan
+    kv = harness.parts.kv
+    for free, group in zip(kv.cache._free_pages, kv.groups, strict=True):
+        for pool in group.pools:
+            pool.data[:, :, free] = torch.nan
 
 
 def entries(pool: KVPool, pages: list[int], num_entries: int) -> torch.Tensor:
@@ -131,9 +139,8 @@ def entries(pool: KVPool, pages: list[int], num_entries: int) -> torch.Tensor:
 
 
 def draft_entries(harness: Harness, request: LlmRequest, num_entries: int) -> torch.Tensor:
-    return entries(
-        pools_of(harness)[1], harness.parts.kv.cache.pages(request.request_id), num_entries
-    )
+    group, pool = draft_place(harness)
+    return entries(pool, harness.parts.kv.cache.pages(request.request_id, group), num_entries)
 
 
 class SlowDrafter:
@@ -235,13 +242,14 @@ def assert_all_is_there(
 
 
 def assert_cached_pages_are_whole(harness: Harness) -> int:
-    """Every position that the prefix cache offers was written in both pools. Returns how many
+    """Every position that the prefix cache offers was written in all pools. Returns how many
     there are."""
-    cache, num_cached = harness.parts.kv.cache, 0
+    kv, cache, num_cached = harness.parts.kv, harness.parts.kv.cache, 0
     for node in cache._tree.nodes():
         num_positions = len(node.key) - cache.lookahead
-        for pool in pools_of(harness):
-            assert pool.data[:, :, node.page, :num_positions].isfinite().all()
+        for page, group in zip(node.pages, kv.groups, strict=True):
+            for pool in group.pools:
+                assert pool.data[:, :, page, :num_positions].isfinite().all()
         num_cached += num_positions
     return num_cached
 

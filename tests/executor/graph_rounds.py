@@ -90,7 +90,7 @@ def submit_mixture(harness: Harness, number: int, is_sampled: bool) -> list[LlmR
 class KeyRecorder:
     """Stands in for a round runner on a CUDA device."""
 
-    engine = SimpleNamespace(backend=SimpleNamespace(supports_graphs=True))
+    engine = SimpleNamespace(attention=SimpleNamespace(supports_graphs=True))
     round_end = RoundEnd()
 
     def __init__(self) -> None:

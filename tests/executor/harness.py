@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tests.executor.one_group import all_are_free
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.build import build_executor
@@ -153,7 +154,7 @@ def all_pages_are_back(executor: PyExecutor) -> bool:
         each.kv for each in managers if isinstance(each, DraftKVManager)
     ]
     slots = [each for each in managers if isinstance(each, SeqSlotManager)]
-    return all(kv.num_available == kv.num_usable for kv in caches) and all(
+    return all(map(all_are_free, caches)) and all(
         each.num_free == each.max_batch_size for each in slots
     )
 

@@ -4,10 +4,14 @@ should be there."""
 
 import copy
 import random
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 from tllm_spec.executor.resources.paged_cache import PagedCache
+from tllm_spec.executor.resources.pages import PageGroup
+from tllm_spec.executor.resources.radix import NO_PAGE
+from tllm_spec.kernels.key_spans import KeySpan
 
 
 class Device:
@@ -49,19 +53,31 @@ def prefix_hashes(tokens: list[int]) -> list[int]:
 
 
 class Driver:
-    """A cache and its device, used as the executor does; every step checks what the interface
-    promises."""
+    """A cache and its devices, one for each layer group, used as the executor does; every step
+    checks what the interface promises."""
 
     def __init__(
-        self, num_pages: int, page_size: int, *, lookahead: int = 0, **options: Any
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        spans: Sequence[KeySpan | None] = (None,),
+        lookahead: int = 0,
+        **options: Any,
     ) -> None:
         """`options` are the cache's; `key_lookahead` among them gives it another lookahead than the
         device has."""
         self.page_size = page_size
         self.lookahead = lookahead
-        self.device = Device(num_pages, page_size, lookahead)
+        self.spans = spans
+        self.devices = [Device(num_pages, page_size, lookahead) for _ in spans]
+        self.device = self.devices[0]
         options["lookahead"] = options.pop("key_lookahead", lookahead)
-        self.cache = PagedCache(num_pages, page_size, copy_page=self.device.copy_page, **options)
+        groups = [
+            PageGroup(num_pages, device.copy_page, span)
+            for device, span in zip(self.devices, spans, strict=True)
+        ]
+        self.cache = PagedCache(groups, page_size, **options)
         self.tokens: dict[
             int, list[int]
         ] = {}  # of each sequence: those that its computed KV depends on
@@ -76,20 +92,29 @@ class Driver:
         self.next_id += 1
         end = len(prompt) if chunk is None else chunk
         visible = prompt if reuse else []
-        available, expected = cache.num_available, cache.match(visible)
+        available, expected = self.available(), cache.match(visible)
         needed = cache.new_pages_needed(visible, end)
+        fits = all(need <= left for need, left in zip(needed, available, strict=True))
         cached = cache.add_sequence(seq_id, prompt, reuse=reuse)
         assert cached == expected <= max(len(prompt) - 1, 0)
         self.check_contents(seq_id, self.device.values(prompt)[:cached])
         end = max(end, cached)
-        assert cache.extend(seq_id, end) == (needed <= available)
-        if needed > available:
+        assert cache.extend(seq_id, end) == fits
+        if not fits:
             cache.free(seq_id)
             return None
-        assert available - cache.num_available == needed
-        self.device.write(cache.pages(seq_id), prompt, cached, end)
+        left = self.available()
+        assert [before - now for before, now in zip(available, left, strict=True)] == needed
+        self.write(seq_id, prompt, cached, end)
         self.tokens[seq_id] = prompt[: end + self.lookahead]
         return seq_id
+
+    def available(self) -> list[int]:
+        return [self.cache.available(group) for group in range(len(self.spans))]
+
+    def write(self, seq_id: int, tokens: list[int], start: int, end: int) -> None:
+        for device, own in zip(self.devices, self.cache.groups_of(seq_id), strict=True):
+            device.write(own.pages, tokens, start, end)
 
     def num_computed(self, seq_id: int) -> int:
         """Positions of the sequence whose KV is computed and final."""
@@ -99,30 +124,54 @@ class Driver:
         """One speculative round: writes the window, keeps `accepted`, rewinds `rejected`."""
         cache, page_size, pages = self.cache, self.page_size, self.cache.pages(seq_id)
         window = self.tokens[seq_id] + accepted + rejected
-        before, available, version = list(pages), cache.num_available, cache.version(seq_id)
+        before, available = list(pages), cache.num_available
+        self.note(seq_id)
         if not cache.extend(seq_id, len(window)):
             assert pages == before
-            assert cache.num_available == available < -(-len(window) // page_size) - len(before)
+            missing = -(-len(window) // page_size) - len(before)
+            assert cache.num_available == available < missing
             return
-        assert pages[: len(before)] == before and cache.version(seq_id) == version
-        self.device.write(pages, window, self.num_computed(seq_id), len(window))
+        assert pages[: len(before)] == before and self.num_known(seq_id) == len(before)
+        self.write(seq_id, window, self.num_computed(seq_id), len(window))
         self.tokens[seq_id] += accepted
         self.rewind(seq_id)
 
     def rewind(self, seq_id: int) -> None:
-        pages, version = list(self.cache.pages(seq_id)), self.cache.version(seq_id)
+        pages = list(self.cache.pages(seq_id))
+        self.note(seq_id)
         available, num_tokens = self.cache.num_available, self.num_computed(seq_id)
         keep = -(-num_tokens // self.page_size)
         given_back = self.cache.rewind(seq_id, num_tokens)
         assert given_back == len(pages) - keep == self.cache.num_available - available
         assert self.cache.pages(seq_id) == pages[:keep]
-        assert (self.cache.version(seq_id) != version) == (given_back > 0)
+        assert self.num_known(seq_id) == keep
+
+    def slide(self, seq_id: int) -> None:
+        """Lets go of what the next position does not see."""
+        num_tokens, held = self.num_computed(seq_id), self.available()
+        self.cache.slide(seq_id, num_tokens)
+        for group, span in enumerate(self.spans):
+            own = self.cache.groups_of(seq_id)[group]
+            first = 0 if span is None else span.first_key(num_tokens) // self.page_size
+            assert own.first >= first and NO_PAGE not in own.pages[own.first :]
+            assert self.cache.available(group) >= held[group]
 
     def store(self, seq_id: int, num_tokens: int) -> None:
         """Stores the first `num_tokens` positions, as far as the tokens after them are known."""
-        pages, version = list(self.cache.pages(seq_id)), self.cache.version(seq_id)
+        before = list(self.cache.pages(seq_id))
+        self.note(seq_id)
         self.cache.store(seq_id, self.tokens[seq_id][: num_tokens + self.cache.lookahead])
-        assert (self.cache.version(seq_id) != version) == (self.cache.pages(seq_id) != pages)
+        pairs = enumerate(zip(before, self.cache.pages(seq_id), strict=True))
+        changed = [index for index, (one, other) in pairs if one != other]
+        assert self.num_known(seq_id) == min(changed, default=len(before))
+
+    def note(self, seq_id: int) -> None:
+        """The pages as they are now are known."""
+        for own in self.cache.groups_of(seq_id):
+            own.num_known = len(own.pages)
+
+    def num_known(self, seq_id: int) -> int:
+        return self.cache.groups_of(seq_id)[0].num_known
 
     def free(self, seq_id: int, num_tokens: int | None = None) -> None:
         num_tokens = self.num_computed(seq_id) if num_tokens is None else num_tokens
@@ -141,12 +190,19 @@ class Driver:
     def check(self) -> None:
         self.cache.check_integrity()
         for seq_id, tokens in self.tokens.items():
-            assert 0 not in self.cache.pages(seq_id)
             self.check_contents(seq_id, self.device.values(tokens))
 
     def check_contents(self, seq_id: int, values: list[int]) -> None:
-        found = self.device.read(self.cache.pages(seq_id), len(values))
-        assert found == values, f"sequence {seq_id} sees the KV of other tokens than its own"
+        """Of the positions that a query after these values sees."""
+        groups = self.cache.groups_of(seq_id)
+        for device, own, span in zip(self.devices, groups, self.spans, strict=True):
+            first = span.first_key(len(values)) if span else 0
+            assert NO_PAGE not in own.pages[own.first :]
+            assert own.first <= first // self.page_size, "a page is gone too early"
+            found = device.read(own.pages, len(values))
+            assert found[first:] == values[first:], (
+                f"sequence {seq_id} sees the KV of other tokens than its own"
+            )
 
 
 class RandomUse:
@@ -154,10 +210,13 @@ class RandomUse:
     time."""
 
     def __init__(
-        self, page_size: int, num_pages: int, *, partial_reuse: bool, **lookahead: int
+        self, page_size: int, num_pages: int, *, partial_reuse: bool, **options: Any
     ) -> None:
         self.rng = random.Random(page_size * 100 + num_pages)
-        self.driver = Driver(num_pages, page_size, enable_partial_reuse=partial_reuse, **lookahead)
+        self.driver = Driver(num_pages, page_size, enable_partial_reuse=partial_reuse, **options)
+        self.operations = [self.grow, self.store, self.finish]
+        if self.driver.cache.has_spans:
+            self.operations.append(self.driver.slide)
         self.longest = page_size * num_pages // 2 + 2
         self.texts = [self.rng.choices(range(2), k=2 * self.longest) for _ in range(2)]
 
@@ -173,7 +232,7 @@ class RandomUse:
         if not driver.tokens or rng.random() < 0.3:
             self.start()
         else:
-            rng.choice([self.grow, self.store, self.finish])(rng.choice(list(driver.tokens)))
+            rng.choice(self.operations)(rng.choice(list(driver.tokens)))
         if rng.random() < 0.1:
             self.claim_everything()
         if rng.random() < 0.01:
@@ -200,7 +259,8 @@ class RandomUse:
         driver = copy.deepcopy(self.driver)
         tree = driver.cache._tree
         tree._roots = WeakValueDictionary({None: tree.root})  # weak references are not copied
-        num_tokens = driver.cache.num_available * driver.page_size
+        available = driver.cache.num_available
+        num_tokens = available * driver.page_size
         driver.cache.add_sequence(driver.next_id, [])
         assert not driver.cache.extend(driver.next_id, num_tokens + 1)
         assert driver.cache.extend(driver.next_id, num_tokens)

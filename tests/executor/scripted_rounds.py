@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from tests.executor.one_group import manager_of
 from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
@@ -22,8 +24,6 @@ from tllm_spec.executor.draft_watch import DraftWatch
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
 from tllm_spec.executor.request import DraftCounters, LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
-from tllm_spec.executor.resources.kv_cache import KVCacheManager
-from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import BlockTable, SlotState
 from tllm_spec.executor.response import Response
@@ -134,11 +134,10 @@ class ScriptedEngine:
             AttentionGeometry(1, 1, 1, 1, 1.0),
             num_pages=num_pages,
             page_size=page_size,
-            dtype=torch.bfloat16,
+            kv_format=KVFormat(torch.bfloat16),
             device=CPU,
         )
-        cache = PagedCache(num_pages, page_size, copy_page=pool.copy_page)
-        kv = KVCacheManager(cache, pool, BlockTable(managed, max_pages, CPU), extra_kv_tokens=extra)
+        kv = manager_of(pool, BlockTable(managed, max_pages, CPU), extra=extra)
         slots, state = (
             SlotState(managed, DraftShapes.chains(draft_len), CPU),
             SamplingState(managed, VOCAB_SIZE, CPU),

@@ -16,6 +16,7 @@ from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
 from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.executor.graphs.context_graphs import MAX_CHUNKS, capture_contexts, context_rows
 from tllm_spec.executor.graphs.graph_pool import GraphPool
@@ -45,8 +46,10 @@ def with_graphs(
     """Of contexts, and of rounds of so many windows."""
     harness = Harness(model, **options)
     runner, pool = harness.parts.runner, GraphPool(CPU)
-    old = runner.engine.backend
-    runner.engine.backend = FlashInferAttention(old.geometry, old.pool, PlainPrefill(old.geometry))
+    old = runner.engine.attention.groups[0].backend
+    flashinfer = FlashInferAttention(old.geometry, old.pool, PlainPrefill(old.geometry))
+    group = PagedGroup(flashinfer, runner.engine.rows)
+    runner.engine.attention = AttentionGroups([group])
     draft_lens = {0, harness.max_draft_len}
     with torch.inference_mode():
         runner.contexts.graphs = capture_contexts(runner.engine, SIZES, DUMMY, pool)
@@ -180,7 +183,7 @@ def test_states_are_those_of_an_eager_forward_for_any_chunks(
     runner, random = harness.parts.runner, Random(1)
     graphs, engine = runner.contexts.graphs, runner.engine
     assert graphs is not None
-    table = harness.parts.kv.table
+    table = harness.parts.kv.groups[0].table
     with torch.inference_mode():
         for slot in range(DUMMY):
             table.write(slot, list(range(1 + 4 * slot, 5 + 4 * slot)), 0)
@@ -191,15 +194,15 @@ def test_states_are_those_of_an_eager_forward_for_any_chunks(
             ]
             last = torch.tensor(lens).cumsum(0) - 1
             expected = engine.forward(chunks, None, last)
-            keys = engine.backend.pool.data.clone()
-            engine.backend.pool.data[:, :, 1:].zero_()
+            keys = engine.attention.groups[0].backend.pool.data.clone()
+            engine.attention.groups[0].backend.pool.data[:, :, 1:].zero_()
             found = graphs.run(chunks)
             assert found is not None
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
             for slot, n in enumerate(lens):  # page 0 is the padding's
                 own, other = (
                     pool[:, :, 1 + 4 * slot : 5 + 4 * slot].flatten(2, 3)[:, :, :n]
-                    for pool in (engine.backend.pool.data, keys)
+                    for pool in (engine.attention.groups[0].backend.pool.data, keys)
                 )
                 torch.testing.assert_close(own, other, atol=1e-5, rtol=1e-4)
         assert graphs.run([ContextChunk(0, 0, [1])] * (MAX_CHUNKS + 1)) is None

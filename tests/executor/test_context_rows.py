@@ -17,6 +17,7 @@ from tests.executor.draft_caches import one_model
 from tests.executor.harness import Harness
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.flashinfer import FlashInferAttention
+from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
 from tllm_spec.executor.engine.rows import ROW_ALIGNMENT, ContextChunk, RowBuilder
 from tllm_spec.executor.graphs.context_graphs import MAX_CHUNKS, capture_contexts
 from tllm_spec.executor.graphs.graph_pool import GraphPool
@@ -145,8 +146,10 @@ def test_few_operations_are_done_before_a_prompts_graph_is_launched_and_slots_ar
     head = write_tiny_eagle3(tmp_path / "head", num_captured=2)
     harness = Harness(tiny, **one_model(tiny, head, mode))
     runner, random = harness.parts.runner, Random(3)
-    old = runner.engine.backend
-    runner.engine.backend = FlashInferAttention(old.geometry, old.pool, PlainPrefill(old.geometry))
+    old = runner.engine.attention.groups[0].backend
+    flashinfer = FlashInferAttention(old.geometry, old.pool, PlainPrefill(old.geometry))
+    group = PagedGroup(flashinfer, runner.engine.rows)
+    runner.engine.attention = AttentionGroups([group])
     with torch.inference_mode():
         runner.contexts.graphs = capture_contexts(runner.engine, (256,), 8, GraphPool(CPU))
     assert runner.contexts.graphs is not None

@@ -101,7 +101,8 @@ def test_the_dummy_slot_of_padded_batches_does_not_grow_and_has_no_pages(
 ) -> None:
     speculation = speculate(tiny_draft, head, mode)
     harness = with_graphs(tiny, (8,), {0, 1, 2, 3} if speculation else {0}, **speculation)
-    slots, table, graphs = harness.parts.slots, harness.parts.kv.table, graphs_of(harness)
+    slots, table = harness.parts.slots, harness.parts.kv.groups[0].table
+    graphs = graphs_of(harness)
     requests = submit_mixture(harness, 3, is_sampled=True)
     while harness.round():
         owners = sum(

@@ -80,7 +80,7 @@ def test_on_a_gpu_the_dummy_slot_of_padded_batches_does_not_grow(
     submit_mixture(harness, 3, is_sampled=True)
     while harness.round():
         assert harness.parts.slots.kv_lens[DUMMY].item() <= 1 + harness.max_draft_len
-    assert not harness.parts.kv.table.device_rows[DUMMY].any()
+    assert not harness.parts.kv.groups[0].table.device_rows[DUMMY].any()
     with torch.inference_mode():
         harness.parts.slots.reset_dummy()
     assert harness.parts.slots.kv_lens[DUMMY].item() == 0

@@ -276,7 +276,7 @@ def test_padding_rows_write_to_the_dummy_page_also_for_an_empty_slot(
 ) -> None:
     """Slot 8 is the dummy slot, with length 0; the window of slot 2 begins before position 0."""
     harness = Harness(tiny, **PAGES, **speculation)
-    table = harness.parts.kv.table.device_rows
+    table = harness.parts.kv.groups[0].table.device_rows
     table[2, :2] = torch.tensor([7, 9])
     windows = Windows(
         slots=torch.tensor([8, 2]),

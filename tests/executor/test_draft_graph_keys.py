@@ -125,7 +125,8 @@ def test_the_memory_plan_counts_the_captured_graphs_and_their_buffers(
     assert plan.draft_plan is not None
     net: Any = SimpleNamespace(config=plan.config)
     draft = LoadedDraft(plan.draft_plan, net, None)
-    workspaces = 2 * plan.attention.workspace_bytes(plan.config.attention_geometry(plan.mapping))
+    [group] = plan.config.layer_groups(plan.mapping)
+    workspaces = 2 * plan.attention.workspace_bytes(group.geometry)
     # Greedy and sampled, whole (unless rounds are split) and tails; and forwards.
     num_graphs = 2 * (2 * 2 * forms + 2 + 2 * len(drafts_of))
     left_bytes = 8 * (1 + 3) * (plan.config.hidden_size + 1 + 64 // 32) * 4

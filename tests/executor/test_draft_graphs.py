@@ -148,13 +148,13 @@ def test_padding_of_a_draft_model_writes_into_no_requests_pages(
         harness.run_until(request, RequestState.GENERATION)
     for _ in range(5):
         own = {0} | {page for request in requests for page in kv.cache.pages(request.request_id)}
-        foreign = [page for page in range(kv.cache.num_pages) if page not in own][
+        foreign = [page for page in range(kv.cache.groups[0].num_pages) if page not in own][
             8:
         ]  # some are taken next
-        before = kv.pool.data[:, :, foreign].clone()
+        before = kv.groups[0].pools[0].data[:, :, foreign].clone()
         harness.round()
-        assert torch.equal(kv.pool.data[:, :, foreign], before)
-        assert not kv.table.device_rows[DUMMY].any()
+        assert torch.equal(kv.groups[0].pools[0].data[:, :, foreign], before)
+        assert not kv.groups[0].table.device_rows[DUMMY].any()
     assert sum(watched.replays().values()) >= 5
 
 

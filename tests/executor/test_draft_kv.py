@@ -28,7 +28,7 @@ MAY_PAUSE = {"draft_len_schedule": {1: 3, 2: 0}}
 
 def spoil_free_draft_pages(kv: KVCacheManager) -> None:
     """A read of a position that was not written since gives NaN."""
-    kv.pool.data[:, :, kv.cache._free_pages] = torch.nan
+    kv.groups[0].pools[0].data[:, :, kv.cache._free_pages[0]] = torch.nan
 
 
 def assert_the_cache_is_a_prefill(harness: Harness, draft: Path, request: LlmRequest) -> None:
@@ -166,7 +166,7 @@ def test_most_rounds_send_no_page_numbers(tiny: Path) -> None:
     requests = [harness.submit([i] * (3 + i), max_tokens=160) for i in range(6)]
     for request in requests:
         harness.run_until(request, RequestState.GENERATION)
-    table, sent = draft_kv(harness).table, []
+    table, sent = draft_kv(harness).groups[0].table, []
     flush = table.flush
 
     def watched() -> None:
@@ -244,7 +244,7 @@ def test_rejected_drafts_give_their_draft_pages_back(
     while harness.round():
         if request.state is RequestState.GENERATION:
             ahead = request.tokens_in_flight + (1 + ROUNDS_AHEAD) * 2 if overlap else 0
-            held.append(kv.num_held(request) - kv.pages_for(request.kv_len + ahead))
+            held.append(kv.held(request)[0] - kv.pages_for(request.kv_len + ahead))
     assert len(held) > 30 and max(held[12:] if overlap else held) <= 0
     assert all_pages_are_back(harness.executor)
 

@@ -3,6 +3,7 @@ nothing."""
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.executor.harness import Harness, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.draft_shape import DraftShapes, chain_of
 from tllm_spec.executor.building.draft_lens import RoundTimer
+from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.dummy_contexts import ContextLimits, DummyContexts
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
@@ -42,7 +44,7 @@ def test_each_round_reads_its_own_pages_at_the_same_lengths(
     def seconds(graphs: CudaGraphs, key: GraphKey, slots: list[int], renew: Any) -> float:
         for _ in range(3):
             renew()
-            tables = parts.kv.table.device_rows[: key.batch_size]
+            tables = parts.kv.groups[0].table.device_rows[: key.batch_size]
             seen.append((slots, parts.slots.kv_lens[:5].tolist(), set(tables[tables > 0].tolist())))
             graphs.replay(slots, key.shape, key.sampled)
         return 2.0
@@ -50,7 +52,7 @@ def test_each_round_reads_its_own_pages_at_the_same_lengths(
     monkeypatch.setattr(CudaGraphs, "seconds", seconds)
     assert parts.runner.seconds_with_contexts(GraphKey(4, chain_of(3), False), LIMITS) == 2.0
     assert seen == [([0, 1, 2, 3], [300] * 4 + [0], set(range(1, 1 + 4 * 10)))] * 3
-    assert not parts.slots.kv_lens[:DUMMY].any() and not parts.kv.table.device_rows.any()
+    assert not parts.slots.kv_lens[:DUMMY].any() and not parts.kv.groups[0].table.device_rows.any()
 
 
 @torch.inference_mode()
@@ -79,7 +81,9 @@ def test_contexts_are_as_long_as_there_is_place_for_them(harness: Harness) -> No
     slots, rows = parts.slots, parts.runner.engine.rows
 
     def length(batch_size: int, num_pages: int) -> int:
-        return DummyContexts(slots, rows, num_pages, LIMITS).length(batch_size)
+        backend = Mock(pool=Mock(num_pages=num_pages))
+        attention = AttentionGroups([PagedGroup(backend, rows)])
+        return DummyContexts(slots, attention, LIMITS).length(batch_size)
 
     assert length(1, 1000) == 300
     assert length(4, 1 + 4 * 9) == 9 * 32 - 10

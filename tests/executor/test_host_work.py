@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from tests.executor.one_group import all_are_free
 from tests.executor.scripted_rounds import ScriptedEngine
 from tllm_spec.draft_shape import DraftShape, chain_of
 from tllm_spec.executor.batch import ScheduledBatch
@@ -76,7 +77,7 @@ class Watched:
         room = len(pages) * 4 - end - kv.extra_kv_tokens
         assert room >= 0, "a window would be written after the request's pages"
         self.num_borders += room == 0
-        assert kv.table.device_rows[request.slot, : len(pages)].tolist() == pages
+        assert kv.groups[0].table.device_rows[request.slot, : len(pages)].tolist() == pages
 
 
 class StopAt:
@@ -160,7 +161,7 @@ def test_shortcuts_of_a_round_miss_no_page_no_stop_and_no_response(
             check_outcome(watched, request, stops)
         reasons |= {request.finish_reason for request, _ in requests}
         num_preemptions += watched.parts.scheduler.num_preemptions
-        assert watched.num_borders and watched.parts.kv.num_available == watched.parts.kv.num_usable
+        assert watched.num_borders and all_are_free(watched.parts.kv)
     assert reasons == {"cancelled", "stop", "length", "error"}
     assert bool(num_preemptions) == may_preempt
 
@@ -195,7 +196,7 @@ def test_a_round_that_is_scheduled_before_the_last_is_read_keeps_its_pages_and_n
         check_outcome(watched, request, stops)
     assert in_flight["schedule"] > 50 and not in_flight["launch"]
     assert bool(watched.parts.scheduler.num_preemptions) == may_preempt
-    assert watched.parts.kv.num_available == watched.parts.kv.num_usable
+    assert all_are_free(watched.parts.kv)
 
 
 def test_only_streamed_requests_get_a_response_in_every_round() -> None:
@@ -254,11 +255,11 @@ def test_most_rounds_take_no_page_and_no_page_is_taken_twice(way: str) -> None:
     ):
         engine.executor.step()
     kv, cache = engine.parts.kv, engine.parts.kv.cache
-    num_sent, given_back, flush, rewind = 0, 0, kv.table.flush, cache.rewind
+    num_sent, given_back, flush, rewind = 0, 0, kv.groups[0].table.flush, cache.rewind
 
     def watched_flush() -> None:
         nonlocal num_sent
-        num_sent += bool(kv.table._changed)
+        num_sent += bool(kv.groups[0].table._changed)
         flush()
 
     def watched_rewind(seq_id: int, num_tokens: int) -> int:
@@ -267,7 +268,7 @@ def test_most_rounds_take_no_page_and_no_page_is_taken_twice(way: str) -> None:
         return number
 
     with (
-        mock.patch.object(kv.table, "flush", watched_flush),
+        mock.patch.object(kv.groups[0].table, "flush", watched_flush),
         mock.patch.object(cache, "rewind", watched_rewind),
     ):
         for _ in range(100):
@@ -292,8 +293,8 @@ def test_pages_are_taken_ahead_only_of_those_that_a_request_was_admitted_with(
         nonlocal num_ahead
         for request in batch.generation_requests:
             needed = kv.pages_for(request.num_tokens_bound + 3 + kv.extra_kv_tokens)
-            assert needed <= kv.num_held(request) <= most
-            num_ahead += kv.num_held(request) > needed
+            assert needed <= kv.held(request)[0] <= most
+            num_ahead += kv.held(request)[0] > needed
         prepare(batch)
 
     with mock.patch.object(kv, "prepare_resources", watched_prepare):
@@ -317,7 +318,7 @@ def test_when_drafts_become_fewer_pages_ahead_for_them_go_back() -> None:
             + request.tokens_in_flight
             + (1 + ROUNDS_AHEAD) * window
         )
-        return kv.num_held(request) - kv.pages_for(kept)
+        return kv.held(request)[0] - kv.pages_for(kept)
 
     assert all(num_ahead(request, 1) > 0 for request in requests)
     watched.parts.draft_len_for = lambda *_: 0

@@ -4,13 +4,13 @@ cached under."""
 import pytest
 import torch
 
+from tests.executor.one_group import manager_of
 from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.resources.kv_cache import KVCacheManager
-from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import BlockTable
 from tllm_spec.sampling_params import SamplingParams
@@ -24,10 +24,16 @@ class Bench:
     def __init__(self, lookahead: int) -> None:
         cpu = torch.device("cpu")
         geometry = AttentionGeometry(1, 1, 1, 1, 1.0)
-        pool = KVPool(geometry, num_pages=20, page_size=PAGE_SIZE, dtype=torch.float32, device=cpu)
-        self.cache = PagedCache(20, PAGE_SIZE, copy_page=pool.copy_page, lookahead=lookahead)
+        pool = KVPool(
+            geometry,
+            num_pages=20,
+            page_size=PAGE_SIZE,
+            kv_format=KVFormat(torch.float32),
+            device=cpu,
+        )
         self.slots = SeqSlotManager(4)
-        self.kv = KVCacheManager(self.cache, pool, BlockTable(self.slots, 10, cpu))
+        self.kv = manager_of(pool, BlockTable(self.slots, 10, cpu), lookahead)
+        self.cache = self.kv.cache
         self._num_requests = 0
 
     def prefill(self, tokens: list[int], chunk: int, sampled: int | None = None) -> LlmRequest:
@@ -103,18 +109,21 @@ def test_pages_that_change_hands_reach_the_device() -> None:
     """A page given back is taken by a neighbour, and its first owner goes on with another one."""
     bench = Bench(lookahead=0)
     first, second = bench.prefill([1, 2, 3], 3, sampled=9), bench.prefill([4, 5, 6], 3, sampled=9)
-    bench.kv.table.flush()
+    bench.kv.groups[0].table.flush()
     for number in range(4, 28, 4):
         for owner, other in ((first, second), (second, first)):
             assert bench.kv.extend(owner, number + 1)
-            bench.kv.table.flush()
+            bench.kv.groups[0].table.flush()
             bench.kv.rewind(owner, number)
             assert bench.kv.extend(other, number + 1)
             assert bench.kv.extend(owner, number + 1)
-            bench.kv.table.flush()
+            bench.kv.groups[0].table.flush()
             for request in (first, second):
                 pages = bench.cache.pages(request.request_id)
-                assert bench.kv.table.device_rows[request.slot, : len(pages)].tolist() == pages
+                assert (
+                    bench.kv.groups[0].table.device_rows[request.slot, : len(pages)].tolist()
+                    == pages
+                )
     bench.kv.check_integrity()
 
 

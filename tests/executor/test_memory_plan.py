@@ -1,6 +1,7 @@
 """How many pages the cache gets: `max_tokens` and memory, whichever is less."""
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,22 +9,28 @@ import pytest
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.executor.engine.memory_plan import DUMMY_PAGES, plan_num_pages, round_bytes
+from tllm_spec.executor.engine.page_plan import GroupPlan, PoolPlan
+from tllm_spec.executor.resources.kv_cache import SpanRoom
+from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.kernels.scaled_linear_slices import MAX_BYTES
 from tllm_spec.llm import LLM
 
 GEOMETRY = AttentionGeometry(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0)
-PAGE_BYTES = KVPool.page_bytes(GEOMETRY, 32, torch.float32)
+ROOM = SpanRoom(page_size=32, ahead=10, in_context=128)
+FLOAT32 = KVFormat(torch.float32)
+GROUP = GroupPlan((PoolPlan(GEOMETRY, FLOAT32),), None)
+PAGE_BYTES = KVPool.page_bytes(GEOMETRY, 32, FLOAT32)
 GIB = 1 << 30
 
 
 def model_of(hidden: int, intermediate: int, vocab: int, dtype: torch.dtype) -> Any:
     """What the plan looks at in a model on a GPU."""
     config = SimpleNamespace(
-        attention_geometry=lambda mapping: GEOMETRY,
         hidden_size=hidden,
         mlp_row_elements=4 * intermediate,
         vocab_size=vocab,
@@ -44,7 +51,26 @@ def test_a_gpus_cache_has_the_tokens_asked_for_as_far_as_the_share_of_memory_goe
     free = round_bytes(args, [model]) + 200 * PAGE_BYTES  # room for 200 pages
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
-    assert plan_num_pages(args, [model], max_len=2048) == num_pages + DUMMY_PAGES
+    assert plan_num_pages(args, [GROUP], [model], 2048, ROOM) == [num_pages + DUMMY_PAGES]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "num_pages"), [(32 * 20, [20, 20]), (None, [87, 12]), (32 * 60, [60, 12])]
+)
+def test_groups_share_the_memory_by_what_the_longest_request_holds_of_each(
+    monkeypatch: pytest.MonkeyPatch, max_tokens: int | None, num_pages: list[int]
+) -> None:
+    """A request of 2,048 tokens holds 64 pages, and in the window of 64 tokens 9 of them: those of
+    202 tokens and two more."""
+    cache = {"max_tokens": max_tokens, "free_gpu_memory_fraction": 1.0}
+    args = LlmArgs(model="m", max_num_tokens=64, kv_cache_config=cache)
+    model = model_of(8, 8, 8, torch.float32)
+    free = round_bytes(args, [model]) + 100 * PAGE_BYTES
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    groups = [GROUP, replace(GROUP, span=KeySpan(64, slides=True))]
+    found = plan_num_pages(args, groups, [model], 2048, ROOM)
+    assert [number - DUMMY_PAGES for number in found] == num_pages
 
 
 def test_a_slice_of_an_fp8_weight_has_room() -> None:
@@ -80,7 +106,8 @@ def test_ranks_on_one_gpu_divide_its_free_memory(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: steps.append("empty"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
     communicator = SharedDevice(num_ranks, steps)
-    assert plan_num_pages(args, [model], 2048, communicator, reserved) == 100 + DUMMY_PAGES
+    parts = args, [GROUP], [model], 2048, ROOM, communicator, reserved
+    assert plan_num_pages(*parts) == [100 + DUMMY_PAGES]
     # Every rank has loaded its weights and freed what it can before any rank looks.
     assert steps == ["empty", "gather", "look"]
 
@@ -91,9 +118,10 @@ def test_ranks_on_one_host_divide_its_memory() -> None:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cache = {"max_tokens": int(0.6 * machine) // PAGE_BYTES * 32}
     args = LlmArgs(model="m", kv_cache_config=cache)
-    assert plan_num_pages(args, [model], 2048) == cache["max_tokens"] // 32 + DUMMY_PAGES
+    num_pages = cache["max_tokens"] // 32 + DUMMY_PAGES
+    assert plan_num_pages(args, [GROUP], [model], 2048, ROOM) == [num_pages]
     with pytest.raises(ValueError, match=f"; the machine has {machine // 2} for each of 2 ranks"):
-        plan_num_pages(args, [model], 2048, SharedDevice(2, []))
+        plan_num_pages(args, [GROUP], [model], 2048, ROOM, SharedDevice(2, []))
 
 
 def test_the_default_options_of_an_8b_model_leave_most_of_a_40_gb_card_to_weights_and_pages() -> (

@@ -25,7 +25,7 @@ def draft_kv(harness: Harness) -> KVCacheManager:
 def keys_and_values(kv: KVCacheManager, request: LlmRequest, length: int) -> torch.Tensor:
     """`[layers, 2, length, kv_heads, head_dim]` of the request's first tokens."""
     pages = kv.cache.pages(request.request_id)
-    return kv.pool.data[:, :, pages].flatten(2, 3)[:, :, :length]
+    return kv.groups[0].pools[0].data[:, :, pages].flatten(2, 3)[:, :, :length]
 
 
 def fresh_keys_and_values(model: Path, tokens: list[int]) -> torch.Tensor:

@@ -96,7 +96,7 @@ def test_rounds_in_flight_write_only_to_private_pages_that_their_requests_hold(
     def watched_launch(batch: ScheduledBatch) -> LaunchedRound:
         for request in batch.requests():
             pages, end = kv.cache.pages(request.request_id), request.kv_len + request.context_chunk
-            assert kv.table.device_rows[request.slot, : len(pages)].tolist() == pages
+            assert kv.groups[0].table.device_rows[request.slot, : len(pages)].tolist() == pages
             if request in batch.generation_requests:
                 assert request.kv_len <= slots.kv_lens[request.slot] < request.num_tokens_bound
                 end = int(slots.kv_lens[request.slot]) + batch.shape.window

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from tests.executor.one_group import cache_of
 from tests.executor.paged_cache_driver import Driver, RandomUse
-from tllm_spec.executor.resources.paged_cache import CacheStats, PagedCache
+from tllm_spec.executor.resources.paged_cache import CacheStats
+from tllm_spec.kernels.key_spans import KeySpan
 
 
 def common_length(left: list[int], right: list[int]) -> int:
@@ -30,6 +32,32 @@ def test_every_sequence_sees_its_own_tokens_whatever_the_order_of_operations(
         "full pools or common prefixes were rare"
     )
     assert (stats.copied_pages > 20) == (partial_reuse and page_size > 1)
+
+
+SPANS = {
+    "a sliding window": [KeySpan(5, slides=True)],
+    "a window of one key": [KeySpan(1, slides=True), None],
+    "all keys and a window": [None, KeySpan(7, slides=True)],
+    "two windows": [KeySpan(2, slides=True), KeySpan(11, slides=True)],
+    "chunks and all keys": [KeySpan(6, slides=False), None],
+}
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 24), (2, 13), (4, 9)])
+@pytest.mark.parametrize("name", SPANS)
+def test_every_group_has_the_pages_that_its_queries_see_whatever_the_order_of_operations(
+    name: str, page_size: int, num_pages: int, lookahead: int
+) -> None:
+    options = {"spans": SPANS[name], "lookahead": lookahead}
+    use = RandomUse(page_size, num_pages, partial_reuse=True, **options)
+    for _ in range(1200):
+        use.step()
+    stats = use.driver.cache.stats
+    assert stats.evicted_pages > 20 and stats.reused_tokens > 10, (
+        "full pools or common prefixes were rare"
+    )
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -56,7 +84,7 @@ def test_a_match_is_the_longest_prefix_of_any_earlier_text(
 
 def test_each_salt_has_pages_of_its_own_and_leaves_nothing_when_they_are_evicted() -> None:
     copied: list[tuple[int, int]] = []
-    cache = PagedCache(9, 4, copy_page=lambda *pages: copied.append(pages))
+    cache = cache_of(9, 4, lambda *pages: copied.append(pages))
     prompt = list(range(10))
     for seq_id, salt in enumerate([None, "a", "b"]):
         assert cache.match(prompt, salt) == cache.add_sequence(seq_id, prompt, salt) == 0
@@ -175,7 +203,7 @@ def test_matching_has_no_side_effect() -> None:
     driver.run([1, 2])
     driver.run([5, 6])
     assert driver.cache.match([1, 2, 3]) == 2
-    assert driver.cache.new_pages_needed([1, 2, 3], 3) == 2
+    assert driver.cache.new_pages_needed([1, 2, 3], 3) == [2]
     driver.run([7, 8, 9, 9])  # takes the free page and evicts one: still the oldest, [1, 2]
     assert driver.cache.stats.reused_tokens == 0
     assert driver.cache.match([1, 2, 3]) == 0
@@ -214,14 +242,15 @@ def test_without_block_reuse_nothing_is_kept() -> None:
 def test_two_equal_prompts_computed_side_by_side_end_on_the_same_pages() -> None:
     driver = Driver(num_pages=10, page_size=2)
     first, second = driver.begin([1, 2, 3, 4, 5]), driver.begin([1, 2, 3, 4, 5])
-    available, version = driver.cache.num_available, driver.cache.version(second)
+    available = driver.cache.num_available
+    driver.note(second)
     driver.store(first, 5)
     driver.store(second, 5)
     assert driver.cache.pages(first)[:2] == driver.cache.pages(second)[:2]
     assert driver.cache.pages(first)[2:] == driver.cache.private_pages(first)
     assert driver.cache.private_pages(first) != driver.cache.private_pages(second)
     assert driver.cache.num_available == available + 2
-    assert driver.cache.version(second) != version
+    assert driver.num_known(second) == 0
     driver.check()
 
 
@@ -290,13 +319,13 @@ def test_a_reset_forgets_cached_pages_but_leaves_running_sequences_alone() -> No
     driver.check()
 
 
-def test_the_version_of_a_restarted_sequence_is_new() -> None:
-    cache = PagedCache(4, 2, copy_page=lambda source, destination: None)
-    cache.add_sequence(1, [1, 2])
-    version = cache.version(1)
-    cache.free(1)
-    cache.add_sequence(1, [1, 2])
-    assert cache.version(1) != version
+def test_no_page_of_a_restarted_sequence_is_known() -> None:
+    driver = Driver(num_pages=4, page_size=2)
+    seq_id = driver.begin([1, 2, 3])
+    driver.note(seq_id)
+    driver.free(seq_id)
+    driver.cache.add_sequence(seq_id, [1, 2, 3])
+    assert driver.num_known(seq_id) == 0 and len(driver.cache.pages(seq_id)) == 1
 
 
 @pytest.mark.parametrize(
@@ -305,11 +334,11 @@ def test_the_version_of_a_restarted_sequence_is_new() -> None:
         (lambda cache: cache.pages(1).pop(), "are not the 5 pages"),
         (lambda cache: cache.pages(1).append(cache.pages(2)[-1]), "each once"),
         (lambda cache: cache.pages(1).__setitem__(0, cache.pages(2)[-1]), "is not the tree's"),
-        (lambda cache: cache._sequences[1].nodes.pop(), "1 references and has 0 holders"),
+        (lambda cache: cache._sequences[1].nodes.pop(), "counts 1 holders and has 0"),
     ],
 )
 def test_the_integrity_check_names_a_page_that_is_lost_or_held_twice(damage, sentence) -> None:
-    cache = PagedCache(6, 2, copy_page=lambda source, destination: None)
+    cache = cache_of(6, 2, lambda source, destination: None)
     for seq_id in (1, 2):
         cache.add_sequence(seq_id, [seq_id] * 3)
         assert cache.extend(seq_id, 4)
@@ -327,7 +356,7 @@ def test_storing_growing_tokens_reads_only_the_pages_not_stored_yet() -> None:
             return super().__getitem__(index)
 
     starts: list[int] = []
-    cache = PagedCache(10, 4, copy_page=lambda source, destination: None)
+    cache = cache_of(10, 4, lambda source, destination: None)
     cache.add_sequence(1, [])
     assert cache.extend(1, 36)
     for num_tokens, pages_read in [(16, [0, 4, 8, 12]), (19, []), (24, [16, 20])]:
@@ -345,7 +374,7 @@ def test_matching_a_long_prompt_reads_each_of_its_tokens_once() -> None:
             self.num_read += len(found)
             return found
 
-    cache = PagedCache(300, 32, copy_page=lambda source, destination: None)
+    cache = cache_of(300, 32, lambda source, destination: None)
     prompt = Counted(range(8192))
     cache.add_sequence(1, prompt)
     assert cache.extend(1, 8192)

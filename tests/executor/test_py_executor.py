@@ -55,9 +55,9 @@ def assert_rows_are_true(harness: Harness, request: LlmRequest) -> None:
     assert slots.kv_lens[request.slot] == request.kv_len == request.num_tokens - 1
     assert slots.window[request.slot, 0] == request.tokens[-1]
     assert slots.previous_token[request.slot] == request.tokens[-2]
-    kv.table.flush()
+    kv.groups[0].table.flush()
     pages = kv.cache.pages(request.request_id)
-    assert kv.table.device_rows[request.slot, : len(pages)].tolist() == pages
+    assert kv.groups[0].table.device_rows[request.slot, : len(pages)].tolist() == pages
 
 
 def test_without_requests_there_is_nothing_to_do(tiny: Path) -> None:
@@ -76,7 +76,7 @@ def test_after_every_round_device_and_host_agree_and_only_kept_tokens_have_pages
             if request.state is RequestState.GENERATION:
                 assert_rows_are_true(harness, request)
                 kv = harness.parts.kv
-                assert kv.num_held(request) == kv.pages_for(request.kv_len + kv.extra_kv_tokens)
+                assert kv.held(request)[0] == kv.pages_for(request.kv_len + kv.extra_kv_tokens)
     assert harness.parts.scheduler.num_preemptions
     assert [(r.finish_reason, r.num_output_tokens) for r in requests] == [
         ("length", r.max_tokens) for r in requests
@@ -135,7 +135,7 @@ def test_a_round_keeps_the_pages_of_accepted_tokens_and_gives_back_all_others(
         if request.is_finished:
             break
         num_rejected.add(request.py_num_draft_tokens - (request.num_tokens - before - 1))
-        held = harness.parts.kv.num_held(request)
+        held = harness.parts.kv.held(request)[0]
         assert held == harness.parts.kv.pages_for(request.num_tokens - 1)
     assert num_rejected == {0, 1, 2, 3, 4}
 

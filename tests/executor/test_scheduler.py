@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.executor.one_group import all_are_free, manager_of
 from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.draft_shape import chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import ResourceManager
-from tllm_spec.executor.resources.kv_cache import KVCacheManager
-from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import BlockTable
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
@@ -52,12 +52,11 @@ class Bench:
             AttentionGeometry(1, 1, 1, 1, 1.0),
             num_pages=num_pages + 1,
             page_size=PAGE_SIZE,
-            dtype=torch.float32,
+            kv_format=KVFormat(torch.float32),
             device=torch.device("cpu"),
         )
         cpu = torch.device("cpu")
-        cache = PagedCache(num_pages + 1, PAGE_SIZE, copy_page=pool.copy_page)
-        self.kv = KVCacheManager(cache, pool, BlockTable(self.slots, max_pages_per_request, cpu))
+        self.kv = manager_of(pool, BlockTable(self.slots, max_pages_per_request, cpu))
         self.other = Released()
         self.resources = [self.other, self.kv, self.slots]
         self.scheduler = Scheduler(replace(usual, **changed), self.slots, self.kv, self.resources)
@@ -296,4 +295,4 @@ def test_under_random_traffic_budgets_hold_and_every_request_gets_all_its_tokens
         request.max_tokens for request in requests
     ]
     assert may_preempt == (bench.scheduler.num_preemptions > 0)
-    assert bench.kv.num_available == bench.kv.num_usable and bench.slots.num_free == 5
+    assert all_are_free(bench.kv) and bench.slots.num_free == 5

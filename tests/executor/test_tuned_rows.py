@@ -15,7 +15,7 @@ from tllm_spec.executor.building import plan, rounds
 class FakeRunner:
     """Stands in for a round runner on a CUDA device."""
 
-    engine = SimpleNamespace(backend=SimpleNamespace(supports_graphs=True))
+    engine = SimpleNamespace(attention=SimpleNamespace(supports_graphs=True))
 
     def __init__(self, events: list[Any]) -> None:
         self._events = events

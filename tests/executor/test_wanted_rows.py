@@ -65,8 +65,11 @@ def test_wanted_rows_equal_those_of_a_full_forward_and_all_rows_write_their_kv(
     num_layers = len(rows_of_mlps)
     some = engine.forward([ContextChunk(0, 0, PROMPT)], None, torch.tensor([9, 4]))
     torch.testing.assert_close(some, every[[9, 4]])
-    torch.testing.assert_close(engine.backend.pool.data, reference.backend.pool.data)
-    assert engine.backend.pool.data[-1].count_nonzero() > 0
+    torch.testing.assert_close(
+        engine.attention.groups[0].backend.pool.data,
+        reference.attention.groups[0].backend.pool.data,
+    )
+    assert engine.attention.groups[0].backend.pool.data[-1].count_nonzero() > 0
     assert rows_of_mlps[num_layers:] == [10] * (num_layers - 1) + [2]
 
 
@@ -77,11 +80,14 @@ def test_where_no_row_is_wanted_only_the_kv_is_left(
     engine, reference = engine_of(Harness(tiny)), engine_of(Harness(tiny))
     reference.forward([ContextChunk(0, 0, PROMPT)], None)
     num_layers = len(rows_of_mlps)
-    attended = record_attention(engine.backend, monkeypatch)
+    attended = record_attention(engine.attention.groups[0].backend, monkeypatch)
     hidden = engine.forward([ContextChunk(0, 0, PROMPT)], None, torch.tensor([], dtype=torch.int64))
     assert attended == list(range(num_layers - 1)), "the last layer has no rows to attend for"
     assert hidden.shape == (0, engine.model.config.hidden_size)
-    assert torch.equal(engine.backend.pool.data, reference.backend.pool.data)
+    assert torch.equal(
+        engine.attention.groups[0].backend.pool.data,
+        reference.attention.groups[0].backend.pool.data,
+    )
     assert rows_of_mlps[num_layers:] == [10] * (num_layers - 1)
 
 
@@ -112,7 +118,7 @@ def test_hidden_states_for_a_draft_head_are_captured_of_all_rows(captured: int, 
     states = []
     for wanted in (None, torch.tensor([9])):
         spec = SpecMetadata((layer,), config.hidden_size, 16, torch.float32, torch.device("cpu"))
-        engine = ModelEngine(plain.model, plain.backend, plain.rows, config.vocab_size, spec)
+        engine = ModelEngine(plain.model, plain.attention, config.vocab_size, spec)
         hidden = engine.forward([ContextChunk(0, 0, PROMPT)], None, wanted)
         states.append((spec.captured(10).clone(), hidden if wanted is not None else hidden[[9]]))
     (all_states, expected), (some_states, found) = states
@@ -174,7 +180,7 @@ def test_in_rounds_without_drafts_a_draft_network_only_leaves_its_kv(
     harness = drafting(tiny, tmp_path, mode, max_num_tokens=64, **options)
     with_lengths(harness, 0)
     request = harness.submit(PROMPT[:5], max_tokens=40)
-    backend = worker_of(harness)._layers.backend
+    backend = worker_of(harness)._layers.attention.groups[0].backend
     attended = record_attention(backend, monkeypatch)
     monkeypatch.setattr(backend, "plan", None)
     harness.round()

@@ -68,7 +68,11 @@ def tuple_of(key: GraphKey) -> tuple[int, int, bool]:
 
 def state_of(harness: Harness) -> list[torch.Tensor]:
     """What requests can ever see: all slots but the dummy, all pages but the dummy's."""
-    slots, pool, table = harness.parts.slots, harness.parts.kv.pool, harness.parts.kv.table
+    slots, pool, table = (
+        harness.parts.slots,
+        harness.parts.kv.groups[0].pools[0],
+        harness.parts.kv.groups[0].table,
+    )
     state = [slots.kv_lens, slots.window, slots.num_drafts, slots.previous_token, table.device_rows]
     return [tensor[:DUMMY].clone() for tensor in state] + [pool.data[:, :, 1:].clone()]
 

@@ -20,7 +20,7 @@ from tllm_spec.kernels import (
     window_attention,
     window_splits,
 )
-from tllm_spec.kernels.key_chunks import KeyChunks
+from tllm_spec.kernels.key_spans import KeySpan, KeySpans
 from tllm_spec.kernels.moe_permute import ExpertRows
 from tllm_spec.kernels.rotary_write import HeadWeights
 from tllm_spec.kernels.small_m_gemm import NormWeight
@@ -119,7 +119,7 @@ class Kind:
 
     in_tree: bool = False
     offset: int = 0
-    in_chunks: bool = False
+    span: KeySpan | None = None
     has_norm: bool = False
     is_padded: bool = False
 
@@ -131,18 +131,21 @@ class Kind:
             int64(rows),
             int64(batch) if self.is_padded else None,
             TreeMask(int64(batch, window), min(64, window + self.offset)) if self.in_tree else None,
-            KeyChunks(8192, int64(rows)) if self.in_chunks else None,
+            KeySpans(self.span, int64(rows)) if self.span else None,
         )
 
 
 PLAIN = Kind()
+CHUNKS, SLIDING = KeySpan(8192, slides=False), KeySpan(4096, slides=True)
 KINDS = (
     PLAIN,
     Kind(has_norm=True, is_padded=True),
     Kind(in_tree=True),
     Kind(in_tree=True, offset=4, has_norm=True),
-    Kind(in_chunks=True),
-    Kind(in_tree=True, in_chunks=True),
+    Kind(span=CHUNKS),
+    Kind(in_tree=True, span=CHUNKS),
+    Kind(span=SLIDING),
+    Kind(in_tree=True, span=SLIDING),
 )
 
 
@@ -165,10 +168,10 @@ def windows() -> None:
 
 
 def invariant_attention() -> None:
-    for shape, dtype, chunk, in_tree, batch in product(
-        ATTENTION_SHAPES, FLOATS, (None, 8192), (False, True), (1, 200)
+    for shape, dtype, span, in_tree, batch in product(
+        ATTENTION_SHAPES, FLOATS, (None, CHUNKS, SLIDING), (False, True), (1, 200)
     ):
-        if (chunk or in_tree) and shape != ATTENTION_SHAPES[0]:
+        if (span or in_tree) and shape != ATTENTION_SHAPES[0]:
             continue
         q_heads, kv_heads, head_dim = shape
         size = batch_invariant_attention.tokens_per_tile(q_heads // kv_heads)
@@ -178,7 +181,7 @@ def invariant_attention() -> None:
         tiles = batch_invariant_attention.QueryTiles(int32(4, batch), size, paths)
         results = batch_invariant_attention.SplitResults.allocate(head_dim, META)
         batch_invariant_attention.batch_invariant_attention(
-            q, layer, int32(batch, 128), tiles, 0.1, results, chunk
+            q, layer, int32(batch, 128), tiles, 0.1, results, span
         )
 
 

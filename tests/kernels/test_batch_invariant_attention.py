@@ -21,6 +21,7 @@ from tllm_spec.kernels.batch_invariant_attention import (
     plain_batch_invariant_attention,
     tokens_per_tile,
 )
+from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.kernels.triton_support import has_kernels
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -35,7 +36,7 @@ class Heads:
     head_dim: int
     page_size: int
     dtype: torch.dtype = torch.float32
-    chunk: int | None = None
+    span: KeySpan | None = None
 
 
 LENGTH = 2 * SPLIT_KEYS + 21
@@ -48,11 +49,13 @@ CASES = {
     "odd": Heads(5, 1, 80, 16, torch.float16),
     "a head each": Heads(1, 1, 32, 1),
     "more heads than a tile has rows": Heads(70, 1, 16, 64),
-    "chunks": Heads(3, 1, 16, 4, chunk=LENGTH - 14),
-    "short chunks": Heads(5, 1, 80, 16, torch.float16, chunk=9),
-    "short chunks of small heads": Heads(3, 1, 16, 4, chunk=9),
+    "chunks": Heads(3, 1, 16, 4, span=KeySpan(LENGTH - 14, slides=False)),
+    "sliding": Heads(3, 1, 16, 4, span=KeySpan(SPLIT_KEYS + 40, slides=True)),
+    "short windows of small heads": Heads(3, 1, 16, 4, span=KeySpan(9, slides=True)),
+    "short chunks": Heads(5, 1, 80, 16, torch.float16, span=KeySpan(9, slides=False)),
+    "short chunks of small heads": Heads(3, 1, 16, 4, span=KeySpan(9, slides=False)),
 }
-QUICK_CASES = ["small heads", "chunks", "short chunks of small heads"]
+QUICK_CASES = ["small heads", "chunks", "short chunks of small heads", "sliding"]
 
 
 class Cache:
@@ -96,7 +99,7 @@ class Cache:
         tiles = QueryTiles.of_chunk(0, start, length, request, self.size, self.device)
         q, results = self.q[request, start : start + length], self.results if spreads else None
         own = self.layer, self.tables, tiles, self.scale, results
-        return launch_attention(q, *own, self.heads.chunk)
+        return launch_attention(q, *own, self.heads.span)
 
     def mixed(self, window: int) -> tuple[list[slice], torch.Tensor]:
         """One launch of a chunk of the first request and windows of both: the tokens, and their
@@ -113,7 +116,7 @@ class Cache:
         q = torch.cat([self.q[r, own] for r, own in zip((0, 0, 1), tokens, strict=True)])
         tiles = QueryTiles.joined(parts)
         return tokens, batch_invariant_attention(
-            q, self.layer, tables, tiles, self.scale, self.results, self.heads.chunk
+            q, self.layer, tables, tiles, self.scale, self.results, self.heads.span
         )
 
     def expected(self, request: int, tokens: slice) -> torch.Tensor:
@@ -123,8 +126,10 @@ class Cache:
             torch.einsum("qhd,khd->hqk", self.q[request, tokens].cpu().double(), keys) * self.scale
         )
         hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-        chunk_of = torch.arange(LENGTH) // (self.heads.chunk or LENGTH)
-        hidden = (hidden | (chunk_of[:, None] != chunk_of))[tokens]
+        if (span := self.heads.span) is not None:
+            first_keys = torch.tensor([span.first_key(position) for position in range(LENGTH)])
+            hidden |= torch.arange(LENGTH) < first_keys[:, None]
+        hidden = hidden[tokens]
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
 
@@ -156,7 +161,7 @@ def test_the_kernel_equals_the_formula_and_its_reference(
         tiles = QueryTiles.of_chunk(0, start, length, 1, cache.size, cache.device)
         q = cache.q[1, start : start + length]
         reference = plain_batch_invariant_attention(
-            q, cache.layer, cache.tables, tiles, cache.scale, cache.heads.chunk
+            q, cache.layer, cache.tables, tiles, cache.scale, cache.heads.span
         )
         check(output, reference.cpu().double())
 

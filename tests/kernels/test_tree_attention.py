@@ -10,6 +10,7 @@ import torch
 from tests.kernels.interpreter import on_each_kernel_device
 from tests.kernels.tree_problem import TreeProblem
 from tests.kernels.window_problem import TOLERANCE, Case, Problem
+from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.kernels.tree_mask import TreeMask
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.kernels.window_attention_cuda import serves
@@ -24,12 +25,44 @@ CASES = {
     "64 keys, splits": (Case((64, 300), 3, 2, 16, 16, num_programs=32, spare_pages=3), 61),
     "two tiles of rows": (Case((40, 130), 24, 4, 16, 32, kv_heads=1, num_programs=8), 9),
     "bfloat16": (Case((33, 300), 8, 4, 64, 32, kv_heads=1, num_programs=12, dtype=BF16), 8),
-    "a tree over a border of chunks": (Case((12, 17, 29, 50), 12, 2, 16, 4, chunk=14), 0),
-    "beams over chunks": (
-        Case((24, 33, 350), 4, 2, 16, 16, num_programs=24, padding=(20, 10**9), chunk=5),
+    "a tree longer than the sliding window": (
+        Case((12, 17, 29, 50), 12, 2, 16, 4, span=KeySpan(4, slides=True)),
+        0,
+    ),
+    "beams that slide": (
+        Case(
+            (24, 33, 350),
+            4,
+            2,
+            16,
+            16,
+            num_programs=24,
+            padding=(20, 10**9),
+            span=KeySpan(9, slides=True),
+        ),
         14,
     ),
-    "64 keys, chunks": (Case((64, 300), 3, 2, 16, 16, num_programs=32, chunk=290), 61),
+    "a tree over a border of chunks": (
+        Case((12, 17, 29, 50), 12, 2, 16, 4, span=KeySpan(14, slides=False)),
+        0,
+    ),
+    "beams over chunks": (
+        Case(
+            (24, 33, 350),
+            4,
+            2,
+            16,
+            16,
+            num_programs=24,
+            padding=(20, 10**9),
+            span=KeySpan(5, slides=False),
+        ),
+        14,
+    ),
+    "64 keys, chunks": (
+        Case((64, 300), 3, 2, 16, 16, num_programs=32, span=KeySpan(290, slides=False)),
+        61,
+    ),
 }
 
 

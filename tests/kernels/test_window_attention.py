@@ -10,6 +10,7 @@ import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
 from tests.kernels.window_problem import TOLERANCE, Case, Problem
+from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.kernels.rotary_write import plain_write_kv
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.kernels.window_attention import WindowTables
@@ -52,11 +53,38 @@ CASES = {
         (3, 600), 3, 2, 96, 32, padding=(2,), num_programs=32, dtype=torch.bfloat16
     ),
     "float16": Case((8, 33), 8, 4, 32, 1, num_programs=64, spare_pages=500, dtype=torch.float16),
-    "chunks": Case((1, 16, 17, 40, 48), 1, 3, 16, 4, chunk=16),
-    "windows over a border of chunks": Case((8, 12, 19, 23, 50), 8, 2, 16, 4, chunk=15),
-    "a window over several chunks": Case((16, 31), 16, 8, 16, 16, kv_heads=1, chunk=5),
+    "a sliding window": Case((1, 16, 17, 40, 48), 1, 3, 16, 4, span=KeySpan(16, slides=True)),
+    "windows longer than the sliding window": Case(
+        (16, 31), 16, 8, 16, 16, kv_heads=1, span=KeySpan(5, slides=True)
+    ),
+    "splits of a sliding window": Case(
+        (5, 702, 1030),
+        5,
+        4,
+        16,
+        32,
+        kv_heads=1,
+        padding=(1, 10**9),
+        num_programs=24,
+        span=KeySpan(600, slides=True),
+    ),
+    "chunks": Case((1, 16, 17, 40, 48), 1, 3, 16, 4, span=KeySpan(16, slides=False)),
+    "windows over a border of chunks": Case(
+        (8, 12, 19, 23, 50), 8, 2, 16, 4, span=KeySpan(15, slides=False)
+    ),
+    "a window over several chunks": Case(
+        (16, 31), 16, 8, 16, 16, kv_heads=1, span=KeySpan(5, slides=False)
+    ),
     "splits of a chunk": Case(
-        (5, 702, 1030), 5, 4, 16, 32, kv_heads=1, padding=(1, 10**9), num_programs=24, chunk=700
+        (5, 702, 1030),
+        5,
+        4,
+        16,
+        32,
+        kv_heads=1,
+        padding=(1, 10**9),
+        num_programs=24,
+        span=KeySpan(700, slides=False),
     ),
 }
 
@@ -99,13 +127,17 @@ def test_norm_rotation_and_kv_writes_equal_the_reference(
 
 
 @on_each_kernel_device
-@pytest.mark.parametrize("chunk", [None, 137], ids=["", "chunks"])
+@pytest.mark.parametrize(
+    "span",
+    [None, KeySpan(137, slides=False), KeySpan(137, slides=True)],
+    ids=["", "chunks", "sliding"],
+)
 @pytest.mark.parametrize("num_programs", [1, 64])
 def test_keys_of_padding_rows_are_masked_and_older_keys_at_their_positions_are_not(
-    num_programs: int, chunk: int | None, device: str
+    num_programs: int, span: KeySpan | None, device: str
 ) -> None:
     case = Case((5, 6, 140, 300), 5, 3, 32, 16, num_programs=num_programs)
-    problem = Problem(replace(case, chunk=chunk), device)
+    problem = Problem(replace(case, span=span), device)
     problem.pad([0, 3, 5, 2])  # a window of padding only attends to the pool
     problem.check_real_rows(problem.attend())
 
@@ -122,8 +154,12 @@ def test_nan_in_one_request_does_not_reach_the_others(device: str) -> None:
 
 
 @on_each_kernel_device
-def test_keys_before_the_chunk_of_the_first_row_are_never_read(device: str) -> None:
-    case = Case((40, 63), 3, 2, 16, 4, num_programs=12, chunk=32)
+@pytest.mark.parametrize("slides", [False, True], ids=["chunks", "sliding"])
+def test_keys_before_those_that_the_first_row_sees_are_never_read(
+    slides: bool, device: str
+) -> None:
+    span = KeySpan(6 if slides else 32, slides=slides)
+    case = Case((40, 63), 3, 2, 16, 4, num_programs=12, span=span)
     problem = Problem(case, device)
     for request in range(2):
         problem.layer[:, problem.tables.block_tables[request, :8].long()] = torch.nan
@@ -262,6 +298,7 @@ def test_a_long_request_is_split_only_into_shares_of_the_minimum_length(
         "bfloat16, splits",
         "windows over a border of chunks",
         "splits of a chunk",
+        "splits of a sliding window",
     ],
 )
 def test_a_captured_launch_can_be_replayed_with_other_lengths_tables_and_rows(name: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from tests.kernels.window_problem import Case, Problem
-from tllm_spec.kernels.key_chunks import KeyChunks
+from tllm_spec.kernels.key_spans import KeySpans
 from tllm_spec.kernels.tree_mask import TreeMask
 
 
@@ -35,13 +35,13 @@ class TreeProblem(Problem):
         number = len(case.kv_lens) + len(case.padding)
         self.paths = [random_paths(length, self.generator)[-window:] for _ in range(number)]
         bits = torch.tensor([bits_of(paths) for paths in self.paths], device=device)
-        tree, chunks = TreeMask(bits, length), self.tables.chunks
-        if chunks is not None:
+        tree, spans = TreeMask(bits, length), self.tables.spans
+        if spans is not None:
             lens = torch.tensor([[len(path) for path in paths] for paths in self.paths])
             first = self.tables.kv_lens[:, None].to(torch.int64) - length
-            chunks = KeyChunks(chunks.size, (first + lens.to(device) - 1).clamp_min(0).flatten())
-            tree = chunks.cut(tree)
-        self.tables = replace(self.tables, tree=tree, chunks=chunks)
+            spans = KeySpans(spans.span, (first + lens.to(device) - 1).clamp_min(0).flatten())
+            tree = spans.cut(tree)
+        self.tables = replace(self.tables, tree=tree, spans=spans)
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
         assert self.tables.tree is not None

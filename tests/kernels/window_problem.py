@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tllm_spec.kernels.key_chunks import KeyChunks
+from tllm_spec.kernels.key_spans import KeySpan, KeySpans
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
 from tllm_spec.kernels.window_attention import (
     WindowTables,
@@ -19,7 +19,7 @@ from tllm_spec.kernels.window_splits import WindowWorkspace
 class Case:
     """`padding`: kv_lens of the rows of graph padding. `num_programs`: programs that fill the
     device; with more than there are tiles the keys are split. `spare_pages`: columns of the block
-    table beyond the longest request. `chunk`: of attention within chunks."""
+    table beyond the longest request. `span`: the keys that rows see."""
 
     kv_lens: tuple[int, ...]
     window: int
@@ -31,11 +31,11 @@ class Case:
     num_programs: int = 1
     spare_pages: int = 0
     dtype: torch.dtype = torch.float32
-    chunk: int | None = None
+    span: KeySpan | None = None
 
     def first_key(self, position: int) -> int:
         """The first key that a query sees."""
-        return position // self.chunk * self.chunk if self.chunk else 0
+        return self.span.first_key(position) if self.span else 0
 
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -86,10 +86,10 @@ class Problem:
             torch.tensor(case.kv_lens + case.padding, dtype=torch.int32, device=device),
             kv_slots.flatten().to(device),
         )
-        if case.chunk:
+        if case.span:
             positions = self.tables.kv_lens[:, None] + torch.arange(-window, 0, device=device)
-            chunks = KeyChunks(case.chunk, positions.clamp_min(0).flatten())
-            self.tables = replace(self.tables, chunks=chunks)
+            spans = KeySpans(case.span, positions.clamp_min(0).flatten())
+            self.tables = replace(self.tables, spans=spans)
         self.cos_sin = torch.zeros(
             rows * window, 2, 1, case.head_dim, dtype=case.dtype, device=device
         )
@@ -112,7 +112,7 @@ class Problem:
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
         tables = self.tables
-        positions = () if tables.chunks is None else (tables.chunks.positions,)
+        positions = () if tables.spans is None else (tables.spans.positions,)
         return (
             self.qkv,
             self.layer,
@@ -142,7 +142,7 @@ class Problem:
             self.tables.kv_lens,
             self.scale,
             self.tables.tree,
-            self.tables.chunks,
+            self.tables.spans,
         )
 
     def expected(self) -> torch.Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from tests.models.helpers import MAX_POSITIONS, PagedRunner, pages_for
-from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import HeadSource
@@ -40,7 +39,7 @@ class HeadRunner(PagedRunner):
         )
         hidden = torch.cat([row[1] for row in rows.values()])
         before = hidden.clone()
-        context = ForwardContext(self.backend, self.backend.plan(metadata))
+        context = self.context(metadata)
         flat = torch.tensor(
             [token for row in tokens.values() for token in row], device=self.model.device
         )
@@ -67,7 +66,7 @@ def captured_states_of(
     tokens = [token for text in texts for token in text]
     on = target.dtype, target.device
     spec = SpecMetadata(layers, target.config.hidden_size, len(tokens), *on)
-    context = ForwardContext(runner.backend, runner.backend.plan(metadata), spec)
+    context = runner.context(metadata, spec)
     with torch.inference_mode():
         ids = torch.tensor(tokens, device=target.device)
         target.forward(ids, metadata.positions, context)

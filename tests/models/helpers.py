@@ -1,18 +1,31 @@
 """Tiny random checkpoints written by transformers, and a runner for a model with its own pool."""
 
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from tllm_spec.attention.choice import create_backend
-from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, ForwardContext
+from tllm_spec.attention.batch_invariant import BatchInvariantAttention
+from tllm_spec.attention.choice import create_backend, create_batch_invariant
+from tllm_spec.attention.geometry import Geometry
+from tllm_spec.attention.interface import (
+    AttentionBackend,
+    AttentionMetadata,
+    ForwardContext,
+    GroupAttention,
+    HeadsBackend,
+)
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.draft_head import DraftHead
+from tllm_spec.models.mtp import NextnModules
 from tllm_spec.models.registry import load_model
 
 VOCAB_SIZE = 128
@@ -74,18 +87,46 @@ class PagedRunner:
     def __init__(self, model: CausalLM, num_pages: int = 64, page_size: int = 4) -> None:
         self.model = model
         self.page_size = page_size
-        geometry = model.config.attention_geometry(SINGLE_RANK)
-        self.pool = KVPool(
-            geometry,
-            num_pages=num_pages,
-            page_size=page_size,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        self.backend: AttentionBackend = create_backend(VanillaAttention, geometry, self.pool)
+        self.num_pages = num_pages
+        self.use_layers_of(model)
         self.free = random.Random(2).sample(range(num_pages), num_pages)
         self.pages: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
+
+    def use_layers_of(self, model: CausalLM | DraftHead | NextnModules) -> None:
+        """Makes a pool and a VANILLA backend for each of its layer groups."""
+        groups = model.config.layer_groups(SINGLE_RANK)
+        self.pools = [
+            KVPool(
+                group.geometry,
+                num_pages=self.num_pages,
+                page_size=self.page_size,
+                kv_format=KVFormat(model.dtype),
+                device=model.device,
+            )
+            for group in groups
+        ]
+        self._geometries = [group.geometry for group in groups]
+        self.use(partial(create_backend, VanillaAttention))
+
+    def use(self, create: Callable[[Geometry, KVPool], AttentionBackend]) -> None:
+        self.backends = [
+            create(geometry, pool)
+            for geometry, pool in zip(self._geometries, self.pools, strict=True)
+        ]
+
+    def context(
+        self, metadata: AttentionMetadata, *arguments: Any, **options: Any
+    ) -> ForwardContext:
+        """All groups have the same pages."""
+        groups = (GroupAttention(backend, backend.plan(metadata)) for backend in self.backends)
+        return ForwardContext(tuple(groups), *arguments, **options)
+
+    @property
+    def pool(self) -> KVPool:
+        """Of a model with one group."""
+        [pool] = self.pools
+        return pool
 
     @torch.inference_mode()
     def step(
@@ -102,7 +143,7 @@ class PagedRunner:
         tokens = torch.tensor(
             [token for tokens in rows.values() for token in tokens], device=self.model.device
         )
-        context = ForwardContext(self.backend, self.backend.plan(metadata))
+        context = self.context(metadata)
         logits = self.model.compute_logits(self.model(tokens, metadata.positions, context))
         return dict(zip(rows, logits.split([len(tokens) for tokens in rows.values()]), strict=True))
 
@@ -140,3 +181,9 @@ class PagedRunner:
 
     def rewind(self, request: int, count: int) -> None:
         self.lengths[request] -= count
+
+
+def use(runner: PagedRunner, kind: type[HeadsBackend]) -> None:
+    """Backends of this kind for all layer groups."""
+    is_invariant = kind is BatchInvariantAttention
+    runner.use(create_batch_invariant if is_invariant else partial(create_backend, kind))

@@ -19,7 +19,7 @@ def test_v2_lite_is_read_as_published() -> None:
     assert (moe.scoring, moe.top_k, moe.num_groups, moe.normalise_top_k) == ("softmax", 6, 1, False)
     assert moe.shared_intermediate_size == 2 * 1408 and not moe.has_correction_bias
     scale = 192**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2
-    assert config.attention_geometry(SINGLE_RANK) == LatentGeometry(
+    assert config.layer_groups(SINGLE_RANK)[0].geometry == LatentGeometry(
         27, 16, 512, 64, 128, 128, pytest.approx(scale)
     )
 

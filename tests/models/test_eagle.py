@@ -14,7 +14,6 @@ from tests.models.helpers import MAX_POSITIONS, load, random_tokens
 from tests.models.test_eagle3 import assert_close, assert_drafts_like_the_reference
 from tests.models.tiny_eagle import write_tiny_eagle
 from tests.models.tiny_eagle3 import Tensors, edit_config, rewrite, write_tiny_eagle3
-from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.eagle import EagleHead, load_eagle_head
@@ -89,7 +88,7 @@ def test_wanted_rows_equal_a_whole_forward_and_all_rows_write_their_kv(
         runner = HeadRunner(head)
         metadata = runner.metadata({0: TOKENS}, {}, slack=0)
         rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int64)
-        context = ForwardContext(runner.backend, runner.backend.plan(metadata), wanted=rows)
+        context = runner.context(metadata, wanted=rows)
         states.append(head.forward(torch.tensor(TOKENS), metadata.positions, hidden, context))
         pools.append(runner.pool.data)
     every, some, none = states

@@ -11,7 +11,6 @@ from tests.models.eagle3_reference import Eagle3Reference
 from tests.models.eagle3_runner import HeadRunner, captured_states, load_head
 from tests.models.helpers import CPU, MAX_POSITIONS, load, random_tokens, save_checkpoint
 from tests.models.tiny_eagle3 import edit_config, write_tiny_eagle3
-from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import DraftHead
 from tllm_spec.models.layers import RMSNorm
@@ -136,7 +135,7 @@ def test_wanted_rows_equal_a_whole_forward_and_all_rows_write_their_kv(
         runner = HeadRunner(head)
         metadata = runner.metadata({0: TOKENS}, {}, slack=0)
         rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int64)
-        context = ForwardContext(runner.backend, runner.backend.plan(metadata), wanted=rows)
+        context = runner.context(metadata, wanted=rows)
         states.append(head.forward(torch.tensor(TOKENS), metadata.positions, hidden, context))
         pools.append(runner.pool.data)
     every, some, none = states

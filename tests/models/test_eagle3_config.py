@@ -126,7 +126,7 @@ def test_a_published_config_is_read() -> None:
         "draft_vocab_size": 32000,
     }
     config = Eagle3Config.from_dict(raw)
-    assert config.attention_geometry(Mapping()) == AttentionGeometry(1, 32, 8, 128, 128**-0.5)
+    assert config.layer_groups(Mapping())[0].geometry == AttentionGeometry(1, 32, 8, 128, 128**-0.5)
     assert (config.draft_vocab_size, config.target_hidden_size, config.rope.theta) == (
         32000,
         4096,
@@ -249,7 +249,7 @@ def test_a_published_speculators_config_is_read() -> None:
         "transformers_version": "4.53.2",
     }
     config = Eagle3Config.from_dict(raw)
-    assert config.attention_geometry(Mapping()) == AttentionGeometry(1, 32, 8, 128, 128**-0.5)
+    assert config.layer_groups(Mapping())[0].geometry == AttentionGeometry(1, 32, 8, 128, 128**-0.5)
     assert (config.draft_vocab_size, config.vocab_size) == (32000, 128256)
     assert config.target_hidden_size == 4096 and config.has_own_lm_head
     assert config.norm_before_residual and config.capture_layers is None

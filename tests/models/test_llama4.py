@@ -18,17 +18,17 @@ from tests.models.helpers import (
     load,
     random_tokens,
     reference_logits,
+    use,
 )
 from tests.models.test_logits import assert_close
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
-from tllm_spec.attention.choice import create_backend, create_batch_invariant
-from tllm_spec.attention.chunked import ChunkedAttention
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.llm import LLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.sampling_params import SamplingParams
@@ -150,11 +150,7 @@ def test_beyond_chunk_and_floor_scale_logits_equal_transformers(
     tokens = random_tokens(MAX_POSITIONS, seed=3)
     expected = reference_logits(save_llama4(tmp_path, **LONG[name]), tokens)
     runner = PagedRunner(load(tmp_path), num_pages=128)
-    geometry = runner.model.config.attention_geometry(SINGLE_RANK)
-    if kind is BatchInvariantAttention:
-        runner.backend = create_batch_invariant(geometry, runner.pool)
-    else:
-        runner.backend = create_backend(kind, geometry, runner.pool)
+    use(runner, kind)
     assert_close(runner.step({0: tokens})[0], expected)
     parts = [*pairwise((0, 3, 14, 25, 64))]
     cut = [runner.step({1: tokens[start:end]})[1] for start, end in parts]
@@ -190,11 +186,12 @@ def test_chunks_and_temperature_cost_nothing_where_they_change_nothing(tmp_path:
         model = load(tmp_path, max_positions=max_positions)
         assert model.config.llama4 is not None
         has_temperature = model.config.llama4.temperature is not None
-        found.append((type(PagedRunner(model).backend), model.config.chunk_size, has_temperature))
+        groups = model.config.layer_groups(SINGLE_RANK)
+        found.append(([group.geometry.span for group in groups], has_temperature))
     assert found == [
-        (VanillaAttention, None, False),
-        (VanillaAttention, None, True),  # position 62 is scaled
-        (ChunkedAttention, 63, True),
+        ([None], False),
+        ([None], True),  # position 62 is scaled
+        ([KeySpan(63, slides=False), None], True),
     ]
 
 
@@ -210,8 +207,7 @@ def test_a_gpu_gives_the_logits_of_the_cpu(kind: type[HeadsBackend], tmp_path: P
     dtype = torch.bfloat16 if is_flashinfer else torch.float32
     runners = [PagedRunner(load(tmp_path, dtype=dtype))]
     runners.append(PagedRunner(load(tmp_path, dtype=dtype, device=torch.device("cuda"))))
-    geometry = runners[1].model.config.attention_geometry(SINGLE_RANK)
-    runners[1].backend = create_backend(kind, geometry, runners[1].pool)
+    use(runners[1], kind)
     tokens = random_tokens(MAX_POSITIONS, seed=3)
     steps = [
         ({0: tokens[:9], 1: tokens[:30]}, {}),

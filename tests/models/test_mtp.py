@@ -10,11 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.helpers import PagedRunner, load, random_tokens, reference_logits
 from tests.models.mtp_reference import PlainMTP, export_modules, save_with_mtp
-from tllm_spec.attention.choice import create_backend
-from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.attention.vanilla import VanillaAttention
-from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.layers import Embedding
@@ -28,12 +23,8 @@ class ModuleRunner(PagedRunner):
 
     def __init__(self, module: NextnModules) -> None:
         super().__init__(module.target)
-        geometry = module.config.attention_geometry(SINGLE_RANK)
         self.module = module
-        self.pool = KVPool(
-            geometry, num_pages=64, page_size=4, dtype=module.dtype, device=module.device
-        )
-        self.backend = create_backend(VanillaAttention, geometry, self.pool)
+        self.use_layers_of(module)
 
     @torch.inference_mode()
     def predict(
@@ -41,7 +32,7 @@ class ModuleRunner(PagedRunner):
     ) -> torch.Tensor:
         rows = {0: tokens}
         metadata = self.metadata({}, rows, 0) if as_window else self.metadata(rows, {}, 0)
-        context = ForwardContext(self.backend, self.backend.plan(metadata))
+        context = self.context(metadata)
         return self.module.predict(torch.tensor(tokens), metadata.positions, hidden, context, step)
 
 

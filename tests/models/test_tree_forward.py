@@ -16,14 +16,13 @@ from tests.models.helpers import (
     random_tokens,
     reference_logits,
     save_checkpoint,
+    use,
 )
 from tests.models.test_llama4 import save_llama4
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
-from tllm_spec.attention.choice import create_backend, create_batch_invariant
 from tllm_spec.attention.interface import AttentionMetadata, HeadsBackend
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
-from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.kernels.tree_mask import TreeMask
 
 PROMPT, NUM_NODES = random_tokens(9), 12
@@ -64,11 +63,7 @@ def test_a_nodes_logits_are_those_of_the_prompt_and_its_path(
 ) -> None:
     reference = SAVERS[family](tmp_path)
     runner = TreeRunner(load(tmp_path))
-    geometry = runner.model.config.attention_geometry(SINGLE_RANK)
-    if kind is BatchInvariantAttention:
-        runner.backend = create_batch_invariant(geometry, runner.pool)
-    else:
-        runner.backend = create_backend(kind, geometry, runner.pool)
+    use(runner, kind)
     runner.step(contexts={0: PROMPT})
     tokens = random_tokens(NUM_NODES, seed=1)
     paths = random_paths(NUM_NODES, torch.Generator().manual_seed(3))

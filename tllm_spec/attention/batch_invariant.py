@@ -39,7 +39,6 @@ class BatchInvariantAttention(HeadsBackend):
 
     def __init__(self, geometry: AttentionGeometry, pool: KVPool) -> None:
         super().__init__(geometry, pool)
-        assert not geometry.unchunked_layers
         self._layers = pool.data.unbind(0)
         self._tile_tokens = tokens_per_tile(geometry.num_heads // geometry.num_kv_heads)
         self._results = SplitResults.allocate(geometry.head_dim, pool.data.device)
@@ -86,7 +85,7 @@ class BatchInvariantAttention(HeadsBackend):
                 tiles,
                 self.geometry.scale,
                 self._results,
-                self.geometry.chunk_size,
+                self.geometry.span,
             )
             for rows, tiles in plan.launches
         ]

@@ -8,7 +8,6 @@ import torch
 
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.batch_invariant_latent import BatchInvariantLatent
-from tllm_spec.attention.chunked import ChunkedAttention
 from tllm_spec.attention.flashinfer import DTYPES, HEAD_DIMS, FlashInferAttention
 from tllm_spec.attention.flashinfer_latent import FlashInferLatent
 from tllm_spec.attention.geometry import AttentionGeometry, Geometry, LatentGeometry
@@ -33,7 +32,7 @@ def choose_backend(
     """The class for `attn_backend` = `name`. Raises ValueError for 'FLASHINFER' if FlashInfer
     cannot be used.
 
-    chunk_size: of the target's geometry. Then the class serves the layers without chunks."""
+    chunk_size: of the target's layers that attend within chunks. The class serves the others."""
     if name == "auto" and device.type != "cuda":
         name = "VANILLA"
     elif name in ("auto", "FLASHINFER"):
@@ -59,13 +58,18 @@ def create_backend(
     if isinstance(geometry, LatentGeometry):
         return _create_latent(kind, geometry, pool, plans_latents=plans_latents)
     assert isinstance(geometry, AttentionGeometry)
-    if geometry.chunk_size is not None:
-        return _create_chunked(kind, geometry, pool)
+    if _is_chunked(geometry) and kind is FlashInferAttention:
+        logger.warning(
+            "%d layers with a span of keys, %s: TRITON, whose prefill is slower than FLASHINFER",
+            geometry.num_layers,
+            geometry.span,
+        )
+        kind = TritonAttention
     if kind is not FlashInferAttention:
         return kind(geometry, pool)
-    dtype = str(pool.data.dtype).removeprefix("torch.")
+    dtype = str(pool.kv_format.dtype).removeprefix("torch.")
     reason = f"FlashInfer has no kernels of head_dim {geometry.head_dim} in {dtype}"
-    if geometry.head_dim in HEAD_DIMS and pool.data.dtype in DTYPES:
+    if geometry.head_dim in HEAD_DIMS and pool.kv_format.dtype in DTYPES:
         try:
             return FlashInferAttention(geometry, pool)
         except (RuntimeError, OSError, ImportError) as error:
@@ -79,27 +83,12 @@ def create_backend(
     return TritonAttention(geometry, pool)
 
 
-def _create_chunked(
-    kind: type[HeadsBackend], geometry: AttentionGeometry, pool: KVPool
-) -> ChunkedAttention:
-    own_kind = _chunked_kind(kind)
-    if own_kind is not kind:
-        logger.warning(
-            "attention within chunks of %d tokens: TRITON, whose prefill is slower than FLASHINFER",
-            geometry.chunk_size,
-        )
-    chunked, unchunked = geometry.of_chunked_layers(), geometry.of_unchunked_layers()
-    others = create_backend(kind, unchunked, pool)
-    assert isinstance(others, HeadsBackend)
-    return ChunkedAttention(geometry, own_kind(chunked, pool), others)
-
-
 def _create_latent(
     kind: type[HeadsBackend], geometry: LatentGeometry, pool: KVPool, *, plans_latents: bool
 ) -> LatentBackend:
     if not plans_latents:
         return _latent_kind(kind)(geometry, pool)
-    reason = FlashInferLatent.why_not(geometry, pool.data.dtype)
+    reason = FlashInferLatent.why_not(geometry, pool.kv_format.dtype)
     if reason is None:
         try:
             return FlashInferLatent(geometry, pool)
@@ -116,12 +105,7 @@ def create_batch_invariant(geometry: Geometry, pool: KVPool) -> AttentionBackend
     if isinstance(geometry, LatentGeometry):
         return BatchInvariantLatent(geometry, pool)
     assert isinstance(geometry, AttentionGeometry)
-    if geometry.chunk_size is None:
-        return BatchInvariantAttention(geometry, pool)
-    chunked, unchunked = geometry.of_chunked_layers(), geometry.of_unchunked_layers()
-    return ChunkedAttention(
-        geometry, BatchInvariantAttention(chunked, pool), BatchInvariantAttention(unchunked, pool)
-    )
+    return BatchInvariantAttention(geometry, pool)
 
 
 def workspace_bytes(
@@ -133,14 +117,13 @@ def workspace_bytes(
             return FlashInferLatent.workspace_bytes(geometry, dtype)
         return _latent_kind(kind).workspace_bytes(geometry, dtype)
     assert isinstance(geometry, AttentionGeometry)
-    num_bytes = kind.workspace_bytes(geometry)
-    if geometry.chunk_size is not None:
-        num_bytes += _chunked_kind(kind).workspace_bytes(geometry)
-    return num_bytes
+    is_triton = _is_chunked(geometry) and kind is FlashInferAttention
+    return (TritonAttention if is_triton else kind).workspace_bytes(geometry)
 
 
-def _chunked_kind(kind: type[HeadsBackend]) -> type[HeadsBackend]:
-    return TritonAttention if kind is FlashInferAttention else kind
+def _is_chunked(geometry: AttentionGeometry) -> bool:
+    """Whether its layers attend within chunks, for which FlashInfer has no kernels."""
+    return geometry.span is not None and not geometry.span.slides
 
 
 def _latent_kind(kind: type[HeadsBackend]) -> type[LatentBackend]:

@@ -73,7 +73,11 @@ class FlashInferAttention(TritonAttention):
         self, geometry: AttentionGeometry, pool: KVPool, prefill: Prefill | None = None
     ) -> None:
         super().__init__(geometry, pool)
-        self._prefill = prefill or PagedPrefill(self._layers[0], geometry.num_heads, geometry.scale)
+        span = geometry.span
+        assert span is None or span.slides
+        self._prefill = prefill or PagedPrefill(
+            self._layers[0], geometry.num_heads, geometry.scale, span.size if span else None
+        )
 
     @classmethod
     def workspace_bytes(cls, geometry: AttentionGeometry) -> int:

@@ -1,9 +1,12 @@
-"""The sizes of attention that pools, backends and models share."""
+"""The sizes of attention that pools, backends and models share, and the layers that have equal
+ones."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from tllm_spec.attention.kv_layout import HeadsLayout, KVLayout, LatentLayout
+from tllm_spec.kernels.key_spans import KeySpan
 
 
 class Geometry(Protocol):
@@ -18,6 +21,10 @@ class Geometry(Protocol):
     @property
     def layout(self) -> KVLayout: ...
 
+    @property
+    def span(self) -> KeySpan | None:
+        """The keys that a query sees; None: all keys up to its own."""
+
 
 @dataclass(frozen=True)
 class AttentionGeometry:
@@ -28,23 +35,29 @@ class AttentionGeometry:
     num_kv_heads: int
     head_dim: int
     scale: float
-    chunk_size: int | None = None
-    """A query at position p sees the keys from position p // chunk_size * chunk_size on. None: all
-    keys before it."""
-    unchunked_layers: frozenset[int] = frozenset()
-    """Whose queries see all keys before them all the same."""
-
-    def of_chunked_layers(self) -> "AttentionGeometry":
-        """With chunks in all layers."""
-        return replace(self, unchunked_layers=frozenset())
-
-    def of_unchunked_layers(self) -> "AttentionGeometry":
-        """With chunks in no layer."""
-        return replace(self, chunk_size=None, unchunked_layers=frozenset())
+    span: KeySpan | None = None
+    """The keys that a query sees. None: all keys up to its own."""
 
     @property
     def layout(self) -> HeadsLayout:
         return HeadsLayout(self.num_kv_heads, self.head_dim)
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers of a model whose attention is equal. A group has a KV pool, a block table and a
+    backend of its own, in which its layers are numbered from 0 on."""
+
+    layers: tuple[int, ...]
+    geometry: Geometry
+
+
+def place_of(layer: int, groups: Sequence[LayerGroup]) -> tuple[int, int]:
+    """The group that has the layer, and the layer's number in it."""
+    for number, group in enumerate(groups):
+        if layer in group.layers:
+            return number, group.layers.index(layer)
+    raise AssertionError(f"no group has layer {layer}")
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,7 @@ class LatentGeometry:
     nope_dim: int
     value_dim: int
     scale: float
+    span: None = None
 
     @property
     def layout(self) -> LatentLayout:

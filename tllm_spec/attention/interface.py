@@ -129,7 +129,7 @@ class HeadsBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Normalise and rotate the rows' q and k, write their K and V into the pool, then attend
         causally to all keys of the row's request, or to those that the metadata's tree names; with
-        the geometry's `chunk_size` only to those of the row's chunk.
+        the geometry's `span` only to those that it has.
 
         Args:
             layer: index into the pool's layers.
@@ -156,19 +156,27 @@ class HeadsBackend(AttentionBackend):
 
 
 @dataclass(frozen=True)
-class ForwardContext:
-    """What a model's forward gets besides tokens and positions."""
+class GroupAttention:
+    """The attention of a layer group in one forward."""
 
     backend: AttentionBackend
     plan: AttentionPlan
+
+    @property
+    def heads_backend(self) -> HeadsBackend:
+        assert isinstance(self.backend, HeadsBackend)
+        return self.backend
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """What a model's forward gets besides tokens and positions."""
+
+    groups: tuple[GroupAttention, ...]
+    """Of the model's layer groups, in order."""
     spec: SpecMetadata | None = None
     """Captures the hidden states that a draft head reads; None without such a head."""
     wanted: torch.Tensor | None = None
     """[R] int64, device: the rows that the model returns. The other rows end in the last layer,
     which writes their keys and values and nothing else; what `spec` captures after that layer has
     the R rows only. None: all rows."""
-
-    @property
-    def heads_backend(self) -> HeadsBackend:
-        assert isinstance(self.backend, HeadsBackend)
-        return self.backend

@@ -1,5 +1,5 @@
-"""The paged KV memory of one model on one device. The KV cache manager knows which request owns a
-page."""
+"""The paged KV memory of a layer group on one device. The KV cache manager knows which request owns
+a page."""
 
 import math
 
@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from tllm_spec.attention.geometry import Geometry
+from tllm_spec.attention.kv_format import KVFormat
 
 
 class KVPool:
@@ -21,12 +22,13 @@ class KVPool:
         *,
         num_pages: int,
         page_size: int,
-        dtype: torch.dtype,
+        kv_format: KVFormat,
         device: torch.device,
     ) -> None:
         layout = geometry.layout
         shape = (geometry.num_layers, *layout.layer_shape(num_pages, page_size))
-        self.data = _zeros(shape, dtype, device)
+        self.data = _zeros(shape, kv_format.dtype, device)
+        self.kv_format = kv_format
         self.num_pages = num_pages
         self.page_size = page_size
         self._page_dim = 1 + layout.page_dim
@@ -35,10 +37,10 @@ class KVPool:
         for its keys and one for its values, or one for its latents."""
 
     @staticmethod
-    def page_bytes(geometry: Geometry, page_size: int, dtype: torch.dtype) -> int:
+    def page_bytes(geometry: Geometry, page_size: int, kv_format: KVFormat) -> int:
         """Bytes of one page over all layers, for memory planning."""
         layer = math.prod(geometry.layout.layer_shape(1, page_size))
-        return geometry.num_layers * layer * dtype.itemsize
+        return geometry.num_layers * layer * kv_format.dtype.itemsize
 
     def copy_page(self, source: int, destination: int) -> None:
         """Copy one page in all layers: a prefix that matches part of a page continues on a copy."""

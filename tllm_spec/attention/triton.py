@@ -78,16 +78,16 @@ class TritonAttention(VanillaAttention):
         if not batch:
             return None
         first, tree = sum(metadata.context_lens), metadata.tree
-        chunks = self._chunks(metadata, first)
-        if chunks is not None and tree is not None:
-            tree = chunks.cut(tree)
+        spans = self._spans(metadata, first)
+        if spans is not None and tree is not None:
+            tree = spans.cut(tree)
         tables = WindowTables(
             metadata.block_tables[-batch:],
             metadata.kv_lens[-batch:],
             metadata.kv_slots[first:],
             metadata.num_padding,
             tree,
-            chunks,
+            spans,
         )
         return WindowPlan(first, batch, metadata.window, tables)
 

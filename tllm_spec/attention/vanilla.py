@@ -4,7 +4,7 @@ the other backends.
 Generation windows take three ops a layer: one index_copy_ writes K and V of all rows, one
 index_select gathers K and V of all requests, and one scaled_dot_product_attention has the query
 heads of a group folded into the query axis, so that K and V are not repeated. Context chunks run
-one after another. With a `chunk_size` each is cut where a chunk of keys ends."""
+one after another. With a span each is cut, so that its rows see few other keys."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from tllm_spec.attention.interface import (
     HeadsBackend,
 )
 from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.kernels.key_chunks import KeyChunks
+from tllm_spec.kernels.key_spans import KeySpans
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotate
 
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """One context chunk of n rows, or its rows that see the same chunk of keys. Without `kv_rows`
-    they are the first that see these keys, and attend to themselves only."""
+    """One context chunk of n rows, or n of its rows. Without `kv_rows` they are the first that see
+    their keys, and attend to themselves only."""
 
     rows: slice
     kv_rows: torch.Tensor | None = None
@@ -69,7 +69,6 @@ class VanillaAttention(HeadsBackend):
 
     def __init__(self, geometry: AttentionGeometry, pool: KVPool) -> None:
         super().__init__(geometry, pool)
-        assert not geometry.unchunked_layers
         heads, head_dim = geometry.num_kv_heads, geometry.head_dim
         self._num_slots = pool.num_pages * pool.page_size
         self._slots = [layer.view(2, self._num_slots, heads, head_dim) for layer in pool.data]
@@ -109,27 +108,30 @@ class VanillaAttention(HeadsBackend):
     def _plan_contexts(
         self, metadata: AttentionMetadata, request: int, rows: slice
     ) -> Iterator[ContextPlan]:
-        kv_len = metadata.context_kv_lens[request]
-        size, offset = self.geometry.chunk_size or kv_len, rows.stop - kv_len
+        kv_len, span = metadata.context_kv_lens[request], self.geometry.span
+        size, offset = span.size if span else kv_len, rows.stop - kv_len
         position = rows.start - offset
         while position < kv_len:
-            first_key = position // size * size
-            end = min(first_key + size, kv_len)
-            own, keys = slice(position + offset, end + offset), range(first_key, end)
-            yield self._plan_context(metadata, request, own, keys)
+            end = min((position // size + 1) * size, kv_len)
+            first_key = span.first_key(position) if span else 0
+            own = slice(position + offset, end + offset)
+            yield self._plan_context(metadata, request, own, range(first_key, end))
             position = end
 
     def _plan_context(
         self, metadata: AttentionMetadata, request: int, rows: slice, keys: range
     ) -> ContextPlan:
-        """Of the last of `keys`, which see these keys."""
-        length = rows.stop - rows.start
+        """Of the last of `keys`, which see none but these keys."""
+        length, span = rows.stop - rows.start, self.geometry.span
         if length == len(keys):
             return ContextPlan(rows)
         index = torch.arange(keys.start, keys.stop, device=metadata.kv_slots.device)
         slots = self._slots_of(metadata.block_tables[request, None], index[None])
-        queries = index[len(keys) - length :, None]
-        return ContextPlan(rows, self._kv_rows(slots), self._additive_mask(index > queries))
+        queries = index[len(keys) - length :]
+        hidden = index > queries[:, None]
+        if span is not None:
+            hidden |= index < KeySpans(span, queries).first_keys(1)
+        return ContextPlan(rows, self._kv_rows(slots), self._additive_mask(hidden))
 
     def _plan_generation(self, metadata: AttentionMetadata, first: int) -> GenerationPlan:
         batch, window, length = metadata.num_generations, metadata.window, metadata.max_kv_len
@@ -137,19 +139,23 @@ class VanillaAttention(HeadsBackend):
         device = metadata.kv_slots.device
         keys = torch.arange(length, device=device)
         kv_lens = metadata.kv_lens[-batch:, None]
-        own_keys = torch.minimum(keys, kv_lens - 1)
+        own_keys, spans = torch.minimum(keys, kv_lens - 1), self._spans(metadata, first)
+        if spans is not None:
+            first_keys = spans.first_keys(window)
+            # Keys before these may have no page any more.
+            own_keys = torch.maximum(own_keys, first_keys.amin(1, keepdim=True))
         kv_rows = self._kv_rows(self._slots_of(metadata.block_tables[-batch:], own_keys))
         gathered = self.pool.data.new_empty(2 * batch * length, heads * head_dim)
         cached = gathered.view(2, batch, length, heads, head_dim).transpose(2, 3)
-        chunks, tree = self._chunks(metadata, first), metadata.tree
+        tree = metadata.tree
         if tree is None:
             queries = kv_lens + torch.arange(-window, 0, device=device)
             hidden = keys > queries[:, :, None]
         else:
-            tree = tree if chunks is None else chunks.cut(tree)
+            tree = tree if spans is None else spans.cut(tree)
             hidden = ~tree.visible(kv_lens[:, 0], keys)
-        if chunks is not None:
-            hidden |= keys < chunks.first_keys(window)[:, :, None]
+        if spans is not None:
+            hidden |= keys < first_keys[:, :, None]
         mask = self._additive_mask(hidden)[:, None, :, None]
         mask = mask.expand(batch, 1, window, group, length).reshape(
             batch, 1, window * group, length
@@ -157,10 +163,10 @@ class VanillaAttention(HeadsBackend):
         q_shape = (batch, window, heads, group, head_dim)
         return GenerationPlan(first, q_shape, kv_rows, gathered, cached[0], cached[1], mask)
 
-    def _chunks(self, metadata: AttentionMetadata, first: int) -> KeyChunks | None:
+    def _spans(self, metadata: AttentionMetadata, first: int) -> KeySpans | None:
         """Of the windows, which start at row `first`."""
-        size = self.geometry.chunk_size
-        return None if size is None else KeyChunks(size, metadata.positions[first:])
+        span = self.geometry.span
+        return None if span is None else KeySpans(span, metadata.positions[first:])
 
     def _slots_of(self, block_tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Slots of the tokens at positions `keys` `[N, L]` of requests with pages `[N, P]`."""

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from tllm_spec.attention.geometry import AttentionGeometry, Geometry
+from tllm_spec.attention.geometry import AttentionGeometry, LayerGroup
 from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.models.deepseek_config import (
     DEEPSEEK_DEFAULTS,
     MLAConfig,
@@ -101,7 +102,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder. `sliding_window` is set only if a layer uses it."""
+    """A decoder."""
 
     architecture: str
     vocab_size: int
@@ -115,6 +116,8 @@ class ModelConfig:
     rope: RopeConfig
     max_position_embeddings: int
     sliding_window: int | None
+    """Keys that a query of the `sliding_layers` sees, its own included; None: there are none."""
+    sliding_layers: frozenset[int]
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
@@ -170,6 +173,7 @@ class ModelConfig:
                 f"hidden_size is {hidden_size}; without head_dim, it must be a multiple of "
                 f"num_attention_heads, which is {num_heads}."
             )
+        sliding = _sliding_layers(raw, architecture)
         config = cls(
             architecture=architecture,
             vocab_size=int(_required(raw, "vocab_size")),
@@ -182,7 +186,8 @@ class ModelConfig:
             rms_norm_eps=float(raw["rms_norm_eps"]),
             rope=_rope(raw),
             max_position_embeddings=int(raw["max_position_embeddings"]),
-            sliding_window=_sliding_window(raw, architecture),
+            sliding_window=raw["sliding_window"] if sliding else None,
+            sliding_layers=sliding,
             tie_word_embeddings=bool(raw["tie_word_embeddings"]),
             qkv_bias=_qkv_bias(raw, architecture),
             o_bias=bias and architecture in _O_BIAS,
@@ -221,30 +226,51 @@ class ModelConfig:
 
     def within(self, max_positions: int) -> "ModelConfig":
         """The same for so many positions: without what changes attention after them only."""
-        if self.llama4 is None:
-            return self
-        return replace(self, llama4=self.llama4.within(max_positions))
+        own = self
+        if self.sliding_window is not None and self.sliding_window >= max_positions:
+            own = replace(own, sliding_window=None, sliding_layers=frozenset())
+        if self.llama4 is not None:
+            own = replace(own, llama4=self.llama4.within(max_positions))
+        return own
 
     @property
     def chunk_size(self) -> int | None:
         """Positions of the chunks that some layers attend within."""
         return None if self.llama4 is None else self.llama4.chunk_size
 
-    def attention_geometry(self, mapping: Mapping) -> Geometry:
-        """One rank's share of the heads."""
+    def layer_groups(self, mapping: Mapping) -> tuple[LayerGroup, ...]:
+        """One rank's share of the heads: the layers in groups of equal attention, in the order of
+        each group's first layer."""
         if self.mla is not None:
-            return self.mla.geometry(self.num_layers, self.num_heads, mapping)
-        chunk_size = self.chunk_size
-        unchunked = self.llama4.nope_layers if self.llama4 and chunk_size else frozenset[int]()
+            geometry = self.mla.geometry(self.num_layers, self.num_heads, mapping)
+            return (LayerGroup(tuple(range(self.num_layers)), geometry),)
+        layers_of: dict[KeySpan | None, list[int]] = {}
+        for layer in range(self.num_layers):
+            layers_of.setdefault(self._span(layer), []).append(layer)
+        return tuple(
+            LayerGroup(tuple(layers), self._geometry(mapping, len(layers), span))
+            for span, layers in layers_of.items()
+        )
+
+    def _geometry(
+        self, mapping: Mapping, num_layers: int, span: KeySpan | None
+    ) -> AttentionGeometry:
         return AttentionGeometry(
-            num_layers=self.num_layers,
+            num_layers=num_layers,
             num_heads=mapping.shard(self.num_heads, "num_attention_heads"),
             num_kv_heads=mapping.shard_kv_heads(self.num_kv_heads),
             head_dim=self.head_dim,
             scale=self.head_dim**-0.5,
-            chunk_size=chunk_size,
-            unchunked_layers=unchunked,
+            span=span,
         )
+
+    def _span(self, layer: int) -> KeySpan | None:
+        """The keys that the layer's queries see."""
+        if self.sliding_window is not None and layer in self.sliding_layers:
+            return KeySpan(self.sliding_window, slides=True)
+        if self.llama4 is None or self.chunk_size is None or layer in self.llama4.nope_layers:
+            return None
+        return KeySpan(self.chunk_size, slides=False)
 
 
 def _required(raw: dict[str, Any], key: str) -> Any:
@@ -288,21 +314,29 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-def _sliding_window(raw: dict[str, Any], architecture: str) -> int | None:
-    """The window in tokens, if at least one layer uses it."""
-    window: int | None = raw.get("sliding_window")
-    if raw.get("layer_types"):
-        slides = "sliding_attention" in raw["layer_types"]
-    elif architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
-        slides = True
-    elif architecture in MOE_DEFAULTS:
-        slides = bool(raw.get("use_sliding_window"))
-    else:
-        slides = (
-            bool(raw.get("use_sliding_window"))
-            and raw.get("max_window_layers", 28) < raw["num_hidden_layers"]
-        )
-    return window if slides else None
+def _sliding_layers(raw: dict[str, Any], architecture: str) -> frozenset[int]:
+    """The layers with a sliding window, as in transformers. Raises ValueError for a window without
+    keys, and for `layer_types` of another number of layers."""
+    window, layers = raw.get("sliding_window"), range(raw["num_hidden_layers"])
+    uses, types = raw.get("use_sliding_window"), raw.get("layer_types")
+    if types and len(types) != len(layers):
+        raise ValueError(f"layer_types has {len(types)} entries for {len(layers)} layers.")
+    if not window or uses is False:
+        return frozenset()
+    if window < 1:
+        raise ValueError(f"sliding_window is {window}; it must be at least 1.")
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
+        return frozenset(layers)
+    if types:
+        return frozenset(layer for layer in layers if types[layer] == "sliding_attention")
+    if not uses:
+        return frozenset()
+    if architecture == "Qwen3MoeForCausalLM":
+        return frozenset(layers)
+    num_before = int(raw.get("max_window_layers", 28))
+    if architecture == "Qwen2MoeForCausalLM":
+        return frozenset(layers[:num_before:2])
+    return frozenset(layers[num_before:])
 
 
 def _rope(raw: dict[str, Any]) -> RopeConfig:

@@ -137,14 +137,15 @@ class LatentAttention(Module):
             q = self.q_b_proj.forward(q, self.q_a_layernorm)
         heads = q.contiguous().view(len(q), self.num_heads, -1)
         inputs = LatentInputs(heads, latent, self.norm, self.kv_b_proj.heads)
-        return self._backend(context).run(self.layer, inputs, rotary, context.plan)
+        return self._backend(context).run(self.layer, inputs, rotary, context.groups[0].plan)
 
     def write(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> None:
         """The same, but only latents and keys are computed and written."""
         _, latent = self._project(hidden, norm)
-        self._backend(context).write(self.layer, latent, self.norm, rotary, context.plan)
+        plan = context.groups[0].plan
+        self._backend(context).write(self.layer, latent, self.norm, rotary, plan)
 
     def _project(
         self, hidden: torch.Tensor, norm: RMSNorm | None
@@ -153,8 +154,9 @@ class LatentAttention(Module):
         return both[:, : -self.latent_dim], both[:, -self.latent_dim :]
 
     def _backend(self, context: ForwardContext) -> LatentBackend:
-        assert isinstance(context.backend, LatentBackend)
-        return context.backend
+        backend = context.groups[0].backend
+        assert isinstance(backend, LatentBackend)
+        return backend
 
 
 class DeepseekLayer(DecoderLayer):

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry, place_of
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary
 from tllm_spec.kernels.row_copies import gather_rows
@@ -33,8 +33,9 @@ class Attention(Module):
         self, config: ModelConfig, layer: int, placement: Placement, input_size: int | None = None
     ) -> None:
         super().__init__()
-        self.layer = layer
-        geometry = config.attention_geometry(placement.mapping)
+        groups = config.layer_groups(placement.mapping)
+        self.group, self.layer = place_of(layer, groups)
+        geometry = groups[self.group].geometry
         assert isinstance(geometry, AttentionGeometry)
         self.num_heads, self.num_kv_heads = geometry.num_heads, geometry.num_kv_heads
         self.head_dim = config.head_dim
@@ -63,14 +64,16 @@ class Attention(Module):
         """The input of `o_proj`, `[T, Hq * D]`, for hidden `[T, input_size]`. `norm` is applied to
         hidden first."""
         heads, head_weights = self._heads(hidden, norm)
-        return context.heads_backend.run(self.layer, heads, rotary, context.plan, head_weights)
+        own = context.groups[self.group]
+        return own.heads_backend.run(self.layer, heads, rotary, own.plan, head_weights)
 
     def write(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> None:
         """The same, but only keys and values are computed and written."""
         heads, head_weights = self._heads(hidden, norm)
-        context.heads_backend.write(self.layer, heads, rotary, context.plan, head_weights)
+        own = context.groups[self.group]
+        own.heads_backend.write(self.layer, heads, rotary, own.plan, head_weights)
 
     def _heads(
         self, hidden: torch.Tensor, norm: RMSNorm | None

@@ -102,7 +102,8 @@ class Llama4Attention(Attention):
         heads, _ = self._heads(hidden, norm)
         if rotary.query_scales is not None:
             heads[:, : self.num_heads].mul_(rotary.query_scales)
-        return context.heads_backend.run(self.layer, heads, rotary.unrotated, context.plan)
+        own = context.groups[self.group]
+        return own.heads_backend.run(self.layer, heads, rotary.unrotated, own.plan)
 
     def write(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext

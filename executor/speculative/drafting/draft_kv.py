@@ -64,7 +64,7 @@ class DraftKVManager(ResourceManager):
         that most rounds send no page numbers to the device."""
         kv, window = self.kv, 1 + num_drafts
         num_more = num_drafts + ROUNDS_AHEAD * window
-        if kv.num_available < len(requests) * (1 + kv.pages_for(num_more)):
+        if kv.cache.num_available < len(requests) * (1 + kv.pages_for(num_more)):
             return
         for request in kv.without_room(requests, num_more):
             if request.tokens_in_flight:  # without, they would be given back after this round

@@ -1,11 +1,13 @@
-"""A draft network as extra layers of the target's pages: its own pool, the target's block table."""
+"""A draft network as extra layers of the target's pages: pools of its own, and the block table of
+the group that keeps all pages."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from tllm_spec.attention.interface import AttentionBackend, AttentionPlan, ForwardContext
+from tllm_spec.attention.interface import ForwardContext
+from tllm_spec.executor.engine.attention_groups import AttentionGroups
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
 from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
@@ -36,11 +38,14 @@ class DraftLayers(Protocol):
 
 @dataclass(frozen=True)
 class TorchLayers:
-    """In torch. `backend` has the pool."""
+    """In torch. All groups of `attention` have the same rows."""
 
     net: DraftNet
-    backend: AttentionBackend
-    rows: RowBuilder
+    attention: AttentionGroups
+
+    @property
+    def rows(self) -> RowBuilder:
+        return self.attention.rows
 
     def forward(
         self,
@@ -51,10 +56,10 @@ class TorchLayers:
         wanted: torch.Tensor | None = None,
         step: int = 0,
     ) -> torch.Tensor:
-        metadata, token_ids = self.rows.build(chunks, windows)
-        if patched is not None:
-            token_ids.index_copy_(0, to_device(patched[0], token_ids.device), patched[1])
         only_writes = self.net.has_one_layer and wanted is not None and not len(wanted)
-        plan = AttentionPlan(metadata.kv_slots) if only_writes else self.backend.plan(metadata)
-        context = ForwardContext(self.backend, plan, wanted=wanted)
-        return self.net.forward(token_ids, metadata.positions, context, state, step)
+        rows = self.attention.plan(chunks, windows, only_writes=only_writes)
+        if patched is not None:
+            to_patch = to_device(patched[0], rows.token_ids.device)
+            rows.token_ids.index_copy_(0, to_patch, patched[1])
+        context = ForwardContext(rows.groups, wanted=wanted)
+        return self.net.forward(rows.token_ids, rows.positions, context, state, step)

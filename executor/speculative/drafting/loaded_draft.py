@@ -5,11 +5,10 @@ from pathlib import Path
 
 import torch
 
-from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_layers
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.draft_network.network import DraftNetwork
-from tllm_spec.executor.engine.rows import RowBuilder
+from tllm_spec.executor.engine.attention_groups import AttentionGroups
 from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
 from tllm_spec.executor.speculative.drafting.draft_net import (
     CausalNet,
@@ -41,7 +40,7 @@ class LoadedDraft:
     net: CausalLM | DraftHead | NextnModules | DraftNetwork
     spec: SpecMetadata | None
 
-    def layers(self, backend: AttentionBackend, rows: RowBuilder, vocab_size: int) -> TorchLayers:
+    def layers(self, attention: AttentionGroups, vocab_size: int) -> TorchLayers:
         """A network in torch as layers on the target's pages; `vocab_size` is the target's."""
         net: DraftNet
         if isinstance(self.net, DraftHead):
@@ -53,7 +52,7 @@ class LoadedDraft:
         else:
             assert not isinstance(self.net, DraftNetwork)
             net = CausalNet(self.net, vocab_size)
-        return TorchLayers(net, backend, rows)
+        return TorchLayers(net, attention)
 
 
 def draft_folder(plan: DraftModel) -> Path:

@@ -81,7 +81,7 @@ class ModelDrafter(Drafter, RoundEnd):
             limit = request.draft_limit
             request.py_num_draft_tokens = draft_len if draft_len <= limit else limit
             request.draft_lag = self._lag
-        self._kv.kv.table.flush()
+        self._kv.kv.flush()
         if not self._replay(drafting, batch.shape):
             self._draft(batch, self._groups.get(drafting, batch.shape.window))
 
@@ -135,7 +135,7 @@ class ModelDrafter(Drafter, RoundEnd):
         ]
         chunks = [missed for missed in of_contexts if missed and missed.start < missed.end]
         for forward in forwards_of(chunks + late, self._max_num_tokens):
-            self._kv.kv.table.flush()
+            self._kv.kv.flush()
             self._engine.read(forward)
         for request, _, end in chunks:
             request.draft_lag = request.kv_len - end

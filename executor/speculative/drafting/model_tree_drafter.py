@@ -44,7 +44,7 @@ class ModelTreeDrafter(ModelDrafter):
         self._runs = torch.zeros((num_slots, depth + 2), dtype=torch.int64, device=slots.device)
         self._run_lens = torch.ones(num_slots, dtype=torch.int64, device=slots.device)
         net = CausalNet(engine.model, sampling.num_target_ids)
-        self._trees = TreeDrafting(TorchLayers(net, engine.backend, engine.rows), slots, sampling)
+        self._trees = TreeDrafting(TorchLayers(net, engine.attention), slots, sampling)
         # Requests whose latest round had drafts: their run is all that the cache lacks.
         self._drafted: set[LlmRequest] = set()
 

@@ -1,5 +1,5 @@
-"""Attention within chunks: trees that are cut at a border, and that the kernels compile for Hopper
-with and without chunks, which needs no device."""
+"""Layers that see a part of the keys: trees that are cut, and that the kernels compile for Hopper
+with each kind of span, which needs no device."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import only_with_the_compiler
 from tests.kernels.tree_problem import bits_of
-from tllm_spec.kernels.key_chunks import KeyChunks
+from tllm_spec.kernels.key_spans import KeySpan, KeySpans
 from tllm_spec.kernels.tree_mask import TreeMask
 
 BF16 = dict.fromkeys(("qkv", "q", "cos_sin", "layer", "output"), "*bf16")
@@ -25,7 +25,7 @@ def compiled(kernel: Any, constants: dict[str, Any], **options: int) -> Any:
     return compiled_for_hopper(kernel, types, constants, num_warps=4, num_stages=3, **options)
 
 
-def test_a_row_of_a_tree_keeps_the_keys_of_its_path_from_its_chunk_on() -> None:
+def test_a_row_of_a_tree_keeps_the_keys_of_its_path_that_its_span_has() -> None:
     # Position 14 is before the region; the region's first key has position 15.
     paths = [[0], [0, 1], [0, 1, 2], [0, 3], [0, 1, 2, 63]]
     positions = torch.tensor([15, 16, 17, 16, 18])
@@ -36,36 +36,50 @@ def test_a_row_of_a_tree_keeps_the_keys_of_its_path_from_its_chunk_on() -> None:
         1: [[0], [1], [2], [3], [63]],
         15: paths,
     }.items():
-        chunks = KeyChunks(size, positions)
-        assert chunks.cut(mask).bits.tolist() == [bits_of(kept)]
-    assert KeyChunks(16, positions).first_keys(5).tolist() == [[0, 16, 16, 16, 16]]
+        spans = KeySpans(KeySpan(size, slides=False), positions)
+        assert spans.cut(mask).bits.tolist() == [bits_of(kept)]
+    for size, kept in {
+        1: [[0], [1], [2], [3], [63]],
+        2: [[0], [0, 1], [1, 2], [0, 3], [2, 63]],
+        4: paths,
+    }.items():
+        spans = KeySpans(KeySpan(size, slides=True), positions)
+        assert spans.cut(mask).bits.tolist() == [bits_of(kept)]
+
+
+@pytest.mark.parametrize("slides", [False, True], ids=["chunks", "sliding"])
+def test_the_first_key_is_the_same_on_the_host_and_on_the_device(slides: bool) -> None:
+    span, positions = KeySpan(16, slides=slides), [0, 14, 15, 16, 17, 40]
+    found = KeySpans(span, torch.tensor(positions)).first_keys(3).flatten().tolist()
+    assert found == [span.first_key(position) for position in positions]
+    assert found == ([0, 0, 0, 1, 2, 25] if slides else [0, 0, 0, 16, 16, 32])
 
 
 @pytest.mark.thinned
 @only_with_the_compiler
-@pytest.mark.parametrize("chunk", [0, 8192])
+@pytest.mark.parametrize("span", [0, 8192, -4096])
 @pytest.mark.parametrize("in_tree", [False, True], ids=["chains", "trees"])
-def test_the_kernels_of_windows_compile(in_tree: bool, chunk: int) -> None:
+def test_the_kernels_of_windows_compile(in_tree: bool, span: int) -> None:
     from tllm_spec.kernels.window_attention_triton import attention_kernel
 
     constants: dict[str, Any] = {"norm_weights": None, "num_padding": None} | SIZES
-    constants |= {"CHUNK": chunk, "TREE": in_tree, "HAS_OFFSET": False, "PADDED": False}
+    constants |= {"SPAN": span, "TREE": in_tree, "HAS_OFFSET": False, "PADDED": False}
     constants |= {"HAS_NORM": False, "SPLITS": True, "WINDOW": 4, "BLOCK_M": 32, "BLOCK_N": 64}
     constants |= {"BLOCK_W": 16, "WIDEN": False, "PDL": True}
     constants |= {} if in_tree else {"tree_bits": None}
-    constants |= {} if chunk else {"positions": None}
+    constants |= {} if span else {"positions": None}
     code = compiled(attention_kernel, constants)
     assert ".local" not in code.asm["ptx"] and code.asm["cubin"]
 
 
 @pytest.mark.thinned
 @only_with_the_compiler
-@pytest.mark.parametrize("chunk", [0, 8192])
+@pytest.mark.parametrize("span", [0, 8192, -4096])
 @pytest.mark.parametrize("in_tree", [False, True], ids=["chains", "trees"])
-def test_the_batch_invariant_kernels_compile(in_tree: bool, chunk: int) -> None:
+def test_the_batch_invariant_kernels_compile(in_tree: bool, span: int) -> None:
     from tllm_spec.kernels.batch_invariant_attention_triton import attention_kernel
 
-    constants: dict[str, Any] = SIZES | {"CHUNK": chunk, "TREE": in_tree, "SPREADS": False}
+    constants: dict[str, Any] = SIZES | {"SPAN": span, "TREE": in_tree, "SPREADS": False}
     constants |= {"WIDEN": False, "SPLIT_KEYS": 256, "BLOCK_M": 64, "BLOCK_N": 64}
     constants |= {} if in_tree else {"paths": None, "path_lens": None}
     constants |= {"log_sums": None}

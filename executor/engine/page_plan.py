@@ -1,0 +1,62 @@
+"""Which KV pools a model and its drafter need, and how many pages each gets of the memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tllm_spec.attention.geometry import Geometry, LayerGroup
+from tllm_spec.attention.kv_format import KVFormat
+from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.kernels.key_spans import KeySpan
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """The pool of one layer group."""
+
+    geometry: Geometry
+    kv_format: KVFormat
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Pools whose pages have the same numbers. span: the keys that a query sees, where requests let
+    go of the pages before them; None: they keep all."""
+
+    pools: tuple[PoolPlan, ...]
+    span: KeySpan | None
+
+    def page_bytes(self, page_size: int) -> int:
+        """Of a page in all pools."""
+        return sum(
+            KVPool.page_bytes(pool.geometry, page_size, pool.kv_format) for pool in self.pools
+        )
+
+
+def own_groups(layers: Sequence[LayerGroup], kv_format: KVFormat) -> list[GroupPlan]:
+    """A target's: one for each layer group."""
+    return [GroupPlan((PoolPlan(own.geometry, kv_format),), own.geometry.span) for own in layers]
+
+
+def draft_group(layers: Sequence[LayerGroup], kv_format: KVFormat) -> GroupPlan:
+    """A draft network's: all layers have the same pages and keep them, since what the network has
+    read may be far behind the target."""
+    return GroupPlan(tuple(PoolPlan(own.geometry, kv_format) for own in layers), None)
+
+
+def with_draft(groups: list[GroupPlan], draft: GroupPlan) -> list[GroupPlan]:
+    """The target's groups with a draft network on the same pages. Its pools are the last ones of
+    the first group that keeps all pages, which is another one at the end if there was none."""
+    for number, own in enumerate(groups):
+        if own.span is None:
+            joined = GroupPlan(own.pools + draft.pools, None)
+            return [*groups[:number], joined, *groups[number + 1 :]]
+    return [*groups, draft]
+
+
+def divide(budget: int, page_bytes: Sequence[int], needed: Sequence[int], wanted: int) -> list[int]:
+    """Pages of each group from `budget` bytes, at most `wanted`: all if they fit, otherwise as
+    a request of the greatest length needs them (`needed`)."""
+    if wanted * sum(page_bytes) <= budget:
+        return [wanted] * len(page_bytes)
+    total = sum(size * pages for size, pages in zip(page_bytes, needed, strict=True))
+    return [min(wanted, budget * pages // total) for pages in needed]
