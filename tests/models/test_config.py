@@ -176,8 +176,21 @@ def test_the_sliding_window_is_set_only_if_a_layer_uses_it(
     assert read(tmp_path, OLD | {"architectures": [architecture]} | change).sliding_window == window
 
 
-def test_a_sliding_window_is_served_up_to_its_length_and_refused_beyond(tmp_path: Path) -> None:
+def test_a_sliding_window_costs_nothing_where_no_position_is_beyond_it(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "Mistral", sliding_window=32)
-    assert load(tmp_path, max_positions=32).config.sliding_window == 32
-    with pytest.raises(ValueError, match=r"sliding_window is 32.*33 positions"):
-        load(tmp_path, max_positions=33)
+    assert load(tmp_path, max_positions=32).config.sliding_window is None
+    assert load(tmp_path, max_positions=33).config.sliding_window == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"sliding_window": -1}, "sliding_window is -1; it must be at least 1"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 32 layers"),
+    ],
+)
+def test_a_window_that_cannot_be_is_refused_by_key_and_value(
+    change: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        read(tmp_path, OLD | {"architectures": ["MistralForCausalLM"]} | change)

@@ -69,12 +69,6 @@ def load_model(
     """
     config = ModelConfig.from_pretrained(path).within(max_positions)
     config = computed_as(config, fp8_activations)
-    if config.sliding_window is not None and config.sliding_window < max_positions:
-        raise ValueError(
-            f"sliding_window is {config.sliding_window}, less than the {max_positions} positions "
-            "asked for; sliding-window attention is not served, so lower max_seq_len to "
-            f"{config.sliding_window} or below."
-        )
     placement = Placement(dtype, device, communicator.mapping, batch_invariant, communicator)
     placement = with_fp8(placement, config)
     model = MODELS[config.architecture](config, max_positions, placement)
