@@ -1,12 +1,14 @@
 """Rounds of models with FP8 weights, next to the same models in bf16.
 
-    python -m benchmarks.fp8 [llama-8b] [qwen3-30b] [v3]
+    python -m benchmarks.fp8 [llama-8b] [activations] [qwen3-30b] [v3]
 
-llama-8b   plain rounds, and EAGLE-3 with 3 drafts, whose head is bf16
-qwen3-30b  plain rounds of a model with 128 experts
-v3         plain rounds of the DeepSeek-V3-style model, whose routers spread the tokens
+llama-8b     plain rounds, and EAGLE-3 with 3 drafts, whose head is bf16
+activations  the same with activations in FP8, too
+qwen3-30b    plain rounds of a model with 128 experts
+v3           plain rounds of the DeepSeek-V3-style model, whose routers spread the tokens
 
-Random weights, prompts of 1,024 tokens, greedy, synthetic acceptance; FP8 with blocks of 128 x 128.
+Random weights, prompts of 1,024 tokens, greedy, synthetic acceptance; FP8 with blocks of 128 x 128,
+and next to activations in FP8 with one scale a row.
 The output layer, the embedding and routers are bf16. Both sides of a row are engines of one run.
 `prefill` is milliseconds for 8 prompts. `--device cpu` takes tiny shapes: shows that it runs."""
 
@@ -30,13 +32,18 @@ from benchmarks.harness.moe_rounds import TINY as TINY_QWEN3
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
 
 QUANTIZATION = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+BY_TOKEN = {"quant_method": "fbgemm_fp8"}
 DRAFT_LEN, ROUNDS, TIMINGS, NUM_PROMPTS = 3, 40, 3, 8
 TINY_LLAMA: Config = {**LLAMA_8B, **TINY, "num_hidden_layers": 7}
 TINY_EAGLE3: Config = {**EAGLE3_8B, **TINY, "draft_vocab_size": 256}
 
 
 def compared(
-    full: Config, tiny: Config, heads: Sequence[Config | None], options: Options
+    quantization: dict[str, Any],
+    full: Config,
+    tiny: Config,
+    heads: Sequence[Config | None],
+    options: Options,
 ) -> Iterator[Row]:
     """`heads`: EAGLE-3 heads of the full shape; None: plain rounds."""
     is_full = options.device == "cuda"
@@ -46,7 +53,7 @@ def compared(
             head = TINY_EAGLE3
         sides = [
             measured(target | own, head, options.device)
-            for own in ({}, {"quantization_config": QUANTIZATION})
+            for own in ({}, {"quantization_config": quantization})
         ]
         drafting = "plain" if head is None else f"EAGLE-3 K={DRAFT_LEN}"
         for what, (bf16, fp8) in {key: [side[key] for side in sides] for key in sides[0]}.items():
@@ -114,13 +121,21 @@ def compared_table(rows: Sequence[Row]) -> list[str]:
     return table(("", "", "bf16", "FP8", "FP8 / bf16"), lines)
 
 
-def subject(name: str, title: str, *shapes: Any) -> Subject:
-    run: Callable[[Options], Iterator[Row]] = partial(compared, *shapes)
+def subject(
+    name: str, title: str, *shapes: Any, quantization: dict[str, Any] = QUANTIZATION
+) -> Subject:
+    run: Callable[[Options], Iterator[Row]] = partial(compared, quantization, *shapes)
     return Subject(name, title, run, compared_table)
 
 
 SUBJECTS = (
     subject("llama-8b", "8B in FP8", LLAMA_8B, TINY_LLAMA, (None, EAGLE3_8B)),
+    subject(
+        "activations",
+        "8B with activations in FP8",
+        *(LLAMA_8B, TINY_LLAMA, (None, EAGLE3_8B)),
+        quantization=BY_TOKEN,
+    ),
     subject("qwen3-30b", "Qwen3 30B-A3B in FP8", QWEN3_30B, TINY_QWEN3, (None,)),
     subject("v3", "V3-style in FP8", V3_STYLE, TINY_V3, (None,)),
 )

@@ -3,12 +3,13 @@
     python -m benchmarks.fp8_kernels [linear] [experts]
 
 linear   scaled_linear's kernel and torch's GEMM with bf16 weights, of an 8B Llama's layers; for
-         many rows also slices of FP8 weights that are dequantised before torch multiplies them
+         many rows also slices of FP8 weights that are dequantised before torch multiplies them;
+         activations in FP8 with one scale a token, quantised with the norm before them
 experts  the two grouped GEMMs of Qwen3-30B-A3B's and DeepSeek V3's experts in FP8 and in bf16
 
-Activations are bf16. Calls have weights or tokens of their own, so that no cache holds the weights.
-The floor reads the FP8 weights (of the experts that are hit) and their scales once at 4.45 TB/s, or
-computes at 790 TFLOP/s; the share is floor / the kernel's time."""
+Other activations are bf16. Calls have weights or tokens of their own, so that no cache holds the
+weights. The floor reads the FP8 weights (of the experts that are hit) and their scales once at 4.45
+TB/s, or computes at 790 TFLOP/s; the share is floor / the kernel's time."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +21,13 @@ import torch.nn.functional as F
 from benchmarks.harness.device_time import call_us
 from benchmarks.harness.models import MATMUL_FLOPS, READ_BYTES_PER_S
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
+from tllm_spec.kernels.fp8_linear import fp8_linear
 from tllm_spec.kernels.grouped_gemm import block_rows_of, down, gate_up_silu
 from tllm_spec.kernels.moe_permute import ExpertRows, moe_permute
+from tllm_spec.kernels.quantise_rows import quantise_rows
 from tllm_spec.kernels.scaled_linear import BLOCK, scaled_linear
 from tllm_spec.kernels.scaled_linear_slices import multiply_slices, slice_outputs
+from tllm_spec.kernels.small_m_gemm import NormWeight
 
 CUDA, BF16, FP8 = "cuda", torch.bfloat16, torch.float8_e4m3fn
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -57,11 +61,19 @@ def linear(options: Options) -> Iterator[Row]:
                 "fp8": [partial(scaled_linear, x, *pair) for pair in scaled],
                 "bf16": [partial(F.linear, x, weight) for weight in weights],
             }
+            norm = NormWeight(torch.ones(shape[1], device=CUDA, dtype=BF16), 1e-5)
+            sides["activations"] = [partial(by_token, x, norm, *pair) for pair in scaled]
             if rows >= SLICED_FROM:
                 sides["slices"] = [partial(sliced, x, *pair) for pair in scaled]
             floor = floor_us(shape[0] * shape[1], rows)
             yield {"layer": name, "rows": rows, "floor": floor} | call_us(sides)
         del weights, scaled, sides
+
+
+def by_token(
+    x: torch.Tensor, norm: NormWeight, weight: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    return fp8_linear(*quantise_rows(x, norm), weight, scales, x.dtype)
 
 
 def sliced(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -104,7 +116,7 @@ def both(
 
 
 def linear_table(rows: Sequence[Row]) -> list[str]:
-    columns = ("fp8", "slices", "bf16", "floor")
+    columns = ("fp8", "slices", "activations", "bf16", "floor")
     lines = [
         [row["layer"], number(row["rows"]),
          *(number(row[key]) if key in row else "–" for key in columns),

@@ -1,9 +1,8 @@
 """A linear layer for up to 8 rows with its prologue and epilogue in one kernel: RMSNorm of the
 input before the GEMM; bias, SiLU gate or residual addition after it.
 
-`small_m_gemm` runs one CUDA kernel where it is supported (`serves`), otherwise the plain-torch
-reference. Its time is that of reading the weights once. For more rows torch's GEMM with separate
-ops is faster.
+`small_m_gemm` runs one CUDA kernel, where it is supported (`serves`). Its time is that of reading
+the weights once. For more rows torch's GEMM with separate ops is faster.
 
 The kernel computes the norm in another order than the reference: it rounds x times the norm's
 weight and divides the finished sums by the root mean square. The reference rounds the whole norm.
@@ -43,7 +42,7 @@ def small_m_gemm(
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`norm(x) W^T + bias`; if gated, the SiLU of its first half times its second half; added to
-    `add_to` if given.
+    `add_to` if given. The kernel must serve these tensors (`serves`).
 
     Args:
         x: `[T, K]`, any stride between rows.
@@ -55,26 +54,6 @@ def small_m_gemm(
         add_to: the residual stream, of the output's shape, any stride between rows; changed in
             place and returned.
     """
-    if not serves(x, weight):
-        return plain_small_m_gemm(
-            x, weight, scales=scales, bias=bias, norm=norm, gated=gated, add_to=add_to
-        )
-    return few_rows_linear(
-        x, weight, scales=scales, bias=bias, norm=norm, gated=gated, add_to=add_to
-    )
-
-
-def few_rows_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    scales: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    norm: NormWeight | None = None,
-    gated: bool = False,
-    add_to: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`small_m_gemm` where the kernel `serves`."""
     features = weight.shape[0] // 2 if gated else weight.shape[0]
     output = x.new_empty(x.shape[0], features) if add_to is None else add_to
     assert output.shape == (x.shape[0], features)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tllm_spec.kernels.silu_and_mul import silu_and_mul
-from tllm_spec.kernels.small_m_gemm import few_rows_linear, serves
+from tllm_spec.kernels.small_m_gemm import serves, small_m_gemm
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.module import WeightSlot
 
@@ -103,7 +103,7 @@ class FewRowsFormat(WeightFormat):
         gated: bool = False,
         add_to: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return few_rows_linear(
+        return small_m_gemm(
             x,
             self.weight,
             scales=self.scales,
