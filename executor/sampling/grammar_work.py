@@ -21,7 +21,7 @@ from tllm_spec.request_errors import SLOW_GRAMMAR, GrammarTooSlow
 
 # Of a processor, for the masks of a round, and for its drafts: so much, and so much more for each
 # request. The time of a clock would fail quick grammars where other processes take the processors.
-MAX_SECONDS, SECONDS_PER_REQUEST = 0.25, 0.002
+MAX_SECONDS, SECONDS_PER_REQUEST = 0.15, 0.002
 NUM_THREADS = 4
 MIN_FOR_THREADS = 16  # requests; the work for fewer takes less time than a forward
 LOWEST_PRIORITY = 19
