@@ -25,7 +25,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "1",
     ),
     r"\$ref = 'http://x/y', which does not": ({"$ref": "http://x/y"}, "1"),
-    "maxLength next to pattern": ({**TEXT, "pattern": "^a+$", "maxLength": 2}, '"aaa"'),
     r"required = \['y'\] without": ({**POINT, "required": ["y"]}, '{"x": 1}'),
     r"anyOf = \[\]": ({"anyOf": []}, ""),
 }
