@@ -93,6 +93,8 @@ CHAT_NOT_SERVED: Mapping[str, NotServed] = {
 }
 # Other fields of OpenAI's answers: clients send them back with the conversation.
 MESSAGE_NOT_SERVED: Mapping[str, NotServed] = {
+    # Older clients and those of /v1/responses send it.
+    "type": NotServed((None, "text", "message"), "a message has a role and a content"),
     "annotations": NotServed((None, []), "only text is served"),
     "audio": NotServed((None,), "only text is served"),
     "function_call": NotServed((None,), OLD_TOOLS),
@@ -295,19 +297,24 @@ class CompletionRequest(GenerationRequest):
         return self.sampling_params(**own)
 
 
+class TextPart(BodyModel):
+    """A part of a message. cache_control has no effect: prefixes are always cached."""
+
+    type: Literal["text"] = "text"
+    text: str
+    cache_control: dict[str, Any] | None = None
+
+
 def _join_text_parts(content: object) -> object:
     """The text of a message; a list of text parts is joined."""
     if not isinstance(content, list):
         return content
     for part in content:
-        is_text = (
-            isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
-        )
-        if not (is_text and isinstance(part["text"], str)):
+        if not isinstance(part, dict) or part.get("type") != "text":
             raise ValueError(
                 'parts have the form {"type": "text", "text": "..."}; only text is served'
             )
-    return "".join(part["text"] for part in content)
+    return "".join(TextPart(**part).text for part in content)
 
 
 class ChatMessage(BodyModel):
