@@ -141,10 +141,13 @@ def bytes_of_token(tokenizer: Tokenizer, token_id: int) -> bytes | None:
 
 @cache
 def _bytes_of_characters() -> dict[str, int]:
-    """In a byte-level vocabulary each byte is written as a character."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode  # heavy
+    """A byte-level vocabulary writes each byte as a character: its own, or one above 255."""
+    from tokenizers.pre_tokenizers import ByteLevel  # heavy
 
-    return {character: byte for byte, character in bytes_to_unicode().items()}
+    letters = sorted(ByteLevel.alphabet())
+    own = [letter for letter in letters if ord(letter) < 256]
+    rest = sorted(set(range(256)) - set(map(ord, own)))
+    return {each: ord(each) for each in own} | dict(zip(letters[len(own) :], rest, strict=True))
 
 
 class IncrementalDetokenizer:

@@ -46,7 +46,7 @@ FORMATS: Mapping[str, str] = {
     "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}",
     "ipv6": _IPV6,
     "json-pointer": _POINTER,
-    "relative-json-pointer": rf"(?:0|[1-9]\d*)(?:#|{_POINTER})",
+    "relative-json-pointer": rf"(?:0|[1-9]\d?)(?:#|{_POINTER})",
     "time": _TIME,
     "uri": _URI,
     "uri-reference": f"{_URI}|(?:{_AUTHORITY})?{_REST}",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tllm_spec.grammar.characters import ALL, Ranges, common
+from tllm_spec.grammar.characters import ALL, Ranges, common, united
 
 Term = int  # the number of a node in its table
 
@@ -56,6 +56,7 @@ class TextSets:
         members = self._members("any_of", options, neutral=self.nothing)
         if self.anything in members:
             return self.anything
+        members = self._with_one_set_of_characters(members)
         if len(members) < 2:
             return members[0] if members else self.nothing
         return self._term(Node("any_of", members), any(map(self.has_empty, members)))
@@ -157,6 +158,13 @@ class TextSets:
             node = self.nodes[term]
             found |= set(node.parts) if node.kind == kind else {term}
         return tuple(sorted(found - {neutral}))
+
+    def _with_one_set_of_characters(self, members: tuple[Term, ...]) -> tuple[Term, ...]:
+        single = [each for each in members if self.nodes[each].kind == "characters"]
+        if len(single) < 2:
+            return members
+        both = self.characters(united(span for each in single for span in self.nodes[each].ranges))
+        return tuple(sorted({both, *(set(members) - set(single))}))
 
     def _term(self, node: Node, has_empty: bool) -> Term:
         if node not in self._terms:
