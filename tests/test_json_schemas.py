@@ -52,6 +52,12 @@ def test_a_keyword_that_the_compiler_passes_over_is_refused_wherever_it_is(
     assert matcher.is_completed(), "the compiler knows the keyword now: do not refuse it"
 
 
+def test_an_escape_in_a_reference_is_named_as_the_mistake() -> None:
+    for reference in ("#/$defs/a~1b", "#/$defs/a%20b"):
+        with pytest.raises(ValueError, match=r"an escape in \$ref = .* is not supported"):
+            GuidedDecodingParams(json={"$ref": reference, "$defs": {"a/b": TEXT, "a b": TEXT}})
+
+
 @pytest.mark.parametrize(
     "tag",
     [

@@ -42,7 +42,7 @@ IGNORED = (
 ALONE = ("$ref", "allOf", "anyOf", "oneOf")
 CONSTRAINTS = frozenset(
     {
-        *(PARTS - {"propertyNames"}),
+        *PARTS,
         *("const", "enum", "format", "pattern", "patternProperties", "properties", "required"),
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "$ref"),
         *("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"),
@@ -126,6 +126,8 @@ def _mistake(part: Schema) -> str | None:
     reference = part.get("$ref", "#")
     if isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
         return f"$ref = {shown(reference)}, which does not begin with #/,"
+    if isinstance(reference, str) and ("~" in reference or "%" in reference):
+        return f"an escape in $ref = {shown(reference)}"
     if isinstance(part.get("pattern"), str) and HALF_ESCAPE.search(part["pattern"]):
         return f"half of a surrogate pair in pattern = {shown(part['pattern'])}"
     return _undeclared(part)

@@ -187,6 +187,11 @@ def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
         options |= {
             "items": random_schema(rng, depth - 1),
             "prefixItems": [random_schema(rng, 0), random_schema(rng, 0)],
+            "required": ["a"],
+            "const": rng.choice(["a", 2, [1], {"a": None}]),
+            "allOf": [random_schema(rng, depth - 1)],
+            "$ref": rng.choice(["#/$defs/d", "#/properties/a"]),
+            "$defs": {"d": random_schema(rng, 0)},
             "properties": {"a": random_schema(rng, depth - 1), 'b"': random_schema(rng, 0)},
             "anyOf": [random_schema(rng, 0), random_schema(rng, depth - 1)],
             "oneOf": [random_schema(rng, 0), random_schema(rng, 0)],
@@ -207,6 +212,7 @@ def test_all_texts_of_random_schemas_are_valid(seeds: range) -> None:
         rng = random.Random(seed)
         schema = random_schema(rng)
         try:
+            schema.setdefault("$defs", {}).setdefault("d", TEXT)
             check_schema(schema)
             grammar = compiled(schema)
         except (ValueError, RuntimeError):

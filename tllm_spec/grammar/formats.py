@@ -13,8 +13,8 @@ _DAY_OF_MONTH = (
 _DATE = f"(?:{_YEAR}-{_DAY_OF_MONTH}|{_LEAP_YEAR}-02-29)"
 _HOUR = r"(?:[01]\d|2[0-3])"
 _TIME = rf"{_HOUR}:[0-5]\d:[0-5]\d(?:\.\d{{1,9}})?(?:Z|[+-]{_HOUR}:[0-5]\d)"
-_CLOCK = r"T(?:\d+H(?:\d+M(?:\d+S)?)?|\d+M(?:\d+S)?|\d+S)"
-_DAYS = r"(?:\d+Y(?:\d+M(?:\d+D)?)?|\d+M(?:\d+D)?|\d+D)"
+_CLOCK = r"T(?:\d{1,6}H(?:\d{1,6}M(?:\d{1,6}S)?)?|\d{1,6}M(?:\d{1,6}S)?|\d{1,6}S)"
+_DAYS = r"(?:\d{1,6}Y(?:\d{1,6}M(?:\d{1,6}D)?)?|\d{1,6}M(?:\d{1,6}D)?|\d{1,6}D)"
 _LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _NAME = "[A-Za-z0-9](?:[.-]?[A-Za-z0-9])*"  # of a host, without rare forms
 _ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
@@ -40,7 +40,7 @@ _POINTER = "(?:/(?:[^~/]|~[01])*)*"
 FORMATS: Mapping[str, str] = {
     "date": _DATE,
     "date-time": f"{_DATE}T{_TIME}",
-    "duration": f"P(?:{_DAYS}(?:{_CLOCK})?|{_CLOCK}|\\d+W)",
+    "duration": f"P(?:{_DAYS}(?:{_CLOCK})?|{_CLOCK}|\\d{{1,6}}W)",
     "email": rf"{_ATOM}(?:\.{_ATOM})*@{_NAME}\.[A-Za-z]{{2,}}",
     "hostname": rf"{_LABEL}(?:\.{_LABEL})*",
     "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}",

@@ -94,7 +94,7 @@ class _Reader:
                 if direction > 0:
                     here = Edge.INSIDE if parts else left
                     rest = self.sequence(items[index + 1 :], here, right)
-                    ahead = self._seen_ahead(inner, is_not, right)
+                    ahead = self._seen_ahead(inner, is_not, here, right)
                     return self._sets.sequence([*parts, self._both(ahead, rest)])
                 behind = self._seen_behind(inner, is_not, left)
                 parts = [self._both(behind, self._sets.sequence(parts))]
@@ -102,11 +102,12 @@ class _Reader:
                 parts.append(self._item(code, value, *edges))
         return self._sets.sequence([*parts, self._sets.anything] if open_end else parts)
 
-    def _seen_ahead(self, inner: Sequence[Item], is_not: bool, right: Edge) -> Term:
+    def _seen_ahead(self, inner: Sequence[Item], is_not: bool, here: Edge, right: Edge) -> Term:
         """The rests of texts that a look-ahead allows."""
         if right is Edge.INSIDE:
             raise ValueError(LOOK_AHEAD)
-        return self._seen(inner, is_not, Edge.INSIDE, Edge.OPEN)
+        left = Edge.TEXT if here is Edge.TEXT else Edge.INSIDE
+        return self._seen(inner, is_not, left, Edge.OPEN)
 
     def _seen_behind(self, inner: Sequence[Item], is_not: bool, left: Edge) -> Term:
         """The beginnings of texts that a look-behind allows."""
