@@ -25,6 +25,7 @@ DEV = [
     "pytest-xdist>=3.5",
     "hypothesis>=6.100",
     "httpx>=0.27",
+    "jsonschema>=4.20",
     "openai>=1.60",
     "ruff==0.17.5",
     "mypy==2.4.1",

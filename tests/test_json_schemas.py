@@ -25,7 +25,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "1",
     ),
     r"\$ref = 'http://x/y', which does not": ({"$ref": "http://x/y"}, "1"),
-    "maxLength next to pattern": ({**TEXT, "pattern": "^a+$", "maxLength": 2}, '"aaa"'),
     r"required = \['y'\] without": ({**POINT, "required": ["y"]}, '{"x": 1}'),
     r"anyOf = \[\]": ({"anyOf": []}, ""),
 }
@@ -51,6 +50,12 @@ def test_a_keyword_that_the_compiler_passes_over_is_refused_wherever_it_is(
     matcher = xgrammar.GrammarMatcher(compiler.compile_json_schema(json.dumps(schema)))
     assert not text or matcher.accept_string(text)
     assert matcher.is_completed(), "the compiler knows the keyword now: do not refuse it"
+
+
+def test_an_escape_in_a_reference_is_named_as_the_mistake() -> None:
+    for reference in ("#/$defs/a~1b", "#/$defs/a%20b"):
+        with pytest.raises(ValueError, match=r"an escape in \$ref = .* is not supported"):
+            GuidedDecodingParams(json={"$ref": reference, "$defs": {"a/b": TEXT, "a b": TEXT}})
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.grammar_child",
         "tllm_spec.grammar_state",
     ),
+    ("tllm_spec.grammar",),
     ("tllm_spec.json_schemas",),
     (
         "tllm_spec.option_checks",

@@ -13,9 +13,10 @@ import struct
 import sys
 from typing import IO, Any
 
+from tllm_spec.grammar.xgrammar_source import compile_text
+
 MAX_MESSAGE_BYTES = 64 << 20  # of a compiled grammar, too
 MAX_EXTRA_BYTES = 2 << 30  # of address space, on top of what the libraries have taken
-MAX_WHITESPACE = 32  # between two tokens of JSON: a small model might write nothing else
 MAX_ERROR_CHARS = 500
 NO_MEMORY = "it needs too much memory to compile"
 NO_TEXT = "no text matches it"
@@ -35,17 +36,6 @@ def read_message(stream: IO[bytes]) -> Any:
     (length,) = struct.unpack("<I", head)
     data = stream.read(length)
     return json.loads(data) if len(data) == length else None
-
-
-def compile_text(compiler: Any, kind: str, text: str) -> Any:
-    """xgrammar's compiled grammar. Raises what xgrammar raises."""
-    if kind == "json_schema":
-        return compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
-    if kind == "structural_tag":
-        return compiler.compile_structural_tag(text)
-    if kind == "regex":
-        return compiler.compile_regex(text)
-    return compiler.compile_grammar(text)
 
 
 def _can_begin(compiled: Any) -> bool:

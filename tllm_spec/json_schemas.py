@@ -42,7 +42,7 @@ IGNORED = (
 ALONE = ("$ref", "allOf", "anyOf", "oneOf")
 CONSTRAINTS = frozenset(
     {
-        *(PARTS - {"propertyNames"}),
+        *PARTS,
         *("const", "enum", "format", "pattern", "patternProperties", "properties", "required"),
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "$ref"),
         *("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"),
@@ -52,33 +52,35 @@ TAG_FORM = """a structural tag has a format, such as {"type": "structural_tag", 
 "triggered_tags", "triggers": [...], "tags": [{"begin": "...", "content": {"type": "json_schema", \
 "json_schema": {...}}, "end": "..."}]}}; xgrammar's older form with structures is not served"""
 SCHEMAS_OF_TAGS = ("json_schema", "schema")
-LENGTHS = ("minLength", "maxLength")
 # In a regular expression or EBNF: the compiler makes bytes of each half that are no UTF-8.
 HALF_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\u[dD][89a-fA-F]")
 
 
 def check_schema(schema: object) -> None:
     """Raises ValueError for a schema that a text might not match although its grammar is kept."""
-    for part in _parts(schema):
+    for part in parts_of(schema):
         if mistake := _mistake(part):
             raise ValueError(f"{mistake} is not supported in the JSON schema")
 
 
 def check_tag(tag: object) -> None:
     """The same for the schemas in a structural tag of xgrammar, and for one without a format."""
+    for schema in schemas_of_tag(tag):
+        check_schema(schema)
+    if not isinstance(tag, dict) or "format" not in tag:
+        raise ValueError(TAG_FORM)
+
+
+def schemas_of_tag(tag: object) -> Iterator[object]:
+    """The JSON schemas in a structural tag."""
     waiting = [tag]
     while waiting:
         part = waiting.pop()
         if isinstance(part, list):
             waiting += part
         elif isinstance(part, dict):
-            for name, value in part.items():
-                if name in SCHEMAS_OF_TAGS:
-                    check_schema(value)
-                else:
-                    waiting.append(value)
-    if not isinstance(tag, dict) or "format" not in tag:
-        raise ValueError(TAG_FORM)
+            yield from (value for name, value in part.items() if name in SCHEMAS_OF_TAGS)
+            waiting += (value for name, value in part.items() if name not in SCHEMAS_OF_TAGS)
 
 
 def moved(schema: Schema, there: str) -> Schema:
@@ -88,14 +90,14 @@ def moved(schema: Schema, there: str) -> Schema:
         copy: Schema = json.loads(json.dumps(schema))
     except RecursionError as error:
         raise ValueError("the JSON schema is nested too deeply") from error
-    for part in _parts(copy):
+    for part in parts_of(copy):
         reference = part.get("$ref")
         if isinstance(reference, str) and reference.startswith("#"):
             part["$ref"] = there + reference[1:]
     return copy
 
 
-def _parts(schema: object) -> Iterator[Schema]:
+def parts_of(schema: object) -> Iterator[Schema]:
     """The schema, if it is an object, and all in it."""
     waiting = [schema]
     while waiting:
@@ -124,11 +126,10 @@ def _mistake(part: Schema) -> str | None:
     reference = part.get("$ref", "#")
     if isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
         return f"$ref = {shown(reference)}, which does not begin with #/,"
+    if isinstance(reference, str) and ("~" in reference or "%" in reference):
+        return f"an escape in $ref = {shown(reference)}"
     if isinstance(part.get("pattern"), str) and HALF_ESCAPE.search(part["pattern"]):
         return f"half of a surrogate pair in pattern = {shown(part['pattern'])}"
-    # Next to a format they are not kept either, but pydantic's HttpUrl has both.
-    if "pattern" in part and (lengths := [each for each in LENGTHS if each in part]):
-        return f"{lengths[0]} next to pattern"
     return _undeclared(part)
 
 

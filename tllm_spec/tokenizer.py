@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -126,6 +127,27 @@ def decoder_of(
         skip_special_tokens=skip_special_tokens,
         clean_up_tokenization_spaces=False,
     )
+
+
+def bytes_of_token(tokenizer: Tokenizer, token_id: int) -> bytes | None:
+    """What a token of a byte-level vocabulary, or a byte token such as `<0xE6>`, writes. None for
+    other tokens."""
+    name: str = cast(Any, tokenizer).convert_ids_to_tokens(token_id)
+    if found := re.fullmatch("<0x([0-9A-F]{2})>", name):
+        return bytes.fromhex(found[1])
+    table = _bytes_of_characters()
+    return bytes(map(table.__getitem__, name)) if table.keys() >= set(name) else None
+
+
+@cache
+def _bytes_of_characters() -> dict[str, int]:
+    """A byte-level vocabulary writes each byte as a character: its own, or one above 255."""
+    from tokenizers.pre_tokenizers import ByteLevel  # heavy
+
+    letters = sorted(ByteLevel.alphabet())
+    own = [letter for letter in letters if ord(letter) < 256]
+    rest = sorted(set(range(256)) - set(map(ord, own)))
+    return {each: ord(each) for each in own} | dict(zip(letters[len(own) :], rest, strict=True))
 
 
 class IncrementalDetokenizer:

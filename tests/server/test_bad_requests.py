@@ -153,8 +153,20 @@ CHAT = [{"role": "user", "content": "hello"}]
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
-            "messages.0.content",
-            "only text",
+            "messages.0.content.text",
+            "a valid string",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]},
+            "messages.0.content.x",
+            "not a known option; known: cache_control, text, type",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a", "type": "image"}]},
+            "messages.0.type",
+            "accepted: None or 'text'",
         ),
         (
             "/v1/chat/completions",
@@ -206,6 +218,21 @@ def test_a_message_about_a_bad_request_has_no_names_of_classes(
 ) -> None:
     error = post(f"/v1/{path}", **body).json()["error"]
     assert (error["message"], error["param"]) == (message, message.split(" ")[0])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "é"}'.encode("latin-1"), "the body is not UTF-8"),
+        (b"[" * 100_000, "the body is nested too deeply"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_refused_with_the_reason(
+    url: str, content: bytes, message: str
+) -> None:
+    headers = {"content-type": "application/json"}
+    response = httpx.post(f"{url}/v1/completions", content=content, headers=headers)
+    assert (response.status_code, response.json()["error"]["message"]) == (400, message)
 
 
 def test_a_body_that_is_not_json_is_a_bad_request(url: str) -> None:

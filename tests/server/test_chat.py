@@ -1,7 +1,7 @@
 """`/v1/chat/completions` through the official `openai` client, over an LLM with known answers."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -9,6 +9,7 @@ import pytest
 
 from tests.server.fake_llm import MODEL, FakeLLM, answer_text
 from tests.server.http_answers import CHAT, events_of
+from tllm_spec.tokenizer import Tokenizer, bytes_of_token
 
 
 def test_a_chat_answer_is_a_message_of_the_assistant(client: openai.OpenAI, llm: FakeLLM) -> None:
@@ -84,6 +85,39 @@ def test_chat_logprobs_have_the_requested_number_of_alternatives(
         "".join(token["token"] for token in tokens)
         == answer_text(0)[: len("".join(t["token"] for t in tokens))]
     )
+
+
+def test_the_bytes_of_tokens_make_the_text(
+    post: Callable[..., httpx.Response], llm: FakeLLM
+) -> None:
+    """A character may be several tokens."""
+    text = "日本 👩‍👧 é"
+    llm.answer = lambda index: text
+    body = {"messages": CHAT, "logprobs": True, "top_logprobs": 1}
+    answer = post("/v1/chat/completions", **body).json()["choices"][0]
+    tokens = answer["logprobs"]["content"]
+    assert len(tokens) > len(text)
+    assert bytes(byte for token in tokens for byte in token["bytes"]).decode() == text
+
+
+@pytest.mark.parametrize(("name", "value"), [("<0xE6>", b"\xe6"), ("Ġæ", b" \xe6"), ("▁日", None)])
+def test_a_tokens_bytes_are_known_by_its_name(name: str, value: bytes | None) -> None:
+    class Named:
+        def convert_ids_to_tokens(self, token_id: int) -> str:
+            return name
+
+    assert bytes_of_token(cast(Tokenizer, Named()), 5) == value
+
+
+def test_parts_of_a_message_may_say_what_to_cache(
+    post: Callable[..., httpx.Response], llm: FakeLLM
+) -> None:
+    part = {"type": "text", "text": "hel", "cache_control": {"type": "ephemeral"}}
+    parts = [part, {"type": "text", "text": "lo"}]
+    message = {"role": "user", "content": parts, "type": "message"}
+    assert post("/v1/chat/completions", messages=[message]).status_code == 200
+    assert post("/v1/chat/completions", messages=CHAT).status_code == 200
+    assert llm.prompts[-1] == llm.prompts[-2]
 
 
 def test_variables_reach_the_chat_template(

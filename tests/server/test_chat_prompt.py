@@ -1,5 +1,7 @@
 """Conversations become token ids: control tokens come from the template only."""
 
+from typing import Any
+
 import pytest
 
 from tests.server.fake_llm import FakeLLM
@@ -55,3 +57,56 @@ def test_a_message_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
     with pytest.raises(ValueError, match="maximum context length"):
         prompts.token_ids(messages, {}, add_generation_prompt=True)
     assert not tokenised
+
+
+# A template that knows three roles, and calls without the text next to them.
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}[S]{{ m.content | trim }}"
+    "{% elif m.role == 'user' %}[U]{{ m.content }}{% elif m.role == 'assistant' %}[A]"
+    "{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
+    "{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}{% endif %}{% endfor %}"
+)
+USER = {"role": "user", "content": "hi"}
+
+
+def text_of(template: str, *messages: dict[str, Any]) -> str:
+    tokenizer = load_tokenizer("zoo:llama")
+    tokenizer.chat_template = template
+    prompts = ChatPrompts(tokenizer, lambda text: None, allow_control_tokens=False)
+    text: str = tokenizer.decode(prompts.token_ids(messages, {}, add_generation_prompt=False))
+    return text
+
+
+def test_a_developers_message_is_the_systems_where_the_template_does_not_know_the_role() -> None:
+    developer = {"role": "developer", "content": " Be brief "}
+    assert text_of(TEMPLATE, developer, USER) == "[S]Be brief[U]hi"
+    strict = TEMPLATE.replace("{% endif %}{% endfor %}", "{% else %}{{ raise_exception('role') }}")
+    assert text_of(strict + "{% endif %}{% endfor %}", developer, USER) == "[S]Be brief[U]hi"
+    known = TEMPLATE.replace("[S]", "[{{ m.role }}]").replace("== 'system'", "!= 'user'")
+    assert text_of(known, developer, USER) == "[developer]Be brief[U]hi"
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "what"),
+    [
+        (TEMPLATE, {"role": "tool", "content": "21"}, "leaves out the content"),
+        (TEMPLATE.replace("'system'", "'x'"), {"role": "developer", "content": "a"}, "'system'"),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}",
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]},
+            "leaves out tool_calls",
+        ),
+    ],
+)
+def test_a_message_that_the_template_leaves_out_is_refused(
+    template: str, message: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"messages\[1\] has role = .*{what}"):
+        text_of(template, USER, message)
+
+
+def test_what_a_template_changes_in_a_message_is_its_own_affair() -> None:
+    thought = {"role": "assistant", "content": "a</think>b"}
+    call = {"role": "assistant", "content": "so", "tool_calls": [{"function": {"name": "f"}}]}
+    empty = {"role": "system", "content": ""}
+    assert text_of(TEMPLATE, empty, USER, thought, call) == "[S][U]hi[A]b[A]f"

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.fake_llm import MODEL, FakeLLM
+from tests.server.fake_llm import MAX_LEN, MODEL, FakeLLM
 from tests.server.http_answers import CHAT
 from tllm_spec import __version__
 from tllm_spec.server.admission import LONG_BODY
@@ -71,7 +71,8 @@ def test_another_method_is_told_the_allowed_ones(
 
 def test_models_version_and_health(client: openai.OpenAI, url: str, llm: FakeLLM) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
-    assert client.models.retrieve(MODEL).id == MODEL
+    model = client.models.retrieve(MODEL)
+    assert (model.id, model.model_dump()["max_model_len"]) == (MODEL, MAX_LEN + 1)
     with pytest.raises(openai.NotFoundError, match="the model is 'fake'"):
         client.models.retrieve("other")
     assert httpx.head(f"{url}/health").status_code == 200

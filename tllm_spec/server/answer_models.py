@@ -131,6 +131,7 @@ class Model(AnswerModel):
     object: Literal["model"]
     created: int
     owned_by: str
+    max_model_len: int
 
 
 class Models(AnswerModel):

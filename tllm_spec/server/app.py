@@ -224,7 +224,8 @@ class OpenAIServer:
     async def model(self, model: str) -> dict[str, Any]:
         """The served model, by its name."""
         self._check_name(model)
-        return {"id": model, "object": "model", "created": self._created, "owned_by": "tllm_spec"}
+        described = {"id": model, "object": "model", "created": self._created}
+        return {**described, "owned_by": "tllm_spec", "max_model_len": self._llm.max_seq_len}
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """`/v1/completions`: continues each prompt of the body."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, TypeAdapter, WithJsonSchema
 
 from tllm_spec.config_base import ConfigModel
 from tllm_spec.prompts import check_salt
@@ -20,3 +20,8 @@ class BodyModel(ConfigModel):
 
     def __init__(self, /, **options: Any) -> None:
         super().__init__(**{name: value for name, value in options.items() if value is not None})
+
+
+def as_json_type(kind: Any) -> WithJsonSchema:
+    """For `/openapi.json`: a field whose validator accepts more than its type says."""
+    return WithJsonSchema(TypeAdapter(kind).json_schema())

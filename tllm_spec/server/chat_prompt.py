@@ -12,6 +12,7 @@ from typing import Any
 from tllm_spec.executor.faults import described
 from tllm_spec.option_checks import check_text
 from tllm_spec.server.protocol import ChatCompletionRequest
+from tllm_spec.server.visible_messages import Messages, visible
 from tllm_spec.tokenizer import Tokenizer
 
 # Variables that the renderer sets itself. The parameters of `apply_chat_template` are not free,
@@ -21,8 +22,6 @@ RENDERED_NAMES = {"self", "conversations", "messages"}
 # meaning in text, and a message that has one keeps it.
 SPLIT = "\ufdd0"
 SPLIT_IN_TEXT = "\ufdd1"
-
-Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatPrompts:
@@ -69,9 +68,30 @@ class ChatPrompts:
         given = json.dumps([messages, variables, tools], ensure_ascii=False)
         check_text(given, "messages, tools and chat_template_kwargs as JSON")
         self._check_length("".join(str(message["content"]) for message in messages))
+
+        def rendered(conversation: Messages) -> str:
+            return self._rendered(conversation, variables, add_generation_prompt, tools)
+
+        text = rendered(visible(messages, rendered))
+        self._check_length(text)
+        return [
+            token_id
+            for part in text.split(SPLIT)
+            for token_id in self._tokenizer.encode(
+                part.replace(SPLIT_IN_TEXT, SPLIT), add_special_tokens=False
+            )
+        ]
+
+    def _rendered(
+        self,
+        messages: Messages,
+        variables: Mapping[str, Any],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> str:
         with_tools = {"tools": self._escaped(tools)} if tools else {}
         try:
-            text = self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 [self._escaped(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -82,14 +102,7 @@ class ChatPrompts:
             raise ValueError(
                 f"messages do not fit the model's chat template: {described(error)}"
             ) from error
-        self._check_length(text)
-        return [
-            token_id
-            for part in text.split(SPLIT)
-            for token_id in self._tokenizer.encode(
-                part.replace(SPLIT_IN_TEXT, SPLIT), add_special_tokens=False
-            )
-        ]
+        return text
 
     def _escaped(self, value: Any) -> Any:
         if isinstance(value, str):

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from time import monotonic
 from typing import Any
 
+from tllm_spec.server.body_encoding import BodyDecoder
 from tllm_spec.server.client_keys import ClientKeys
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.refusals import RequestRefused
@@ -173,6 +174,7 @@ class Guard:
             if b"expect" not in headers:  # such a client waits for the answer before it sends
                 await _discard(receive, 2 * limit)
             raise self._too_large()
+        decoder = BodyDecoder(headers)
         body = bytearray()
         more, is_taken, num_values, is_wide = True, False, 0, False
         try:
@@ -181,17 +183,14 @@ class Guard:
                 if message["type"] == "http.disconnect":
                     raise _Disconnected
                 chunk, more = message.get("body", b""), message.get("more_body", False)
-                body += chunk
-                self._num_held += len(chunk)
-                # Of each part as it comes: of the whole it would take long.
-                num_values += sum(map(chunk.count, SEPARATORS))
-                is_wide = is_wide or bool(WIDE.search(body, max(0, len(body) - len(chunk) - 1)))
-                if len(body) > limit:
-                    raise self._too_large()
-                if self._num_held > limit:
-                    raise RequestRefused(
-                        503, "too many large bodies at once", "overloaded", retry_after=1
-                    )
+                for piece in decoder.pieces(chunk):
+                    self._hold(body, piece)
+                    # Of each piece as it comes: of the whole it would take long.
+                    num_values += sum(map(piece.count, SEPARATORS))
+                    is_wide = is_wide or bool(WIDE.search(body, max(0, len(body) - len(piece) - 1)))
+                    if len(piece) > len(chunk):  # a file is unpacked: others take their turn
+                        await asyncio.sleep(0)
+            decoder.check_end()
             self._check_parsed_size(len(body), num_values, is_wide=is_wide)
             is_taken = True
             return body
@@ -199,6 +198,16 @@ class Guard:
             if not is_taken:
                 self._num_held -= len(body)
                 body.clear()  # a traceback of this frame would keep it
+
+    def _hold(self, body: bytearray, piece: bytes) -> None:
+        """Adds to a body. Raises RequestRefused if there is no room."""
+        body += piece
+        self._num_held += len(piece)
+        limit = self._options.max_body_bytes
+        if len(body) > limit:
+            raise self._too_large()
+        if self._num_held > limit:
+            raise RequestRefused(503, "too many large bodies at once", "overloaded", retry_after=1)
 
     def _check_parsed_size(self, num_bytes: int, num_values: int, *, is_wide: bool) -> None:
         if num_values > MAX_VALUES:

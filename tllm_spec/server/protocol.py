@@ -7,28 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     BeforeValidator,
-    ConfigDict,
     FailFast,
     Field,
     SkipValidation,
-    TypeAdapter,
-    WithJsonSchema,
     model_validator,
 )
 
 from tllm_spec.option_checks import NotServed, shown
 from tllm_spec.sampling_params import NOT_SERVED, SamplingParams
-from tllm_spec.server.body_model import BodyModel, CacheSalt
+from tllm_spec.server.body_model import BodyModel, CacheSalt, as_json_type
+from tllm_spec.server.chat_message import OLD_TOOLS, ChatMessage
 from tllm_spec.server.guided_options import GUIDED_NAMES, client_names, guided_params
 from tllm_spec.server.tool_protocol import (
     MAX_TOOLS,
     Choice,
     Tool,
-    ToolCall,
     check_choice,
     forced_schema,
 )
@@ -40,7 +37,6 @@ MAX_SAMPLES = 128  # both as at OpenAI
 MAX_CHOICES = 4096
 # They are searched for in every round, in the thread of all requests. OpenAI takes 4 stop strings.
 MAX_WORDS, MAX_WORD_CHARS, MAX_TOKEN_IDS = 64, 4096, 1024
-OLD_TOOLS = "use tools, which replace it"
 NOT_STORED = "nothing is stored"
 
 GENERATION_NOT_SERVED: Mapping[str, NotServed] = {
@@ -91,13 +87,6 @@ CHAT_NOT_SERVED: Mapping[str, NotServed] = {
     "verbosity": NotServed((None,), "use chat_template_kwargs"),
     "web_search_options": NotServed((None,), "the server calls no tools"),
 }
-# Other fields of OpenAI's answers: clients send them back with the conversation.
-MESSAGE_NOT_SERVED: Mapping[str, NotServed] = {
-    "annotations": NotServed((None, []), "only text is served"),
-    "audio": NotServed((None,), "only text is served"),
-    "function_call": NotServed((None,), OLD_TOOLS),
-    "refusal": NotServed((None,), "the text of a message is in content"),
-}
 
 
 def _token_ids_as_integers(bias: object) -> object:
@@ -140,11 +129,6 @@ def _check_token_ids(token_ids: object) -> object:
 
 
 Words = Annotated[str | list[str] | None, SkipValidation, BeforeValidator(_check_words)]
-
-
-def as_json_type(kind: Any) -> WithJsonSchema:
-    """For `/openapi.json`: a field whose validator accepts more than its type says."""
-    return WithJsonSchema(TypeAdapter(kind).json_schema())
 
 
 def _minus_one_is_off(top_k: object) -> object:
@@ -293,58 +277,6 @@ class CompletionRequest(GenerationRequest):
                 ]
                 own["prompt_logprobs"] = max(wanted)
         return self.sampling_params(**own)
-
-
-def _join_text_parts(content: object) -> object:
-    """The text of a message; a list of text parts is joined."""
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        is_text = (
-            isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
-        )
-        if not (is_text and isinstance(part["text"], str)):
-            raise ValueError(
-                'parts have the form {"type": "text", "text": "..."}; only text is served'
-            )
-    return "".join(part["text"] for part in content)
-
-
-class ChatMessage(BodyModel):
-    """One message. `name` is passed to the chat template."""
-
-    model_config = ConfigDict(
-        json_schema_extra={"anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}]}
-    )
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        str | None,
-        BeforeValidator(_join_text_parts),
-        as_json_type(str | list[dict[str, str]] | None),
-    ] = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-
-    not_served: ClassVar[Mapping[str, NotServed]] = MESSAGE_NOT_SERVED
-
-    @model_validator(mode="after")
-    def _check_content(self) -> ChatMessage:
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"role = {self.role!r}: only an assistant's message has tool_calls")
-        if self.content is None and not self.tool_calls:
-            raise ValueError("content is required")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it: arguments of calls are objects, not text."""
-        plain = self.model_dump(exclude_none=True, exclude={"tool_calls"})
-        if self.tool_calls:
-            plain["tool_calls"] = [call.for_template() for call in self.tool_calls]
-            plain.setdefault("content", None)
-        return plain
 
 
 class ChatCompletionRequest(GenerationRequest):

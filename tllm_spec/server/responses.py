@@ -13,7 +13,7 @@ from typing import Any
 from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
 from tllm_spec.server.events import TextEvent, event
 from tllm_spec.server.json_parts import large_event
-from tllm_spec.tokenizer import REPLACEMENT, Tokenizer
+from tllm_spec.tokenizer import REPLACEMENT, Tokenizer, bytes_of_token
 
 MANY = 1000  # log probabilities, with which an answer is not made in the event loop
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses this number
@@ -298,9 +298,10 @@ class ChatAnswer(Answer):
 
     def _token(self, token_id: int, logprob: Logprob, offset: int) -> Json:
         text = self._token_text(token_id, offset)
-        # A part of a character has no text, and its bytes are not known here.
-        utf8 = None if REPLACEMENT in text else list(text.encode())
-        return {"token": text, "logprob": number_of(logprob), "bytes": utf8}
+        utf8: bytes | None = text.encode()
+        if REPLACEMENT in text:  # a part of a character
+            utf8 = bytes_of_token(self._tokenizer, token_id)
+        return {"token": text, "logprob": number_of(logprob), "bytes": utf8 and list(utf8)}
 
 
 def _ending(output: CompletionOutput) -> Json:

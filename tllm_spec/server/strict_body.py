@@ -63,7 +63,12 @@ class StrictBodyRoute(APIRoute):
 
 
 def _parsed(take_body: Callable[[], bytearray]) -> Any:
-    return json.loads(_decoded(take_body()), object_pairs_hook=_unique, parse_int=_integer)
+    try:
+        return json.loads(_decoded(take_body()), object_pairs_hook=_unique, parse_int=_integer)
+    except UnicodeDecodeError as error:
+        raise HTTPException(400, f"the body is not {error.encoding.upper()}") from error
+    except RecursionError as error:
+        raise HTTPException(400, "the body is nested too deeply") from error
 
 
 def _checked(parse: Callable[[], Any], model: type[BaseModel] | None) -> Any:

@@ -12,10 +12,10 @@ from tllm_spec.option_checks import check_text
 from tllm_spec.server.admission import Admission
 from tllm_spec.server.answer_models import Detokenized, Tokenized
 from tllm_spec.server.body_model import BodyModel
+from tllm_spec.server.chat_message import ChatMessage
 from tllm_spec.server.chat_prompt import ChatPrompts
 from tllm_spec.server.engine import Engine
 from tllm_spec.server.openapi import answers
-from tllm_spec.server.protocol import ChatMessage
 from tllm_spec.server.tool_protocol import MAX_TOOLS, Tool
 
 Json = dict[str, Any]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
+from pydantic_core import from_json
 
 from tllm_spec.json_schemas import moved
 from tllm_spec.option_checks import NotServed
@@ -47,7 +47,7 @@ class NamedChoice(BodyModel):
 
 
 class CalledFunction(BodyModel):
-    """arguments: a JSON object as text."""
+    """arguments: a JSON object as text. A model may have written something else."""
 
     name: str
     arguments: str = "{}"
@@ -65,21 +65,22 @@ class ToolCall(BodyModel):
         "index": NotServed((None, *range(MAX_TOOLS)), "the order of the list counts"),
     }
 
-    @model_validator(mode="after")
-    def _check_arguments(self) -> ToolCall:
-        self.for_template()
-        return self
-
     def for_template(self) -> Json:
-        """The call with its arguments as an object. Raises ValueError if they are not one."""
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"function.arguments is not JSON: {error}") from error
-        if not isinstance(arguments, dict):
-            raise ValueError("function.arguments is not a JSON object")
+        """The call with its arguments as an object."""
         plain = self.model_dump(exclude_none=True)
+        arguments = _as_object(self.function.arguments)
         return plain | {"function": {"name": self.function.name, "arguments": arguments}}
+
+
+def _as_object(arguments: str) -> Json | str:
+    """What a model has called with: an object if its text is one, or the beginning of one, as of a
+    call that `max_tokens` has cut; else the text."""
+    try:
+        # Not json.loads: it reads no beginning of a text.
+        found = from_json(arguments or "{}", allow_partial="trailing-strings")
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments
 
 
 def _as_choice(given: object) -> object:

@@ -1,0 +1,224 @@
+"""Texts of JSON schemas: what xgrammar would pass over is kept, or refused with the reason."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from tests.grammar.walks import accepts, compiled, random_text
+from tllm_spec.json_schemas import check_schema
+
+TEXT, NUMBER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
+NAME_A = {"type": "object", "properties": {"kind": {"const": "a"}}, "additionalProperties": False}
+NAME_B = {"type": "object", "properties": {"kind": {"const": "b"}}, "additionalProperties": False}
+UUID = r"^[0-9a-f]{8}-[0-9a-f]{4}-[1-8][0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$"
+
+# By name: a schema, texts that match it and texts that do not.
+SERVED: dict[str, tuple[Any, list[str], list[str]]] = {
+    "format and pattern": (
+        {**TEXT, "format": "uuid", "pattern": UUID},
+        ['"00000000-0000-1000-8000-000000000000"'],
+        ['"00000000-0000-0000-0000-000000000000"'],
+    ),
+    "lengths and pattern": (
+        {**TEXT, "pattern": "^(a|bc)+$", "minLength": 2, "maxLength": 3},
+        ['"aa"', '"abc"'],
+        ['"a"', '"bcbc"'],
+    ),
+    "lengths": ({**TEXT, "minLength": 1, "maxLength": 2}, [r'"\n😀"'], ['""', '"\t"', '"abc"']),
+    "format and lengths": (
+        {**TEXT, "format": "uri", "minLength": 1, "maxLength": 2083},
+        ['"https://a.b/c?d=e#f"'],
+        ['"no uri"', f'"a:{"b" * 2083}"'],
+    ),
+    "a date": ({**TEXT, "format": "date"}, ['"2024-02-29"'], ['"2023-02-29"', '"2023-04-31"']),
+    "a time": ({**TEXT, "format": "time"}, ['"14:48:56.5Z"'], ['"14:48:5688"', '"14:48:60Z"']),
+    "an IPv4 address": ({**TEXT, "format": "ipv4"}, ['"10.66.77.39"'], ['"010.66.77.39"']),
+    "a format without a type": ({"format": "date"}, ['"2024-01-01"'], ['"a"', "1"]),
+    "a pattern or null": ({"type": ["string", "null"], "pattern": "^a$"}, ['"a"', "null"], ['"b"']),
+    "a bound without a type": ({"minimum": 3}, ["3", "4.5"], ["2"]),
+    "bounds of whole numbers": ({**NUMBER, "minimum": 1.5, "exclusiveMaximum": 4.5}, ["2"], ["1"]),
+    "two lower bounds": ({**NUMBER, "minimum": 3, "exclusiveMinimum": 3}, ["4"], ["3"]),
+    "multiples in a range": (
+        {**NUMBER, "multipleOf": 5, "minimum": 1, "maximum": 59},
+        ["5", "55"],
+        ["0", "7", "60"],
+    ),
+    "an array without items": (
+        {"type": "array", "maxItems": 2},
+        ["[]", '[1, {"a": null}]'],
+        ["[1, 2, 3]"],
+    ),
+    "at least two": ({"type": "array", "minItems": 2}, ["[1, null]"], ["[1]"]),
+    "a tuple": (
+        {"type": "array", "prefixItems": [NUMBER, NULL]},
+        ["[1, null]"],
+        ["[null, 1]"],
+    ),
+    "a tuple of draft 7": (
+        {"type": "array", "items": [NUMBER, NULL], "additionalItems": {"type": "boolean"}},
+        ["[1, null]", "[1, null, true]"],
+        ["[null]", "[1, null, 2]"],
+    ),
+    "a tuple and more": (
+        {"type": "array", "prefixItems": [NULL], "minItems": 2},
+        ["[null, 1]"],
+        ["[null]", "[1, 1]"],
+    ),
+    "a type next to enum": ({"enum": ["3", 4, 5.0, 6.5, True], **NUMBER}, ["4"], ['"3"', "6.5"]),
+    "a type next to const": ({"const": 3, "type": ["number", "null"]}, ["3"], ["null"]),
+    "a pattern next to enum": ({"enum": ["ab", "b"], "pattern": "^a"}, ['"ab"'], ['"b"']),
+    "a type next to anyOf": (
+        {"type": ["integer", "null"], "anyOf": [{"minimum": 3}, TEXT, True]},
+        ["5", "null"],
+        ['"a"', "5.5"],
+    ),
+    "oneOf by types": ({"oneOf": [NUMBER, TEXT]}, ["1", '"a"'], ["null"]),
+    "oneOf by a constant": (
+        {"oneOf": [{"$ref": "#/$defs/A"}, NAME_B], "$defs": {"A": NAME_A}},
+        ['{"kind": "a"}', '{"kind": "b"}'],
+        ["{}"],
+    ),
+    "names by a pattern": (
+        {"type": "object", "patternProperties": {r'^"\d?$': NULL}, "additionalProperties": False},
+        [r'{"\"": null, "\"7": null}', "{}"],
+        ['{"a": null}', r'{"\"": 1}'],
+    ),
+    "propertyNames": (
+        {"type": "object", "propertyNames": {"maxLength": 2}, "additionalProperties": NULL},
+        [r'{"\n": null}'],
+        ['{"\x02": null}', '{"abc": null}'],
+    ),
+    "propertyNames of properties": (
+        {"properties": {"ab": NULL}, "propertyNames": {"pattern": "^a"}},
+        ['{"ab": null}'],
+        ['{"ac": null}'],
+    ),
+    "a number of properties": ({"type": "object", "minProperties": 1}, ['{"a": 1}'], ["{}"]),
+}
+REFUSED: dict[str, Any] = {
+    "pattern = .* and format = 'date' in the JSON schema: no text": {
+        "pattern": "a",
+        "format": "date",
+    },
+    "minLength = 3 and maxLength = 2 .*: no text matches": {**TEXT, "minLength": 3, "maxLength": 2},
+    "maxLength = -1 .* whole number": {**TEXT, "maxLength": -1},
+    "format = 'idn-email' .*: the formats date, ": {**TEXT, "format": "idn-email"},
+    "multipleOf in the JSON schema needs type integer": {"type": "number", "multipleOf": 0.5},
+    "there are 2000001 such numbers": {**NUMBER, "multipleOf": 5, "minimum": 0, "maximum": 10**7},
+    "no number of at most 6 decimals": {"type": "number", "minimum": 1e-9, "maximum": 1e-8},
+    "no integer is within the bounds": {**NUMBER, "minimum": 5, "maximum": 4},
+    "minimum = True in the JSON schema: a number is needed": {**NUMBER, "minimum": True},
+    "minimum next to enum": {"enum": [1], "minimum": 5},
+    r"no value of \[5\] matches the rest": {"const": 5, **TEXT},
+    r"type = \[\]": {"type": []},
+    r"type = \['string'\] next to \$ref": {**TEXT, "$ref": "#/$defs/N", "$defs": {"N": NULL}},
+    "no schema of anyOf has the type": {**TEXT, "anyOf": [NULL, NUMBER]},
+    "oneOf in the JSON schema is only supported for": {"oneOf": [{}, {}]},
+    "oneOf in the JSON schema is only": {"oneOf": [NUMBER, {"minLength": 1}]},
+    "'aa' in the JSON schema also matches patternProperties": {
+        "patternProperties": {"^a+$": NULL},
+        "properties": {"aa": NUMBER},
+    },
+    "can match the same name": {"patternProperties": {"^a": NULL, "b$": NUMBER}},
+    "minProperties = 2 in the JSON schema needs properties": {"type": "object", "minProperties": 2},
+    "does not match propertyNames": {"properties": {"b": NULL}, "propertyNames": {"pattern": "^a"}},
+}
+
+
+@pytest.mark.parametrize("what", SERVED)
+def test_a_schema_has_its_texts_and_no_others(what: str) -> None:
+    schema, texts, others = SERVED[what]
+    inside = {"type": "object", "properties": {"p": schema}, "required": ["p"]}
+    definitions = schema.pop("$defs", {})
+    grammars = (
+        compiled({**schema, "$defs": definitions}),
+        compiled({**inside, "$defs": definitions}),
+    )
+    for text in texts + others:
+        for grammar, whole in zip(grammars, (text, f'{{"p": {text}}}'), strict=True):
+            assert accepts(grammar, whole) == (text in texts), whole
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_kept_is_refused_with_the_reason(reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        compiled(REFUSED[reason])
+
+
+def test_constraints_in_a_structural_tag_are_kept() -> None:
+    def tag(content: Any) -> Any:
+        return {"format": {"type": "tag", "begin": "<", "content": content, "end": ">"}}
+
+    schema = {"type": "json_schema", "json_schema": {"pattern": '^"a?$'}}
+    grammar = compiled({"type": "structural_tag", **tag(schema)}, "structural_tag")
+    assert accepts(grammar, r'<"\"a">') and not accepts(grammar, '<"a">')
+    regex = {"type": "regex", "pattern": "(?!a)[a-c]"}
+    grammar = compiled({"type": "structural_tag", **tag(regex)}, "structural_tag")
+    assert accepts(grammar, "<b>") and not accepts(grammar, "<a>")
+
+
+def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    """With keywords that stand next to each other by chance."""
+    made: dict[str, Any] = {}
+    if rng.random() < 0.85:
+        kinds = ["string", "integer", "number", "array", "object", "null", "boolean"]
+        made["type"] = rng.choice([rng.choice(kinds), rng.sample(kinds, 2)])
+    small = rng.randint(0, 3)
+    options: dict[str, Any] = {
+        "pattern": rng.choice([r"^a+$", "b", r'^["\\]{1,3}$', r"^(?!a)\w+$", r"^[^a](x|yz)?$"]),
+        "format": rng.choice(["date", "time", "ipv4", "date-time", "email"]),
+        "minLength": small,
+        "maxLength": small + rng.randint(0, 3),
+        "minimum": small - 1.5,
+        "exclusiveMaximum": small + 10,
+        "multipleOf": small + 1,
+        "minItems": small,
+        "maxItems": small + rng.randint(0, 2),
+        "enum": rng.sample(["a", 'b"', 1, 2.5, None, True, [], {"a": 1}], 3),
+        "minProperties": rng.randint(0, 1),
+        "maxProperties": rng.randint(1, 2),
+        "additionalProperties": rng.choice([True, False, TEXT]),
+        "propertyNames": {"pattern": "^[a-c]{1,2}$"},
+        "patternProperties": {"^x": NUMBER, '^"y': NULL},
+    }
+    if depth:
+        options |= {
+            "items": random_schema(rng, depth - 1),
+            "prefixItems": [random_schema(rng, 0), random_schema(rng, 0)],
+            "required": ["a"],
+            "const": rng.choice(["a", 2, [1], {"a": None}]),
+            "allOf": [random_schema(rng, depth - 1)],
+            "$ref": rng.choice(["#/$defs/d", "#/properties/a"]),
+            "$defs": {"d": random_schema(rng, 0)},
+            "properties": {"a": random_schema(rng, depth - 1), 'b"': random_schema(rng, 0)},
+            "anyOf": [random_schema(rng, 0), random_schema(rng, depth - 1)],
+            "oneOf": [random_schema(rng, 0), random_schema(rng, 0)],
+        }
+    for name in rng.sample(sorted(options), rng.choice([0, 1, 1, 2, 3])):
+        made[name] = options[name]
+    return made
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(40), pytest.param(range(40, 340), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_all_texts_of_random_schemas_are_valid(seeds: range) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    validator = jsonschema.Draft202012Validator
+    num_texts = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        schema = random_schema(rng)
+        try:
+            schema.setdefault("$defs", {}).setdefault("d", TEXT)
+            check_schema(schema)
+            grammar = compiled(schema)
+        except (ValueError, RuntimeError):
+            continue  # refused: by the compiler, too
+        valid = validator(schema, format_checker=validator.FORMAT_CHECKER)
+        for text in filter(None, (random_text(grammar, rng) for _ in range(6))):
+            num_texts += 1
+            assert valid.is_valid(json.loads(text)), (seed, schema, text)
+    assert num_texts > 2 * len(seeds)
