@@ -154,9 +154,17 @@ def test_constraints_in_a_structural_tag_are_kept() -> None:
     schema = {"type": "json_schema", "json_schema": {"pattern": '^"a?$'}}
     grammar = compiled({"type": "structural_tag", **tag(schema)}, "structural_tag")
     assert accepts(grammar, r'<"\"a">') and not accepts(grammar, '<"a">')
-    regex = {"type": "regex", "pattern": "(?!a)[a-c]"}
-    grammar = compiled({"type": "structural_tag", **tag(regex)}, "structural_tag")
-    assert accepts(grammar, "<b>") and not accepts(grammar, "<a>")
+    own = 'root ::= placeholder_0\nplaceholder_0 ::= "own"\n'
+    parts = [
+        {"type": "regex", "pattern": "(?!a)[a-c]"},
+        {"type": "regex", "pattern": "(?!d)[d-f]"},
+        {"type": "grammar", "grammar": own},
+        schema,
+    ]
+    content = {"type": "sequence", "elements": parts}
+    grammar = compiled({"type": "structural_tag", **tag(content)}, "structural_tag")
+    assert accepts(grammar, r'<beown"\"a">')
+    assert not any(accepts(grammar, each) for each in (r'<aeown"\"">', r'<bdown"\"">', '<beown"">'))
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:

@@ -25,19 +25,19 @@ from tllm_spec.grammar.text_sets import Term, TextSets
 from tllm_spec.grammar.text_states import holds
 from tllm_spec.json_schemas import CONSTRAINTS, parts_of
 
-RULE = "text_rule"
 NOT_IN_JSON = "pattern, format and lengths are only supported where the text is JSON"
 
 
 class ServedSchemas:
-    """The schemas of one grammar. text: all of it, from which the placeholders must differ."""
+    """The schemas of one grammar. text: all of it, from which placeholders and the names of our
+    rules must differ."""
 
     def __init__(self, text: str) -> None:
         self._mark = "placeholder"
         while self._mark in text:
             self._mark += "s"
         self._sets = TextSets()
-        self._rules = TextRules(self._sets, RULE, is_json=True)
+        self._rules = TextRules(self._sets, self._mark, is_json=True)
         self._numbers: dict[Term, int] = {}
 
     def rewrite(self, schema: object) -> None:
@@ -51,10 +51,9 @@ class ServedSchemas:
         if not self._numbers:
             return grammar
         found = rf'Regex\("\^{self._mark}(\d+)x\\\?\$", json_string=true\)'
-        grammar = re.sub(found, rf"({RULE}_\1)", grammar)
-        if self._mark in grammar:
+        if self._mark in re.sub(found, "", grammar):
             raise ValueError(NOT_IN_JSON)
-        return f"{grammar}\n{self._rules.text}"
+        return re.sub(found, rf"({self._mark}_\1)", grammar) + f"\n{self._rules.text}"
 
     @property
     def sets(self) -> TextSets:
@@ -64,7 +63,7 @@ class ServedSchemas:
         """A pattern that stands for the texts inside a string."""
         if term not in self._numbers:
             self._numbers[term] = len(self._numbers)
-            self._rules.add(f"{RULE}_{self._numbers[term]}", term)
+            self._rules.add(f"{self._mark}_{self._numbers[term]}", term)
         # xgrammar writes a pattern with a quantifier into its grammar as it is.
         return f"^{self._mark}{self._numbers[term]}x?$"
 
