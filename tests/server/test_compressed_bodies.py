@@ -44,6 +44,7 @@ def test_a_body_may_be_compressed_by_gzip(url: str, llm: FakeLLM) -> None:
         (gzip.compress(BODY) + b"{}", "gzip", 400, "the body is not gzip: "),
         (gzip.compress(b" " * (4 << 20)), "gzip", 413, "more than 100 times as large"),
     ],
+    ids=["brotli", "deflate", "twice", "not gzip", "incomplete", "more", "much larger"],
 )
 def test_another_body_is_refused_with_the_reason(
     url: str, content: bytes, encoding: str, status: int, reason: str
