@@ -11,7 +11,7 @@ from unittest.mock import Mock, patch
 import torch
 from safetensors.torch import load_file, save_file
 
-from tllm_spec.models import fp8_layers
+from tllm_spec.models.formats import fp8_layers
 
 BLOCK, LARGEST = 128, 448.0
 # By what shares a scale: the shape of such a tile of weights, None for all of a dimension.

@@ -14,12 +14,12 @@ from tests.models.fp8_checkpoint import Tensors, is_projection, quantise, tiled
 from tests.models.helpers import CPU, PagedRunner, load, random_tokens, save_checkpoint
 from tests.models.mtp_reference import export_modules, save_with_mtp
 from tllm_spec.distributed.mapping import Mapping
-from tllm_spec.models import fp8_layers
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
+from tllm_spec.models.formats import fp8_layers
+from tllm_spec.models.formats.fp8_formats import Granularity
+from tllm_spec.models.formats.fp8_layers import with_fp8
 from tllm_spec.models.formats.fp8_scaled import Fp8Tensor, ScaledSlot
-from tllm_spec.models.fp8_formats import Granularity
-from tllm_spec.models.fp8_layers import with_fp8
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.module import Module, Placement, WeightSlot
 from tllm_spec.models.mtp import load_nextn

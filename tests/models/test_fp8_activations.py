@@ -22,10 +22,10 @@ from tests.models.test_fp8 import FAMILIES, SIZES, save_both
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
 from tllm_spec.kernels.quantise_rows import quantise_rows
+from tllm_spec.models.formats.fp8_formats import TokenScales
 from tllm_spec.models.formats.fp8_per_token import PerTokenWeight
 from tllm_spec.models.formats.fp8_scaled import Fp8Tensor
 from tllm_spec.models.formats.plain import PlainWeight
-from tllm_spec.models.fp8_formats import TokenScales
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
 from tllm_spec.models.module import Module, Placement

@@ -24,8 +24,8 @@ from tests.models.published_fp8 import (
     compressed,
 )
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.fp8_formats import Fp8Format, TokenScales
-from tllm_spec.models.fp8_readers import fp8_format
+from tllm_spec.models.formats.fp8_formats import Fp8Format, TokenScales
+from tllm_spec.models.formats.fp8_readers import fp8_format
 
 LAYER = "model.layers.5"
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")

@@ -16,7 +16,7 @@ from tests.models.test_fp8_formats import ACTIVATIONS, CACHE
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
-from tllm_spec.models.fp8_layers import prepare_fp8
+from tllm_spec.models.formats.fp8_layers import prepare_fp8
 from tllm_spec.models.module import Placement
 from tllm_spec.models.mtp import load_nextn
 from tllm_spec.models.registry import MODELS

@@ -20,8 +20,8 @@ from tllm_spec.models.deepseek_config import (
     mla_config,
     num_nextn_layers,
 )
-from tllm_spec.models.fp8_formats import Fp8Format
-from tllm_spec.models.fp8_readers import QUANTIZATION_KEYS, fp8_format
+from tllm_spec.models.formats.fp8_formats import Fp8Format
+from tllm_spec.models.formats.fp8_readers import QUANTIZATION_KEYS, fp8_format
 from tllm_spec.models.json_file import read_json
 from tllm_spec.models.llama4_config import (
     LLAMA4_DEFAULTS,

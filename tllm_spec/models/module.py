@@ -10,7 +10,7 @@ from torch import nn
 
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.distributed.mapping import Mapping
-from tllm_spec.models.fp8_formats import BLOCK, Granularity, TokenScales
+from tllm_spec.models.formats.fp8_formats import BLOCK, Granularity, TokenScales
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tllm_spec.kernels.draft_input import DraftInputNorms, draft_input
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM, DeepseekLayer
-from tllm_spec.models.fp8_layers import computed_as, log_fp8, prepare_fp8, with_fp8
+from tllm_spec.models.formats.fp8_layers import computed_as, log_fp8, prepare_fp8, with_fp8
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import MLP

@@ -10,7 +10,7 @@ from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
-from tllm_spec.models.fp8_layers import computed_as, log_fp8, prepare_fp8, with_fp8
+from tllm_spec.models.formats.fp8_layers import computed_as, log_fp8, prepare_fp8, with_fp8
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
 from tllm_spec.models.module import Placement, specialize_for_cpu

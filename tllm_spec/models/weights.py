@@ -11,7 +11,7 @@ import torch
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.checkpoint import checkpoint_tensors, listed
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.fp8_tensors import fp8_tensors
+from tllm_spec.models.formats.fp8_tensors import fp8_tensors
 from tllm_spec.models.layers import HeadNorm, RMSNorm
 from tllm_spec.models.module import Module, StoredWeight, WeightSlot
 

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from tllm_spec.models.checkpoint import checkpoint_names
-from tllm_spec.models.fp8_formats import BLOCK, Fp8Format, Granularity, ModuleNames, TokenScales
+from tllm_spec.models.formats.fp8_formats import (
+    BLOCK,
+    Fp8Format,
+    Granularity,
+    ModuleNames,
+    TokenScales,
+)
 from tllm_spec.models.json_file import read_json
 
 MODELOPT_FILE = "hf_quant_config.json"

@@ -10,8 +10,8 @@ import torch
 
 from tllm_spec.models.checkpoint import names_of_type
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.formats.fp8_formats import BLOCK, Fp8Format
 from tllm_spec.models.formats.fp8_scaled import ScaledSlot
-from tllm_spec.models.fp8_formats import BLOCK, Fp8Format
 from tllm_spec.models.module import Module, Placement, WeightSlot
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from tllm_spec.models.checkpoint import checkpoint_tensors
+from tllm_spec.models.formats.fp8_formats import Fp8Format
 from tllm_spec.models.formats.fp8_scaled import Fp8Tensor
-from tllm_spec.models.fp8_formats import Fp8Format
 
 
 def fp8_tensors(
