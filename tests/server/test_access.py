@@ -5,12 +5,13 @@ import logging
 import socket
 import ssl
 import subprocess
+import threading
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.server.fake_llm import MODEL, FakeLLM
+from tests.server.fake_llm import MODEL, SLOW_PROMPT, FakeLLM
 from tests.server.hosted import Host, hosted
 from tests.server.http_answers import wait_for
 from tllm_spec.server.client_keys import read_keys
@@ -167,6 +168,25 @@ def test_without_named_keys_a_client_is_its_address_and_shares_the_cache_unless_
     assert None not in (salt := send(cache_salt="t")) and salt != send(cache_salt="s")
     refusal = httpx.post(f"{url}/v1/completions", json=BODY | {"cache_salt": ""})
     assert refusal.status_code == 400 and refusal.json()["error"]["param"] == "cache_salt"
+
+
+def test_a_client_that_has_filled_the_queue_leaves_places_for_others() -> None:
+    llm = FakeLLM(max_batch_size=8)
+    options = ServerOptions(max_queue_size=8, api_key={"a": "one", "b": "two"}, shutdown_timeout=0)
+    with hosted(llm, options) as url, httpx.Client(timeout=60) as client:
+
+        def send(key: str, prompt: str = "a", **more: object) -> int:
+            given = {"Authorization": f"Bearer {key}"}
+            body = {"model": MODEL, "prompt": prompt, **more}
+            return client.post(f"{url}/v1/completions", json=body, headers=given).status_code
+
+        flood = threading.Thread(target=send, args=("one", SLOW_PROMPT), kwargs={"n": 16})
+        flood.start()
+        wait_for(lambda: bool(llm.running))
+        llm.running |= set(range(1000, 1015))  # each choice counts
+        assert send("one") == 429 and send("two", n=2) == 429 and send("two") == 200
+        llm.aborted.add(0)
+        flood.join()
 
 
 def test_keys_come_from_the_command_line_or_a_file_of_names(tmp_path: Path) -> None:
