@@ -14,6 +14,7 @@ import pytest
 from tests.server.fake_llm import MODEL, SLOW_PROMPT, FakeLLM
 from tests.server.hosted import Host, hosted
 from tests.server.http_answers import wait_for
+from tllm_spec.server.callers import client_of_address
 from tllm_spec.server.client_keys import read_keys
 from tllm_spec.server.http_server import HttpServer, Tls
 from tllm_spec.server.options import LOCAL_HOSTS, ServerOptions, hosts_of
@@ -91,6 +92,21 @@ def test_only_trusted_proxies_say_who_the_client_is(trusted: tuple[str, ...], cl
         given = {"X-Forwarded-For": "1.2.3.4, 10.9.8.7"}
         assert httpx.post(f"{url}/v1/completions", json=BODY, headers=given).status_code == 200
     assert llm.callers == [((client, ""), None)]
+
+
+@pytest.mark.parametrize(
+    ("address", "client"),
+    [
+        ("10.1.2.3", "10.1.2.3"),
+        ("::ffff:10.1.2.3", "10.1.2.3"),
+        ("fd00:1:2:3:4:5:6:7", "fd00:1:2:3::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("unknown", "unknown"),
+        ("", ""),
+    ],
+)
+def test_all_addresses_of_one_host_are_one_client(address: str, client: str) -> None:
+    assert client_of_address(address) == client
 
 
 def test_a_stream_tells_proxies_not_to_collect_it(url: str) -> None:
