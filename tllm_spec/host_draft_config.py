@@ -43,8 +43,9 @@ class NGramDecodingConfig(DecodingBaseConfig):
     is_use_oldest: bool = True
     """Propose the oldest continuation of a run, not the newest."""
     is_public_pool: bool = False
-    """Share the pool between requests. A public pool proposes one user's text to another, who can
-    tell from timing that it was there. True is TensorRT-LLM's default."""
+    """Share the pool between requests of the same key and `cache_salt`. A public pool proposes one
+    user's text to another, who can tell from timing that it was there. True is TensorRT-LLM's
+    default."""
     max_pool_entries: PositiveInt = 1_000_000
     """Entries of the pool; the oldest ones go first. In TensorRT-LLM it grows without a limit."""
     use_dynamic_tree: bool = False

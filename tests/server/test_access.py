@@ -5,14 +5,16 @@ import logging
 import socket
 import ssl
 import subprocess
+import threading
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.server.fake_llm import MODEL, FakeLLM
+from tests.server.fake_llm import MODEL, SLOW_PROMPT, FakeLLM
 from tests.server.hosted import Host, hosted
 from tests.server.http_answers import wait_for
+from tllm_spec.server.callers import client_of_address
 from tllm_spec.server.client_keys import read_keys
 from tllm_spec.server.http_server import HttpServer, Tls
 from tllm_spec.server.options import LOCAL_HOSTS, ServerOptions, hosts_of
@@ -92,6 +94,21 @@ def test_only_trusted_proxies_say_who_the_client_is(trusted: tuple[str, ...], cl
     assert llm.callers == [((client, ""), None)]
 
 
+@pytest.mark.parametrize(
+    ("address", "client"),
+    [
+        ("10.1.2.3", "10.1.2.3"),
+        ("::ffff:10.1.2.3", "10.1.2.3"),
+        ("fd00:1:2:3:4:5:6:7", "fd00:1:2:3::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("unknown", "unknown"),
+        ("", ""),
+    ],
+)
+def test_all_addresses_of_one_host_are_one_client(address: str, client: str) -> None:
+    assert client_of_address(address) == client
+
+
 def test_a_stream_tells_proxies_not_to_collect_it(url: str) -> None:
     answer = httpx.post(f"{url}/v1/completions", json=BODY | {"stream": True})
     assert answer.headers["x-accel-buffering"] == "no"
@@ -167,6 +184,25 @@ def test_without_named_keys_a_client_is_its_address_and_shares_the_cache_unless_
     assert None not in (salt := send(cache_salt="t")) and salt != send(cache_salt="s")
     refusal = httpx.post(f"{url}/v1/completions", json=BODY | {"cache_salt": ""})
     assert refusal.status_code == 400 and refusal.json()["error"]["param"] == "cache_salt"
+
+
+def test_a_client_that_has_filled_the_queue_leaves_places_for_others() -> None:
+    llm = FakeLLM(max_batch_size=8)
+    options = ServerOptions(max_queue_size=8, api_key={"a": "one", "b": "two"}, shutdown_timeout=0)
+    with hosted(llm, options) as url, httpx.Client(timeout=60) as client:
+
+        def send(key: str, prompt: str = "a", **more: object) -> int:
+            given = {"Authorization": f"Bearer {key}"}
+            body = {"model": MODEL, "prompt": prompt, **more}
+            return client.post(f"{url}/v1/completions", json=body, headers=given).status_code
+
+        flood = threading.Thread(target=send, args=("one", SLOW_PROMPT), kwargs={"n": 16})
+        flood.start()
+        wait_for(lambda: bool(llm.running))
+        llm.running |= set(range(1000, 1015))  # each choice counts
+        assert send("one") == 429 and send("two", n=2) == 429 and send("two") == 200
+        llm.aborted.add(0)
+        flood.join()
 
 
 def test_keys_come_from_the_command_line_or_a_file_of_names(tmp_path: Path) -> None:

@@ -218,11 +218,11 @@ def test_the_number_of_connections_leaves_files_for_other_things(
 def test_a_full_queue_is_answered_with_429_and_when_to_come_again() -> None:
     with serving(max_queue_size=1) as host:
         room = host.llm.args.max_batch_size + 1
-        host.llm.running |= set(range(10_000, 10_000 + room - 2))
-        url, body = f"{host.url}{PATH}", {"model": "fake", "prompt": "a", "n": 3}
+        host.llm.running |= set(range(10_000, 10_000 + room - 99))
+        url, body = f"{host.url}{PATH}", {"model": "fake", "prompt": "a", "n": 100}
         response = httpx.post(url, json=body)
         assert (response.status_code, response.headers["retry-after"]) == (429, "1")
-        assert httpx.post(url, json=body | {"n": 2}).status_code == 200
+        assert httpx.post(url, json=body | {"n": 99}).status_code == 200
 
 
 def test_a_request_that_no_empty_server_would_take_is_a_mistake() -> None:

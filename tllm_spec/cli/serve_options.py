@@ -25,23 +25,18 @@ MIB = 1 << 20
 DEFAULTS = ServerOptions()
 
 
-class Names(click.ParamType):
+def _names(context: click.Context, option: click.Parameter, value: str | None) -> tuple[str, ...]:
     """Names separated by commas, or vLLM's form: a JSON list."""
+    if value is None:
+        return ()
+    try:
+        given = json.loads(value) if value.strip().startswith("[") else value.split(",")
+    except json.JSONDecodeError:
+        given = []
+    if not given or not all(isinstance(name, str) and name.strip() for name in given):
+        raise click.BadParameter(f"{value!r} must be names separated by commas")
+    return tuple(name.strip() for name in given)
 
-    name = "names"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
-        text = value.strip()
-        try:
-            given = json.loads(text) if text.startswith("[") else text.split(",")
-        except json.JSONDecodeError:
-            given = []
-        if not given or not all(isinstance(name, str) and name.strip() for name in given):
-            self.fail(f"{value!r} must be names separated by commas", param, ctx)
-        return tuple(name.strip() for name in given)
-
-
-NAMES = Names()
 
 SERVER_CLICK_OPTIONS = (
     click.option(
@@ -122,19 +117,19 @@ SERVER_CLICK_OPTIONS = (
     ),
     click.option(
         "--allowed_hosts",
-        type=NAMES,
+        callback=_names,
         help="Host names that requests may have, besides localhost's, separated by commas; *: any. "
         "[default: on localhost its own names, elsewhere any]",
     ),
     click.option(
         "--allowed_origins",
-        type=NAMES,
+        callback=_names,
         help="Origins of web pages that may call the server (CORS), separated by commas, as "
         "https://chat.example; *: any. [default: none]",
     ),
     click.option(
         "--trusted_proxies",
-        type=NAMES,
+        callback=_names,
         help="Addresses and networks of proxies whose X-Forwarded-For says who the client is, "
         "separated by commas; *: any. [default: none]",
     ),
@@ -232,7 +227,7 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
         drain_delay=given["drain_delay"],
         shutdown_timeout=given["shutdown_timeout"],
         api_key=read_keys(_given_key(given["api_key"])),
-        hosts=hosts_of(host, given["allowed_hosts"] or ()),
+        hosts=hosts_of(host, given["allowed_hosts"]),
         allowed_origins=_checked(given, "allowed_origins", _is_origin, "https://chat.example"),
         trusted_proxies=_checked(given, "trusted_proxies", _is_network, "10.0.0.0/8"),
         allow_control_tokens=given["allow_control_tokens"],
@@ -251,10 +246,11 @@ def _given_key(key: str | None) -> str | None:
 def _checked(
     given: Mapping[str, Any], name: str, accepts: Callable[[str], bool], example: str
 ) -> tuple[str, ...]:
-    for value in given[name] or ():
+    for value in given[name]:
         if value != ANY and not accepts(value):
             raise ValueError(f"--{name} {value}: {example} or {ANY} would be accepted")
-    return given[name] or ()
+    names: tuple[str, ...] = given[name]
+    return names
 
 
 def _is_origin(value: str) -> bool:

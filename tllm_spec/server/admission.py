@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 ENGINE_DOWN = "the engine is down"
 RETRY_AFTER = 1  # seconds
+SPARE_PART = 8  # an eighth of the places is added for clients that have at most an eighth of these
 # Threads that wait for grammars, as many as the engine compiles at once. What they have asked for
 # is compiled even if the client leaves.
 NUM_COMPILING = 2
@@ -79,7 +80,8 @@ class Admission:
         """Starts a request for each prompt. num_bytes: of the HTTP body. names: as in
         `bad_request`. Raises RequestRefused when one cannot be served; then none keeps running."""
         num_choices = num_prompts * params.n
-        self._check_room(num_choices)
+        own = request.scope["state"].get("num_own_choices", num_choices)
+        self._check_room(num_choices, own)
 
         def start() -> list[RequestHandle]:
             handles: list[RequestHandle] = []
@@ -150,14 +152,18 @@ class Admission:
         intake = self._long_intake if num_bytes > LONG_BODY else self._intake
         return await asyncio.get_running_loop().run_in_executor(intake, work)
 
-    def _check_room(self, num_choices: int) -> None:
+    def _check_room(self, num_choices: int, num_own: int) -> None:
+        """num_own: choices that the client has then. Clients with few have places that a client
+        with many cannot take."""
         if num_choices > self._max_choices:
             raise RequestRefused(
                 400,
                 f"the request asks for {num_choices} choices and the server takes "
                 f"{self._max_choices} at once; send several requests",
             )
-        if self._llm.num_unfinished + self._num_starting + num_choices > self._max_choices:
+        spare = self._max_choices // SPARE_PART
+        limit = self._max_choices + (spare if num_own <= max(1, spare // SPARE_PART) else 0)
+        if self._llm.num_unfinished + self._num_starting + num_choices > limit:
             raise RequestRefused(
                 429, "too many requests are waiting", "overloaded", retry_after=RETRY_AFTER
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import sha256
+from ipaddress import IPv4Address, ip_address, ip_network
 from typing import NamedTuple, Protocol
 
 from starlette.requests import Request
@@ -41,6 +42,17 @@ def caller_of(request: Request, body: NamesUser) -> Caller:
         key = state["client"] if state["separate_cache"] else ""
         salt = _digest(f"{key}\n{own or ''}")
     return Caller((state["client"], user), salt)
+
+
+def client_of_address(address: str) -> str:
+    """One client for all addresses that its host may take: of IPv6 the network of 64 bits."""
+    try:
+        found = ip_address(address.partition("%")[0])
+    except ValueError:
+        return address  # of a proxy that names no address
+    if isinstance(found, IPv4Address) or found.ipv4_mapped is not None:
+        return str(getattr(found, "ipv4_mapped", None) or found)
+    return str(ip_network((found, 64), strict=False))
 
 
 def _digest(text: str) -> str:

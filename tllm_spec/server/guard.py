@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any
 
 from tllm_spec.server.body_encoding import BodyDecoder
+from tllm_spec.server.callers import client_of_address
 from tllm_spec.server.client_keys import ClientKeys
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.refusals import RequestRefused
@@ -71,7 +72,8 @@ class Guard:
         start, headers = monotonic(), dict(scope["headers"])
         request_id = _request_id(headers)
         state = scope.setdefault("state", {})
-        state |= {"request_id": request_id, "client": (scope.get("client") or ("", 0))[0]}
+        address = (scope.get("client") or ("", 0))[0]
+        state |= {"request_id": request_id, "client": client_of_address(address)}
         state["separate_cache"] = self._keys.are_several
         status = 0
 

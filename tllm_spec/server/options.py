@@ -47,7 +47,7 @@ class ServerOptions:
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> ServerOptions:
         hosts = plain["hosts"]
-        changed = {"hosts": None if hosts is None else frozenset(hosts)}
+        changed: dict[str, Any] = {"hosts": None if hosts is None else frozenset(hosts)}
         for name in ("allowed_origins", "trusted_proxies"):
             changed[name] = tuple(plain[name])
         return cls(**plain | changed)

@@ -22,26 +22,31 @@ class ClientShares:
         self._taken: Counter[str] = Counter()
 
     def take(self, request: Request, num_choices: int) -> None:
-        """Until the answer has been sent. Raises RequestRefused for more than the limit."""
-        if self._limit is None:
-            return
-        client = request.scope["state"]["client"]
-        if num_choices > self._limit:
+        """Until the answer has been sent. Leaves in the scope's state how many the client has then.
+        Raises RequestRefused for more than the limit."""
+        state = request.scope["state"]
+        client = state["client"]
+        if self._limit is not None:
+            self._check(client, num_choices, self._limit)
+        self._taken[client] += num_choices
+        state["num_own_choices"] = self._taken[client]
+        state["at_end"].append(partial(self._give_back, client, num_choices))
+
+    def _check(self, client: str, num_choices: int, limit: int) -> None:
+        if num_choices > limit:
             raise RequestRefused(
                 400,
                 f"the request asks for {num_choices} choices and one client may have "
-                f"{self._limit} at a time; send several requests, one after the other",
+                f"{limit} at a time; send several requests, one after the other",
             )
-        if self._taken[client] + num_choices > self._limit:
+        if self._taken[client] + num_choices > limit:
             raise RequestRefused(
                 429,
-                f"one client may have {self._limit} choices at a time, and you have "
+                f"one client may have {limit} choices at a time, and you have "
                 f"{self._taken[client]}",
                 "overloaded",
                 retry_after=RETRY_AFTER,
             )
-        self._taken[client] += num_choices
-        request.scope["state"]["at_end"].append(partial(self._give_back, client, num_choices))
 
     def _give_back(self, client: str, num_choices: int) -> None:
         self._taken[client] -= num_choices

@@ -53,7 +53,7 @@ class StrictBodyRoute(APIRoute):
     def get_route_handler(self) -> Handler:
         """FastAPI's handler, on a request that reads its body so."""
         handle = super().get_route_handler()
-        model = None if self.body_field is None else self.body_field.field_info.annotation
+        model: Any = None if self.body_field is None else self.body_field.field_info.annotation
         assert model is None or issubclass(model, BaseModel)
 
         async def with_strict_body(request: Request) -> Response:
