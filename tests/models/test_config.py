@@ -98,9 +98,9 @@ def test_a_missing_key_has_the_default_of_transformers(architecture: str, tmp_pa
     assert config.tie_word_embeddings == theirs.tie_word_embeddings
 
 
-def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    assert read(tmp_path, OLD).eos_token_ids == (7, 9)
+def test_generation_config_names_further_end_tokens(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 128009]}')
+    assert read(tmp_path, OLD).eos_token_ids == (128001, 128008, 128009, 7)
     (tmp_path / "generation_config.json").write_text("{}")
     assert read(tmp_path, OLD | {"eos_token_id": 5}).eos_token_ids == (5,)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.config_file import read_config
 from tllm_spec.models.eagle3_format import check_layers, flat_config
-from tllm_spec.models.json_file import read_json
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Eagle3Config(ModelConfig):
         Raises:
             ValueError: the file is missing or unreadable, or asks for something that is not served.
         """
-        return cls.from_dict(read_json(path / "config.json"))
+        return cls.from_dict(read_config(path))
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "Eagle3Config":

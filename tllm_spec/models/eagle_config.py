@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.config_file import read_config
 from tllm_spec.models.eagle3_format import DECODER_KEYS, check_layers, refuse_unserved
-from tllm_spec.models.json_file import read_json
 
 # `architectures` of a head -> the architecture whose attention and MLP its layers have.
 _LAYERS = {
@@ -38,7 +38,7 @@ class EagleConfig(ModelConfig):
         Raises:
             ValueError: the file is missing or unreadable, or asks for something that is not served.
         """
-        return cls.from_dict(read_json(path / "config.json"))
+        return cls.from_dict(read_config(path))
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "EagleConfig":
