@@ -9,26 +9,34 @@ from pathlib import Path
 import torch
 
 from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.checkpoint import checkpoint_tensors, listed
+from tllm_spec.models.checkpoint import check_dtype, checkpoint_tensors, listed
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.fp8_tensors import fp8_tensors
 from tllm_spec.models.layers import HeadNorm, RMSNorm
 from tllm_spec.models.module import Module, StoredWeight, WeightSlot
+from tllm_spec.models.tied_output import EMBEDDING, OUTPUT, stored_pair
 
 FP8_AT_ONCE = 1 << 26  # random elements
 SCALES = "_scales"  # after the name of a parameter in FP8
 
 
 def load_weights(model: CausalLM, path: Path) -> None:
-    """Fill `model` from the checkpoint in the folder `path`.
+    """Fill `model` from the checkpoint in the folder `path`. Where the output layer is tied, either
+    tensor fills both.
 
     Raises:
         ValueError: there is no checkpoint, or tensors are missing or surplus; the message names
             them.
     """
+    pair = stored_pair(path, model.parameter_name) if model.config.tie_word_embeddings else {}
+    only_output = None if EMBEDDING in pair else pair.get(OUTPUT)
+
+    def wants(name: str) -> bool:
+        return name == only_output or not model.ignores(name)
+
     stored = (
-        (model.parameter_name(name), tensor)
-        for name, tensor in stored_tensors(path, model.config, lambda name: not model.ignores(name))
+        (EMBEDDING if name == only_output else model.parameter_name(name), tensor)
+        for name, tensor in stored_tensors(path, model.config, wants)
     )
     fill(model, stored, f"The checkpoint in {path} does not fit {model.config.architecture}")
 
@@ -101,6 +109,8 @@ def weight_table(model: Module) -> dict[str, WeightSlot]:
 
 
 def _load(name: str, tensor: torch.Tensor | StoredWeight, slot: WeightSlot) -> None:
+    if isinstance(tensor, torch.Tensor):
+        check_dtype(name, tensor)
     if tuple(tensor.shape) != slot.shape:
         raise ValueError(
             f"{name} has the shape {list(tensor.shape)}; the config asks for {list(slot.shape)}."
