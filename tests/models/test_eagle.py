@@ -32,6 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a Llama layer with biased q, k and v": {"qkv_bias": True},
     "a Qwen2 layer": {"architectures": ["Qwen2ForCausalLMEagle"], "qkv_bias": True},
     "other sizes": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 2048},
+    "its own embedding and output layer": {"own_modules": True},
     "rope": {"rope_theta": 30.0, "rope_scaling": {"type": "linear", "factor": 3.0}},
 }
 
@@ -116,10 +117,17 @@ def test_every_published_spelling_and_file_gives_the_same_weights(
     assert head_kind(folder) == "EAGLE-1/2"
 
 
-def test_an_embedding_and_an_output_layer_of_the_checkpoint_are_left_out(
+def test_copies_of_the_targets_embedding_and_output_layer_take_no_memory(
     target: CausalLM, tmp_path: Path
 ) -> None:
-    head = load_head(write_tiny_eagle(tmp_path / "head"), target)  # whose own ones are zeros
+    weights = target.state_dict()
+    copies = {
+        "embed_tokens.weight": weights["model.embed_tokens.weight"].double(),
+        "lm_head.weight": weights["lm_head.weight"].contiguous(),
+    }
+    folder = write_tiny_eagle(tmp_path / "head")
+    rewrite(folder, lambda tensors: tensors.update(copies))
+    head = load_head(folder, target)
     assert head.output is target.get_submodule("lm_head")
     assert head.borrowed.embed_tokens is target.get_submodule("model.embed_tokens")
     assert not any("embed" in name or "lm_head" in name for name in weights_of(head))

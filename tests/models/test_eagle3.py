@@ -24,6 +24,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "whole vocabulary": {"draft_vocab_size": VOCAB_SIZE},
     "the target's output layer": {"draft_vocab_size": None},
     "the embedding as output layer": {"draft_vocab_size": None, "tie_word_embeddings": True},
+    "its own embedding": {"own_modules": True},
+    "its own tied embedding": {
+        "draft_vocab_size": None,
+        "tie_word_embeddings": True,
+        "own_modules": True,
+    },
     "norm_output": {"norm_output": True},
     "fc_norm": {"fc_norm": True, "norm_output": True},
     "biased fc": {"bias": True},

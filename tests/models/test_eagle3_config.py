@@ -72,7 +72,6 @@ CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         {"eagle_config": {"parallel_draft_step": 4}},
         "parallel_draft_step is 4, and only 1 is served",
     ),
-    "a trained embedding": ({"embed_requires_grad": True}, "embed_requires_grad is True, and only"),
     "unknown": ({"gate_width": 7}, "gate_width is 7, which is an unknown key; delete it if"),
     "unknown in eagle_config": (
         {"eagle_config": {"gate_width": 7}},

@@ -17,7 +17,7 @@ class Eagle3Config(ModelConfig):
     """`vocab_size` is the target's: the head reads its tokens."""
 
     draft_vocab_size: int | None
-    """Tokens that the head proposes; None: all of the target's, with the target's output layer."""
+    """Tokens that the head proposes; None: all of the target's."""
     target_hidden_size: int
     capture_layers: tuple[int, ...] | None
     """Layers of the target whose outputs the head was trained on, in the order of its input."""
@@ -41,7 +41,7 @@ class Eagle3Config(ModelConfig):
 
     @property
     def has_own_lm_head(self) -> bool:
-        """Otherwise the output layer is the target's, or its embedding."""
+        """Without a checkpoint. Otherwise the output layer is the target's, or its embedding."""
         return self.draft_vocab_size is not None and not self.tie_word_embeddings
 
     @classmethod

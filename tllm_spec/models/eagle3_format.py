@@ -24,7 +24,6 @@ _SERVED = {
     "next_layer_regular": True,
     "parallel_drafting": False,
     "parallel_draft_step": 1,
-    "embed_requires_grad": False,  # the head's embedding was trained; served is the target's
     "logit_scale": 1.0,
     "position_embedding_type": "rope",
 }
@@ -55,7 +54,7 @@ WITHOUT_EFFECT = frozenset(
     bos_token_id pad_token_id unk_token_id sep_token_id chunk_size_feed_forward id2label label2id
     problem_type return_dict output_attentions output_hidden_states is_encoder_decoder torchscript
     max_length min_length num_beams num_beam_groups num_return_sequences temperature top_k top_p
-    typical_p repetition_penalty length_penalty diversity_penalty
+    typical_p repetition_penalty length_penalty diversity_penalty embed_requires_grad
     """.split()  # noqa: SIM905 (a list of one key a line would fill the file)
 )
 
