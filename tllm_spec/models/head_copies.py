@@ -51,7 +51,7 @@ def _holds(module: Embedding | OutputLinear, tensor: torch.Tensor, source: HeadS
     is_equal = tensor.shape == (size * mapping.tp_size, weight.shape[1])
     if is_equal:
         own = tensor.narrow(0, size * mapping.tp_rank, size)
-        pieces = zip(own.split(ROWS), weight.split(ROWS), strict=True)
+        pieces = zip(torch.split(own, ROWS), torch.split(weight, ROWS), strict=True)
         is_equal = all(
             torch.equal(stored.to(weight.device, weight.dtype), held) for stored, held in pieces
         )

@@ -63,7 +63,7 @@ def fill(
     surplus: list[str] = []
     for name, tensor in tensors:
         if name in missing:
-            _load(name, tensor, missing.pop(name))
+            load_tensor(name, tensor, missing.pop(name))
         else:
             surplus.append(name)
     if missing or surplus:
@@ -108,7 +108,8 @@ def weight_table(model: Module) -> dict[str, WeightSlot]:
     return table
 
 
-def _load(name: str, tensor: torch.Tensor | StoredWeight, slot: WeightSlot) -> None:
+def load_tensor(name: str, tensor: torch.Tensor | StoredWeight, slot: WeightSlot) -> None:
+    """Raises ValueError if the tensor has another shape than the slot, or is no weight."""
     if isinstance(tensor, torch.Tensor):
         check_dtype(name, tensor)
     if tuple(tensor.shape) != slot.shape:
