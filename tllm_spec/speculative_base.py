@@ -28,6 +28,7 @@ PathText = Annotated[
     str, BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
 ]
 
+MAX_DRAFT_LEN = 1 << 16  # far beyond any use, and each length has a shape of its own
 SGLANG_NODES = "speculative_num_draft_tokens"  # SGLang counts the root, too
 NO_GATE = (
     "it is one of TensorRT-LLM's older names; use acceptance_rate_threshold with "
@@ -202,6 +203,8 @@ class DecodingBaseConfig(ConfigModel):
                 f"{cls.__name__} needs an integer of 1 or more, the drafts of a round; "
                 "plain decoding is speculative_config: null"
             )
+        if type(max_draft_len) is int and max_draft_len > MAX_DRAFT_LEN:
+            raise ValueError(f"a round has at most {MAX_DRAFT_LEN} drafts")
         return max_draft_len
 
     @field_validator("adaptive", mode="plain")
