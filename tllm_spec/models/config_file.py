@@ -12,7 +12,8 @@ from tllm_spec.option_checks import shown
 
 CONFIG = "config.json"
 MAX_INT = 2**31 - 1
-MAX_LAYERS = 10_000
+MAX_SIZE = 2**18  # of one dimension of a weight; no product of them overflows
+MAX_LAYERS = 1000
 MAX_NUMBER = 1e30
 
 
@@ -43,16 +44,19 @@ def _is_text(value: Any) -> bool:
 
 
 _COUNT, _TOKEN = _is_int(0), _is_int(-MAX_INT)
-_POSITIVE = f"an integer from 1 to {MAX_INT}"
+_SIZE = f"an integer from 1 to {MAX_SIZE}"
 _OBJECT = _Kind("an object", lambda value: isinstance(value, Mapping))
 _KEYS: tuple[tuple[_Kind, str], ...] = (
     (
-        _Kind(_POSITIVE, _is_int(1), is_nullable=False),
+        _Kind(f"an integer from 1 to {MAX_INT}", _is_int(1), is_nullable=False),
+        "vocab_size max_position_embeddings floor_scale",
+    ),
+    (
+        _Kind(_SIZE, _is_int(1, MAX_SIZE), is_nullable=False),
         """
-        vocab_size hidden_size intermediate_size intermediate_size_mlp num_attention_heads
-        max_position_embeddings kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
-        moe_intermediate_size num_local_experts num_experts interleave_moe_layer_step
-        no_rope_layer_interval floor_scale
+        hidden_size intermediate_size intermediate_size_mlp num_attention_heads kv_lora_rank
+        qk_nope_head_dim qk_rope_head_dim v_head_dim moe_intermediate_size num_local_experts
+        num_experts interleave_moe_layer_step no_rope_layer_interval
         """,
     ),
     (
@@ -60,22 +64,26 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         "num_hidden_layers",
     ),
     (
-        _Kind(f"{_POSITIVE}, or null", _is_int(1)),
+        _Kind(f"{_SIZE}, or null", _is_int(1, MAX_SIZE)),
         """
-        num_key_value_heads head_dim q_lora_rank attention_chunk_size target_hidden_size
-        original_max_position_embeddings truncated_vocab_size num_aux_hidden_states
+        num_key_value_heads head_dim q_lora_rank target_hidden_size num_aux_hidden_states
         """,
+    ),
+    (
+        _Kind(f"an integer from 1 to {MAX_INT}, or null", _is_int(1)),
+        "attention_chunk_size original_max_position_embeddings truncated_vocab_size",
+    ),
+    (
+        _Kind(f"an integer from 0 to {MAX_SIZE}", _is_int(0, MAX_SIZE)),
+        "n_routed_experts n_shared_experts moe_layer_freq decoder_sparse_step n_group topk_group",
+    ),
+    (
+        _Kind(f"an integer from 0 to {MAX_SIZE}", _is_int(0, MAX_SIZE), is_nullable=False),
+        "num_experts_per_tok shared_expert_intermediate_size",
     ),
     (
         _Kind(f"an integer from 0 to {MAX_INT}", _COUNT),
-        """
-        n_routed_experts n_shared_experts moe_layer_freq decoder_sparse_step n_group topk_group
-        draft_vocab_size sliding_window max_window_layers
-        """,
-    ),
-    (
-        _Kind(f"an integer from 0 to {MAX_INT}", _COUNT, is_nullable=False),
-        "num_experts_per_tok shared_expert_intermediate_size",
+        "draft_vocab_size sliding_window max_window_layers",
     ),
     (
         _Kind(f"an integer from 0 to {MAX_LAYERS}", _is_int(0, MAX_LAYERS)),
