@@ -237,6 +237,25 @@ def test_a_whole_vocabulary_without_an_output_layer_has_the_targets(
     assert load_head(folder, target).output is target.get_submodule("lm_head")
 
 
+@pytest.mark.parametrize("size", [56, 72])
+def test_a_head_of_a_padded_or_shorter_vocabulary_drafts_the_tokens_that_it_has(
+    size: int, target: CausalLM, tmp_path: Path
+) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head", vocab_size=size)
+    embedding = target.state_dict()["model.embed_tokens.weight"]
+    copy = torch.cat((embedding, torch.zeros(8, 32)))[:size]
+    ids = {"d2t": torch.arange(48) // 8, "t2d": torch.zeros(size, dtype=torch.bool)}
+    rewrite(folder, lambda tensors: tensors.update({"embed_tokens.weight": copy, **ids}))
+    head = load_head(folder, target)
+    assert head.embed_tokens is None and head.config.vocab_size == VOCAB_SIZE
+    assert head.draft_to_target is not None
+    assert head.draft_to_target.tolist() == [number + number // 8 for number in range(48)]
+    ids["d2t"][47] = 17
+    rewrite(folder, lambda tensors: tensors.update(ids))
+    with pytest.raises(ValueError, match="leads to the token id 64; ids are 0 to 63"):
+        load_head(folder, target)
+
+
 CHECKPOINT_ERRORS: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "fc": (lambda tensors: tensors.pop("fc.weight"), r"The checkpoint has no fc\.weight"),
     "fc inputs": (

@@ -228,6 +228,15 @@ class ModelConfig:
         return dense if self.moe is None else max(dense, self.moe.row_elements)
 
     @property
+    def max_positions(self) -> int:
+        """Positions that the model serves: as vLLM, `max_position_embeddings`, which may be the
+        length before scaling, or the scaled length if it is longer."""
+        rope = self.rope
+        is_scaled = rope.kind in ("linear", "yarn")
+        scaled = int(rope.factor * rope.original_max_positions) if is_scaled else 0
+        return max(self.max_position_embeddings, scaled)
+
+    @property
     def rope_dim(self) -> int:
         """Elements of a key that are rotated."""
         return self.head_dim if self.mla is None else self.mla.rope_dim

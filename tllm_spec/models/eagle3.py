@@ -193,7 +193,7 @@ def load_eagle3_head(source: HeadSource, num_captured: int) -> Eagle3Head:
         message says why.
     """
     config, placement = Eagle3Config.from_pretrained(source.path), source.placement
-    config.check_target(source.target.config, num_captured)
+    config = config.for_target(source.target.config, num_captured)
     arguments = config, source.target, num_captured, source.max_positions, placement
     if source.load_format == "dummy":
         head = Eagle3Head(*arguments, owns={OUTPUT} if config.has_own_lm_head else ())

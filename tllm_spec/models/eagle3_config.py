@@ -3,13 +3,13 @@
 A head is one Llama or Qwen3 layer with a different input, so its configuration is a `ModelConfig`
 with further fields. `eagle3_format.py` knows the published spellings."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
-from tllm_spec.models.eagle3_format import check_layers, flat_config
+from tllm_spec.models.eagle3_format import check_layers, flat_config, without_window
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Eagle3Config(ModelConfig):
         """The same, from the parsed file."""
         flat = flat_config(raw)
         config = cls(
-            **vars(ModelConfig.from_dict(flat)),
+            **vars(ModelConfig.from_dict(without_window(flat, "EAGLE-3"))),
             draft_vocab_size=_draft_vocab_size(flat),
             target_hidden_size=int(flat.get("target_hidden_size") or flat["hidden_size"]),
             capture_layers=flat["capture_layers"],
@@ -72,13 +72,15 @@ class Eagle3Config(ModelConfig):
         _check(config)
         return config
 
-    def check_target(self, target: ModelConfig, num_captured: int) -> None:
-        """Raises ValueError unless the head was trained for such a target with `num_captured`
-        captured layers."""
+    def for_target(self, target: ModelConfig, num_captured: int) -> "Eagle3Config":
+        """With the target's vocabulary, which may be padded to another size or have added tokens if
+        the head proposes only some of it. Raises ValueError unless the head was trained for such a
+        target with `num_captured` captured layers."""
+        may_differ = self.output_size < min(self.vocab_size, target.vocab_size)
         for key, own, wanted in (
             ("hidden_size", self.hidden_size, target.hidden_size),
             ("target_hidden_size", self.target_hidden_size, target.hidden_size),
-            ("vocab_size", self.vocab_size, target.vocab_size),
+            ("vocab_size", target.vocab_size if may_differ else self.vocab_size, target.vocab_size),
         ):
             if own != wanted:
                 raise ValueError(
@@ -96,6 +98,7 @@ class Eagle3Config(ModelConfig):
                     f"{trained} ({key} of its config.json). Set eagle3_layers_to_capture to "
                     f"{trained} layers."
                 )
+        return replace(self, vocab_size=target.vocab_size)
 
 
 def _draft_vocab_size(flat: dict[str, Any]) -> int | None:

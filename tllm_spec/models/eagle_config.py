@@ -9,7 +9,12 @@ from typing import Any
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
-from tllm_spec.models.eagle3_format import DECODER_KEYS, check_layers, refuse_unserved
+from tllm_spec.models.eagle3_format import (
+    DECODER_KEYS,
+    check_layers,
+    refuse_unserved,
+    without_window,
+)
 
 # `architectures` of a head -> the architecture whose attention and MLP its layers have.
 _LAYERS = {
@@ -50,7 +55,8 @@ class EagleConfig(ModelConfig):
                 f"{', '.join(_LAYERS)}."
             )
         refuse_unserved(raw, _READ, {}, "EAGLE-1/2")
-        shape = vars(ModelConfig.from_dict(raw | {"architectures": [_LAYERS[names[0]]]}))
+        own = without_window(raw, "EAGLE-1/2") | {"architectures": [_LAYERS[names[0]]]}
+        shape = vars(ModelConfig.from_dict(own))
         if raw.get("qkv_bias") is not None:
             shape = shape | {"qkv_bias": bool(raw["qkv_bias"])}
         config = cls(**shape, bias=raw.get("bias"))

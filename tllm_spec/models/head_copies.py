@@ -34,6 +34,8 @@ def drop_copies(
             del tensors[OUTPUT]
     if stored is not None and _holds(embedding, stored, source):
         del tensors[EMBEDDING]
+    if EMBEDDING in tensors:
+        tensors[EMBEDDING] = tensors[EMBEDDING][: embedding.num_embeddings]  # without padding
     for name in (EMBEDDING, OUTPUT):
         if name in tensors and len(tensors[name]) == embedding.num_embeddings:
             logger.warning(
@@ -45,14 +47,16 @@ def drop_copies(
 
 
 def _holds(module: Embedding | OutputLinear, tensor: torch.Tensor, source: HeadSource) -> bool:
-    """Whether the ranks' slices of the module's weight are together a tensor of a checkpoint."""
-    weight, mapping = module.weight, source.communicator.mapping
-    size = len(weight)
-    is_equal = tensor.shape == (size * mapping.tp_size, weight.shape[1])
+    """Whether the ranks' slices of the module's weight are together a tensor of a checkpoint. Rows
+    after the shorter of the two are padding or added tokens."""
+    size, columns = module.weight.shape
+    is_equal = tensor.dim() == 2 and tensor.shape[1] == columns
     if is_equal:
-        own = tensor.narrow(0, size * mapping.tp_rank, size)
-        pieces = zip(torch.split(own, ROWS), torch.split(weight, ROWS), strict=True)
+        first = size * source.communicator.mapping.tp_rank
+        own = tensor[first : first + size]
+        held = module.weight[: len(own)]
+        pieces = zip(torch.split(own, ROWS), torch.split(held, ROWS), strict=True)
         is_equal = all(
-            torch.equal(stored.to(weight.device, weight.dtype), held) for stored, held in pieces
+            torch.equal(stored.to(here.device, here.dtype), here) for stored, here in pieces
         )
     return source.communicator.minimum(int(is_equal)) == 1

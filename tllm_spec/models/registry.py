@@ -44,13 +44,20 @@ def check_shards(path: Path, tp_size: int, ep_size: int) -> None:
 
 
 def weight_bytes(
-    path: Path, *, dtype: torch.dtype, device: torch.device, max_positions: int, mapping: Mapping
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_positions: int,
+    mapping: Mapping,
+    fp8_activations: bool = True,
 ) -> int:
     """What a rank's weights and rotary table take on `device`, as `load_model` makes them. The
     model is built on a device without memory."""
     config = ModelConfig.from_pretrained(path).within(max_positions)
-    fp8 = kept_fp8(config, device)
-    placement = Placement(dtype, torch.device("meta"), mapping, fp8=fp8)
+    config = computed_as(config, fp8_activations)
+    placement = with_fp8(Placement(dtype, device, mapping), config)
+    placement = replace(placement, device=torch.device("meta"))
     model = MODELS[config.architecture](config, max_positions=1, placement=placement)
     num_bytes = sum(each.numel() * each.dtype.itemsize for each in model.parameters())
     return num_bytes + max_positions * 2 * config.rope_dim * dtype.itemsize
