@@ -69,6 +69,7 @@ def _weight_bytes(plan: BuildPlan, folder: Path) -> int:
         device=plan.device,
         max_positions=plan.max_len,
         mapping=plan.mapping,
+        fp8_activations=plan.args.fp8_activations,
     )
 
 

@@ -1,6 +1,6 @@
 """The tensors of a checkpoint in safetensors files."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -13,8 +13,6 @@ from tllm_spec.option_checks import shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Types of tensors whose numbers are the weights themselves.
-UNQUANTIZED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def checkpoint_files(path: Path) -> list[Path]:
@@ -65,18 +63,6 @@ def checkpoint_tensors(
     for file, name in _places(path):
         if wants(name):
             yield name, file.get_tensor(name)
-
-
-def check_dtype(
-    name: str, tensor: torch.Tensor, accepted: Collection[torch.dtype] = UNQUANTIZED
-) -> None:
-    """Raises ValueError unless the tensor's type is one that its reader interprets."""
-    if tensor.dtype not in accepted:
-        names = ", ".join(str(each).removeprefix("torch.") for each in accepted)
-        raise ValueError(
-            f"{name} has the type {str(tensor.dtype).removeprefix('torch.')}; served is one of "
-            f"{names}. Other types are weights only if config.json says how they are quantized."
-        )
 
 
 def _places(path: Path) -> Iterator[tuple[Any, str]]:

@@ -50,7 +50,7 @@ def weight_bytes(
     device: torch.device,
     max_positions: int,
     mapping: Mapping,
-    fp8_activations: bool = True,
+    fp8_activations: bool,
 ) -> int:
     """What a rank's weights and rotary table take on `device`, as `load_model` makes them. The
     model is built on a device without memory."""

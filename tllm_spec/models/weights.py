@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.checkpoint import check_dtype, checkpoint_tensors, listed
+from tllm_spec.models.checkpoint import checkpoint_tensors, listed
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.fp8_tensors import fp8_tensors
 from tllm_spec.models.layers import HeadNorm, RMSNorm
@@ -109,17 +109,16 @@ def weight_table(model: Module) -> dict[str, WeightSlot]:
 
 
 def load_tensor(name: str, tensor: torch.Tensor | StoredWeight, slot: WeightSlot) -> None:
-    """Raises ValueError if the tensor has another shape than the slot, or is no weight."""
-    if isinstance(tensor, torch.Tensor):
-        check_dtype(name, tensor)
-    if tuple(tensor.shape) != slot.shape:
-        raise ValueError(
-            f"{name} has the shape {list(tensor.shape)}; the config asks for {list(slot.shape)}."
-        )
+    """Raises ValueError if the tensor has another shape than the slot, or a type that the slot does
+    not read."""
     if isinstance(tensor, torch.Tensor) and tensor.dtype not in slot.dtypes:
         raise ValueError(
             f"{name} is {_type_name(tensor.dtype)}, which its layer does not read; it reads "
             f"{', '.join(map(_type_name, slot.dtypes)) or 'FP8 with scales'}."
+        )
+    if tuple(tensor.shape) != slot.shape:
+        raise ValueError(
+            f"{name} has the shape {list(tensor.shape)}; the config asks for {list(slot.shape)}."
         )
     slot.load(tensor)
 
