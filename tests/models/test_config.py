@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from tests.models.helpers import load, save_checkpoint
 from tllm_spec.models.config import ModelConfig
 
 LLAMA3 = {
