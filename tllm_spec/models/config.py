@@ -163,10 +163,8 @@ class ModelConfig:
         """The same, from the parsed file alone."""
         architecture = _architecture(raw)
         raw = flat_llama4(raw) if architecture in _LLAMA4 else raw
-        raw, is_deepseek = (
-            with_defaults(raw, _DEFAULTS[architecture]),
-            architecture in DEEPSEEK_DEFAULTS,
-        )
+        raw = with_defaults(raw, _DEFAULTS[architecture])
+        is_deepseek = architecture in DEEPSEEK_DEFAULTS
         _refuse_unserved(raw)
         bias = bool(raw.get("attention_bias"))
         num_heads = int(required(raw, "num_attention_heads"))
