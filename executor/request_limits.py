@@ -33,7 +33,7 @@ class Capacity:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What a request is checked against. end_ids: of the model; empty: the tokenizer's are used.
+    """What a request is checked against. end_ids: of the model; the tokenizer's is one more.
     pause_patience: as `RequestPause`."""
 
     vocab_size: int

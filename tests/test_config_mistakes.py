@@ -94,7 +94,7 @@ from tllm_spec.speculative_config import CONFIG_OF_TYPE
         ),
         (
             speculate(ngram(max_draft_len=0)),
-            ["speculative_config.max_draft_len = 0: NGram", "1 or more"],
+            ["speculative_config.max_draft_len = 0: NGram", "from 1 to 65536"],
         ),
         (
             speculate(ngram(max_draft_len=None)),

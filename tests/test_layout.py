@@ -22,6 +22,7 @@ BORDERS = {
     "executor/sampling/grammar_work.py",  # a thread, whose errors are raised in the round's
     "tllm_spec/server/chat_prompt.py",  # runs the model's chat template
     "tllm_spec/server/engine_process.py",  # loads a model with many libraries
+    "tllm_spec/tokenizer.py",  # reads a tokenizer's files with many libraries
     "tllm_spec/ranks.py",  # ends the other ranks with this one
     "tllm_spec/grammar_child.py",  # compiles a user's grammar, in a process of its own
 }

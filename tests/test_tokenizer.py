@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -300,6 +301,53 @@ def test_different_vocabularies_are_refused_with_the_first_differences() -> None
         ValueError, match=r"of 262 ids differ \(id 0 is '<\|begin\|>' in the target and '<s>'"
     ):
         check_same_vocabulary(byte_level(), sentencepiece_like())
+
+
+def test_other_names_of_added_tokens_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Chat models rename tokens that their base model reserves."""
+    draft = Mock(wraps=byte_level(), added_tokens_decoder=byte_level().added_tokens_decoder)
+    vocabulary = dict(byte_level().get_vocab())
+    vocabulary["<|im_end|>"] = vocabulary.pop("<|endoftext|>")
+    draft.get_vocab = lambda: vocabulary
+    check_same_vocabulary(byte_level(), draft)
+    check_same_vocabulary(draft, byte_level())
+    assert "1 of 2048 ids differ (id 1 is '<|endoftext|>' in the target and '<|im_end|>' in" in (
+        caplog.text
+    )
+
+
+def test_a_vocabulary_without_tokens_differs_from_none() -> None:
+    empty = Mock(get_vocab=dict)
+    check_same_vocabulary(byte_level(), empty)
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", '{"a": 1}'),
+        ("tokenizer.json", "[" * 100_000),
+        ("tokenizer_config.json", '{"eos_token": 5}'),
+        ("tokenizer_config.json", '{"model_max_length": "x"}'),
+        ("tokenizer.json", "a bad regex"),
+        ("tokenizer.json", "a negative id"),
+    ],
+)
+def test_files_that_transformers_cannot_read_are_one_sentence(
+    file: str, change: str, tmp_path: Path
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(resolve_model("zoo:llama") / name, tmp_path)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    if change == "a bad regex":
+        split = {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": True}
+        change = json.dumps(tokenizer | {"pre_tokenizer": split})
+    elif change == "a negative id":
+        tokenizer["model"]["vocab"]["a"] = -1
+        change = json.dumps(tokenizer)
+    (tmp_path / file).write_text(change)
+    with pytest.raises(ValueError, match=f"^no tokenizer can be loaded from {tmp_path}: .*$"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_folder_without_a_tokenizer_is_named_in_the_error(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+MAX_DRAFT_LEN = 1 << 16  # each length up to the longest has a shape of its own
+
 
 @dataclass(frozen=True, order=True)
 class DraftShape:

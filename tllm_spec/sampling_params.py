@@ -140,7 +140,7 @@ class SamplingParams:
     any of temperature 0, top_k 1, top_p 0 and min_p 1."""
 
     end_id: int | None = None
-    """Token that ends the text. -1: none. null: the model's."""
+    """Token that ends the text. -1: none. null: those of the model and of its tokenizer."""
     pad_id: int | None = None
     """Accepted as in TensorRT-LLM; outputs are never padded."""
     max_tokens: int | None = 32

@@ -20,7 +20,7 @@ from pydantic import (
 from tllm_spec.adaptive_config import AdaptiveConfig, Probability
 from tllm_spec.config_base import ConfigError, ConfigModel
 from tllm_spec.draft_len_schedule import checked, with_lower_bounds
-from tllm_spec.draft_shape import DraftShapes
+from tllm_spec.draft_shape import MAX_DRAFT_LEN, DraftShapes
 from tllm_spec.option_checks import NotServed, shown
 from tllm_spec.peer_options import SPECULATIVE_PEERS
 
@@ -197,10 +197,11 @@ class DecodingBaseConfig(ConfigModel):
     @field_validator("max_draft_len", mode="before")
     @classmethod
     def _check_draft_len(cls, max_draft_len: object) -> object:
-        if max_draft_len is None or (type(max_draft_len) is int and max_draft_len < 1):
+        is_int = type(max_draft_len) is int
+        if max_draft_len is None or (is_int and max_draft_len not in range(1, MAX_DRAFT_LEN + 1)):
             raise ValueError(
-                f"{cls.__name__} needs an integer of 1 or more, the drafts of a round; "
-                "plain decoding is speculative_config: null"
+                f"{cls.__name__} needs an integer from 1 to {MAX_DRAFT_LEN}, the drafts of a "
+                "round; plain decoding is speculative_config: null"
             )
         return max_draft_len
 

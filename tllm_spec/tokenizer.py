@@ -4,6 +4,7 @@ tokens. Stop strings are in `tllm_spec.stop_strings`."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,10 @@ from typing import Any, Protocol, cast
 
 from tllm_spec.zoo.registry import resolve_model
 
+logger = logging.getLogger(__name__)
+
+VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
+MAX_REASON = 1000  # characters of another library's message
 CHARACTER_TOKENS = 4  # tokens of one character, at most
 # Replacement characters that decoders may write for an unfinished character: one for each byte.
 UNFINISHED_CHARS = 3
@@ -47,22 +52,27 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a local folder or of a zoo model. Raises ValueError when there is none."""
-    # Heavy: imported only where they are needed.
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoTokenizer
+    """The tokenizer of a local folder or of a zoo model. Raises ValueError when there is none, and
+    for files that transformers cannot read."""
+    from transformers import AutoTokenizer  # heavy: imported only where it is needed
 
     folder = resolve_model(os.fspath(model))
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True, config=_plain_config(folder)
         )
-    except (OSError, ValueError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
+        tokenizer.decode(tokenizer.encode("a"))  # some mistakes show with the first text only
+    except Exception as error:  # of several libraries; some raise `Exception` itself
+        reason = " ".join(str(error).split())[:MAX_REASON]
         names = ("config.json", "tokenizer.json")
         if missing := [name for name in names if not (folder / name).is_file()]:
             reason = f"it has no {' and no '.join(missing)}; transformers says: {reason}"
+        elif not isinstance(error, ValueError):
+            reason = f"{type(error).__name__}: {reason}"
         raise ValueError(f"no tokenizer can be loaded from {folder}: {reason}") from error
+    end = tokenizer.eos_token_id
+    if end is not None and type(end) is not int:
+        raise ValueError(f"no tokenizer can be loaded from {folder}: its end token is {end!r}")
     return cast(Tokenizer, tokenizer)
 
 
@@ -88,26 +98,44 @@ def _plain_config(folder: Path) -> Any:
     return config
 
 
+def has_vocabulary(folder: Path) -> bool:
+    """Whether a model's folder has a file that a tokenizer could be made from."""
+    return any(next(folder.glob(pattern), None) for pattern in VOCABULARY_FILES)
+
+
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
     """Raises ValueError, with the first differences, if an id is not the same token in both.
 
     Ids beyond the shorter vocabulary are not compared: either side may have added or padding
-    tokens."""
+    tokens. Other names of added tokens, as chat models have, are a warning: the text does not
+    depend on drafts."""
     target_tokens = {token_id: token for token, token_id in target.get_vocab().items()}
     draft_tokens = {token_id: token for token, token_id in draft.get_vocab().items()}
-    shared = range(min(max(target_tokens), max(draft_tokens)) + 1)
+    shared = range(min(max(target_tokens, default=-1), max(draft_tokens, default=-1)) + 1)
     different = [i for i in shared if target_tokens.get(i) != draft_tokens.get(i)]
-    if different:
-        examples = "; ".join(
-            f"id {i} is {target_tokens.get(i)!r} in the target and {draft_tokens.get(i)!r} in the "
-            "draft"
-            for i in different[:3]
+    if not different:
+        return
+    examples = "; ".join(
+        f"id {i} is {target_tokens.get(i)!r} in the target and {draft_tokens.get(i)!r} in the draft"
+        for i in different[:3]
+    )
+    said = f"{len(different)} of {len(shared)} ids differ ({examples})"
+    if _added_ids(target) | _added_ids(draft) >= set(different):
+        logger.warning(
+            "the draft model's tokenizer has other names for added tokens than the target's: %s; "
+            "drafts of these tokens may be rejected more often",
+            said,
         )
-        raise ValueError(
-            f"the draft model's tokenizer is not the target's: {len(different)} of {len(shared)} "
-            f"ids differ ({examples}); use a draft model that was trained with the target's "
-            "tokenizer"
-        )
+        return
+    raise ValueError(
+        f"the draft model's tokenizer is not the target's: {said}; use a draft model that was "
+        "trained with the target's tokenizer"
+    )
+
+
+def _added_ids(tokenizer: Tokenizer) -> set[int]:
+    """Of special tokens, and of others that were added to the vocabulary."""
+    return set(getattr(tokenizer, "added_tokens_decoder", ()))
 
 
 def decoder_of(

@@ -17,7 +17,7 @@ from tllm_spec.executor.building.draft_backend import (
     load_head_network,
     load_network,
 )
-from tllm_spec.executor.building.memory import reserved_bytes
+from tllm_spec.executor.building.memory import check_free_memory, reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device_choice import pick_dtype
 from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
@@ -74,6 +74,7 @@ class Engines:
 def build_engines(plan: BuildPlan) -> Engines:
     """Weights first; then every pool has as many pages as the memory left allows. Raises ValueError
     for checkpoints that cannot be served."""
+    check_free_memory(plan)
     start = monotonic()
     logger.info("loading weights: %s", plan.args.model)
     target = load_target(plan)

@@ -1,16 +1,23 @@
 """Memory that is allocated in addition to weights, pools and activations, so that the pools leave
 room for it."""
 
+from pathlib import Path
+
 import torch
 
 from tllm_spec.attention.choice import workspace_bytes
 from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.device_choice import pick_dtype
+from tllm_spec.executor.engine.free_memory import GIB, free_bytes
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
 from tllm_spec.executor.sampling.grammar_masks import mask_words
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
-from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
+from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft, draft_folder
 from tllm_spec.kernels.cublas_lt import WORKSPACE_BYTES
 from tllm_spec.kernels.paged_prefill import PLAN_BYTES
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import weight_bytes
+from tllm_spec.zoo.registry import resolve_model
 
 
 def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
@@ -33,6 +40,37 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     if plan.context_rows:
         num_bytes += len(plan.context_rows) * BYTES_A_GRAPH + PLAN_BYTES
     return num_bytes
+
+
+def check_free_memory(plan: BuildPlan) -> None:
+    """Raises ValueError if the weights of the target and of a draft model alone take more than the
+    device has. All ranks call this together."""
+    folders = {"": resolve_model(plan.args.model)}
+    draft = plan.draft_plan
+    if draft is not None and not draft.is_head and not draft.num_modules:
+        folders[" and the draft model's"] = draft_folder(draft)
+    num_bytes = sum(_weight_bytes(plan, folder) for folder in folders.values())
+    communicator = plan.communicator
+    free = communicator.minimum(free_bytes(plan.device) // communicator.ranks_on_device)
+    if num_bytes > free:
+        raise ValueError(
+            f"the weights of {plan.args.model}{''.join(folders)} take {num_bytes / GIB:.1f} GiB "
+            f"on {plan.device.type} with dtype = {plan.args.dtype!r} and max_seq_len = "
+            f"{plan.max_seq_len}, and {free / GIB:.1f} GiB are free; use a smaller or a quantized "
+            "model, a dtype of 16 bits, a lower max_seq_len or a higher tensor_parallel_size"
+        )
+
+
+def _weight_bytes(plan: BuildPlan, folder: Path) -> int:
+    own = ModelConfig.from_pretrained(folder).dtype
+    return weight_bytes(
+        folder,
+        dtype=pick_dtype(plan.args.dtype, own, plan.device),
+        device=plan.device,
+        max_positions=plan.max_len,
+        mapping=plan.mapping,
+        fp8_activations=plan.args.fp8_activations,
+    )
 
 
 def _slot_bytes(plan: BuildPlan, draft: LoadedDraft) -> int:

@@ -197,10 +197,11 @@ class BuildPlan:
 
 def _max_seq_len(args: LlmArgs, config: ModelConfig) -> int:
     if args.max_seq_len is None:
-        return config.max_position_embeddings
-    if args.max_seq_len > config.max_position_embeddings:
+        return config.max_positions
+    if args.max_seq_len > config.max_positions:
         raise ValueError(
-            f"max_seq_len = {args.max_seq_len} exceeds the model's max_position_embeddings, "
-            f"{config.max_position_embeddings}"
+            f"max_seq_len = {args.max_seq_len} exceeds the model's {config.max_positions} "
+            "positions: max_position_embeddings of its config.json, or with rope_type 'yarn' or "
+            "'linear' the factor times the original length"
         )
     return args.max_seq_len

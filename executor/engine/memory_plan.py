@@ -4,7 +4,6 @@ Planned once, after the weights are loaded: the pools get what the rounds do not
 
 import gc
 import logging
-import os
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +12,7 @@ from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.draft_network.network import DraftNetwork
 from tllm_spec.draft_shape import NO_DRAFTS
+from tllm_spec.executor.engine.free_memory import GIB, free_bytes, machine_bytes
 from tllm_spec.executor.engine.page_plan import GroupPlan, divide
 from tllm_spec.executor.resources.kv_cache import SpanRoom
 from tllm_spec.executor.sampling.grammar_masks import mask_words
@@ -59,8 +59,10 @@ def plan_num_pages(
         free = _free_bytes(device, communicator) // num_sharing
         free -= round_bytes(args, models) + reserved_bytes
         budget = int(free * args.kv_cache_config.free_gpu_memory_fraction)
+    elif max_tokens is None:
+        budget = min(CPU_POOL_BYTES, free_bytes(device) // num_sharing)
     else:
-        budget = CPU_POOL_BYTES if max_tokens is None else _machine_bytes() // num_sharing
+        budget = machine_bytes() // num_sharing
     longest = -(-max_len // page_size)
     wanted = args.max_batch_size * longest if max_tokens is None else -(-max_tokens // page_size)
     needed = [
@@ -69,19 +71,19 @@ def plan_num_pages(
     ]
     num_pages = divide(budget, page_bytes, needed, wanted)
     if max_tokens is not None and min(num_pages) < wanted:
-        num_bytes = wanted * sum(page_bytes)
-        too_much = f"kv_cache_config.max_tokens = {max_tokens} takes {num_bytes} bytes"
+        size = wanted * sum(page_bytes) / GIB
+        too_much = f"kv_cache_config.max_tokens = {max_tokens} takes {size:.1f} GiB"
         if device.type == "cpu":
             each = f" for each of {num_sharing} ranks" if num_sharing > 1 else ""
-            raise ValueError(f"{too_much}; the machine has {budget}{each}")
+            raise ValueError(f"{too_much}; the machine has {budget / GIB:.1f} GiB{each}")
         logger.warning(
             "%s; free_gpu_memory_fraction leaves %d tokens", too_much, min(num_pages) * page_size
         )
     if min(num_pages) < 1:
         raise ValueError(
             f"no memory is left for the KV cache: a page of {page_size} tokens takes "
-            f"{sum(page_bytes)} bytes and {max(budget, 0)} are free; lower max_num_tokens or "
-            "max_batch_size, or use a smaller model"
+            f"{sum(page_bytes) / GIB:.3f} GiB and {max(budget, 0) / GIB:.3f} GiB are free; lower "
+            "max_num_tokens or max_batch_size, or use a smaller model"
         )
     return [number + DUMMY_PAGES for number in num_pages]
 
@@ -92,10 +94,6 @@ def _free_bytes(device: torch.device, communicator: Communicator) -> int:
     torch.cuda.empty_cache()
     communicator.gather(None)  # waits for the other ranks
     return torch.cuda.mem_get_info(device)[0]
-
-
-def _machine_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:

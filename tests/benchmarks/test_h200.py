@@ -61,7 +61,8 @@ def test_streamed_bytes_are_those_of_the_models() -> None:
         tied = model.config.tie_word_embeddings
         looked_up = 0 if tied else model.model.embed_tokens.weight.numel()
         assert streamed_bytes(config) == 2 * (matrices(model) - looked_up)
-    head = Eagle3Head(Eagle3Config.from_dict(dict(EAGLE3_8B)), model_of(LLAMA_8B), 3, 8, META)
+    config = Eagle3Config.from_dict(dict(EAGLE3_8B))
+    head = Eagle3Head(config, model_of(LLAMA_8B), 3, 8, META, owns={"lm_head.weight"})
     fusion = matrices(head.fc)
     assert eagle3_bytes(1) == 2 * matrices(head)
     assert eagle3_bytes(3) == 2 * (3 * (matrices(head) - fusion) + fusion)

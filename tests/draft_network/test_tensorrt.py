@@ -83,7 +83,7 @@ def test_inputs_and_outputs_of_the_zoos_head(dtype: torch.dtype) -> None:
 
 def test_the_zoos_head_builds_and_serialises() -> None:
     head = zoo_head(torch.bfloat16)
-    layers = [*head.layers.parameters(), head.output.weight, head.borrowed.embed_tokens.weight]
+    layers = [*head.layers.parameters(), head.output.weight, head.embedding.weight]
     weight_bytes = sum(each.numel() * each.element_size() for each in layers)
     assert build(PACKAGE, head, replace(LIMITS, max_window=16)).nbytes > weight_bytes
 

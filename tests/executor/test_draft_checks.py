@@ -1,11 +1,18 @@
 """A head given as a draft model, and the reverse, are refused by option and cause."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tllm_spec.config import LlmArgs
+from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
+from tllm_spec.executor.speculative.modes import DraftModel, draft_model_of
 from tllm_spec.llm import LLM
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.zoo.registry import resolve_model
 
 
 @pytest.mark.parametrize(
@@ -32,3 +39,31 @@ def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
     spec = {"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": tmp_path}
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         LLM("zoo:llama", max_seq_len=64, speculative_config=spec)
+
+
+def draft_model(folder: Path) -> DraftModel:
+    args = LlmArgs(
+        model="zoo:llama",
+        speculative_config={
+            "decoding_type": "Draft_Target",
+            "max_draft_len": 3,
+            "speculative_model": str(folder),
+        },
+    )
+    draft = draft_model_of(args.speculative_config)
+    assert draft is not None
+    return draft
+
+
+def test_a_draft_model_without_a_tokenizer_is_taken_to_have_the_targets(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, draft = resolve_model("zoo:llama"), resolve_model("zoo:llama-draft")
+    shutil.copy(draft / "config.json", tmp_path)
+    sizes = ModelConfig.from_pretrained(target)
+    check_draft(draft_model(tmp_path), load_tokenizer(target), sizes)
+    assert f"{tmp_path} has no tokenizer; its token ids are taken to be the target's" in caplog.text
+    (tmp_path / "tokenizer.json").write_text("[]")
+    problem = "speculative_config.speculative_model: no tokenizer can be loaded from"
+    with pytest.raises(ValueError, match=problem):
+        check_draft(draft_model(tmp_path), load_tokenizer(target), sizes)

@@ -1,6 +1,7 @@
 """How many pages the cache gets: `max_tokens` and memory, whichever is less."""
 
 import os
+import resource
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,11 @@ from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.communicator import Communicator
+from tllm_spec.executor.building import memory
+from tllm_spec.executor.building.engines import build_engines
+from tllm_spec.executor.building.memory import check_free_memory
+from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.engine.free_memory import free_bytes, machine_bytes
 from tllm_spec.executor.engine.memory_plan import DUMMY_PAGES, plan_num_pages, round_bytes
 from tllm_spec.executor.engine.page_plan import GroupPlan, PoolPlan
 from tllm_spec.executor.resources.kv_cache import SpanRoom
@@ -120,8 +126,43 @@ def test_ranks_on_one_host_divide_its_memory() -> None:
     args = LlmArgs(model="m", kv_cache_config=cache)
     num_pages = cache["max_tokens"] // 32 + DUMMY_PAGES
     assert plan_num_pages(args, [GROUP], [model], 2048, ROOM) == [num_pages]
-    with pytest.raises(ValueError, match=f"; the machine has {machine // 2} for each of 2 ranks"):
+    half = f"{machine / 2 / GIB:.1f} GiB"
+    with pytest.raises(ValueError, match=f"; the machine has {half} for each of 2 ranks"):
         plan_num_pages(args, [GROUP], [model], 2048, ROOM, SharedDevice(2, []))
+
+
+def test_the_weights_of_target_and_draft_are_compared_with_the_free_memory_before_loading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draft = {"decoding_type": "Draft_Target", "speculative_model": "zoo:llama-draft"}
+    options = {"max_seq_len": 64, "load_format": "dummy"}
+    for spec, more in (None, ""), (draft | {"max_draft_len": 2}, " and the draft model's"):
+        plan = BuildPlan(LlmArgs(model="zoo:llama", speculative_config=spec, **options))
+        engines = build_engines(plan)
+        tensors = [each for model in engines.models for each in model.parameters()]
+        tables = [model.model.cos_sin for model in engines.models]
+        size = sum(each.numel() * each.dtype.itemsize for each in tensors + tables)
+        problem = f"the weights of zoo:llama{more} take 0.0 GiB on cpu .* 0.0 GiB are free; use a"
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "free_bytes", lambda device, size=size: size)
+            check_free_memory(plan)
+            patch.setattr(memory, "free_bytes", lambda device, size=size: size - 1)
+            with pytest.raises(ValueError, match=problem):
+                build_engines(plan)
+
+
+def test_the_free_memory_of_a_host_is_within_the_limit_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = torch.device("cpu")
+    assert 0 < free_bytes(cpu) <= machine_bytes()
+    page = os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/self/statm", encoding="ascii") as file:
+        used = int(file.read().split()[0]) * page
+    for more in (64 << 20, -1):
+        limit = used + more
+        monkeypatch.setattr(resource, "getrlimit", lambda what, limit=limit: (limit, limit))
+        assert 0 <= free_bytes(cpu) <= max(more, 0)
 
 
 def test_the_default_options_of_an_8b_model_leave_most_of_a_40_gb_card_to_weights_and_pages() -> (
@@ -159,6 +200,6 @@ def test_rows_that_are_never_sampled_cost_activations_and_no_logits() -> None:
 
 def test_a_cache_larger_than_the_machine_is_refused_by_name() -> None:
     with pytest.raises(
-        ValueError, match=r"kv_cache_config.max_tokens = 1000000000000000 takes \d+ bytes"
+        ValueError, match=r"kv_cache_config.max_tokens = 1000000000000000 takes \d+\.\d GiB"
     ):
         LLM("zoo:llama", kv_cache_config={"max_tokens": 10**15})

@@ -23,10 +23,11 @@ class Eagle3Reference:
         self.config = config | config.get("transformer_layer_config", {})
         self.first = "midlayer" if "midlayer.hidden_norm.weight" in self.tensors else "layers.0"
         weights = target.state_dict()
-        self.embedding = weights["model.embed_tokens.weight"]
-        self.output = self.tensors.get("lm_head.weight", weights["lm_head.weight"])
-        if self.config.get("tie_word_embeddings"):
-            self.output = self.embedding
+        own = {name.removeprefix("model."): tensor for name, tensor in self.tensors.items()}
+        self.embedding = own.get("embed_tokens.weight", weights["model.embed_tokens.weight"])
+        is_tied = self.config.get("tie_word_embeddings")
+        self.output = self.embedding if is_tied else weights["lm_head.weight"]
+        self.output = own.get("lm_head.weight", self.output)
 
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         scale = (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()

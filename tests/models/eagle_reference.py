@@ -20,8 +20,10 @@ class EagleReference(Eagle3Reference):
         self.tensors = load_file(folder / "model.safetensors")
         self.config = json.loads((folder / "config.json").read_text())
         weights = target.state_dict()
-        self.embedding = weights["model.embed_tokens.weight"]
-        self.output = weights["lm_head.weight"]
+        self.embedding = self.tensors.get(
+            "embed_tokens.weight", weights["model.embed_tokens.weight"]
+        )
+        self.output = self.tensors.get("lm_head.weight", weights["lm_head.weight"])
 
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
         return captured

@@ -86,7 +86,8 @@ class PlainMTP:
     @torch.inference_mode()
     def states(self, tokens: list[int], hidden: torch.Tensor) -> torch.Tensor:
         """Token j + 1 and hidden state j to the state at position j, `[T, H]`."""
-        embedded = self.model.model.embed_tokens(torch.tensor(tokens))
+        embedding = self.tensors.get("embed_tokens.weight", self.model.model.embed_tokens.weight)
+        embedded = embedding[torch.tensor(tokens)]
         both = torch.cat((self._norm("enorm", embedded), self._norm("hnorm", hidden)), -1)
         x = (both @ self.tensors["eh_proj.weight"].t())[None]
         positions = torch.arange(len(tokens))[None]
@@ -104,8 +105,8 @@ class PlainMTP:
 
     @torch.inference_mode()
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.model.lm_head(states)
-        return output
+        output = self.tensors.get("shared_head.head.weight", self.model.lm_head.weight)
+        return states @ output.t()
 
     def drafts(self, tokens: list[int], count: int, later: "Sequence[PlainMTP]" = ()) -> list[int]:
         """Greedy drafts after `tokens`, whose last one the target has not read: the module reads

@@ -98,9 +98,9 @@ def test_a_missing_key_has_the_default_of_transformers(architecture: str, tmp_pa
     assert config.tie_word_embeddings == theirs.tie_word_embeddings
 
 
-def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    assert read(tmp_path, OLD).eos_token_ids == (7, 9)
+def test_generation_config_names_further_end_tokens(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 128009]}')
+    assert read(tmp_path, OLD).eos_token_ids == (128001, 128008, 128009, 7)
     (tmp_path / "generation_config.json").write_text("{}")
     assert read(tmp_path, OLD | {"eos_token_id": 5}).eos_token_ids == (5,)
 
@@ -108,6 +108,24 @@ def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:
 def test_yarn_without_a_factor_uses_the_ratio_of_the_lengths(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "original_max_position_embeddings": 32768}
     assert read(tmp_path, OLD | {"rope_scaling": yarn}).rope.factor == 4.0
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "yarn", "factor": 4.0}, 256),
+        ({"type": "linear", "factor": 2.5}, 160),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}, 64),
+        (LLAMA3 | {"rope_type": "llama3"}, 64),
+        (None, 64),
+    ],
+)
+def test_a_scaled_rotary_embedding_serves_its_factor_times_the_original_length(
+    rope: dict[str, Any] | None, positions: int, tmp_path: Path
+) -> None:
+    change = {"rope_scaling": rope, "max_position_embeddings": 64}
+    assert read(tmp_path, OLD | change).max_positions == positions
 
 
 REFUSED = {
@@ -185,7 +203,7 @@ def test_a_sliding_window_costs_nothing_where_no_position_is_beyond_it(tmp_path:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"sliding_window": -1}, "sliding_window is -1; it must be at least 1"),
+        ({"sliding_window": -1}, "sliding_window is -1; it must be an integer from 0"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 32 layers"),
     ],
 )

@@ -32,6 +32,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a Llama layer with biased q, k and v": {"qkv_bias": True},
     "a Qwen2 layer": {"architectures": ["Qwen2ForCausalLMEagle"], "qkv_bias": True},
     "other sizes": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 2048},
+    "a window, which is not used": {
+        "architectures": ["MistralForCausalLMEagle"],
+        "sliding_window": 4,
+    },
+    "its own embedding and output layer": {"own_modules": True},
     "rope": {"rope_theta": 30.0, "rope_scaling": {"type": "linear", "factor": 3.0}},
 }
 
@@ -116,10 +121,17 @@ def test_every_published_spelling_and_file_gives_the_same_weights(
     assert head_kind(folder) == "EAGLE-1/2"
 
 
-def test_an_embedding_and_an_output_layer_of_the_checkpoint_are_left_out(
+def test_copies_of_the_targets_embedding_and_output_layer_take_no_memory(
     target: CausalLM, tmp_path: Path
 ) -> None:
-    head = load_head(write_tiny_eagle(tmp_path / "head"), target)  # whose own ones are zeros
+    weights = target.state_dict()
+    copies = {
+        "embed_tokens.weight": weights["model.embed_tokens.weight"].double(),
+        "lm_head.weight": weights["lm_head.weight"].contiguous(),
+    }
+    folder = write_tiny_eagle(tmp_path / "head")
+    rewrite(folder, lambda tensors: tensors.update(copies))
+    head = load_head(folder, target)
     assert head.output is target.get_submodule("lm_head")
     assert head.borrowed.embed_tokens is target.get_submodule("model.embed_tokens")
     assert not any("embed" in name or "lm_head" in name for name in weights_of(head))
@@ -163,15 +175,13 @@ def test_a_tensor_that_does_not_fit_is_refused_by_its_name(
         ("vocab_size", 80, "vocab_size of the EAGLE-1/2 head is 80, the target's is 64"),
         ("architectures", ["EAGLEModel"], r"\['EAGLEModel'\]; served is one of LlamaForCausalLM, "),
         ("add_para_norm", True, "add_para_norm is True, which is an unknown key"),
-        ("sliding_window", 8, "sliding-window attention is not served"),
     ],
 )
 def test_a_config_that_is_not_served_is_refused_by_key_and_value(
     target: CausalLM, tmp_path: Path, key: str, value: Any, sentence: str
 ) -> None:
     folder = write_tiny_eagle(tmp_path / "head")
-    slides = {"use_sliding_window": True, "max_window_layers": 0} if "window" in key else {}
-    edit_config(folder, **{key: value}, **slides)
+    edit_config(folder, **{key: value})
     with pytest.raises(ValueError, match=sentence):
         load_head(folder, target)
 

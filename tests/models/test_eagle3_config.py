@@ -31,7 +31,7 @@ CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         "target_hidden_size of .* is 40, the target's is 32",
     ),
     "vocab_size": (
-        {"vocab_size": 128},
+        {"vocab_size": 128, "draft_vocab_size": 128},
         "vocab_size of the EAGLE-3 head is 128, the target's is 64",
     ),
     "large draft vocabulary": ({"draft_vocab_size": 65}, "draft_vocab_size is 65; .*, which is 64"),
@@ -61,10 +61,7 @@ CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         {"num_aux_hidden_states": 4},
         "the EAGLE-3 head reads 4 .num_aux_hidden_states",
     ),
-    "window": (
-        {"sliding_window": 8, "layer_types": ["sliding_attention"]},
-        "sliding_window .* is 8",
-    ),
+    "layers": ({"layer_types": ["linear_attention"]}, r"layer_types has \['linear_attention'\]"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not served"),
     "FP8": ({"quantization_config": {"quant_method": "fp8"}}, "The EAGLE-3 head has FP8 weights"),
     "parallel drafter": ({"parallel_drafting": True}, "parallel_drafting is True, and only False"),
@@ -72,7 +69,6 @@ CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         {"eagle_config": {"parallel_draft_step": 4}},
         "parallel_draft_step is 4, and only 1 is served",
     ),
-    "a trained embedding": ({"embed_requires_grad": True}, "embed_requires_grad is True, and only"),
     "unknown": ({"gate_width": 7}, "gate_width is 7, which is an unknown key; delete it if"),
     "unknown in eagle_config": (
         {"eagle_config": {"gate_width": 7}},

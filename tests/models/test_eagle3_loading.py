@@ -150,7 +150,8 @@ def test_a_sharded_head_is_read_and_unused_tensors_are_skipped(
     folder = write_tiny_eagle3(tmp_path / "head")
     expected = all_weights(load_head(folder, target))
     tensors = load_file(folder / "model.safetensors")
-    assert {"t2d", "embed_tokens.weight"} <= tensors.keys()
+    assert "t2d" in tensors
+    tensors["embed_tokens.weight"] = target.state_dict()["model.embed_tokens.weight"].clone()
     tensors["midlayer.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     shards = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(sorted(tensors))}
     for shard in set(shards.values()):
@@ -193,15 +194,66 @@ def test_shared_weights_are_the_targets_memory_and_are_not_changed(
         assert own is not None and own.shape == (48, 32)
 
 
-def test_a_tied_head_ignores_a_stored_output_layer(target: CausalLM, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stored", ["nothing", "the target's", "its own"])
+def test_the_output_layer_of_a_tied_head_is_the_embedding_that_the_head_uses(
+    stored: str, target: CausalLM, tmp_path: Path
+) -> None:
     folder = write_tiny_eagle3(
         tmp_path / "head", draft_vocab_size=VOCAB_SIZE, tie_word_embeddings=True
     )
-    head = load_head(folder, target)
     embedding = target.state_dict()["model.embed_tokens.weight"]
+    if stored == "its own":
+        embedding = embedding.flip(0).contiguous()
+    if stored != "nothing":
+        copies = {"embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}
+        rewrite(folder, lambda tensors: tensors.update(copies))
+    head = load_head(folder, target)
+    assert (head.embed_tokens is None) == (stored != "its own")
     states = torch.eye(32)
     # Each row has one number that is not zero, so that the order of the sum changes no bit.
     assert head.compute_logits(states).equal(head.norm.forward(states) @ embedding.t())
+
+
+def test_an_embedding_and_an_output_layer_that_differ_from_the_targets_are_used_and_named(
+    target: CausalLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head", draft_vocab_size=None, own_modules=True)
+    own = torch.randn(VOCAB_SIZE, 32)
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": own}))
+    weights = load_head(folder, target).state_dict()
+    assert torch.equal(weights["lm_head.weight"], own)
+    stored = load_file(folder / "model.safetensors")["embed_tokens.weight"]
+    assert torch.equal(weights["embed_tokens.weight"], stored)
+    for name in ("embed_tokens", "lm_head"):
+        assert f"{name}.weight differs from the target's" in caplog.text
+
+
+def test_a_whole_vocabulary_without_an_output_layer_has_the_targets(
+    target: CausalLM, tmp_path: Path
+) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head", draft_vocab_size=VOCAB_SIZE)
+    for name in ("lm_head.weight", "d2t", "t2d"):
+        rewrite(folder, lambda tensors, name=name: tensors.pop(name))
+    assert load_head(folder, target).output is target.get_submodule("lm_head")
+
+
+@pytest.mark.parametrize("size", [56, 72])
+def test_a_head_of_a_padded_or_shorter_vocabulary_drafts_the_tokens_that_it_has(
+    size: int, target: CausalLM, tmp_path: Path
+) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head", vocab_size=size)
+    embedding = target.state_dict()["model.embed_tokens.weight"]
+    copy = torch.cat((embedding, torch.zeros(8, 32)))[:size]
+    ids = {"d2t": torch.arange(48) // 8, "t2d": torch.zeros(size, dtype=torch.bool)}
+    rewrite(folder, lambda tensors: tensors.update({"embed_tokens.weight": copy, **ids}))
+    head = load_head(folder, target)
+    assert head.embed_tokens is None and head.config.vocab_size == VOCAB_SIZE
+    assert head.draft_to_target is not None
+    assert head.draft_to_target.tolist() == [number + number // 8 for number in range(48)]
+    ids["d2t"][47] = 17
+    rewrite(folder, lambda tensors: tensors.update(ids))
+    with pytest.raises(ValueError, match="leads to the token id 64; ids are 0 to 63"):
+        load_head(folder, target)
 
 
 CHECKPOINT_ERRORS: dict[str, tuple[Callable[[Tensors], object], str]] = {

@@ -117,6 +117,38 @@ def test_a_checkpoint_needs_the_modules_that_draft(tmp_path: Path) -> None:
     check_nextn(ModelConfig.from_pretrained(folder), 2)
 
 
+def rewrite(folder: Path, changes: dict[str, torch.Tensor]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | changes, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_an_embedding_and_an_output_layer_that_differ_from_the_targets_are_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, tensors = save_with_mtp(tmp_path)
+    names = ("embed_tokens.weight", "shared_head.head.weight")
+    own = {name: tensors[name].flip(0).contiguous() for name in names}
+    number = model.config.num_hidden_layers
+    rewrite(tmp_path, {f"model.layers.{number}.{name}": own[name] for name in names})
+    plain, module = PlainMTP(model, tensors | own, tmp_path), load_module(tmp_path)
+    hidden = plain.target_states(TOKENS[:-1])
+    states = ModuleRunner(module).predict(TOKENS[1:], hidden)
+    torch.testing.assert_close(states, plain.states(TOKENS[1:], hidden), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(module.compute_logits(states), plain.logits(states))
+    for name in ("embed_tokens", "lm_head"):
+        assert f"{name}.weight differs from the target's" in caplog.text
+
+
+def test_modules_with_different_embeddings_are_refused(tmp_path: Path) -> None:
+    model, tensors = save_with_mtp(tmp_path, num_modules=2)
+    name = f"model.layers.{model.config.num_hidden_layers + 1}.embed_tokens.weight"
+    rewrite(tmp_path, {name: tensors["embed_tokens.weight"].flip(0).contiguous()})
+    target = load(tmp_path)
+    assert isinstance(target, DeepseekForCausalLM)
+    with pytest.raises(ValueError, match=f"{name} in .* differs from that of another MTP module"):
+        load_nextn(tmp_path, target, "auto", 2)
+
+
 @pytest.fixture
 def exported(tmp_path: Path) -> tuple[Path, Path]:
     """A target without modules, and the folder of its module."""

@@ -12,6 +12,7 @@ from tests.models.deepseek import save_deepseek
 from tests.models.helpers import CPU, PagedRunner, load, random_tokens, save_checkpoint
 from tests.models.test_llama4 import save_llama4
 from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.models.checkpoint import INDEX, checkpoint_files
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.llama import DecoderLayer, LlamaForCausalLM
 from tllm_spec.models.module import Placement
@@ -96,12 +97,78 @@ def test_a_tensor_of_a_type_that_its_layer_does_not_read_is_named(
 def test_derived_tensors_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "Llama", tie_word_embeddings=True)
     before = PagedRunner(load(tmp_path)).step({0: TOKENS})[0]
-    derived = {
-        "lm_head.weight": torch.zeros(128, 64),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
-    }
-    rewrite(tmp_path, lambda tensors: tensors.update(derived))
+    stored = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    for copy in (stored.clone(), stored.double()):
+        derived = {
+            "lm_head.weight": copy,
+            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+        }
+        rewrite(tmp_path, lambda tensors, derived=derived: tensors.update(derived))
+        model = load(tmp_path)
+        assert model.config.tie_word_embeddings
+        assert torch.equal(PagedRunner(model).step({0: TOKENS})[0], before)
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen2Moe", "DeepseekV3"])
+def test_an_output_layer_that_differs_from_the_embedding_is_used_although_the_config_ties_them(
+    architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if architecture == "DeepseekV3":
+        save_deepseek(tmp_path, architecture)
+    else:
+        save_checkpoint(tmp_path, architecture)
+    expected = PagedRunner(load(tmp_path)).step({0: TOKENS})[0]
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert torch.equal(PagedRunner(load(tmp_path)).step({0: TOKENS})[0], expected)
+    assert "lm_head.weight differs from model.embed_tokens.weight" in caplog.text
+
+
+def test_a_tied_weight_may_be_stored_as_the_output_layer_only(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "Llama", tie_word_embeddings=True)
+    before = PagedRunner(load(tmp_path)).step({0: TOKENS})[0]
+
+    def rename(tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+    rewrite(tmp_path, rename)
     assert torch.equal(PagedRunner(load(tmp_path)).step({0: TOKENS})[0], before)
+
+
+def test_the_index_decides_which_shard_has_a_tensor(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "Llama", shard_size="60KB")
+    before = load(tmp_path).state_dict()
+    weight_map = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    name = "model.norm.weight"
+    for shard in set(weight_map.values()) - {weight_map[name]}:
+        stale = load_file(tmp_path / shard) | {name: torch.full((64,), 9.0)}
+        save_file(stale, tmp_path / shard)
+    after = load(tmp_path).state_dict()
+    assert all(torch.equal(before[each], after[each]) for each in before)
+
+
+@pytest.mark.parametrize(
+    "shard", ["../w.safetensors", "/tmp/w.safetensors", "a/../../w", "", ".", 5, None, ["a"], "a\0"]
+)
+def test_an_index_that_leads_out_of_the_folder_is_refused(shard: object, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(ValueError, match=r"weight_map has .* for 'a'; it must be a file in the fo"):
+        checkpoint_files(tmp_path)
+
+
+def test_shards_may_be_links_out_of_the_folder_and_in_a_folder_below(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "blobs", "Llama", shard_size="60KB")
+    before = load(tmp_path / "blobs").state_dict()
+    (tmp_path / "model" / "shards").mkdir(parents=True)
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / "model" / name).write_text((tmp_path / "blobs" / name).read_text())
+    weight_map = json.loads((tmp_path / "blobs" / INDEX).read_text())["weight_map"]
+    for shard in set(weight_map.values()):
+        (tmp_path / "model" / "shards" / shard).symlink_to(tmp_path / "blobs" / shard)
+    moved = {name: f"./shards/{shard}" for name, shard in weight_map.items()}
+    (tmp_path / "model" / INDEX).write_text(json.dumps({"weight_map": moved}))
+    after = load(tmp_path / "model").state_dict()
+    assert all(torch.equal(before[each], after[each]) for each in before)
 
 
 def test_an_untied_model_without_an_output_weight_is_refused(tmp_path: Path) -> None:
@@ -113,7 +180,7 @@ def test_an_untied_model_without_an_output_weight_is_refused(tmp_path: Path) -> 
 
 def test_missing_and_unreadable_files_are_named(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "Llama", shard_size="60KB")
-    index = tmp_path / "model.safetensors.index.json"
+    index = tmp_path / INDEX
     shard = json.loads(index.read_text())["weight_map"]["model.norm.weight"]
     (tmp_path / shard).write_bytes(b"\xff" * 100)
     with pytest.raises(ValueError, match=f"{shard} is not a readable safetensors"):

@@ -11,6 +11,8 @@ import torch
 
 from tests.models.tiny_eagle3 import Tensors, save
 
+OWN = ("embed_tokens", "lm_head")
+
 
 def write_tiny_eagle(
     folder: Path,
@@ -25,6 +27,7 @@ def write_tiny_eagle(
     bias: bool = False,
     qkv_bias: bool = False,
     input_norm: bool = False,
+    own_modules: bool = False,
     prefix: Literal["", "model."] = "",
     seed: int = 0,
     file: Literal["model.safetensors", "pytorch_model.bin"] = "model.safetensors",
@@ -32,8 +35,8 @@ def write_tiny_eagle(
 ) -> Path:
     """Fills `folder`; equal arguments give equal weights in every spelling and file.
 
-    `config`: further keys of config.json, which says nothing of `bias` and `input_norm`. Like some
-    published heads it has an embedding and an output layer, which are not used."""
+    `config`: further keys of config.json, which says nothing of `bias` and `input_norm`.
+    `own_modules`: with an embedding and an output layer that are not the target's."""
     generator = torch.Generator().manual_seed(seed)
     heads = (num_heads * head_dim, num_kv_heads * head_dim, intermediate_size)
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden_size, 2 * hidden_size)}
@@ -42,9 +45,9 @@ def write_tiny_eagle(
     for number in range(num_layers):
         names = _layer(hidden_size, *heads, bias=qkv_bias, norm=input_norm or number > 0)
         shapes |= {f"layers.{number}.{name}": shape for name, shape in names.items()}
+    if own_modules:
+        shapes |= {f"{name}.weight": (vocab_size, hidden_size) for name in OWN}
     tensors: Tensors = {name: _random(name, shape, generator) for name, shape in shapes.items()}
-    tensors["embed_tokens.weight"] = torch.zeros(vocab_size, hidden_size)
-    tensors["lm_head.weight"] = torch.zeros(vocab_size, hidden_size)
     folder.mkdir(parents=True, exist_ok=True)
     save(folder / file, {prefix + name: tensor for name, tensor in tensors.items()})
     keys = {

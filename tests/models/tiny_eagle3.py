@@ -33,6 +33,7 @@ def write_tiny_eagle3(
     num_layers: int = 1,
     model_type: Literal["llama", "qwen3"] = "llama",
     speculators: bool = False,
+    own_modules: bool = False,
     file: Literal["model.safetensors", "pytorch_model.bin"] = "model.safetensors",
     **config: Any,
 ) -> Path:
@@ -40,8 +41,8 @@ def write_tiny_eagle3(
     format and file.
 
     `speculators`: config.json in the speculators format, otherwise flat. `config`: `FLAGS`, and
-    further keys of its top level. Like published heads it has `t2d` and an embedding, which are not
-    used."""
+    further keys of its top level. Like published heads it has `t2d`. `own_modules`: with an
+    embedding that is not the target's, and with an output layer even where `config` ties it."""
     sizes = {
         "hidden_size": hidden_size,
         "vocab_size": vocab_size,
@@ -64,6 +65,9 @@ def write_tiny_eagle3(
         name: _random(name, shape, generator)
         for name, shape in _shapes(sizes, num_captured, flags | layer).items()
     }
+    is_tied = config.get("tie_word_embeddings", False)
+    for name in () if own_modules else ("embed_tokens.weight", "lm_head.weight")[: 1 + is_tied]:
+        tensors.pop(name, None)
     tensors |= _vocabulary(vocab_size, draft_vocab_size, generator)
     folder.mkdir(parents=True, exist_ok=True)
     save(folder / file, {_spelt(name, spelling): tensor for name, tensor in tensors.items()})

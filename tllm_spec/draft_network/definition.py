@@ -24,6 +24,6 @@ def emit_network(emitter: Emitter[Value], model: NetworkModel) -> None:
 def weights_of(model: NetworkModel) -> Iterator[torch.Tensor]:
     """Everything that the network's constants are made of."""
     if isinstance(model, Eagle3Head):
-        others = model.borrowed.embed_tokens.weight, model.output.weight, model.cos_sin
+        others = model.embedding.weight, model.output.weight, model.cos_sin
         return chain(model.parameters(), others)
     return chain(model.parameters(), (model.model.cos_sin,))

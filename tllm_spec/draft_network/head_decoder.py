@@ -26,7 +26,7 @@ class HeadDecoder(Layers[Value]):
 
     def emit(self) -> None:
         emit, head, size = self._emit, self._head, self._hidden_size
-        embedded = self._tokens(head.borrowed.embed_tokens.weight)
+        embedded = self._tokens(head.embedding.weight)
         states = emit.input(STATES, self._dtype, (BATCH, WINDOW, size))
         wanted, step = emit.input(WANTED, torch.int64, (BATCH,)), self._step()
 

@@ -9,6 +9,7 @@ from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.linear import OutputLinear
 from tllm_spec.models.module import Module, Placement
+from tllm_spec.models.tied_output import OUTPUT
 from tllm_spec.models.token_map import reduced_output
 
 
@@ -53,12 +54,14 @@ class CausalLM(Module, ABC):
         """`[R, H]` to `[R, vocab_size]`, in the model's dtype; the sampler converts to float32.
         Where the output layer is sharded, to this rank's columns, `lm_head.shard`."""
 
-    def parameter_name(self, name: str) -> str:
+    @staticmethod
+    def parameter_name(name: str) -> str:
         """The checkpoint's tensor `name` without a prefix that the modules here do not have."""
         return name
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may have the tensor `name` although no parameter takes it: here the
-        rotary frequencies and a tied output layer, which old checkpoints store."""
-        is_tied_output = self.config.tie_word_embeddings and name == "lm_head.weight"
+        rotary frequencies and a copy of a tied output layer, which old checkpoints store."""
+        is_tied = self.config.tie_word_embeddings
+        is_tied_output = is_tied and self.parameter_name(name) == OUTPUT
         return is_tied_output or name.endswith("rotary_emb.inv_freq")

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from tllm_spec.models.json_file import read_json
+from tllm_spec.option_checks import shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -18,7 +19,7 @@ def checkpoint_files(path: Path) -> list[Path]:
     """`model.safetensors`, or the shards that the index names.
 
     Raises:
-        ValueError: neither exists, or a shard is missing.
+        ValueError: neither exists, a shard is missing, or the index leads out of the folder.
     """
     if (path / SINGLE).is_file():
         return [path / SINGLE]
@@ -45,12 +46,9 @@ def checkpoint_names(path: Path) -> list[str]:
 def names_of_type(path: Path, dtype: str) -> frozenset[str]:
     """The checkpoint's tensors of a type, as safetensors calls it, such as `F8_E4M3`. Reads the
     files' headers only. Raises ValueError as `checkpoint_tensors`."""
-    names: set[str] = set()
-    for file in checkpoint_files(path):
-        with _opened(file) as checkpoint:
-            own = list(checkpoint.keys())
-            names.update(name for name in own if checkpoint.get_slice(name).get_dtype() == dtype)
-    return frozenset(names)
+    return frozenset(
+        name for file, name in _places(path) if file.get_slice(name).get_dtype() == dtype
+    )
 
 
 def checkpoint_tensors(
@@ -62,19 +60,43 @@ def checkpoint_tensors(
     Raises:
         ValueError: no checkpoint, or a file that is not readable.
     """
-    for file in checkpoint_files(path):
+    for file, name in _places(path):
+        if wants(name):
+            yield name, file.get_tensor(name)
+
+
+def _places(path: Path) -> Iterator[tuple[Any, str]]:
+    """Open files with the names of their tensors. A shard may also have an old copy of a tensor
+    that the index assigns to another one; this copy does not count."""
+    files = checkpoint_files(path)
+    weight_map = {} if files == [path / SINGLE] else _weight_map(path)
+    for file in files:
+        shard = str(file.relative_to(path))
         with _opened(file) as checkpoint:
             for name in checkpoint.keys():  # noqa: SIM118 (not a dict: it has no iterator)
-                if wants(name):
-                    yield name, checkpoint.get_tensor(name)
+                if weight_map.get(name, shard) == shard:
+                    yield checkpoint, name
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Tensor names to files. Raises ValueError if the index has none."""
+    """Tensor names to files in the folder, normalised. Raises ValueError if the index has none."""
     weight_map = read_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{path / INDEX} has no weight_map of tensor names to files.")
-    return weight_map
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not _is_below(shard):
+            raise ValueError(
+                f"{path / INDEX}: weight_map has {shown(shard)} for {shown(name)}; it must be a "
+                "file in the folder."
+            )
+    return {name: str(PurePosixPath(shard)) for name, shard in weight_map.items()}
+
+
+def _is_below(shard: str) -> bool:
+    """Whether a relative path stays in its folder. A link may lead out of it, as those of Hugging
+    Face's cache do."""
+    parts = PurePosixPath(shard).parts
+    return bool(parts) and parts[0] != "/" and ".." not in parts and "\0" not in shard
 
 
 @contextmanager
@@ -82,7 +104,7 @@ def _opened(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="pt") as checkpoint:
             yield checkpoint
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is not a readable safetensors file: {error}.") from error
 
 

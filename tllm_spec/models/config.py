@@ -12,6 +12,7 @@ import torch
 from tllm_spec.attention.geometry import AttentionGeometry, LayerGroup
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.kernels.key_spans import KeySpan
+from tllm_spec.models.config_file import read_checked, read_config, required, with_defaults
 from tllm_spec.models.deepseek_config import (
     DEEPSEEK_DEFAULTS,
     MLAConfig,
@@ -22,7 +23,6 @@ from tllm_spec.models.deepseek_config import (
 )
 from tllm_spec.models.formats.fp8_formats import Fp8Format
 from tllm_spec.models.formats.fp8_readers import QUANTIZATION_KEYS, fp8_format
-from tllm_spec.models.json_file import read_json
 from tllm_spec.models.llama4_config import (
     LLAMA4_DEFAULTS,
     Llama4Config,
@@ -139,18 +139,18 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "ModelConfig":
-        """Read `path/config.json`, and the end tokens from `generation_config.json` if they are
-        there.
+        """Read `path/config.json`, and further end tokens from `generation_config.json` if they
+        are there.
 
         Raises:
             ValueError: the file is missing or unreadable, or asks for something that is not served.
         """
-        raw = read_json(path / "config.json")
+        config = cls.from_parsed(path, read_config(path))
         generation = path / "generation_config.json"
-        eos_token_id = read_json(generation).get("eos_token_id") if generation.is_file() else None
-        if eos_token_id is not None:
-            raw["eos_token_id"] = eos_token_id
-        return cls.from_parsed(path, raw)
+        if not generation.is_file():
+            return config
+        more = _token_ids(read_checked(generation).get("eos_token_id"))
+        return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
 
     @classmethod
     def from_parsed(cls, path: Path, raw: dict[str, Any]) -> "ModelConfig":
@@ -163,11 +163,12 @@ class ModelConfig:
         """The same, from the parsed file alone."""
         architecture = _architecture(raw)
         raw = flat_llama4(raw) if architecture in _LLAMA4 else raw
-        raw, is_deepseek = _DEFAULTS[architecture] | raw, architecture in DEEPSEEK_DEFAULTS
+        raw = with_defaults(raw, _DEFAULTS[architecture])
+        is_deepseek = architecture in DEEPSEEK_DEFAULTS
         _refuse_unserved(raw)
         bias = bool(raw.get("attention_bias"))
-        num_heads = int(_required(raw, "num_attention_heads"))
-        hidden_size = int(_required(raw, "hidden_size"))
+        num_heads = int(required(raw, "num_attention_heads"))
+        hidden_size = int(required(raw, "hidden_size"))
         if not raw.get("head_dim") and hidden_size % num_heads:
             raise ValueError(
                 f"hidden_size is {hidden_size}; without head_dim, it must be a multiple of "
@@ -176,10 +177,10 @@ class ModelConfig:
         sliding = _sliding_layers(raw, architecture)
         config = cls(
             architecture=architecture,
-            vocab_size=int(_required(raw, "vocab_size")),
+            vocab_size=int(required(raw, "vocab_size")),
             hidden_size=hidden_size,
-            intermediate_size=int(_required(raw, "intermediate_size")),
-            num_layers=int(_required(raw, "num_hidden_layers")),
+            intermediate_size=int(required(raw, "intermediate_size")),
+            num_layers=int(required(raw, "num_hidden_layers")),
             num_heads=num_heads,
             num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
             head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
@@ -211,6 +212,11 @@ class ModelConfig:
                 f"num_key_value_heads is {config.num_kv_heads}; it must divide "
                 f"num_attention_heads, which is {num_heads}."
             )
+        if config.rope_dim % 2:
+            raise ValueError(
+                f"The rotary embedding has {config.rope_dim} elements a head; the number must be "
+                "even."
+            )
         return config
 
     @property
@@ -218,6 +224,15 @@ class ModelConfig:
         """Elements that a token's largest MLP has at a time in addition to hidden states."""
         dense = 4 * self.intermediate_size
         return dense if self.moe is None else max(dense, self.moe.row_elements)
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that the model serves: as vLLM, `max_position_embeddings`, which may be the
+        length before scaling, or the scaled length if it is longer."""
+        rope = self.rope
+        is_scaled = rope.kind in ("linear", "yarn")
+        scaled = int(rope.factor * rope.original_max_positions) if is_scaled else 0
+        return max(self.max_position_embeddings, scaled)
 
     @property
     def rope_dim(self) -> int:
@@ -273,12 +288,6 @@ class ModelConfig:
         return KeySpan(self.chunk_size, slides=False)
 
 
-def _required(raw: dict[str, Any], key: str) -> Any:
-    if raw.get(key) is None:
-        raise ValueError(f"config.json has no {key}.")
-    return raw[key]
-
-
 def _architecture(raw: dict[str, Any]) -> str:
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in _DEFAULTS:
@@ -317,7 +326,7 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 def _sliding_layers(raw: dict[str, Any], architecture: str) -> frozenset[int]:
     """The layers with a sliding window, as in transformers. Raises ValueError for a window without
     keys, and for `layer_types` of another number of layers."""
-    window, layers = raw.get("sliding_window"), range(raw["num_hidden_layers"])
+    window, layers = raw.get("sliding_window"), range(required(raw, "num_hidden_layers"))
     uses, types = raw.get("use_sliding_window"), raw.get("layer_types")
     if types and len(types) != len(layers):
         raise ValueError(f"layer_types has {len(types)} entries for {len(layers)} layers.")
@@ -333,7 +342,8 @@ def _sliding_layers(raw: dict[str, Any], architecture: str) -> frozenset[int]:
         return frozenset()
     if architecture == "Qwen3MoeForCausalLM":
         return frozenset(layers)
-    num_before = int(raw.get("max_window_layers", 28))
+    num_before = raw.get("max_window_layers")
+    num_before = 28 if num_before is None else num_before
     if architecture == "Qwen2MoeForCausalLM":
         return frozenset(layers[:num_before:2])
     return frozenset(layers[num_before:])
@@ -361,7 +371,7 @@ def _rope(raw: dict[str, Any]) -> RopeConfig:
     original = int(original or max_positions)
     return RopeConfig(
         kind=kind,
-        theta=float(fields.get("rope_theta") or raw["rope_theta"]),
+        theta=float(fields.get("rope_theta") or required(raw, "rope_theta")),
         original_max_positions=original,
         factor=float(fields.get("factor") or max_positions / original),
         low_freq_factor=float(fields.get("low_freq_factor") or 1.0),

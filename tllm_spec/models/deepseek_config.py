@@ -139,6 +139,13 @@ def deepseek_moe(raw: dict[str, Any]) -> MoEConfig | None:
         )
     size = int(raw["moe_intermediate_size"])
     has_groups = method != "greedy"
+    num_groups = int(raw.get("n_group") or 1) if has_groups else 1
+    top_groups = int(raw.get("topk_group") or 1) if has_groups else 1
+    if raw["n_routed_experts"] % num_groups or top_groups > num_groups:
+        raise ValueError(
+            f"n_group is {num_groups} and topk_group is {top_groups}; the former must divide "
+            f"n_routed_experts, which is {raw['n_routed_experts']}, and be no less than the latter."
+        )
     return MoEConfig(
         hidden_size=int(raw["hidden_size"]),
         num_experts=int(raw["n_routed_experts"]),
@@ -147,8 +154,8 @@ def deepseek_moe(raw: dict[str, Any]) -> MoEConfig | None:
         scoring=scoring,
         normalise_top_k=bool(raw.get("norm_topk_prob")),
         routed_scaling_factor=float(raw["routed_scaling_factor"]),
-        num_groups=int(raw.get("n_group") or 1) if has_groups else 1,
-        top_groups=int(raw.get("topk_group") or 1) if has_groups else 1,
+        num_groups=num_groups,
+        top_groups=top_groups,
         has_correction_bias=method == "noaux_tc",
         float32_router=True,
         shared_intermediate_size=size * int(raw.get("n_shared_experts") or 0),

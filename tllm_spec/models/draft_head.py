@@ -53,24 +53,32 @@ class BorrowedModules:
     @classmethod
     def of(cls, target: CausalLM, *, tied: bool = False, placement: Placement) -> "BorrowedModules":
         """`tied`: the output layer has the embedding's weight, even if the target is not tied."""
-        embed_tokens, lm_head = (
-            target.get_submodule("model.embed_tokens"),
-            target.get_submodule("lm_head"),
-        )
-        assert isinstance(embed_tokens, Embedding) and isinstance(lm_head, OutputLinear)
+        embed_tokens, lm_head = target_modules(target)
         if tied and lm_head.weight is not embed_tokens.weight:
             weight, rows = embed_tokens.weight, embed_tokens.num_embeddings
             lm_head = OutputLinear(weight.shape[1], rows, placement=placement, tied=weight)
         return cls(embed_tokens, lm_head)
 
 
+def target_modules(target: CausalLM) -> tuple[Embedding, OutputLinear]:
+    """Its embedding and its output layer."""
+    embed_tokens, lm_head = (
+        target.get_submodule("model.embed_tokens"),
+        target.get_submodule("lm_head"),
+    )
+    assert isinstance(embed_tokens, Embedding) and isinstance(lm_head, OutputLinear)
+    return embed_tokens, lm_head
+
+
 class DraftHead(Module, ABC):
     """A draft network of few layers whose steps read a token and a hidden state, of the target or
-    of the step before. Embedding and, unless it has its own, output layer are the target's."""
+    of the step before. Embedding and output layer are the target's, unless it has its own."""
 
     config: ModelConfig
     borrowed: BorrowedModules
     fc: Linear
+    embed_tokens: Embedding | None
+    """None: the target's."""
     lm_head: OutputLinear | None
     """None: the target's."""
     draft_to_target: torch.Tensor | None
@@ -90,6 +98,11 @@ class DraftHead(Module, ABC):
         """Of one row, on all ranks together."""
         ids = self.draft_to_target
         return self.config.vocab_size if ids is None else len(ids)
+
+    @property
+    def embedding(self) -> Embedding:
+        """The head's own embedding, or the target's."""
+        return self.borrowed.embed_tokens if self.embed_tokens is None else self.embed_tokens
 
     @property
     def output(self) -> OutputLinear:

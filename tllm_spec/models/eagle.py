@@ -2,8 +2,10 @@
 embedding and a hidden state, then Llama layers without a final norm.
 
 The state is the target's after its final norm, or the head's own output of the step before.
-Embedding and output layer are the target's. Requests, pages and the drafting loop are not known
-here."""
+Embedding and output layer are the target's, unless the checkpoint has others. Requests, pages and
+the drafting loop are not known here."""
+
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -15,14 +17,17 @@ from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import BorrowedModules, DraftHead, HeadSource
 from tllm_spec.models.eagle_config import EagleConfig
 from tllm_spec.models.head_checkpoint import head_tensors
-from tllm_spec.models.linear import Linear
+from tllm_spec.models.head_copies import EMBEDDING, drop_copies
+from tllm_spec.models.layers import Embedding
+from tllm_spec.models.linear import Linear, OutputLinear
 from tllm_spec.models.llama import DecoderLayer
 from tllm_spec.models.module import Placement, specialize_for_cpu
 from tllm_spec.models.rotary import cos_sin_table
+from tllm_spec.models.tied_output import OUTPUT
 from tllm_spec.models.weights import fill, fill_random
 
-# Embedding and output layer are the target's, and the rotary table is computed.
-_UNUSED = ("embed_tokens.weight", "lm_head.weight", "rotary_emb.inv_freq")
+# The rotary table is computed.
+_UNUSED = ("rotary_emb.inv_freq",)
 _INPUT_NORM, _FC_BIAS = "layers.0.input_layernorm.weight", "fc.bias"
 
 
@@ -38,7 +43,9 @@ class EagleHead(DraftHead):
         *,
         has_bias: bool,
         has_input_norm: bool,
+        owns: Collection[str] = (),
     ) -> None:
+        """owns: `EMBEDDING` and `OUTPUT`, if they are not the target's."""
         super().__init__()
         self.config = config
         size = config.hidden_size
@@ -48,7 +55,13 @@ class EagleHead(DraftHead):
             layers[0].input_layernorm = None
         self.layers = nn.ModuleList(layers)
         self.borrowed = BorrowedModules.of(target, placement=placement)
-        self.lm_head, self.draft_to_target = None, None
+        vocab_size = config.vocab_size
+        self.embed_tokens = Embedding(vocab_size, size, placement) if EMBEDDING in owns else None
+        has_own_output = OUTPUT in owns
+        self.lm_head = (
+            OutputLinear(size, vocab_size, placement=placement) if has_own_output else None
+        )
+        self.draft_to_target = None
         self.cos_sin = cos_sin_table(config.rope, config.head_dim, max_positions, placement)
 
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
@@ -61,7 +74,7 @@ class EagleHead(DraftHead):
         hidden: torch.Tensor,
         context: ForwardContext,
     ) -> torch.Tensor:
-        embedding, rotary = self.borrowed.embed_tokens, Rotary(self.cos_sin, positions)
+        embedding, rotary = self.embedding, Rotary(self.cos_sin, positions)
         given = draft_input(*embedding.lookup(input_ids), hidden, None, rotary, input_ids[:0])
         total = self.fc.forward(given.both)
         last = len(self.layers) - 1
@@ -86,6 +99,7 @@ def load_eagle_head(source: HeadSource) -> EagleHead:
     config.check_target(source.target.config)
     is_dummy = source.load_format == "dummy"
     tensors = {} if is_dummy else head_tensors(source.path, "EAGLE-1/2", _UNUSED, {})
+    drop_copies(tensors, source)
     head = EagleHead(
         config,
         source.target,
@@ -93,6 +107,7 @@ def load_eagle_head(source: HeadSource) -> EagleHead:
         placement,
         has_bias=_FC_BIAS in tensors if config.bias is None else config.bias,
         has_input_norm=_INPUT_NORM in tensors,
+        owns=tensors,
     )
     if is_dummy:
         fill_random(head)

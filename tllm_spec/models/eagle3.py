@@ -2,11 +2,11 @@
 and a hidden state, with the norms of EAGLE-3.1 (arXiv 2605.09992) and of speculators' heads.
 
 The state comes from the target (`fuse`) or from the head's own previous step. The embedding is the
-target's, and without a draft vocabulary the output layer too. Requests, pages and the drafting loop
-are not known here."""
+target's, and without a draft vocabulary the output layer too, unless the checkpoint has others.
+Requests, pages and the drafting loop are not known here."""
 
+from collections.abc import Collection, Set
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -19,11 +19,13 @@ from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import BorrowedModules, DraftHead, HeadSource
 from tllm_spec.models.eagle3_checkpoint import check_sizes, eagle3_tensors, target_ids
 from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.models.head_copies import EMBEDDING, drop_copies
 from tllm_spec.models.layers import Embedding, RMSNorm
 from tllm_spec.models.linear import Linear, OutputLinear
 from tllm_spec.models.llama import MLP, Attention, DecoderLayer
 from tllm_spec.models.module import Module, Placement, specialize_for_cpu
 from tllm_spec.models.rotary import cos_sin_table
+from tllm_spec.models.tied_output import OUTPUT
 from tllm_spec.models.weights import fill, fill_random
 
 
@@ -108,7 +110,9 @@ class Eagle3Head(DraftHead):
         num_captured: int,
         max_positions: int,
         placement: Placement,
+        owns: Collection[str],
     ) -> None:
+        """owns: `EMBEDDING` and `OUTPUT`, if they are not the target's."""
         super().__init__()
         self.config = config
         self.num_captured = num_captured
@@ -124,13 +128,21 @@ class Eagle3Head(DraftHead):
         self.borrowed = BorrowedModules.of(
             target, tied=config.tie_word_embeddings, placement=placement
         )
-        self.lm_head = (
-            OutputLinear(size, config.output_size, placement=placement)
-            if config.has_own_lm_head
-            else None
-        )
+        self._add_own(owns, placement)
         self.cos_sin = cos_sin_table(config.rope, config.head_dim, max_positions, placement)
         self.draft_to_target = None
+
+    def _add_own(self, owns: Collection[str], placement: Placement) -> None:
+        config = self.config
+        size, rows = config.hidden_size, config.output_size
+        self.embed_tokens, self.lm_head = None, None
+        if EMBEDDING in owns:
+            self.embed_tokens = Embedding(config.vocab_size, size, placement)
+        if OUTPUT in owns:
+            self.lm_head = OutputLinear(size, rows, placement=placement)
+        elif self.embed_tokens is not None and config.tie_word_embeddings:
+            tied = self.embed_tokens.weight
+            self.lm_head = OutputLinear(size, rows, placement=placement, tied=tied)
 
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
         if not self.config.fc_norm:
@@ -143,7 +155,7 @@ class Eagle3Head(DraftHead):
 
     def leave_fuse(self) -> None:
         """Frees all weights but those of `fuse`, after which nothing else can be called."""
-        self.layers, self.lm_head = nn.ModuleList(), None
+        self.layers, self.embed_tokens, self.lm_head = nn.ModuleList(), None, None
         del self.norm, self.cos_sin
 
     def forward(
@@ -159,7 +171,7 @@ class Eagle3Head(DraftHead):
         wanted = context.wanted
         total = first.forward(
             input_ids,
-            self.borrowed.embed_tokens,
+            self.embedding,
             hidden,
             rotary,
             context,
@@ -181,29 +193,42 @@ def load_eagle3_head(source: HeadSource, num_captured: int) -> Eagle3Head:
         message says why.
     """
     config, placement = Eagle3Config.from_pretrained(source.path), source.placement
-    config.check_target(source.target.config, num_captured)
-    head = Eagle3Head(config, source.target, num_captured, source.max_positions, placement)
+    config = config.for_target(source.target.config, num_captured)
+    arguments = config, source.target, num_captured, source.max_positions, placement
     if source.load_format == "dummy":
+        head = Eagle3Head(*arguments, owns={OUTPUT} if config.has_own_lm_head else ())
         _fill_dummy(head)
     else:
-        _fill_from_checkpoint(head, source.path)
+        tensors = eagle3_tensors(source.path)
+        check_sizes(tensors, config, num_captured)
+        ids = target_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), config)
+        head = Eagle3Head(*arguments, owns=_own_modules(tensors, ids, config, source))
+        head.draft_to_target = None if ids is None else ids.to(head.device)
+        fill(
+            head,
+            tensors.items(),
+            f"The checkpoint in {source.path} does not fit its config.json (layers.0 is the layer "
+            "that some spell midlayer)",
+        )
     specialize_for_cpu(head, placement)
     return head
 
 
-def _fill_from_checkpoint(head: Eagle3Head, path: Path) -> None:
-    tensors = eagle3_tensors(path)
-    if head.config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
-    check_sizes(tensors, head.config, head.num_captured)
-    ids = target_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), head.config)
-    head.draft_to_target = None if ids is None else ids.to(head.device)
-    fill(
-        head,
-        tensors.items(),
-        f"The checkpoint in {path} does not fit its config.json (layers.0 is the layer that some "
-        "spell midlayer)",
-    )
+def _own_modules(
+    tensors: dict[str, torch.Tensor],
+    ids: torch.Tensor | None,
+    config: Eagle3Config,
+    source: HeadSource,
+) -> Set[str]:
+    """The embedding and the output layer if they are not the target's, whose copies are removed
+    from `tensors`. With `ids` of its own a head must have an output layer."""
+    if ids is not None:
+        output = {OUTPUT: tensors.pop(OUTPUT)} if OUTPUT in tensors else {}
+        drop_copies(tensors, source)
+        tensors |= output
+        return tensors.keys() | {OUTPUT}
+    drop_copies(tensors, source, is_tied=config.tie_word_embeddings)
+    return tensors.keys()
 
 
 def _fill_dummy(head: Eagle3Head) -> None:

@@ -16,10 +16,8 @@ _RENAMED = {
     "aux_norm_mid.": "fc_norm.1.",
     "aux_norm_high.": "fc_norm.2.",
 }
-# The embedding is the target's, the rotary table is computed, and the verifier's modules are for
-# training.
+# The rotary table is computed, and the verifier's modules are for training.
 _UNUSED = (
-    "embed_tokens.weight",
     "rotary_emb.inv_freq",
     "verifier_norm.weight",
     "verifier_lm_head.weight",
@@ -28,8 +26,8 @@ _UNUSED = (
 
 def eagle3_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The memory-mapped tensors of the head in the folder `path`, as `input_norm.weight`,
-    `fc_norm.{i}.weight`, `fc.*`, `layers.{i}.*`, `norm.weight`, `lm_head.weight`, `d2t` and
-    `t2d`.
+    `fc_norm.{i}.weight`, `fc.*`, `layers.{i}.*`, `norm.weight`, `embed_tokens.weight`,
+    `lm_head.weight`, `d2t` and `t2d`.
 
     Raises:
         ValueError: no checkpoint, a file that is not readable, or two tensors of one name.
@@ -53,13 +51,13 @@ def check_sizes(tensors: dict[str, torch.Tensor], config: Eagle3Config, num_capt
             "many layers as the head was trained on."
         )
     rows = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else None
-    if rows is not None and config.draft_vocab_size is None:
+    if rows not in (None, config.vocab_size) and config.draft_vocab_size is None:
         raise ValueError(
             f"The EAGLE-3 head has an lm_head.weight of {rows} rows and draft_vocab_size is null, "
             f"which means the target's output layer; set draft_vocab_size to {rows} in the head's "
             "config.json."
         )
-    if rows not in (None, config.draft_vocab_size):
+    if rows not in (None, config.output_size):
         raise ValueError(
             f"lm_head.weight of the EAGLE-3 head has {rows} rows; draft_vocab_size is "
             f"{config.draft_vocab_size}."

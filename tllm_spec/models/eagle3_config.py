@@ -3,13 +3,13 @@
 A head is one Llama or Qwen3 layer with a different input, so its configuration is a `ModelConfig`
 with further fields. `eagle3_format.py` knows the published spellings."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.eagle3_format import check_layers, flat_config
-from tllm_spec.models.json_file import read_json
+from tllm_spec.models.config_file import read_config
+from tllm_spec.models.eagle3_format import check_layers, flat_config, without_window
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Eagle3Config(ModelConfig):
     """`vocab_size` is the target's: the head reads its tokens."""
 
     draft_vocab_size: int | None
-    """Tokens that the head proposes; None: all of the target's, with the target's output layer."""
+    """Tokens that the head proposes; None: all of the target's."""
     target_hidden_size: int
     capture_layers: tuple[int, ...] | None
     """Layers of the target whose outputs the head was trained on, in the order of its input."""
@@ -41,7 +41,7 @@ class Eagle3Config(ModelConfig):
 
     @property
     def has_own_lm_head(self) -> bool:
-        """Otherwise the output layer is the target's, or its embedding."""
+        """Without a checkpoint. Otherwise the output layer is the target's, or its embedding."""
         return self.draft_vocab_size is not None and not self.tie_word_embeddings
 
     @classmethod
@@ -51,14 +51,14 @@ class Eagle3Config(ModelConfig):
         Raises:
             ValueError: the file is missing or unreadable, or asks for something that is not served.
         """
-        return cls.from_dict(read_json(path / "config.json"))
+        return cls.from_dict(read_config(path))
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "Eagle3Config":
         """The same, from the parsed file."""
         flat = flat_config(raw)
         config = cls(
-            **vars(ModelConfig.from_dict(flat)),
+            **vars(ModelConfig.from_dict(without_window(flat, "EAGLE-3"))),
             draft_vocab_size=_draft_vocab_size(flat),
             target_hidden_size=int(flat.get("target_hidden_size") or flat["hidden_size"]),
             capture_layers=flat["capture_layers"],
@@ -72,13 +72,15 @@ class Eagle3Config(ModelConfig):
         _check(config)
         return config
 
-    def check_target(self, target: ModelConfig, num_captured: int) -> None:
-        """Raises ValueError unless the head was trained for such a target with `num_captured`
-        captured layers."""
+    def for_target(self, target: ModelConfig, num_captured: int) -> "Eagle3Config":
+        """With the target's vocabulary, which may be padded to another size or have added tokens if
+        the head proposes only some of it. Raises ValueError unless the head was trained for such a
+        target with `num_captured` captured layers."""
+        may_differ = self.output_size < min(self.vocab_size, target.vocab_size)
         for key, own, wanted in (
             ("hidden_size", self.hidden_size, target.hidden_size),
             ("target_hidden_size", self.target_hidden_size, target.hidden_size),
-            ("vocab_size", self.vocab_size, target.vocab_size),
+            ("vocab_size", target.vocab_size if may_differ else self.vocab_size, target.vocab_size),
         ):
             if own != wanted:
                 raise ValueError(
@@ -96,6 +98,7 @@ class Eagle3Config(ModelConfig):
                     f"{trained} ({key} of its config.json). Set eagle3_layers_to_capture to "
                     f"{trained} layers."
                 )
+        return replace(self, vocab_size=target.vocab_size)
 
 
 def _draft_vocab_size(flat: dict[str, Any]) -> int | None:

@@ -5,14 +5,18 @@ and the speculators format (vllm-project/speculators), which nests the decoder l
 `transformer_layer_config`. A key that is not known and is not off is refused: ignoring it could
 change what the head computes."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from tllm_spec.models.config import ModelConfig
 
+logger = logging.getLogger(__name__)
+
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 # `model_type` of a speculators layer -> the architecture whose attention and MLP it has.
 _LAYER_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+SLIDING = "sliding_attention"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 # Variants that are not implemented, each with the value that means that the head is without it.
@@ -24,7 +28,6 @@ _SERVED = {
     "next_layer_regular": True,
     "parallel_drafting": False,
     "parallel_draft_step": 1,
-    "embed_requires_grad": False,  # the head's embedding was trained; served is the target's
     "logit_scale": 1.0,
     "position_embedding_type": "rope",
 }
@@ -55,7 +58,7 @@ WITHOUT_EFFECT = frozenset(
     bos_token_id pad_token_id unk_token_id sep_token_id chunk_size_feed_forward id2label label2id
     problem_type return_dict output_attentions output_hidden_states is_encoder_decoder torchscript
     max_length min_length num_beams num_beam_groups num_return_sequences temperature top_k top_p
-    typical_p repetition_penalty length_penalty diversity_penalty
+    typical_p repetition_penalty length_penalty diversity_penalty embed_requires_grad
     """.split()  # noqa: SIM905 (a list of one key a line would fill the file)
 )
 
@@ -148,11 +151,19 @@ def refuse_unserved(
 
 
 def check_layers(config: ModelConfig, kind: str) -> None:
-    """Raises ValueError for FP8 weights and for sliding windows."""
+    """Raises ValueError for FP8 weights."""
     if config.fp8 is not None:
         raise ValueError(f"The {kind} head has FP8 weights; heads are served in 16 or 32 bits.")
-    if config.sliding_window is not None:
-        raise ValueError(
-            f"sliding_window of the {kind} head is {config.sliding_window}; sliding-window "
-            "attention is not served."
+
+
+def without_window(raw: dict[str, Any], kind: str) -> dict[str, Any]:
+    """A head attends to all tokens: its drafts need not be exact, and those within the window are
+    the same."""
+    if raw.get("sliding_window"):
+        logger.info(
+            "the %s head attends to all tokens, also before its sliding_window of %d",
+            kind,
+            raw["sliding_window"],
         )
+    types = ["full_attention" if each == SLIDING else each for each in raw.get("layer_types") or ()]
+    return raw | {"sliding_window": None, "use_sliding_window": False, "layer_types": types}

@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.eagle3_format import DECODER_KEYS, check_layers, refuse_unserved
-from tllm_spec.models.json_file import read_json
+from tllm_spec.models.config_file import read_config
+from tllm_spec.models.eagle3_format import (
+    DECODER_KEYS,
+    check_layers,
+    refuse_unserved,
+    without_window,
+)
 
 # `architectures` of a head -> the architecture whose attention and MLP its layers have.
 _LAYERS = {
@@ -38,7 +43,7 @@ class EagleConfig(ModelConfig):
         Raises:
             ValueError: the file is missing or unreadable, or asks for something that is not served.
         """
-        return cls.from_dict(read_json(path / "config.json"))
+        return cls.from_dict(read_config(path))
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "EagleConfig":
@@ -50,7 +55,8 @@ class EagleConfig(ModelConfig):
                 f"{', '.join(_LAYERS)}."
             )
         refuse_unserved(raw, _READ, {}, "EAGLE-1/2")
-        shape = vars(ModelConfig.from_dict(raw | {"architectures": [_LAYERS[names[0]]]}))
+        own = without_window(raw, "EAGLE-1/2") | {"architectures": [_LAYERS[names[0]]]}
+        shape = vars(ModelConfig.from_dict(own))
         if raw.get("qkv_bias") is not None:
             shape = shape | {"qkv_bias": bool(raw["qkv_bias"])}
         config = cls(**shape, bias=raw.get("bias"))

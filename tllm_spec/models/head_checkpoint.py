@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from tllm_spec.models.checkpoint import checkpoint_tensors
-from tllm_spec.models.json_file import read_json
+from tllm_spec.models.config_file import read_config
 
 HeadKind = Literal["EAGLE-1/2", "EAGLE-3"]
 BIN = "pytorch_model.bin"
@@ -26,7 +26,7 @@ def head_kind(path: Path) -> HeadKind | None:
     Raises:
         ValueError: a file is missing or not readable.
     """
-    config = read_json(path / "config.json")
+    config = read_config(path)
     names = [str(name).lower() for name in config.get("architectures") or []]
     if _EAGLE3_KEYS & config.keys() or any("eagle3" in name for name in names):
         return "EAGLE-3"

@@ -11,8 +11,10 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} does not exist; a model is a folder in Hugging Face's format.")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not readable JSON: {error}.") from error
+    except RecursionError:
+        raise ValueError(f"{path} is not readable JSON: it is nested too deeply.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object.")
     return content

@@ -163,7 +163,8 @@ class Llama4ForCausalLM(LlamaForCausalLM):
 class Llama4ForConditionalGeneration(Llama4ForCausalLM):
     """The text part of the model that also sees images."""
 
-    def parameter_name(self, name: str) -> str:
+    @staticmethod
+    def parameter_name(name: str) -> str:
         return name.removeprefix("language_model.")
 
     def ignores(self, name: str) -> bool:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from tllm_spec.models.config_file import required, with_defaults
+
 LLAMA4_DEFAULTS: dict[str, Any] = {
     "eos_token_id": 2,
     "max_position_embeddings": 131072,
@@ -67,12 +69,12 @@ class Llama4Config:
 def flat_llama4(raw: dict[str, Any]) -> dict[str, Any]:
     """The text model's keys at the top, with defaults, and sizes under the names that Qwen2-MoE
     has. Raises ValueError for layer types that do not follow from the rotary layers."""
-    flat = LLAMA4_DEFAULTS | raw | (raw.get("text_config") or {})
+    flat = with_defaults(raw | (raw.get("text_config") or {}), LLAMA4_DEFAULTS)
     flat["architectures"] = raw["architectures"]
     nope = nope_layers(flat)
     expected = [
         "full_attention" if layer in nope else "chunked_attention"
-        for layer in range(int(flat["num_hidden_layers"]))
+        for layer in range(required(flat, "num_hidden_layers"))
     ]
     if (types := flat.pop("layer_types", None)) and types != expected:
         raise ValueError(
@@ -89,9 +91,11 @@ def flat_llama4(raw: dict[str, Any]) -> dict[str, Any]:
 
 def nope_layers(flat: dict[str, Any]) -> frozenset[int]:
     """Layers without a rotary embedding: `no_rope_layers` has 0 for them, or every
-    `no_rope_layer_interval`-th."""
-    number, interval = int(flat["num_hidden_layers"]), int(flat["no_rope_layer_interval"])
+    `no_rope_layer_interval`-th. Raises ValueError if it has not one for each layer."""
+    number, interval = required(flat, "num_hidden_layers"), flat["no_rope_layer_interval"]
     flags = flat.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(number)]
+    if len(flags) != number:
+        raise ValueError(f"no_rope_layers has {len(flags)} entries for {number} layers.")
     return frozenset(layer for layer in range(number) if not flags[layer])
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tllm_spec.models.config_file import required
 from tllm_spec.models.moe_shape import MoEConfig
 
 # The defaults of each architecture's configuration class in transformers.
@@ -72,4 +73,4 @@ def sparse_layers(architecture: str, raw: dict[str, Any]) -> frozenset[int]:
 
 def _num_experts(raw: dict[str, Any]) -> int:
     """transformers 5 writes `num_local_experts` for every architecture."""
-    return int(raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"])
+    return int(raw.get("num_local_experts") or required(raw, "num_experts"))

@@ -3,9 +3,10 @@ the layers after the decoder's in the target's checkpoint, or in an exported one
 
 A module reads a token and the target's hidden state before it; the next step reads the output of
 the step before instead of the target's state. Used as in EAGLE, one module makes all steps;
-"vanilla", each step has a module. Embedding, output layer and rotary table are the target's."""
+"vanilla", each step has a module. The rotary table is the target's, and so are the embedding and
+the output layer unless the checkpoint has others."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,21 +17,26 @@ from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.kernels.draft_input import DraftInputNorms, draft_input
 from tllm_spec.kernels.rotary_write import Rotary
+from tllm_spec.models.checkpoint import checkpoint_tensors
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM, DeepseekLayer
+from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.formats.fp8_layers import computed_as, log_fp8, prepare_fp8, with_fp8
-from tllm_spec.models.layers import RMSNorm
-from tllm_spec.models.linear import Linear
+from tllm_spec.models.head_copies import EMBEDDING, drop_copies
+from tllm_spec.models.layers import Embedding, RMSNorm
+from tllm_spec.models.linear import Linear, OutputLinear
 from tllm_spec.models.llama import MLP
 from tllm_spec.models.module import Module, Placement, StoredWeight, specialize_for_cpu
 from tllm_spec.models.moe import SparseMoE
 from tllm_spec.models.moe_shape import DEEPSEEK_NAMES
 from tllm_spec.models.nextn_checkpoint import exported_config
 from tllm_spec.models.registry import LoadFormat
-from tllm_spec.models.weights import fill, fill_random, stored_tensors
+from tllm_spec.models.tied_output import OUTPUT, is_same
+from tllm_spec.models.weights import fill, fill_random, load_tensor, stored_tensors, weight_table
 
-# Copies of the target's that the checkpoint has in each module.
-SHARED = ("embed_tokens.weight", "shared_head.head.weight")
+# The embedding and the output layer, which a checkpoint has in each module, by their names in a
+# module. All modules have the same ones.
+SHARED = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": OUTPUT}
 
 
 class SharedHead(Module):
@@ -70,7 +76,7 @@ class NextnModule(DeepseekLayer):
         positions: torch.Tensor,
         hidden: torch.Tensor,
         context: ForwardContext,
-        looked_up: tuple[torch.Tensor | None, torch.Tensor] | None = None,
+        looked_up: tuple[torch.Tensor | None, torch.Tensor],
     ) -> torch.Tensor:
         """One step. `hidden` is not changed.
 
@@ -79,17 +85,14 @@ class NextnModule(DeepseekLayer):
             positions: `[T]`.
             hidden: `[T, H]`, the target's after its final norm, or the result of the step before.
             context: of the module's own KV pool.
-            looked_up: what `Embedding.lookup` gives for the ids; None: it is called here.
+            looked_up: what `Embedding.lookup` gives for the ids.
 
         Returns:
             `[T, H]`, or `[R, H]` of the rows that the context wants, after the module's final norm:
             for `compute_logits` and for the next step.
         """
-        model = self.target.model
-        embedding, rotary = model.embed_tokens, Rotary(model.cos_sin, positions)
-        given = draft_input(
-            *(looked_up or embedding.lookup(input_ids)), hidden, self.norms, rotary, input_ids[:0]
-        )
+        rotary = Rotary(self.target.model.cos_sin, positions)
+        given = draft_input(*looked_up, hidden, self.norms, rotary, input_ids[:0])
         total = self.eh_proj.forward(given.both)
         total = self.forward(total, rotary, context, context.wanted)
         return self.shared_head.norm.forward(total) if len(total) else total
@@ -101,9 +104,19 @@ class NextnModules(Module):
 
     target: DeepseekForCausalLM
 
-    def __init__(self, target: DeepseekForCausalLM, count: int, placement: Placement) -> None:
+    def __init__(
+        self,
+        target: DeepseekForCausalLM,
+        count: int,
+        placement: Placement,
+        owns: Collection[str] = (),
+    ) -> None:
+        """owns: `EMBEDDING` and `OUTPUT`, if they are not the target's."""
         super().__init__()
-        self.config = replace(target.config, num_layers=count)
+        config = self.config = replace(target.config, num_layers=count)
+        sizes, wide = (config.vocab_size, config.hidden_size), placement.wide
+        self.embed_tokens = Embedding(*sizes, wide) if EMBEDDING in owns else None
+        self.lm_head = OutputLinear(*sizes[::-1], placement=wide) if OUTPUT in owns else None
         steps = [NextnModule(target, index, placement) for index in range(count)]
         self.steps = nn.ModuleList(steps)
         self.modules_by_step = steps
@@ -135,17 +148,18 @@ class NextnModules(Module):
         """As `NextnModule.predict`. The modules of later steps only write their KV: they attend to
         the rows of all steps before."""
         modules = self.modules_by_step
+        embedding = self.embed_tokens or self.target.model.embed_tokens
+        looked_up = embedding.lookup(input_ids)  # a sum, if it is sharded
         if len(modules) == 1:
-            return modules[0].predict(input_ids, positions, hidden, context)
+            return modules[0].predict(input_ids, positions, hidden, context, looked_up)
         only_writes = replace(context, wanted=input_ids[:0])
-        looked_up = self.target.model.embed_tokens.lookup(input_ids)  # a sum, if it is sharded
         for later in modules[step + 1 :]:
             later.predict(input_ids, positions, hidden, only_writes, looked_up)
         return modules[step].predict(input_ids, positions, hidden, context, looked_up)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]`, as `predict` returns it, to `[R, V]`."""
-        return self.target.compute_logits(hidden)
+        return (self.lm_head or self.target.lm_head).forward(hidden)
 
 
 def check_nextn(config: ModelConfig, num_modules: int, exported: Path | None = None) -> None:
@@ -203,20 +217,41 @@ def load_nextn(
     placement = with_fp8(placement, config)
     if is_exported:
         log_fp8(path, config, placement)
-    modules = NextnModules(target, count, placement)
-    parts = {
-        f"model.layers.{first + index}.": module
-        for index, module in enumerate(modules.modules_by_step)
-    }
+    prefixes = [f"model.layers.{first + index}." for index in range(count)]
+    shared = {}
+    if load_format != "dummy":
+        source = HeadSource(path, target, load_format, max_positions=0, communicator=communicator)
+        shared = _shared(prefixes, source)
+    modules = NextnModules(target, count, placement, owns=shared)
+    parts = dict(zip(prefixes, modules.modules_by_step, strict=True))
     prepare_fp8(parts, path, config, load_format, placement)
     if load_format == "dummy":
         fill_random(modules)
     else:
+        slots = weight_table(modules)
+        for name, tensor in shared.items():
+            load_tensor(name, tensor, slots[name])
         for prefix, module in parts.items():
             tensors = _below(prefix, path, config, known)
             fill(module, tensors, f"The tensors {prefix}* in {path} do not fit an MTP module")
     specialize_for_cpu(modules, placement)
     return modules
+
+
+def _shared(prefixes: list[str], source: HeadSource) -> dict[str, torch.Tensor]:
+    """The embedding and the output layer in the modules at `prefixes`, without copies of the
+    target's. Raises ValueError if the modules have different ones."""
+    found: dict[str, torch.Tensor] = {}
+    names = {prefix + name: own for prefix in prefixes for name, own in SHARED.items()}
+    for stored, tensor in checkpoint_tensors(source.path, lambda name: name in names):
+        first = found.setdefault(names[stored], tensor)
+        if not is_same(first, tensor, source.target.dtype):
+            raise ValueError(
+                f"{stored} in {source.path} differs from that of another MTP module; served are "
+                "modules with the same embedding and output layer."
+            )
+    drop_copies(found, source)
+    return found
 
 
 def _below(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.json_file import read_json
+from tllm_spec.models.config_file import read_config
 
 SUFFIX = "NextN"  # after the target's architecture
 # What a module computes with.
@@ -27,7 +27,7 @@ def exported_config(folder: Path, target: ModelConfig) -> ModelConfig:
     Raises:
         ValueError: the folder is not an exported one, or its modules are not for the target.
     """
-    raw = read_json(folder / "config.json")
+    raw = read_config(folder)
     if not is_exported(raw):
         raise ValueError(
             f"speculative_config.speculative_model = {str(folder)!r} must be a folder of exported "

@@ -1,5 +1,6 @@
 """Loads a model from its folder; the table of architectures and their classes."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ from tllm_spec.models.formats.fp8_layers import computed_as, log_fp8, prepare_fp
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
 from tllm_spec.models.module import Placement, specialize_for_cpu
+from tllm_spec.models.tied_output import has_own_output
 from tllm_spec.models.weights import fill_random, load_weights
 
 LoadFormat = Literal["auto", "dummy"]
@@ -39,6 +41,26 @@ def check_shards(path: Path, tp_size: int, ep_size: int) -> None:
     config = ModelConfig.from_pretrained(path)
     placement = Placement(config.dtype, torch.device("meta"), Mapping(0, tp_size, tp_size, ep_size))
     MODELS[config.architecture](config, max_positions=1, placement=placement)
+
+
+def weight_bytes(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_positions: int,
+    mapping: Mapping,
+    fp8_activations: bool,
+) -> int:
+    """What a rank's weights and rotary table take on `device`, as `load_model` makes them. The
+    model is built on a device without memory."""
+    config = ModelConfig.from_pretrained(path).within(max_positions)
+    config = computed_as(config, fp8_activations)
+    placement = with_fp8(Placement(dtype, device, mapping), config)
+    placement = replace(placement, device=torch.device("meta"))
+    model = MODELS[config.architecture](config, max_positions=1, placement=placement)
+    num_bytes = sum(each.numel() * each.dtype.itemsize for each in model.parameters())
+    return num_bytes + max_positions * 2 * config.rope_dim * dtype.itemsize
 
 
 def load_model(
@@ -69,9 +91,13 @@ def load_model(
     """
     config = ModelConfig.from_pretrained(path).within(max_positions)
     config = computed_as(config, fp8_activations)
+    model_type = MODELS[config.architecture]
+    is_tied = config.tie_word_embeddings and load_format == "auto"
+    if is_tied and has_own_output(path, dtype, model_type.parameter_name):
+        config = replace(config, tie_word_embeddings=False)
     placement = Placement(dtype, device, communicator.mapping, batch_invariant, communicator)
     placement = with_fp8(placement, config)
-    model = MODELS[config.architecture](config, max_positions, placement)
+    model = model_type(config, max_positions, placement)
     log_fp8(path, config, placement)
     prepare_fp8({"": model}, path, config, load_format, placement)
     if load_format == "dummy":

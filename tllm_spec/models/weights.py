@@ -14,21 +14,29 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.fp8_tensors import fp8_tensors
 from tllm_spec.models.layers import HeadNorm, RMSNorm
 from tllm_spec.models.module import Module, StoredWeight, WeightSlot
+from tllm_spec.models.tied_output import EMBEDDING, OUTPUT, stored_pair
 
 FP8_AT_ONCE = 1 << 26  # random elements
 SCALES = "_scales"  # after the name of a parameter in FP8
 
 
 def load_weights(model: CausalLM, path: Path) -> None:
-    """Fill `model` from the checkpoint in the folder `path`.
+    """Fill `model` from the checkpoint in the folder `path`. Where the output layer is tied, either
+    tensor fills both.
 
     Raises:
         ValueError: there is no checkpoint, or tensors are missing or surplus; the message names
             them.
     """
+    pair = stored_pair(path, model.parameter_name) if model.config.tie_word_embeddings else {}
+    only_output = None if EMBEDDING in pair else pair.get(OUTPUT)
+
+    def wants(name: str) -> bool:
+        return name == only_output or not model.ignores(name)
+
     stored = (
-        (model.parameter_name(name), tensor)
-        for name, tensor in stored_tensors(path, model.config, lambda name: not model.ignores(name))
+        (EMBEDDING if name == only_output else model.parameter_name(name), tensor)
+        for name, tensor in stored_tensors(path, model.config, wants)
     )
     fill(model, stored, f"The checkpoint in {path} does not fit {model.config.architecture}")
 
@@ -55,7 +63,7 @@ def fill(
     surplus: list[str] = []
     for name, tensor in tensors:
         if name in missing:
-            _load(name, tensor, missing.pop(name))
+            load_tensor(name, tensor, missing.pop(name))
         else:
             surplus.append(name)
     if missing or surplus:
@@ -100,15 +108,17 @@ def weight_table(model: Module) -> dict[str, WeightSlot]:
     return table
 
 
-def _load(name: str, tensor: torch.Tensor | StoredWeight, slot: WeightSlot) -> None:
-    if tuple(tensor.shape) != slot.shape:
-        raise ValueError(
-            f"{name} has the shape {list(tensor.shape)}; the config asks for {list(slot.shape)}."
-        )
+def load_tensor(name: str, tensor: torch.Tensor | StoredWeight, slot: WeightSlot) -> None:
+    """Raises ValueError if the tensor has another shape than the slot, or a type that the slot does
+    not read."""
     if isinstance(tensor, torch.Tensor) and tensor.dtype not in slot.dtypes:
         raise ValueError(
             f"{name} is {_type_name(tensor.dtype)}, which its layer does not read; it reads "
             f"{', '.join(map(_type_name, slot.dtypes)) or 'FP8 with scales'}."
+        )
+    if tuple(tensor.shape) != slot.shape:
+        raise ValueError(
+            f"{name} has the shape {list(tensor.shape)}; the config asks for {list(slot.shape)}."
         )
     slot.load(tensor)
 

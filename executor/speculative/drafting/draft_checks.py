@@ -10,12 +10,17 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
 )
 from tllm_spec.executor.speculative.modes import DraftModel
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.config_file import read_config
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.head_checkpoint import HeadKind, head_kind
-from tllm_spec.models.json_file import read_json
 from tllm_spec.models.mtp import check_nextn
 from tllm_spec.models.nextn_checkpoint import is_exported
-from tllm_spec.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from tllm_spec.tokenizer import (
+    Tokenizer,
+    check_same_vocabulary,
+    has_vocabulary,
+    load_tokenizer,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -38,21 +43,31 @@ def check_draft(draft: DraftModel | None, tokenizer: Tokenizer | None, target: M
         reasons = _head_mistakes(draft, folder, target)
     else:
         if tokenizer is not None:
-            check_same_vocabulary(tokenizer, load_tokenizer(str(folder)))
+            _check_tokenizer(folder, tokenizer)
         sizes = target.vocab_size, ModelConfig.from_pretrained(folder).vocab_size
         reasons = _map_mistakes(draft, min(sizes))
     if reasons:
         raise ValueError("\n".join(reasons))
 
 
+def _check_tokenizer(folder: Path, target: Tokenizer) -> None:
+    if not has_vocabulary(folder):
+        logger.warning("%s has no tokenizer; its token ids are taken to be the target's", folder)
+        return
+    try:
+        check_same_vocabulary(target, load_tokenizer(str(folder)))
+    except ValueError as error:
+        raise ValueError(f"speculative_config.speculative_model: {error}") from None
+
+
 def _check_kind(draft: DraftModel, folder: Path) -> None:
     option = f"speculative_config.speculative_model = {draft.path!r}"
-    if is_exported(read_json(folder / "config.json")):
+    if is_exported(read_config(folder)):
         raise ValueError(f"{option} has MTP modules; use it with decoding_type: MTP")
     kind = head_kind(folder)
     if kind is None:
         # Some published heads have no more than a Llama's configuration of one layer.
-        num_layers = read_json(folder / "config.json").get("num_hidden_layers", 1)
+        num_layers = read_config(folder).get("num_hidden_layers", 1)
         if draft.is_head and num_layers != 1:
             raise ValueError(
                 f"{option} is a language model of {num_layers} layers, not an "

@@ -15,6 +15,7 @@ from tllm_spec.models.formats.fp8_formats import (
     TokenScales,
 )
 from tllm_spec.models.json_file import read_json
+from tllm_spec.option_checks import shown
 
 MODELOPT_FILE = "hf_quant_config.json"
 # Of config.json; the second is from early versions of compressed-tensors.
@@ -42,7 +43,7 @@ def fp8_format(path: Path | None, raw: Mapping[str, Any]) -> Fp8Format | None:
     if not quantization:
         return None
     if not isinstance(quantization, Mapping):
-        raise ValueError(f"{source} is {quantization!r}; it must be an object. {_SERVED}")
+        raise ValueError(f"{source} is {shown(quantization)}; it must be an object. {_SERVED}")
     method = method or quantization.get("quant_method") or _producer(quantization)
     reader = _READERS.get(str(method))
     if reader is None:
@@ -97,10 +98,10 @@ def _wrong_types(settings: Mapping[str, Any], prefix: str = "") -> list[str]:
         is_object = key in _OBJECTS or prefix == "config_groups."
         if is_object and isinstance(value, Mapping):
             reasons += _wrong_types(value, f"{prefix}{key}.")
-        elif is_object and value is not None:
-            reasons.append(f"{prefix}{key} is {value!r} (it must be an object)")
+        elif is_object and (value is not None or prefix == "config_groups."):
+            reasons.append(f"{prefix}{key} is {shown(value)} (it must be an object)")
         elif key in _LISTS and value is not None and not _is_list_of_names(value):
-            reasons.append(f"{prefix}{key} is {value!r} (it must be a list of names)")
+            reasons.append(f"{prefix}{key} is {shown(value)} (it must be a list of names)")
     return reasons
 
 
