@@ -36,6 +36,7 @@ def quantise_rows(
     largest = values.abs().amax(1) if magnitudes is None else magnitudes
     if bound is not None:
         largest = largest.clamp_max(bound)
-    scales = (largest / LARGEST).clamp_min(SMALLEST_SCALE)
+    # On CUDA torch multiplies by the reciprocal of a number; a tensor is divided by.
+    scales = (largest / largest.new_full((), LARGEST)).clamp_min(SMALLEST_SCALE)
     codes = (values / scales.unsqueeze(1)).clamp_(-LARGEST, LARGEST)
     return codes.to(torch.float8_e4m3fn), scales
