@@ -7,13 +7,13 @@ import torch
 
 from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.rounds.result_ring import ResultRing
 
 Work = Callable[[torch.Tensor, DraftShape, bool], SampledTokens]
 
 
-class CudaGraphs(GraphTable[SampledTokens]):
+class CudaGraphs(SlotGraphs[SampledTokens]):
     """Rounds of generation windows as CUDA graphs. Each graph is one round of its slots."""
 
     _ring: ResultRing | None = None
@@ -36,7 +36,7 @@ class CudaGraphs(GraphTable[SampledTokens]):
     def replay(self, slots: list[int], shape: DraftShape, sampled: bool) -> SampledTokens | None:
         """The round of these slots, or None when no graph fits. The next replay of these graphs
         overwrites the result."""
-        captured = self._replay(slots, shape, sampled)
+        captured = self.run(slots, shape, sampled)
         if captured is None:
             return None
         result, number = captured.result, len(slots)

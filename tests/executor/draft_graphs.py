@@ -14,7 +14,7 @@ from tests.executor.graph_rounds import graphs_of, replays_of
 from tests.executor.harness import Harness, draft_target, output_of, tensors_of
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.graphs.graph_pool import Captured, GraphPool
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable, graph_keys
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs, graph_keys
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
@@ -92,7 +92,7 @@ class Watched:
     eager: list[int] = field(default_factory=list)
 
     @property
-    def graphs(self) -> GraphTable[Any]:
+    def graphs(self) -> SlotGraphs[Any]:
         """Those that draft: of a draft model's steps, or of the tails of rounds."""
         drafter = self.harness.parts.drafter
         graphs = drafter.graphs if isinstance(drafter, ModelDrafter) else graphs_of(self.harness)

@@ -14,7 +14,7 @@ import torch
 from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.rounds.device_span import DeviceSpan
 from tllm_spec.executor.rounds.transfer import to_device
@@ -92,7 +92,7 @@ class DraftWorker(RoundEnd):
     def launched(self, batch: ScheduledBatch) -> None:
         self._backlog.note(batch)
 
-    def capture_graphs(self, rounds: GraphTable[Any], keys: Iterable[GraphKey]) -> None:
+    def capture_graphs(self, rounds: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
         self._backlog.capture_graphs(rounds, keys)
 
     def draft_probs(self, group: RowGroup, given: torch.Tensor | None) -> torch.Tensor | None:
