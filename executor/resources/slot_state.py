@@ -61,10 +61,12 @@ class SlotState:
         """Positions of the bonus token and of the drafts after it, `[K + 1, B]`."""
         return gather_rows(self.kv_lens, slot_ids) + self._steps[: draft_len + 1]
 
-    def write_drafts(self, slot_ids: torch.Tensor, drafts: torch.Tensor) -> None:
-        """Writes drafts `[B, K]` to the next windows of slots `[B]`. `num_drafts` becomes K or the
-        request's own, lower limit."""
-        slot_windows.write_drafts(self._tables, slot_ids, drafts, self._draft_limits)
+    def write_drafts(
+        self, slot_ids: torch.Tensor, drafts: torch.Tensor, num_drafts: torch.Tensor | None = None
+    ) -> None:
+        """Writes drafts `[B, K]` to the next windows of slots `[B]`. num_drafts `[B]`: how many of
+        them are proposed, unless the request's own limit is lower; None: K."""
+        slot_windows.write_drafts(self._tables, slot_ids, drafts, self._draft_limits, num_drafts)
         if self._trees is not None:
             self._trees.write_chains(slot_ids, drafts.shape[1])
 

@@ -24,11 +24,13 @@ from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 from tllm_spec.executor.speculative.drafting.model_tree_drafter import ModelTreeDrafter
+from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
 from tllm_spec.executor.speculative.drafting.ngram import (
     NGramDrafter,
     NGramPoolManager,
     NGramTreeDrafter,
 )
+from tllm_spec.executor.speculative.drafting.proposer import Proposer
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.tree_arrays import UNLIMITED, Room
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
@@ -215,9 +217,15 @@ def _build_on_targets_pages(config: DecodingBaseConfig, around: Surroundings) ->
     net = layers.net
     sampling = draft_sampling_of(net.shard, around.sampler, _draws(config), net.token_map)
     backlog = DraftBacklog(layers, slots, around.max_num_tokens)
-    parts = layers, slots, around.sampler.groups, sampling, backlog
-    worker = DraftWorker(*parts, splits_rounds=draft.splits_rounds)
-    return Speculation(ReadyDrafts(), round_end=worker)
+    proposer = NetworkProposer(layers, slots, sampling, backlog)
+    return _in_rounds(proposer, around, splits_rounds=draft.splits_rounds)
+
+
+def _in_rounds(
+    proposer: Proposer, around: Surroundings, *, splits_rounds: bool = False
+) -> Speculation:
+    parts = proposer, around.slots, around.sampler.groups
+    return Speculation(ReadyDrafts(), round_end=DraftWorker(*parts, splits_rounds=splits_rounds))
 
 
 def _draws(config: DecodingBaseConfig) -> str:

@@ -106,8 +106,7 @@ class Watched:
 def watch(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> Watched:
     drafter: Any = harness.parts.runner.round_end
     watched = Watched(harness)
-    name = "_draft" if isinstance(drafter, ModelDrafter) else "draft"
-    original = getattr(drafter, name)
+    original = drafter._draft
 
     def eagerly(*arguments: Any) -> None:
         [group] = [each for each in arguments if isinstance(each, RowGroup)]
@@ -115,7 +114,7 @@ def watch(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> Watched:
             watched.eager.append(len(group.requests))
         original(*arguments)
 
-    monkeypatch.setattr(drafter, name, eagerly)
+    monkeypatch.setattr(drafter, "_draft", eagerly)
     return watched
 
 
