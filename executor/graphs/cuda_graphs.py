@@ -43,10 +43,11 @@ class CudaGraphs(SlotGraphs[SampledTokens]):
         tokens, lens = result.new_tokens, result.new_lens
         if number < len(lens):
             tokens, lens = tokens[:number], lens[:number]
-        width = shape.path if result.ranks is None else 2 * shape.path
-        to_host = None if self._ring is None else self._ring.sent(number, width)
-        ranks = None if result.ranks is None else result.ranks[:number]
-        return SampledTokens(tokens, lens, ranks=ranks, to_host=to_host)
+        to_host = None if self._ring is None else self._ring.sent(number, result.num_columns)
+        ranks, num_drafts = (
+            None if each is None else each[:number] for each in (result.ranks, result.num_drafts)
+        )
+        return SampledTokens(tokens, lens, ranks=ranks, num_drafts=num_drafts, to_host=to_host)
 
     def seconds(
         self, key: GraphKey, slots: list[int] | None = None, renew: Callable[[], None] | None = None

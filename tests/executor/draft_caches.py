@@ -74,6 +74,9 @@ def one_model(
         mode, options = mode.removesuffix("_tree"), TREE | options
     if mode == "plain":
         return {}
+    if mode == "sa":
+        own = {"decoding_type": "SA", "max_draft_len": draft_len}
+        return {"speculative_config": own | options}
     if mode == "draft_target_two_model":
         return draft_target(draft, draft_len, **options)
     if mode == "draft_target":

@@ -57,6 +57,16 @@ class EagerGraph:
         self.depth.pop()
 
 
+def own_copy(result: SampledTokens | torch.Tensor) -> SampledTokens | torch.Tensor:
+    if not isinstance(result, SampledTokens):
+        return result.clone()
+    rows, num_drafts = (
+        None if each is None else each.clone() for each in (result.rows, result.num_drafts)
+    )
+    tokens, lens = result.new_tokens.clone(), result.new_lens.clone()
+    return SampledTokens(tokens, lens, rows, num_drafts=num_drafts)
+
+
 def spoil(result: SampledTokens | torch.Tensor) -> None:
     for tensor in tensors_of(result):
         tensor.fill_(torch.nan if tensor.is_floating_point() else 1 << 40)
@@ -72,8 +82,7 @@ def captures_without_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def capture(pool: GraphPool, run: Callable[[], Result]) -> Captured[Result]:
         result = run()
         if result is not None:
-            own = [tensor.clone() for tensor in tensors_of(result)]
-            result = SampledTokens(*own) if isinstance(result, SampledTokens) else own[0]
+            result = own_copy(result)
             spoil(result)  # a capture computes nothing
             results.append(result)
         stand_in: Any = EagerGraph(run, result, inside, results)

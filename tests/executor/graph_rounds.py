@@ -22,7 +22,7 @@ from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 CPU = torch.device("cpu")
 DUMMY = 8  # the slot after those of max_batch_size
 MODES = ["plain", "draft_target", "eagle3", "eagle3_two_model", "draft_target_two_model"]
-MODES += [f"{mode}_tree" for mode in MODES[1:]]
+MODES += [*(f"{mode}_tree" for mode in MODES[1:]), "sa"]
 
 
 def speculate(tiny_draft: Path, head: Path, mode: str, **options: Any) -> dict[str, Any]:
