@@ -146,8 +146,7 @@ class DecodingBaseConfig(ConfigModel):
 
     # Whether rounds of draft length 0 may overlap, even if rounds with drafts may not.
     overlaps_plain_rounds: ClassVar[bool] = True
-    # Whether a request may have fewer drafts than were asked for, which only the device knows.
-    counts_on_device: ClassVar[bool] = False
+    counts_on_device: ClassVar[bool] = False  # only the device knows how many drafts there are
     # Whether every rank of a model comes to the same drafts.
     serves_ranks: ClassVar[bool] = True
     not_served: ClassVar[Mapping[str, NotServed]] = DECODING_NOT_SERVED
