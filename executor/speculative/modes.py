@@ -119,8 +119,8 @@ class DraftModel:
 
 @dataclass(frozen=True)
 class Mode:
-    """One `decoding_type`. `draft_model`: which draft weights it loads; None: none. `num_bytes`: of
-    the device's memory, that it keeps for slots with texts of at most so many tokens."""
+    """One `decoding_type`. `draft_model`: which draft weights it loads; None: none.
+    `num_bytes(num_slots, max_len)`: device memory that it keeps for the slots."""
 
     build: Callable[[DecodingBaseConfig, Surroundings], Speculation]
     draft_model: Callable[[DecodingBaseConfig], DraftModel] | None = None
