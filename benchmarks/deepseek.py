@@ -33,7 +33,6 @@ from benchmarks.harness.models import READ_BYTES_PER_S, WEIGHT_BYTES, Config, re
 from benchmarks.harness.moe_rounds import experts_hit, rounds_table
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from tllm_spec.executor.speculative.drafting.draft_net import NextnNet
-from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.kernels import latent_attention as latent
 from tllm_spec.kernels.head_gemm import head_gemm
@@ -43,6 +42,7 @@ from tllm_spec.kernels.latent_attention import (
     TileShape,
     latent_attention,
 )
+from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.models.moe import Router
 
 V3_STYLE: Config = {
@@ -170,9 +170,8 @@ def set_bias(engine: Rounds, case: str) -> None:
     runner = engine.executor.parts.runner
     models: list[torch.nn.Module] = [runner.engine.model]
     if isinstance(runner.round_end, DraftWorker):
-        proposer = runner.round_end.proposer
-        assert isinstance(proposer, NetworkProposer) and isinstance(proposer.net, NextnNet)
-        models.append(proposer.net.modules)
+        assert isinstance(runner.round_end.net, NextnNet)
+        models.append(runner.round_end.net.modules)
     modules = [module for model in models for module in model.modules()]
     for router in (module for module in modules if isinstance(module, Router)):
         bias = router.e_score_correction_bias
@@ -227,7 +226,7 @@ def attention_calls(
     workspace = LatentWorkspace.allocate(rank, torch.device(device))
     tables = torch.randperm(batch * pages, device=device).view(batch, -1).int()
     lens = torch.full((batch,), context, dtype=torch.int32, device=device)
-    given = LatentTables(tables, lens, window)
+    given = LatentTables(RoundRows.rectangle(len(lens), window), tables, lens)
     q_latent = torch.randn(heads, batch * window, rank, **on_device)
     q = torch.randn(batch * window, heads, nope + ENTRY - rank, **on_device)
     layers = [torch.randn(batch * pages, page, ENTRY, **on_device) for _ in range(3)]

@@ -75,17 +75,19 @@ def window_calls(
     tree: "TreeMask | None" = None,
 ) -> list[Callable[[], object]]:
     """One call for each layer: norm and rotary embedding, the KV write, and attention."""
+    from tllm_spec.kernels.round_rows import RoundRows
     from tllm_spec.kernels.window_attention import WindowTables, window_attention
     from tllm_spec.kernels.window_splits import WindowWorkspace
 
     batch_size = tables.shape[0]
-    shape = (batch_size, window, HEADS + 2 * KV_HEADS, HEAD_DIM)
+    rows = RoundRows.rectangle(batch_size, window)
+    shape = (batch_size * window, HEADS + 2 * KV_HEADS, HEAD_DIM)
     qkv = torch.randn(shape, device=CUDA).to(BF16)
     cos_sin = torch.randn(batch_size * window, 2, 1, HEAD_DIM, device=CUDA).to(BF16)
     positions = context - window + torch.arange(window, device=CUDA)
     slots = tables[:, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
     lengths = torch.full((batch_size,), context, dtype=torch.int32, device=CUDA)
-    places = WindowTables(tables, lengths, slots.flatten(), tree=tree)
+    places = WindowTables(rows, tables, lengths, slots.flatten(), tree=tree)
     workspace = WindowWorkspace.allocate(HEAD_DIM, torch.device(CUDA))
 
     def call(pool: torch.Tensor) -> Callable[[], object]:

@@ -22,6 +22,7 @@ import torch
 
 from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.key_spans import KeySpan, KeySpans
+from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.tree_mask import TreeMask, TreePaths
 from tllm_spec.kernels.window_attention import plain_window_attention
 
@@ -63,21 +64,25 @@ class QueryTiles:
 
     @classmethod
     def of_windows(
-        cls, row: int, kv_lens: torch.Tensor, window: int, request: int, size: int
+        cls, row: int, kv_lens: torch.Tensor, rows: RoundRows, request: int, size: int
     ) -> "QueryTiles":
-        """The last `window` tokens of each of B requests with `kv_lens` `[B]` tokens. Their rows
-        start at row `row` of q and row `request` of the block tables."""
-        offsets = torch.arange(0, window, size, dtype=torch.int32, device=kv_lens.device)
+        """The last tokens of each of B requests with `kv_lens` `[B]` tokens, as many as it has
+        rows. Their rows start at row `row` of q and row `request` of the block tables. Some tiles
+        have no tokens, unless the rows are a rectangle."""
+        offsets = torch.arange(0, rows.window, size, dtype=torch.int32, device=kv_lens.device)
         number = torch.arange(len(kv_lens), dtype=torch.int32, device=kv_lens.device).unsqueeze(1)
-        counts = (window - offsets).clamp_max(size)
+        if rows.offsets is None:
+            firsts, counts = number * rows.window, rows.window - offsets
+        else:
+            firsts, counts = rows.offsets[:-1, None], rows.offsets.diff().unsqueeze(1) - offsets
         parts = (
-            number * window + offsets + row,
-            kv_lens.unsqueeze(1) - window + offsets,
-            counts,
+            firsts + offsets + row,
+            (kv_lens - rows.counts).unsqueeze(1) + offsets,
+            counts.clamp(0, size),
             number + request,
         )
         table = torch.stack([part.expand(len(kv_lens), len(offsets)) for part in parts]).flatten(1)
-        return cls(table, min(window, size))
+        return cls(table, min(rows.window, size))
 
     @classmethod
     def of_trees(
@@ -85,7 +90,7 @@ class QueryTiles:
     ) -> "QueryTiles":
         """The rows of trees of B requests with `kv_lens` `[B]` tokens. Their rows of q start at 0,
         those of the block tables at `request`."""
-        windows = cls.of_windows(0, kv_lens, mask.bits.shape[1], request, size)
+        windows = cls.of_windows(0, kv_lens, RoundRows.rectangle(*mask.bits.shape), request, size)
         windows.table[1].view(len(kv_lens), -1).copy_((kv_lens - mask.length).unsqueeze(1))
         return cls(windows.table, windows.max_tokens, TreePaths.of(mask))
 
@@ -238,10 +243,11 @@ def plain_batch_invariant_attention(
     rows = first[owner] + offset
     lengths = (start[owner] + offset + 1).to(torch.int32)
     spans = None if span is None else KeySpans(span, lengths.long() - 1)
+    alone = RoundRows.rectangle(len(rows), 1)
     found = plain_window_attention(
-        q[rows, None], layer, block_tables[request[owner]], lengths, scale, spans=spans
+        q[rows], layer, alone, block_tables[request[owner]], lengths, scale, spans=spans
     )
-    return torch.empty_like(found[:, 0]).index_copy_(0, rows, found[:, 0])
+    return torch.empty_like(found).index_copy_(0, rows, found)
 
 
 def _plain_trees(
@@ -255,11 +261,10 @@ def _plain_trees(
 ) -> torch.Tensor:
     mask, batch, spans = paths.mask, len(paths.mask.bits), None
     _, start, _, request = tiles.table.view(4, batch, -1)[:, :, 0]
-    windows, kv_lens = q.view(batch, -1, *q.shape[1:]), start + mask.length
+    rows, kv_lens = RoundRows.rectangle(*mask.bits.shape), start + mask.length
     if span is not None:
         positions = start.unsqueeze(1) + paths.lens.view(batch, -1) - 1
         spans = KeySpans(span, positions.long().flatten())
         mask = spans.cut(mask)
     tables = block_tables[request]
-    found = plain_window_attention(windows, layer, tables, kv_lens, scale, mask, spans)
-    return found.flatten(0, 1)
+    return plain_window_attention(q, layer, rows, tables, kv_lens, scale, mask, spans)

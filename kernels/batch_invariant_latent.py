@@ -17,6 +17,7 @@ from tllm_spec.kernels.batch_invariant_attention import (
 )
 from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.latent_attention import LatentTables, plain_latent_attention
+from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.window_splits import power_of_two
 
 TILE_ROWS = 16  # of 512 float32 sums each, twice
@@ -147,7 +148,8 @@ def plain_batch_invariant_latent(
         mask = tiles.paths.mask
         one = slice(None, None, mask.bits.shape[1])  # the first tile of each request
         lens = (start[one] + mask.length).to(torch.int32)
-        tables = LatentTables(block_tables[request[one]], lens, mask.bits.shape[1], mask)
+        trees = RoundRows.rectangle(*mask.bits.shape)
+        tables = LatentTables(trees, block_tables[request[one]], lens, mask)
         return plain_latent_attention(q_latent.transpose(0, 1), q, layer, tables, scale).transpose(
             0, 1
         )
@@ -155,7 +157,8 @@ def plain_batch_invariant_latent(
     offset = torch.arange(len(owner), device=q.device) - (count.cumsum(0) - count)[owner]
     rows = first[owner] + offset
     lens = (start[owner] + offset + 1).to(torch.int32)
-    tables = LatentTables(block_tables[request[owner]], lens, 1)
+    alone = RoundRows.rectangle(len(rows), 1)
+    tables = LatentTables(alone, block_tables[request[owner]], lens)
     found = plain_latent_attention(
         q_latent[rows].transpose(0, 1), q[rows], layer, tables, scale
     ).transpose(0, 1)

@@ -30,15 +30,15 @@ class KeySpan:
 
 @dataclass(frozen=True)
 class KeySpans:
-    """Rows of B windows of W tokens, which see the keys in `span` of their own position."""
+    """Rows of windows, which see the keys in `span` of their own position."""
 
     span: KeySpan
     positions: torch.Tensor
-    """`[B * W]` int64, on the device."""
+    """`[T]` int64, on the device."""
 
-    def first_keys(self, window: int) -> torch.Tensor:
-        """The lowest position that each row sees, `[B, W]`."""
-        size, rows = self.span.size, self.positions.view(-1, window)
+    def first_keys(self) -> torch.Tensor:
+        """The lowest position that each row sees, `[T]`."""
+        size, rows = self.span.size, self.positions
         return (rows - (size - 1)).clamp_min(0) if self.span.slides else rows // size * size
 
     def cut(self, tree: TreeMask) -> TreeMask:
@@ -49,6 +49,6 @@ class KeySpans:
         sees = (tree.bits.unsqueeze(2) >> index) & 1
         # Keys of the path from each key to its end.
         num_left = sees.flip(2).cumsum(2).flip(2)
-        num_seen = rows - self.first_keys(rows.shape[1]) + 1
+        num_seen = rows - self.first_keys().view(rows.shape) + 1
         sees *= num_left <= num_seen.unsqueeze(2)
         return TreeMask((sees << index).sum(2), tree.length)

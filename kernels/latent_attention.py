@@ -17,6 +17,7 @@ import torch
 
 from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes
 from tllm_spec.kernels.tree_mask import TreeMask
 from tllm_spec.kernels.window_splits import power_of_two
@@ -32,14 +33,15 @@ REDUCED_ELEMENTS = 8192
 
 @dataclass(frozen=True)
 class LatentTables:
-    """Positions of B windows of W tokens in the KV pool; all tensors on the device. The latents of
-    the windows themselves are in the pool."""
+    """Positions of B windows in the KV pool, T rows in all; all tensors on the device. The latents
+    of the windows themselves are in the pool."""
 
+    rows: RoundRows
+    """Of the windows. Rows of trees are a rectangle."""
     block_tables: torch.Tensor
     """`[B, P]` int32."""
     kv_lens: torch.Tensor
-    """`[B]` int32, at least 1: tokens in the cache, including the W of the window."""
-    window: int
+    """`[B]` int32, at least 1: tokens in the cache, including those of the window."""
     tree: TreeMask | None = None
     """Which keys the rows see, if the windows are rows of trees; None: those up to their own."""
 
@@ -80,22 +82,22 @@ def latent_attention(
     scale: float,
     workspace: LatentWorkspace,
 ) -> torch.Tensor:
-    """Query w of request b has index kv_lens[b] - W + w and attends to the keys up to there, or to
-    those that `tables.tree` names.
+    """The queries of request b are its last tokens, up to token kv_lens[b] - 1. Each attends to the
+    keys up to its own, or to those that `tables.tree` names.
 
     Keys beyond a request's length or its block table are never read. A query before position 0,
     which only a row of graph padding can have, attends to nothing and gives zeros.
 
     Args:
-        q_latent: `[H, B * W, R]`, contiguous: the queries times the key projection.
-        q: `[B * W, H, N + P]`, contiguous; of each head the last P elements are read, rotated.
+        q_latent: `[H, T, R]`, contiguous: the queries times the key projection.
+        q: `[T, H, N + P]`, contiguous; of each head the last P elements are read, rotated.
         layer: `[pages, page_size, R + P]`, contiguous, page_size a power of two.
         tables: of the windows.
         scale: factor of the scores before the softmax.
         workspace: for partial results; overwritten.
 
     Returns:
-        `[H, B * W, R]`, contiguous: weighted latents.
+        `[H, T, R]`, contiguous: weighted latents.
     """
     return plain_latent_attention(q_latent, q, layer, tables, scale)
 
@@ -113,6 +115,7 @@ def launch_latent_attention(
         assert tensor.is_contiguous() and tensor.dtype == layer.dtype
     assert tables.block_tables.stride(1) == 1 and tables.kv_lens.stride(0) == 1
     assert tables.block_tables.dtype == tables.kv_lens.dtype == torch.int32
+    assert tables.rows.offsets is None or tables.tree is None
     return _launch(q_latent, q, layer, tables, scale, workspace)
 
 
@@ -170,7 +173,7 @@ def _launch(
 
     (heads, num_tokens, rank), (_, page_size, width) = q_latent.shape, layer.shape
     output = torch.empty_like(q_latent)
-    batch, window, tree = num_tokens // tables.window, tables.window, tables.tree
+    batch, window, tree = tables.rows.num_requests, tables.rows.window, tables.tree
     rows = heads * window
     block_r, block_p = power_of_two(rank), max(16, power_of_two(width - rank))
     shape = _tile_shape(rows, batch, workspace.num_processors, layer.element_size())
@@ -178,14 +181,16 @@ def _launch(
     shape = _fitting(shape, block_r + block_p, layer.element_size(), shared)
     block_m, block_n = shape.rows, shape.keys
     num_tiles, max_len = -(-rows // block_m), tables.block_tables.shape[1] * page_size
-    splits = workspace.num_splits(batch * num_tiles, num_tokens * heads, max_len)
+    splits = workspace.num_splits(batch * num_tiles, batch * rows, max_len)
     attention_kernel[(num_tiles, batch, splits)](
         *(q_latent, q, layer, tables.block_tables, tables.block_tables.stride(0)),
         *(tables.kv_lens, max_len, num_tokens, scale * math.log2(math.e), output),
         *(workspace.outputs, workspace.log_sums, splits),
         *((None, 0) if tree is None else (tree.bits, tree.length)),
+        tables.rows.offsets,
         **programmatic_launch(q.device),
         TREE=tree is not None,
+        RAGGED=tables.rows.offsets is not None,
         SPLITS=splits > 1,
         WINDOW=window,
         HEADS=heads,
@@ -217,14 +222,15 @@ def _reduce(
     """Joins the partial results of the splits."""
     from tllm_spec.kernels.latent_attention_triton import reduction_kernel
 
-    heads, num_tokens, rank = output.shape
+    (heads, num_tokens, rank), own = output.shape, tables.rows
     block_s = power_of_two(splits)
     block_r = min(REDUCED_ELEMENTS // block_s, power_of_two(rank))
-    reduction_kernel[(num_tokens * heads, -(-rank // block_r))](
+    reduction_kernel[(own.num_requests * own.window * heads, -(-rank // block_r))](
         *(workspace.outputs, workspace.log_sums, tables.kv_lens, max_len, num_tokens),
-        *(output, splits),
+        *(output, splits, own.offsets),
         **programmatic_launch(output.device),
-        WINDOW=tables.window,
+        RAGGED=own.offsets is not None,
+        WINDOW=own.window,
         HEADS=heads,
         RANK=rank,
         BLOCK_N=block_n,
@@ -242,23 +248,23 @@ def plain_latent_attention(
     scale: float,
 ) -> torch.Tensor:
     """Reference of `latent_attention`, in float32."""
-    (heads, num_tokens, rank), (_, page_size, width) = q_latent.shape, layer.shape
-    window = tables.window
-    batch = num_tokens // window
+    rank, (_, page_size, width) = q_latent.shape[2], layer.shape
+    own = tables.rows
     keys = torch.arange(tables.block_tables.shape[1] * page_size, device=q.device)
     slots = tables.block_tables[:, keys // page_size] * page_size + keys % page_size  # [B, L]
     absent = keys >= tables.kv_lens[:, None]
     entries = layer.view(-1, width)[slots].float().masked_fill(absent[:, :, None], 0)
-    rotated = q[..., rank - width :].transpose(0, 1)
-    queries = torch.cat((q_latent, rotated), -1).float().view(heads, batch, window, width)
+    queries = torch.cat((q_latent.transpose(0, 1), q[..., rank - width :]), -1)
+    queries = own.padded(queries.float())
     if tables.tree is None:
-        positions = tables.kv_lens[:, None] + torch.arange(-window, 0, device=q.device)
+        firsts = tables.kv_lens - own.counts
+        positions = firsts[:, None] + torch.arange(own.window, device=q.device)
         seen = keys <= positions[:, :, None]
     else:
         seen = tables.tree.visible(tables.kv_lens, keys)
     hidden = ~seen | absent[:, None]  # [B, W, L]
-    scores = torch.einsum("hbwd,bld->hbwl", queries, entries) * scale
+    scores = torch.einsum("bwhd,bld->hbwl", queries, entries) * scale
     # The softmax of a row without keys is NaN; it becomes zeros.
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0)
-    mixed = torch.einsum("hbwl,blr->hbwr", weights, entries[..., :rank])
-    return mixed.reshape(heads, num_tokens, rank).to(q.dtype)
+    mixed = torch.einsum("hbwl,blr->bwhr", weights, entries[..., :rank])
+    return own.flat(mixed).transpose(0, 1).to(q.dtype).contiguous()

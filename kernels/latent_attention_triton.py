@@ -3,7 +3,9 @@
 One program computes a tile of query rows (heads of the window's tokens) over one split of one
 request's keys. A latent is loaded once, as key and as value. The softmax is the online softmax
 (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018) in powers of two; splits
-are joined by their log-sums."""
+are joined by their log-sums.
+
+The windows have WINDOW tokens each, or, if RAGGED, as many as `offsets` say, at most WINDOW."""
 
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ from tllm_spec.kernels.tree_mask_triton import is_set
 _LENGTHS = ["max_len", "num_tokens", "num_splits", "table_stride", "tree_len"]
 # In a mixed batch these start after the rows of the contexts, at any alignment. Specializing on the
 # alignment would compile more kernels.
-_OFFSETS = ["block_tables", "kv_lens", "tree_bits"]
+_OFFSETS = ["block_tables", "kv_lens", "tree_bits", "offsets"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -152,11 +154,11 @@ def attention_kernel(
     q_latent: tl.tensor, q: tl.tensor, layer: tl.tensor, block_tables: tl.tensor,
     table_stride: tl.tensor, kv_lens: tl.tensor, max_len: tl.tensor, num_tokens: tl.tensor,
     log2_scale: tl.tensor, output: tl.tensor, partials: tl.tensor, log_sums: tl.tensor,
-    num_splits: tl.tensor, tree_bits: tl.tensor, tree_len: tl.tensor, TREE: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
-    ROPE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, WIDEN: tl.constexpr,
-    PDL: tl.constexpr,
+    num_splits: tl.tensor, tree_bits: tl.tensor, tree_len: tl.tensor, offsets: tl.tensor,
+    TREE: tl.constexpr, RAGGED: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """Grid (tiles of rows, requests, splits): adjacent programs read the same keys."""
     begin(PDL)
@@ -165,11 +167,15 @@ def attention_kernel(
     num_keys, share, num_used = _share(kv_len, max_len, num_splits, BLOCK_N)
     if split >= num_used:  # the reduction skips it; the first split never returns here
         return
+    width = tl.load(offsets + request + 1) - tl.load(offsets + request) if RAGGED else WINDOW
+    if RAGGED and tile * BLOCK_M >= width * HEADS:  # a tile without rows
+        return
     dot_type: tl.constexpr = tl.float32 if WIDEN else layer.dtype.element_ty
     tile_rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    real_rows = tile_rows < WINDOW * HEADS
+    real_rows = tile_rows < width * HEADS
     new, heads = tile_rows // HEADS, tile_rows % HEADS
-    tokens = (request * WINDOW + new).to(tl.int64)
+    first_token = tl.load(offsets + request) if RAGGED else request * WINDOW
+    tokens = (first_token + new).to(tl.int64)
     latent_rows, rows = heads * num_tokens + tokens, tokens * HEADS + heads
     absorbed, rotated = load_queries(
         q_latent, q, latent_rows, rows, real_rows, RANK, ROPE, HEAD_DIM, BLOCK_R, BLOCK_P,
@@ -177,7 +183,7 @@ def attention_kernel(
     bits = tl.load(tree_bits + tokens, mask=real_rows, other=0) if TREE else None
     first = split * share
     top, total, mixed = _attend(
-        absorbed.to(dot_type), rotated.to(dot_type), kv_len - WINDOW + new, bits,
+        absorbed.to(dot_type), rotated.to(dot_type), kv_len - width + new, bits,
         kv_len - tree_len, layer, block_tables + request * table_stride, first,
         tl.minimum(first + share, num_keys), log2_scale, RANK, ROPE, PAGE_SIZE, BLOCK_M, BLOCK_N,
         BLOCK_R, BLOCK_P, TREE,
@@ -204,6 +210,8 @@ def reduction_kernel(
     num_tokens: tl.tensor,
     output: tl.tensor,
     num_splits: tl.tensor,
+    offsets: tl.tensor,
+    RAGGED: tl.constexpr,
     WINDOW: tl.constexpr,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
@@ -212,16 +220,23 @@ def reduction_kernel(
     BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (rows, parts of the latent). Reads only the splits that had keys: the others hold
-    results of an earlier launch."""
+    """Grid (rows of whole windows, parts of the latent). Reads only the splits that had keys: the
+    others hold results of an earlier launch."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     token, head = row // HEADS, row % HEADS
-    kv_len = tl.load(kv_lens + token // WINDOW)
+    request = token // WINDOW
+    kv_len = tl.load(kv_lens + request)
     _, _, num_used = _share(kv_len, max_len, num_splits, BLOCK_N)
     if num_used == 1:  # the attention kernel wrote the output
         return
+    if RAGGED:
+        first_token = tl.load(offsets + request)
+        token += first_token - request * WINDOW
+        row = token * HEADS + head
+        if token >= tl.load(offsets + request + 1):
+            return
     splits = tl.arange(0, BLOCK_S)
     ranks = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     used, real = splits < num_used, ranks < RANK

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tllm_spec.kernels.round_rows import RoundRows
+
 # What FlashInfer has kernels for.
 LATENT_DIM, ROPE_DIM = 512, 64
 DTYPES = (torch.bfloat16, torch.float16)
@@ -34,7 +36,7 @@ class LatentRows:
 
     @classmethod
     def of_windows(
-        cls, kv_lens: torch.Tensor, window: int, block_tables: torch.Tensor, page_size: int
+        cls, kv_lens: torch.Tensor, rows: RoundRows, block_tables: torch.Tensor, page_size: int
     ) -> "LatentRows":
         """kv_lens `[B]` and block_tables `[B, P]`, both int32 on the device. Waits for it."""
         lens, device = kv_lens.cpu(), kv_lens.device
@@ -48,8 +50,11 @@ class LatentRows:
             output_size=starts[-1],
         )
         pages = block_tables[owner, index - page_starts.to(device, torch.int64)[owner]]
-        query_starts = torch.arange(0, (1 + len(counts)) * window, window, dtype=torch.int32)
-        return cls(query_starts, page_starts, lens, pages, is_causal=window > 1)
+        if rows.offsets is None:
+            ends = torch.arange(0, 1 + rows.num_rows, rows.window, dtype=torch.int32)
+        else:
+            ends = rows.offsets.cpu()
+        return cls(ends, page_starts, lens, pages, is_causal=rows.window > 1)
 
 
 class PlannedLatent:
@@ -76,7 +81,8 @@ class PlannedLatent:
         self._dims = latent_dim, layer.shape[2] - latent_dim
         # Compiles the kernels, or raises why they cannot be.
         one = torch.ones(1, dtype=torch.int32, device=layer.device)
-        self.plan(LatentRows.of_windows(one, 1, one[:, None] - 1, self._page_size))
+        rows = RoundRows.rectangle(1, 1)
+        self.plan(LatentRows.of_windows(one, rows, one[:, None] - 1, self._page_size))
 
     def plan(self, rows: LatentRows) -> None:
         """For the runs of a forward."""

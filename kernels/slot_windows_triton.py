@@ -49,11 +49,7 @@ def accept_windows_triton(
 
 
 def write_drafts_triton(
-    tables: SlotTables,
-    slots: torch.Tensor,
-    drafts: torch.Tensor,
-    draft_limits: torch.Tensor,
-    num_drafts: torch.Tensor | None = None,
+    tables: SlotTables, slots: torch.Tensor, drafts: torch.Tensor, draft_limits: torch.Tensor
 ) -> None:
     """See `write_drafts`."""
     batch, length = drafts.shape
@@ -66,7 +62,6 @@ def write_drafts_triton(
         drafts.stride(0),
         drafts.stride(1),
         draft_limits,
-        num_drafts,
         length,
         triton.next_power_of_2(length),
         **programmatic_launch(slots.device),
@@ -138,7 +133,6 @@ def _write(
     drafts_row_stride: tl.tensor,
     drafts_stride: tl.tensor,
     draft_limits: tl.tensor,
-    num_drafts: tl.tensor,
     length: tl.constexpr,
     block: tl.constexpr,
     PDL: tl.constexpr,
@@ -149,7 +143,4 @@ def _write(
     exists = column < length
     tokens = tl.load(drafts + request * drafts_row_stride + column * drafts_stride, mask=exists)
     tl.store(windows + slot * windows_stride + 1 + column, tokens, mask=exists)
-    limit = tl.minimum(tl.load(draft_limits + slot), length)
-    if num_drafts is not None:
-        limit = tl.minimum(limit, tl.load(num_drafts + request))
-    tl.store(all_num_drafts + slot, limit)
+    tl.store(all_num_drafts + slot, tl.minimum(tl.load(draft_limits + slot), length))

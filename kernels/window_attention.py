@@ -1,6 +1,6 @@
 """Paged attention of generation windows: norm and rotate the queries and keys of each request's
-last W tokens, write their keys and values into the KV pool, and attend to the request's whole
-context.
+last tokens, up to W, write their keys and values into the KV pool, and attend to the request's
+whole context.
 
 Lengths and block tables are read on the device, so a captured launch can be replayed with other
 ones. The launch depends on shapes only: the number of splits of the keys follows from the batch,
@@ -8,8 +8,8 @@ the heads, the device and the width of the block table. Each split takes an equa
 request's actual length.
 
 `window_attention` runs a CUDA kernel for the shapes that it supports (window_attention_cuda.py), a
-Triton kernel for others, for rows that see a part of the keys and without cuda-python, and the
-plain-torch reference without Triton."""
+Triton kernel for others, for rows that see a part of the keys, for requests with different numbers
+of rows and without cuda-python, and the plain-torch reference without Triton."""
 
 import math
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.key_spans import KeySpans
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
+from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.tree_mask import TreeMask
 from tllm_spec.kernels.window_attention_cuda import (
     BLOCK_KEYS,
@@ -45,14 +46,16 @@ from tllm_spec.kernels.window_splits import (
 
 @dataclass(frozen=True)
 class WindowTables:
-    """Positions of B windows of W tokens in the KV pool; all tensors on the device."""
+    """Positions of B windows in the KV pool, T rows in all; all tensors on the device."""
 
+    rows: RoundRows
+    """Of the windows. Rows of trees and of windows with padding are a rectangle."""
     block_tables: torch.Tensor
     """`[B, P]` int32."""
     kv_lens: torch.Tensor
-    """`[B]` int32, at least 1: tokens in the cache, including the W of the window."""
+    """`[B]` int32, at least 1: tokens in the cache, including those of the window."""
     kv_slots: torch.Tensor
-    """`[B * W]` int64: page * page_size + offset of each token of the windows, as in the block
+    """`[T]` int64: page * page_size + offset of each token of the windows, as in the block
     table."""
     num_padding: torch.Tensor | None = None
     """`[B]` int64: number of padding rows at the start of each window. Their keys are masked; the
@@ -76,8 +79,9 @@ def window_attention(
     workspace: WindowWorkspace,
     norm: HeadWeights | None = None,
 ) -> torch.Tensor:
-    """Query w of request b is token kv_lens[b] - W + w and attends to the keys up to there, or to
-    those that `tables.tree` names, with `tables.spans` to those of its span only.
+    """The queries of request b are its last tokens, up to token kv_lens[b] - 1. Each attends to the
+    keys up to its own, or to those that `tables.tree` names, with `tables.spans` to those of its
+    span only.
 
     Lengths, tables, and the keys and values of earlier tokens must have been written before the
     projection that made qkv began (programmatic_launch.py). Keys beyond a request's length or its
@@ -85,8 +89,8 @@ def window_attention(
     have, attends to nothing and gives zeros (if its page holds finite values).
 
     Args:
-        qkv: `[B, W, Hq + 2 * Hkv, D]`, contiguous, D even, as projected; may be overwritten.
-        cos_sin: `[B * W, 2, 1, D]`, contiguous: rows of the rotary table (`Rotary.cos_sin`).
+        qkv: `[T, Hq + 2 * Hkv, D]`, contiguous, D even, as projected; may be overwritten.
+        cos_sin: `[T, 2, 1, D]`, contiguous: rows of the rotary table (`Rotary.cos_sin`).
         layer: `[2, pages, page_size, Hkv, D]`, contiguous, of qkv's dtype, page_size a power of
             two; keys at 0, values at 1.
         tables: of the windows.
@@ -95,13 +99,13 @@ def window_attention(
         norm: RMSNorm of each head of q and k before the rotation, or None.
 
     Returns:
-        `[B, W, Hq * D]`.
+        `[T, Hq * D]`.
     """
     rotary = Rotary(cos_sin, torch.arange(len(cos_sin), device=cos_sin.device))
-    rotary_write.reference(qkv.flatten(0, 1), rotary, tables.kv_slots, layer, norm)
-    q = qkv[:, :, : qkv.shape[2] - 2 * layer.shape[3]]
-    lengths = tables.block_tables, tables.kv_lens
-    return plain_window_attention(q, layer, *lengths, scale, tables.tree, tables.spans)
+    rotary_write.reference(qkv, rotary, tables.kv_slots, layer, norm)
+    q = qkv[:, : qkv.shape[1] - 2 * layer.shape[3]]
+    lengths, masks = (tables.block_tables, tables.kv_lens), (tables.tree, tables.spans)
+    return plain_window_attention(q, layer, tables.rows, *lengths, scale, *masks)
 
 
 def launch_window_attention(
@@ -121,11 +125,15 @@ def launch_window_attention(
     assert tables.kv_slots.dtype == torch.int64
     assert tables.num_padding is None or tables.num_padding.dtype == torch.int64
     assert tables.num_padding is None or tables.tree is None
+    offsets = tables.rows.offsets
+    assert offsets is None or (tables.tree is None and tables.num_padding is None)
+    assert offsets is None or (offsets.dtype == torch.int32 and offsets.is_contiguous())
     assert norm is None or norm.weight.is_contiguous()
     assert tables.spans is None or tables.spans.positions.is_contiguous()
     call = _Call(qkv, cos_sin, layer, tables, scale, workspace, norm)
     windows, layout = call.windows(), None
-    if tables.spans is None and serves(qkv, cos_sin, call.weights[0], layer):
+    is_served = tables.spans is None and offsets is None
+    if is_served and serves(qkv, cos_sin, call.weights[0], layer):
         layout = layout_of(windows, workspace.num_processors, len(workspace.outputs))
     return _launch_triton(call, windows) if layout is None else _launch_cuda(call, windows, layout)
 
@@ -160,16 +168,14 @@ class _Call:
         return (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
 
     def windows(self) -> WindowSizes:
-        (batch, window, all_heads, head_dim), (page_size, kv_heads) = (
-            self.qkv.shape,
-            self.layer.shape[2:4],
-        )
-        max_len = self.tables.block_tables.shape[1] * page_size
-        return WindowSizes(batch, window, all_heads // kv_heads - 2, kv_heads, head_dim, max_len)
+        (_, all_heads, head_dim), (page_size, kv_heads) = self.qkv.shape, self.layer.shape[2:4]
+        rows, max_len = self.tables.rows, self.tables.block_tables.shape[1] * page_size
+        group = all_heads // kv_heads - 2
+        return WindowSizes(rows.num_requests, rows.window, group, kv_heads, head_dim, max_len)
 
     def output(self, windows: WindowSizes) -> torch.Tensor:
         heads = windows.kv_heads * windows.group
-        return self.qkv.new_empty(windows.batch, windows.window, heads * windows.head_dim)
+        return self.qkv.new_empty(len(self.qkv), heads * windows.head_dim)
 
 
 def _launch_cuda(call: _Call, windows: WindowSizes, layout: Layout) -> torch.Tensor:
@@ -208,12 +214,13 @@ def _launch_triton(call: _Call, windows: WindowSizes) -> torch.Tensor:
     attention_kernel[(num_tiles, windows.batch, splits.number)](
         *(qkv, call.cos_sin, *call.weights, layer, layer.stride(0), tables.kv_slots, *lengths),
         *(log2_scale, output, *partials, splits.number, splits.min_keys, tables.num_padding),
-        *(tree_bits, offset, positions),
+        *(tree_bits, offset, positions, tables.rows.offsets),
         **programmatic_launch(qkv.device),
         SPAN=span,
         TREE=tree_bits is not None,
         HAS_OFFSET=offset > 0,
         PADDED=tables.num_padding is not None,
+        RAGGED=tables.rows.offsets is not None,
         HAS_NORM=call.norm is not None,
         SPLITS=splits.number > 1,
         WINDOW=windows.window,
@@ -244,17 +251,18 @@ def _reduce(
 ) -> None:
     """Joins the partial results of the splits. Their shares are whole blocks of `block_n` keys
     without the window and the `offset` keys before it."""
-    from tllm_spec.kernels.window_attention_triton import reduction_kernel
+    from tllm_spec.kernels.window_splits_triton import reduction_kernel
 
     heads, workspace, tables = windows.kv_heads * windows.group, call.workspace, call.tables
     rows = 8 if splits.are_rare and heads % 8 == 0 else 1
     reduction_kernel[(windows.batch * windows.window * heads // rows,)](
         *(workspace.outputs, workspace.log_sums, tables.kv_lens, output, windows.max_len),
-        *(splits.number, splits.min_keys, tables.num_padding, offset),
+        *(splits.number, splits.min_keys, tables.num_padding, offset, tables.rows.offsets),
         **programmatic_launch(output.device),
         SPAN=call.spans[1],
         HAS_OFFSET=offset > 0,
         PADDED=tables.num_padding is not None,
+        RAGGED=tables.rows.offsets is not None,
         HEADS=heads,
         ROWS=rows,
         WINDOW=windows.window,
@@ -270,36 +278,37 @@ def _reduce(
 def plain_window_attention(
     q: torch.Tensor,
     layer: torch.Tensor,
+    rows: RoundRows,
     block_tables: torch.Tensor,
     kv_lens: torch.Tensor,
     scale: float,
     tree: TreeMask | None = None,
     spans: KeySpans | None = None,
 ) -> torch.Tensor:
-    """Reference of the attention in `window_attention`, in float32. q: `[B, W, Hq, D]`, after norm
-    and rotation; the pool holds the window's keys and values already. tree, spans: as in
+    """Reference of the attention in `window_attention`, in float32. q: `[T, Hq, D]`, after norm and
+    rotation; the pool holds the windows' keys and values already. The others are as in
     `WindowTables`."""
-    batch, window, heads, head_dim = q.shape
-    page_size, kv_heads = layer.shape[2:4]
+    (heads, head_dim), (page_size, kv_heads) = q.shape[1:], layer.shape[2:4]
     keys = torch.arange(block_tables.shape[1] * page_size, device=q.device)
     slots = block_tables[:, keys // page_size] * page_size + keys % page_size  # [B, L]
     absent = keys >= kv_lens[:, None]
     if spans is not None:
-        first_keys = spans.first_keys(window)
+        first_keys = rows.padded(spans.first_keys())
         absent |= keys < first_keys.amin(1, keepdim=True)
     cached = layer.view(2, -1, kv_heads, head_dim)[:, slots].float()
     cached = cached.masked_fill(absent[:, :, None, None], 0)
     cached = cached.permute(0, 1, 3, 2, 4)  # [2, B, Hkv, L, D]
-    positions = kv_lens[:, None] + torch.arange(-window, 0, device=q.device)
+    positions = (kv_lens - rows.counts)[:, None] + torch.arange(rows.window, device=q.device)
     hidden = (keys > positions[:, :, None]) | absent[:, None]
     if tree is not None:
         hidden = ~tree.visible(kv_lens, keys)
     if spans is not None:
         hidden |= keys < first_keys[:, :, None]
     hidden = hidden.repeat_interleave(heads // kv_heads, dim=1)[:, None]  # [B, 1, W * G, L]
-    queries = q.float().view(batch, window, kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
+    shape = rows.num_requests, rows.window, kv_heads, -1, head_dim
+    queries = rows.padded(q.float()).view(shape).transpose(1, 2).flatten(2, 3)
     scores = (queries @ cached[0].mT * scale).masked_fill(hidden, -torch.inf)
     # The softmax of a row without keys is NaN; it becomes zeros.
     weights = scores.softmax(dim=-1).masked_fill(hidden, 0)
-    mixed = (weights @ cached[1]).view(batch, kv_heads, window, -1, head_dim).transpose(1, 2)
-    return mixed.reshape(batch, window, heads * head_dim).to(q.dtype)
+    mixed = (weights @ cached[1]).view(-1, kv_heads, rows.window, heads // kv_heads, head_dim)
+    return rows.flat(mixed.transpose(1, 2)).reshape(len(q), heads * head_dim).to(q.dtype)

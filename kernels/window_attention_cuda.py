@@ -154,7 +154,7 @@ def serves(
         and qkv.dtype in (torch.bfloat16, torch.float16)
         and cos_sin.dtype == qkv.dtype
         and (norm_weight is None or norm_weight.dtype == qkv.dtype)
-        and qkv.shape[3] in HEAD_DIMS
+        and qkv.shape[-1] in HEAD_DIMS
         and layer.shape[2] >= BLOCK_KEYS
         and nvrtc.why_unavailable(qkv.device.index or 0) is None
     )

@@ -10,7 +10,9 @@ The splits share the keys that were in the pool before. The last one adds the wi
 registers, so no program reads what another program of the launch writes. Rows of a tree see by
 their bits: the splits share the keys before the tree's region, and the last one adds the region.
 With SPAN the splits share the keys from the first one that the window's first row sees, and the
-other rows mask those that they do not see."""
+other rows mask those that they do not see.
+
+The windows have WINDOW rows each, or, if RAGGED, as many as `offsets` say, at most WINDOW."""
 
 import triton
 import triton.language as tl
@@ -18,11 +20,9 @@ import triton.language as tl
 from tllm_spec.kernels.key_spans_triton import first_key
 from tllm_spec.kernels.programmatic_launch_triton import launch_dependents, wait_for_previous
 from tllm_spec.kernels.tree_mask_triton import is_set
+from tllm_spec.kernels.window_splits_triton import LENGTHS, OFFSETS, shares
 
-_LENGTHS = ["max_len", "num_splits", "min_keys", "offset"]
-# In a mixed batch these start after the rows of the contexts, at any alignment. Specializing on the
-# alignment would compile more kernels.
-_OFFSETS = ["kv_slots", "block_tables", "kv_lens", "num_padding", "tree_bits", "positions"]
+_OFFSETS = [*OFFSETS, "kv_slots", "block_tables", "tree_bits", "positions"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -82,20 +82,21 @@ def _masked(
     num_own: tl.tensor,
     kv_len: tl.tensor,
     first_keys: tl.tensor,
-    WINDOW: tl.constexpr,
+    width: tl.tensor,
     BLOCK_W: tl.constexpr,
     TREE: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> tl.tensor:
-    """Scores `[R, BLOCK_W]` of the window's own keys, -inf where a row does not see the key."""
+    """Scores `[R, BLOCK_W]` of the window's own keys, -inf where a row does not see the key. width:
+    rows of the window."""
     new = tl.arange(0, BLOCK_W)[None, :]
     if TREE:
-        seen = (new < WINDOW) & is_set(bits, offset + tl.arange(0, BLOCK_W))
+        seen = (new < width) & is_set(bits, offset + tl.arange(0, BLOCK_W))
     else:
-        first_own = WINDOW - tl.minimum(num_own, kv_len)  # padding may have positions below 0
-        seen = (new <= window_rows[:, None]) & (new < WINDOW) & (new >= first_own)
+        first_own = width - tl.minimum(num_own, kv_len)  # padding may have positions below 0
+        seen = (new <= window_rows[:, None]) & (new < width) & (new >= first_own)
         if SPAN:
-            seen = seen & (kv_len - WINDOW + new >= first_keys[:, None])
+            seen = seen & (kv_len - width + new >= first_keys[:, None])
     return tl.where(seen, scores, float("-inf"))
 
 
@@ -197,39 +198,6 @@ def _attend_to_pool(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _shares(
-    kv_lens: tl.tensor,
-    num_padding: tl.tensor,
-    request: tl.tensor,
-    offset: tl.tensor,
-    max_len: tl.tensor,
-    num_splits: tl.tensor,
-    min_keys: tl.tensor,
-    SPAN: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    PADDED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Number of the request's keys, of the window's rows without padding, and of the keys before
-    those and a tree's region; the first of the latter that a row sees, a split's share of those
-    from there on in whole blocks, and the number of splits that have a share. The last split also
-    has the other keys."""
-    # Lengths are older than the projection (programmatic_launch.py); L1 may hold stale ones.
-    kv_len, num_own = tl.load(kv_lens + request, cache_modifier=".cg"), WINDOW
-    if PADDED:
-        num_own = WINDOW - tl.load(num_padding + request, cache_modifier=".cg").to(tl.int32)
-    num_last = num_own + offset if HAS_OFFSET else num_own
-    num_old = tl.minimum(tl.maximum(kv_len - num_last, 0), max_len)
-    # The first row has position num_old, and no row sees earlier keys than that one.
-    num_seen = num_old - first_key(num_old, SPAN) if SPAN else num_old
-    number = tl.minimum(tl.maximum((num_seen - 1) // min_keys, 1), num_splits)
-    share = tl.cdiv(tl.maximum(tl.cdiv(num_seen, number), 1), BLOCK_N) * BLOCK_N
-    num_used = tl.maximum(tl.cdiv(num_seen, share), 1)
-    return kv_len, num_own, num_old, num_old - num_seen, share, num_used
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _window_keys(
     qkv: tl.tensor,
     cos_sin: tl.tensor,
@@ -239,26 +207,23 @@ def _window_keys(
     value_offset: tl.tensor,
     kv_slots: tl.tensor,
     num_own: tl.tensor,
-    request: tl.tensor,
+    first_row: tl.tensor,
+    width: tl.tensor,
     kv_head: tl.tensor,
     HAS_NORM: tl.constexpr,
-    WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The window's own keys after norm and rotation, and its values, `[BLOCK_W, D]`; padding rows
-    are zeros. Also writes them into the pool."""
+    """The keys of the window's `width` rows after norm and rotation, and their values,
+    `[BLOCK_W, D]`; padding rows are zeros. Also writes them into the pool."""
     num_heads: tl.constexpr = KV_HEADS * (GROUP + 2)
     new, dims = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_D)
-    is_own = (new < WINDOW) & (new >= WINDOW - num_own)
+    is_own = (new < width) & (new >= width - num_own)
     own = is_own[:, None] & (dims < HEAD_DIM)[None, :]
-    tokens, heads = (
-        request * WINDOW + new,
-        KV_HEADS * GROUP + kv_head + tl.zeros([BLOCK_W], tl.int32),
-    )
+    tokens, heads = first_row + new, KV_HEADS * GROUP + kv_head + tl.zeros([BLOCK_W], tl.int32)
     keys = _rotated(
         qkv,
         cos_sin,
@@ -281,37 +246,71 @@ def _window_keys(
     return keys, values
 
 
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _store(
+    top: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    rows: tl.tensor,
+    dims: tl.tensor,
+    real_rows: tl.tensor,
+    real: tl.tensor,
+    split: tl.tensor,
+    num_splits: tl.tensor,
+    num_used: tl.tensor,
+    output: tl.tensor,
+    partials: tl.tensor,
+    log_sums: tl.tensor,
+    SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+) -> None:
+    """Writes the softmax of a split to the output's rows, or, if others follow, to their partial
+    results."""
+    result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    if SPLITS and num_used > 1:
+        rows = rows * num_splits + split
+        tl.store(log_sums + rows, top + tl.log2(total), mask=real_rows)
+        tl.store(partials + rows[:, None] * HEAD_DIM + dims[None, :], result, mask=real)
+    else:
+        pointers = output + rows[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(pointers, result.to(output.dtype.element_ty), mask=real)
+
+
 # fmt: off
-@triton.jit(do_not_specialize=[*_LENGTHS, "table_stride"], do_not_specialize_on_alignment=_OFFSETS)  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=[*LENGTHS, "table_stride"], do_not_specialize_on_alignment=_OFFSETS)  # type: ignore[untyped-decorator]  # triton has no types
 def attention_kernel(
     qkv: tl.tensor, cos_sin: tl.tensor, norm_weights: tl.tensor, eps: tl.tensor, layer: tl.tensor,
     value_offset: tl.tensor, kv_slots: tl.tensor, block_tables: tl.tensor, table_stride: tl.tensor,
     kv_lens: tl.tensor, max_len: tl.tensor, log2_scale: tl.tensor, output: tl.tensor,
     partials: tl.tensor, log_sums: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor,
     num_padding: tl.tensor, tree_bits: tl.tensor, offset: tl.tensor, positions: tl.tensor,
-    SPAN: tl.constexpr, TREE: tl.constexpr, HAS_OFFSET: tl.constexpr, PADDED: tl.constexpr,
-    HAS_NORM: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
-    PDL: tl.constexpr,
+    offsets: tl.tensor, SPAN: tl.constexpr, TREE: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    PADDED: tl.constexpr, RAGGED: tl.constexpr, HAS_NORM: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """Grid (KV heads * tiles of rows, requests, splits): adjacent programs read the heads of the
     same keys, and splits that may have no keys come last."""
     launch_dependents(PDL)
     tile, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    kv_len, num_own, num_old, first, share, num_used = _shares(
-        kv_lens, num_padding, request, offset, max_len, num_splits, min_keys,
-        SPAN, HAS_OFFSET, PADDED, WINDOW, BLOCK_N,
+    kv_len, num_own, num_old, first, share, num_used = shares(
+        kv_lens, num_padding, offsets, request, offset, max_len, num_splits, min_keys,
+        SPAN, HAS_OFFSET, PADDED, RAGGED, WINDOW, BLOCK_N,
     )
     if split >= num_used:  # the reduction skips it; the first split never returns here
         return
     wait_for_previous(PDL)
+    if RAGGED and tile // KV_HEADS * BLOCK_M >= num_own * GROUP:  # a tile without rows
+        return
     dot_type: tl.constexpr = tl.float32 if WIDEN else layer.dtype.element_ty
     kv_head, dims = tile % KV_HEADS, tl.arange(0, BLOCK_D)
     rows = tile // KV_HEADS * BLOCK_M + tl.arange(0, BLOCK_M)
-    real_rows = rows < WINDOW * GROUP
+    width = num_own if RAGGED else WINDOW
+    real_rows = rows < width * GROUP
     real = real_rows[:, None] & (dims < HEAD_DIM)[None, :]
-    tokens, heads = request * WINDOW + rows // GROUP, kv_head * GROUP + rows % GROUP
+    first_row = tl.load(offsets + request) if RAGGED else request * WINDOW
+    tokens, heads = first_row + rows // GROUP, kv_head * GROUP + rows % GROUP
     queries = _rotated(
         qkv, cos_sin, norm_weights, eps, tokens, heads, real_rows,
         HAS_NORM, KV_HEADS * (GROUP + 2), HEAD_DIM, BLOCK_D,
@@ -326,70 +325,16 @@ def attention_kernel(
     )
     if is_last:
         keys, values = _window_keys(
-            qkv, cos_sin, norm_weights, eps, layer, value_offset, kv_slots, num_own, request,
-            kv_head, HAS_NORM, WINDOW, GROUP, KV_HEADS, HEAD_DIM, BLOCK_W, BLOCK_D,
+            qkv, cos_sin, norm_weights, eps, layer, value_offset, kv_slots, num_own, first_row,
+            width, kv_head, HAS_NORM, GROUP, KV_HEADS, HEAD_DIM, BLOCK_W, BLOCK_D,
         )
         scores = _masked(
             tl.dot(queries, tl.trans(keys.to(dot_type)), input_precision="ieee") * log2_scale,
-            bits, offset, rows // GROUP, num_own, kv_len, first_keys, WINDOW, BLOCK_W, TREE, SPAN,
+            bits, offset, rows // GROUP, num_own, kv_len, first_keys, width, BLOCK_W, TREE, SPAN,
         )
         top, total, mixed = _add_keys(top, total, mixed, scores, values.to(dot_type))
-    result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-    out_rows = tokens * (KV_HEADS * GROUP) + heads
-    if SPLITS and num_used > 1:
-        out_rows = out_rows * num_splits + split
-        tl.store(log_sums + out_rows, top + tl.log2(total), mask=real_rows)
-        tl.store(partials + out_rows[:, None] * HEAD_DIM + dims[None, :], result, mask=real)
-    else:
-        pointers = output + out_rows[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(pointers, result.to(output.dtype.element_ty), mask=real)
+    _store(
+        top, total, mixed, tokens * (KV_HEADS * GROUP) + heads, dims, real_rows, real, split,
+        num_splits, num_used, output, partials, log_sums, SPLITS, HEAD_DIM,
+    )
 # fmt: on
-
-
-@triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=_OFFSETS[2:])  # type: ignore[untyped-decorator]  # triton has no types
-def reduction_kernel(
-    partial_outputs: tl.tensor,
-    log_sums: tl.tensor,
-    kv_lens: tl.tensor,
-    output: tl.tensor,
-    max_len: tl.tensor,
-    num_splits: tl.tensor,
-    min_keys: tl.tensor,
-    num_padding: tl.tensor,
-    offset: tl.tensor,
-    SPAN: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    PADDED: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """Joins the splits of `ROWS` output rows (query heads of a token) per program. Reads only the
-    splits that had keys: the others hold results of an earlier launch."""
-    launch_dependents(PDL)
-    first = tl.program_id(0) * ROWS
-    request = first // (WINDOW * HEADS)
-    _, _, _, _, _, num_used = _shares(
-        kv_lens, num_padding, request, offset, max_len, num_splits, min_keys,
-        SPAN, HAS_OFFSET, PADDED, WINDOW, BLOCK_N,
-    )  # fmt: skip
-    wait_for_previous(PDL)
-    if num_used == 1:  # the attention kernel wrote the output
-        return
-    rows, splits, dims = first + tl.arange(0, ROWS), tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    used, real_dims = (splits < num_used)[None, :], (dims < HEAD_DIM)[None, :]
-    parts = rows[:, None] * num_splits + splits[None, :]
-    logs = tl.load(log_sums + parts, mask=used, other=float("-inf"))
-    pointers = partial_outputs + parts[:, :, None] * HEAD_DIM + dims[None, None, :]
-    outputs = tl.load(pointers, mask=used[:, :, None] & real_dims[:, None, :], other=0.0)
-    top = tl.max(logs, 1)
-    weights = tl.exp2(logs - tl.where(top == float("-inf"), 0.0, top)[:, None])
-    total = tl.sum(weights, 1)
-    result = tl.sum(outputs * weights[:, :, None], 1) / tl.where(total == 0.0, 1.0, total)[:, None]
-    targets = output + rows[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(targets, result.to(output.dtype.element_ty), mask=real_dims)

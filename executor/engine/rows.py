@@ -13,6 +13,7 @@ import torch
 from tllm_spec.attention.interface import AttentionMetadata
 from tllm_spec.executor.resources.slot_state import BlockTable
 from tllm_spec.executor.rounds.transfer import to_device
+from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.tree_mask import TreeMask
 from tllm_spec.kernels.window_rows import WindowRows, window_rows
 
@@ -56,7 +57,10 @@ class Windows:
     device. `max_kv_len` is the host's upper bound of first position + W. The first `num_padding`
     `[B]` rows of each window are padding, perhaps before position 0; their KV goes to the dummy
     page. With `tree` the rows are nodes of a tree, never padding, and `max_kv_len` is the bound of
-    first + offset + W."""
+    first + offset + W.
+
+    `part`: the rows of the windows that run, the first ones of each, without padding or trees;
+    None: all of them."""
 
     slots: torch.Tensor
     first: torch.Tensor
@@ -64,6 +68,12 @@ class Windows:
     max_kv_len: int
     num_padding: torch.Tensor | None = None
     tree: TreeRows | None = None
+    part: RoundRows | None = None
+
+    @property
+    def rows(self) -> RoundRows:
+        """The rows that run."""
+        return self.part or RoundRows.rectangle(*self.token_ids.shape)
 
 
 class RowBuilder:
@@ -98,7 +108,7 @@ class RowBuilder:
         return self._window_metadata(windows)
 
     def _window_metadata(self, windows: Windows) -> tuple[AttentionMetadata, torch.Tensor]:
-        width = windows.token_ids.shape[1]
+        width, part = windows.token_ids.shape[1], windows.rows
         num_pages = -(-windows.max_kv_len // self.page_size)
         tree = windows.tree
         if windows.num_padding is not None:
@@ -114,11 +124,13 @@ class RowBuilder:
                 self.page_size,
                 *((None, 0) if tree is None else (tree.depths, tree.offset)),
             )
+        if part.offsets is not None:
+            assert windows.num_padding is None and tree is None
+            rows = _part_of(rows, part, windows.first)
         metadata = AttentionMetadata(
             context_lens=(),
             context_kv_lens=(),
-            num_generations=windows.slots.shape[0],
-            window=width,
+            rows=part,
             block_tables=rows.block_tables,
             kv_lens=rows.kv_lens,
             positions=rows.positions,
@@ -127,7 +139,7 @@ class RowBuilder:
             num_padding=windows.num_padding,
             tree=None if tree is None else tree.mask,
         )
-        return metadata, windows.token_ids.flatten()
+        return metadata, part.flat(windows.token_ids)
 
     def _padded_rows(
         self, windows: Windows, num_padding: torch.Tensor, num_pages: int
@@ -188,14 +200,14 @@ class RowBuilder:
         token_ids, positions, kv_slots = rows.view(3, length)[:, : sum(lens)].unbind(0)
         slots, kv_lens = chunks.view(torch.int32).chunk(2)
         tables = self.table.rows(slots, num_pages)
-        metadata = AttentionMetadata(lens, ends, 0, 1, tables, kv_lens, positions, kv_slots, 0)
+        none = RoundRows.rectangle(0, 1)
+        metadata = AttentionMetadata(lens, ends, none, tables, kv_lens, positions, kv_slots, 0)
         if windows is None:
             return metadata, token_ids
         own, window_ids = self._window_metadata(windows)
         tail = self.table.rows(windows.slots, num_pages)
-        metadata.num_generations, metadata.window = own.num_generations, own.window
-        metadata.max_kv_len, metadata.num_padding = own.max_kv_len, own.num_padding
-        metadata.tree = own.tree
+        metadata.rows, metadata.max_kv_len = own.rows, own.max_kv_len
+        metadata.num_padding, metadata.tree = own.num_padding, own.tree
         metadata.block_tables = torch.cat((tables, tail))
         metadata.kv_lens = torch.cat((kv_lens, own.kv_lens))
         metadata.positions = torch.cat((positions, own.positions))
@@ -206,3 +218,13 @@ class RowBuilder:
         """KV slots of positions `[N, W]` in rows with pages `[N, P]`."""
         pages = block_tables.gather(1, positions // self.page_size)
         return pages.to(torch.int64) * self.page_size + positions % self.page_size
+
+
+def _part_of(whole: WindowRows, part: RoundRows, first: torch.Tensor) -> WindowRows:
+    """Of the rows of whole windows, which start at positions first `[B]`, those that run."""
+    shape = part.num_requests, part.window
+    positions, kv_slots = (
+        part.flat(each.view(shape)) for each in (whole.positions, whole.kv_slots)
+    )
+    kv_lens = (first + part.counts).to(torch.int32)
+    return WindowRows(positions, kv_slots, kv_lens, whole.block_tables)

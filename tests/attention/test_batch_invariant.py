@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.attention.test_triton import BATCHES, CAPTURED, REPLAYED, Batch, Forward, on_each_device
+from tests.kernels.row_counts import rows_of
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.kernels.batch_invariant_attention import QueryTiles
 
@@ -25,7 +26,7 @@ def test_tiles_hold_every_row_once_at_its_position() -> None:
     kv_lens = torch.tensor([30, 9], dtype=torch.int32)
     parts = [
         QueryTiles.of_chunk(0, 100, 7, 0, 3, torch.device("cpu")),
-        QueryTiles.of_windows(7, kv_lens, 5, 1, 3),
+        QueryTiles.of_windows(7, kv_lens, rows_of([5, 5]), 1, 3),
     ]
     tiles = QueryTiles.joined(parts)
     assert (
@@ -39,6 +40,12 @@ def test_tiles_hold_every_row_once_at_its_position() -> None:
         [10, 28, 2, 1],
         [12, 4, 3, 2],
         [15, 7, 2, 2],
+    ]
+    tiles = QueryTiles.of_windows(7, kv_lens, rows_of([5, 1]), 1, 3)
+    assert [row for row in tiles.table.t().tolist() if row[2]] == [
+        [7, 25, 3, 1],
+        [10, 28, 2, 1],
+        [12, 8, 1, 2],
     ]
 
 

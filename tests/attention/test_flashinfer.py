@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.attention.plain_prefill import PlainPrefill
+from tests.kernels.row_counts import rows_of
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionMetadata, ContextPlans, HeadsBackend
@@ -86,8 +87,7 @@ class Forward:
         self.metadata = AttentionMetadata(
             context_lens=tuple(new[: len(batch.chunks)]),
             context_kv_lens=tuple(lengths[: len(batch.chunks)]),
-            num_generations=len(batch.kv_lens),
-            window=batch.window,
+            rows=rows_of(new[len(batch.chunks) :], device=device),
             block_tables=tables.to(self.device, torch.int32),
             kv_lens=torch.tensor(lengths, dtype=torch.int32, device=self.device),
             positions=torch.tensor(
@@ -246,8 +246,7 @@ def test_a_row_does_not_depend_on_the_rest_of_the_batch() -> None:
     first = AttentionMetadata(
         context_lens=together.metadata.context_lens[:1],
         context_kv_lens=together.metadata.context_kv_lens[:1],
-        num_generations=0,
-        window=1,
+        rows=rows_of([]),
         block_tables=together.metadata.block_tables[:1],
         kv_lens=together.metadata.kv_lens[:1],
         positions=together.metadata.positions[:129],

@@ -23,6 +23,7 @@ from tests.attention.test_latent import (
     Problem,
     ragged_attention,
 )
+from tests.kernels.row_counts import rows_of
 from tests.kernels.tree_problem import bits_of, random_paths
 from tests.models.deepseek import save_deepseek
 from tllm_spec.attention.choice import create_backend, workspace_bytes
@@ -221,7 +222,7 @@ def test_flashinfers_kernels_equal_the_reference(window: int, dtype: torch.dtype
     pages = torch.randperm(80, generator=generator, device="cuda")[:75]
     tables = pages.view(3, 25).to(torch.int32)
     kv_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
-    rows = LatentRows.of_windows(kv_lens, window, tables, 32)
+    rows = LatentRows.of_windows(kv_lens, rows_of([window] * len(lens)), tables, 32)
     num_rows = window * len(lens)
     # As the backend gives them: views that are contiguous along the last dimension only.
     q_latent = torch.randn(16, num_rows, 512, generator=generator, device="cuda").to(dtype)

@@ -7,6 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 
+from tests.kernels.row_counts import rows_of
 from tests.kernels.tree_problem import bits_of, random_paths
 from tllm_spec.attention import batch_invariant_latent as batch_invariant
 from tllm_spec.attention import latent as module
@@ -79,8 +80,7 @@ class Problem:
         return AttentionMetadata(
             context_lens=tuple(self.new[: self.num_contexts]),
             context_kv_lens=tuple(self.kv_lens[: self.num_contexts]),
-            num_generations=len(windows),
-            window=windows[0] if windows else 1,
+            rows=rows_of(windows, device=str(device)),
             block_tables=self.tables,
             kv_lens=torch.tensor(self.kv_lens, dtype=torch.int32, device=device),
             positions=torch.cat(
@@ -190,7 +190,7 @@ def test_every_phase_of_a_round_attends_as_the_planned_wrapper_would(
         device=torch.device("cpu"),
     )).plan(problem.metadata()).windows  # fmt: skip
     assert windows is not None and windows.first == 0
-    starts = [index * windows.tables.window for index in range(len(SEQ_LENS) + 1)]
+    starts = [index * windows.tables.rows.window for index in range(len(SEQ_LENS) + 1)]
     assert starts == arguments.qo_indptr
     assert windows.tables.kv_lens.tolist() == arguments.kv_len_arr
     expected = ragged_attention(problem, arguments)
@@ -198,13 +198,14 @@ def test_every_phase_of_a_round_attends_as_the_planned_wrapper_would(
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("counts", [(2, 2), (1, 3)], ids=["", "rows of their own"])
 @pytest.mark.parametrize("bound", [5, 12, 1000])
 def test_chunks_with_and_without_earlier_tokens_and_windows_share_a_forward(
-    bound: int, kind: type[LatentBackend], monkeypatch: pytest.MonkeyPatch
+    bound: int, counts: tuple[int, int], kind: type[LatentBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_EXPANDED_TOKENS", bound)
     monkeypatch.setattr(batch_invariant, "MAX_ABSORBED_TOKENS", bound)
-    kv_lens, new = [6, 17, 4, 9, 14], [6, 5, 4, 2, 2]
+    kv_lens, new = [6, 17, 4, 9, 14], [6, 5, 4, *counts]
     problem = Problem(kv_lens, new, num_contexts=3)
     starts = [0, *accumulate(new)]
     expected = ragged_attention(problem, PhaseArguments(starts, kv_lens, causal=True))

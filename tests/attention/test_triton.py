@@ -9,6 +9,7 @@ import torch
 from tests.kernels.interpreter import (
     INTERPRETED,
 )
+from tests.kernels.row_counts import rows_of
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, HeadsBackend
@@ -36,12 +37,14 @@ GEOMETRY = AttentionGeometry(LAYERS, HEADS, KV_HEADS, HEAD_DIM, 0.3)
 @dataclass(frozen=True)
 class Batch:
     """Chunks as (cached tokens, new tokens), then windows by their lengths, then rows of graph
-    padding. span: of the geometry."""
+    padding. counts: rows of each request's window; otherwise all have `window`. span: of the
+    geometry."""
 
     chunks: tuple[tuple[int, int], ...] = ()
     kv_lens: tuple[int, ...] = ()
     window: int = 1
     padding: int = 0
+    counts: tuple[int, ...] = ()
     span: KeySpan | None = None
 
 
@@ -53,6 +56,10 @@ BATCHES = {
     "one token each": Batch(kv_lens=(1, 4, 5, 30)),
     "windows": Batch(kv_lens=(4, 300, 17), window=4),
     "chunks and windows": Batch(((0, 9), (7, 5)), (6, 12, 33), window=3),
+    "windows of their own": Batch((), (40, 300, 17, 5), counts=(1, 4, 2, 5)),
+    "chunks and such windows": Batch(((0, 9),), (6, 120, 33), counts=(3, 1, 1)),
+    "such windows within chunks": Batch(((3, 9),), (6, 12), counts=(3, 5), span=CHUNKS_OF_5),
+    "such sliding windows": Batch(((3, 9),), (6, 12, 300), counts=(3, 1, 5), span=SLIDING_5),
     "chunks and single tokens": Batch(((5, 2),), (8, 9)),
     "within chunks of 5": Batch(((0, 14), (3, 9), (5, 5)), (7, 12, 33, 300), 7, span=CHUNKS_OF_5),
     "within chunks of 70": Batch(((60, 20),), (70, 72, 300), 4, span=CHUNKS_OF_70),
@@ -67,9 +74,8 @@ class Forward:
     def __init__(self, batch: Batch, device: str, seed: int = 0) -> None:
         self.device, generator = torch.device(device), torch.Generator().manual_seed(seed)
         self.geometry = replace(GEOMETRY, span=batch.span)
-        new = [count for _, count in batch.chunks] + [batch.window] * (
-            len(batch.kv_lens) + batch.padding
-        )
+        counts = batch.counts or (batch.window,) * (len(batch.kv_lens) + batch.padding)
+        new = [*(count for _, count in batch.chunks), *counts]
         lengths = (
             [sum(chunk) for chunk in batch.chunks]
             + list(batch.kv_lens)
@@ -88,8 +94,7 @@ class Forward:
         self.metadata = AttentionMetadata(
             context_lens=tuple(new[: len(batch.chunks)]),
             context_kv_lens=tuple(lengths[: len(batch.chunks)]),
-            num_generations=len(batch.kv_lens) + batch.padding,
-            window=batch.window,
+            rows=rows_of(counts, device=device),
             block_tables=tables.to(self.device, torch.int32),
             kv_lens=torch.tensor(lengths, dtype=torch.int32, device=self.device),
             positions=torch.tensor([i for row in positions for i in row], device=self.device),

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from tests.kernels.row_counts import rows_of
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionMetadata
 from tllm_spec.attention.kv_format import KVFormat
@@ -87,8 +88,7 @@ class Requests:
         metadata = AttentionMetadata(
             context_lens=tuple(contexts.values()),
             context_kv_lens=tuple(lengths[: len(contexts)]),
-            num_generations=len(windows),
-            window=next(iter(windows.values()), 1),
+            rows=rows_of(list(windows.values())),
             block_tables=torch.tensor(
                 [(self.pages[request] + [padding] * width)[:width] for request in counts],
                 dtype=torch.int32,
@@ -117,6 +117,7 @@ BATCHES = {
     "one token": ({}, {0: 1}),
     "one token each": ({}, {0: 1, 1: 1, 2: 1}),
     "windows": ({}, {0: 4, 1: 4, 2: 4}),
+    "windows of their own": ({0: 9}, {1: 1, 2: 4, 3: 2}),
     "whole prompts": ({0: 9, 1: 17}, {}),
     "chunk after cached tokens": ({1: 5}, {}),
     "one-token chunk": ({1: 1}, {}),

@@ -23,6 +23,7 @@ from tllm_spec.kernels import (
 from tllm_spec.kernels.key_spans import KeySpan, KeySpans
 from tllm_spec.kernels.moe_permute import ExpertRows
 from tllm_spec.kernels.rotary_write import HeadWeights
+from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.small_m_gemm import NormWeight
 from tllm_spec.kernels.tree_mask import TreeMask, TreePaths
 
@@ -122,10 +123,16 @@ class Kind:
     span: KeySpan | None = None
     has_norm: bool = False
     is_padded: bool = False
+    is_ragged: bool = False
+
+    def rows(self, batch: int, window: int) -> RoundRows:
+        offsets = int32(batch + 1) if self.is_ragged else None
+        return RoundRows(batch, window, batch * window, offsets)
 
     def tables(self, batch: int, window: int) -> window_attention.WindowTables:
         rows = batch * window
         return window_attention.WindowTables(
+            self.rows(batch, window),
             int32(batch, 128),
             int32(batch),
             int64(rows),
@@ -135,7 +142,7 @@ class Kind:
         )
 
 
-PLAIN = Kind()
+PLAIN, RAGGED = Kind(), Kind(is_ragged=True)
 CHUNKS, SLIDING = KeySpan(8192, slides=False), KeySpan(4096, slides=True)
 KINDS = (
     PLAIN,
@@ -146,6 +153,8 @@ KINDS = (
     Kind(in_tree=True, span=CHUNKS),
     Kind(span=SLIDING),
     Kind(in_tree=True, span=SLIDING),
+    Kind(is_ragged=True, has_norm=True),
+    Kind(is_ragged=True, span=SLIDING),
 )
 
 
@@ -155,7 +164,7 @@ def windows() -> None:
         workspace = window_splits.WindowWorkspace(
             float32(1 << 15, head_dim), float32(1 << 15), PROCESSORS, 3 * PROCESSORS
         )
-        qkv = empty(batch, window, q_heads + 2 * kv_heads, head_dim, dtype=dtype)
+        qkv = empty(batch * window, q_heads + 2 * kv_heads, head_dim, dtype=dtype)
         layer = empty(2, 4096, PAGE_SIZE, kv_heads, head_dim, dtype=dtype)
         cos_sin = empty(batch * window, 2, 1, head_dim, dtype=dtype)
         norm = HeadWeights(empty(q_heads + kv_heads, head_dim, dtype=dtype), 1e-6)
@@ -195,16 +204,17 @@ LATENT_SHAPES = ((128, 512, 64, 192), (16, 512, 64, 192))
 
 
 def latents() -> None:
-    for (number, rank, rope, head_dim), dtype, window, batch, in_tree in product(
-        LATENT_SHAPES, FLOATS, (1, 2, 4), (1, 256), (False, True)
+    for (number, rank, rope, head_dim), dtype, window, batch, kind in product(
+        LATENT_SHAPES, FLOATS, (1, 2, 4), (1, 256), (PLAIN, Kind(in_tree=True), RAGGED)
     ):
         workspace = latent_attention.LatentWorkspace(
             empty(1 << 14, rank, dtype=torch.float32),
             empty(1 << 14, dtype=torch.float32),
             PROCESSORS,
         )
-        tree = TreeMask(int64(batch, window), window) if in_tree else None
-        tables = latent_attention.LatentTables(int32(batch, 128), int32(batch), window, tree)
+        tree = TreeMask(int64(batch, window), window) if kind.in_tree else None
+        rows = kind.rows(batch, window)
+        tables = latent_attention.LatentTables(rows, int32(batch, 128), int32(batch), tree)
         latent_attention.latent_attention(
             empty(number, batch * window, rank, dtype=dtype),
             empty(batch * window, number, head_dim, dtype=dtype),

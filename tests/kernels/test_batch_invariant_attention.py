@@ -12,6 +12,7 @@ from tests.kernels.interpreter import (
     INTERPRETED,
     on_each_kernel_device,
 )
+from tests.kernels.row_counts import rows_of
 from tllm_spec.kernels.batch_invariant_attention import (
     SPLIT_KEYS,
     QueryTiles,
@@ -101,18 +102,21 @@ class Cache:
         own = self.layer, self.tables, tiles, self.scale, results
         return launch_attention(q, *own, self.heads.span)
 
-    def mixed(self, window: int) -> tuple[list[slice], torch.Tensor]:
-        """One launch of a chunk of the first request and windows of both: the tokens, and their
-        results."""
-        kv_lens = torch.tensor(
-            [LENGTH - 3, SPLIT_KEYS + window], dtype=torch.int32, device=self.device
-        )
+    def mixed(self, counts: tuple[int, int]) -> tuple[list[slice], torch.Tensor]:
+        """One launch of a chunk of the first request and windows of both, with so many rows: the
+        tokens, and their results."""
+        ends = LENGTH - 3, SPLIT_KEYS + counts[1]
+        kv_lens = torch.tensor(ends, dtype=torch.int32, device=self.device)
+        rows = rows_of(counts, device=str(self.device))
         parts = [
             QueryTiles.of_chunk(0, 21, CHUNK, 0, self.size, self.device),
-            QueryTiles.of_windows(CHUNK, kv_lens, window, 1, self.size),
+            QueryTiles.of_windows(CHUNK, kv_lens, rows, 1, self.size),
         ]
         tables = self.tables[[0, 0, 1]]
-        tokens = [slice(21, 21 + CHUNK), *(slice(int(end) - window, int(end)) for end in kv_lens)]
+        tokens = [
+            slice(21, 21 + CHUNK),
+            *(slice(end - n, end) for end, n in zip(ends, counts, strict=True)),
+        ]
         q = torch.cat([self.q[r, own] for r, own in zip((0, 0, 1), tokens, strict=True)])
         tiles = QueryTiles.joined(parts)
         return tokens, batch_invariant_attention(
@@ -142,7 +146,7 @@ def check(output: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_reference_equals_the_formula(name: str) -> None:
     cache = Cache(CASES[name])
-    tokens, output = cache.mixed(3)
+    tokens, output = cache.mixed((3, 5))
     expected = [cache.expected(r, own) for r, own in zip((0, 0, 1), tokens, strict=True)]
     check(output, torch.cat(expected))
 
@@ -181,13 +185,14 @@ def test_a_token_has_the_same_bits_in_every_chunk_and_window(
     ):
         found = cache.chunk(start, length, spreads)
         assert torch.equal(found, expected[start - FIRST :][:length]), (start, length, spreads)
-    for window in (1, 4):
-        tokens, found = cache.mixed(window)
-        for first, own, request in zip((0, CHUNK, CHUNK + window), tokens, (0, 0, 1), strict=True):
+    for counts in ((1, 1), (4, 4), (1, 3)):
+        tokens, found = cache.mixed(counts)
+        firsts = 0, CHUNK, CHUNK + counts[0]
+        for first, own, request in zip(firsts, tokens, (0, 0, 1), strict=True):
             alone = cache.chunk(own.start, own.stop - own.start, spreads=True, request=request)
-            assert torch.equal(found[first : first + len(alone)], alone), (window, own)
+            assert torch.equal(found[first : first + len(alone)], alone), (counts, own)
         assert torch.equal(
-            found[CHUNK : CHUNK + window], expected[tokens[1].start - FIRST :][:window]
+            found[CHUNK : firsts[2]], expected[tokens[1].start - FIRST :][: counts[0]]
         )
 
 
@@ -210,7 +215,7 @@ def test_padding_rows_are_finite_and_queries_before_the_first_token_give_zeros(
     cache = Cache(CASES["a head each"], device)
     cache.layer[:, 0] = 7  # the dummy page
     kv_lens = torch.tensor([2, 10**9], dtype=torch.int32, device=device)
-    tiles = QueryTiles.of_windows(0, kv_lens, 70, 0, cache.size)
+    tiles = QueryTiles.of_windows(0, kv_lens, rows_of([70] * len(kv_lens)), 0, cache.size)
     q = torch.cat((cache.q[0, :70], cache.q[1, :70]))
     results = cache.results if spreads else None
     output = launch_attention(

@@ -10,6 +10,7 @@ import torch
 
 from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device, only_with_the_compiler
+from tests.kernels.row_counts import rows_of
 from tests.kernels.tree_problem import bits_of, random_paths
 from tllm_spec.kernels.batch_invariant_attention import SPLIT_KEYS, QueryTiles, SplitResults
 from tllm_spec.kernels.batch_invariant_latent import (
@@ -130,11 +131,11 @@ def test_a_token_has_the_same_bits_in_every_chunk_and_window(
         found = cache.chunk(start, length, spreads)
         assert torch.equal(found, expected[start - first :][:length]), (start, length, spreads)
     kv_lens = torch.tensor([LENGTH - 1, LENGTH], dtype=torch.int32, device=device)
-    for window in (1, 4):
-        tiles = QueryTiles.of_windows(0, kv_lens, window, 0, cache.size)
-        rows = [slice(int(end) - window, int(end)) for end in kv_lens]
+    for counts in ((1, 1), (4, 4), (3, 1)):
+        tiles = QueryTiles.of_windows(0, kv_lens, rows_of(counts, 1, device), 0, cache.size)
+        rows = [slice(int(end) - n, int(end)) for end, n in zip(kv_lens, counts, strict=True)]
         found = cache.run(rows, tiles, None, [0, 1])
-        assert torch.equal(found[:window], expected[7 - window : 7])
+        assert torch.equal(found[: counts[0]], expected[7 - counts[0] : 7])
 
 
 @on_each_kernel_device

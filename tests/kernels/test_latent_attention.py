@@ -13,6 +13,7 @@ from tests.kernels.interpreter import (
     only_outside_the_interpreter,
     only_with_the_compiler,
 )
+from tests.kernels.row_counts import ragged_rows
 from tests.kernels.tree_problem import bits_of, random_paths
 from tllm_spec.kernels import latent_attention as module
 from tllm_spec.kernels.latent_attention import (
@@ -22,6 +23,7 @@ from tllm_spec.kernels.latent_attention import (
     plain_latent_attention,
 )
 from tllm_spec.kernels.latent_prefill import ExpandedPart, expand, expanded_attention
+from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.tree_mask import TreeMask
 
 RANK, ROPE, NOPE, VALUE, PAGE_SIZE, SCALE = 48, 16, 24, 20, 8, 0.2
@@ -48,7 +50,9 @@ class Problem:
             self.entries.append(flat[slots])
         self.layer = layer.to(device, dtype)
         lens = torch.tensor(kv_lens, dtype=torch.int32, device=device)
-        self.tables = LatentTables(tables.to(device, torch.int32), lens, window)
+        self.tables = LatentTables(
+            RoundRows.rectangle(batch, window), tables.to(device, torch.int32), lens
+        )
         rows = batch * window
         self.q_latent = torch.randn(heads, rows, RANK, generator=generator).to(device, dtype)
         self.q = torch.randn(rows, heads, NOPE + ROPE, generator=generator).to(device, dtype)
@@ -60,7 +64,7 @@ class Problem:
 
     def with_trees(self, offset: int) -> "Problem":
         """The windows are the last nodes of random trees of `offset` more keys."""
-        length, generator = offset + self.tables.window, torch.Generator().manual_seed(2)
+        length, generator = offset + self.tables.rows.window, torch.Generator().manual_seed(2)
         number = len(self.entries)
         self.paths = [random_paths(length, generator)[offset:] for _ in range(number)]
         bits = torch.tensor([bits_of(paths) for paths in self.paths], device=self.q.device)
@@ -95,6 +99,24 @@ def test_windows_equal_the_reference_for_any_number_of_splits(
 
 
 @on_each_kernel_device
+@pytest.mark.usefixtures("few_keys")
+@pytest.mark.parametrize("num_processors", [1, 40])
+@pytest.mark.parametrize("heads", [5, 40])
+def test_requests_with_different_numbers_of_rows_have_the_results_of_whole_windows(
+    heads: int, num_processors: int, device: str
+) -> None:
+    counts, window = (1, 4, 2, 1), 4
+    problem = Problem([70, 33, 129, 5], window, heads, torch.float32, device)
+    expected, first = problem.reference(), window - torch.tensor(counts)
+    kept = torch.tensor([i * 4 + r for i, n in enumerate(first.tolist()) for r in range(n, 4)])
+    kept = kept.to(device)
+    problem.tables = replace(problem.tables, rows=ragged_rows(counts, window, device))
+    problem.q_latent, problem.q = problem.q_latent[:, kept].contiguous(), problem.q[kept]
+    for found in (problem.run(num_processors), problem.reference()):
+        torch.testing.assert_close(found, expected[:, kept], rtol=1e-5, atol=2e-5)
+
+
+@on_each_kernel_device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_windows_equal_the_reference_but_for_rounding(
     dtype: torch.dtype, device: str
@@ -108,7 +130,7 @@ def test_16_bit_windows_equal_the_reference_but_for_rounding(
 @on_each_kernel_device
 def test_a_query_before_position_0_gives_zeros(device: str) -> None:
     problem = Problem([2], 1, 4, torch.float32, device)
-    problem.tables = LatentTables(problem.tables.block_tables, problem.tables.kv_lens, 3)
+    problem.tables = replace(problem.tables, rows=RoundRows.rectangle(1, 3))
     problem.q_latent, problem.q = problem.q_latent.repeat(1, 3, 1), problem.q.repeat(3, 1, 1)
     result = problem.run(1)
     assert not result[:, 0].any() and result[:, 1:].abs().min() > 0
@@ -221,8 +243,10 @@ def test_the_kernel_compiles_for_hopper_within_its_shared_memory(
     types |= {"partials": "*fp32", "log_sums": "*fp32"}
     if tree:
         types["tree_bits"] = "*i64"
+    rectangle: dict[str, Any] = {"RAGGED": False, "offsets": None}
     constants: dict[str, Any] = {"TREE": tree} | ({} if tree else {"tree_bits": None})
     constants |= {"SPLITS": True, "WINDOW": window, "HEADS": heads, "RANK": 512}
+    constants |= rectangle
     constants |= {"ROPE": 64, "HEAD_DIM": 192, "PAGE_SIZE": 32, "BLOCK_M": shape.rows, "PDL": True}
     constants |= {"BLOCK_N": shape.keys, "BLOCK_R": 512, "BLOCK_P": 64, "WIDEN": False}
     options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
@@ -231,4 +255,4 @@ def test_the_kernel_compiles_for_hopper_within_its_shared_memory(
     own = {"WINDOW": window, "HEADS": heads, "RANK": 512, "BLOCK_N": shape.keys, "PDL": True}
     for block_s, block_r in ((64, 128), (2, 512)):
         sizes = {"BLOCK_S": block_s, "BLOCK_R": block_r}
-        compiled_for_hopper(reduction_kernel, types, own | sizes, num_warps=4)
+        compiled_for_hopper(reduction_kernel, types, own | sizes | rectangle, num_warps=4)

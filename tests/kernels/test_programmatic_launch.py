@@ -10,7 +10,7 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 # Calls that are allowed before the wait: loads of lengths, which were written before the previous
 # kernel began (programmatic_launch.py), and arithmetic on them.
 LENGTH = "tl.load(kv_lens + request, cache_modifier='.cg')"
-ALLOWED = {"launch_dependents(PDL)", LENGTH, "_num_own", "_shares", "tl.program_id"}
+ALLOWED = {"launch_dependents(PDL)", LENGTH, "_num_own", "shares", "tl.program_id"}
 
 
 def pdl_kernels() -> dict[str, ast.FunctionDef]:

@@ -13,7 +13,6 @@ from tests.kernels.window_problem import TOLERANCE, Case, Problem
 from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.kernels.rotary_write import plain_write_kv
 from tllm_spec.kernels.triton_support import has_kernels
-from tllm_spec.kernels.window_attention import WindowTables
 from tllm_spec.kernels.window_splits import (
     MAX_LONG_SPLITS,
     MAX_PARTIAL_ROWS,
@@ -140,6 +139,40 @@ def test_keys_of_padding_rows_are_masked_and_older_keys_at_their_positions_are_n
     problem = Problem(replace(case, span=span), device)
     problem.pad([0, 3, 5, 2])  # a window of padding only attends to the pool
     problem.check_real_rows(problem.attend())
+
+
+RAGGED = {
+    "rows of their own": (Case((3, 15, 16, 17, 49), 3, 3, 80, 16, spare_pages=2), (1, 3, 2, 1, 3)),
+    "one row each": (Case((8, 70), 8, 4, 32, 16), (1, 1)),
+    "tiles without rows": (Case((9, 40, 11), 8, 9, 16, 16, kv_heads=1), (1, 8, 4)),
+    "splits": (
+        Case((8, 700, 300), 8, 9, 80, 16, kv_heads=1, num_programs=24, spare_pages=4),
+        (1, 2, 8),
+    ),
+    "only long ones are split": (
+        Case((300, 5000, 4300), 2, 8, 16, 32, kv_heads=1, spare_pages=2),
+        (2, 1, 2),
+    ),
+    "chunks": (
+        Case((8, 12, 19, 23, 50), 8, 2, 16, 4, span=KeySpan(15, slides=False)),
+        (1, 8, 5, 2, 1),
+    ),
+    "sliding windows": (
+        Case((8, 300, 90, 50), 8, 2, 16, 4, num_programs=24, span=KeySpan(70, slides=True)),
+        (1, 8, 5, 2),
+    ),
+    "bfloat16": (Case((3, 600), 3, 2, 96, 32, num_programs=32, dtype=torch.bfloat16), (3, 1)),
+}
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("name", RAGGED)
+def test_requests_with_different_numbers_of_rows_equal_the_formula(name: str, device: str) -> None:
+    case, counts = RAGGED[name]
+    problem = Problem(case, device)
+    problem.keep_last(counts)
+    problem.check_last(problem.attend(), counts)
+    problem.check_last(problem.attend_plainly(), counts)
 
 
 @on_each_kernel_device
@@ -330,6 +363,11 @@ def test_a_pool_may_have_more_than_2_to_the_31_elements() -> None:
     tables, lens, slots = problem.inputs()[2:5]
     problem.layer, problem.tables = (
         pool,
-        WindowTables(tables + first, lens, slots + first * shape[2]),
+        replace(
+            problem.tables,
+            block_tables=tables + first,
+            kv_lens=lens,
+            kv_slots=slots + first * shape[2],
+        ),
     )
     problem.check(problem.attend())

@@ -1,12 +1,15 @@
 """Random windows for the tests of window attention, and the formula in float64."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from tests.kernels.row_counts import ragged_rows
 from tllm_spec.kernels.key_spans import KeySpan, KeySpans
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
+from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.window_attention import (
     WindowTables,
     plain_window_attention,
@@ -82,6 +85,7 @@ class Problem:
         self.qkv, self.layer = qkv.to(device), layer.to(device)
         self.num_heads = heads
         self.tables = WindowTables(
+            RoundRows.rectangle(rows, window),
             tables.to(device, torch.int32)[:, :width],
             torch.tensor(case.kv_lens + case.padding, dtype=torch.int32, device=device),
             kv_slots.flatten().to(device),
@@ -124,9 +128,11 @@ class Problem:
 
     def attend(self, workspace: WindowWorkspace | None = None) -> torch.Tensor:
         workspace = workspace or self.workspace()
-        return window_attention(
-            self.qkv, self.cos_sin, self.layer, self.tables, self.scale, workspace, self.norm
+        qkv = self.qkv.flatten(0, 1)
+        output = window_attention(
+            qkv, self.cos_sin, self.layer, self.tables, self.scale, workspace, self.norm
         )
+        return output.view(*self.qkv.shape[:2], -1)
 
     def attend_plainly(self) -> torch.Tensor:
         """Writes into the pool, and rotates the heads of `qkv` in place."""
@@ -134,15 +140,45 @@ class Problem:
         rotary_write.reference(
             self.qkv.flatten(0, 1), rotary, self.tables.kv_slots, self.layer, self.norm
         )
-        q = self.qkv[:, :, : self.num_heads]
-        return plain_window_attention(
-            q,
+        output = plain_window_attention(
+            self.qkv[:, :, : self.num_heads].flatten(0, 1),
             self.layer,
+            self.tables.rows,
             self.tables.block_tables,
             self.tables.kv_lens,
             self.scale,
             self.tables.tree,
             self.tables.spans,
+        )
+        return output.view(*self.qkv.shape[:2], -1)
+
+    def keep_last(self, counts: Sequence[int]) -> None:
+        """The windows have only so many rows, the last ones. `qkv` is `[1, T, ...]` from now on."""
+        window, device = self.case.window, self.qkv.device
+        self.pad([window - count for count in counts])
+        kept = [
+            request * window + row
+            for request, count in enumerate(counts)
+            for row in range(window - count, window)
+        ]
+        index, spans = torch.tensor(kept, device=device), self.tables.spans
+        if spans is not None:
+            spans = KeySpans(spans.span, spans.positions[index])
+        self.qkv, self.cos_sin = self.qkv.flatten(0, 1)[index][None], self.cos_sin[index]
+        self.tables = replace(
+            self.tables,
+            rows=ragged_rows(counts, window, str(device)),
+            kv_slots=self.tables.kv_slots[index],
+            num_padding=None,
+            spans=spans,
+        )
+
+    def check_last(self, output: torch.Tensor, counts: Sequence[int]) -> None:
+        """After `keep_last`: the rows have the results that they have in full windows."""
+        full, tolerance = Problem(self.case).expected(), TOLERANCE[self.case.dtype]
+        ends = [own[len(own) - count :] for own, count in zip(full, counts, strict=True)]
+        torch.testing.assert_close(
+            output[0].cpu().double(), torch.cat(ends), rtol=tolerance, atol=tolerance
         )
 
     def expected(self) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 
+from tests.kernels.row_counts import rows_of
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.choice import create_backend, create_batch_invariant
 from tllm_spec.attention.geometry import Geometry
@@ -167,8 +168,7 @@ class PagedRunner:
         return AttentionMetadata(
             context_lens=tuple(len(tokens) for tokens in contexts.values()),
             context_kv_lens=tuple(kv_lens[: len(contexts)]),
-            num_generations=len(windows),
-            window=len(next(iter(windows.values()), [0])),
+            rows=rows_of([len(tokens) for tokens in windows.values()]),
             block_tables=torch.tensor(tables, dtype=torch.int32, **on),
             kv_lens=torch.tensor(kv_lens, dtype=torch.int32, **on),
             positions=torch.tensor(positions, **on),

@@ -52,12 +52,12 @@ class BatchInvariantAttention(HeadsBackend):
             row += length
         first = len(parts)
         trees, num_rows = None, len(metadata.kv_slots)
-        if metadata.num_generations:
-            kv_lens = metadata.kv_lens[-metadata.num_generations :]
+        if batch := metadata.rows.num_requests:
+            kv_lens = metadata.kv_lens[-batch:]
             if metadata.tree is not None:
                 trees = QueryTiles.of_trees(kv_lens, metadata.tree, first, size)
             else:
-                parts.append(QueryTiles.of_windows(row, kv_lens, metadata.window, first, size))
+                parts.append(QueryTiles.of_windows(row, kv_lens, metadata.rows, first, size))
         launches = []
         if parts:
             end = row if trees is not None else num_rows

@@ -45,10 +45,10 @@ class BatchInvariantLatent(TritonLatent):
                 tiles = QueryTiles.of_chunk(0, start, count, request, size, device)
                 launches.append((slice(row + offset, row + offset + count), tiles))
             row += length
-        if metadata.num_generations:
-            kv_lens, tree = metadata.kv_lens[-metadata.num_generations :], metadata.tree
+        if batch := metadata.rows.num_requests:
+            kv_lens, tree = metadata.kv_lens[-batch:], metadata.tree
             if tree is None:
-                tiles = QueryTiles.of_windows(0, kv_lens, metadata.window, first, size)
+                tiles = QueryTiles.of_windows(0, kv_lens, metadata.rows, first, size)
             else:
                 tiles = QueryTiles.of_trees(kv_lens, tree, first, TREE_TOKENS)
             launches.append((slice(row, len(metadata.kv_slots)), tiles))

@@ -63,7 +63,7 @@ class FlashInferLatent(TritonLatent):
         tables = windows.tables
         self._planned.plan(
             LatentRows.of_windows(
-                tables.kv_lens, tables.window, tables.block_tables, self.pool.page_size
+                tables.kv_lens, tables.rows, tables.block_tables, self.pool.page_size
             )
         )
         return PlannedWindows(windows.first, tables, None, None)

@@ -17,13 +17,14 @@ from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.kernels.paged_prefill import PrefillLimits
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
+from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.tree_mask import TreeMask
 
 
 @dataclass
 class AttentionMetadata:
-    """The rows of one forward: first C context chunks one after another, then B generation windows
-    of `window` tokens each; T rows in total.
+    """The rows of one forward: first C context chunks one after another, then B generation
+    windows; T rows in total.
 
     The rows of a request are its last tokens, up to `kv_lens`. The lengths of generation requests
     are on the device; the host has only the bound `max_kv_len`. A row of `block_tables` may be
@@ -33,10 +34,9 @@ class AttentionMetadata:
     """[C] query tokens of each chunk, host."""
     context_kv_lens: tuple[int, ...]
     """[C] cached + chunk tokens, host."""
-    num_generations: int
-    """B."""
-    window: int
-    """W query tokens of each generation request (the bonus token and its drafts)."""
+    rows: RoundRows
+    """Of the B generation requests, in order: a bonus token and drafts, at most W rows each. Rows
+    of trees and of windows with padding are a rectangle."""
     block_tables: torch.Tensor
     """[C + B, P] int32, device; pages of each request."""
     kv_lens: torch.Tensor

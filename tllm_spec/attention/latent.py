@@ -76,7 +76,7 @@ class LatentBackend(AttentionBackend):
         return MAX_EXPANDED_TOKENS * (elements + geometry.layout.entry_dim) * dtype.itemsize
 
     def plan(self, metadata: AttentionMetadata) -> LatentPlan:
-        windows = self._plan_windows(metadata) if metadata.num_generations else None
+        windows = self._plan_windows(metadata) if metadata.rows.num_requests else None
         return LatentPlan(metadata.kv_slots, tuple(self._plan_contexts(metadata)), windows)
 
     def run(
@@ -184,46 +184,46 @@ class VanillaLatent(LatentBackend):
 
     def _stored(self, latent: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         windows = plan.windows if isinstance(plan, LatentPlan) else None
-        if windows is None or windows.tables.window == 1:
+        if windows is None or windows.tables.rows.window == 1:
             return latent
         # A draft whose latent is NaN would spoil the rows before it, which mask it. Its own row is
         # NaN by its query.
         return latent.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
 
     def _plan_windows(self, metadata: AttentionMetadata) -> LatentWindows:
-        batch, window, length = metadata.num_generations, metadata.window, metadata.max_kv_len
+        rows, length = metadata.rows, metadata.max_kv_len
+        batch, window = rows.num_requests, rows.window
         device, heads = metadata.kv_slots.device, self.geometry.num_heads
         kv_lens, block_tables = metadata.kv_lens[-batch:], metadata.block_tables[-batch:]
         keys = torch.arange(length, device=device)
         own_keys = torch.minimum(keys, kv_lens[:, None] - 1)
         slots = slots_of(block_tables, own_keys, self.pool.page_size).flatten()
         if metadata.tree is None:
-            queries = kv_lens[:, None] + torch.arange(-window, 0, device=device)
+            queries = (kv_lens - rows.counts)[:, None] + torch.arange(window, device=device)
             hidden = keys > queries[:, :, None]
         else:
             hidden = ~metadata.tree.visible(kv_lens, keys)
         mask = torch.zeros_like(hidden, dtype=self.pool.data.dtype).masked_fill_(hidden, -torch.inf)
         mask = mask[:, None, :, None].expand(batch, 1, window, heads, length).flatten(2, 3)
         first = sum(metadata.context_lens)
-        return LatentWindows(first, LatentTables(block_tables, kv_lens, window), slots, mask)
+        return LatentWindows(first, LatentTables(rows, block_tables, kv_lens), slots, mask)
 
     def _run_windows(
         self, layer: int, q_latent: torch.Tensor, q: torch.Tensor, plan: LatentWindows
     ) -> torch.Tensor:
         assert plan.slots is not None and plan.mask is not None
-        (heads, num_tokens, rank), nope = q_latent.shape, self.geometry.nope_dim
-        batch = num_tokens // plan.tables.window
-        queries = torch.cat((q_latent.transpose(0, 1), q[..., nope:]), -1)
+        (heads, _, rank), nope, rows = q_latent.shape, self.geometry.nope_dim, plan.tables.rows
+        queries = rows.padded(torch.cat((q_latent.transpose(0, 1), q[..., nope:]), -1))
         entries = self._layers[layer].flatten(0, 1).index_select(0, plan.slots)
-        entries = entries.view(batch, 1, -1, entries.shape[-1])
+        entries = entries.view(rows.num_requests, 1, -1, entries.shape[-1])
         mixed = F.scaled_dot_product_attention(
-            queries.view(batch, 1, -1, queries.shape[-1]),
+            queries.flatten(1, 2).unsqueeze(1),
             entries,
             entries[..., :rank],
             plan.mask,
             scale=self.geometry.scale,
         )
-        return mixed.view(num_tokens, heads, rank).transpose(0, 1)
+        return rows.flat(mixed.view(rows.num_requests, rows.window, heads, rank)).transpose(0, 1)
 
 
 class TritonLatent(LatentBackend):
@@ -242,11 +242,11 @@ class TritonLatent(LatentBackend):
         return super().workspace_bytes(geometry, dtype) + partials
 
     def _plan_windows(self, metadata: AttentionMetadata) -> LatentWindows:
-        batch = metadata.num_generations
+        batch = metadata.rows.num_requests
         tables = LatentTables(
+            metadata.rows,
             metadata.block_tables[-batch:],
             metadata.kv_lens[-batch:],
-            metadata.window,
             metadata.tree,
         )
         return LatentWindows(sum(metadata.context_lens), tables, None, None)

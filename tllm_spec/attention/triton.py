@@ -13,6 +13,7 @@ from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention, VanillaPlan
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
+from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.window_attention import WindowTables, window_attention
 from tllm_spec.kernels.window_splits import MAX_PARTIAL_ROWS, WindowWorkspace
 
@@ -22,8 +23,6 @@ class WindowPlan:
     """All generation windows, which start at row `first`. Tensors are views of the metadata."""
 
     first: int
-    batch: int
-    window: int
     tables: WindowTables
 
 
@@ -49,7 +48,7 @@ class TritonAttention(VanillaAttention):
         return MAX_PARTIAL_ROWS * (geometry.head_dim + 1) * torch.float32.itemsize
 
     def plan(self, metadata: AttentionMetadata) -> TritonPlan:
-        contexts = super().plan(replace(metadata, num_generations=0)).contexts
+        contexts = super().plan(replace(metadata, rows=RoundRows.rectangle(0, 1))).contexts
         return TritonPlan(metadata.kv_slots, contexts, None, self._plan_windows(metadata))
 
     def run(
@@ -74,7 +73,7 @@ class TritonAttention(VanillaAttention):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _plan_windows(self, metadata: AttentionMetadata) -> WindowPlan | None:
-        batch = metadata.num_generations
+        batch = metadata.rows.num_requests
         if not batch:
             return None
         first, tree = sum(metadata.context_lens), metadata.tree
@@ -82,6 +81,7 @@ class TritonAttention(VanillaAttention):
         if spans is not None and tree is not None:
             tree = spans.cut(tree)
         tables = WindowTables(
+            metadata.rows,
             metadata.block_tables[-batch:],
             metadata.kv_lens[-batch:],
             metadata.kv_slots[first:],
@@ -89,7 +89,7 @@ class TritonAttention(VanillaAttention):
             tree,
             spans,
         )
-        return WindowPlan(first, batch, metadata.window, tables)
+        return WindowPlan(first, tables)
 
     def _run_windows(
         self,
@@ -99,8 +99,8 @@ class TritonAttention(VanillaAttention):
         plan: WindowPlan,
         norm: HeadWeights | None,
     ) -> torch.Tensor:
-        output = window_attention(
-            qkv[plan.first :].view(plan.batch, plan.window, *qkv.shape[1:]),
+        return window_attention(
+            qkv[plan.first :],
             rotary.cos_sin[plan.first :],
             self._layers[layer],
             plan.tables,
@@ -108,4 +108,3 @@ class TritonAttention(VanillaAttention):
             self._workspace,
             norm,
         )
-        return output.flatten(0, 1)

@@ -21,6 +21,7 @@ from tllm_spec.attention.interface import (
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.kernels.key_spans import KeySpans
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotate
+from tllm_spec.kernels.round_rows import RoundRows
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,7 @@ class GenerationPlan:
     """All generation windows, which start at row `first`."""
 
     first: int
-    q_shape: tuple[int, int, int, int, int]
-    """B, W, Hkv, G, D."""
+    rows: RoundRows
     kv_rows: torch.Tensor
     """[2 * B * L] row indices into the flat layer: all keys, then all values."""
     gathered: torch.Tensor
@@ -81,7 +81,7 @@ class VanillaAttention(HeadsBackend):
         for request, length in enumerate(metadata.context_lens):
             contexts += self._plan_contexts(metadata, request, slice(row, row + length))
             row += length
-        generation = self._plan_generation(metadata, row) if metadata.num_generations else None
+        generation = self._plan_generation(metadata, row) if metadata.rows.num_requests else None
         return VanillaPlan(metadata.kv_slots, tuple(contexts), generation)
 
     def run(
@@ -95,7 +95,7 @@ class VanillaAttention(HeadsBackend):
         assert isinstance(plan, VanillaPlan)
         plain_rotate(qkv[:, : -self.geometry.num_kv_heads], rotary, norm)
         q, kv = self.split(qkv)
-        if plan.generation is not None and plan.generation.q_shape[1] > 1:
+        if plan.generation is not None and plan.generation.rows.window > 1:
             # A masked key counts zero times, and zero times NaN is NaN: a draft whose keys and
             # values are NaN would spoil the rows before it. Its own row is NaN by its query.
             kv[plan.generation.first :].nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
@@ -130,18 +130,19 @@ class VanillaAttention(HeadsBackend):
         queries = index[len(keys) - length :]
         hidden = index > queries[:, None]
         if span is not None:
-            hidden |= index < KeySpans(span, queries).first_keys(1)
+            hidden |= index < KeySpans(span, queries).first_keys()[:, None]
         return ContextPlan(rows, self._kv_rows(slots), self._additive_mask(hidden))
 
     def _plan_generation(self, metadata: AttentionMetadata, first: int) -> GenerationPlan:
-        batch, window, length = metadata.num_generations, metadata.window, metadata.max_kv_len
+        rows, length = metadata.rows, metadata.max_kv_len
+        batch, window = rows.num_requests, rows.window
         heads, head_dim, group = self.geometry.num_kv_heads, self.geometry.head_dim, self._group
         device = metadata.kv_slots.device
         keys = torch.arange(length, device=device)
         kv_lens = metadata.kv_lens[-batch:, None]
         own_keys, spans = torch.minimum(keys, kv_lens - 1), self._spans(metadata, first)
         if spans is not None:
-            first_keys = spans.first_keys(window)
+            first_keys = rows.padded(spans.first_keys())
             # Keys before these may have no page any more.
             own_keys = torch.maximum(own_keys, first_keys.amin(1, keepdim=True))
         kv_rows = self._kv_rows(self._slots_of(metadata.block_tables[-batch:], own_keys))
@@ -149,7 +150,8 @@ class VanillaAttention(HeadsBackend):
         cached = gathered.view(2, batch, length, heads, head_dim).transpose(2, 3)
         tree = metadata.tree
         if tree is None:
-            queries = kv_lens + torch.arange(-window, 0, device=device)
+            firsts = metadata.kv_lens[-batch:] - rows.counts
+            queries = firsts[:, None] + torch.arange(window, device=device)
             hidden = keys > queries[:, :, None]
         else:
             tree = tree if spans is None else spans.cut(tree)
@@ -160,8 +162,7 @@ class VanillaAttention(HeadsBackend):
         mask = mask.expand(batch, 1, window, group, length).reshape(
             batch, 1, window * group, length
         )
-        q_shape = (batch, window, heads, group, head_dim)
-        return GenerationPlan(first, q_shape, kv_rows, gathered, cached[0], cached[1], mask)
+        return GenerationPlan(first, rows, kv_rows, gathered, cached[0], cached[1], mask)
 
     def _spans(self, metadata: AttentionMetadata, first: int) -> KeySpans | None:
         """Of the windows, which start at row `first`."""
@@ -202,17 +203,20 @@ class VanillaAttention(HeadsBackend):
         return output[0].transpose(0, 1).flatten(1)
 
     def _run_generation(self, layer: int, q: torch.Tensor, plan: GenerationPlan) -> torch.Tensor:
-        batch, window, heads, group, head_dim = plan.q_shape
+        batch, heads, _, head_dim = plan.keys.shape
+        window, group = plan.rows.window, self._group
         torch.index_select(self._rows[layer], 0, plan.kv_rows, out=plan.gathered)
         if plan.first:
             q = q[plan.first :]
         if window == 1:
             q = q.view(batch, heads, group, head_dim)
         else:
-            q = q.view(plan.q_shape).transpose(1, 2).reshape(batch, heads, window * group, head_dim)
+            q = plan.rows.padded(q).view(batch, window, heads, group, head_dim)
+            q = q.transpose(1, 2).flatten(2, 3)
         output = F.scaled_dot_product_attention(
             q, plan.keys, plan.values, plan.mask, scale=self.geometry.scale
         )
         if window > 1:
             output = output.view(batch, heads, window, group, head_dim).transpose(1, 2)
-        return output.reshape(batch * window, heads * group * head_dim)
+            output = plan.rows.flat(output)
+        return output.reshape(plan.rows.num_rows, -1)
