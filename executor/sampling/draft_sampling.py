@@ -74,7 +74,7 @@ class DraftSampling:
             return top_tokens(logits, topk, self._token_map)
         assert group.sampled_parameters is not None
         each = len(logits) // len(group.slots)
-        parameters = group.sampled_parameters.every(group.window)
+        parameters = group.sampled_parameters.each_of(sampled.own)
         subset = sampled.with_rows(each)
         rows = subset.take(logits)
         drawn = top_tokens(
@@ -99,7 +99,7 @@ class DraftSampling:
         if group.sampled is None or self._mode == "greedy":
             return choose_draft(logits, self._token_map)
         assert group.sampled_parameters is not None
-        parameters = group.sampled_parameters.every(group.window)
+        parameters = group.sampled_parameters.each_of(group.sampled.own)
         rows = group.sampled.take_requests(logits)
         drawn = choose_draft(
             rows,
@@ -126,18 +126,18 @@ class DraftSampling:
 
     def _scaled(self, group: RowGroup, logits: torch.Tensor) -> torch.Tensor:
         assert group.sampled is not None and group.sampled_parameters is not None
-        parameters = group.sampled_parameters.every(group.window)
+        parameters = group.sampled_parameters.each_of(group.sampled.own)
         return self._sampler.scaled(group, group.sampled.take_requests(logits), parameters)
 
     def _noise(self, group: RowGroup, step: int, first: torch.Tensor, width: int) -> torch.Tensor:
         """`[M, width]` for the sampled requests."""
         if self.keeps_probs:
             noise = self._sampler.noise_at(group, first + step, DRAFT_DOMAIN)
-        elif group.window == 1:
+        elif group.rows.window == 1:
             noise = self._sampler.noise_at(group, first + step)
         else:  # the target needs the noise of all these positions in this round
-            all_noise = self._sampler.noise(group, first)
-            noise = all_noise.view(-1, group.window, all_noise.shape[-1])[:, step]
+            assert group.sampled is not None
+            noise = group.sampled.own.column(self._sampler.noise(group, first), step)
         if self._token_map is not None:
             return noise.index_select(1, self._token_map)
         return noise[:, :width]

@@ -6,6 +6,7 @@ launched. While it runs, the host reads the round before and fills the masks."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 
@@ -63,9 +64,9 @@ class GrammarMasks:
             self._windows = ToHost(sent, self._buffers)
 
     def apply(self, group: RowGroup, logits: torch.Tensor) -> None:
-        """Masks the rows of the group's requests with grammars, in place. logits `[N * W, V]`."""
+        """Masks the rows of the group's requests with grammars, in place. logits `[T, V]`."""
         if group.is_guided:
-            filled = self._fill(group.requests, group.window, len(logits))
+            filled = self._fill(group.requests, group.counts, len(logits))
             numbers = filled.to(logits.device, non_blocking=True)
             self._mask(logits, numbers)
 
@@ -78,7 +79,7 @@ class GrammarMasks:
         """Sends the masks of a round's windows to a graph of that many rows; where there are none,
         takes back those of the round before."""
         if self.has_windows:
-            filled = self._fill(requests, window, num_rows)
+            filled = self._fill(requests, [window] * len(requests), num_rows)
             self._for_graphs[: len(filled)].copy_(filled, non_blocking=True)
         elif self._is_sent:
             self._for_graphs[: self._max_rows].fill_(-1)
@@ -98,8 +99,11 @@ class GrammarMasks:
         words = numbers[num_rows:][: num_masks * self._num_words]
         return numbers[:num_rows], words.view(num_masks, self._num_words)
 
-    def _fill(self, requests: Sequence[LlmRequest], window: int, num_rows: int) -> torch.Tensor:
-        """On the host, for that many rows. A request that has ended needs no masks."""
+    def _fill(
+        self, requests: Sequence[LlmRequest], counts: Sequence[int], num_rows: int
+    ) -> torch.Tensor:
+        """On the host, for that many rows, of which each request has as many as `counts` say. A
+        request that has ended needs no masks."""
         if any(request.grammar and request.tokens_in_flight for request in requests):
             self.read_rounds()
         guided = {
@@ -107,17 +111,18 @@ class GrammarMasks:
             for index, request in enumerate(requests)
             if request.grammar is not None and not request.is_finished
         }
-        size = num_rows + len(guided) * window * self._num_words
+        own_counts = [counts[index] for index in guided]
+        size = num_rows + sum(own_counts) * self._num_words
         is_pinned = self._slots.device.type == "cuda"
         filled = torch.empty(size, dtype=torch.int32, pin_memory=is_pinned)
         mask_of_row, masks = self._parts(filled, num_rows)
-        numbers = [-1] * num_rows
-        for number, index in enumerate(guided):
-            first = number * window
-            numbers[index * window : (index + 1) * window] = range(first, first + window)
+        numbers, starts, first = [-1] * num_rows, [0, *accumulate(counts)], 0
+        for index, count in zip(guided, own_counts, strict=True):
+            numbers[starts[index] : starts[index + 1]] = range(first, first + count)
+            first += count
         mask_of_row.copy_(torch.tensor(numbers, dtype=torch.int32))
         if guided:
-            self._fill_all(list(guided.values()), torch.split(masks, window))
+            self._fill_all(list(guided.values()), masks.split_with_sizes(own_counts))
         return filled
 
     def _fill_all(self, guided: list[LlmRequest], masks: Sequence[torch.Tensor]) -> None:
@@ -139,12 +144,13 @@ class GrammarMasks:
         if self._windows is not None:
             self._drafts, self._windows = self._windows.wait(), None
 
-    def _nodes(self, request: LlmRequest, window: int) -> DraftNodes:
-        """The request's window, without padding after the proposed drafts."""
-        if window == 1:
+    def _nodes(self, request: LlmRequest, num_rows: int) -> DraftNodes:
+        """The request's rows, without padding after the proposed drafts."""
+        if num_rows == 1:
             return ROOT
         windows, *parents = self._drafts
         index = self._index[request.request_id]
         if parents:
             return DraftNodes.tree(windows[index], parents[0][index].tolist())
-        return DraftNodes.chain(windows[index, : 1 + request.py_num_draft_tokens])
+        num_rows = min(num_rows, 1 + request.py_num_draft_tokens)
+        return DraftNodes.chain(windows[index, :num_rows])

@@ -38,17 +38,18 @@ class HostEdits:
         drafts: torch.Tensor,
         parents: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """logits `[N * W, V]`, drafts `[N, W-1]`, parents `[N, W]`: of windows that are trees.
+        """logits `[T, V]`, drafts `[N, W-1]`, parents `[N, W]`: of windows that are trees.
         Returns the edited logits."""
         host_drafts = drafts[group.edited].tolist()
         host_parents = None if parents is None else parents[group.edited].tolist()
         logits = logits.clone()
         for number, index in enumerate(group.edited):
             request = self._culprit = group.requests[index]
-            paths = _paths(request, host_drafts[number], host_parents and host_parents[number])
+            own_drafts = host_drafts[number][: group.counts[index] - 1]
+            paths = _paths(request, own_drafts, host_parents and host_parents[number])
             for row, path in paths.items():
                 self._is_after_drafts = row > 0
-                at = index * group.window + row
+                at = sum(group.counts[:index]) + row
                 logits[at] = _edit_row(request, request.tokens + path, logits[at])
         self._culprit = None
         return logits

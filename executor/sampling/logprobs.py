@@ -20,13 +20,14 @@ class LogprobRows:
     def add(
         self, group: RowGroup, raw: torch.Tensor, subset: Subset, sampled: SampledTokens
     ) -> None:
-        """raw `[M * W, V]`: log-softmax of the rows of the group's M requests that ask for log
+        """raw `[T, V]`: log-softmax of the rows of the group's M requests that ask for log
         probabilities, which are `subset`."""
         requests = [request for request in group.requests if request.rules.logprobs is not None]
         tokens = subset.take_requests(sampled.new_tokens)
+        raw = subset.own.padded(raw).flatten(0, 1)
         if sampled.rows is not None:
             rows = subset.take_requests(sampled.rows)
-            firsts = torch.arange(0, len(raw), group.window, device=raw.device)
+            firsts = torch.arange(0, len(raw), group.rows.window, device=raw.device)
             raw = raw.index_select(0, (rows + firsts.unsqueeze(1)).flatten())
         values, ids = token_logprobs(raw, tokens.flatten().clamp_min(0), group.num_logprobs)
         self._found.append((requests, tokens.shape[1]))

@@ -35,7 +35,7 @@ class RelaxedAcceptance:
 
     def relax(self, group: RowGroup, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The target's tokens `[N, W]` of a group's windows, with each draft that the rule accepts
-        instead of the target's token. logits `[N * W, V]`: what the tokens were chosen from."""
+        instead of the target's token. logits `[T, V]`: what the tokens were chosen from."""
         slots, width = group.slots, targets.shape[1]
         if width == 1:
             return targets
@@ -46,7 +46,7 @@ class RelaxedAcceptance:
         if group.sampled is not None:
             may_relax &= self._state.gather(slots).column("temperature") == 0
         drafts = window[:, 1:]
-        rows = logits.view(*targets.shape, -1)[:, :-1]
+        rows = group.rows.padded(logits)[:, :-1]
         accepted = may_relax & is_close(rows, drafts, self._rule)
         return torch.cat((torch.where(accepted, drafts, targets[:, :-1]), targets[:, -1:]), dim=1)
 

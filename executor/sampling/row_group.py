@@ -1,10 +1,11 @@
 """Which rows of the logits belong to which requests, and which steps of sampling they need.
 
-A group is N requests with W rows each: the windows of a round (W = K+1), or its finished contexts
-(W = 1). `RowGroups` keeps a group for as long as the same requests run."""
+A group is N requests with at most W rows each: the windows of a round (W = K+1), or its finished
+contexts (W = 1). `RowGroups` keeps a group for as long as the same requests run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 
@@ -12,6 +13,7 @@ from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.executor.sampling.state import RowParameters, SamplingState
+from tllm_spec.kernels.round_rows import RoundRows
 
 
 @dataclass(frozen=True)
@@ -20,17 +22,29 @@ class Subset:
     indexed then."""
 
     requests: torch.Tensor | None  # [M]
-    rows: torch.Tensor | None  # [M * W]
+    rows: torch.Tensor | None  # [T]: their indices in the group's rows
+    own: RoundRows  # whose these rows are
+
+    @classmethod
+    def of(
+        cls, requests: torch.Tensor, own: RoundRows, offsets: torch.Tensor | None = None
+    ) -> "Subset":
+        """Of requests `[M]` with these rows, in a group with these offsets, or a rectangle."""
+        if offsets is None or own.offsets is None:
+            columns = torch.arange(own.window, device=requests.device)
+            return cls(requests, (requests.unsqueeze(1) * own.window + columns).flatten(), own)
+        shifts = offsets.index_select(0, requests) - own.offsets[:-1]
+        rows = own.expand(shifts) + torch.arange(own.num_rows, device=requests.device)
+        return cls(requests, rows, own)
 
     def with_rows(self, each: int) -> "Subset":
-        """The same requests, with `each` rows."""
+        """The same requests of a group with `each` rows per request."""
         if self.requests is None:
             return self
-        columns = torch.arange(each, device=self.requests.device)
-        return Subset(self.requests, (self.requests.unsqueeze(1) * each + columns).flatten())
+        return Subset.of(self.requests, RoundRows.rectangle(len(self.requests), each))
 
     def take(self, logits: torch.Tensor) -> torch.Tensor:
-        """These requests' rows of `[N * W, V]`."""
+        """These requests' rows of `[T, V]` of the group."""
         return logits if self.rows is None else logits.index_select(0, self.rows)
 
     def take_requests(self, values: torch.Tensor) -> torch.Tensor:
@@ -42,16 +56,17 @@ class Subset:
         return own if self.requests is None else values.index_copy_(0, self.requests, own)
 
     def put(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """`[N * W, ...]` with these requests' rows replaced. May write in place."""
+        """The group's `[T, ...]` with these requests' rows replaced. May write in place."""
         return rows if self.rows is None else logits.index_copy_(0, self.rows, rows)
 
 
 @dataclass
 class RowGroup:
-    """N requests with W rows each. A subset that is None is empty: its step is skipped."""
+    """N requests and their rows. A subset that is None is empty: its step is skipped."""
 
-    requests: list[LlmRequest]
-    window: int
+    requests: list[LlmRequest]  # empty in a graph's group
+    counts: list[int]  # rows of each of these
+    rows: RoundRows
     slots: torch.Tensor  # [N]
     sampled: Subset | None  # temperature > 0, or all if the group is mixed
     filtered: bool  # any of them uses top_k, top_p or min_p
@@ -82,24 +97,29 @@ class RowGroups:
         self._state = state
         self._kept: dict[tuple[int, ...], RowGroup] = {}
 
-    def get(self, requests: Sequence[LlmRequest], window: int) -> RowGroup:
-        key = (window, *(request.request_id for request in requests))
+    def get(
+        self, requests: Sequence[LlmRequest], window: int, counts: Sequence[int] | None = None
+    ) -> RowGroup:
+        """counts: the rows of each request, at most `window`; None: so many."""
+        key = (window, *(request.request_id for request in requests), *(counts or ()))
         group = self._kept.get(key)
         if group is None:
             # A few groups alternate, for different draft lengths; older ones do not come back.
             if len(self._kept) >= 8:
                 self._kept.clear()
-            group = self._kept[key] = self._make(list(requests), window)
+            group = self._kept[key] = self._make(list(requests), window, counts)
         return group
 
     def of_slots(self, slots: torch.Tensor, window: int, *, sampled: bool) -> RowGroup:
         """A group of the slots' owners at the time of its use: all parameters are read on the
         device. slots `[N]`."""
+        rows = RoundRows.rectangle(len(slots), window)
         group = RowGroup(
             requests=[],
-            window=window,
+            counts=[],
+            rows=rows,
             slots=slots,
-            sampled=Subset(None, None) if sampled else None,
+            sampled=Subset(None, None, rows) if sampled else None,
             filtered=sampled,
             penalised=None,
             early=None,
@@ -118,25 +138,24 @@ class RowGroups:
         """The group with one row per request, to draw drafts for."""
         if group.requests:
             return self.get(group.requests, 1)
-        parameters = group.sampled_parameters and group.sampled_parameters.every(group.window)
-        return replace(group, window=1, sampled_parameters=parameters, memo={}, parts=[])
+        rows = RoundRows.rectangle(len(group.slots), 1)
+        parameters = group.sampled_parameters and group.sampled_parameters.each_of(group.rows)
+        sampled = group.sampled and Subset(None, None, rows)
+        return replace(
+            group, rows=rows, sampled=sampled, sampled_parameters=parameters, memo={}, parts=[]
+        )
 
     def parts(self, group: RowGroup, size: int) -> list[RowGroup]:
         """The group cut into groups of at most `size` requests, which is the same in every call."""
         if not group.parts:
-            firsts, requests, window = (
-                range(0, len(group.slots), size),
-                group.requests,
-                group.window,
-            )
-            group.parts = [
-                self._make(requests[first : first + size], window)
-                if requests
-                else self.of_slots(
-                    group.slots[first : first + size], window, sampled=group.filtered
+            requests, window = group.requests, group.rows.window
+            counts = group.counts if group.rows.offsets is not None else None
+            for own in (slice(i, i + size) for i in range(0, len(group.slots), size)):
+                group.parts.append(
+                    self._make(requests[own], window, counts and counts[own])
+                    if requests
+                    else self.of_slots(group.slots[own], window, sampled=group.filtered)
                 )
-                for first in firsts
-            ]
         return group.parts
 
     def end_round(self) -> None:
@@ -149,28 +168,40 @@ class RowGroups:
         """Drops all groups: slots have new owners or parameters."""
         self._kept.clear()
 
-    def _make(self, requests: list[LlmRequest], window: int) -> RowGroup:
+    def _make(
+        self, requests: list[LlmRequest], window: int, counts: Sequence[int] | None
+    ) -> RowGroup:
         state, all_rules = self._state, [request.rules for request in requests]
         device = state.device
+
+        def rows_of(indices: Sequence[int]) -> RoundRows:
+            if counts is None:
+                return RoundRows.rectangle(len(indices), window)
+            ends = [0, *accumulate(counts[index] for index in indices)]
+            offsets = to_device(torch.tensor(ends, dtype=torch.int32), device)
+            return RoundRows(len(indices), window, ends[-1], offsets)
+
+        all_rows = rows_of(range(len(requests)))
 
         def subset(wanted: Callable[[DecodingRules], bool]) -> Subset | None:
             chosen = [index for index, rules in enumerate(all_rules) if wanted(rules)]
             if not chosen:
                 return None
             if len(chosen) == len(all_rules):
-                return Subset(None, None)
-            index = to_device(chosen, device)
-            return Subset(index, None).with_rows(window)
+                return Subset(None, None, all_rows)
+            return Subset.of(to_device(chosen, device), rows_of(chosen), all_rows.offsets)
 
+        row_counts = [window] * len(requests) if counts is None else list(counts)
         group = RowGroup(
             requests=requests,
-            window=window,
+            counts=row_counts,
+            rows=all_rows,
             slots=to_device([request.slot for request in requests], device),
             sampled=subset(lambda rules: not rules.is_greedy),
             filtered=any(rules.has_filters and not rules.is_greedy for rules in all_rules),
             penalised=subset(lambda rules: rules.has_penalties),
             early=subset(lambda rules: rules.min_tokens > 0),
-            bias=_bias_entries(all_rules, window, device),
+            bias=_bias_entries(all_rules, row_counts, device),
             with_logprobs=subset(lambda rules: rules.logprobs is not None),
             num_logprobs=max((rules.logprobs or 0 for rules in all_rules), default=0),
             edited=[index for index, rules in enumerate(all_rules) if rules.needs_host_edits],
@@ -183,19 +214,19 @@ class RowGroups:
         return group
 
     def _parameters(self, group: RowGroup, subset: Subset) -> RowParameters:
-        return self._state.gather(subset.take_requests(group.slots).repeat_interleave(group.window))
+        return self._state.gather(subset.own.expand(subset.take_requests(group.slots)))
 
 
 def _bias_entries(
-    all_rules: list[DecodingRules], window: int, device: torch.device
+    all_rules: list[DecodingRules], counts: list[int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Logit bias and bad words of one token (-inf), as one sparse addition to the group's rows."""
     rows: list[int] = []
     tokens: list[int] = []
     values: list[float] = []
-    for index, rules in enumerate(all_rules):
-        for offset in range(window if rules.token_bias else 0):
-            rows += [index * window + offset] * len(rules.token_bias)
+    for end, count, rules in zip(accumulate(counts), counts, all_rules, strict=True):
+        for row in range(end - count, end if rules.token_bias else 0):
+            rows += [row] * len(rules.token_bias)
             tokens += rules.token_bias.keys()
             values += rules.token_bias.values()
     if not rows:

@@ -8,25 +8,26 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.executor.resources.window_tree import WindowTree
+from tllm_spec.kernels.round_rows import RoundRows
 
 
 @dataclass(frozen=True)
 class RowPositions:
-    """Positions of the tokens that the rows of N requests sample, W rows each. The first row's
-    token stands at kv_lens `[N]` + `ahead`: 0 after contexts, 1 in windows, whose bonus token is at
-    kv_lens. The other rows follow one after another, or as the nodes of `tree`."""
+    """Positions of the tokens that the rows of N requests sample. A first row's token stands at
+    kv_lens `[N]` + `ahead`: 0 after contexts, 1 in windows, whose bonus token is at kv_lens. The
+    other rows follow one after another, or as the nodes of `tree`."""
 
     kv_lens: torch.Tensor
     ahead: int
     tree: WindowTree | None = None
 
-    def positions(self, window: int, requests: torch.Tensor | None = None) -> torch.Tensor:
-        """`[M * W]`: of these requests; None: of all."""
+    def positions(self, rows: RoundRows, requests: torch.Tensor | None = None) -> torch.Tensor:
+        """`[T]`: of the rows of these requests; None: of all."""
         first = self.kv_lens if requests is None else self.kv_lens.index_select(0, requests)
         if self.tree is None:
-            return window_positions(first, window, self.ahead)
+            return window_positions(first, rows, self.ahead)
         depths = self.tree.of(requests).depths
-        return (first.unsqueeze(1) + depths + self.ahead).flatten()
+        return rows.flat(first.unsqueeze(1) + depths + self.ahead)
 
     def split(self, sizes: Sequence[int]) -> list[RowPositions]:
         lens = self.kv_lens.split_with_sizes(list(sizes))
@@ -34,7 +35,7 @@ class RowPositions:
         return [RowPositions(own, self.ahead, tree) for own, tree in zip(lens, trees, strict=True)]
 
 
-def window_positions(first: torch.Tensor, window: int, ahead: int = 0) -> torch.Tensor:
-    """Positions of the tokens that W consecutive rows sample, from first `[N]` + `ahead` on:
-    `[N * W]`."""
-    return (first.unsqueeze(1) + torch.arange(ahead, ahead + window, device=first.device)).flatten()
+def window_positions(first: torch.Tensor, rows: RoundRows, ahead: int = 0) -> torch.Tensor:
+    """Positions `[T]` of the tokens that consecutive rows sample, from first `[N]` + `ahead` on."""
+    steps = torch.arange(ahead, ahead + rows.window, device=first.device)
+    return rows.flat(first.unsqueeze(1) + steps)

@@ -87,10 +87,11 @@ class Sampler:
         logprobs: LogprobRows,
         tree: WindowTree | None = None,
     ) -> SampledTokens:
-        """Samples windows and accepts drafts. logits `[B * W, V]`; kv_lens `[B]`: the slots';
-        draft_probs `[B, K, V]`: for rejection sampling, what the drafts were drawn from; tree: of
-        the windows, None where they are chains. Writes the next round's inputs to the slot
-        state."""
+        """Samples windows and accepts drafts. logits `[T, V]`: of the windows' rows; kv_lens `[B]`:
+        the slots'; draft_probs `[B, K, V]`: for rejection sampling, what the drafts were drawn
+        from; tree: of the windows, None where they are chains. Writes the next round's inputs to
+        the slot state."""
+        self.slots.limit_drafts(group.slots, group.rows)
         return self._sample(group, logits, RowPositions(kv_lens, 1, tree), draft_probs, logprobs)
 
     def _sample(
@@ -106,7 +107,7 @@ class Sampler:
         max_rows = rows_at_once(bytes_per_row(group, logits, rejection=self.rejection))
         if len(logits) <= max_rows:
             return self._sample_part(group, logits, at, draft_probs, logprobs)
-        parts = self.groups.parts(group, max(1, max_rows // group.window))
+        parts = self.groups.parts(group, max(1, max_rows // group.rows.window))
         sizes = [len(part.slots) for part in parts]
         all_probs = (
             [None] * len(parts) if draft_probs is None else draft_probs.split_with_sizes(sizes)
@@ -115,7 +116,7 @@ class Sampler:
             self._sample_part(part, rows, own, probs, logprobs)
             for part, rows, own, probs in zip(
                 parts,
-                logits.split_with_sizes([group.window * size for size in sizes]),
+                logits.split_with_sizes([part.rows.num_rows for part in parts]),
                 at.split(sizes),
                 all_probs,
                 strict=True,
@@ -168,7 +169,7 @@ class Sampler:
             if at.ahead:
                 self.slots.advance(slots, kv_lens, tokens, lens)
             return SampledTokens(tokens, lens)
-        tokens = self._choose(group, logits, at).view(-1, group.window)
+        tokens = group.rows.padded(self._choose(group, logits, at))
         if not at.ahead:
             return SampledTokens(tokens, torch.ones_like(kv_lens))
         if self._relaxed is not None:
@@ -185,18 +186,18 @@ class Sampler:
             rows, tokens, lens = self._reject_tree(group, logits, kv_lens, tree)
             self.slots.advance(slots, kv_lens, tokens, lens)
         else:
-            targets = self._choose(group, logits, at).view(-1, group.window)
+            targets = group.rows.padded(self._choose(group, logits, at))
             rows, tokens, lens = self.slots.accept_tree(
                 slots, kv_lens, targets, tree.depth, self._tree_synthetic
             )
         if num_drafts is None:
             return SampledTokens(tokens, lens, rows)
-        ranks = self.slots.path_ranks(slots, num_drafts, rows, lens, group.window)
+        ranks = self.slots.path_ranks(slots, num_drafts, rows, lens, group.rows.window)
         return SampledTokens(tokens, lens, rows, ranks)
 
     def _drafts(self, group: RowGroup) -> torch.Tensor:
         """`[N, W-1]`, until the slots advance."""
-        return self.slots.window.index_select(0, group.slots)[:, 1 : group.window]
+        return self.slots.window.index_select(0, group.slots)[:, 1 : group.rows.window]
 
     def _edit(self, group: RowGroup, logits: torch.Tensor, at: RowPositions) -> torch.Tensor:
         """Applies what changes logits before temperature, at each position as if it were decoded
@@ -213,15 +214,15 @@ class Sampler:
             logits = logits.index_put((rows, tokens), values, accumulate=True)
         if group.early:
             rows_logits = group.early.take(logits)
-            slots = group.early.take_requests(group.slots).repeat_interleave(group.window)
-            positions = at.positions(group.window, group.early.requests)
+            slots = group.early.own.expand(group.early.take_requests(group.slots))
+            positions = at.positions(group.early.own, group.early.requests)
             too_early = positions < self.state.gather(slots).integer("min_position")
             mask_stop_ids(rows_logits, self.state.stop_ids.index_select(0, slots), too_early)
             logits = group.early.put(logits, rows_logits)
         if group.edited:
             parents = None
             if at.tree is not None:
-                parents = self.slots.parents(group.slots, group.window)
+                parents = self.slots.parents(group.slots, group.rows.window)
             logits = self.host_edits.apply(group, logits, self._drafts(group), parents)
         return logits
 
@@ -229,7 +230,7 @@ class Sampler:
         self, group: RowGroup, subset: Subset, logits: torch.Tensor, tree: WindowTree | None
     ) -> torch.Tensor:
         """A row of a window counts its own draft and those before it as output."""
-        counts, width = self.state.counts, group.window
+        counts, width = self.state.counts, group.rows.window
         rows = counts.row_of_slot[subset.take_requests(group.slots)]
         output = counts.output[rows].unsqueeze(1).repeat(1, width, 1)  # [M, W, V]
         if tree is not None:
@@ -244,15 +245,15 @@ class Sampler:
         assert group.penalties is not None
         return apply_penalties(
             subset.take(logits),
-            output.view(-1, output.shape[-1]),
-            counts.prompt[rows].repeat_interleave(width, dim=0),
+            subset.own.flat(output),
+            subset.own.expand(counts.prompt[rows]),
             group.penalties.column("repetition"),
             group.penalties.column("presence"),
             group.penalties.column("frequency"),
         )
 
     def _choose(self, group: RowGroup, logits: torch.Tensor, at: RowPositions) -> torch.Tensor:
-        """The target's choice of every row, `[N * W]`."""
+        """The target's choice of every row, `[T]`."""
         if group.sampled is None:
             return choose_best(logits)
         draw = self._draw_fused if logits.is_cuda else self._draw
@@ -262,11 +263,11 @@ class Sampler:
         return group.sampled.put(choose_best(logits), chosen)
 
     def _draw(self, group: RowGroup, logits: torch.Tensor, at: RowPositions) -> torch.Tensor:
-        """Tokens of the group's sampled rows `[M * W, V]`. Coupled drafts may have made the noise
+        """Tokens of the group's sampled rows `[T, V]`. Coupled drafts may have made the noise
         already, so it is kept."""
         assert group.sampled is not None and group.sampled_parameters is not None
         scaled = self.scaled(group, logits, group.sampled_parameters)
-        positions = at.positions(group.window, group.sampled.requests)
+        positions = at.positions(group.sampled.own, group.sampled.requests)
         return choose_best(scaled + self._noise(group, positions))
 
     def _draw_fused(self, group: RowGroup, logits: torch.Tensor, at: RowPositions) -> torch.Tensor:
@@ -277,7 +278,7 @@ class Sampler:
             logits,
             parameters.column("temperature").squeeze(1),
             parameters.integer("seed"),
-            at.positions(group.window, group.sampled.requests),
+            at.positions(group.sampled.own, group.sampled.requests),
             cut=self.cut(group, logits, parameters),
         )
 
@@ -305,14 +306,14 @@ class Sampler:
         return values if cut is None else values.masked_fill(values < cut.unsqueeze(1), -torch.inf)
 
     def noise(self, group: RowGroup, first: torch.Tensor) -> torch.Tensor:
-        """Noise of the group's sampled rows `[M * W, V]`, which follow one after another from the
+        """Noise of the group's sampled rows `[T, V]`, which follow one after another from the
         positions first `[N]` on."""
         assert group.sampled is not None
-        positions = window_positions(group.sampled.take_requests(first), group.window)
+        positions = window_positions(group.sampled.take_requests(first), group.sampled.own)
         return self._noise(group, positions)
 
     def _noise(self, group: RowGroup, positions: torch.Tensor) -> torch.Tensor:
-        """Noise of the group's sampled rows at positions `[M * W]`. Made once per round: coupled
+        """Noise of the group's sampled rows at positions `[T]`. Made once per round: coupled
         drafts use the same."""
         if "noise" not in group.memo:
             assert group.sampled_parameters is not None
@@ -328,15 +329,16 @@ class Sampler:
     ) -> torch.Tensor:
         """Noise at one position `[N]` of each request, for its sampled requests: `[M, V]`."""
         assert group.sampled is not None and group.sampled_parameters is not None
-        parameters = group.sampled_parameters.every(group.window)
+        parameters = group.sampled_parameters.each_of(group.sampled.own)
         positions = group.sampled.take_requests(positions)
         noise = gumbel_noise(parameters.integer("seed"), positions, self.state.vocab_size, domain)
         return noise * (parameters.column("temperature") > 0) if group.mixed else noise
 
     def is_greedy(self, group: RowGroup) -> torch.Tensor:
         """Which requests of a mixed group are greedy, `[N, 1]` bool."""
-        assert group.sampled_parameters is not None
-        return group.sampled_parameters.every(group.window).column("temperature") == 0
+        assert group.sampled is not None and group.sampled_parameters is not None
+        own = group.sampled_parameters.each_of(group.sampled.own)
+        return own.column("temperature") == 0
 
     def _reject(
         self,
@@ -346,29 +348,28 @@ class Sampler:
         draft_probs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Classical rejection sampling."""
-        drafts, num_drafts = self._drafts(group), None
-        if group.window > 1:  # the slots may have more drafts than this round verifies
+        drafts, num_drafts, rows = self._drafts(group), None, group.rows
+        if rows.window > 1:  # the slots may have more drafts than this round verifies
             num_drafts = self.slots.num_drafts.index_select(0, group.slots).clamp_max(
-                group.window - 1
+                rows.window - 1
             )
-        shape = (len(drafts), group.window, -1)
         return reject_chain(
-            self._probs(group, logits).view(shape),
+            rows.padded(self._probs(group, logits)),
             draft_probs,
             drafts,
             num_drafts,
             self.state.integers.index_select(0, group.slots)[:, 0],
-            at.positions(group.window).view(shape[:2]),
+            rows.padded(at.positions(rows)),
         )
 
     def _reject_tree(
         self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, tree: WindowTree
     ) -> Accepted:
-        tokens = self.slots.window.index_select(0, group.slots)[:, : group.window]
+        width = group.rows.window
         return reject_tree(
-            self._probs(group, logits).view(*tokens.shape, -1),
-            tokens,
-            self.slots.parents(group.slots, group.window),
+            group.rows.padded(self._probs(group, logits)),
+            self.slots.window.index_select(0, group.slots)[:, :width],
+            self.slots.parents(group.slots, width),
             tree.depth,
             None,
             self.state.integers.index_select(0, group.slots)[:, 0],
@@ -377,7 +378,7 @@ class Sampler:
         )
 
     def _probs(self, group: RowGroup, logits: torch.Tensor) -> torch.Tensor:
-        """The distribution of every row, `[N * W, V]`. A greedy request's has all mass on one
+        """The distribution of every row, `[T, V]`. A greedy request's has all mass on one
         token."""
         probs = one_hot_of_best(logits)
         if group.sampled is None:

@@ -79,7 +79,7 @@ class ShardedSampler(Sampler):
             self._ids,
             group.sampled_parameters.column("temperature").squeeze(1),
             group.sampled_parameters.integer("seed"),
-            at.positions(group.window, sampled.requests),
+            at.positions(sampled.own, sampled.requests),
         )
         if sampled.rows is not None:
             offers = sampled.put(offer_token(logits, first), offers)
@@ -111,7 +111,7 @@ class ShardedDraftSampling(DraftSampling):
             offers = offer_token(logits, self._shard.first)
         else:
             assert group.sampled_parameters is not None
-            parameters = group.sampled_parameters.every(group.window)
+            parameters = group.sampled_parameters.each_of(sampled.own)
             offers = offer_token(
                 sampled.take_requests(logits),
                 self._shard.first,

@@ -8,6 +8,7 @@ import torch
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.rounds.transfer import to_device
+from tllm_spec.kernels.round_rows import RoundRows
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 _INTEGERS = ("seed", "top_k", "min_position")
@@ -27,9 +28,9 @@ class RowParameters:
     def integer(self, name: str) -> torch.Tensor:
         return self.integers[:, _INTEGERS.index(name)]
 
-    def every(self, window: int) -> "RowParameters":
-        """One row per request, where each request has `window` equal rows."""
-        return RowParameters(self.floats[::window], self.integers[::window])
+    def each_of(self, rows: RoundRows) -> "RowParameters":
+        """One row per request, where these are the parameters of the requests' `rows`."""
+        return RowParameters(rows.column(self.floats, 0), rows.column(self.integers, 0))
 
     def repeated(self, times: int) -> "RowParameters":
         """Each row `times` times in a row."""

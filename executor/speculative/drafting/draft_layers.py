@@ -2,7 +2,7 @@
 the group that keeps all pages."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -21,6 +21,10 @@ class DraftLayers(Protocol):
 
     @property
     def rows(self) -> RowBuilder: ...
+
+    @property
+    def reads_whole_windows(self) -> bool:
+        """Windows are a rectangle: `Windows.part` is not served."""
 
     def forward(
         self,
@@ -42,6 +46,7 @@ class TorchLayers:
 
     net: DraftNet
     attention: AttentionGroups
+    reads_whole_windows: ClassVar[bool] = False
 
     @property
     def rows(self) -> RowBuilder:

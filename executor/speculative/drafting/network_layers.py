@@ -34,6 +34,8 @@ class NetworkHeadNet(HeadNet):
 class NetworkLayers:
     """The interface of `DraftLayers`, for chains."""
 
+    reads_whole_windows = True
+
     def __init__(
         self, draft: HeadNetwork, spec: SpecMetadata, pool: KVPool, rows: RowBuilder
     ) -> None:

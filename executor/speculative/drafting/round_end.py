@@ -12,7 +12,7 @@ import torch
 from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.device_span import DeviceSpan
 from tllm_spec.executor.sampling.row_group import RowGroup
@@ -63,6 +63,7 @@ class WindowResult:
             target.first + shift if shift else target.first,
             self.sampled.new_tokens.clamp_min(0),
             target.max_kv_len - (shape.window - shape.path) + shift,
+            part=target.part if self.sampled.rows is None else None,
         )
 
     def captured_rows(self, num_before: int) -> torch.Tensor | None:
@@ -81,9 +82,11 @@ class RoundEnd:
     round emitted.
 
     `splits_rounds`: drafts are made in launches of their own, so that the forward of a round and
-    its tail are never one graph."""
+    its tail are never one graph. `reads_whole_windows`: drafting reads as many rows of every
+    request."""
 
     splits_rounds = False
+    reads_whole_windows = False
 
     def prepare(self, batch: ScheduledBatch) -> None:
         """Before the target's forward is launched."""
@@ -109,7 +112,7 @@ class RoundEnd:
     def launched(self, batch: ScheduledBatch) -> None:
         """After everything of the round was launched."""
 
-    def capture_graphs(self, rounds: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
+    def capture_graphs(self, rounds: GraphTable[Any], keys: Iterable[GraphKey]) -> None:
         """Graphs were captured for rounds of these keys; `rounds` are some of them."""
 
     def seconds_before(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
