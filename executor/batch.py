@@ -21,6 +21,8 @@ class ScheduledBatch:
     joining: list[LlmRequest] = field(default_factory=list)
     # Of the drafts in every generation window of this round, padding included.
     shape: DraftShape = NO_DRAFTS
+    # Whether a request that takes no drafts has one row in the forward instead of a whole window.
+    is_ragged: bool = False
     # The longest draft that was made for these windows; the rest of every window is padding.
     num_steps: int = 0
     # The longest draft that the drafter was asked for; it may have made fewer.
@@ -56,6 +58,20 @@ class ScheduledBatch:
         return self.shape.depth
 
     @property
+    def row_counts(self) -> list[int] | None:
+        """Rows of each generating request in the forward; None: whole windows."""
+        window = self.shape.window
+        if not self.is_ragged or window == 1:
+            return None
+        return [window if request.draft_limit else 1 for request in self.generation_requests]
+
+    @property
+    def num_window_rows(self) -> int:
+        """Rows of all generating requests in the forward."""
+        counts = self.row_counts
+        return len(self.generation_requests) * self.shape.window if counts is None else sum(counts)
+
+    @property
     def max_kv_len(self) -> int:
         """Upper bound of the KV lengths after the round's windows, of which there is one."""
         longest = max(request.num_tokens_bound for request in self.generation_requests)
@@ -82,30 +98,21 @@ class SampledTokens:
     `new_tokens` `[N, D+1]` int64, for drafts of depth D, holds the emitted run at the front of each
     row; `new_lens` `[N]` int64 is how many are valid (accepted drafts + 1). A token of -1
     says that the logits of that position were not numbers. `rows` `[N, D+1]`: of trees, the window
-    rows that these tokens come after. `ranks` `[N, D+1]`: see `path_ranks`. `num_drafts` `[N]`: how
-    many drafts there really were; None: the host knows, or `ranks` say it.
+    rows that these tokens come after. `ranks` `[N, D+1]`: see `path_ranks`.
     `to_host`: their `table`, if it is on its way already."""
 
     new_tokens: torch.Tensor
     new_lens: torch.Tensor
     rows: torch.Tensor | None = None
     ranks: torch.Tensor | None = None
-    num_drafts: torch.Tensor | None = None
     to_host: ToHost | None = None
 
     def table(self) -> torch.Tensor:
-        """`[N, 1 + num_columns]`: lengths, then `columns`."""
+        """`[N, D+2]`: lengths, then tokens. With `ranks` `[N, 2D+3]`."""
         return torch.cat((self.new_lens.unsqueeze(1), self.columns()), dim=1)
 
     def columns(self) -> torch.Tensor:
-        """Tokens, then ranks or the number of drafts."""
-        if self.ranks is not None:
-            return torch.cat((self.new_tokens, self.ranks), dim=1)
-        if self.num_drafts is not None:
-            return torch.cat((self.new_tokens, self.num_drafts.unsqueeze(1)), dim=1)
-        return self.new_tokens
-
-    @property
-    def num_columns(self) -> int:
-        path = self.new_tokens.shape[1]
-        return path + (path if self.ranks is not None else self.num_drafts is not None)
+        """Tokens, then ranks."""
+        if self.ranks is None:
+            return self.new_tokens
+        return torch.cat((self.new_tokens, self.ranks), dim=1)

@@ -80,8 +80,7 @@ def _build(
     check_draft(plan.draft_plan, tokenizer, plan.config)
     check_draft_backend(plan)
     engines = build_engines(plan)
-    counts_drafts = plan.spec is not None and plan.spec.counts_on_device
-    slots = SlotState(plan.slots, plan.shapes, plan.device, counts_drafts=counts_drafts)
+    slots = SlotState(plan.slots, plan.shapes, plan.device)
     sampler = _sampler(plan, slots, engines)
     speculation = build_speculation(plan.spec, _surroundings(plan, engines, slots, sampler))
     runner = RoundRunner(engines.target, sampler, speculation.round_end)
@@ -175,7 +174,6 @@ def _surroundings(
         slots,
         sampler,
         plan.args.max_num_tokens,
-        plan.max_len,
         engines.draft,
         engines.layers,
     )

@@ -106,9 +106,7 @@ class PyExecutor:
         self._made_shape = NO_DRAFTS  # of the drafts in the slots
         self._in_flight: deque[LaunchedRound] = deque()
         self._clock = RoundClock()
-        self._reader = RoundReader(
-            speculating=self._speculating, counts_drafts=parts.slots.counts_drafts
-        )
+        self._reader = RoundReader(speculating=self._speculating)
         self._unsettled: list[tuple[ScheduledBatch, list[LlmRequest]]] = []
         parts.sampler.grammar_masks.read_rounds = self._read_rounds
         self.totals = Totals()
@@ -236,7 +234,8 @@ class PyExecutor:
             request.py_num_draft_tokens = 0
 
     def _schedule(self, generating: list[LlmRequest], shape: DraftShape) -> ScheduledBatch:
-        batch, admitted = self.scheduler.schedule(generating, shape)
+        is_ragged = self.parts.runner.is_ragged(generating, shape)
+        batch, admitted = self.scheduler.schedule(generating, shape, is_ragged=is_ragged)
         self._scheduled = batch
         batch.joining = admitted
         for request in admitted:
@@ -248,7 +247,9 @@ class PyExecutor:
         if ending := batch.last_chunk_requests:
             batch.new_shape = self.parts.slots.shapes.of(self.parts.draft_len_for(len(ending)))
         if batch.generation_requests:
-            batch.shape = batch.new_shape = shape
+            batch.new_shape = shape
+        else:
+            batch.shape = NO_DRAFTS
         return batch
 
     def _advance(self, batch: ScheduledBatch, launched: LaunchedRound) -> None:

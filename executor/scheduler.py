@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add, attrgetter, le, sub
 
-from tllm_spec.draft_shape import DraftShape
+from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.request_limits import Capacity
@@ -104,26 +104,37 @@ class Scheduler:
         return not may_join and all(map(_may_have_ended, self.running))
 
     def schedule(
-        self, generating: list[LlmRequest], shape: DraftShape
+        self, generating: list[LlmRequest], shape: DraftShape, *, is_ragged: bool = False
     ) -> tuple[ScheduledBatch, list[LlmRequest]]:
         """The batch, and those of its requests that joined in this round.
 
-        generating: the result of `generating`, each with placeholder drafts of this shape."""
-        batch = ScheduledBatch(generation_requests=generating)
+        generating: the result of `generating`, each with placeholder drafts of this shape;
+        is_ragged: of the batch."""
+        batch = ScheduledBatch(generation_requests=generating, shape=shape, is_ragged=is_ragged)
         if self.limits.fair_preemption:
             self._preempt_fairly(batch)
-        num_more = self._kv.num_after(shape)
-        short = self._kv.without_room(generating, num_more)
-        for request in short:
-            self._make_room(request, request.num_tokens_bound + num_more, batch)
-        if short and not self.limits.may_preempt:
-            self._take_ahead(generating, num_more + ROUNDS_AHEAD * shape.path)
-        budget = self.limits.max_num_tokens - len(batch.generation_requests) * shape.window
+        if is_ragged:
+            plain = [request for request in generating if not request.draft_limit]
+            self._take_pages(plain, NO_DRAFTS, batch)
+            generating = [r for r in batch.generation_requests if r.draft_limit]
+        self._take_pages(generating, shape, batch)
+        budget = self.limits.max_num_tokens - batch.num_window_rows
         context = RequestState.CONTEXT
         for request in [request for request in self.running if request.state is context]:
             if request.state is context and budget > 0:  # it may have been preempted meanwhile
                 budget -= self._schedule_context(request, budget, batch)
         return batch, self._admit_waiting(budget, batch)
+
+    def _take_pages(
+        self, requests: list[LlmRequest], shape: DraftShape, batch: ScheduledBatch
+    ) -> None:
+        """Of a round with drafts of this shape, for generating requests of the batch."""
+        num_more = self._kv.num_after(shape)
+        short = self._kv.without_room(requests, num_more)
+        for request in short:
+            self._make_room(request, request.num_tokens_bound + num_more, batch)
+        if short and not self.limits.may_preempt:
+            self._take_ahead(requests, num_more + ROUNDS_AHEAD * shape.path)
 
     def _take_ahead(self, generating: list[LlmRequest], num_more: int) -> None:
         """Takes the pages of the next rounds for all requests at once: of `num_more` tokens.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 
@@ -21,10 +22,14 @@ class WindowGraphs:
     def __contains__(self, key: GraphKey) -> bool:
         return key in self.whole or key in self.tails
 
+    def hold(self, num_requests: int, shape: DraftShape) -> bool:
+        """Whether there are graphs for a round of so many requests with drafts of this shape."""
+        return GraphKey(self.forwards.padded(num_requests), shape, False) in self.forwards
+
     def seconds(
         self, key: GraphKey, slots: list[int] | None = None, renew: Callable[[], None] | None = None
     ) -> float:
-        """As `SlotGraphs.seconds`, of a round."""
+        """As `GraphTable.seconds`, of a round."""
         if key in self.whole:
             return self.whole.seconds(key, slots, renew)
         forward = self.forwards.ready(replace(key, sampled=False), slots)

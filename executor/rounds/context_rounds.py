@@ -76,7 +76,7 @@ class ContextRounds:
         ended, group, windows = batch.last_chunk_requests, None, None
         if batch.generation_requests:
             group = self._step.group(batch)
-            windows = self._step.windows(group.slots, batch.shape, batch.max_kv_len)
+            windows = self._step.windows(group.slots, batch.shape, batch.max_kv_len, group.rows)
         hidden = self._forward(batch, chunks, None if windows is None else windows.rows)
         self._start_joining(batch)
         logits = self._engine.compute_logits(hidden)
@@ -155,7 +155,7 @@ def _sampled_rows(batch: ScheduledBatch, device: torch.device) -> torch.Tensor:
     for request in batch.context_requests:
         end += request.context_chunk
         rows += [end - 1] if request.is_last_context_chunk else []
-    rows += range(end, end + len(batch.generation_requests) * batch.shape.window)
+    rows += range(end, end + batch.num_window_rows)
     if not rows:  # pieces of prompts only
         return torch.empty(0, dtype=torch.int64, device=device)
     return to_device(rows, device)

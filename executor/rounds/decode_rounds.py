@@ -33,7 +33,7 @@ class DecodeRounds:
 
     def run(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SampledTokens:
         requests, shape, graphs = batch.generation_requests, batch.shape, self.graphs
-        if graphs is None:
+        if graphs is None or batch.row_counts is not None:
             return self._step.run(batch, logprobs)
         slots, is_sampled = list(map(_slot, requests)), _way_of_sampling(requests)
         if is_sampled is not None and not self._masks.has_windows:

@@ -4,7 +4,7 @@ sampling, acceptance and drafting.
 `run` takes the requests of a batch. `whole`, `forward` and `tail` take nothing but slot numbers on
 the device, which is what a CUDA graph captures."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +17,7 @@ from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd, WindowResult
+from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.kernels.tree_mask import TreeMask
 
@@ -44,10 +45,10 @@ class DecodeStep:
     def run(
         self, batch: ScheduledBatch, logprobs: LogprobRows, hidden: torch.Tensor | None = None
     ) -> SampledTokens:
-        """The batch's windows, kernel by kernel. hidden `[B * W, H]`: of a forward that ran
+        """The batch's windows, kernel by kernel. hidden `[T, H]`: of a forward that ran
         already, so that the tail is left; None: nothing ran."""
         group = self.group(batch)
-        windows = self.windows(group.slots, batch.shape, batch.max_kv_len)
+        windows = self.windows(group.slots, batch.shape, batch.max_kv_len, group.rows)
         if hidden is None:
             hidden = self.engine.forward([], windows.rows)
         logits = self.engine.compute_logits(hidden)
@@ -87,9 +88,16 @@ class DecodeStep:
         return self.engine.rows.max_len
 
     def group(self, batch: ScheduledBatch) -> RowGroup:
-        return self._groups.get(batch.generation_requests, batch.shape.window)
+        return self._groups.get(batch.generation_requests, batch.shape.window, batch.row_counts)
 
-    def windows(self, slot_ids: torch.Tensor, shape: DraftShape, max_kv_len: int) -> SlotWindows:
+    def windows(
+        self,
+        slot_ids: torch.Tensor,
+        shape: DraftShape,
+        max_kv_len: int,
+        part: RoundRows | None = None,
+    ) -> SlotWindows:
+        """part: see `Windows`."""
         tree, width = self._slots.tree(slot_ids, shape), shape.window
         rows = Windows(
             slots=slot_ids,
@@ -97,6 +105,7 @@ class DecodeStep:
             token_ids=gather_rows(self._slots.window[:, :width], slot_ids),
             max_kv_len=max_kv_len,
             tree=None if tree is None else TreeRows(tree.depths, TreeMask(tree.bits, width), 0),
+            part=part,
         )
         return SlotWindows(rows, shape, tree)
 
@@ -113,14 +122,11 @@ class DecodeStep:
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> WindowResult:
-        """Accepts drafts and advances the slots. logits `[B * W, V]`."""
+        """Accepts drafts and advances the slots. logits `[T, V]`: of the windows' rows."""
         probs, rows = self.round_end.draft_probs(group, draft_probs), windows.rows
-        num_drafts = self._slots.num_verified(rows.slots, windows.shape)
         sampled = self.sampler.sample_windows(
             group, logits, rows.first, probs, logprobs, windows.tree
         )
         if sampled.rows is not None:
             self.engine.keep_paths(rows, sampled.rows, sampled.new_lens)
-        if num_drafts is not None:
-            sampled = replace(sampled, num_drafts=num_drafts)
         return WindowResult(rows, sampled, windows.shape)

@@ -8,6 +8,7 @@ from time import perf_counter
 
 import torch
 
+from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.graphs.context_graphs import capture_contexts
@@ -15,6 +16,7 @@ from tllm_spec.executor.graphs.dummy_contexts import ContextLimits
 from tllm_spec.executor.graphs.graph_pool import GraphPool
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.graphs.window_graphs import WindowGraphs
+from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.context_rounds import ContextRounds
 from tllm_spec.executor.rounds.decode_rounds import DecodeRounds
 from tllm_spec.executor.rounds.decode_step import DecodeStep
@@ -25,7 +27,7 @@ from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 
-_num_drafts = attrgetter("py_num_draft_tokens")
+_num_drafts, _draft_limit = attrgetter("py_num_draft_tokens"), attrgetter("draft_limit")
 
 
 class RoundRunner:
@@ -63,6 +65,16 @@ class RoundRunner:
             perf_counter() if sent.to_host.is_here else None,
             sent.post_send,
         )
+
+    def is_ragged(self, requests: list[LlmRequest], shape: DraftShape) -> bool:
+        """Whether those of the requests that take no drafts have one row each in a round with
+        drafts of this shape. Otherwise, where a graph holds the round, and where its drafts may be
+        trees, all have whole windows."""
+        if not shape.num_nodes or all(map(_draft_limit, requests)):
+            return False
+        if self._slots.shapes.has_trees or self.round_end.reads_whole_windows:
+            return False
+        return self.graphs is None or not self.graphs.hold(len(requests), shape)
 
     def _launch_windows(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SentResults:
         sampled = self.decode.run(batch, logprobs)

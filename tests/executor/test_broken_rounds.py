@@ -171,8 +171,8 @@ def test_a_request_preempted_before_the_reading_of_its_round_breaks_off_runs_on(
     others = [harness.submit([4 + position, 5, 6], 30) for position in range(5)]
     schedule, preempted = harness.parts.scheduler.schedule, []
 
-    def watched(generating: list[LlmRequest], shape: DraftShape) -> Any:
-        scheduled = schedule(generating, shape)
+    def watched(generating: list[LlmRequest], shape: DraftShape, **options: bool) -> Any:
+        scheduled = schedule(generating, shape, **options)
         found = [
             each for each in others if each.tokens_in_flight and each.state is RequestState.WAITING
         ]

@@ -49,10 +49,12 @@ class Watched(Harness):
             runner.launch,
         )
 
-        def watched_schedule(generating: list[LlmRequest], shape: DraftShape) -> Any:
+        def watched_schedule(
+            generating: list[LlmRequest], shape: DraftShape, **options: bool
+        ) -> Any:
             self.scheduled.append(self._in_flight)
             self._generating = len(generating)
-            return schedule(generating, shape)
+            return schedule(generating, shape, **options)
 
         def watched_prepare(batch: ScheduledBatch) -> None:
             if batch.draft_len:

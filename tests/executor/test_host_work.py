@@ -179,9 +179,9 @@ def test_a_round_that_is_scheduled_before_the_last_is_read_keeps_its_pages_and_n
     watched.parts.draft_len_for = lambda *_: random.choice((0, 0, 0, 2, 7))
     launch, in_flight = watched.parts.runner.launch, Counter[str]()
 
-    def watched_schedule(generating: list[LlmRequest], shape: DraftShape) -> Any:
+    def watched_schedule(generating: list[LlmRequest], shape: DraftShape, **options: bool) -> Any:
         in_flight["schedule"] += len(watched.executor._in_flight)
-        return schedule(generating, shape)
+        return schedule(generating, shape, **options)
 
     def watched_launch(batch: ScheduledBatch) -> LaunchedRound:
         in_flight["launch"] += len(watched.executor._in_flight)

@@ -12,6 +12,7 @@ import torch
 
 from tests.executor.draft_caches import assert_cached_pages_are_whole, spoil_free_pages
 from tests.executor.harness import Harness, all_pages_are_back, output_of, user_provided
+from tests.executor.row_rounds import draw_rows, may_have_any_rows
 from tests.lossless.engines import MODES, tiny_engine
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.request import LlmRequest
@@ -191,7 +192,11 @@ def assert_as_alone(request: LlmRequest, alone: LlmRequest) -> None:
 
 @pytest.mark.parametrize("number", range(NUM_DRAWS))
 def test_in_random_traffic_each_request_gets_the_text_that_it_gets_alone(
-    tiny: Path, drafts: tuple[Path, Path], plain: Harness, number: int
+    tiny: Path,
+    drafts: tuple[Path, Path],
+    plain: Harness,
+    number: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     random = Random(number)
     mode = (*MODES, *USER)[number % (len(MODES) + len(USER))]
@@ -219,6 +224,8 @@ def test_in_random_traffic_each_request_gets_the_text_that_it_gets_alone(
     harness = Harness(tiny, **(speculation | options))
     if mode != "plain" and random.random() < 0.6:
         change_draft_len(harness, random, draft_len)
+    if may_have_any_rows(harness) and random.random() < 0.5:
+        draw_rows(harness, monkeypatch)
     for request, expected in zip(serve(harness, random, asked), alone, strict=True):
         assert_as_alone(request, expected)
     assert all_pages_are_back(harness.executor)
