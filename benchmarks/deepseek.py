@@ -33,6 +33,7 @@ from benchmarks.harness.models import READ_BYTES_PER_S, WEIGHT_BYTES, Config, re
 from benchmarks.harness.moe_rounds import experts_hit, rounds_table
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from tllm_spec.executor.speculative.drafting.draft_net import NextnNet
+from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.kernels import latent_attention as latent
 from tllm_spec.kernels.head_gemm import head_gemm
@@ -170,8 +171,9 @@ def set_bias(engine: Rounds, case: str) -> None:
     runner = engine.executor.parts.runner
     models: list[torch.nn.Module] = [runner.engine.model]
     if isinstance(runner.round_end, DraftWorker):
-        assert isinstance(runner.round_end.net, NextnNet)
-        models.append(runner.round_end.net.modules)
+        proposer = runner.round_end.proposer
+        assert isinstance(proposer, NetworkProposer) and isinstance(proposer.net, NextnNet)
+        models.append(proposer.net.modules)
     modules = [module for model in models for module in model.modules()]
     for router in (module for module in modules if isinstance(module, Router)):
         bias = router.e_score_correction_bias

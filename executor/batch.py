@@ -98,21 +98,30 @@ class SampledTokens:
     `new_tokens` `[N, D+1]` int64, for drafts of depth D, holds the emitted run at the front of each
     row; `new_lens` `[N]` int64 is how many are valid (accepted drafts + 1). A token of -1
     says that the logits of that position were not numbers. `rows` `[N, D+1]`: of trees, the window
-    rows that these tokens come after. `ranks` `[N, D+1]`: see `path_ranks`.
+    rows that these tokens come after. `ranks` `[N, D+1]`: see `path_ranks`. `num_drafts` `[N]`: how
+    many drafts there really were; None: the host knows, or `ranks` say it.
     `to_host`: their `table`, if it is on its way already."""
 
     new_tokens: torch.Tensor
     new_lens: torch.Tensor
     rows: torch.Tensor | None = None
     ranks: torch.Tensor | None = None
+    num_drafts: torch.Tensor | None = None
     to_host: ToHost | None = None
 
     def table(self) -> torch.Tensor:
-        """`[N, D+2]`: lengths, then tokens. With `ranks` `[N, 2D+3]`."""
+        """`[N, 1 + num_columns]`: lengths, then `columns`."""
         return torch.cat((self.new_lens.unsqueeze(1), self.columns()), dim=1)
 
     def columns(self) -> torch.Tensor:
-        """Tokens, then ranks."""
-        if self.ranks is None:
-            return self.new_tokens
-        return torch.cat((self.new_tokens, self.ranks), dim=1)
+        """Tokens, then ranks or the number of drafts."""
+        if self.ranks is not None:
+            return torch.cat((self.new_tokens, self.ranks), dim=1)
+        if self.num_drafts is not None:
+            return torch.cat((self.new_tokens, self.num_drafts.unsqueeze(1)), dim=1)
+        return self.new_tokens
+
+    @property
+    def num_columns(self) -> int:
+        path = self.new_tokens.shape[1]
+        return path + (path if self.ranks is not None else self.num_drafts is not None)

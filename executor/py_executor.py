@@ -106,7 +106,9 @@ class PyExecutor:
         self._made_shape = NO_DRAFTS  # of the drafts in the slots
         self._in_flight: deque[LaunchedRound] = deque()
         self._clock = RoundClock()
-        self._reader = RoundReader(speculating=self._speculating)
+        self._reader = RoundReader(
+            speculating=self._speculating, counts_drafts=parts.slots.counts_drafts
+        )
         self._unsettled: list[tuple[ScheduledBatch, list[LlmRequest]]] = []
         parts.sampler.grammar_masks.read_rounds = self._read_rounds
         self.totals = Totals()

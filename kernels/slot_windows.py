@@ -39,13 +39,18 @@ def accept_windows(
 
 @with_kernel("slot_windows_triton.write_drafts_triton", argument=1)
 def write_drafts(
-    tables: SlotTables, slots: torch.Tensor, drafts: torch.Tensor, draft_limits: torch.Tensor
+    tables: SlotTables,
+    slots: torch.Tensor,
+    drafts: torch.Tensor,
+    draft_limits: torch.Tensor,
+    num_drafts: torch.Tensor | None = None,
 ) -> None:
     """Writes drafts `[B, K]` into the windows of slots `[B]`; draft_limits `[S]` int64: most drafts
-    that a slot may verify."""
+    that a slot may verify; num_drafts `[B]` int64: how many of them it has, None: K."""
     length = drafts.shape[1]
     tables.window[slots, 1 : 1 + length] = drafts
-    tables.num_drafts[slots] = draft_limits.index_select(0, slots).clamp_max(length)
+    limits = draft_limits.index_select(0, slots)
+    tables.num_drafts[slots] = limits.clamp_max(length if num_drafts is None else num_drafts)
 
 
 def advance(

@@ -49,7 +49,11 @@ def accept_windows_triton(
 
 
 def write_drafts_triton(
-    tables: SlotTables, slots: torch.Tensor, drafts: torch.Tensor, draft_limits: torch.Tensor
+    tables: SlotTables,
+    slots: torch.Tensor,
+    drafts: torch.Tensor,
+    draft_limits: torch.Tensor,
+    num_drafts: torch.Tensor | None = None,
 ) -> None:
     """See `write_drafts`."""
     batch, length = drafts.shape
@@ -62,6 +66,7 @@ def write_drafts_triton(
         drafts.stride(0),
         drafts.stride(1),
         draft_limits,
+        num_drafts,
         length,
         triton.next_power_of_2(length),
         **programmatic_launch(slots.device),
@@ -133,6 +138,7 @@ def _write(
     drafts_row_stride: tl.tensor,
     drafts_stride: tl.tensor,
     draft_limits: tl.tensor,
+    num_drafts: tl.tensor,
     length: tl.constexpr,
     block: tl.constexpr,
     PDL: tl.constexpr,
@@ -143,4 +149,7 @@ def _write(
     exists = column < length
     tokens = tl.load(drafts + request * drafts_row_stride + column * drafts_stride, mask=exists)
     tl.store(windows + slot * windows_stride + 1 + column, tokens, mask=exists)
-    tl.store(all_num_drafts + slot, tl.minimum(tl.load(draft_limits + slot), length))
+    limit = tl.minimum(tl.load(draft_limits + slot), length)
+    if num_drafts is not None:
+        limit = tl.minimum(limit, tl.load(num_drafts + request))
+    tl.store(all_num_drafts + slot, limit)

@@ -11,6 +11,7 @@ from tllm_spec.speculative_config import (
     Eagle3DecodingConfig,
     EagleDecodingConfig,
     NGramDecodingConfig,
+    SADecodingConfig,
 )
 
 
@@ -46,6 +47,28 @@ def test_an_ngram_pool_is_private_and_bounded_by_default() -> None:
     config = NGramDecodingConfig(max_draft_len=4)
     assert not config.is_public_pool
     assert config.max_pool_entries == 1_000_000
+
+
+def test_a_match_in_the_text_has_1_to_64_tokens_or_any_number() -> None:
+    """The names and -1 are TensorRT-LLM's."""
+    for size, most in ((-1, 64), (1, 1), (64, 64)):
+        config = SADecodingConfig(max_draft_len=4, max_matching_ngram_size=size)
+        assert config.max_match == most and config.overlaps and not config.may_pause
+    assert SADecodingConfig(max_draft_len=4).max_matching_ngram_size == -1
+    for refused in (0, -2, 65):
+        with pytest.raises(ValueError, match=f"max_matching_ngram_size = {refused}.*1 to 64"):
+            SADecodingConfig(max_draft_len=4, max_matching_ngram_size=refused)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"enable_global_pool": True}, {"global_pool_size": 64}, {"speculative_model": "d"}],
+)
+def test_matches_in_the_text_refuse_pools_and_draft_models(option: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(option))):
+        SADecodingConfig(max_draft_len=4, **option)
+    off = {"enable_global_pool": False, "global_pool_size": None}
+    assert SADecodingConfig(max_draft_len=4, **off) == SADecodingConfig(max_draft_len=4)
 
 
 def test_greedy_drafts_contradict_rejection_sampling() -> None:

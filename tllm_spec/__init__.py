@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tllm_spec.speculative_config import EagleDecodingConfig as EagleDecodingConfig
     from tllm_spec.speculative_config import MTPDecodingConfig as MTPDecodingConfig
     from tllm_spec.speculative_config import NGramDecodingConfig as NGramDecodingConfig
+    from tllm_spec.speculative_config import SADecodingConfig as SADecodingConfig
     from tllm_spec.speculative_config import (
         UserProvidedDecodingConfig as UserProvidedDecodingConfig,
     )
@@ -40,6 +41,7 @@ _HOME = {
     "RequestError": "request_errors",
     "RequestOutput": "outputs",
     "NGramDecodingConfig": "speculative_config",
+    "SADecodingConfig": "speculative_config",
     "DraftTargetDecodingConfig": "speculative_config",
     "Eagle3DecodingConfig": "speculative_config",
     "EagleDecodingConfig": "speculative_config",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tllm_spec import NGramDecodingConfig as NGramDecodingConfig
     from tllm_spec import RequestError as RequestError
     from tllm_spec import RequestOutput as RequestOutput
+    from tllm_spec import SADecodingConfig as SADecodingConfig
     from tllm_spec import SamplingParams as SamplingParams
     from tllm_spec import SchedulerConfig as SchedulerConfig
     from tllm_spec import UserProvidedDecodingConfig as UserProvidedDecodingConfig

@@ -92,7 +92,7 @@ class DecodingBaseConfig(ConfigModel):
     """The options that all decoding types share."""
 
     decoding_type: str
-    """Where drafts come from: `NGram`, `Draft_Target`, `Eagle`, `Eagle3`, `MTP`
+    """Where drafts come from: `NGram`, `SA`, `Draft_Target`, `Eagle`, `Eagle3`, `MTP`
     or `User_Provided`."""
     max_draft_len: PositiveInt
     """Draft tokens of a request in one round, at most. With `adaptive` or a schedule it is the
@@ -146,6 +146,7 @@ class DecodingBaseConfig(ConfigModel):
 
     # Whether rounds of draft length 0 may overlap, even if rounds with drafts may not.
     overlaps_plain_rounds: ClassVar[bool] = True
+    counts_on_device: ClassVar[bool] = False  # only the device knows how many drafts there are
     # Whether every rank of a model comes to the same drafts.
     serves_ranks: ClassVar[bool] = True
     not_served: ClassVar[Mapping[str, NotServed]] = DECODING_NOT_SERVED

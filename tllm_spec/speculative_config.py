@@ -20,6 +20,7 @@ from pydantic import (
 
 from tllm_spec.config_base import ConfigError
 from tllm_spec.draft_tree_config import DraftTreeDecodingConfig
+from tllm_spec.host_draft_config import HOST_DRAFTS_NOT_SERVED
 from tllm_spec.host_draft_config import NGramDecodingConfig as NGramDecodingConfig
 from tllm_spec.host_draft_config import UserProvidedDecodingConfig as UserProvidedDecodingConfig
 from tllm_spec.option_checks import NotServed, many_unknown, shown, unknown_options
@@ -46,6 +47,12 @@ EAGLE_NOT_SERVED: Mapping[str, NotServed] = {
         "SamplingParams say how each request is sampled, draft_sampling how its drafts are drawn",
     ),
     "posterior_threshold": NotServed((None,), "drafts are not accepted for being merely likely"),
+}
+MAX_MATCH = 64  # tokens of a text's end, as in TensorRT-LLM's pool
+SA_NOT_SERVED: Mapping[str, NotServed] = {
+    **HOST_DRAFTS_NOT_SERVED,
+    "enable_global_pool": NotServed((False,), "a request is drafted for from its own text only"),
+    "global_pool_size": NotServed((None,), "there is no pool: a request has its own text only"),
 }
 RELAXED_OPTIONS = frozenset(
     ("relaxed_topk", "relaxed_delta", "begin_thinking_phase_token", "end_thinking_phase_token")
@@ -251,6 +258,40 @@ class MTPDecodingConfig(DraftTreeDecodingConfig):
         return False
 
 
+class SADecodingConfig(DecodingBaseConfig):
+    """Drafts copied from an earlier occurrence of the text's end, which the device looks up."""
+
+    decoding_type: Literal["SA"] = "SA"
+    """Copies what followed the longest earlier occurrence of the text's last tokens. As NGram, but
+    looked up on the device, in the target's own round: rounds overlap."""
+    max_matching_ngram_size: int = -1
+    """Most tokens of the text's end that are looked up, 1 to 64; fewer are tried after it. -1: the
+    longest match, as 64."""
+
+    not_served: ClassVar[Mapping[str, NotServed]] = SA_NOT_SERVED
+    counts_on_device: ClassVar[bool] = True
+
+    @field_validator("max_matching_ngram_size")
+    @classmethod
+    def _check_size(cls, size: int) -> int:
+        if size != -1 and not 1 <= size <= MAX_MATCH:
+            raise ValueError(f"-1 (the longest match) or 1 to {MAX_MATCH} is accepted")
+        return size
+
+    @property
+    def max_match(self) -> int:
+        """Tokens of a match, at most."""
+        return MAX_MATCH if self.max_matching_ngram_size == -1 else self.max_matching_ngram_size
+
+    @property
+    def why_no_overlap(self) -> str | None:
+        return None
+
+    @property
+    def may_pause(self) -> bool:
+        return False
+
+
 CONFIG_OF_TYPE: Mapping[str, type[DecodingBaseConfig]] = {
     "NGram": NGramDecodingConfig,
     "Draft_Target": DraftTargetDecodingConfig,
@@ -258,10 +299,11 @@ CONFIG_OF_TYPE: Mapping[str, type[DecodingBaseConfig]] = {
     "Eagle3": Eagle3DecodingConfig,
     "Eagle": EagleDecodingConfig,
     "MTP": MTPDecodingConfig,
+    "SA": SADecodingConfig,
     "User_Provided": UserProvidedDecodingConfig,
     "UserProvided": UserProvidedDecodingConfig,
 }
-TYPES_SERVED = "accepted: NGram, Draft_Target, Eagle, Eagle3, MTP, User_Provided"
+TYPES_SERVED = "accepted: NGram, Draft_Target, Eagle, Eagle3, MTP, SA, User_Provided"
 # TensorRT-LLM's other decoding types, with the classes that have them.
 TYPES_NOT_SERVED: Mapping[str, str] = {
     "AUTO": "AutoDecodingConfig",
@@ -270,7 +312,6 @@ TYPES_NOT_SERVED: Mapping[str, str] = {
     "Lookahead": "LookaheadDecodingConfig",
     "Medusa": "MedusaDecodingConfig",
     "PARD": "PARDDecodingConfig",
-    "SA": "SADecodingConfig",
     "SaveState": "SaveHiddenStatesDecodingConfig",
 }
 

@@ -10,7 +10,6 @@ from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
-from tllm_spec.executor.speculative.modes import DraftModel
 from tllm_spec.speculative_config import DecodingBaseConfig
 
 # Batch sizes whose rounds are timed where there are no graphs; others are interpolated.
@@ -18,11 +17,11 @@ EAGER_SIZES = (1, 2, 4, 8, 16)
 
 
 def draft_lens_of_rounds(
-    controller: AdaptiveController, spec: DecodingBaseConfig | None, draft: DraftModel | None
+    controller: AdaptiveController, spec: DecodingBaseConfig | None
 ) -> Callable[[int], set[int]]:
     """Draft lengths that rounds of a batch size can have: 0 where no request wants drafts, and any
     shorter one where a drafter on the host may propose fewer than it was asked for."""
-    if spec is None or draft is not None:
+    if spec is None or spec.overlaps:
         return lambda batch_size: {0} | controller.draft_lens_at(batch_size)
     return lambda batch_size: set(range(max(controller.draft_lens_at(batch_size)) + 1))
 

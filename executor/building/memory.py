@@ -13,6 +13,7 @@ from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
 from tllm_spec.executor.sampling.grammar_masks import mask_words
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft, draft_folder
+from tllm_spec.executor.speculative.modes import slot_bytes_of
 from tllm_spec.kernels.cublas_lt import WORKSPACE_BYTES
 from tllm_spec.kernels.paged_prefill import PLAN_BYTES
 from tllm_spec.models.config import ModelConfig
@@ -22,8 +23,8 @@ from tllm_spec.zoo.registry import resolve_model
 
 def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     """Workspaces of attention and of GEMMs, CUDA graphs, and what is kept for every slot: the
-    backlog of a draft network on the target's pages, and its distributions for rejection
-    sampling."""
+    backlog of a draft network on the target's pages, and its distributions for rejection sampling;
+    texts."""
     configs = [plan.config, *([draft.net.config] if draft else [])]
     num_bytes = sum(
         workspace_bytes(
@@ -36,6 +37,7 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
         num_bytes += WORKSPACE_BYTES
     if draft is not None and draft.plan.shares_pages:
         num_bytes += _slot_bytes(plan, draft)
+    num_bytes += slot_bytes_of(plan.spec, plan.slots.dummy_slot + 1, plan.max_len)
     num_bytes += _graph_bytes(plan, draft)
     if plan.context_rows:
         num_bytes += len(plan.context_rows) * BYTES_A_GRAPH + PLAN_BYTES

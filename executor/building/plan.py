@@ -139,7 +139,7 @@ class BuildPlan:
 
     def round_keys(self, sizes: Iterable[int]) -> list[GraphKey]:
         """Graphs of these batch sizes for every round that there can be."""
-        draft_lens = draft_lens_of_rounds(self.controller(), self.spec, self.draft_plan)
+        draft_lens = draft_lens_of_rounds(self.controller(), self.spec)
         keys = graph_keys(sizes, draft_lens, self.shapes.of)
         if self.shapes.narrows:
             keys += graph_keys(sizes, lambda size: draft_lens(size) - {0}, chain_of)

@@ -7,13 +7,13 @@ import torch
 
 from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.rounds.result_ring import ResultRing
 
 Work = Callable[[torch.Tensor, DraftShape, bool], SampledTokens]
 
 
-class CudaGraphs(GraphTable[SampledTokens]):
+class CudaGraphs(SlotGraphs[SampledTokens]):
     """Rounds of generation windows as CUDA graphs. Each graph is one round of its slots."""
 
     _ring: ResultRing | None = None
@@ -36,17 +36,18 @@ class CudaGraphs(GraphTable[SampledTokens]):
     def replay(self, slots: list[int], shape: DraftShape, sampled: bool) -> SampledTokens | None:
         """The round of these slots, or None when no graph fits. The next replay of these graphs
         overwrites the result."""
-        captured = self._replay(slots, shape, sampled)
+        captured = self.run(slots, shape, sampled)
         if captured is None:
             return None
         result, number = captured.result, len(slots)
         tokens, lens = result.new_tokens, result.new_lens
         if number < len(lens):
             tokens, lens = tokens[:number], lens[:number]
-        width = shape.path if result.ranks is None else 2 * shape.path
-        to_host = None if self._ring is None else self._ring.sent(number, width)
-        ranks = None if result.ranks is None else result.ranks[:number]
-        return SampledTokens(tokens, lens, ranks=ranks, to_host=to_host)
+        to_host = None if self._ring is None else self._ring.sent(number, result.num_columns)
+        ranks, num_drafts = (
+            None if each is None else each[:number] for each in (result.ranks, result.num_drafts)
+        )
+        return SampledTokens(tokens, lens, ranks=ranks, num_drafts=num_drafts, to_host=to_host)
 
     def seconds(
         self, key: GraphKey, slots: list[int] | None = None, renew: Callable[[], None] | None = None

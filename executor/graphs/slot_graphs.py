@@ -57,7 +57,7 @@ class SpecRuntimeState(Generic[Result]):
     graphs: dict[tuple[int, bool], Captured[Result]]  # by padded batch size and way of sampling
 
 
-class GraphTable(Generic[Result]):
+class SlotGraphs(Generic[Result]):
     """CUDA graphs by key. `work(slot_ids, shape, sampled)` takes slot numbers `[B]` on the device.
     Without `pads` a batch between two captured sizes has no graph."""
 
@@ -149,10 +149,9 @@ class GraphTable(Generic[Result]):
         self._send(slots if slots is not None else [self._dummy_slot] * key.batch_size)
         return captured.graph.replay
 
-    def _replay(
-        self, slots: list[int], shape: DraftShape, sampled: bool
-    ) -> Captured[Result] | None:
-        """The work for these slots, or None when no graph fits."""
+    def run(self, slots: list[int], shape: DraftShape, sampled: bool) -> Captured[Result] | None:
+        """Replays the work for these slots, or None when no graph fits. Its result, of the padded
+        batch, may be overwritten by any other replay."""
         size = self.padded(len(slots))
         captured = self._find(GraphKey(size, shape, sampled))
         if captured is None:
@@ -175,15 +174,6 @@ class GraphTable(Generic[Result]):
     def _run_work(self, key: GraphKey) -> Result:
         """What is captured."""
         return self._work(self._slot_ids[: key.batch_size], key.shape, key.sampled)
-
-
-class SlotGraphs(GraphTable[Result]):
-    """Graphs whose results the caller reads from the device."""
-
-    def run(self, slots: list[int], shape: DraftShape, sampled: bool) -> Captured[Result] | None:
-        """Replays the work for these slots, or None when no graph fits. Its result, of the padded
-        batch, may be overwritten by any other replay."""
-        return self._replay(slots, shape, sampled)
 
 
 def graph_keys(

@@ -29,9 +29,18 @@ class SlotState:
     `kv_lens` `[S]`: tokens in the KV cache. `window` `[S, W]`: the next round's input, the bonus
     token and then drafts. `num_drafts` `[S]`: how many of these drafts were proposed, the rest is
     padding. `previous_token` `[S]`: the token before the bonus token, which a draft model reads
-    again after a full acceptance."""
+    again after a full acceptance. `counts_drafts`: the host is told with each round's results how
+    many drafts each request really had."""
 
-    def __init__(self, slots: SeqSlotManager, shapes: DraftShapes, device: torch.device) -> None:
+    def __init__(
+        self,
+        slots: SeqSlotManager,
+        shapes: DraftShapes,
+        device: torch.device,
+        *,
+        counts_drafts: bool = False,
+    ) -> None:
+        self.counts_drafts = counts_drafts
         num_rows, max_draft_len = slots.dummy_slot + 1, shapes.longest.depth
         self.device = device
         self.shapes = shapes
@@ -62,12 +71,21 @@ class SlotState:
         """Positions of the bonus token and of the drafts after it, `[K + 1, B]`."""
         return gather_rows(self.kv_lens, slot_ids) + self._steps[: draft_len + 1]
 
-    def write_drafts(self, slot_ids: torch.Tensor, drafts: torch.Tensor) -> None:
-        """Writes drafts `[B, K]` to the next windows of slots `[B]`. `num_drafts` becomes K or the
-        request's own, lower limit."""
-        slot_windows.write_drafts(self._tables, slot_ids, drafts, self._draft_limits)
+    def write_drafts(
+        self, slot_ids: torch.Tensor, drafts: torch.Tensor, num_drafts: torch.Tensor | None = None
+    ) -> None:
+        """Writes drafts `[B, K]` to the next windows of slots `[B]`. num_drafts `[B]`: how many of
+        them are proposed, unless the request's own limit is lower; None: K."""
+        slot_windows.write_drafts(self._tables, slot_ids, drafts, self._draft_limits, num_drafts)
         if self._trees is not None:
             self._trees.write_chains(slot_ids, drafts.shape[1])
+
+    def num_verified(self, slot_ids: torch.Tensor, shape: DraftShape) -> torch.Tensor | None:
+        """How many real drafts the windows of this shape of slots `[B]` have, `[B]`; None: the host
+        knows. Before the slots advance."""
+        if not self.counts_drafts:
+            return None
+        return gather_rows(self.num_drafts, slot_ids).clamp_max(shape.num_nodes)
 
     def tree(self, slot_ids: torch.Tensor, shape: DraftShape) -> WindowTree | None:
         """The trees in windows of this shape of slots `[B]`; None: they are chains."""

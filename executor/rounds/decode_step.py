@@ -4,7 +4,7 @@ sampling, acceptance and drafting.
 `run` takes the requests of a batch. `whole`, `forward` and `tail` take nothing but slot numbers on
 the device, which is what a CUDA graph captures."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -123,10 +123,14 @@ class DecodeStep:
         logprobs: LogprobRows,
     ) -> WindowResult:
         """Accepts drafts and advances the slots. logits `[T, V]`: of the windows' rows."""
+        self._slots.limit_drafts(group.slots, group.rows)
         probs, rows = self.round_end.draft_probs(group, draft_probs), windows.rows
+        num_drafts = self._slots.num_verified(rows.slots, windows.shape)
         sampled = self.sampler.sample_windows(
             group, logits, rows.first, probs, logprobs, windows.tree
         )
         if sampled.rows is not None:
             self.engine.keep_paths(rows, sampled.rows, sampled.new_lens)
+        if num_drafts is not None:
+            sampled = replace(sampled, num_drafts=num_drafts)
         return WindowResult(rows, sampled, windows.shape)

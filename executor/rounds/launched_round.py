@@ -16,7 +16,7 @@ class LaunchedRound:
 
     batch: ScheduledBatch
     ended_contexts: list[LlmRequest]
-    num_drafts: list[int]  # really proposed, one number per generating request
+    num_drafts: list[int]  # really proposed as far as the host knows, per generating request
     to_host: ToHost
     logprob_rows: LogprobRows
     # When the results were on the host, by perf_counter; None: not before they are waited for.

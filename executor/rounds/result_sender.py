@@ -38,4 +38,11 @@ def joined(parts: Sequence[SampledTokens], width: int, device: torch.device) -> 
     tokens = [
         torch.nn.functional.pad(p.new_tokens, (0, width - p.new_tokens.shape[1])) for p in parts
     ]
-    return SampledTokens(torch.cat(tokens), torch.cat([p.new_lens for p in parts]))
+    num_drafts = None
+    if any(part.num_drafts is not None for part in parts):  # contexts had none
+        counts = (
+            torch.zeros_like(p.new_lens) if p.num_drafts is None else p.num_drafts for p in parts
+        )
+        num_drafts = torch.cat([*counts])
+    lens = torch.cat([p.new_lens for p in parts])
+    return SampledTokens(torch.cat(tokens), lens, num_drafts=num_drafts)

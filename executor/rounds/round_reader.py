@@ -25,10 +25,10 @@ RunLogprobs = dict[int, list[dict[int, Logprob]]]
 
 class RoundReader:
     """Gives a round's results to its requests. `speculating`: accepted and rejected drafts are
-    counted."""
+    counted. `counts_drafts`: the results have a column of how many there were."""
 
-    def __init__(self, *, speculating: bool) -> None:
-        self._speculating = speculating
+    def __init__(self, *, speculating: bool, counts_drafts: bool = False) -> None:
+        self._speculating, self._counts_drafts = speculating, counts_drafts
 
     def read(
         self,
@@ -49,8 +49,12 @@ class RoundReader:
         )
         try:
             responding = _read_contexts(contexts, table, logprobs)
-            rows = zip(generating, launched.num_drafts, table[num_contexts:], strict=True)
-            shows_ranks = len(table[0]) > 1 + path if table else False
+            num_drafts, shows_ranks = launched.num_drafts, False
+            if self._counts_drafts:
+                num_drafts = [row[1 + path] for row in table[num_contexts:]]
+            elif table:
+                shows_ranks = len(table[0]) > 1 + path
+            rows = zip(generating, num_drafts, table[num_contexts:], strict=True)
             return responding + self._read_windows(rows, path, logprobs, outcome, shows_ranks)
         finally:
             for request in contexts:

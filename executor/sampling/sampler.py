@@ -91,7 +91,6 @@ class Sampler:
         the slots'; draft_probs `[B, K, V]`: for rejection sampling, what the drafts were drawn
         from; tree: of the windows, None where they are chains. Writes the next round's inputs to
         the slot state."""
-        self.slots.limit_drafts(group.slots, group.rows)
         return self._sample(group, logits, RowPositions(kv_lens, 1, tree), draft_probs, logprobs)
 
     def _sample(

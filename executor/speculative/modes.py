@@ -24,12 +24,15 @@ from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 from tllm_spec.executor.speculative.drafting.model_tree_drafter import ModelTreeDrafter
+from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
 from tllm_spec.executor.speculative.drafting.ngram import (
     NGramDrafter,
     NGramPoolManager,
     NGramTreeDrafter,
 )
+from tllm_spec.executor.speculative.drafting.proposer import Proposer
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
+from tllm_spec.executor.speculative.drafting.suffix_match import SuffixMatch
 from tllm_spec.executor.speculative.drafting.tree_arrays import UNLIMITED, Room
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.import_path import import_path_of
@@ -44,6 +47,7 @@ from tllm_spec.speculative_config import (
     EagleHeadDecodingConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
+    SADecodingConfig,
     UserProvidedDecodingConfig,
 )
 
@@ -64,6 +68,7 @@ class Surroundings:
     slots: SlotState
     sampler: Sampler
     max_num_tokens: int
+    max_len: int  # tokens of a text
     draft: DraftEngine | None
     layers: DraftLayers | None
 
@@ -114,10 +119,12 @@ class DraftModel:
 
 @dataclass(frozen=True)
 class Mode:
-    """One `decoding_type`. `draft_model`: which draft weights it loads; None: none."""
+    """One `decoding_type`. `draft_model`: which draft weights it loads; None: none.
+    `num_bytes(num_slots, max_len)`: device memory that it keeps for the slots."""
 
     build: Callable[[DecodingBaseConfig, Surroundings], Speculation]
     draft_model: Callable[[DecodingBaseConfig], DraftModel] | None = None
+    num_bytes: Callable[[int, int], int] = lambda num_slots, max_len: 0
 
 
 def _build_ngram(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
@@ -215,9 +222,20 @@ def _build_on_targets_pages(config: DecodingBaseConfig, around: Surroundings) ->
     net = layers.net
     sampling = draft_sampling_of(net.shard, around.sampler, _draws(config), net.token_map)
     backlog = DraftBacklog(layers, slots, around.max_num_tokens)
-    parts = layers, slots, around.sampler.groups, sampling, backlog
-    worker = DraftWorker(*parts, splits_rounds=draft.splits_rounds)
-    return Speculation(ReadyDrafts(), round_end=worker)
+    proposer = NetworkProposer(layers, slots, sampling, backlog)
+    return _in_rounds(proposer, around, splits_rounds=draft.splits_rounds)
+
+
+def _in_rounds(
+    proposer: Proposer, around: Surroundings, *, splits_rounds: bool = False
+) -> Speculation:
+    parts = proposer, around.slots, around.sampler.groups
+    return Speculation(ReadyDrafts(), round_end=DraftWorker(*parts, splits_rounds=splits_rounds))
+
+
+def _build_suffix_match(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
+    assert isinstance(config, SADecodingConfig)
+    return _in_rounds(SuffixMatch(around.slots, around.max_len, config.max_match), around)
 
 
 def _draws(config: DecodingBaseConfig) -> str:
@@ -277,6 +295,7 @@ _MODES: dict[type[DecodingBaseConfig], Mode] = {
     DraftTargetDecodingConfig: Mode(_build_draft_target, draft_model=_draft_target_model),
     Eagle3DecodingConfig: Mode(_build_on_targets_pages, draft_model=_eagle_head),
     EagleDecodingConfig: Mode(_build_on_targets_pages, draft_model=_eagle_head),
+    SADecodingConfig: Mode(_build_suffix_match, num_bytes=SuffixMatch.num_bytes),
     MTPDecodingConfig: Mode(_build_on_targets_pages, draft_model=_mtp_module),
 }
 
@@ -285,6 +304,11 @@ def draft_model_of(config: DecodingBaseConfig | None) -> DraftModel | None:
     """The draft model that the mode needs, if it needs one."""
     row = _MODES[type(config)] if config is not None else None
     return row.draft_model(config) if row and row.draft_model and config else None
+
+
+def slot_bytes_of(config: DecodingBaseConfig | None, num_slots: int, max_len: int) -> int:
+    """See `Mode.num_bytes`."""
+    return _MODES[type(config)].num_bytes(num_slots, max_len) if config is not None else 0
 
 
 def build_speculation(config: DecodingBaseConfig | None, around: Surroundings) -> Speculation:

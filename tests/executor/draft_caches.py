@@ -20,6 +20,7 @@ from tllm_spec.executor.resources.kv_cache import unread_by_draft
 from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
 from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, HeadNet
 from tllm_spec.executor.speculative.drafting.network_layers import NetworkLayers
+from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.kernels.gumbel import gumbel_noise
 
@@ -73,6 +74,9 @@ def one_model(
         mode, options = mode.removesuffix("_tree"), TREE | options
     if mode == "plain":
         return {}
+    if mode == "sa":
+        own = {"decoding_type": "SA", "max_draft_len": draft_len}
+        return {"speculative_config": own | options}
     if mode == "draft_target_two_model":
         return draft_target(draft, draft_len, **options)
     if mode == "draft_target":
@@ -101,15 +105,15 @@ def submit_traffic(harness: Harness, random: Random, number: int) -> list[LlmReq
     ]
 
 
-def worker_of(harness: Harness) -> DraftWorker:
+def proposer_of(harness: Harness) -> NetworkProposer:
     worker = harness.parts.runner.round_end
-    assert isinstance(worker, DraftWorker)
-    return worker
+    assert isinstance(worker, DraftWorker) and isinstance(worker.proposer, NetworkProposer)
+    return worker.proposer
 
 
 def draft_place(harness: Harness) -> tuple[int, KVPool]:
     """The pool of the draft layers, and the group that has it."""
-    layers = worker_of(harness)._layers
+    layers = proposer_of(harness)._layers
     if isinstance(layers, TorchLayers):
         pool = layers.attention.groups[0].backend.pool
     else:
@@ -150,7 +154,7 @@ class SlowDrafter:
     def __init__(
         self, harness: Harness, runner: PagedRunner, number: int, last: tuple[torch.Tensor, Any]
     ) -> None:
-        net = worker_of(harness).net
+        net = proposer_of(harness).net
         self._map = net.head.draft_to_target if isinstance(net, HeadNet) else net.token_map
         self._runner, self._number, self._vocab_size = runner, number, harness.vocab_size
         self._logits, self._state = last
@@ -200,7 +204,7 @@ def slow_drafters(harness: Harness, requests: list[LlmRequest]) -> list[SlowDraf
     token of each is the bonus token."""
     if not requests:
         return []
-    net, target = worker_of(harness).net, harness.parts.runner.engine.model
+    net, target = proposer_of(harness).net, harness.parts.runner.engine.model
     texts = [request.tokens for request in requests]
     last: list[tuple[torch.Tensor, Any]]
     if isinstance(net, HeadNet):
@@ -262,7 +266,7 @@ def with_lengths(harness: Harness, lengths: Iterator[int] | int) -> None:
 def count_forwards(harness: Harness) -> list[int]:
     """Rows of every forward of the draft network; of chunks outside torch, each is a forward."""
     rows: list[int] = []
-    layers, net = worker_of(harness)._layers, worker_of(harness).net
+    layers, net = proposer_of(harness)._layers, proposer_of(harness).net
     if isinstance(layers, NetworkLayers):
         run = layers._run
 

@@ -14,7 +14,7 @@ from tests.executor.graph_rounds import graphs_of, replays_of
 from tests.executor.harness import Harness, draft_target, output_of, tensors_of
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.graphs.graph_pool import Captured, GraphPool
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable, graph_keys
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs, graph_keys
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
@@ -57,6 +57,16 @@ class EagerGraph:
         self.depth.pop()
 
 
+def own_copy(result: SampledTokens | torch.Tensor) -> SampledTokens | torch.Tensor:
+    if not isinstance(result, SampledTokens):
+        return result.clone()
+    rows, num_drafts = (
+        None if each is None else each.clone() for each in (result.rows, result.num_drafts)
+    )
+    tokens, lens = result.new_tokens.clone(), result.new_lens.clone()
+    return SampledTokens(tokens, lens, rows, num_drafts=num_drafts)
+
+
 def spoil(result: SampledTokens | torch.Tensor) -> None:
     for tensor in tensors_of(result):
         tensor.fill_(torch.nan if tensor.is_floating_point() else 1 << 40)
@@ -72,8 +82,7 @@ def captures_without_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def capture(pool: GraphPool, run: Callable[[], Result]) -> Captured[Result]:
         result = run()
         if result is not None:
-            own = [tensor.clone() for tensor in tensors_of(result)]
-            result = SampledTokens(*own) if isinstance(result, SampledTokens) else own[0]
+            result = own_copy(result)
             spoil(result)  # a capture computes nothing
             results.append(result)
         stand_in: Any = EagerGraph(run, result, inside, results)
@@ -92,7 +101,7 @@ class Watched:
     eager: list[int] = field(default_factory=list)
 
     @property
-    def graphs(self) -> GraphTable[Any]:
+    def graphs(self) -> SlotGraphs[Any]:
         """Those that draft: of a draft model's steps, or of the tails of rounds."""
         drafter = self.harness.parts.drafter
         graphs = drafter.graphs if isinstance(drafter, ModelDrafter) else graphs_of(self.harness)
@@ -106,8 +115,7 @@ class Watched:
 def watch(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> Watched:
     drafter: Any = harness.parts.runner.round_end
     watched = Watched(harness)
-    name = "_draft" if isinstance(drafter, ModelDrafter) else "draft"
-    original = getattr(drafter, name)
+    original = drafter._draft
 
     def eagerly(*arguments: Any) -> None:
         [group] = [each for each in arguments if isinstance(each, RowGroup)]
@@ -115,7 +123,7 @@ def watch(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> Watched:
             watched.eager.append(len(group.requests))
         original(*arguments)
 
-    monkeypatch.setattr(drafter, name, eagerly)
+    monkeypatch.setattr(drafter, "_draft", eagerly)
     return watched
 
 

@@ -15,14 +15,14 @@ from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.graph_pool import GraphPool
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable, graph_keys
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs, graph_keys
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 
 CPU = torch.device("cpu")
 DUMMY = 8  # the slot after those of max_batch_size
 MODES = ["plain", "draft_target", "eagle3", "eagle3_two_model", "draft_target_two_model"]
-MODES += [f"{mode}_tree" for mode in MODES[1:]]
+MODES += [*(f"{mode}_tree" for mode in MODES[1:]), "sa"]
 
 
 def speculate(tiny_draft: Path, head: Path, mode: str, **options: Any) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def num_replays(harness: Harness) -> dict[GraphKey, int]:
     return replays_of(graphs_of(harness))
 
 
-def replays_of(graphs: GraphTable[Any]) -> dict[GraphKey, int]:
+def replays_of(graphs: SlotGraphs[Any]) -> dict[GraphKey, int]:
     dummies: dict[GraphKey, Any] = {
         GraphKey(size, shape, is_sampled): captured.graph
         for shape, tier in graphs.tiers.items()

@@ -163,5 +163,5 @@ def tensors_of(result: SampledTokens | torch.Tensor | None) -> list[torch.Tensor
     """What a graph leaves in its memory."""
     if not isinstance(result, SampledTokens):
         return [] if result is None else [result]
-    rows = [] if result.rows is None else [result.rows]
-    return [result.new_tokens, result.new_lens, *rows]
+    others = result.rows, result.num_drafts
+    return [result.new_tokens, result.new_lens, *(each for each in others if each is not None)]

@@ -19,11 +19,11 @@ from tests.executor.draft_caches import (
     generating,
     one_model,
     pools_of,
+    proposer_of,
     random_lengths,
     spoil_free_pages,
     submit_traffic,
     with_lengths,
-    worker_of,
     write_heads,
 )
 from tests.executor.harness import Harness, all_pages_are_back
@@ -66,7 +66,7 @@ def waits_long(harness: Harness) -> bool:
 
 
 def backlog_of(harness: Harness) -> DraftBacklog:
-    return worker_of(harness)._backlog
+    return proposer_of(harness)._backlog
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -171,7 +171,7 @@ def test_catching_up_writes_the_positions_of_the_backlog_and_no_others(
         set(map(tuple, (pool.data != old).any(-1).any(-1).any(0).any(0).nonzero().tolist()))
         for pool, old in zip(pools_of(harness), before, strict=True)
     )
-    shift = worker_of(harness).net.shift
+    shift = proposer_of(harness).net.shift
     cache = harness.parts.kv.cache
     due = {
         (cache.pages(request.request_id)[position // 4], position % 4)

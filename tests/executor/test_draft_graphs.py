@@ -25,7 +25,7 @@ from tests.executor.test_split_rounds import watch_windows
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.draft_shape import DraftShape, chain_of
 from tllm_spec.executor.graphs.graph_pool import Captured
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.request import RequestState
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 
@@ -124,7 +124,7 @@ def test_a_steady_round_is_two_launches_and_nothing_else(
         harness.round()
     graphs = harness.parts.runner.graphs
     assert graphs is not None
-    others: GraphTable[Any] = graphs.whole if mode == "draft_target" else graphs.forwards
+    others: SlotGraphs[Any] = graphs.whole if mode == "draft_target" else graphs.forwards
     before, others_before = watched.replays(), replays_of(others)
     with OpCounter(depth) as ops:
         for _ in range(6):
@@ -251,14 +251,14 @@ def test_on_a_gpu_the_drafts_of_graphs_are_those_without(
     plain, watched = on_cuda(tiny, None), watch(harness, monkeypatch)
     windows = [watch_windows(each, monkeypatch) for each in (harness, eager)]
     num_replayed, graphs = list[int](), watched.graphs
-    replay = graphs._replay
+    run = graphs.run
 
     def spy(slots: list[int], shape: DraftShape, sampled: bool) -> Captured[Any] | None:
-        found = replay(slots, shape, sampled)
+        found = run(slots, shape, sampled)
         num_replayed.extend([len(slots)] * (found is not None))
         return found
 
-    monkeypatch.setattr(graphs, "_replay", spy)
+    monkeypatch.setattr(graphs, "run", spy)
     ours, theirs, expected = (
         submit_mixture(each, 7, is_sampled) for each in (harness, eager, plain)
     )

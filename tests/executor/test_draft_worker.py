@@ -14,8 +14,8 @@ from tests.executor.draft_caches import (
     assert_nothing_is_missing,
     generating,
     one_model,
+    proposer_of,
     slow_drafters,
-    worker_of,
     write_heads,
 )
 from tests.executor.harness import (
@@ -183,7 +183,7 @@ def test_for_rejection_sampling_the_worker_keeps_the_distributions_of_its_drafts
     for _ in range(6):
         harness.round()
         slots = torch.tensor([request.slot for request in requests])
-        probs = worker_of(harness).draft_probs(harness.parts.sampler.groups.get(requests, 4), None)
+        probs = proposer_of(harness).draft_probs(harness.parts.sampler.groups.get(requests, 4))
         assert probs is not None
         drafts = harness.parts.slots.window[slots, 1:]
         assert probs.shape == (2, 3, 64) and torch.allclose(probs.sum(-1), torch.ones(2, 3))

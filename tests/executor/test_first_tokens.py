@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.executor.draft_caches import worker_of
+from tests.executor.draft_caches import proposer_of
 from tests.executor.harness import Harness, output_of
 from tests.executor.test_context_graphs import with_graphs
 from tests.executor.test_observations import Told
@@ -34,19 +34,19 @@ def test_first_tokens_are_sent_before_anything_is_drafted_after_their_prompts(
         with_graphs(monkeypatch, tiny, **options) if "graph" in how else Harness(tiny, **options)
     )
     with_windows = how == "with windows"
-    worker, happened = worker_of(harness), list[str]()
-    draft = worker.draft
+    proposer, happened = proposer_of(harness), list[str]()
+    propose = proposer.propose
 
-    def watched(contexts: Any, *others: Any) -> None:
+    def watched(contexts: Any, *others: Any) -> Any:
         happened.append("windows" if contexts is None else "contexts")
-        draft(contexts, *others)
+        return propose(contexts, *others)
 
     class Recorded(ToHost):
         def __init__(self, *arguments: Any) -> None:
             happened.append("sent")
             super().__init__(*arguments)
 
-    monkeypatch.setattr(worker, "draft", watched)
+    monkeypatch.setattr(proposer, "propose", watched)
     monkeypatch.setattr("tllm_spec.executor.rounds.result_sender.ToHost", Recorded)
     requests = []
     for each in (harness, plain):

@@ -53,7 +53,7 @@ def test_keys_are_exactly_the_combinations_that_batches_can_have(
 
 def test_drafters_that_may_come_with_fewer_drafts_have_a_graph_for_every_length() -> None:
     spec = config(draft_len_schedule={1: 3, 3: 1})
-    keys = graph_keys((2, 4), draft_lens_of_rounds(controller_for(spec), spec, None))
+    keys = graph_keys((2, 4), draft_lens_of_rounds(controller_for(spec), spec))
     lengths = {size: {key.draft_len for key in keys if key.batch_size == size} for size in (2, 4)}
     assert lengths == {2: {0, 1, 2, 3}, 4: {0, 1}}
 

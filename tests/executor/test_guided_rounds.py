@@ -24,7 +24,7 @@ from tests.executor.overlap_rounds import NO_OVERLAP
 from tests.executor.test_forward_graphs import forbid_eager_windows
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.graphs.slot_graphs import GraphTable
+from tllm_spec.executor.graphs.slot_graphs import SlotGraphs
 from tllm_spec.executor.request import RequestState
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.executor.rounds.transfer import ToHost
@@ -151,7 +151,7 @@ def test_rounds_with_a_grammar_are_two_graphs_and_others_where_a_head_drafts_in_
     assert [is_guided for is_guided, _ in kinds].index(True) > 2 and not kinds[-1][0]
 
 
-def num_of(graphs: GraphTable[Any]) -> int:
+def num_of(graphs: SlotGraphs[Any]) -> int:
     return sum(replays_of(graphs).values())
 
 

@@ -16,9 +16,9 @@ from tests.executor.draft_caches import (
     count_forwards,
     generating,
     one_model,
+    proposer_of,
     spoil_free_pages,
     with_lengths,
-    worker_of,
 )
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tllm_spec.executor.request import LlmRequest
@@ -42,7 +42,7 @@ def speculation(tiny_draft: Path) -> dict[str, Any]:
 
 
 def backlog_of(harness: Harness) -> DraftBacklog:
-    return worker_of(harness)._backlog
+    return proposer_of(harness)._backlog
 
 
 def watch_tokens(harness: Harness) -> list[int]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.draft_caches import HOT, eagle3, generating, worker_of
+from tests.executor.draft_caches import HOT, eagle3, generating, proposer_of
 from tests.executor.harness import Harness, output_of
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.eagle3_reference import Eagle3Reference
@@ -100,7 +100,7 @@ def test_the_engine_drafts_the_tokens_of_the_plain_torch_reference(
     harness = Harness(deep, **head_options(head), disable_overlap_scheduler=True)
     target, slots = harness.parts.runner.engine.model, harness.parts.slots
     reference = Eagle3Reference(head, target)
-    token_map = worker_of(harness).net.token_map
+    token_map = proposer_of(harness).net.token_map
     assert token_map is not None
     submit(harness)
     num_checked = 0

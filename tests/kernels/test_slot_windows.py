@@ -75,6 +75,9 @@ def test_drafts_beyond_a_requests_limit_do_not_count() -> None:
     tables = one_slot([5, 0, 0, 0], 0)
     write_drafts(tables, torch.tensor([0]), torch.tensor([[7, 8]]), torch.tensor([1]))
     assert tables.window.tolist() == [[5, 7, 8, 0]] and tables.num_drafts.tolist() == [1]
+    fewer = torch.tensor([0])  # than the request's limit
+    write_drafts(tables, torch.tensor([0]), torch.tensor([[7, 8]]), torch.tensor([1]), fewer)
+    assert tables.num_drafts.tolist() == [0]
 
 
 @on_each_kernel_device
@@ -109,15 +112,20 @@ def test_the_kernel_accepts_and_advances_like_the_reference(
 
 
 @on_each_kernel_device
+@pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("length", [1, 3, 6])
-def test_the_kernel_writes_drafts_like_the_reference(device: str, length: int) -> None:
+def test_the_kernel_writes_drafts_like_the_reference(
+    device: str, length: int, counted: bool
+) -> None:
     tables, generator = random_tables(1), torch.Generator().manual_seed(2)
     there = moved(tables, device)
     slots = torch.randperm(NUM_SLOTS, generator=generator)[:9]
     drafts = torch.randint(0, 1000, (length, 9), generator=generator).T  # strided
     limits = torch.randint(0, 7, (NUM_SLOTS,), generator=generator)
-    write_drafts.reference(tables, slots, drafts, limits)
-    write_drafts(there, slots.to(device), drafts.to(device), limits.to(device))
+    numbers = torch.randint(0, length + 1, (9,), generator=generator) if counted else None
+    write_drafts.reference(tables, slots, drafts, limits, numbers)
+    own = None if numbers is None else numbers.to(device)
+    write_drafts(there, slots.to(device), drafts.to(device), limits.to(device), own)
     assert_equal(there, tables)
 
 

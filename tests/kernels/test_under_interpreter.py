@@ -46,6 +46,7 @@ GROUPS: tuple[dict[str, int], ...] = (
         "top_tokens": 15,
         "move_kv": 18,
         "path_ranks": 3,
+        "suffix_match": 11,
         "filter_cut": 11,
         "batch_invariant_linear": 13,
         "rotary_write": 23,

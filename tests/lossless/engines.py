@@ -39,6 +39,7 @@ DYNAMIC_TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4}
 TREES = ("eagle3", "eagle3_two_model", "draft_target_one_model", "draft_target", "ngram")
 MODES |= {f"{mode}_tree": (MODES[mode] or {}) | DYNAMIC_TREE for mode in TREES}
 MODES["eagle3_static"] = MODES["eagle3"]
+MODES["sa"] = {"decoding_type": "SA"}
 # Modes that the default run has in `test_equality` only: each is like another one that it has.
 LONG_ONLY = (
     "eagle3_two_model_tree",
@@ -47,6 +48,7 @@ LONG_ONLY = (
     "draft_target_onnxruntime",
     "eagle3_onnxruntime",
     "eagle3_static",
+    "sa",
 )
 ON_GPU = tuple(mode for mode in MODES if not mode.endswith("_onnxruntime"))
 OVERLAPPING = tuple(mode for mode in MODES if not mode.startswith("ngram"))

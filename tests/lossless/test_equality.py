@@ -100,6 +100,7 @@ FLOORS = {
     "draft_target_map_tree": 1.3,
     "draft_target_one_model_map": 1.2,
     "eagle3_onnxruntime": 1.3,
+    "sa": 1.02,
 }
 
 

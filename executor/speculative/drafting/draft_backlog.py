@@ -19,7 +19,7 @@ import torch
 from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.engine.rows import Windows
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable, SlotGraphs
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.rounds.transfer import to_device
@@ -96,7 +96,7 @@ class DraftBacklog:
             for request in some:
                 request.draft_backlog = 0
 
-    def capture_graphs(self, target: GraphTable[Any], keys: Iterable[GraphKey]) -> None:
+    def capture_graphs(self, target: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
         """From now on reading is one graph launch, where one of the keys' batch sizes fits."""
         sizes = {key.batch_size for key in keys if key.batch_size <= self.max_requests}
         self._graphs = target.for_same_slots(self._catch_up_for)

@@ -23,7 +23,7 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.engine.draft_engine import DraftModelEngine
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.graphs.eager_timing import TIMED_KV_LEN, eager_seconds
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable, SlotGraphs
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
@@ -93,7 +93,7 @@ class ModelDrafter(Drafter, RoundEnd):
             if not request.py_num_draft_tokens:
                 request.draft_lag += 1
 
-    def capture_graphs(self, rounds: GraphTable[Any], keys: Iterable[GraphKey]) -> None:
+    def capture_graphs(self, rounds: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
         if not self._engine.may_be_captured:
             logger.warning("drafts are made without CUDA graphs: the draft engine allows none")
             keys = []

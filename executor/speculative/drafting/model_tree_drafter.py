@@ -106,4 +106,5 @@ class ModelTreeDrafter(ModelDrafter):
         windows = Windows(slots, first, gather_rows(self._runs, slots), bound)
         hidden = self._model_engine.forward([], windows)
         rows = torch.arange(0, len(hidden), width, device=hidden.device) + lens
-        self._trees.draft(group, shape, gather_rows(hidden, rows), longest)
+        tree = self._trees.draft(group, shape, gather_rows(hidden, rows), longest)
+        self._slots.write_tree(slots, tree)

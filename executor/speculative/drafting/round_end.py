@@ -12,7 +12,7 @@ import torch
 from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.device_span import DeviceSpan
 from tllm_spec.executor.sampling.row_group import RowGroup
@@ -112,7 +112,7 @@ class RoundEnd:
     def launched(self, batch: ScheduledBatch) -> None:
         """After everything of the round was launched."""
 
-    def capture_graphs(self, rounds: GraphTable[Any], keys: Iterable[GraphKey]) -> None:
+    def capture_graphs(self, rounds: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
         """Graphs were captured for rounds of these keys; `rounds` are some of them."""
 
     def seconds_before(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:

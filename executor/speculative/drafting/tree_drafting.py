@@ -33,16 +33,16 @@ class TreeDrafting:
         self._layers, self._slots, self._sampling = layers, slots, sampling
         self._static = cache(self._static_tree)
 
-    def draft(self, group: RowGroup, shape: DraftShape, state: torch.Tensor, bound: int) -> None:
-        """Writes trees of this shape into the slots of the group, one row each. state `[N, H]`: of
-        the last tokens that the network has read; bound: of the KV lengths up to them."""
+    def draft(
+        self, group: RowGroup, shape: DraftShape, state: torch.Tensor, bound: int
+    ) -> DraftTree:
+        """Drafts of this shape for the group, one row each. state `[N, H]`: of the last tokens that
+        the network has read; bound: of the KV lengths up to them."""
         kv_lens = gather_rows(self._slots.kv_lens, group.slots)
         growth = _Growth(self._layers, self._sampling, group, kv_lens, shape.topk, bound)
         if shape.choices:
-            tree = self._draft_static(growth, shape, state)
-        else:
-            tree = self._draft_dynamic(growth, shape, state)
-        self._slots.write_tree(group.slots, tree)
+            return self._draft_static(growth, shape, state)
+        return self._draft_dynamic(growth, shape, state)
 
     def _draft_dynamic(
         self, growth: "_Growth", shape: DraftShape, state: torch.Tensor
