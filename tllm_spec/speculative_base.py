@@ -9,13 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BeforeValidator,
-    PositiveInt,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from tllm_spec.adaptive_config import AdaptiveConfig, Probability
 from tllm_spec.config_base import ConfigError, ConfigModel

@@ -20,7 +20,7 @@ from tests.models.mtp_reference import save_predictable
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.outputs import Logprob
 
-CHAINS = ("ngram", "draft_target", "draft_target_one_model", "eagle3", "eagle3_two_model")
+CHAINS = ("ngram", "sa", "draft_target", "draft_target_one_model", "eagle3", "eagle3_two_model")
 # Pages for a few requests only, which share their prompts' pages.
 SMALL_POOL = {
     "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 120},
