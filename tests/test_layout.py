@@ -138,7 +138,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 
 
 def python_files() -> list[Path]:
-    folders = ("tllm_spec", "executor", "kernels", "tests", "benchmarks", "docs")
+    folders = ("tllm_spec", "executor", "kernels", "tests", "benchmarks", "docs", "tools")
     return [ROOT / "setup.py"] + [
         path
         for folder in folders

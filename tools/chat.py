@@ -38,12 +38,12 @@ def main() -> None:
     folder, questions = sys.argv[1], sys.argv[2:] or QUESTIONS
     plain, drafted = ask(folder, questions, None), ask(folder, questions, NGRAM)
     for question, without, output in zip(questions, plain, drafted, strict=True):
-        same = "same text" if output.outputs == without.outputs else "ANOTHER TEXT"
+        is_same = output.outputs[0].token_ids == without.outputs[0].token_ids
         length = output.speculative_decoding.acceptance_length
         print(f"\n> {question}\n\n{output.outputs[0].text}\n")
         print(
-            f"plain {speed(without):.1f} tok/s; NGram {speed(output):.1f} tok/s, {same}, "
-            f"{length:.2f} tokens a round (acceptance length)"
+            f"plain {speed(without):.1f} tok/s; NGram {speed(output):.1f} tok/s with an "
+            f"acceptance length of {length:.2f}; {'the same text' if is_same else 'ANOTHER TEXT'}"
         )
 
 

