@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "AGENTS.md", *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 MAX_COLUMNS = 100
 MAX_LINES = {"README.md": 150, "architecture.md": 120, "performance.md": 150, "adaptive.md": 120}
 SOURCES = ("tllm_spec", "executor", "kernels")
@@ -18,6 +18,7 @@ FOLDERS = (
     "tests/",
     "docs/",
     "yaml_examples/",
+    "tools/",
 )
 
 
@@ -53,6 +54,13 @@ def test_lines_are_short_except_in_tables(document: Path) -> None:
 def test_pages_are_short(name: str) -> None:
     (document,) = [path for path in DOCUMENTS if path.name == name]
     assert len(document.read_text(encoding="utf-8").splitlines()) <= MAX_LINES[name]
+
+
+def test_the_readme_names_every_example_in_its_table() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in readme.splitlines() if line.startswith("|")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert {path.stem for path in (ROOT / "yaml_examples").glob("*.yaml")} <= named
 
 
 def extras() -> set[str]:

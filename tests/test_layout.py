@@ -20,7 +20,7 @@ BORDERS = {
     "executor/worker.py",
     "executor/rounds/round_reader.py",  # calls a user's tokenizer
     "executor/sampling/grammar_work.py",  # a thread, whose errors are raised in the round's
-    "tllm_spec/server/chat_prompt.py",  # runs the model's chat template
+    "tllm_spec/text/chat_prompt.py",  # runs the model's chat template
     "tllm_spec/server/engine_process.py",  # loads a model with many libraries
     "tllm_spec/tokenizer.py",  # reads a tokenizer's files with many libraries
     "tllm_spec/ranks.py",  # ends the other ranks with this one
@@ -41,7 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.prompts",
         "tllm_spec.grammars",
     ),
-    ("tllm_spec.stop_strings",),
+    ("tllm_spec.stop_strings", "tllm_spec.text"),
     ("tllm_spec.executor.worker",),
     ("tllm_spec.executor.build",),
     ("tllm_spec.executor.building",),
@@ -138,7 +138,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 
 
 def python_files() -> list[Path]:
-    folders = ("tllm_spec", "executor", "kernels", "tests", "benchmarks", "docs")
+    folders = ("tllm_spec", "executor", "kernels", "tests", "benchmarks", "docs", "tools")
     return [ROOT / "setup.py"] + [
         path
         for folder in folders

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tllm_spec.speculative_config import (
         UserProvidedDecodingConfig as UserProvidedDecodingConfig,
     )
+    from tllm_spec.text.chat_prompt import Conversation as Conversation
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ _HOME = {
     "SamplingParams": "sampling_params",
     "GuidedDecodingParams": "guided_decoding",
     "CompletionOutput": "outputs",
+    "Conversation": "text.chat_prompt",
     "RequestError": "request_errors",
     "RequestOutput": "outputs",
     "NGramDecodingConfig": "speculative_config",

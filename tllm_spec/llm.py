@@ -19,8 +19,8 @@ from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import Worker
 from tllm_spec.grammars import Grammars
 from tllm_spec.intake import Intake, Params
-from tllm_spec.not_served import GENERATE_NOT_SERVED, NO_KV_EVENTS
-from tllm_spec.option_checks import refuse_not_served
+from tllm_spec.not_served import CHAT_NOT_SERVED, GENERATE_NOT_SERVED, NO_KV_EVENTS
+from tllm_spec.option_checks import NotServed, refuse_not_served
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.prompts import Prompt, is_single
 from tllm_spec.ranks import build_together, join_ranks
@@ -28,6 +28,8 @@ from tllm_spec.request_errors import RequestError
 from tllm_spec.request_handle import RequestHandle, Results
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server_info import server_info
+from tllm_spec.text.chat_prompt import Conversation
+from tllm_spec.text.messages import Messages
 from tllm_spec.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -80,8 +82,8 @@ class LLM:
         cache_salt: str | Sequence[str | None] | None = None,
         **not_served: Any,
     ) -> RequestOutput | list[RequestOutput]:
-        """Completes one prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}) or
-        a list of them.
+        """Completes one prompt (text, token ids, {"prompt": ...}, {"prompt_token_ids": ...} or a
+        `Conversation`) or a list of them.
 
         A list gives a list in the same order. If one of its prompts cannot be served, or fails
         while it runs, that output has `error`, and the others are not affected; a single such
@@ -91,7 +93,7 @@ class LLM:
         reuse each other's KV cache and n-grams.
 
         TensorRT-LLM's `lora_request`, `disaggregated_params` and so on must be None."""
-        _refuse_not_served(not_served)
+        _refuse_not_served(not_served, GENERATE_NOT_SERVED)
         if is_single(inputs):
             (params,) = _one_each("sampling_params", sampling_params, 1)
             (rank,) = _one_each("priority", priority, 1)
@@ -119,6 +121,44 @@ class LLM:
             shown_results = tqdm(results, desc="Processed requests", dynamic_ncols=True)
             return [result.result() for result in shown_results]
 
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params | Sequence[SamplingParams] = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: float | Sequence[float] = 0.5,
+        cache_salt: str | Sequence[str | None] | None = None,
+        **not_served: Any,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Answers one conversation, a list of messages, or a list of conversations. The model's
+        chat template makes prompts of them, in which names of control tokens that a message has are
+        text. The rest is as with `generate`.
+
+        Raises RequestError for messages that the template does not accept or leaves out."""
+        _refuse_not_served(not_served, CHAT_NOT_SERVED, "chat")
+
+        def prompt(each: Any) -> Conversation:
+            return Conversation(each, chat_template_kwargs or {}, add_generation_prompt, tools)
+
+        is_one = is_single(messages) or not messages or isinstance(messages[0], Mapping)
+        return self.generate(
+            prompt(messages) if is_one else [prompt(each) for each in messages],
+            sampling_params,
+            use_tqdm,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ValueError with `skip_tokenizer_init`."""
+        if self.tokenizer is None:
+            raise ValueError("there is no tokenizer; drop skip_tokenizer_init")
+        return self.tokenizer
+
     def generate_async(
         self,
         inputs: Prompt,
@@ -137,7 +177,7 @@ class LLM:
 
         Raises RequestError, which is a ValueError, for a prompt or parameters that this model
         cannot serve, RuntimeError after shutdown or when the executor has died."""
-        _refuse_not_served(not_served)
+        _refuse_not_served(not_served, GENERATE_NOT_SERVED)
         self._check_alive()
         with _mistakes_as_request_errors():
             submission = self._intake.submission(
@@ -271,17 +311,19 @@ def _end(worker: Worker, queue: RequestQueue, results: Results, communicator: Co
     communicator.close()
 
 
-def _refuse_not_served(arguments: Mapping[str, Any]) -> None:
+def _refuse_not_served(
+    arguments: Mapping[str, Any], known: Mapping[str, NotServed], function: str = "generate"
+) -> None:
     """Raises TypeError for an unknown argument, and ValueError for one that is not served and has a
     value. A list of None, one for each prompt, counts as None."""
-    if unknown := arguments.keys() - GENERATE_NOT_SERVED.keys():
-        raise TypeError(f"generate() got an unexpected keyword argument {min(unknown)!r}")
+    if unknown := arguments.keys() - known.keys():
+        raise TypeError(f"{function}() got an unexpected keyword argument {min(unknown)!r}")
     given = {
         name: value
         for name, value in arguments.items()
         if not isinstance(value, (list, tuple)) or any(each is not None for each in value)
     }
-    refuse_not_served(given, GENERATE_NOT_SERVED)
+    refuse_not_served(given, known)
 
 
 @contextmanager

@@ -214,3 +214,11 @@ GENERATE_NOT_SERVED: Mapping[str, NotServed] = {
     "scheduling_params": NotServed((None,), NO_ATTENTION_DP),
     "trace_headers": NotServed((None,), "requests are not traced"),
 }
+# Arguments of vLLM's `LLM.chat`.
+CHAT_NOT_SERVED: Mapping[str, NotServed] = {
+    **GENERATE_NOT_SERVED,
+    "chat_template": NotServed((None,), "the model's own template is used"),
+    "chat_template_content_format": NotServed((None, "auto"), "parts of a message are joined"),
+    "continue_final_message": NotServed((None, False), "an answer is a message of its own"),
+    "mm_processor_kwargs": NotServed((None, {}), "only text is served"),
+}

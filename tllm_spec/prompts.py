@@ -8,10 +8,11 @@ from typing import Any
 from tllm_spec.option_checks import check_text, shown
 from tllm_spec.request_errors import ContextLengthExceeded
 from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.text.chat_prompt import ChatPrompts, Conversation
 from tllm_spec.tokenizer import Tokenizer
 
-# Text, token ids, or {"prompt": text} or {"prompt_token_ids": token ids}.
-Prompt = str | Sequence[int] | Mapping[str, Any]
+# Text, token ids, {"prompt": text} or {"prompt_token_ids": token ids}, or a conversation.
+Prompt = str | Sequence[int] | Mapping[str, Any] | Conversation
 
 
 class PromptReader:
@@ -48,6 +49,8 @@ class PromptReader:
         return text, token_ids
 
     def _tokens_of(self, prompt: object, params: SamplingParams) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Conversation):
+            return None, self._chat_prompts.token_ids(prompt)
         if not isinstance(prompt, str):
             return None, _token_ids(prompt)
         check_text(prompt)
@@ -71,6 +74,12 @@ class PromptReader:
             return  # the common case, which needs no look at the vocabulary
         if self._longest_token and len(text) > self._max_tokens * self._longest_token:
             raise self._too_long(f"{len(text)} characters")
+
+    @cached_property
+    def _chat_prompts(self) -> ChatPrompts:
+        if self._tokenizer is None:
+            raise ValueError("a conversation needs a tokenizer; drop skip_tokenizer_init")
+        return ChatPrompts(self._tokenizer, self.check_length, allow_control_tokens=False)
 
     @cached_property
     def _longest_token(self) -> int:

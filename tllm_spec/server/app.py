@@ -38,7 +38,6 @@ from tllm_spec.server.answer_models import (
 from tllm_spec.server.answer_size import AnswerLimit, AnswerSize, size_of
 from tllm_spec.server.callers import Caller, caller_of
 from tllm_spec.server.chat_answer import chat_answer
-from tllm_spec.server.chat_prompt import ChatPrompts
 from tllm_spec.server.echo import completion_answer
 from tllm_spec.server.engine import Engine
 from tllm_spec.server.error_handlers import add_error_handlers
@@ -71,6 +70,7 @@ from tllm_spec.server.streaming import (
 from tllm_spec.server.strict_body import LONG_BODY, StrictBodyRoute
 from tllm_spec.server.token_routes import TokenRoutes
 from tllm_spec.server.traces import Traces
+from tllm_spec.text.chat_prompt import ChatPrompts
 
 DOWN = {"description": ENGINE_DOWN, "content": {"text/plain": {"schema": {"type": "string"}}}}
 MAX_TEMPLATE_TOKENS = 1024  # that a chat template adds to what the body has, usually
@@ -313,7 +313,7 @@ class OpenAIServer:
             request,
             1,
             request.state.body_size,
-            lambda: [self._chat_prompts.token_ids_of(body)],
+            lambda: [self._chat_prompts.token_ids(body.conversation)],
             params,
             streaming=body.stream,
             caller=caller,

@@ -29,6 +29,7 @@ from tllm_spec.server.tool_protocol import (
     check_choice,
     forced_schema,
 )
+from tllm_spec.text.chat_prompt import Conversation
 
 SAMPLING_NAMES = frozenset(each.name for each in fields(SamplingParams))
 MAX_LOGPROBS = 20
@@ -309,9 +310,13 @@ class ChatCompletionRequest(GenerationRequest):
         return self
 
     @property
-    def tools_for_template(self) -> list[dict[str, Any]] | None:
-        """None without tools."""
-        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()] or None
+    def conversation(self) -> Conversation:
+        return Conversation(
+            [message.for_template() for message in self.messages],
+            self.chat_template_kwargs or {},
+            self.add_generation_prompt,
+            [tool.model_dump(exclude_none=True) for tool in self.tools or ()],
+        )
 
     def _grammars(self) -> dict[str, Any]:
         schema = forced_schema(

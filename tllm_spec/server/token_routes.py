@@ -13,10 +13,10 @@ from tllm_spec.server.admission import Admission
 from tllm_spec.server.answer_models import Detokenized, Tokenized
 from tllm_spec.server.body_model import BodyModel
 from tllm_spec.server.chat_message import ChatMessage
-from tllm_spec.server.chat_prompt import ChatPrompts
 from tllm_spec.server.engine import Engine
 from tllm_spec.server.openapi import answers
 from tllm_spec.server.tool_protocol import MAX_TOOLS, Tool
+from tllm_spec.text.chat_prompt import ChatPrompts, Conversation
 
 Json = dict[str, Any]
 
@@ -38,6 +38,15 @@ class TokenizeRequest(BodyModel):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("either prompt or messages is needed")
         return self
+
+    @property
+    def conversation(self) -> Conversation:
+        return Conversation(
+            [message.for_template() for message in self.messages or ()],
+            self.chat_template_kwargs or {},
+            self.add_generation_prompt,
+            [tool.model_dump(exclude_none=True) for tool in self.tools or ()],
+        )
 
 
 class DetokenizeRequest(BodyModel):
@@ -90,13 +99,7 @@ class TokenRoutes:
 
     def _tokenized(self, body: TokenizeRequest) -> Json:
         if body.messages is not None:
-            tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-            tokens = self._chat_prompts.token_ids(
-                [message.for_template() for message in body.messages],
-                body.chat_template_kwargs or {},
-                add_generation_prompt=body.add_generation_prompt,
-                tools=tools,
-            )
+            tokens = self._chat_prompts.token_ids(body.conversation)
         else:
             assert body.prompt is not None
             check_text(body.prompt)

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
-from pydantic_core import from_json
 
 from tllm_spec.json_schemas import moved
 from tllm_spec.option_checks import NotServed
 from tllm_spec.server.body_model import BodyModel
+from tllm_spec.text.messages import as_object
 
 MAX_TOOLS = 128  # as at OpenAI
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -68,19 +68,8 @@ class ToolCall(BodyModel):
     def for_template(self) -> Json:
         """The call with its arguments as an object."""
         plain = self.model_dump(exclude_none=True)
-        arguments = _as_object(self.function.arguments)
+        arguments = as_object(self.function.arguments)
         return plain | {"function": {"name": self.function.name, "arguments": arguments}}
-
-
-def _as_object(arguments: str) -> Json | str:
-    """What a model has called with: an object if its text is one, or the beginning of one, as of a
-    call that `max_tokens` has cut; else the text."""
-    try:
-        # Not json.loads: it reads no beginning of a text.
-        found = from_json(arguments or "{}", allow_partial="trailing-strings")
-    except ValueError:
-        return arguments
-    return found if isinstance(found, dict) else arguments
 
 
 def _as_choice(given: object) -> object:

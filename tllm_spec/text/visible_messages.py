@@ -4,10 +4,11 @@ A template is a program, so the check is to run it on messages whose texts are m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-Messages = Sequence[Mapping[str, Any]]
+from tllm_spec.text.messages import Messages
+
 Rendered = Callable[[Messages], str]
 UNKNOWN = (-1, "")  # the template does not accept marks
 

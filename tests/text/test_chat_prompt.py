@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.server.fake_llm import FakeLLM
-from tllm_spec.server.chat_prompt import SPLIT, ChatPrompts, control_tokens
+from tllm_spec.text.chat_prompt import SPLIT, ChatPrompts, Conversation, control_tokens
 from tllm_spec.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -17,7 +17,7 @@ def tokenizer() -> Tokenizer:
 def ids(tokenizer: Tokenizer, content: str, *, allow: bool = False) -> list[int]:
     prompts = ChatPrompts(tokenizer, lambda text: None, allow_control_tokens=allow)
     messages = [{"role": "user", "content": content}]
-    return prompts.token_ids(messages, {}, add_generation_prompt=True)
+    return prompts.token_ids(Conversation(messages))
 
 
 def plain_ids(tokenizer: Tokenizer, content: str) -> list[int]:
@@ -55,7 +55,7 @@ def test_a_message_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
     llm.tokenizer.encode = tokenised.append  # type: ignore[method-assign]  # must not be called
     messages = [{"role": "user", "content": "a" * 3_000_000}]
     with pytest.raises(ValueError, match="maximum context length"):
-        prompts.token_ids(messages, {}, add_generation_prompt=True)
+        prompts.token_ids(Conversation(messages))
     assert not tokenised
 
 
@@ -73,8 +73,8 @@ def text_of(template: str, *messages: dict[str, Any]) -> str:
     tokenizer = load_tokenizer("zoo:llama")
     tokenizer.chat_template = template
     prompts = ChatPrompts(tokenizer, lambda text: None, allow_control_tokens=False)
-    text: str = tokenizer.decode(prompts.token_ids(messages, {}, add_generation_prompt=False))
-    return text
+    conversation = Conversation(messages, add_generation_prompt=False)
+    return tokenizer.decode(prompts.token_ids(conversation))
 
 
 def test_a_developers_message_is_the_systems_where_the_template_does_not_know_the_role() -> None:

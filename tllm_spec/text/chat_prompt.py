@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
 from tllm_spec.executor.faults import described
 from tllm_spec.option_checks import check_text
-from tllm_spec.server.protocol import ChatCompletionRequest
-from tllm_spec.server.visible_messages import Messages, visible
+from tllm_spec.text.messages import Messages, checked
+from tllm_spec.text.visible_messages import visible
 from tllm_spec.tokenizer import Tokenizer
 
 # Variables that the renderer sets itself. The parameters of `apply_chat_template` are not free,
@@ -22,6 +23,20 @@ RENDERED_NAMES = {"self", "conversations", "messages"}
 # meaning in text, and a message that has one keeps it.
 SPLIT = "\ufdd0"
 SPLIT_IN_TEXT = "\ufdd1"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat template makes a prompt of.
+
+    A message is a mapping with `role` and `content`, as in OpenAI's API: a text or a list of text
+    parts. `tools` have OpenAI's form, too. `chat_template_kwargs` are variables of the model's
+    chat template."""
+
+    messages: Messages
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    tools: Sequence[Mapping[str, Any]] | None = None
 
 
 class ChatPrompts:
@@ -41,36 +56,21 @@ class ChatPrompts:
         ordered = sorted(map(re.escape, names), key=len, reverse=True)
         self._control = re.compile("|".join(ordered)) if ordered else None
 
-    def token_ids_of(self, body: ChatCompletionRequest) -> list[int]:
-        """The prompt of a chat body. Raises ValueError as `token_ids`."""
-        return self.token_ids(
-            [message.for_template() for message in body.messages],
-            body.chat_template_kwargs or {},
-            add_generation_prompt=body.add_generation_prompt,
-            tools=body.tools_for_template,
-        )
-
-    def token_ids(
-        self,
-        messages: Messages,
-        variables: Mapping[str, Any],
-        *,
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[int]:
+    def token_ids(self, conversation: Conversation) -> list[int]:
         """Raises ValueError when the template does not accept the messages, and when the prompt is
         too long."""
+        messages = checked(conversation.messages)
+        variables = conversation.chat_template_kwargs
         options = signature(self._tokenizer.apply_chat_template).parameters.keys()
         if taken := variables.keys() & (options | RENDERED_NAMES):
             raise ValueError(
                 f"chat_template_kwargs = {sorted(taken)} are not variables of a template"
             )
-        given = json.dumps([messages, variables, tools], ensure_ascii=False)
-        check_text(given, "messages, tools and chat_template_kwargs as JSON")
+        _check_texts([messages, variables, conversation.tools])
         self._check_length("".join(str(message["content"]) for message in messages))
 
-        def rendered(conversation: Messages) -> str:
-            return self._rendered(conversation, variables, add_generation_prompt, tools)
+        def rendered(messages: Messages) -> str:
+            return self._rendered(replace(conversation, messages=messages))
 
         text = rendered(visible(messages, rendered))
         self._check_length(text)
@@ -82,21 +82,16 @@ class ChatPrompts:
             )
         ]
 
-    def _rendered(
-        self,
-        messages: Messages,
-        variables: Mapping[str, Any],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-    ) -> str:
+    def _rendered(self, conversation: Conversation) -> str:
+        tools = conversation.tools
         with_tools = {"tools": self._escaped(tools)} if tools else {}
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [self._escaped(message) for message in messages],
+                [self._escaped(message) for message in conversation.messages],
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=conversation.add_generation_prompt,
                 **with_tools,
-                **variables,
+                **conversation.chat_template_kwargs,
             )
         except Exception as error:  # a template is a program: any exception can come out of it
             raise ValueError(
@@ -118,6 +113,15 @@ class ChatPrompts:
         if self._control is None:
             return text
         return self._control.sub(lambda found: f"{found[0][0]}{SPLIT}{found[0][1:]}", text)
+
+
+def _check_texts(values: object) -> None:
+    name = "messages, tools and chat_template_kwargs as JSON"
+    try:
+        given = json.dumps(values, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from None
+    check_text(given, name)
 
 
 def control_tokens(tokenizer: Any) -> set[str]:

@@ -1,0 +1,51 @@
+"""Asks a chat model questions, without and with NGram drafts, and compares text and speed.
+
+usage: python tools/chat.py FOLDER [QUESTION ...]"""
+
+import sys
+
+from tllm_spec import LLM, RequestOutput, SamplingParams
+
+QUESTIONS = [
+    "What is the capital of France, and what is it known for?",
+    "Repeat this list in the same order, with a full stop after each line:\n"
+    "1. Mix the flour, the sugar and the salt in a large bowl\n"
+    "2. Add the eggs, the milk and the melted butter to the bowl\n"
+    "3. Stir the mixture until the flour, the eggs and the milk are one\n"
+    "4. Pour the mixture into a pan and bake it for thirty minutes",
+]
+NGRAM = {"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 3}
+
+
+def ask(folder: str, questions: list[str], speculative_config: object) -> list[RequestOutput]:
+    params = SamplingParams(max_tokens=160)
+    options = {"max_seq_len": 1024, "max_batch_size": 1, "speculative_config": speculative_config}
+    with LLM(folder, **options) as llm:
+        llm.generate("Hello", SamplingParams(max_tokens=8), use_tqdm=False)  # warms up
+        answers = []
+        for question in questions:
+            answers.append(llm.chat([{"role": "user", "content": question}], params, False))
+        return answers
+
+
+def speed(output: RequestOutput) -> float:
+    """Tokens a second after the first one."""
+    times = output.metrics
+    return (output.outputs[0].length - 1) / (times.finished_time - times.first_token_time)
+
+
+def main() -> None:
+    folder, questions = sys.argv[1], sys.argv[2:] or QUESTIONS
+    plain, drafted = ask(folder, questions, None), ask(folder, questions, NGRAM)
+    for question, without, output in zip(questions, plain, drafted, strict=True):
+        is_same = output.outputs[0].token_ids == without.outputs[0].token_ids
+        length = output.speculative_decoding.acceptance_length
+        print(f"\n> {question}\n\n{output.outputs[0].text}\n")
+        print(
+            f"plain {speed(without):.1f} tok/s; NGram {speed(output):.1f} tok/s with an "
+            f"acceptance length of {length:.2f}; {'the same text' if is_same else 'ANOTHER TEXT'}"
+        )
+
+
+if __name__ == "__main__":
+    main()
