@@ -72,7 +72,7 @@ class RotatedLinear(Linear):
         first = 0
         for name, part in self.parts.items():
             order = part.order() if self.is_interleaved and part.rope_dim else None
-            shape = (part.total_heads * part.head_size, self.weight.shape[1])
+            shape = (part.total_heads * part.head_size, self.weight_format.shape[1])
             start, own = part.first_head * part.head_size, slice(first, first + part.size)
             own_part = Part(shape, 0, start, order)
             yield from self.weight_format.slots(sibling(path, name), own, own_part)

@@ -67,7 +67,7 @@ class Linear(Module):
         self.weight_format.add_to(total, x)
 
     def widen(self, placement: Placement) -> None:
-        out_features, in_features = self.weight.shape
+        out_features, in_features = self.weight_format.shape
         self.use(choose_format(out_features, in_features, placement.wide, self.bias))
 
     def full_weight(self) -> torch.Tensor:
@@ -111,7 +111,7 @@ class ColumnLinear(Linear):
         for name, size in self.parts.items():
             own, copies = slice(first, first + size), self.copies.get(name, 1)
             full, start = size * self.mapping.tp_size // copies, self.mapping.tp_rank // copies
-            part = Part((full, self.weight.shape[1]), 0, size * start)
+            part = Part((full, self.weight_format.shape[1]), 0, size * start)
             yield from self.weight_format.slots(sibling(path, name), own, part)
             if self.bias is not None:
                 slot = WeightSlot(self.bias[own], (full,), 0, size * start)
@@ -170,7 +170,7 @@ class RowLinear(Linear):
         super().add_to(total, x)
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        out_features, local = self.weight.shape
+        out_features, local = self.weight_format.shape
         shape = (out_features, local * self.mapping.tp_size)
         part = Part(shape, 1, local * self.mapping.tp_rank)
         yield from self.weight_format.slots(path, slice(None), part)

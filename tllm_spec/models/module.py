@@ -71,6 +71,8 @@ class WeightSlot:
         torch.bfloat16, torch.float16, torch.float32, torch.float64,
     )  # fmt: skip
     """In which the checkpoint may have the tensor, unless it is a `StoredWeight`."""
+    is_quantised: ClassVar[bool] = False
+    """Whether the parameter keeps a `StoredWeight` as it is."""
     destination: torch.Tensor | None
     """None: only other ranks need the tensor."""
     shape: tuple[int, ...]

@@ -11,7 +11,6 @@ import torch
 from tllm_spec.models.checkpoint import names_of_type
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.fp8_formats import BLOCK, Fp8Format
-from tllm_spec.models.formats.fp8_scaled import ScaledSlot
 from tllm_spec.models.module import Module, Placement, WeightSlot
 
 logger = logging.getLogger(__name__)
@@ -114,7 +113,7 @@ def _widen_others(
         if not isinstance(module, Module):
             continue
         slots = list(module.slots(path))
-        if any(isinstance(slot, ScaledSlot) for _, slot in slots) and not all(
+        if any(slot.is_quantised for _, slot in slots) and not all(
             has_fp8(prefix + name) for name, _ in _weights(slots)
         ):
             module.widen(placement)
@@ -136,7 +135,7 @@ def _dequantised(
         weights = list(_weights(list(module.slots(path)))) if isinstance(module, Module) else []
         in_fp8 = [has_fp8(prefix + name) for name, _ in weights]
         for (name, slot), is_fp8 in zip(weights, in_fp8, strict=True):
-            if is_fp8 and not isinstance(slot, ScaledSlot) and slot.destination is not None:
+            if is_fp8 and not slot.is_quantised and slot.destination is not None:
                 reason = _reason(slot.destination, slot, placement, all(in_fp8))
                 yield reason, name[name.rfind(".") + 1 :], slot.destination
 

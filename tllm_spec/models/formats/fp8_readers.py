@@ -48,14 +48,14 @@ def fp8_format(path: Path | None, raw: Mapping[str, Any]) -> Fp8Format | None:
     reader = _READERS.get(str(method))
     if reader is None:
         raise ValueError(f"{source}: quant_method is {method!r}. {_SERVED}")
-    if wrong := _wrong_types(quantization):
+    if wrong := wrong_types(quantization):
         raise ValueError(f"{source}: {'; '.join(wrong)}. {_SERVED}")
     read = reader(quantization)
     reasons = read.reasons
-    ignored = _module_names(read.ignored, "ignored modules", reasons)
+    ignored = module_names(read.ignored, "ignored modules", reasons)
     targets = None
     if read.targets is not None:
-        targets = _module_names(read.targets, "targets", reasons)
+        targets = module_names(read.targets, "targets", reasons)
     if any(str(name).startswith("Llama4") for name in raw.get("architectures") or ()):
         reasons.append("Llama 4's experts are served in 16 or 32 bits")
     if reasons:
@@ -90,14 +90,14 @@ _OBJECTS = ("config_groups", "input_activations", "quantization", "sparsity_conf
 _LISTS = ("exclude_modules", "ignore", "ignored_layers", "modules_to_not_convert", "targets")
 
 
-def _wrong_types(settings: Mapping[str, Any], prefix: str = "") -> list[str]:
+def wrong_types(settings: Mapping[str, Any], prefix: str = "") -> list[str]:
     """A reason for each setting, also in objects below, that must be an object or a list of names
     and is something else."""
     reasons = []
     for key, value in settings.items():
         is_object = key in _OBJECTS or prefix == "config_groups."
         if is_object and isinstance(value, Mapping):
-            reasons += _wrong_types(value, f"{prefix}{key}.")
+            reasons += wrong_types(value, f"{prefix}{key}.")
         elif is_object and (value is not None or prefix == "config_groups."):
             reasons.append(f"{prefix}{key} is {shown(value)} (it must be an object)")
         elif key in _LISTS and value is not None and not _is_list_of_names(value):
@@ -125,7 +125,7 @@ def _scale_suffix(path: Path | None, default: str) -> str:
     return default
 
 
-def _module_names(entries: list[str], what: str, reasons: list[str]) -> ModuleNames:
+def module_names(entries: list[str], what: str, reasons: list[str]) -> ModuleNames:
     """Entries as names and patterns; to `reasons` those patterns are added that are not valid.
     After `re:` is a regular expression; `*` stands for any characters, and a module that matches
     is meant with all below it."""
@@ -161,7 +161,7 @@ class _Read:
 _NO_WEIGHTS = ["*"]
 
 
-def _unserved(settings: Mapping[str, Any], served: Mapping[str, tuple[Any, ...]]) -> list[str]:
+def unserved(settings: Mapping[str, Any], served: Mapping[str, tuple[Any, ...]]) -> list[str]:
     """A reason for each setting that has none of the values that are served."""
     return [
         f"{key} is {settings.get(key)!r} (served: {' or '.join(map(repr, values))})"
@@ -171,7 +171,7 @@ def _unserved(settings: Mapping[str, Any], served: Mapping[str, tuple[Any, ...]]
 
 
 def _read_fp8(quantization: Mapping[str, Any]) -> _Read:
-    reasons = _unserved(
+    reasons = unserved(
         quantization,
         {
             "weight_block_size": ([BLOCK, BLOCK], None),
@@ -224,32 +224,32 @@ _BY_TOKEN: dict[str, tuple[Any, ...]] = {
 
 def _read_compressed_tensors(quantization: Mapping[str, Any]) -> _Read:
     sparsity = quantization.get("sparsity_config") or {}
-    reasons = _unserved(quantization, {"transform_config": ({}, None)})
-    reasons += [f"sparsity_config: {r}" for r in _unserved(sparsity, {"format": ("dense", None)})]
+    reasons = unserved(quantization, {"transform_config": ({}, None)})
+    reasons += [f"sparsity_config: {r}" for r in unserved(sparsity, {"format": ("dense", None)})]
     groups = list((quantization.get("config_groups") or {}).values())
     if not groups and quantization.get("kv_cache_scheme"):
         return _Read("tensor", _NO_WEIGHTS, reasons)
-    reasons += _unserved(quantization, {"format": _COMPRESSED_FORMATS})
+    reasons += unserved(quantization, {"format": _COMPRESSED_FORMATS})
     if len(groups) != 1:
         reasons.append(f"config_groups has {len(groups)} groups (served: 1)")
     ignored, targets = list(quantization.get("ignore") or ()), None
     strategy, activations = None, None
     for group in groups[:1]:
-        reasons += _unserved(group, {"format": (*_COMPRESSED_FORMATS, None)})
-        targets = _targets(group, reasons)
+        reasons += unserved(group, {"format": (*_COMPRESSED_FORMATS, None)})
+        targets = target_names(group, reasons)
         weights = group.get("weights") or {}
         strategy = weights.get("strategy")
-        reasons += _unserved(weights, _COMPRESSED_WEIGHTS)
+        reasons += unserved(weights, _COMPRESSED_WEIGHTS)
         if strategy == "block":
             shapes = ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}")
-            reasons += _unserved(weights, {"block_structure": shapes})
-        if strategy != "block" and not _unserved(group.get("input_activations") or {}, _BY_TOKEN):
+            reasons += unserved(weights, {"block_structure": shapes})
+        if strategy != "block" and not unserved(group.get("input_activations") or {}, _BY_TOKEN):
             activations = TokenScales()
     granularity = _STRATEGIES.get(str(strategy), "tensor")
     return _Read(granularity, ignored, reasons, targets, activations)
 
 
-def _targets(group: Mapping[str, Any], reasons: list[str]) -> list[str] | None:
+def target_names(group: Mapping[str, Any], reasons: list[str]) -> list[str] | None:
     """None: all linear layers. Other entries are expressions and names of modules; names of other
     classes, which have no dot, are added to `reasons`."""
     targets = group.get("targets") or []
@@ -279,8 +279,8 @@ def _read_modelopt(quantization: Mapping[str, Any]) -> _Read:
         reasons.append(f"quant_algo is {settings.get('quant_algo')!r}")
     granularity = _ALGORITHMS.get(algorithm, "tensor")
     if granularity == "block":
-        reasons += _unserved(settings, {"group_size": (BLOCK, None)})
-    reasons += _unserved(
+        reasons += unserved(settings, {"group_size": (BLOCK, None)})
+    reasons += unserved(
         settings, {"quantized_layers": ({}, None), "pre_quant_scale": (False, None)}
     )
     ignored = [*(settings.get("exclude_modules") or ()), *(settings.get("ignore") or ())]

@@ -34,7 +34,7 @@ class Fp8Tensor:
 class ScaledSlot(WeightSlot):
     """Also where the scales of an FP8 tensor go, `[N, ceil(K / 128)]` of this rank."""
 
-    dtypes = ()
+    dtypes, is_quantised = (), True
     scales: torch.Tensor | None = None
     """None: as `destination`."""
 

@@ -39,6 +39,12 @@ class WeightFormat(ABC):
     """Of FP8 weights: `[N, ceil(K / 128)]` float32."""
     bias: nn.Parameter | None
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs of this rank's layer."""
+        out_features, in_features = self.weight.shape
+        return out_features, in_features
+
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What the layer registers, with names."""
         yield "weight", self.weight
