@@ -69,6 +69,17 @@ def scaled_linears() -> None:
         scaled_linear.scaled_linear(x, weight, scales_of(weight), empty(outputs, dtype=dtype))
 
 
+def int4_linears() -> None:
+    """With groups of 32 and 128, and whole rows."""
+    for (inputs, outputs), dtype, rows in product(LINEAR_SHAPES, FLOATS, NUM_ROWS):
+        for group in (0, 32, 128):
+            codes = empty(outputs, inputs // 2 + (64 if inputs % 128 and group != 32 else 0) // 2)
+            sizes = outputs, -(-inputs // (group or inputs))
+            scales, zeros = empty(*sizes, dtype=torch.float32), empty(*sizes, dtype=torch.uint8)
+            own = codes.to(torch.uint8), scales, zeros, group
+            int4_linear.int4_linear(empty(rows, inputs, dtype=dtype), *own)
+
+
 def fp8_linears() -> None:
     for (inputs, outputs), rows in product(LINEAR_SHAPES, NUM_ROWS):
         x, weight = empty(rows, inputs), empty(outputs, inputs, dtype=FP8)

@@ -23,6 +23,8 @@ from tllm_spec.models.deepseek_config import (
 )
 from tllm_spec.models.formats.fp8_formats import Fp8Format
 from tllm_spec.models.formats.fp8_readers import QUANTIZATION_KEYS, fp8_format
+from tllm_spec.models.formats.int4_formats import Int4Format
+from tllm_spec.models.formats.int4_readers import int4_format
 from tllm_spec.models.llama4_config import (
     LLAMA4_DEFAULTS,
     Llama4Config,
@@ -136,6 +138,8 @@ class ModelConfig:
     """Layers of the checkpoint that follow the decoder's and predict further tokens (MTP)."""
     fp8: Fp8Format | None
     """How the checkpoint stores FP8 weights; None: it has none."""
+    int4: Int4Format | None
+    """How the checkpoint stores 4-bit weights; None: it has none."""
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "ModelConfig":
@@ -154,9 +158,9 @@ class ModelConfig:
 
     @classmethod
     def from_parsed(cls, path: Path, raw: dict[str, Any]) -> "ModelConfig":
-        """The same, from the parsed file and what else the folder says of FP8 weights."""
-        fp8 = fp8_format(path, raw)
-        return replace(cls.from_dict(raw | dict.fromkeys(QUANTIZATION_KEYS)), fp8=fp8)
+        """The same, from the parsed file and what else the folder says of quantised weights."""
+        plain = cls.from_dict(raw | dict.fromkeys(QUANTIZATION_KEYS))
+        return replace(plain, **_weight_formats(path, raw))
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
@@ -205,7 +209,7 @@ class ModelConfig:
             else sparse_layers(architecture, raw),
             mla=mla_config(architecture, raw),
             num_nextn_layers=num_nextn_layers(raw) if is_deepseek else 0,
-            fp8=fp8_format(None, raw),
+            **_weight_formats(None, raw),
         )
         if config.num_heads % config.num_kv_heads:
             raise ValueError(
@@ -286,6 +290,12 @@ class ModelConfig:
         if self.llama4 is None or self.chunk_size is None or layer in self.llama4.nope_layers:
             return None
         return KeySpan(self.chunk_size, slides=False)
+
+
+def _weight_formats(path: Path | None, raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields `fp8` and `int4`, of which at most one is not None."""
+    int4 = int4_format(path, raw)
+    return {"int4": int4, "fp8": None if int4 is not None else fp8_format(path, raw)}
 
 
 def _architecture(raw: dict[str, Any]) -> str:

@@ -151,9 +151,12 @@ def refuse_unserved(
 
 
 def check_layers(config: ModelConfig, kind: str) -> None:
-    """Raises ValueError for FP8 weights."""
-    if config.fp8 is not None:
-        raise ValueError(f"The {kind} head has FP8 weights; heads are served in 16 or 32 bits.")
+    """Raises ValueError for quantised weights."""
+    for form, name in ((config.fp8, "FP8"), (config.int4, "4-bit")):
+        if form is not None:
+            raise ValueError(
+                f"The {kind} head has {name} weights; heads are served in 16 or 32 bits."
+            )
 
 
 def without_window(raw: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import nn
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.formats.fp8_formats import BLOCK, Granularity, TokenScales
+from tllm_spec.models.formats.int4_formats import Int4Groups
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,15 @@ class Placement:
     `dtype`."""
     activations: TokenScales | None = None
     """How linear layers with weights in FP8 quantise activations; None: not."""
+    int4: Int4Groups | None = None
+    """Of the checkpoint's 4-bit weights that stay so; None: it has none, or they do not."""
     splits_inputs: bool = False
     """Whether each rank has a slice of a layer's inputs."""
 
     @property
     def wide(self) -> "Placement":
-        """For weights that checkpoints do not have in FP8."""
-        return replace(self, fp8=None, activations=None)
+        """For weights that checkpoints do not quantise."""
+        return replace(self, fp8=None, activations=None, int4=None)
 
     def of_inputs(self, size: int, full: int) -> "Placement":
         """For weights with a rank's `size` of `full` inputs. If they do not end with a block whose
@@ -124,7 +127,7 @@ class Module(nn.Module):
             yield f"{path}.{name}", WeightSlot(parameter, tuple(parameter.shape))
 
     def widen(self, placement: Placement) -> None:
-        """Called before loading where the checkpoint's weights are not in FP8: makes them of the
+        """Called before loading where the checkpoint's weights are not quantised: makes them of the
         placement's dtype. Most modules have none that could be."""
 
     def specialize_for_cpu(self) -> None:

@@ -39,7 +39,12 @@ def check_shards(path: Path, tp_size: int, ep_size: int) -> None:
     """Raises ValueError if a size of the model that `path/config.json` describes cannot be split
     over the ranks. The model's own layers check, on a device without memory."""
     config = ModelConfig.from_pretrained(path)
-    placement = Placement(config.dtype, torch.device("meta"), Mapping(0, tp_size, tp_size, ep_size))
+    placement = Placement(
+        config.dtype,
+        torch.device("meta"),
+        Mapping(0, tp_size, tp_size, ep_size),
+        int4=None if config.int4 is None else config.int4.groups,
+    )
     MODELS[config.architecture](config, max_positions=1, placement=placement)
 
 

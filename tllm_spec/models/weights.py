@@ -12,12 +12,17 @@ from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.checkpoint import checkpoint_tensors, listed
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.fp8_tensors import fp8_tensors
+from tllm_spec.models.formats.int4_tensors import int4_tensors
 from tllm_spec.models.layers import HeadNorm, RMSNorm
 from tllm_spec.models.module import Module, StoredWeight, WeightSlot
 from tllm_spec.models.tied_output import EMBEDDING, OUTPUT, stored_pair
 
 FP8_AT_ONCE = 1 << 26  # random elements
-SCALES = "_scales"  # after the name of a parameter in FP8
+# After the name of a quantised parameter.
+SCALES = "_scales"
+ZEROS = "_zeros"
+ORDER = "_order"
+CODES_DEVIATION = 4.61  # of equally frequent codes of 4 bits
 
 
 def load_weights(model: CausalLM, path: Path) -> None:
@@ -46,6 +51,8 @@ def stored_tensors(
 ) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
     """The tensors of a checkpoint whose names are wanted. Raises ValueError for a file that is
     missing or not readable."""
+    if config.int4 is not None:
+        return int4_tensors(path, config.int4, wants)
     if config.fp8 is None:
         return checkpoint_tensors(path, wants)
     return fp8_tensors(path, config.fp8, wants)
@@ -78,7 +85,9 @@ def fill_random(model: Module, seed: int = 0) -> None:
         for name, parameter in own.items():
             if isinstance(module, (RMSNorm, HeadNorm)):
                 parameter.fill_(1.0)
-            elif not name.endswith(SCALES):
+            elif name.endswith(ORDER):
+                torch.arange(len(parameter), out=parameter)
+            elif not name.endswith((SCALES, ZEROS)):
                 generator = torch.Generator(parameter.device).manual_seed(seed)
                 _fill_normal(parameter, own.get(name + SCALES), generator)
                 seed += 1
@@ -87,7 +96,12 @@ def fill_random(model: Module, seed: int = 0) -> None:
 def _fill_normal(
     parameter: torch.Tensor, scales: torch.Tensor | None, generator: torch.Generator
 ) -> None:
-    """With standard deviation K ** -0.5, which in FP8 is the scale."""
+    """With standard deviation K ** -0.5, which in FP8 is the scale. Codes of 4 bits are uniform."""
+    if parameter.dtype == torch.uint8:
+        assert scales is not None
+        parameter.random_(0, 256, generator=generator)
+        scales.fill_((2 * parameter.shape[-1]) ** -0.5 / CODES_DEVIATION)
+        return
     deviation = parameter.shape[-1] ** -0.5
     if scales is None:
         parameter.normal_(0.0, deviation, generator=generator)

@@ -26,7 +26,7 @@ BLOCK = 128
 Granularity = Literal["tensor", "row", "block"]
 # Last parts of names. These modules have 16 bits in every format, whether or not it lists them:
 # DeepSeek V3's config.json has no list.
-_NEVER_FP8 = frozenset(
+_NEVER_QUANTISED = frozenset(
     {"lm_head", "head", "embed_tokens", "gate", "router", "shared_expert_gate", "eh_proj"}
 )
 # Last parts of names: factors of quantised activations, attention and KV caches.
@@ -52,6 +52,19 @@ class ModuleNames:
             if any(name in self.names for name in names):
                 return True
         return any(pattern.match(module) for pattern in self.patterns)
+
+
+def lists_quantised(module: str, ignored: ModuleNames, targets: ModuleNames | None) -> bool:
+    """Whether a configuration gives the linear layer `module` quantised weights. Without targets
+    every layer has them that is not ignored."""
+    if module[module.rfind(".") + 1 :] in _NEVER_QUANTISED or ignored.has(module):
+        return False
+    return targets is None or targets.has(module)
+
+
+def is_left_out(name: str) -> bool:
+    """Whether the tensor `name` is a scale of activations or of the KV cache."""
+    return name[name.rfind(".") + 1 :] in _LEFT_OUT
 
 
 @dataclass(frozen=True)
@@ -83,13 +96,11 @@ class Fp8Format:
     def keeps(self, module: str) -> bool:
         """Whether the configuration gives the linear layer `module`, such as
         `model.layers.0.mlp.gate_proj`, FP8 weights."""
-        if module[module.rfind(".") + 1 :] in _NEVER_FP8 or self.ignored.has(module):
-            return False
-        return self.targets is None or self.targets.has(module)
+        return lists_quantised(module, self.ignored, self.targets)
 
     def leaves_out(self, name: str) -> bool:
         """Whether the tensor `name` is not needed: a scale of activations or of the KV cache."""
-        return name[name.rfind(".") + 1 :] in _LEFT_OUT
+        return is_left_out(name)
 
     def row_scales(self, scale: torch.Tensor, shape: tuple[int, int], name: str) -> torch.Tensor:
         """The scales of a weight `[N, K]` for each row and each 128 inputs.

@@ -1,5 +1,5 @@
-"""Which layers of a model keep the FP8 weights of its checkpoint, and what the log says of the
-others and of settings without an effect."""
+"""Which layers of a model keep the quantised weights of its checkpoint, and what the log says of
+the others and of settings without an effect."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from tllm_spec.models.checkpoint import names_of_type
+from tllm_spec.models.checkpoint import checkpoint_names, names_of_type
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.formats.fp8_formats import BLOCK, Fp8Format
+from tllm_spec.models.formats.fp8_formats import BLOCK
+from tllm_spec.models.formats.int4_packings import PACKINGS
 from tllm_spec.models.module import Module, Placement, WeightSlot
 
 logger = logging.getLogger(__name__)
@@ -31,11 +32,15 @@ OLD_GPU = Reason("GPUs convert FP8 from compute capability {}.{} on".format(*FIR
 CUT = Reason(f"the inputs of a rank do not end with a block of {BLOCK}, which shares a scale")
 FUSED = Reason("they are fused with weights that the checkpoint has in 16 bits")
 WIDE = Reason("what reads them takes no FP8", logging.INFO)
+WIDE_INT4 = Reason("what reads them takes no codes of 4 bits")
 
 
 def with_fp8(placement: Placement, config: ModelConfig) -> Placement:
-    """The placement for weights that the checkpoint has in FP8, and that stay so on the device.
-    CPUs keep those of layers that quantise activations."""
+    """The placement for weights that the checkpoint quantises, and that stay so on the device. CPUs
+    keep those of layers that quantise activations to FP8."""
+    if config.int4 is not None:
+        keeps = multiplies_int4(placement.device)
+        return replace(placement, int4=config.int4.groups if keeps else None)
     form, keeps = config.fp8, multiplies_fp8(placement.device)
     if form is None or not (keeps or placement.device.type == "cpu"):
         return placement
@@ -55,6 +60,11 @@ def multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
+def multiplies_int4(device: torch.device) -> bool:
+    """Whether the device has a kernel that multiplies 4-bit weights. CPUs have none."""
+    return device.type == "cuda"
+
+
 def prepare_fp8(
     parts: Mapping[str, Module],
     path: Path,
@@ -62,46 +72,54 @@ def prepare_fp8(
     load_format: str,
     placement: Placement,
 ) -> None:
-    """Called before loading. Layers of which not all weights are in FP8 get weights of the
-    placement's dtype. One line of the log names all FP8 weights that are dequantised.
+    """Called before loading. Layers of which not all weights are quantised get weights of the
+    placement's dtype. One line of the log names all quantised weights that are dequantised.
 
     Args:
         parts: of a model, by what comes before their paths in the checkpoint.
         path: the checkpoint's folder.
-        config: the checkpoint's; nothing happens if it has no FP8 weights.
+        config: the checkpoint's; nothing happens if it has no quantised weights.
         load_format: `auto`, or `dummy` without tensors.
         placement: of the parts.
     """
-    if config.fp8 is None:
+    if config.fp8 is None and config.int4 is None:
         return
-    has_fp8 = _fp8_modules(path, config.fp8, load_format)
+    has_fp8 = _quantised_modules(path, config, load_format)
     dequantised: list[tuple[Reason, str, torch.Tensor]] = []
     for prefix, part in parts.items():
-        if placement.fp8 or placement.activations:
+        if placement.fp8 or placement.activations or placement.int4:
             _widen_others(part, has_fp8, placement, prefix)
         dequantised += _dequantised(part, has_fp8, placement, prefix)
-    _log(path, dequantised)
+    _log(path, dequantised, *(("FP8", 1) if config.int4 is None else ("4-bit", 2)))
 
 
 def log_fp8(path: Path, config: ModelConfig, placement: Placement) -> None:
-    """How linear layers with FP8 weights are computed, and what the checkpoint in the folder `path`
-    says of activations and of the KV cache without an effect."""
-    if config.fp8 is None:
+    """How linear layers with quantised weights are computed, and what the checkpoint in the folder
+    `path` says of activations and of the KV cache without an effect."""
+    form = config.fp8 or config.int4
+    if form is None:
         return
+    if placement.int4 is not None:
+        logger.info("%s: activations have the model's type next to 4-bit weights (W4A16)", path)
     if placement.activations is not None:
         experts = "" if config.moe is None else "; experts multiply those of the model's type"
         logger.info("%s: activations are quantised to FP8 by token (W8A8)%s", path, experts)
     elif placement.fp8 is not None:
         logger.info("%s: activations have the model's type next to FP8 weights (W8A16)", path)
-    for sentence in config.fp8.unused:
+    for sentence in form.unused:
         logger.info("%s: %s", path, sentence)
 
 
-def _fp8_modules(path: Path, form: Fp8Format, load_format: str) -> Callable[[str], bool]:
-    """Tells whether the checkpoint has the weight of a module in FP8: by the tensors' types, or
-    without tensors (`dummy`) by config.json's lists."""
+def _quantised_modules(path: Path, config: ModelConfig, load_format: str) -> Callable[[str], bool]:
+    """Tells whether the checkpoint quantises the weight of a module: by the tensors' types, by
+    the names of 4-bit codes, or without tensors (`dummy`) by config.json's lists."""
+    form = config.int4 or config.fp8
+    assert form is not None
     if load_format == "dummy":
         return form.keeps
+    if config.int4 is not None:
+        names, codes = frozenset(checkpoint_names(path)), PACKINGS[config.int4.packing].codes
+        return lambda module: f"{module}.{codes}" in names
     stored: Set[str] = names_of_type(path, "F8_E4M3")
     return lambda module: f"{module}.weight" in stored
 
@@ -144,6 +162,8 @@ def _reason(
     weight: torch.Tensor, slot: WeightSlot, placement: Placement, all_in_fp8: bool
 ) -> Reason:
     """all_in_fp8: whether all weights of its layer are, in the checkpoint."""
+    if placement.int4 is not None:
+        return WIDE_INT4 if all_in_fp8 else FUSED
     if placement.fp8 is None:
         return OLD_GPU if placement.device.type == "cuda" else ON_CPU
     if not all_in_fp8:
@@ -151,8 +171,10 @@ def _reason(
     return WIDE if placement.of_inputs(weight.shape[1], slot.shape[1]).fp8 else CUT
 
 
-def _log(path: Path, found: list[tuple[Reason, str, torch.Tensor]]) -> None:
-    """At the highest level of the reasons."""
+def _log(
+    path: Path, found: list[tuple[Reason, str, torch.Tensor]], what: str, per_byte: int
+) -> None:
+    """At the highest level of the reasons. per_byte: quantised weights in a byte."""
     if not found:
         return
     shown = []
@@ -160,9 +182,10 @@ def _log(path: Path, found: list[tuple[Reason, str, torch.Tensor]]) -> None:
         own = [(kind, weight) for each, kind, weight in found if each is reason]
         kinds = ", ".join(sorted({kind for kind, _ in own}))
         num_bytes = sum(weight.nbytes for _, weight in own)
-        in_fp8 = sum(weight.numel() for _, weight in own)
+        stored = sum(weight.numel() for _, weight in own) // per_byte
         shown.append(
-            f"{kinds} ({num_bytes:,} bytes on a device instead of {in_fp8:,}), since {reason.text}"
+            f"{kinds} ({num_bytes:,} bytes on a device instead of {stored:,}), since {reason.text}"
         )
     level = max(reason.level for reason, _, _ in found)
-    logger.log(level, "%s: FP8 weights are dequantised at load: %s", path, "; ".join(shown))
+    message = "%s: %s weights are dequantised at load: %s"
+    logger.log(level, message, path, what, "; ".join(shown))

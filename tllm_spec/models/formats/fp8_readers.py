@@ -24,7 +24,9 @@ _SERVED = (
     "Of quantized checkpoints those with FP8 (E4M3) weights and one scale for a tensor, a row or a "
     f"block of {BLOCK} x {BLOCK} are served: quant_method 'fp8', 'fbgemm_fp8', "
     "'compressed-tensors' of linear layers, and ModelOpt's quant_algo 'FP8', "
-    "'FP8_PER_CHANNEL_PER_TOKEN' and 'FP8_PB_WO'; other quantized checkpoints are not served."
+    "'FP8_PER_CHANNEL_PER_TOKEN' and 'FP8_PB_WO'; and those with 4-bit integers: quant_method "
+    "'awq', 'gptq', and 'compressed-tensors' in the format 'pack-quantized'; other quantized "
+    "checkpoints are not served."
 )
 
 
@@ -61,11 +63,11 @@ def fp8_format(path: Path | None, raw: Mapping[str, Any]) -> Fp8Format | None:
     if reasons:
         raise ValueError(f"{source}: {'; '.join(reasons)}. {_SERVED}")
     default = "_scale_inv" if method == "fp8" and read.granularity == "block" else "_scale"
-    suffix, unused = _scale_suffix(path, default), tuple(_unused(quantization))
+    suffix, unused = _scale_suffix(path, default), tuple(unused_settings(quantization))
     return Fp8Format(read.granularity, suffix, ignored, targets, read.activations, unused)
 
 
-def _unused(quantization: Mapping[str, Any]) -> Iterator[str]:
+def unused_settings(quantization: Mapping[str, Any]) -> Iterator[str]:
     """At most a sentence for the KV cache and one for activations. Dynamic scales of activations
     need no word: the checkpoint has none."""
     settings = quantization.get("quantization") or quantization

@@ -34,9 +34,9 @@ class WeightFormat(ABC):
     otherwise."""
 
     weight: nn.Parameter
-    """`[N, K]`."""
+    """`[N, K]`, or the packed codes of 4-bit weights."""
     scales: nn.Parameter | None = None
-    """Of FP8 weights: `[N, ceil(K / 128)]` float32."""
+    """Of quantised weights, float32: `[N, ceil(K / 128)]` in FP8, `[N, G]` in 4 bits."""
     bias: nn.Parameter | None
 
     @property

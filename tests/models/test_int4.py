@@ -1,0 +1,318 @@
+"""Weights that a checkpoint has in 4 bits stay so: with the logits of their dequantised values."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models.deepseek import save_deepseek
+from tests.models.fp8_checkpoint import is_projection
+from tests.models.helpers import CPU, PagedRunner, load, random_tokens, save_checkpoint
+from tests.models.int4_checkpoint import Case, awq_words, keeping_int4, quantise_int4, words
+from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.formats.int4 import Int4Slot
+from tllm_spec.models.formats.int4_formats import Int4Groups
+from tllm_spec.models.formats.int4_packings import PACKINGS
+from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
+from tllm_spec.models.module import Placement
+from tllm_spec.models.registry import MODELS, check_shards
+from tllm_spec.models.weights import stored_tensors, weight_table
+
+TOKENS = random_tokens(20)
+CASES = (
+    Case("awq"),
+    Case("awq", 64, symmetric=True),
+    Case("awq", 0),
+    Case("gptq", 64),
+    Case("gptq", 128, symmetric=True),
+    Case("gptq", 0),
+    Case("gptq_v2"),
+    Case("gptq", is_ordered=True),
+    Case("compressed", symmetric=True),
+    Case("compressed", 128),
+    Case("compressed", 0),
+    Case("compressed", is_ordered=True),
+)
+# Groups of 128 of which the last is short, and blocks that are.
+SIZES = {"hidden_size": 128, "intermediate_size": 160}
+
+
+@pytest.fixture(autouse=True)
+def int4_on_cpu() -> Iterator[Mock]:
+    with keeping_int4() as asked:
+        yield asked
+
+
+def save(
+    folder: Path, case: Case, sizes: dict[str, int] = SIZES, **config: Any
+) -> tuple[Path, Path]:
+    """A Llama in 4 bits, and the same values in float32."""
+    save_checkpoint(folder / "plain", "Llama", **sizes, **config)
+    shutil.copytree(folder / "plain", folder / "int4")
+    values = quantise_int4(folder / "int4", case)
+    save_file(values, folder / "plain" / "model.safetensors")
+    return folder / "int4", folder / "plain"
+
+
+def int4_names(model: CausalLM) -> set[str]:
+    return {name for name, slot in weight_table(model).items() if isinstance(slot, Int4Slot)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_4_bit_checkpoint_gives_the_logits_of_its_dequantised_weights(
+    case: Case, tmp_path: Path
+) -> None:
+    size = 256 if case.group == 128 else 160
+    sizes = {"hidden_size": 128, "intermediate_size": size if case.group != 64 else 192}
+    models = [load(path) for path in save(tmp_path, case, sizes, attention_bias=True)]
+    found, expected = (PagedRunner(model).step({0: TOKENS})[0] for model in models)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert expected.std() > 0.3
+    assert int4_names(models[0]) == {
+        name for name in weight_table(models[0]) if is_projection(name)
+    }
+    for path, module in models[1].named_modules():
+        if isinstance(module, Linear):
+            own = models[0].get_submodule(path)
+            assert isinstance(own, Linear) and torch.equal(own.full_weight(), module.weight)
+    kept = [p for name, p in models[0].named_parameters() if "_proj.weight" in name]
+    num_weights = sum(
+        slot.shape[0] * slot.shape[1]
+        for name, slot in weight_table(models[0]).items()
+        if is_projection(name)
+    )
+    assert sum(each.nbytes for each in kept) < 0.95 * num_weights  # float32 takes 4 bytes
+
+
+@pytest.mark.parametrize("case", CASES[:8:7], ids=str)
+def test_a_cpu_dequantises_at_load(case: Case, tmp_path: Path, int4_on_cpu: Mock) -> None:
+    int4_on_cpu.side_effect = lambda device: False
+    found, expected = (dict(load(path).named_parameters()) for path in save(tmp_path, case))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("packing", ["gptq", "compressed"])
+def test_layers_that_the_checkpoint_leaves_out_keep_their_weights(
+    packing: str, tmp_path: Path
+) -> None:
+    """Also a part of a fused layer, whose other parts are then dequantised, and an output layer in
+    4 bits."""
+    save_checkpoint(tmp_path / "plain", "Llama", **SIZES)
+    shutil.copytree(tmp_path / "plain", tmp_path / "int4")
+
+    def wants(name: str) -> bool:
+        left_out = name.endswith(
+            ("layers.1.self_attn.v_proj.weight", "layers.0.mlp.down_proj.weight")
+        )
+        return (is_projection(name) or name == "lm_head.weight") and not left_out
+
+    values = quantise_int4(tmp_path / "int4", Case(packing), wants)
+    save_file(values, tmp_path / "plain" / "model.safetensors")
+    models = [load(tmp_path / name) for name in ("int4", "plain")]
+    found, expected = (PagedRunner(model).step({0: TOKENS})[0] for model in models)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    dequantised = {f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"}
+    names = {name for name in weight_table(models[0]) if is_projection(name)}
+    assert int4_names(models[0]) == names - dequantised - {"model.layers.0.mlp.down_proj.weight"}
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3Moe", "DeepseekV2"])
+def test_experts_and_latents_are_dequantised(architecture: str, tmp_path: Path) -> None:
+    if architecture == "Qwen3Moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+        save_checkpoint(tmp_path / "plain", architecture, hidden_size=64, **experts)
+    else:
+        save_deepseek(tmp_path / "plain", architecture)
+    shutil.copytree(tmp_path / "plain", tmp_path / "int4")
+    values = quantise_int4(tmp_path / "int4", Case("awq", 0))
+    save_file(values, tmp_path / "plain" / "model.safetensors")
+    models = [load(tmp_path / name) for name in ("int4", "plain")]
+    found, expected = (PagedRunner(model).step({0: TOKENS})[0] for model in models)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    kept = int4_names(models[0])
+    assert any("o_proj" in name for name in kept)
+    assert not any("experts." in name and ".mlp.experts." in name for name in kept)
+
+
+def test_dummy_weights_have_the_size_of_others(tmp_path: Path) -> None:
+    path, _ = save(tmp_path, Case("gptq", 32, is_ordered=True))
+    model = load(path, load_format="dummy")
+    weight = model.get_submodule("model.layers.0.mlp.down_proj")
+    assert isinstance(weight, Linear)
+    assert 0.7 < weight.full_weight().std() * 160**0.5 < 1.3
+    assert PagedRunner(model).step({0: TOKENS})[0].isfinite().all()
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[8], CASES[10]], ids=str)
+def test_ranks_have_whole_groups_of_codes_scales_and_zero_points(
+    case: Case, tmp_path: Path
+) -> None:
+    path, _ = save(tmp_path, case, {"hidden_size": 128, "intermediate_size": 192})
+    whole = load(path)
+    layers = {name: each for name, each in whole.named_modules() if isinstance(each, Linear)}
+    for rank in range(2):
+        placement = Placement(
+            torch.float32, CPU, Mapping(rank, 2, 2, 1), int4=Int4Groups(case.group)
+        )
+        model = MODELS[whole.config.architecture](whole.config, 64, placement)
+        stored = dict(stored_tensors(path, whole.config, lambda name: not whole.ignores(name)))
+        for name, slot in weight_table(model).items():
+            slot.load(stored[name])
+        for name, layer in model.named_modules():
+            if isinstance(layer, RowLinear):
+                size = layer.weight_format.shape[1]
+                expected = layers[name].full_weight()[:, rank * size : (rank + 1) * size]
+                assert torch.equal(layer.full_weight(), expected)
+            elif isinstance(layer, ColumnLinear) and name != "lm_head":
+                full, own = layers[name], []
+                assert isinstance(full, ColumnLinear)
+                parts = full.full_weight().split(list(full.parts.values()))
+                own = torch.cat([part.chunk(2)[rank] for part in parts])
+                assert torch.equal(layer.full_weight(), own)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (Case("awq", 32), "96 inputs in groups of 32, .* with 1, 3 devices"),
+        (Case("gptq", 32, is_ordered=True), "desc_act .actorder. .* served on one device"),
+    ],
+)
+def test_slices_that_cut_a_group_are_refused_with_the_sizes_that_work(
+    case: Case, message: str, tmp_path: Path
+) -> None:
+    path, _ = save(tmp_path, case, {"hidden_size": 64, "intermediate_size": 96})
+    with pytest.raises(ValueError, match=f"tensor_parallel_size is 2; .*{message}"):
+        check_shards(path, 2, 1)
+    check_shards(path, 1, 1)
+
+
+# 8 numbers and the word that the producers' own code packs them into.
+NUMBERS = torch.tensor([[3, 7, 8, 15, 0, 1, 12, 9]])
+
+
+def test_words_are_those_of_the_producers() -> None:
+    assert awq_words(NUMBERS).item() == -1846034301
+    assert words(NUMBERS).item() == -1676609421
+    word = torch.tensor([[-1846034301]], dtype=torch.int32)
+    tensors = {"qweight": word, "scales": torch.ones(1, 8)}
+    assert PACKINGS["awq"].unpack(tensors).codes.t().tolist() == NUMBERS.tolist()
+    word = torch.tensor([[-1676609421]], dtype=torch.int32)
+    tensors = {"qweight": word, "scales": torch.ones(1, 1)}
+    for packing, zero_words in (("gptq", 2004318071), ("gptq_v2", -2004318072)):
+        zeros = torch.tensor([[zero_words]], dtype=torch.int32)
+        found = PACKINGS[packing].unpack(tensors | {"qzeros": zeros})  # type: ignore[index]  # a name
+        assert found.codes.tolist() == NUMBERS.tolist()
+        assert found.zeros is not None and found.zeros.t().tolist() == [[8] * 8]
+    found = PACKINGS["compressed"].unpack({"weight_packed": word, "weight_scale": torch.ones(1, 1)})
+    assert (found.codes.int() - 8).tolist() == [[-5, -1, 0, 7, -8, -7, 4, 1]]
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("case", "changed", "message"),
+    [
+        (Case("awq"), {"scales": None}, f"has no {Q_PROJ}.scales for {Q_PROJ}.qweight"),
+        (Case("awq"), {"qweight": None}, f"next to no qweight: {Q_PROJ}.qzeros, {Q_PROJ}.scales"),
+        (Case("awq"), {"scales": torch.ones(2, 128)}, f"scales of {Q_PROJ} are .128, 2."),
+        (Case("awq"), {"qzeros": torch.ones(4, 16)}, f"{Q_PROJ}.qzeros is torch.float32"),
+        (
+            Case("gptq"),
+            {"g_idx": torch.arange(128).int() % 4},
+            f"g_idx of {Q_PROJ} has other groups",
+        ),
+        (
+            Case("gptq", is_ordered=True),
+            {"g_idx": torch.zeros(128).int()},
+            f"g_idx of {Q_PROJ} does not have 32 inputs in each group",
+        ),
+        (
+            Case("gptq", is_ordered=True),
+            {"g_idx": torch.arange(128).int() % 4},
+            "g_idx of model.layers.0.self_attn.._proj is not that of the layers",
+        ),
+        (Case("awq"), {"other": torch.ones(1)}, f"surplus {Q_PROJ}.other"),
+    ],
+    ids=(
+        "no scales",
+        "no codes",
+        "other groups",
+        "no words",
+        "an order without desc_act",
+        "uneven groups",
+        "two orders",
+        "an unknown tensor",
+    ),
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    case: Case, changed: dict[str, torch.Tensor | None], message: str, tmp_path: Path
+) -> None:
+    path, _ = save(tmp_path, case)
+    tensors = load_file(path / "model.safetensors")
+    for kind, tensor in changed.items():
+        tensors.pop(f"{Q_PROJ}.{kind}", None)
+        if tensor is not None:
+            tensors[f"{Q_PROJ}.{kind}"] = tensor
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load(path)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "AWQ of 8 bits": (Case("awq").quantization | {"bits": 8}, "bits is 8 .served: 4"),
+    "GPTQ of 3 bits": (Case("gptq").quantization | {"bits": 3}, "bits is 3 .served: 4"),
+    "another layout": (Case("awq").quantization | {"version": "gemv"}, "version is 'gemv'"),
+    "Marlin": (Case("gptq").quantization | {"checkpoint_format": "marlin"}, "format is 'marlin'"),
+    "groups of 16": (
+        Case("gptq").quantization | {"group_size": 16},
+        "group_size is 16 .served: 32, 64, 128 or -1",
+    ),
+    "settings of single modules": (
+        Case("gptq").quantization | {"dynamic": {"+:.*mlp.*": {"bits": 8}}},
+        r"dynamic has other settings for '\+:",
+    ),
+}
+PACKED = Case("compressed").quantization
+for name, own, text in (
+    ("8 bits", {"num_bits": 8}, "num_bits is 8 .served: 4"),
+    ("floats", {"type": "float"}, "type is 'float'"),
+    ("a scale for a tensor", {"strategy": "tensor"}, "strategy is 'tensor'"),
+):
+    group = PACKED["config_groups"]["group_0"]
+    changed = group | {"weights": group["weights"] | own}
+    REFUSED[name] = (PACKED | {"config_groups": {"group_0": changed}}, text)
+quantised = group | {"input_activations": {"num_bits": 8}}
+REFUSED["W4A8"] = (PACKED | {"config_groups": {"group_0": quantised}}, "input_activations is")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_checkpoints_of_these_methods_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    quantization, message = REFUSED[name]
+    path, _ = save(tmp_path, Case("awq"))
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(raw | {"quantization_config": quantization}))
+    with pytest.raises(ValueError, match=f"{message}.*Of checkpoints with integer weights those"):
+        load(path)
+
+
+def test_old_gptq_repositories_describe_the_weights_in_a_file_of_their_own(tmp_path: Path) -> None:
+    path, plain = save(tmp_path, Case("gptq", 64))
+    raw = json.loads((path / "config.json").read_text())
+    settings = raw.pop("quantization_config")
+    (path / "config.json").write_text(json.dumps(raw))
+    del settings["quant_method"], settings["checkpoint_format"]
+    (path / "quantize_config.json").write_text(json.dumps(settings))
+    found, expected = (load(each) for each in (path, plain))
+    logits = [PagedRunner(model).step({0: TOKENS})[0] for model in (found, expected)]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    assert int4_names(found)

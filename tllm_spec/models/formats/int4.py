@@ -1,0 +1,166 @@
+"""Weights of 4 bits with a float32 scale and a zero point for each group of inputs, and activations
+of the model's dtype (W4A16): kernels/int4_linear.py."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tllm_spec.kernels.int4_linear import half_of, int4_dequantised, int4_linear, packed, unpacked
+from tllm_spec.models.formats.int4_formats import Int4Groups
+from tllm_spec.models.formats.weight_format import Part, WeightFormat
+from tllm_spec.models.module import Placement, StoredWeight, WeightSlot
+
+
+@dataclass(frozen=True)
+class Int4Tensor:
+    """A checkpoint's weight `[N, K]`: codes of 0 to 15, with scales and zeros `[N, G]`."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    group: int
+    """Inputs that share a scale; 0: all of a row."""
+    order: torch.Tensor | None = None
+    """`[K]` int64: the input of each column of the codes; None: its own."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        values = int4_dequantised(self.codes, self.scales, self.zeros, self.group, dtype)
+        return values if self.order is None else in_given_order(values, self.order)
+
+
+def in_given_order(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Columns of `values` `[N, K]`, which are those of the inputs `order` `[K]`, where they
+    belong."""
+    return torch.empty_like(values).index_copy_(1, order, values)
+
+
+@dataclass(frozen=True)
+class Int4Slot(WeightSlot):
+    """Also where scales, zero points and the order of inputs go. `destination` has packed codes."""
+
+    dtypes, is_quantised = (), True
+    scales: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
+    form: "Int4Weight | None" = None
+    """Of the whole layer."""
+    module: str = ""
+    """In the checkpoint, for errors."""
+
+    def load(self, tensor: torch.Tensor | StoredWeight) -> None:
+        assert isinstance(tensor, Int4Tensor)  # other layers have been made plain (fp8_layers.py)
+        assert self.form is not None and self.destination is not None
+        assert self.scales is not None and self.zeros is not None
+        group = self.form.groups.size
+        if self.form.order is not None:
+            self.form.take_order(tensor.order, self.module)
+        self.destination.copy_(packed(self._own(tensor.codes, 1), group))
+        self.scales.copy_(self._own(tensor.scales, group))
+        self.zeros.copy_(self._own(tensor.zeros, group))
+
+    def _own(self, tensor: torch.Tensor, inputs: int) -> torch.Tensor:
+        """This rank's slice. inputs: that share a column; 0: all."""
+        assert self.form is not None and self.destination is not None
+        if self.shard_dim == 0:
+            tensor = tensor.narrow(0, self.start, len(self.destination))
+        elif self.shard_dim == 1 and inputs:
+            size = -(-self.form.shape[1] // inputs)
+            tensor = tensor.narrow(1, self.start // inputs, size)
+        return tensor if self.order is None else tensor.index_select(0, self.order)
+
+
+class Int4Weight(WeightFormat):
+    """A row's result has the same bits in every batch: any number of rows runs one kernel."""
+
+    scales: nn.Parameter
+    order: nn.Parameter | None = None
+    """`[K]` int64: the input of each column of the codes; zeros before loading."""
+
+    def __init__(
+        self, out_features: int, in_features: int, placement: Placement, bias: nn.Parameter | None
+    ) -> None:
+        assert placement.int4 is not None
+        self.groups, self.in_features = placement.int4, in_features
+        self.bias, self.dtype = bias, placement.dtype
+        if placement.splits_inputs:
+            _check_slice(in_features, placement.mapping.tp_size, self.groups)
+
+        def parameter(number: float, dtype: torch.dtype, *shape: int) -> nn.Parameter:
+            values = torch.full(shape, number, dtype=dtype, device=placement.device)
+            return nn.Parameter(values, requires_grad=False)
+
+        half = half_of(self.groups.size)
+        num_bytes = -(-in_features // (2 * half)) * half
+        per_row = -(-in_features // (self.groups.size or in_features))
+        self.weight = parameter(0, torch.uint8, out_features, num_bytes)
+        self.scales = parameter(0, torch.float32, out_features, per_row)
+        self.zeros = parameter(8, torch.uint8, out_features, per_row)
+        if self.groups.is_ordered:
+            self.order = parameter(0, torch.int64, in_features)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape[0], self.in_features
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from super().parameters()
+        yield "weight_zeros", self.zeros
+        if self.order is not None:
+            yield "weight_order", self.order
+
+    def slots(self, module: str, rows: slice, part: Part) -> Iterator[tuple[str, WeightSlot]]:
+        """The checkpoint's other tensors come with the weight, as an `Int4Tensor`."""
+        own = self.weight[rows], part.shape, part.shard_dim, part.start, part.order
+        scales, zeros = self.scales[rows], self.zeros[rows]
+        slot = Int4Slot(*own, scales=scales, zeros=zeros, form=self, module=module)
+        yield f"{module}.weight", slot
+
+    def take_order(self, order: torch.Tensor | None, module: str) -> None:
+        """Raises ValueError if a part that is fused with this one has another order."""
+        assert self.order is not None and order is not None
+        order = order.to(self.order.device)
+        if self.order.any() and not torch.equal(self.order, order):
+            raise ValueError(
+                f"g_idx of {module} is not that of the layers that read the same inputs, with "
+                "which it is fused; such checkpoints are not served."
+            )
+        self.order.copy_(order)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return int4_linear(self._in_order(x), *self._tensors(), self.bias)
+
+    def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        int4_linear(self._in_order(x), *self._tensors(), self.bias, add_to=total)
+
+    def full_weight(self) -> torch.Tensor:
+        codes = unpacked(self.weight, self.in_features, self.groups.size)
+        values = int4_dequantised(codes, self.scales, self.zeros, self.groups.size, self.dtype)
+        return values if self.order is None else in_given_order(values, self.order)
+
+    def _in_order(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.order is None else x.index_select(1, self.order)
+
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        return self.weight, self.scales, self.zeros, self.groups.size
+
+
+def _check_slice(in_features: int, tp_size: int, groups: Int4Groups) -> None:
+    """Raises ValueError if a rank's slice of inputs is not whole groups."""
+    if groups.is_ordered:
+        raise ValueError(
+            f"tensor_parallel_size is {tp_size}; 4-bit weights with desc_act (actorder) have "
+            "groups of inputs that are spread over a row, and are served on one device."
+        )
+    if groups.size and in_features % groups.size:
+        number, rest = divmod(in_features * tp_size, groups.size)
+        sizes = [size for size in range(1, number + 1) if not rest and number % size == 0]
+        raise ValueError(
+            f"tensor_parallel_size is {tp_size}; a layer has {in_features * tp_size} inputs in "
+            f"groups of {groups.size}, of which a device needs whole ones: with "
+            f"{', '.join(map(str, sizes or [1]))} devices it has."
+        )

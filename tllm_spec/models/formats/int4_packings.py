@@ -1,0 +1,91 @@
+"""Unpacks the 4-bit weights of each checkpoint format: codes, scales and zero points of a module,
+with a row for each output."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.models.formats.int4_formats import Packing
+
+Tensors = Mapping[str, torch.Tensor]
+"""A module's, by the last part of their names."""
+# The column, of 8, that each 4 bits of AWQ's words have, and the inverse.
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_AWQ_PLACES = tuple(AWQ_ORDER.index(column) for column in range(8))
+SYMMETRIC_ZERO = 8
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """A weight `[N, K]` with G groups in each row."""
+
+    codes: torch.Tensor
+    """`[N, K]` uint8, 0 to 15."""
+    scales: torch.Tensor
+    """`[N, G]`."""
+    zeros: torch.Tensor | None
+    """`[N, G]` uint8; None: 8."""
+    groups: torch.Tensor | None = None
+    """`[K]`: the group of each input; None: neighbours share one."""
+
+
+@dataclass(frozen=True)
+class PackedTensors:
+    """The tensors of a module in one format, by the last part of their names."""
+
+    codes: str
+    scales: str
+    optional: tuple[str, ...]
+    unpack: Callable[[Tensors], Unpacked]
+
+
+def four_bits(words: torch.Tensor) -> torch.Tensor:
+    """int32 `[R, C]` as uint8 `[R, 8C]`: the lowest bits of a word come first."""
+    pairs = words.contiguous().view(torch.uint8)
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
+
+
+def _awq_columns(words: torch.Tensor) -> torch.Tensor:
+    return four_bits(words).unflatten(1, (-1, 8))[..., _AWQ_PLACES].flatten(1)
+
+
+def _unpack_awq(tensors: Tensors) -> Unpacked:
+    """`qweight` `[K, N / 8]`, `qzeros` `[G, N / 8]`, `scales` `[G, N]`."""
+    zeros = _awq_columns(tensors["qzeros"]).t() if "qzeros" in tensors else None
+    return Unpacked(_awq_columns(tensors["qweight"]).t(), tensors["scales"].t(), zeros)
+
+
+def _unpack_gptq(tensors: Tensors, offset: int) -> Unpacked:
+    """`qweight` `[K / 8, N]`, `qzeros` `[G, N / 8]`, `scales` `[G, N]`, `g_idx` `[K]`. offset: what
+    was subtracted from zero points. They are 4-bit numbers, so 0 was stored as 15."""
+    zeros = (four_bits(tensors["qzeros"]) + offset & 15).t() if "qzeros" in tensors else None
+    codes = four_bits(tensors["qweight"].t())
+    return Unpacked(codes, tensors["scales"].t(), zeros, tensors.get("g_idx"))
+
+
+def _unpack_compressed(tensors: Tensors) -> Unpacked:
+    """`weight_packed` `[N, ceil(K / 8)]`, `weight_zero_point` `[ceil(N / 8), G]`, `weight_scale`
+    `[N, G]`, `weight_g_idx` `[K]`. Codes and zero points are signed numbers plus 8, which their
+    difference does not need."""
+    codes = four_bits(tensors["weight_packed"])
+    if "weight_shape" in tensors:
+        codes = codes[:, : int(tensors["weight_shape"][1])]
+    zeros = None
+    if "weight_zero_point" in tensors:
+        zeros = four_bits(tensors["weight_zero_point"].t()).t()[: len(codes)]
+    return Unpacked(codes, tensors["weight_scale"], zeros, tensors.get("weight_g_idx"))
+
+
+_GPTQ = "qweight", "scales", ("qzeros", "g_idx")
+PACKINGS: dict[Packing, PackedTensors] = {
+    "awq": PackedTensors("qweight", "scales", ("qzeros",), _unpack_awq),
+    "gptq": PackedTensors(*_GPTQ, lambda tensors: _unpack_gptq(tensors, 1)),
+    "gptq_v2": PackedTensors(*_GPTQ, lambda tensors: _unpack_gptq(tensors, 0)),
+    "compressed": PackedTensors(
+        "weight_packed",
+        "weight_scale",
+        ("weight_zero_point", "weight_shape", "weight_g_idx"),
+        _unpack_compressed,
+    ),
+}

@@ -1,0 +1,148 @@
+"""Reads what config.json says of 4-bit weights, and refuses what is not served."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tllm_spec.models.formats.fp8_readers import (
+    MODELOPT_FILE,
+    QUANTIZATION_KEYS,
+    module_names,
+    target_names,
+    unserved,
+    unused_settings,
+    wrong_types,
+)
+from tllm_spec.models.formats.int4_formats import Int4Format, Int4Groups, Packing
+from tllm_spec.models.json_file import read_json
+
+GPTQ_FILE = "quantize_config.json"
+_SIZES = (32, 64, 128)
+_PACKED = "pack-quantized"
+_SERVED = (
+    "Of checkpoints with integer weights those of 4 bits in groups of "
+    f"{', '.join(map(str, _SIZES))} inputs or whole rows are served: quant_method 'awq', 'gptq', "
+    f"and 'compressed-tensors' in the format {_PACKED!r}."
+)
+
+
+def int4_format(path: Path | None, raw: Mapping[str, Any]) -> Int4Format | None:
+    """The format of the checkpoint in the folder `path`, whose config.json is `raw`; None: its
+    weights are not quantised, or described otherwise. Without `path`, config.json alone counts.
+
+    Raises:
+        ValueError: it is in one of these formats in a way that is not served; all reasons are
+            named.
+    """
+    if path is not None and (path / MODELOPT_FILE).is_file():
+        return None
+    settings = next((raw[key] for key in QUANTIZATION_KEYS if raw.get(key)), None)
+    source = "quantization_config of config.json"
+    if settings is None and path is not None and (path / GPTQ_FILE).is_file():
+        settings, source = {"quant_method": "gptq"} | read_json(path / GPTQ_FILE), GPTQ_FILE
+    if not isinstance(settings, Mapping):
+        return None
+    reader = _READERS.get(str(settings.get("quant_method")))
+    if reader is None or (reader is _read_compressed and not _is_packed(settings)):
+        return None
+    if wrong := wrong_types(settings):
+        raise ValueError(f"{source}: {'; '.join(wrong)}. {_SERVED}")
+    reasons: list[str] = []
+    if any(str(name).startswith("Llama4") for name in raw.get("architectures") or ()):
+        reasons.append("Llama 4's experts are served in 16 or 32 bits")
+    found = reader(settings, reasons)
+    if reasons:
+        raise ValueError(f"{source}: {'; '.join(reasons)}. {_SERVED}")
+    return found
+
+
+def _group_size(settings: Mapping[str, Any], key: str, reasons: list[str]) -> int:
+    """0 for whole rows, which the checkpoints call -1."""
+    size = settings.get(key)
+    if size == -1:
+        return 0
+    if size not in _SIZES:
+        reasons.append(f"{key} is {size!r} (served: {', '.join(map(str, _SIZES))} or -1)")
+        return 0
+    return int(size)
+
+
+def _read_awq(settings: Mapping[str, Any], reasons: list[str]) -> Int4Format:
+    """Of two names for a setting AutoAWQ's own file has the second."""
+    bits = "w_bit" if "w_bit" in settings else "bits"
+    reasons += unserved(settings, {bits: (4,)})
+    version = str(settings.get("version", "gemm")).lower()
+    reasons += unserved({"version": version}, {"version": ("gemm",)})
+    key = "q_group_size" if "q_group_size" in settings else "group_size"
+    size = _group_size(settings, key, reasons)
+    listed = list(settings.get("modules_to_not_convert") or ())
+    ignored = module_names(listed, "ignored modules", reasons)
+    return Int4Format(Int4Groups(size), "awq", ignored)
+
+
+def _read_gptq(settings: Mapping[str, Any], reasons: list[str]) -> Int4Format:
+    reasons += unserved(settings, {"bits": (4,), "is_marlin_format": (False, None)})
+    key = "checkpoint_format" if settings.get("checkpoint_format") else "format"
+    reasons += unserved(settings, {key: ("gptq", "gptq_v2", None)})
+    size = _group_size(settings, "group_size", reasons)
+    is_ordered = bool(settings.get("desc_act")) and size > 0
+    listed = [*_skipped(settings, reasons), *(settings.get("modules_to_not_convert") or ())]
+    ignored = module_names(listed, "ignored modules", reasons)
+    packing: Packing = "gptq_v2" if settings.get(key) == "gptq_v2" else "gptq"
+    return Int4Format(Int4Groups(size, is_ordered), packing, ignored)
+
+
+def _skipped(settings: Mapping[str, Any], reasons: list[str]) -> Iterator[str]:
+    """GPTQModel's `dynamic` has settings of single modules by regular expressions: only those that
+    leave a module out, which start with `-:`."""
+    for expression in settings.get("dynamic") or {}:
+        if str(expression).startswith("-:"):
+            yield f"re:{expression[2:]}"
+        else:
+            reasons.append(f"dynamic has other settings for {expression!r} (served: '-:')")
+
+
+def _is_packed(settings: Mapping[str, Any]) -> bool:
+    groups = settings.get("config_groups")
+    own = groups.values() if isinstance(groups, Mapping) else ()
+    formats = [group.get("format") for group in own if isinstance(group, Mapping)]
+    return _PACKED in (settings.get("format"), *formats)
+
+
+def _read_compressed(settings: Mapping[str, Any], reasons: list[str]) -> Int4Format:
+    sparsity = settings.get("sparsity_config") or {}
+    reasons += unserved(settings, {"transform_config": ({}, None)})
+    reasons += [f"sparsity_config: {r}" for r in unserved(sparsity, {"format": ("dense", None)})]
+    groups = list((settings.get("config_groups") or {}).values())
+    if len(groups) != 1:
+        reasons.append(f"config_groups has {len(groups)} groups (served: 1)")
+    targets, size, actorder = None, 0, None
+    for group in groups[:1]:
+        reasons += unserved(group, {"format": (_PACKED, None), "input_activations": (None,)})
+        if (names := target_names(group, reasons)) is not None:
+            targets = module_names(names, "targets", reasons)
+        weights = group.get("weights") or {}
+        actorder = weights.get("actorder")
+        reasons += unserved(weights, _COMPRESSED)
+        if weights.get("strategy") == "group":
+            size = _group_size(weights, "group_size", reasons)
+    ignored = module_names(list(settings.get("ignore") or ()), "ignored modules", reasons)
+    unused = tuple(unused_settings(settings))
+    is_ordered = actorder in ("group", True) and size > 0
+    return Int4Format(Int4Groups(size, is_ordered), "compressed", ignored, targets, unused)
+
+
+# The settings of weights. Of `actorder` only "group", once called true, changes what is stored.
+_COMPRESSED: dict[str, tuple[Any, ...]] = {
+    "type": ("int",),
+    "num_bits": (4,),
+    "strategy": ("group", "channel"),
+    "symmetric": (True, False, None),
+    "dynamic": (False, None),
+    "actorder": (None, "group", "static", "weight", "dynamic", True, False),
+}
+_READERS: dict[str, Callable[[Mapping[str, Any], list[str]], Int4Format]] = {
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "compressed-tensors": _read_compressed,
+}

@@ -1,0 +1,104 @@
+"""The tensors of a checkpoint with 4-bit weights, joined with their scales and zero points."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from tllm_spec.models.checkpoint import checkpoint_tensors, listed
+from tllm_spec.models.formats.fp8_formats import is_left_out
+from tllm_spec.models.formats.int4 import Int4Tensor
+from tllm_spec.models.formats.int4_formats import Int4Format, Int4Groups
+from tllm_spec.models.formats.int4_packings import PACKINGS, SYMMETRIC_ZERO, Unpacked
+
+
+def int4_tensors(
+    path: Path, form: Int4Format, wants: Callable[[str], bool]
+) -> Iterator[tuple[str, torch.Tensor | Int4Tensor]]:
+    """As `checkpoint_tensors`, with one tensor `weight` for each module in 4 bits.
+
+    Raises:
+        ValueError: a tensor of a module is missing, surplus, or of a wrong shape or type.
+    """
+    packing = PACKINGS[form.packing]
+    kinds = {packing.scales, *packing.optional}
+
+    def is_wanted(name: str) -> bool:
+        return wants(name) and not is_left_out(name)
+
+    # A module's tensors may be in different files; those next to the codes are small.
+    parts: defaultdict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, tensor in checkpoint_tensors(
+        path, lambda name: _kind(name) in kinds and is_wanted(name)
+    ):
+        parts[_module(name)][_kind(name)] = tensor
+    for name, tensor in checkpoint_tensors(
+        path, lambda name: _kind(name) not in kinds and is_wanted(name)
+    ):
+        if _kind(name) != packing.codes:
+            yield name, tensor
+            continue
+        module = _module(name)
+        own = parts.pop(module, {}) | {packing.codes: tensor}
+        if packing.scales not in own:
+            raise ValueError(f"{path} has no {module}.{packing.scales} for {name}.")
+        for kind in {packing.codes, "qzeros", "weight_zero_point"} & own.keys():
+            if own[kind].dtype != torch.int32 or own[kind].dim() != 2:
+                raise ValueError(
+                    f"{module}.{kind} is {own[kind].dtype} of the shape {list(own[kind].shape)}; "
+                    "it must be a matrix of int32 words."
+                )
+        yield f"{module}.weight", checked(packing.unpack(own), form.groups, module)
+    if parts:
+        names = [f"{module}.{kind}" for module, own in parts.items() for kind in own]
+        raise ValueError(f"{path} has tensors next to no {packing.codes}: {listed(names)}.")
+
+
+def checked(found: Unpacked, groups: Int4Groups, module: str) -> Int4Tensor:
+    """The weight with inputs in the order of their groups. Raises ValueError if sizes do not fit,
+    or if the groups of the inputs are not those that the configuration describes."""
+    out_features, in_features = found.codes.shape
+    shape = (out_features, -(-in_features // (groups.size or in_features)))
+    zeros = found.zeros
+    if zeros is None:
+        zeros = torch.full(shape, SYMMETRIC_ZERO, dtype=torch.uint8)
+    for what, tensor in (("scales", found.scales), ("zero points", zeros)):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"The {what} of {module} are {list(tensor.shape)} for each output and group; "
+                f"4-bit weights of {[out_features, in_features]} in groups of "
+                f"{groups.size or in_features} inputs need {list(shape)}."
+            )
+    order = _input_order(found.groups, groups, in_features, module)
+    codes = found.codes if order is None else found.codes[:, order]
+    return Int4Tensor(codes, found.scales, zeros, groups.size, order)
+
+
+def _input_order(
+    of_input: torch.Tensor | None, groups: Int4Groups, in_features: int, module: str
+) -> torch.Tensor | None:
+    """The inputs, sorted by their groups; None: groups have no order of their own.
+
+    of_input: `[K]`, the group of each input; None: neighbours share one."""
+    neighbours = torch.arange(in_features) // (groups.size or in_features)
+    of_input = neighbours if of_input is None else of_input.long()
+    if not groups.is_ordered:
+        if not torch.equal(of_input, neighbours):
+            raise ValueError(
+                f"g_idx of {module} has other groups than neighbouring inputs, although the "
+                "configuration has no desc_act (actorder)."
+            )
+        return None
+    order = of_input.argsort(stable=True)
+    if not torch.equal(of_input[order], neighbours):
+        raise ValueError(f"g_idx of {module} does not have {groups.size} inputs in each group.")
+    return order
+
+
+def _kind(name: str) -> str:
+    return name[name.rfind(".") + 1 :]
+
+
+def _module(name: str) -> str:
+    return name[: name.rfind(".")]
