@@ -38,7 +38,7 @@ DOCUMENTS = (
     ROOT / "docs" / "performance-serving.md",
     ROOT / "docs" / "guided-decoding.md",
     ROOT / "docs" / "scaling.md",
-    ROOT / "docs" / "fp8.md",
+    ROOT / "docs" / "quantization.md",
 )
 SCRIPTS: Sequence[ModuleType] = (
     rounds,

@@ -30,13 +30,13 @@ def packed(codes: torch.Tensor, group: int) -> torch.Tensor:
     """codes `[N, K]` uint8 below 16 as `[N, ceil(K / 2h) * h]` bytes, h = `half_of(group)`."""
     half = half_of(group)
     padding = -codes.shape[1] % (2 * half)
-    halves = torch.nn.functional.pad(codes, (0, padding)).unflatten(1, (-1, 2, half))
+    halves = torch.nn.functional.pad(codes, (0, padding)).view(len(codes), -1, 2, half)
     return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
 
 
 def unpacked(packed_codes: torch.Tensor, in_features: int, group: int) -> torch.Tensor:
     """The inverse of `packed`: `[N, K]` uint8."""
-    blocks = packed_codes.unflatten(1, (-1, half_of(group)))
+    blocks = packed_codes.view(len(packed_codes), -1, half_of(group))
     return torch.stack((blocks & 15, blocks >> 4), 2).flatten(1)[:, :in_features]
 
 
@@ -45,10 +45,9 @@ def int4_dequantised(
 ) -> torch.Tensor:
     """`[N, K]` in `dtype`, of codes `[N, K]` with scales and zeros `[N, G]`."""
     size = codes.shape[1]
-    by_input = (
+    zero, scale = (
         each.float().repeat_interleave(group or size, 1)[:, :size] for each in (zeros, scales)
     )
-    zero, scale = by_input
     return (codes.float() - zero).mul_(scale).to(dtype)
 
 
@@ -160,7 +159,7 @@ def launch_int4_linear(
         CHUNK=chunk,
         BLOCK_ROWS=tiling.rows,
         BLOCK_OUT=tiling.outputs,
-        HALF=half_of(group),
+        BLOCK_HALF=half_of(group),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         **pdl,

@@ -19,8 +19,8 @@ def _numbers(
     dtype: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> tl.tensor:
-    """`(codes - zero) * scale` in `dtype`. codes: `[outputs, HALF]` uint8 below 16; scale and zero:
-    `[outputs]`."""
+    """`(codes - zero) * scale` in `dtype`. codes: `[outputs, BLOCK_HALF]` uint8 below 16; scale and
+    zero: `[outputs]`."""
     # A float32 of 2^23 with the code as its last bits is 2^23 + code. This takes less time than a
     # conversion, and the difference is exact.
     number = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
@@ -44,15 +44,15 @@ def _sum_chunk(
     CHUNK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
 ) -> tl.tensor:
     """`[BLOCK_OUT, BLOCK_ROWS]` float32: sum over inputs `first` to `first + CHUNK`, in order."""
     total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    for start in tl.range(first, tl.minimum(first + CHUNK, num_inputs), 2 * HALF):
-        low = start + tl.arange(0, HALF)
-        high = low + HALF
-        w = tl.load(w_rows + (start // 2 + tl.arange(0, HALF))[None, :])
-        if IN % (2 * HALF) == 0:
+    for start in tl.range(first, tl.minimum(first + CHUNK, num_inputs), 2 * BLOCK_HALF):
+        low = start + tl.arange(0, BLOCK_HALF)
+        high = low + BLOCK_HALF
+        w = tl.load(w_rows + (start // 2 + tl.arange(0, BLOCK_HALF))[None, :])
+        if IN % (2 * BLOCK_HALF) == 0:
             x_low = tl.load(x_rows + low[:, None], mask=real_row[None, :], other=0.0)
             x_high = tl.load(x_rows + high[:, None], mask=real_row[None, :], other=0.0)
         else:  # the codes after the last input are multiplied by 0
@@ -64,7 +64,7 @@ def _sum_chunk(
         scale, zero = tl.load(scale_rows + group), tl.load(zero_rows + group)
         dtype: tl.constexpr = x_low.dtype
         w_low = _numbers(w & 15, scale, zero, dtype, WIDEN)
-        if GROUP < 2 * HALF:
+        if GROUP < 2 * BLOCK_HALF:
             group = tl.minimum(group + 1, (IN - 1) // GROUP)
             scale, zero = tl.load(scale_rows + group), tl.load(zero_rows + group)
         w_high = _numbers(w >> 4, scale, zero, dtype, WIDEN)
@@ -96,7 +96,7 @@ def int4_linear_kernel(
     CHUNK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Grid (tiles, chunks or 1). With SPREADS the output is `[chunks, T, N]` float32, without the
@@ -111,14 +111,14 @@ def int4_linear_kernel(
     # Rows past the end are not read. Outputs past the edge wrap around and are not stored.
     real_row, weight_row = rows < num_rows, (outs % OUT).to(tl.int64)
     x_rows = x + rows.to(tl.int64)[None, :] * x_stride
-    w_rows = weight + weight_row[:, None] * (tl.cdiv(IN, 2 * HALF) * HALF)
+    w_rows = weight + weight_row[:, None] * (tl.cdiv(IN, 2 * BLOCK_HALF) * BLOCK_HALF)
     scale_rows = scales + weight_row * tl.cdiv(IN, GROUP)
     zero_rows = zeros + weight_row * tl.cdiv(IN, GROUP)
     if SPREADS:
         first = tl.program_id(1) * CHUNK
         total = _sum_chunk(
             x_rows, real_row, w_rows, scale_rows, zero_rows, first, num_inputs,
-            IN, GROUP, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, HALF,
+            IN, GROUP, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK_HALF,
         )  # fmt: skip
         output += tl.program_id(1).to(tl.int64) * num_rows * OUT
     else:
@@ -126,7 +126,7 @@ def int4_linear_kernel(
         for first in tl.range(0, num_inputs, CHUNK):
             total += _sum_chunk(
                 x_rows, real_row, w_rows, scale_rows, zero_rows, first, num_inputs,
-                IN, GROUP, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, HALF,
+                IN, GROUP, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK_HALF,
             )  # fmt: skip
         if bias is not None:
             total += tl.load(bias + outs, mask=outs < OUT, other=0.0).to(tl.float32)[:, None]

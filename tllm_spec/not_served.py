@@ -18,8 +18,8 @@ NO_LORA = "LoRA is not served"
 NO_BEAMS = "there is no beam search"
 NO_ENGINE_FILES = "there are no engine files to build; models are loaded from their checkpoints"
 NO_QUANTISING = (
-    "weights are not quantised here; a checkpoint in FP8 is served as it is, with nothing to set "
-    "(docs/fp8.md)"
+    "weights are not quantised here; a checkpoint in FP8 or 4 bits is served as it is, with "
+    "nothing to set (docs/quantization.md)"
 )
 NO_SPARSE = "attention reads every token"
 TEXT_ONLY = "only text models are served"

@@ -16,6 +16,7 @@ from tests.draft_network.head_pairs import load_head, load_target
 from tests.executor.draft_caches import proposer_of
 from tests.executor.harness import Harness
 from tests.models.helpers import save_checkpoint
+from tests.models.int4_checkpoint import Case, quantise_int4
 from tests.models.tiny_eagle import write_tiny_eagle
 from tests.test_layout import PACKAGE_FILES
 from tllm_spec.config import LlmArgs
@@ -214,6 +215,14 @@ def test_onnxruntime_is_refused_with_every_reason_at_once(tmp_path: Path) -> Non
     assert text.startswith("speculative_config.draft_backend = 'onnxruntime' is refused: ")
     assert "the draft model is Qwen3MoeForCausalLM" in text
     assert "it runs in float32, and dtype is 'bfloat16'" in text
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])
+def test_a_draft_model_in_4_bits_is_refused(backend: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "Llama")
+    quantise_int4(tmp_path, Case("awq"))
+    with pytest.raises(ValueError, match="16 or 32 bits, and the draft model's have 4"):
+        harness(tmp_path, backend)
 
 
 def test_tensorrt_is_refused_on_a_cpu_and_with_pages_that_it_cannot_address() -> None:

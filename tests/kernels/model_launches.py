@@ -14,6 +14,7 @@ from tllm_spec.kernels import (
     fp8_linear,
     grouped_gemm,
     head_gemm,
+    int4_linear,
     latent_attention,
     quantise_rows,
     scaled_linear,
@@ -70,13 +71,12 @@ def scaled_linears() -> None:
 
 
 def int4_linears() -> None:
-    """With groups of 32 and 128, and whole rows."""
     for (inputs, outputs), dtype, rows in product(LINEAR_SHAPES, FLOATS, NUM_ROWS):
-        for group in (0, 32, 128):
-            codes = empty(outputs, inputs // 2 + (64 if inputs % 128 and group != 32 else 0) // 2)
-            sizes = outputs, -(-inputs // (group or inputs))
-            scales, zeros = empty(*sizes, dtype=torch.float32), empty(*sizes, dtype=torch.uint8)
-            own = codes.to(torch.uint8), scales, zeros, group
+        for group in (32, 128):
+            half = int4_linear.half_of(group)
+            codes = empty(outputs, -(-inputs // (2 * half)) * half, dtype=torch.uint8)
+            scales = float32(outputs, -(-inputs // group))
+            own = codes, scales, empty(*scales.shape, dtype=torch.uint8), group
             int4_linear.int4_linear(empty(rows, inputs, dtype=dtype), *own)
 
 
@@ -258,6 +258,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "linears": linears,
     "scaled_linears": scaled_linears,
     "fp8_linears": fp8_linears,
+    "int4_linears": int4_linears,
     "experts": lambda: experts(scaled=False),
     "scaled_experts": lambda: experts(scaled=True),
     "heads": heads,

@@ -216,7 +216,7 @@ def test_every_tiling_fits_hopper_and_uses_the_same_kind_of_instruction(
     tiling = int4_tiling_of(num_rows, torch.bfloat16)
     constants: dict[str, Any] = {"IN": 4096, "OUT": 4096, "SPREADS": False, "ADDS": True}
     constants |= {"WIDEN": False, "CHUNK": 1024, "PDL": True, "bias": None}
-    constants |= {"GROUP": group or 4096, "HALF": half_of(group)}
+    constants |= {"GROUP": group or 4096, "BLOCK_HALF": half_of(group)}
     constants |= {"BLOCK_ROWS": tiling.rows, "BLOCK_OUT": tiling.outputs}
     types = {"x": "*bf16", "weight": "*u8", "scales": "*fp32", "zeros": "*u8", "output": "*bf16"}
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}

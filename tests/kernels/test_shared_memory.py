@@ -29,7 +29,8 @@ from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes, s
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 WITH_LESS = [capability for capability, limit in LIMITS.items() if limit < HOPPER_BYTES >> 10]
 GEMMS = ("linears", "scaled_linears", "experts", "scaled_experts", "heads")
-TILED = (*GEMMS, "fp8_linears", "windows", "invariant_attention", "latents", "invariant_latents")
+LINEARS = ("fp8_linears", "int4_linears")
+TILED = (*GEMMS, *LINEARS, "windows", "invariant_attention", "latents", "invariant_latents")
 SMALL = ("choices", "trees", "chains", "layers", "mixtures", "scaled_weights", "sums")
 
 

@@ -15,6 +15,7 @@ from tests.kernels.interpreter import (
 )
 from tests.models.fp8_checkpoint import quantise
 from tests.models.helpers import save_checkpoint
+from tests.models.int4_checkpoint import Case, keeping_int4, quantise_int4
 from tests.models.mtp_reference import save_with_mtp
 from tests.models.test_llama4 import save_llama4
 from tllm_spec.config import LlmArgs
@@ -36,13 +37,14 @@ RUNS_OF_KIND = {
     "experts": DISTURBED,
     "chunks": DISTURBED,
     "fp8 activations": DISTURBED,
+    "4-bit weights": DISTURBED,
     "latents": {
         "in chunks, with drafts": IN_CHUNKS
         | {"speculative_config": {"decoding_type": "MTP"} | TREES},
     },
 }
 # Their kernels' own tests show that other rows change no bit.
-SLOW = ("experts", "chunks")
+SLOW = ("experts", "chunks", "4-bit weights")
 NUM_TOKENS = 4
 SMALL_LATENTS = {
     "num_hidden_layers": 2,
@@ -133,8 +135,16 @@ def test_every_bit_is_that_of_a_request_alone(kind: str, tmp_path: Path, exact_d
     elif kind == "fp8 activations":
         save_checkpoint(tmp_path, "Llama", **SMALL)
         quantise(tmp_path, granularity="row")
+    elif kind == "4-bit weights":
+        save_checkpoint(tmp_path, "Llama", **SMALL)
+        quantise_int4(tmp_path, Case("gptq", is_ordered=True))
     elif kind == "latents":
         save_with_mtp(tmp_path, vocab_size=48, max_position_embeddings=80, **SMALL_LATENTS)
+    with keeping_int4():
+        check_every_bit(kind, model)
+
+
+def check_every_bit(kind: str, model: Path) -> None:
     alone = outputs_of(model, 1)
     assert all(one.error is None and one.outputs[0].length == NUM_TOKENS for one in alone)
     for name, options in RUNS_OF_KIND[kind].items():

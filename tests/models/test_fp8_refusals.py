@@ -16,8 +16,7 @@ def two_groups() -> Raw:
 
 
 REFUSED: dict[str, tuple[Raw | str, list[str]]] = {
-    "AWQ": ({"quant_method": "awq", "bits": 4}, ["quant_method is 'awq'"]),
-    "GPTQ": ({"quant_method": "gptq", "bits": 4}, ["quant_method is 'gptq'"]),
+    "AutoRound": ({"quant_method": "auto-round", "bits": 4}, ["quant_method is 'auto-round'"]),
     "no method": ({"bits": 8}, ["quant_method is None"]),
     "other blocks": (FP8 | {"weight_block_size": [64, 64]}, [r"weight_block_size is \[64, 64\]"]),
     "E5M2": (FP8 | {"fmt": "e5m2"}, ["fmt is 'e5m2' .served: 'e4m3' or None"]),
@@ -26,9 +25,9 @@ REFUSED: dict[str, tuple[Raw | str, list[str]]] = {
         BLOCKS | {"modules_to_convert": ["model.embed_tokens"]},
         [r"modules_to_convert is \['model"],
     ),
-    "INT4": (
-        compressed("group", "pack-quantized", type="int", num_bits=4, group_size=128),
-        ["format is 'pack-quantized'", "type is 'int'", "num_bits is 4", "strategy is 'group'"],
+    "INT4 that is not packed": (
+        compressed("group", "int-quantized", type="int", num_bits=4, group_size=128),
+        ["format is 'int-quantized'", "type is 'int'", "num_bits is 4", "strategy is 'group'"],
     ),
     "INT8": (
         compressed("channel", "int-quantized", type="int", symmetric=False),

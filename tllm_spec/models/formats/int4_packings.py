@@ -47,7 +47,8 @@ def four_bits(words: torch.Tensor) -> torch.Tensor:
 
 
 def _awq_columns(words: torch.Tensor) -> torch.Tensor:
-    return four_bits(words).unflatten(1, (-1, 8))[..., _AWQ_PLACES].flatten(1)
+    columns = four_bits(words).view(len(words), -1, 8)
+    return columns[..., _AWQ_PLACES].flatten(1)
 
 
 def _unpack_awq(tensors: Tensors) -> Unpacked:
