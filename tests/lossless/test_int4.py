@@ -90,7 +90,8 @@ def test_the_text_is_that_of_the_dequantised_weights_with_every_drafter(
     ):
         found = generate(llm, requests, 3)
         llm.check_integrity()
-    assert asked.call_count == 1 + (mode == "draft_target")
+    # To know the size of the weights and to load them.
+    assert asked.call_count == 2 * (1 + (mode == "draft_target"))
     for case, output, plain in zip(requests, found, expected, strict=True):
         assert_same(case, output, plain, oracle)
     if mode != "plain":
