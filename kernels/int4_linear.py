@@ -59,7 +59,8 @@ def int4_tiling_of(num_rows: int, dtype: torch.dtype, shared_bytes: int = HOPPER
     if num_rows <= 32:
         return Tiling(16 if num_rows <= 16 else 32, OUTPUTS, 4, 5)
     rows, outputs = 64 if num_rows <= 64 else 128, 128
-    stage_bytes = HALF * (outputs + 4 * rows)  # bytes of codes, and rows of 16 bits
+    # Codes, rows of 16 bits, and two scales and zero points.
+    stage_bytes = HALF * (outputs + 4 * rows) + 16 * outputs
     return Tiling(rows, outputs, 8, stages_that_fit(4, stage_bytes, shared_bytes))
 
 
@@ -80,7 +81,7 @@ def int4_linear(
         x: `[T, K]` bfloat16, float16 or float32, any stride between rows.
         weight: `packed` codes, contiguous.
         scales: `[N, G]` float32, contiguous; G = ceil(K / group).
-        zeros: `[N, G]` uint8, contiguous.
+        zeros: `[N, G]` float32, contiguous: whole numbers. A kernel's pipeline needs 4 bytes.
         group: inputs that share a scale: 32, 64, 128, or 0 for all of a row.
         bias: `[N]`.
         add_to: `[T, N]` as x, any stride between rows: the output is added to it, in place.
@@ -182,7 +183,7 @@ def _check(
     """Asserts what `launch_int4_linear` needs."""
     half, inputs = half_of(group), x.shape[1]
     assert group in (0, 32, 64, 128)
-    assert weight.dtype == zeros.dtype == torch.uint8 and scales.dtype == torch.float32
+    assert weight.dtype == torch.uint8 and scales.dtype == zeros.dtype == torch.float32
     assert weight.is_contiguous() and scales.is_contiguous() and zeros.is_contiguous()
     assert weight.shape[1] == -(-inputs // (2 * half)) * half
     assert scales.shape == zeros.shape == (len(weight), -(-inputs // (group or inputs)))

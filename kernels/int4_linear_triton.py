@@ -20,12 +20,11 @@ def _numbers(
     WIDEN: tl.constexpr,
 ) -> tl.tensor:
     """`(codes - zero) * scale` in `dtype`. codes: `[outputs, BLOCK_HALF]` uint8 below 16; scale and
-    zero: `[outputs]`."""
+    zero: `[outputs]` float32."""
     # A float32 of 2^23 with the code as its last bits is 2^23 + code. This takes less time than a
     # conversion, and the difference is exact.
     number = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
-    offset = (zero.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
-    number = ((number - offset[:, None]) * scale[:, None]).to(dtype)
+    number = ((number - (zero + 8388608.0)[:, None]) * scale[:, None]).to(dtype)
     return number.to(tl.float32) if WIDEN else number
 
 

@@ -76,7 +76,7 @@ def int4_linears() -> None:
             half = int4_linear.half_of(group)
             codes = empty(outputs, -(-inputs // (2 * half)) * half, dtype=torch.uint8)
             scales = float32(outputs, -(-inputs // group))
-            own = codes, scales, empty(*scales.shape, dtype=torch.uint8), group
+            own = codes, scales, float32(*scales.shape), group
             int4_linear.int4_linear(empty(rows, inputs, dtype=dtype), *own)
 
 

@@ -71,7 +71,7 @@ def problem(
         normal(num_rows, inputs + 8).to(dtype)[:, :inputs],
         codes(outputs, inputs),
         normal(outputs, groups).half().float(),
-        codes(outputs, groups),
+        codes(outputs, groups).float(),
         group,
         normal(outputs).to(dtype),
         normal(num_rows, outputs).to(dtype),
@@ -83,7 +83,7 @@ def numbers(p: Problem, dtype: torch.dtype) -> torch.Tensor:
     columns = []
     for k in range(p.codes.shape[1]):
         g = k // p.group if p.group else 0
-        columns.append((p.codes[:, k].float() - p.zeros[:, g].float()) * p.scales[:, g])
+        columns.append((p.codes[:, k].float() - p.zeros[:, g]) * p.scales[:, g])
     weight = torch.stack(columns, 1)
     if INTERPRETED and dtype == torch.bfloat16:
         return (weight.view(torch.int32) & -0x10000).view(torch.float32).double()
@@ -161,7 +161,7 @@ def test_the_output_is_added_in_place_with_one_rounding(spreads: bool, device: s
     codes = torch.full((5, inputs), 9, dtype=torch.uint8, device=device)
     groups = inputs // 128
     scales = torch.ones(5, groups, device=device)
-    zeros = torch.full((5, groups), 8, dtype=torch.uint8, device=device)
+    zeros = torch.full((5, groups), 8.0, device=device)
     wide = torch.full((2, 8), 2.0**-11, dtype=torch.float16, device=device)
     launch_int4_linear(
         x, packed(codes, 128), scales, zeros, 128, None, wide[:, :5], int4_tiling_of(2, x.dtype),
@@ -218,7 +218,7 @@ def test_every_tiling_fits_hopper_and_uses_the_same_kind_of_instruction(
     constants |= {"WIDEN": False, "CHUNK": 1024, "PDL": True, "bias": None}
     constants |= {"GROUP": group or 4096, "BLOCK_HALF": half_of(group)}
     constants |= {"BLOCK_ROWS": tiling.rows, "BLOCK_OUT": tiling.outputs}
-    types = {"x": "*bf16", "weight": "*u8", "scales": "*fp32", "zeros": "*u8", "output": "*bf16"}
+    types = {"x": "*bf16", "weight": "*u8", "scales": "*fp32", "zeros": "*fp32", "output": "*bf16"}
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
     strides = ("x_stride", "output_stride")
     code = compiled_for_hopper(int4_linear_kernel, types, constants, strides, **options)
@@ -227,6 +227,7 @@ def test_every_tiling_fits_hopper_and_uses_the_same_kind_of_instruction(
     assert found == {f"m64n{tiling.rows}k16"} and "mma.sync" not in ptx
     assert code.metadata.shared <= 227 << 10
     assert "cp.async" in ptx and "cvt.rn.f32" not in ptx  # codes become numbers by addition
+    assert "ld.global.b8" not in ptx and "ld.global.b32" not in ptx  # all is in the pipeline
 
 
 # Inputs and outputs of an 8B Llama's layers.

@@ -99,7 +99,7 @@ class Int4Weight(WeightFormat):
         per_row = -(-in_features // (self.groups.size or in_features))
         self.weight = parameter(0, torch.uint8, out_features, num_bytes)
         self.scales = parameter(0, torch.float32, out_features, per_row)
-        self.zeros = parameter(8, torch.uint8, out_features, per_row)
+        self.zeros = parameter(8, torch.float32, out_features, per_row)
         if self.groups.is_ordered:
             self.order = parameter(0, torch.int64, in_features)
 
