@@ -11,7 +11,7 @@ from unittest.mock import Mock, patch
 import torch
 from safetensors.torch import load_file, save_file
 
-from tllm_spec.models.formats import fp8_layers
+from tllm_spec.models.formats import quantised_layers
 
 BLOCK, LARGEST = 128, 448.0
 # By what shares a scale: the shape of such a tile of weights, None for all of a dimension.
@@ -80,7 +80,7 @@ def quantise(
 def keeping_fp8() -> Iterator[Mock]:
     """Also CPUs keep FP8 weights, which the plain-torch references multiply. Yields what is asked
     whether a device multiplies them."""
-    multiplies_fp8 = fp8_layers.multiplies_fp8
+    multiplies_fp8 = quantised_layers.multiplies_fp8
     asked = Mock(side_effect=lambda device: device.type == "cpu" or multiplies_fp8(device))
-    with patch.object(fp8_layers, "multiplies_fp8", asked):
+    with patch.object(quantised_layers, "multiplies_fp8", asked):
         yield asked

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.fp8_checkpoint import Tensors, is_projection
-from tllm_spec.models.formats import fp8_layers
+from tllm_spec.models.formats import quantised_layers
 
 # AutoAWQ's word has the columns 0, 2, 4, 6, 1, 3, 5 and 7 from the lowest bits on.
 AWQ_COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -138,7 +138,7 @@ def quantise_int4(
 def keeping_int4() -> Iterator[Mock]:
     """Also CPUs keep 4-bit weights, which the plain-torch reference multiplies. Yields what is
     asked whether a device multiplies them."""
-    multiplies_int4 = fp8_layers.multiplies_int4
+    multiplies_int4 = quantised_layers.multiplies_int4
     asked = Mock(side_effect=lambda device: device.type == "cpu" or multiplies_int4(device))
-    with patch.object(fp8_layers, "multiplies_int4", asked):
+    with patch.object(quantised_layers, "multiplies_int4", asked):
         yield asked

@@ -16,10 +16,10 @@ from tests.models.mtp_reference import export_modules, save_with_mtp
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
-from tllm_spec.models.formats import fp8_layers
+from tllm_spec.models.formats import quantised_layers
 from tllm_spec.models.formats.fp8_formats import Granularity
-from tllm_spec.models.formats.fp8_layers import with_fp8
 from tllm_spec.models.formats.fp8_scaled import Fp8Tensor, ScaledSlot
+from tllm_spec.models.formats.quantised_layers import with_quantised
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.module import Module, Placement, WeightSlot
 from tllm_spec.models.mtp import load_nextn
@@ -193,9 +193,9 @@ def test_gpus_without_fp8_get_dequantised_weights(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     config = ModelConfig.from_pretrained(path)
     placement = Placement(torch.bfloat16, torch.device("cuda", 0), Mapping(0, 1))
-    assert (with_fp8(placement, config).fp8 == "block") == keeps
-    assert with_fp8(placement, ModelConfig.from_pretrained(plain)) == placement
-    monkeypatch.setattr(fp8_layers, "multiplies_fp8", lambda device: keeps)
+    assert (with_quantised(placement, config).fp8 == "block") == keeps
+    assert with_quantised(placement, ModelConfig.from_pretrained(plain)) == placement
+    monkeypatch.setattr(quantised_layers, "multiplies_fp8", lambda device: keeps)
     model = load(path)
     assert bool(fp8_names(model)) == keeps
     found, expected = (PagedRunner(each).step({0: TOKENS})[0] for each in (model, load(plain)))

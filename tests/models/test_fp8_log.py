@@ -16,7 +16,7 @@ from tests.models.test_fp8_formats import ACTIVATIONS, CACHE
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
-from tllm_spec.models.formats.fp8_layers import prepare_fp8
+from tllm_spec.models.formats.quantised_layers import prepare_quantised
 from tllm_spec.models.module import Placement
 from tllm_spec.models.mtp import load_nextn
 from tllm_spec.models.registry import MODELS
@@ -56,7 +56,7 @@ def test_a_gpu_without_fp8_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptur
     path, plain = save_both("llama", tmp_path)
     placement = Placement(torch.float32, torch.device("cuda"), Mapping(0, 1))
     config = ModelConfig.from_pretrained(path)
-    prepare_fp8({"": load(plain)}, path, config, "auto", placement)
+    prepare_quantised({"": load(plain)}, path, config, "auto", placement)
     level, text = only_line(caplog)
     assert level == logging.WARNING and "since GPUs convert FP8 from compute capability 8.9" in text
 
@@ -70,7 +70,7 @@ def test_slices_that_cut_a_block_are_warned_of_with_their_bytes(
     caplog.clear()
     placement = Placement(torch.bfloat16, CPU, Mapping(1, 2, 2), fp8="block")
     model = MODELS[config.architecture](config, 64, placement)
-    prepare_fp8({"": model}, path, config, "auto", placement)
+    prepare_quantised({"": model}, path, config, "auto", placement)
     level, text = only_line(caplog)
     number = LAYERS * HIDDEN * config.num_heads * config.head_dim // 2
     number += LAYERS * HIDDEN * (INNER // 2 if config.moe is None else 8 * 136 // 2)
@@ -80,7 +80,7 @@ def test_slices_that_cut_a_block_are_warned_of_with_their_bytes(
     caplog.clear()
     rows = replace(placement, fp8="row")
     model = MODELS[config.architecture](config, 64, rows)
-    prepare_fp8({"": model}, path, config, "auto", rows)
+    prepare_quantised({"": model}, path, config, "auto", rows)
     assert not caplog.records
 
 

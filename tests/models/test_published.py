@@ -61,6 +61,6 @@ def test_the_whole_published_config_is_read(name: str) -> None:
 
 @pytest.mark.parametrize("raw", [V3, SCOUT, MAVERICK], ids=["DeepSeek", "Scout", "Maverick"])
 def test_weights_compressed_in_other_ways_are_refused(raw: Raw) -> None:
-    other = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    with pytest.raises(ValueError, match=r"format is 'pack-quantized'.*are not served"):
+    other = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    with pytest.raises(ValueError, match=r"format is 'int-quantized'.*are not served"):
         ModelConfig.from_dict(raw | {"quantization_config": other})

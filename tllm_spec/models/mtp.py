@@ -21,7 +21,12 @@ from tllm_spec.models.checkpoint import checkpoint_tensors
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM, DeepseekLayer
 from tllm_spec.models.draft_head import HeadSource
-from tllm_spec.models.formats.fp8_layers import computed_as, log_fp8, prepare_fp8, with_fp8
+from tllm_spec.models.formats.quantised_layers import (
+    computed_as,
+    log_quantised,
+    prepare_quantised,
+    with_quantised,
+)
 from tllm_spec.models.head_copies import EMBEDDING, drop_copies
 from tllm_spec.models.layers import Embedding, RMSNorm
 from tllm_spec.models.linear import Linear, OutputLinear
@@ -214,9 +219,9 @@ def load_nextn(
     placement = Placement(
         target.dtype, target.device, communicator.mapping, communicator=communicator
     )
-    placement = with_fp8(placement, config)
+    placement = with_quantised(placement, config)
     if is_exported:
-        log_fp8(path, config, placement)
+        log_quantised(path, config, placement)
     prefixes = [f"model.layers.{first + index}." for index in range(count)]
     shared = {}
     if load_format != "dummy":
@@ -224,7 +229,7 @@ def load_nextn(
         shared = _shared(prefixes, source)
     modules = NextnModules(target, count, placement, owns=shared)
     parts = dict(zip(prefixes, modules.modules_by_step, strict=True))
-    prepare_fp8(parts, path, config, load_format, placement)
+    prepare_quantised(parts, path, config, load_format, placement)
     if load_format == "dummy":
         fill_random(modules)
     else:

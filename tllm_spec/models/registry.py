@@ -11,7 +11,12 @@ from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
-from tllm_spec.models.formats.fp8_layers import computed_as, log_fp8, prepare_fp8, with_fp8
+from tllm_spec.models.formats.quantised_layers import (
+    computed_as,
+    log_quantised,
+    prepare_quantised,
+    with_quantised,
+)
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
 from tllm_spec.models.module import Placement, specialize_for_cpu
@@ -61,7 +66,7 @@ def weight_bytes(
     model is built on a device without memory."""
     config = ModelConfig.from_pretrained(path).within(max_positions)
     config = computed_as(config, fp8_activations)
-    placement = with_fp8(Placement(dtype, device, mapping), config)
+    placement = with_quantised(Placement(dtype, device, mapping), config)
     placement = replace(placement, device=torch.device("meta"))
     model = MODELS[config.architecture](config, max_positions=1, placement=placement)
     num_bytes = sum(each.numel() * each.dtype.itemsize for each in model.parameters())
@@ -101,10 +106,10 @@ def load_model(
     if is_tied and has_own_output(path, dtype, model_type.parameter_name):
         config = replace(config, tie_word_embeddings=False)
     placement = Placement(dtype, device, communicator.mapping, batch_invariant, communicator)
-    placement = with_fp8(placement, config)
+    placement = with_quantised(placement, config)
     model = model_type(config, max_positions, placement)
-    log_fp8(path, config, placement)
-    prepare_fp8({"": model}, path, config, load_format, placement)
+    log_quantised(path, config, placement)
+    prepare_quantised({"": model}, path, config, load_format, placement)
     if load_format == "dummy":
         fill_random(model)
     else:

@@ -41,7 +41,7 @@ class ScaledSlot(WeightSlot):
     def load(self, tensor: torch.Tensor | StoredWeight) -> None:
         if self.destination is None or self.scales is None:
             return
-        assert isinstance(tensor, Fp8Tensor)  # other layers have been made plain (fp8_layers.py)
+        assert isinstance(tensor, Fp8Tensor)  # other layers have been made plain
         self.destination.copy_(self.own(tensor.weight))
         self.scales.copy_(self.own(tensor.scales, BLOCK))
 

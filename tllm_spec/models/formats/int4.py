@@ -53,7 +53,7 @@ class Int4Slot(WeightSlot):
     """In the checkpoint, for errors."""
 
     def load(self, tensor: torch.Tensor | StoredWeight) -> None:
-        assert isinstance(tensor, Int4Tensor)  # other layers have been made plain (fp8_layers.py)
+        assert isinstance(tensor, Int4Tensor)  # other layers have been made plain
         assert self.form is not None and self.destination is not None
         assert self.scales is not None and self.zeros is not None
         group = self.form.groups.size

@@ -35,7 +35,7 @@ WIDE = Reason("what reads them takes no FP8", logging.INFO)
 WIDE_INT4 = Reason("what reads them takes no codes of 4 bits")
 
 
-def with_fp8(placement: Placement, config: ModelConfig) -> Placement:
+def with_quantised(placement: Placement, config: ModelConfig) -> Placement:
     """The placement for weights that the checkpoint quantises, and that stay so on the device. CPUs
     keep those of layers that quantise activations to FP8."""
     if config.int4 is not None:
@@ -65,7 +65,7 @@ def multiplies_int4(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def prepare_fp8(
+def prepare_quantised(
     parts: Mapping[str, Module],
     path: Path,
     config: ModelConfig,
@@ -84,16 +84,16 @@ def prepare_fp8(
     """
     if config.fp8 is None and config.int4 is None:
         return
-    has_fp8 = _quantised_modules(path, config, load_format)
+    is_stored = _quantised_modules(path, config, load_format)
     dequantised: list[tuple[Reason, str, torch.Tensor]] = []
     for prefix, part in parts.items():
         if placement.fp8 or placement.activations or placement.int4:
-            _widen_others(part, has_fp8, placement, prefix)
-        dequantised += _dequantised(part, has_fp8, placement, prefix)
+            _widen_others(part, is_stored, placement, prefix)
+        dequantised += _dequantised(part, is_stored, placement, prefix)
     _log(path, dequantised, *(("FP8", 1) if config.int4 is None else ("4-bit", 2)))
 
 
-def log_fp8(path: Path, config: ModelConfig, placement: Placement) -> None:
+def log_quantised(path: Path, config: ModelConfig, placement: Placement) -> None:
     """How linear layers with quantised weights are computed, and what the checkpoint in the folder
     `path` says of activations and of the KV cache without an effect."""
     form = config.fp8 or config.int4
@@ -125,14 +125,14 @@ def _quantised_modules(path: Path, config: ModelConfig, load_format: str) -> Cal
 
 
 def _widen_others(
-    model: Module, has_fp8: Callable[[str], bool], placement: Placement, prefix: str
+    model: Module, is_stored: Callable[[str], bool], placement: Placement, prefix: str
 ) -> None:
     for path, module in model.named_modules():
         if not isinstance(module, Module):
             continue
         slots = list(module.slots(path))
         if any(slot.is_quantised for _, slot in slots) and not all(
-            has_fp8(prefix + name) for name, _ in _weights(slots)
+            is_stored(prefix + name) for name, _ in _weights(slots)
         ):
             module.widen(placement)
 
@@ -145,28 +145,28 @@ def _weights(slots: list[tuple[str, WeightSlot]]) -> Iterator[tuple[str, WeightS
 
 
 def _dequantised(
-    model: Module, has_fp8: Callable[[str], bool], placement: Placement, prefix: str
+    model: Module, is_stored: Callable[[str], bool], placement: Placement, prefix: str
 ) -> Iterator[tuple[Reason, str, torch.Tensor]]:
-    """Of weights that the checkpoint has in FP8 and this rank has not: why, the last part of the
+    """Of weights that the checkpoint quantises and this rank does not: why, the last part of the
     module's name, and the weight."""
     for path, module in model.named_modules():
         weights = list(_weights(list(module.slots(path)))) if isinstance(module, Module) else []
-        in_fp8 = [has_fp8(prefix + name) for name, _ in weights]
-        for (name, slot), is_fp8 in zip(weights, in_fp8, strict=True):
-            if is_fp8 and not slot.is_quantised and slot.destination is not None:
-                reason = _reason(slot.destination, slot, placement, all(in_fp8))
+        are_stored = [is_stored(prefix + name) for name, _ in weights]
+        for (name, slot), one_stored in zip(weights, are_stored, strict=True):
+            if one_stored and not slot.is_quantised and slot.destination is not None:
+                reason = _reason(slot.destination, slot, placement, all(are_stored))
                 yield reason, name[name.rfind(".") + 1 :], slot.destination
 
 
 def _reason(
-    weight: torch.Tensor, slot: WeightSlot, placement: Placement, all_in_fp8: bool
+    weight: torch.Tensor, slot: WeightSlot, placement: Placement, all_stored: bool
 ) -> Reason:
-    """all_in_fp8: whether all weights of its layer are, in the checkpoint."""
+    """all_stored: whether all weights of its layer are, in the checkpoint."""
     if placement.int4 is not None:
-        return WIDE_INT4 if all_in_fp8 else FUSED
+        return WIDE_INT4 if all_stored else FUSED
     if placement.fp8 is None:
         return OLD_GPU if placement.device.type == "cuda" else ON_CPU
-    if not all_in_fp8:
+    if not all_stored:
         return FUSED
     return WIDE if placement.of_inputs(weight.shape[1], slot.shape[1]).fp8 else CUT
 
