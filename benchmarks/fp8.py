@@ -1,9 +1,10 @@
-"""Rounds of models with FP8 weights, next to the same models in bf16.
+"""Rounds of models with FP8 or 4-bit weights, next to the same models in bf16.
 
-    python -m benchmarks.fp8 [llama-8b] [activations] [qwen3-30b] [v3]
+    python -m benchmarks.fp8 [llama-8b] [activations] [int4] [qwen3-30b] [v3]
 
 llama-8b     plain rounds, and EAGLE-3 with 3 drafts, whose head is bf16
 activations  the same with activations in FP8, too
+int4         the same with weights of 4 bits in groups of 128, as AWQ has them
 qwen3-30b    plain rounds of a model with 128 experts
 v3           plain rounds of the DeepSeek-V3-style model, whose routers spread the tokens
 
@@ -33,6 +34,7 @@ from benchmarks.harness.report import Options, Row, Subject, main, number, table
 
 QUANTIZATION = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 BY_TOKEN = {"quant_method": "fbgemm_fp8"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 DRAFT_LEN, ROUNDS, TIMINGS, NUM_PROMPTS = 3, 40, 3, 8
 TINY_LLAMA: Config = {**LLAMA_8B, **TINY, "num_hidden_layers": 7}
 TINY_EAGLE3: Config = {**EAGLE3_8B, **TINY, "draft_vocab_size": 256}
@@ -44,6 +46,8 @@ def compared(
     tiny: Config,
     heads: Sequence[Config | None],
     options: Options,
+    *,
+    name: str,
 ) -> Iterator[Row]:
     """`heads`: EAGLE-3 heads of the full shape; None: plain rounds."""
     is_full = options.device == "cuda"
@@ -56,8 +60,9 @@ def compared(
             for own in ({}, {"quantization_config": quantization})
         ]
         drafting = "plain" if head is None else f"EAGLE-3 K={DRAFT_LEN}"
-        for what, (bf16, fp8) in {key: [side[key] for side in sides] for key in sides[0]}.items():
-            yield {"drafting": drafting, "what": what, "bf16": bf16, "fp8": fp8}
+        for what in sides[0]:
+            bf16, quantised = (side[what] for side in sides)
+            yield {"drafting": drafting, "what": what, "bf16": bf16, name.lower(): quantised}
 
 
 def measured(target: Config, head: Config | None, device: str) -> dict[str, float]:
@@ -112,20 +117,24 @@ def built(
     )
 
 
-def compared_table(rows: Sequence[Row]) -> list[str]:
-    lines = [
-        [row["drafting"], row["what"], number(row["bf16"]), number(row["fp8"]),
-         f"{row['fp8'] / row['bf16']:.2f}"]
-        for row in rows
-    ]  # fmt: skip
-    return table(("", "", "bf16", "FP8", "FP8 / bf16"), lines)
+def compared_table(rows: Sequence[Row], name: str) -> list[str]:
+    lines = []
+    for row in rows:
+        bf16, quantised = row["bf16"], row[name.lower()]
+        times = number(bf16), number(quantised), f"{quantised / bf16:.2f}"
+        lines.append([row["drafting"], row["what"], *times])
+    return table(("", "", "bf16", name, f"{name} / bf16"), lines)
 
 
 def subject(
-    name: str, title: str, *shapes: Any, quantization: dict[str, Any] = QUANTIZATION
+    name: str,
+    title: str,
+    *shapes: Any,
+    quantization: dict[str, Any] = QUANTIZATION,
+    column: str = "FP8",
 ) -> Subject:
-    run: Callable[[Options], Iterator[Row]] = partial(compared, quantization, *shapes)
-    return Subject(name, title, run, compared_table)
+    run: Callable[[Options], Iterator[Row]] = partial(compared, quantization, *shapes, name=column)
+    return Subject(name, title, run, partial(compared_table, name=column))
 
 
 SUBJECTS = (
@@ -135,6 +144,13 @@ SUBJECTS = (
         "8B with activations in FP8",
         *(LLAMA_8B, TINY_LLAMA, (None, EAGLE3_8B)),
         quantization=BY_TOKEN,
+    ),
+    subject(
+        "int4",
+        "8B in 4 bits",
+        *(LLAMA_8B, TINY_LLAMA, (None, EAGLE3_8B)),
+        quantization=AWQ,
+        column="INT4",
     ),
     subject("qwen3-30b", "Qwen3 30B-A3B in FP8", QWEN3_30B, TINY_QWEN3, (None,)),
     subject("v3", "V3-style in FP8", V3_STYLE, TINY_V3, (None,)),

@@ -64,6 +64,10 @@ CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"layer_types": ["linear_attention"]}, r"layer_types has \['linear_attention'\]"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not served"),
     "FP8": ({"quantization_config": {"quant_method": "fp8"}}, "The EAGLE-3 head has FP8 weights"),
+    "4 bits": (
+        {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}},
+        "The EAGLE-3 head has 4-bit weights",
+    ),
     "parallel drafter": ({"parallel_drafting": True}, "parallel_drafting is True, and only False"),
     "parallel steps": (
         {"eagle_config": {"parallel_draft_step": 4}},

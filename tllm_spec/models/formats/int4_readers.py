@@ -15,6 +15,7 @@ from tllm_spec.models.formats.fp8_readers import (
 )
 from tllm_spec.models.formats.int4_formats import Int4Format, Int4Groups, Packing
 from tllm_spec.models.json_file import read_json
+from tllm_spec.option_checks import shown
 
 GPTQ_FILE = "quantize_config.json"
 _SIZES = (32, 64, 128)
@@ -62,7 +63,7 @@ def _group_size(settings: Mapping[str, Any], key: str, reasons: list[str]) -> in
     if size == -1:
         return 0
     if size not in _SIZES:
-        reasons.append(f"{key} is {size!r} (served: {', '.join(map(str, _SIZES))} or -1)")
+        reasons.append(f"{key} is {shown(size)} (served: {', '.join(map(str, _SIZES))} or -1)")
         return 0
     return int(size)
 
@@ -99,7 +100,7 @@ def _skipped(settings: Mapping[str, Any], reasons: list[str]) -> Iterator[str]:
         if str(expression).startswith("-:"):
             yield f"re:{expression[2:]}"
         else:
-            reasons.append(f"dynamic has other settings for {expression!r} (served: '-:')")
+            reasons.append(f"dynamic has other settings for {shown(expression)} (served: '-:')")
 
 
 def _is_packed(settings: Mapping[str, Any]) -> bool:
