@@ -34,6 +34,7 @@ from tllm_spec.kernels.silu_and_mul import silu_and_mul
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates, TreeRates, TreeTables
 from tllm_spec.kernels.slot_trees import accept_trees, write_trees
 from tllm_spec.kernels.slot_windows import accept_windows, write_drafts
+from tllm_spec.kernels.suffix_match import append_tokens, match_suffixes
 from tllm_spec.kernels.token_mask import mask_tokens
 from tllm_spec.kernels.top_tokens import top_tokens
 from tllm_spec.kernels.window_rows import window_rows
@@ -91,6 +92,9 @@ def chains() -> None:
     for depths, offset in ((None, 0), (int64(BATCH, 4), 4)):
         window_rows(int32(64, 4096), slots, slots, 4, 128, 32, depths, offset)
     send_results(int64(4, 1024), int64(1), slots, tokens)
+    texts = int32(64, 4096)
+    append_tokens(texts, slots, int64(64), tokens, slots)
+    match_suffixes(texts, slots, int64(64), 3, 64)
 
 
 def layers() -> None:
