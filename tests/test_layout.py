@@ -120,7 +120,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.grammar_state",
     ),
     ("tllm_spec.grammar",),
-    ("tllm_spec.json_schemas",),
+    ("tllm_spec.json_schemas", "tllm_spec.child_process"),
     (
         "tllm_spec.option_checks",
         "tllm_spec.peer_options",
@@ -130,6 +130,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.logits_processor",
         "tllm_spec.import_path",
         "tllm_spec.child_command",
+        "tllm_spec.child_messages",
         "tllm_spec.request_errors",
         "tllm_spec.zoo.registry",
         "tllm_spec.zoo.corpus",

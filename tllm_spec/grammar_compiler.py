@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import select
-import subprocess
 import threading
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import suppress
 from queue import LifoQueue
 from typing import Any
 
-from tllm_spec.child_command import module_command
-from tllm_spec.grammar_child import read_message, write_message
+from tllm_spec.child_process import ChildProcess
 from tllm_spec.guided_decoding import GrammarSource
 
+MODULE = "tllm_spec.grammar_child"
 NUM_PROCESSES = 2  # that compile at once
 MAX_SECONDS = 10.0  # for one grammar
-MAX_START_SECONDS = 120.0
 MAX_KEPT_BYTES = 256 << 20
 MAX_REFUSED = 256  # grammars
 MISSING = "guided decoding needs the package xgrammar: pip install 'tllm_spec[guided]'"
@@ -44,9 +38,11 @@ class GrammarCompiler:
         self._refused: OrderedDict[GrammarSource, str] = OrderedDict()
         self._lock = threading.Lock()  # of what is kept and refused
         plain = self._tokenizer.serialize_json()
-        self._processes = [_Process(plain) for _ in range(NUM_PROCESSES)]
+        self._processes = [
+            ChildProcess("tllm_spec.grammar_child", plain) for _ in range(NUM_PROCESSES)
+        ]
         # The latest one to be idle comes first: the second one is started when both are needed.
-        self._idle: LifoQueue[_Process] = LifoQueue()
+        self._idle: LifoQueue[ChildProcess] = LifoQueue()
         for process in self._processes:
             self._idle.put(process)
 
@@ -87,8 +83,13 @@ class GrammarCompiler:
         for process in self._processes:
             process.kill()
 
-    def _compile(self, process: _Process, source: GrammarSource) -> Any:
-        answer = process.ask({"kind": source.kind, "text": source.text})
+    def _compile(self, process: ChildProcess, source: GrammarSource) -> Any:
+        try:
+            answer = process.ask({"kind": source.kind, "text": source.text}, MAX_SECONDS)
+        except TimeoutError:
+            answer = {"error": f"it takes more than {MAX_SECONDS:.0f} seconds to compile"}
+        if answer is None:
+            answer = {"error": "it needs too much memory or stack to compile"}
         if "error" in answer:
             raise ValueError(f"guided_decoding = {source.kind}: {answer['error']}")
         compiled = self.load(answer["compiled"])
@@ -97,61 +98,3 @@ class GrammarCompiler:
             while sum(each.memory_size_bytes for each in self._kept.values()) > MAX_KEPT_BYTES:
                 self._kept.popitem(last=False)
         return compiled
-
-
-class _Process:
-    """One that compiles; it is started when it is asked for the first time. tokenizer: xgrammar's,
-    as JSON. One thread at a time may ask it."""
-
-    def __init__(self, tokenizer: str) -> None:
-        self._tokenizer = tokenizer
-        self._child: subprocess.Popen[bytes] | None = None
-        self._end: Callable[[], object] = lambda: None
-
-    def kill(self) -> None:
-        """From any thread. Its pipes stay open for the thread that may be reading from them."""
-        if self._child is not None:
-            self._child.kill()
-            self._child.wait()
-
-    def ask(self, message: dict[str, str]) -> dict[str, str]:
-        child = self._child if self._child and self._child.poll() is None else self._start()
-        assert child.stdin is not None
-        try:
-            write_message(child.stdin, message)
-            answer: dict[str, str] | None = _receive(child, MAX_SECONDS)
-        except BrokenPipeError:
-            answer = None
-        except TimeoutError:
-            answer = {"error": f"it takes more than {MAX_SECONDS:.0f} seconds to compile"}
-            self._end()
-        return answer or {"error": "it needs too much memory or stack to compile"}
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        """Raises RuntimeError if the process does not start."""
-        self._end()
-        command = module_command("tllm_spec.grammar_child")
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._child, self._end = child, weakref.finalize(self, _kill, child)
-        assert child.stdin is not None
-        write_message(child.stdin, self._tokenizer)
-        if _receive(child, MAX_START_SECONDS) is None:
-            raise RuntimeError("the process that compiles grammars did not start")
-        return child
-
-
-def _receive(child: subprocess.Popen[bytes], seconds: float) -> Any:
-    """A message; None if the process has ended. Raises TimeoutError."""
-    assert child.stdout is not None
-    if not select.select([child.stdout], [], [], seconds)[0]:
-        raise TimeoutError
-    return read_message(child.stdout)
-
-
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    child.kill()
-    child.wait()
-    for pipe in (child.stdin, child.stdout):
-        assert pipe is not None
-        with suppress(BrokenPipeError):  # of a message that the process has not read
-            pipe.close()
