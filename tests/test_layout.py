@@ -20,7 +20,8 @@ BORDERS = {
     "executor/worker.py",
     "executor/rounds/round_reader.py",  # calls a user's tokenizer
     "executor/sampling/grammar_work.py",  # a thread, whose errors are raised in the round's
-    "tllm_spec/text/chat_prompt.py",  # runs the model's chat template
+    "tllm_spec/text/chat_prompt.py",  # runs a user's tokenizer
+    "tllm_spec/text/template_child.py",  # runs the model's chat template, in a process of its own
     "tllm_spec/server/engine_process.py",  # loads a model with many libraries
     "tllm_spec/tokenizer.py",  # reads a tokenizer's files with many libraries
     "tllm_spec/ranks.py",  # ends the other ranks with this one

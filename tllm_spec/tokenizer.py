@@ -16,6 +16,7 @@ from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
 
+MAX_TEMPLATE_CHARS = 1 << 20
 VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
 MAX_REASON = 1000  # characters of another library's message
 CHARACTER_TOKENS = 4  # tokens of one character, at most
@@ -73,6 +74,11 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
     end = tokenizer.eos_token_id
     if end is not None and type(end) is not int:
         raise ValueError(f"no tokenizer can be loaded from {folder}: its end token is {end!r}")
+    if len(str(tokenizer.chat_template)) > MAX_TEMPLATE_CHARS:
+        raise ValueError(
+            f"no tokenizer can be loaded from {folder}: its chat template has more than "
+            f"{MAX_TEMPLATE_CHARS} characters"
+        )
     return cast(Tokenizer, tokenizer)
 
 

@@ -52,9 +52,11 @@ class Admission:
         # Tokenising a long prompt takes seconds. It must delay neither the answers of other
         # requests nor short prompts, so it has a thread of its own. Only tokenizers implemented in
         # Rust are thread-safe.
-        self._intake = self._long_intake = _one_thread("tllm-intake")
+        self._intake = self._long_intake = self._chat_intake = _one_thread("tllm-intake")
         if getattr(llm.tokenizer, "is_fast", False):
             self._long_intake = _one_thread("tllm-long-intake")
+            # A chat template may take seconds, too.
+            self._chat_intake = _one_thread("tllm-chat-intake")
         # Compiling a grammar may take ten seconds. One client, by its key's name or address,
         # has one grammar compiled at a time, so others need not wait for all of its grammars.
         self._compiling = ThreadPoolExecutor(NUM_COMPILING, "tllm-compiling")
@@ -62,7 +64,7 @@ class Admission:
         self._known_grammars: OrderedDict[bytes, None] = OrderedDict()  # need not wait for that
 
     def close(self) -> None:
-        for intake in (self._intake, self._long_intake, self._compiling):
+        for intake in (self._intake, self._long_intake, self._chat_intake, self._compiling):
             intake.shutdown(wait=intake is not self._compiling, cancel_futures=True)
 
     async def start(
@@ -74,6 +76,7 @@ class Admission:
         params: SamplingParams,
         *,
         streaming: bool,
+        is_chat: bool = False,
         caller: Caller = NOBODY,
         names: Mapping[str, str] = SAME,
     ) -> list[RequestHandle]:
@@ -107,7 +110,7 @@ class Admission:
             with bad_request(names), engine_running():
                 self._check_max_tokens(params)
                 await self._compile_grammar(request, params)
-                return await self._in_intake(num_bytes, start)
+                return await self._in_intake(num_bytes, start, is_chat=is_chat)
         finally:
             self._num_starting -= num_choices
 
@@ -143,13 +146,19 @@ class Admission:
             return await run_in_threadpool(work)
         return await self._in_intake(0, work)
 
-    async def tokenised(self, num_bytes: int, work: Callable[[], Result]) -> Result:
+    async def tokenised(
+        self, num_bytes: int, work: Callable[[], Result], *, is_chat: bool = False
+    ) -> Result:
         """The result of work with the tokenizer. Raises RequestRefused for a ValueError."""
         with bad_request():
-            return await self._in_intake(num_bytes, work)
+            return await self._in_intake(num_bytes, work, is_chat=is_chat)
 
-    async def _in_intake(self, num_bytes: int, work: Callable[[], Result]) -> Result:
-        intake = self._long_intake if num_bytes > LONG_BODY else self._intake
+    async def _in_intake(
+        self, num_bytes: int, work: Callable[[], Result], *, is_chat: bool = False
+    ) -> Result:
+        intake = self._chat_intake if is_chat else self._intake
+        if num_bytes > LONG_BODY:
+            intake = self._long_intake
         return await asyncio.get_running_loop().run_in_executor(intake, work)
 
     def _check_room(self, num_choices: int, num_own: int) -> None:

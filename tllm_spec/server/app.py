@@ -316,6 +316,7 @@ class OpenAIServer:
             lambda: [self._chat_prompts.token_ids(body.conversation)],
             params,
             streaming=body.stream,
+            is_chat=True,
             caller=caller,
             names=names,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
@@ -87,8 +88,9 @@ class TokenRoutes:
         """The token ids of a text or of a conversation."""
         if body.model is not None:
             self._check_name(body.model)
-        size = request.state.body_size
-        return await self._admission.tokenised(size, lambda: self._tokenized(body))
+        size, is_chat = request.state.body_size, body.messages is not None
+        work = partial(self._tokenized, body)
+        return await self._admission.tokenised(size, work, is_chat=is_chat)
 
     async def detokenize(self, body: DetokenizeRequest, request: Request) -> Json:
         """The text of token ids."""

@@ -13,6 +13,7 @@ from typing import Any
 from tllm_spec.executor.faults import described
 from tllm_spec.option_checks import check_text
 from tllm_spec.text.messages import Messages, checked
+from tllm_spec.text.template_process import has_own_renderer, template_process
 from tllm_spec.text.visible_messages import visible
 from tllm_spec.tokenizer import Tokenizer
 
@@ -84,16 +85,17 @@ class ChatPrompts:
 
     def _rendered(self, conversation: Conversation) -> str:
         tools = conversation.tools
-        with_tools = {"tools": self._escaped(tools)} if tools else {}
+        messages = [self._escaped(message) for message in conversation.messages]
+        options = {
+            "add_generation_prompt": conversation.add_generation_prompt,
+            **({"tools": self._escaped(tools)} if tools else {}),
+            **conversation.chat_template_kwargs,
+        }
+        if not has_own_renderer(self._tokenizer):
+            return template_process().render(self._tokenizer, messages, options)
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                [self._escaped(message) for message in conversation.messages],
-                tokenize=False,
-                add_generation_prompt=conversation.add_generation_prompt,
-                **with_tools,
-                **conversation.chat_template_kwargs,
-            )
-        except Exception as error:  # a template is a program: any exception can come out of it
+            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        except Exception as error:  # a user's program: any exception can come out of it
             raise ValueError(
                 f"messages do not fit the model's chat template: {described(error)}"
             ) from error

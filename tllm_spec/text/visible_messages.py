@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tllm_spec.text.messages import Messages
+from tllm_spec.text.template_process import TemplateOverLimit
 
 Rendered = Callable[[Messages], str]
 UNKNOWN = (-1, "")  # the template does not accept marks
@@ -38,6 +39,8 @@ def _lost(messages: Messages, rendered: Rendered) -> tuple[int, str] | None:
     the marks."""
     try:
         text = rendered([_marked(index, message) for index, message in enumerate(messages)])
+    except TemplateOverLimit:
+        raise  # it would be over the limit with the messages, too
     except ValueError:
         return UNKNOWN
     for index, message in enumerate(messages):
