@@ -57,7 +57,8 @@ def _on_grid(values: tl.tensor) -> tl.tensor:
     distance = ((tl.maximum(exponent, 127 - 6) - 3) << 23).to(tl.float32, bitcast=True)
     # Numbers of this magnitude are `distance` apart in float32.
     large = distance * 12582912.0  # 1.5 * 2^23
-    return (values + large) - large
+    rounded = (values + large) - large
+    return tl.where(rounded == 0.0, values * 0.0, rounded)  # a zero keeps its sign
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types

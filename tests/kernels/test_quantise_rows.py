@@ -135,6 +135,14 @@ def test_the_kernel_rounds_to_the_nearest_code_and_of_two_to_the_even_one(device
 
 
 @on_each_kernel_device
+def test_what_is_rounded_to_zero_keeps_its_sign(device: str) -> None:
+    x = torch.tensor([[448.0, -1e-4, 1e-4, -0.0]], device=device)
+    codes, _ = quantise_rows(x)
+    assert bits(codes).tolist() == [[0x7E, 0x80, 0, 0x80]]
+    assert torch.equal(bits(codes), bits(quantise_rows.reference(x)[0]))
+
+
+@on_each_kernel_device
 @on_each_dtype
 def test_the_kernels_norm_is_rounded_as_a_layer_of_its_own(dtype: torch.dtype, device: str) -> None:
     """Of float32 results alone the interpreter and a device store the same bits. On a device the
