@@ -232,6 +232,22 @@ def test_a_request_that_pauses_drafts_again_with_nothing_missing(
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+def test_a_short_text_is_read_from_its_beginning_when_drafts_of_trees_resume(
+    tiny: Path, overlap: bool
+) -> None:
+    """A round of trees may write more positions again than the text has tokens."""
+    options = draft_target(tiny, 6, draft_len_schedule={1: 6, 2: 0}, **TREE)
+    harness = Harness(tiny, disable_overlap_scheduler=not overlap, **options)
+    lengths = iter((6, 6, 0, 0))
+    harness.parts.draft_len_for = lambda *_: next(lengths, 6)
+    # The target writes nothing but a token that is never drafted.
+    request = harness.submit([5], max_tokens=12, logit_bias={7: 1e9})
+    harness.run()
+    assert request.error is None and output_of(request) == [7] * 12
+    assert request.counters.by_drafted[0] == 2 and request.counters.by_drafted[6] > 5
+
+
+@pytest.mark.parametrize("overlap", [True, False])
 def test_rejected_drafts_give_their_draft_pages_back(
     tiny: Path, tiny_draft: Path, overlap: bool
 ) -> None:

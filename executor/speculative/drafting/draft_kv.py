@@ -44,9 +44,9 @@ class DraftKVManager(ResourceManager):
         """What the cache lacks of a generating request with a lag above 1.
 
         The latest rounds have added one token each, so the host knows the length on the device.
-        The last two tokens are left to drafting."""
+        The last two tokens are left to drafting. The lag is a bound, and may exceed the length."""
         length = request.num_tokens - 1 + (request.tokens_in_flight > 0)
-        return Missed(request, length - request.draft_lag, length - 1)
+        return Missed(request, max(0, length - request.draft_lag), length - 1)
 
     def update_resources(self, batch: ScheduledBatch) -> None:
         self.kv.give_back(batch)
