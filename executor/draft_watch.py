@@ -18,7 +18,7 @@ class DraftWatch:
         self._num_drafted, self._num_accepted = 0, 0
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
-        """Of a round, all of its requests together."""
+        """Counts the drafts of a round, all of its requests together."""
         self._num_drafted += num_drafted
         self._num_accepted += num_accepted
         is_useless = self._num_accepted < MIN_RATE * self._num_drafted

@@ -128,7 +128,7 @@ class Scheduler:
     def _take_pages(
         self, requests: list[LlmRequest], shape: DraftShape, batch: ScheduledBatch
     ) -> None:
-        """Of a round with drafts of this shape, for generating requests of the batch."""
+        """Takes pages for a round with drafts of this shape, for these requests of the batch."""
         num_more = self._kv.num_after(shape)
         short = self._kv.without_room(requests, num_more)
         for request in short:

@@ -104,5 +104,5 @@ class Shares:
 
 
 def _names(client: Client) -> list[Client]:
-    """Of the client's group, if it has one, and its own."""
+    """The names of the client's group, if it has one, and of the client."""
     return [client[:end] for end in range(1, len(client) + 1)] or [client]

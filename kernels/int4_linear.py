@@ -52,7 +52,7 @@ def int4_dequantised(
 
 
 def int4_tiling_of(num_rows: int, dtype: torch.dtype, shared_bytes: int = HOPPER_BYTES) -> Tiling:
-    """Of few rows a program has 20 KiB of the weight in flight. shared_bytes: that a program may
+    """With few rows a program has 20 KiB of the weight in flight. shared_bytes: what a program may
     have (shared_memory.py)."""
     if dtype == torch.float32:  # no tensor cores
         return Tiling(16, OUTPUTS, 4, 2) if num_rows <= 16 else Tiling(64, 64, 8, 2)

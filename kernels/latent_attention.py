@@ -37,7 +37,7 @@ class LatentTables:
     of the windows themselves are in the pool."""
 
     rows: RoundRows
-    """Of the windows. Rows of trees are a rectangle."""
+    """The windows' rows. Rows of trees are a rectangle."""
     block_tables: torch.Tensor
     """`[B, P]` int32."""
     kv_lens: torch.Tensor
@@ -154,7 +154,7 @@ def _fitting(shape: TileShape, width: int, element_size: int, shared_bytes: int)
 
 
 def _shared_bytes(shape: TileShape, width: int, element_size: int) -> int:
-    """Of the queries, of the keys in flight without the block that is in registers, and of a
+    """Bytes of the queries, of the keys in flight without the block that is in registers, and of a
     block's weights."""
     keys_in_flight = (shape.num_stages - 1) * shape.keys
     elements = (shape.rows + keys_in_flight) * width + shape.rows * shape.keys

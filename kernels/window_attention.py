@@ -49,7 +49,7 @@ class WindowTables:
     """Positions of B windows in the KV pool, T rows in all; all tensors on the device."""
 
     rows: RoundRows
-    """Of the windows. Rows of trees and of windows with padding are a rectangle."""
+    """The windows' rows. Rows of trees and of windows with padding are a rectangle."""
     block_tables: torch.Tensor
     """`[B, P]` int32."""
     kv_lens: torch.Tensor

@@ -75,7 +75,7 @@ def test_text_that_is_forced_up_to_a_part_of_a_character_is_drafted_before_it(
 
 
 def num_allowed(state: GrammarState, nodes: DraftNodes) -> list[int]:
-    """Of each row, the number of tokens."""
+    """The number of tokens of each row."""
     bitmask = torch.full((len(nodes.tokens), -(-len(TOKENS) // 32)), -1, dtype=torch.int32)
     state.fill(nodes, bitmask)
     bits = bitmask.view(torch.uint8).unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1

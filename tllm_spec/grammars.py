@@ -20,7 +20,7 @@ NO_TOKENIZER = "guided_decoding needs a tokenizer, which skip_tokenizer_init = t
 
 
 def _accept(reason: str) -> None:
-    """Of a rank that compiles nothing: rank 0 refuses grammars."""
+    """A rank that compiles nothing accepts all: rank 0 refuses grammars."""
 
 
 class Grammars:

@@ -47,7 +47,7 @@ class NotServed(NamedTuple):
 
 
 def _shown_accepted(value: object) -> str:
-    """Of a mapping, the first entry stands for all."""
+    """The first entry of a mapping stands for all."""
     if not isinstance(value, Mapping) or len(value) < 2:
         return repr(value)
     return f"{repr(dict(islice(value.items(), 1)))[:-1]}, ...}}"
@@ -136,7 +136,7 @@ def shown(value: object) -> str:
 
 
 def _pieces(value: object) -> Iterator[str]:
-    """Of `repr(value)`, whose whole would take long for many or for deep values."""
+    """Pieces of `repr(value)`, whose whole would take long for many or for deep values."""
     if type(value) is str:
         yield repr(value[: MAX_SHOWN + 1])
     elif type(value) is dict:

@@ -140,7 +140,7 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
 
 
 def _added_ids(tokenizer: Tokenizer) -> set[int]:
-    """Of special tokens, and of others that were added to the vocabulary."""
+    """Ids of special tokens, and of others that were added to the vocabulary."""
     return set(getattr(tokenizer, "added_tokens_decoder", ()))
 
 

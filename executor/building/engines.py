@@ -262,7 +262,7 @@ def _build_draft_engine(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memor
 def _attention(
     plan: BuildPlan, groups: Sequence[LayerGroup], pools: Sequence[KVPool], rows: RowBuilder
 ) -> AttentionGroups:
-    """Of a draft network, whose groups share the pages."""
+    """The attention of a draft network, whose groups share the pages."""
     backends = (_backend(plan, own, pool) for own, pool in zip(groups, pools, strict=True))
     return AttentionGroups([PagedGroup(backend, rows) for backend in backends])
 

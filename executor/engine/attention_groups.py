@@ -35,7 +35,7 @@ class AttentionGroups:
 
     @property
     def rows(self) -> RowBuilder:
-        """Of the first group."""
+        """The rows of the first group."""
         return self.groups[0].rows
 
     @property

@@ -58,7 +58,7 @@ def _mapped() -> int:
 
 
 def _file_pages(stat: Path) -> int:
-    """Of a container: pages of files, which it gives back when it needs memory."""
+    """Bytes of pages of files, which a container gives back when it needs memory."""
     fields = dict(line.split()[:2] for line in _lines(stat))
     return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
 

@@ -39,7 +39,7 @@ class ModelEngine:
 
     @property
     def rows(self) -> RowBuilder:
-        """Of the first layer group."""
+        """The rows of the first layer group."""
         return self.attention.rows
 
     def forward(

@@ -26,7 +26,7 @@ class GroupPlan:
     span: KeySpan | None
 
     def page_bytes(self, page_size: int) -> int:
-        """Of a page in all pools."""
+        """Bytes of a page in all pools."""
         return sum(
             KVPool.page_bytes(pool.geometry, page_size, pool.kv_format) for pool in self.pools
         )

@@ -44,7 +44,7 @@ class TreeRows:
     depths: torch.Tensor
     """`[B, R]` int64, contiguous, on the device."""
     mask: TreeMask
-    """Of offset + R keys."""
+    """The mask has offset + R keys."""
     offset: int
 
     def __post_init__(self) -> None:
@@ -221,7 +221,7 @@ class RowBuilder:
 
 
 def _part_of(whole: WindowRows, part: RoundRows, first: torch.Tensor) -> WindowRows:
-    """Of the rows of whole windows, which start at positions first `[B]`, those that run."""
+    """The rows that run, of whole windows that start at positions first `[B]`."""
     shape = part.num_requests, part.window
     positions, kv_slots = (
         part.flat(each.view(shape)) for each in (whole.positions, whole.kv_slots)

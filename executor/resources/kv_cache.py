@@ -118,7 +118,7 @@ class KVCacheManager(ResourceManager):
         return claims
 
     def _most_pages(self, span: KeySpan, request: LlmRequest | None = None) -> int:
-        """Of a group with a span; request: None for one that waits."""
+        """Most pages in a group with a span; request: None for one that waits."""
         generates = request is not None and request.state is RequestState.GENERATION
         return self._room_of_span.most_pages(span, generates=generates)
 

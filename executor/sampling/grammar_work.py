@@ -133,7 +133,7 @@ class _Jobs:
         return self.is_done.is_set()
 
     def seconds(self) -> dict[int, float]:
-        """Of a processor, by request id, of the running job, too."""
+        """Seconds of processor time by request id, with those of the running job."""
         found = dict(self._seconds)
         if self._thread is not None and not self.is_done.is_set():
             assert self._thread.ident is not None
@@ -142,7 +142,7 @@ class _Jobs:
         return found
 
     def lower_priority(self) -> None:
-        """Of its thread, if it is still busy."""
+        """Lowers the priority of its thread, if that is still busy."""
         if self._thread is not None and not self.is_done.is_set():
             assert self._thread.native_id is not None
             with suppress(OSError):  # it has ended

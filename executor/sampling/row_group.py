@@ -29,7 +29,7 @@ class Subset:
     def of(
         cls, requests: torch.Tensor, own: RoundRows, offsets: torch.Tensor | None = None
     ) -> "Subset":
-        """Of requests `[M]` with these rows, in a group with these offsets, or a rectangle."""
+        """Requests `[M]` with these rows, in a group with these offsets, or in a rectangle."""
         if offsets is None or own.offsets is None:
             columns = torch.arange(own.window, device=requests.device)
             return cls(requests, (requests.unsqueeze(1) * own.window + columns).flatten(), own)

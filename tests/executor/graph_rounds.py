@@ -57,7 +57,7 @@ def graphs_of(harness: Harness) -> CudaGraphs:
 
 
 def num_replays(harness: Harness) -> dict[GraphKey, int]:
-    """Of `graphs_of`."""
+    """Replays of `graphs_of`."""
     return replays_of(graphs_of(harness))
 
 

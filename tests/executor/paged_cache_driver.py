@@ -193,7 +193,7 @@ class Driver:
             self.check_contents(seq_id, self.device.values(tokens))
 
     def check_contents(self, seq_id: int, values: list[int]) -> None:
-        """Of the positions that a query after these values sees."""
+        """Checks the positions that a query after these values sees."""
         groups = self.cache.groups_of(seq_id)
         for device, own, span in zip(self.devices, groups, self.spans, strict=True):
             first = span.first_key(len(values)) if span else 0

@@ -153,7 +153,7 @@ def test_a_split_round_is_timed_with_both_parts_in_turn(
 
 
 class Event:
-    """Of a device that takes 6 ms for any number of replays."""
+    """An event of a device that takes 6 ms for any number of replays."""
 
     def __init__(self, enable_timing: bool) -> None: ...
     def record(self) -> None: ...

@@ -145,8 +145,8 @@ def test_what_is_rounded_to_zero_keeps_its_sign(device: str) -> None:
 @on_each_kernel_device
 @on_each_dtype
 def test_the_kernels_norm_is_rounded_as_a_layer_of_its_own(dtype: torch.dtype, device: str) -> None:
-    """Of float32 results alone the interpreter and a device store the same bits. On a device the
-    two kernels add the squares in orders of their own, which 16 bits do not show."""
+    """Only of float32 results do the interpreter and a device store the same bits. On a device
+    the two kernels add the squares in orders of their own, which 16 bits do not show."""
     if dtype == torch.float32 and not INTERPRETED and device == "cuda":
         pytest.skip("the order of a sum shows in float32")
     x, weight = rows_of(9, 192, torch.float32, device).to(dtype), rows_of(1, 192, dtype, device)[0]

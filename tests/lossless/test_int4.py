@@ -33,7 +33,7 @@ BY_DEFAULT = ("plain", "ngram", "eagle3")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the zoo's target and draft model in 4 bits, and of the target's own values."""
+    """The zoo's target and draft model in 4 bits, and the target's own values."""
     root = tmp_path_factory.mktemp("int4")
     values = quantise_int4(copied("zoo:llama", root / "llama"), Packed("gptq", is_ordered=True))
     quantise_int4(copied(DRAFT_MODEL, root / "draft"), Packed("awq"))
@@ -49,7 +49,7 @@ def requests(tokenizer: Tokenizer) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, requests: list[Case]) -> list[RequestOutput]:
-    """Of the dequantised weights, one request after the other."""
+    """What the dequantised weights give, one request after the other."""
     with LLM(folder / "plain", **PLAIN) as llm:
         return generate(llm, requests, 1)
 

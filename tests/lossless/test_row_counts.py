@@ -55,8 +55,8 @@ def test_a_request_without_drafts_has_one_row_next_to_drafting_ones(
 
 
 def submit_all(harness: Harness) -> list[LlmRequest]:
-    """Of each way of sampling, some with grammars, log probabilities or edits on the host, and with
-    a common beginning."""
+    """Requests of each way of sampling, some with grammars, log probabilities or edits on the
+    host, and with a common beginning."""
     ways: list[dict[str, Any]] = [
         {},
         {"temperature": 0.9, "top_k": 8, "logprobs": 2},

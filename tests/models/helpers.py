@@ -125,7 +125,7 @@ class PagedRunner:
 
     @property
     def pool(self) -> KVPool:
-        """Of a model with one group."""
+        """The pool of a model with one group."""
         [pool] = self.pools
         return pool
 

@@ -30,7 +30,7 @@ class Case:
 
     @property
     def quantization(self) -> dict[str, Any]:
-        """Of config.json."""
+        """The object of config.json."""
         size = self.group or -1
         if self.packing == "awq":
             settings = {"zero_point": not self.symmetric, "version": "gemm", "group_size": size}

@@ -154,7 +154,7 @@ def test_a_row_has_the_same_bits_in_every_batch() -> None:
 
 
 class Gathering(Communicator):
-    """Of one of two ranks: `all_gather` puts all ranks' values side by side."""
+    """One of two ranks: `all_gather` puts all ranks' values side by side."""
 
     def __init__(self, rank: int, values: torch.Tensor) -> None:
         self.mapping, self.values = Mapping(rank, 2, 2), values

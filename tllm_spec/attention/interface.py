@@ -35,8 +35,8 @@ class AttentionMetadata:
     context_kv_lens: tuple[int, ...]
     """[C] cached + chunk tokens, host."""
     rows: RoundRows
-    """Of the B generation requests, in order: a bonus token and drafts, at most W rows each. Rows
-    of trees and of windows with padding are a rectangle."""
+    """The rows of the B generation requests, in order: a bonus token and drafts, at most W each.
+    Rows of trees and of windows with padding are a rectangle."""
     block_tables: torch.Tensor
     """[C + B, P] int32, device; pages of each request."""
     kv_lens: torch.Tensor
@@ -173,7 +173,7 @@ class ForwardContext:
     """What a model's forward gets besides tokens and positions."""
 
     groups: tuple[GroupAttention, ...]
-    """Of the model's layer groups, in order."""
+    """The model's layer groups, in order."""
     spec: SpecMetadata | None = None
     """Captures the hidden states that a draft head reads; None without such a head."""
     wanted: torch.Tensor | None = None

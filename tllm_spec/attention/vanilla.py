@@ -121,7 +121,7 @@ class VanillaAttention(HeadsBackend):
     def _plan_context(
         self, metadata: AttentionMetadata, request: int, rows: slice, keys: range
     ) -> ContextPlan:
-        """Of the last of `keys`, which see none but these keys."""
+        """The plan of the last of `keys`, which see none but these keys."""
         length, span = rows.stop - rows.start, self.geometry.span
         if length == len(keys):
             return ContextPlan(rows)
@@ -165,7 +165,7 @@ class VanillaAttention(HeadsBackend):
         return GenerationPlan(first, rows, kv_rows, gathered, cached[0], cached[1], mask)
 
     def _spans(self, metadata: AttentionMetadata, first: int) -> KeySpans | None:
-        """Of the windows, which start at row `first`."""
+        """The spans of the windows, which start at row `first`."""
         span = self.geometry.span
         return None if span is None else KeySpans(span, metadata.positions[first:])
 

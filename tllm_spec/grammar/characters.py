@@ -11,7 +11,7 @@ ALL: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 
 
 def united(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Of any ranges."""
+    """The union of any ranges."""
     made: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if made and low <= made[-1][1] + 1:

@@ -47,7 +47,7 @@ def types_of(schema: Schema) -> list[str] | None:
 
 
 def kind_of(value: object) -> str:
-    """Of a JSON value."""
+    """The type of a JSON value."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
     if isinstance(value, (int, float)):

@@ -89,7 +89,7 @@ class _Part:
             self._rewrite_types([str(each) for each in types])
 
     def _rewrite_values(self) -> None:
-        """Of constraints next to them only those of strings are kept."""
+        """Only constraints of strings are kept next to `const` and `enum`."""
         sets, schema = self._served.sets, self._schema
         name = "const" if "const" in schema else "enum"
         if others := sorted(CONSTRAINTS & schema.keys() - {*STRING_KEYWORDS, name}):

@@ -45,7 +45,7 @@ def of_length(sets: TextSets, term: Term, low: int, high: int | None) -> Term:
 
 
 def span_of(sets: TextSets, term: Term) -> Span:
-    """Of an intersection or a complement nothing is known."""
+    """Nothing is known of an intersection or a complement."""
     node = sets.nodes[term]
     if node.kind == "characters":
         return 1, 1

@@ -111,7 +111,7 @@ class TextSets:
             waiting += new
 
     def parts_of(self, term: Term) -> list[Term]:
-        """Of a sequence; another term is its own only part."""
+        """The parts of a sequence; another term is its own only part."""
         parts = []
         while self.nodes[term].kind == "sequence":
             first, term = self.nodes[term].parts

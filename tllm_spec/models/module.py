@@ -30,7 +30,7 @@ class Placement:
     activations: TokenScales | None = None
     """How linear layers with weights in FP8 quantise activations; None: not."""
     int4: Int4Groups | None = None
-    """Of the checkpoint's 4-bit weights that stay so; None: it has none, or they do not."""
+    """The groups of 4-bit weights that stay so; None: there are none, or they do not."""
     splits_inputs: bool = False
     """Whether each rank has a slice of a layer's inputs."""
 
@@ -79,7 +79,7 @@ class WeightSlot:
     destination: torch.Tensor | None
     """None: only other ranks need the tensor."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     shard_dim: int | None = None
     start: int = 0
     order: torch.Tensor | None = None

@@ -42,7 +42,7 @@ def size_of(
 
 
 def _entries(num_best: int | None) -> int:
-    """Of one token: the best ones, and the token itself."""
+    """Entries of one token: the best ones, and the token itself."""
     return 0 if num_best is None else num_best + 1
 
 

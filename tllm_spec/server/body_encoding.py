@@ -15,7 +15,7 @@ NAMES = "gzip and identity are accepted"
 
 
 class BodyDecoder:
-    """Of one body. Raises RequestRefused for an encoding that is not served."""
+    """Decodes one body. Raises RequestRefused for an encoding that is not served."""
 
     def __init__(self, headers: Mapping[bytes, bytes]) -> None:
         given = headers.get(b"content-encoding", b"identity").decode("latin-1").strip().lower()

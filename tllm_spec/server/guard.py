@@ -148,7 +148,7 @@ class Guard:
             )
 
     def _key_name(self, path: str, headers: Mapping[bytes, bytes]) -> str:
-        """Of the key that the request has; "" where keys have no names, or none is needed."""
+        """The name of the request's key; "" where keys have no names, or none is needed."""
         if not self._keys or path in OPEN_PATHS:
             return ""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")

@@ -97,7 +97,7 @@ class Answer(ABC):
         return False
 
     def encoder(self, prompt_index: int, result: RequestOutput) -> Callable[[Json], bytes]:
-        """Of the next chunks."""
+        """The encoder of the next chunks."""
         return large_event if self.starts_slowly(prompt_index, result) else event
 
     @property

@@ -138,7 +138,7 @@ class HostTreeDrafter(HostDrafter):
 
 
 def _better(grammar: GrammarState, tree: HostTree, limit: int) -> HostTree:
-    """Of depth `limit` at most. The grammar may know a better chain."""
+    """A tree of depth `limit` at most. The grammar may know a better chain."""
     if tree.is_chain:
         return HostTree.of_paths([grammar.better_drafts(tree.tokens, limit)])
     # Branches that the grammar excludes are not accepted anyway.

@@ -48,7 +48,7 @@ class Int4Slot(WeightSlot):
     scales: torch.Tensor | None = None
     zeros: torch.Tensor | None = None
     form: "Int4Weight | None" = None
-    """Of the whole layer."""
+    """The format of the whole layer."""
     module: str = ""
     """In the checkpoint, for errors."""
 

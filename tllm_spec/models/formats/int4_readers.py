@@ -69,7 +69,7 @@ def _group_size(settings: Mapping[str, Any], key: str, reasons: list[str]) -> in
 
 
 def _read_awq(settings: Mapping[str, Any], reasons: list[str]) -> Int4Format:
-    """Of two names for a setting AutoAWQ's own file has the second."""
+    """Where a setting has two names, AutoAWQ's own file has the second."""
     bits = "w_bit" if "w_bit" in settings else "bits"
     reasons += unserved(settings, {bits: (4,)})
     version = str(settings.get("version", "gemm")).lower()

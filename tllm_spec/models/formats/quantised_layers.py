@@ -147,7 +147,7 @@ def _weights(slots: list[tuple[str, WeightSlot]]) -> Iterator[tuple[str, WeightS
 def _dequantised(
     model: Module, is_stored: Callable[[str], bool], placement: Placement, prefix: str
 ) -> Iterator[tuple[Reason, str, torch.Tensor]]:
-    """Of weights that the checkpoint quantises and this rank does not: why, the last part of the
+    """Weights that the checkpoint quantises and this rank does not: why, the last part of the
     module's name, and the weight."""
     for path, module in model.named_modules():
         weights = list(_weights(list(module.slots(path)))) if isinstance(module, Module) else []

@@ -19,7 +19,7 @@ class Part:
     """A checkpoint's matrix `[N, K]`, and the slice of it that this rank's layer has."""
 
     shape: tuple[int, int]
-    """Of the whole matrix."""
+    """The shape of the whole matrix."""
     shard_dim: int | None = None
     """0: the slice has some outputs; 1: some inputs; None: it has all."""
     start: int = 0
@@ -36,7 +36,7 @@ class WeightFormat(ABC):
     weight: nn.Parameter
     """`[N, K]`, or the packed codes of 4-bit weights."""
     scales: nn.Parameter | None = None
-    """Of quantised weights, float32: `[N, ceil(K / 128)]` in FP8, `[N, G]` in 4 bits."""
+    """Scales of quantised weights, float32: `[N, ceil(K / 128)]` in FP8, `[N, G]` in 4 bits."""
     bias: nn.Parameter | None
 
     @property
