@@ -194,7 +194,7 @@ def _sampler(plan: BuildPlan, slots: SlotState, engines: Engines) -> Sampler:
             "synthetic_acceptance_rates is set: drafts are accepted by chance, the text means "
             "nothing"
         )
-    sampler = sampler_of(
+    return sampler_of(
         engines.target.model.lm_head.shard,
         slots,
         state,
@@ -202,7 +202,6 @@ def _sampler(plan: BuildPlan, slots: SlotState, engines: Engines) -> Sampler:
         thresholds=thresholds,
         synthetic_rates=rates,
         relaxed=relaxed,
+        serves_grammars=plan.args.guided_decoding_backend is not None,
+        communicator=plan.communicator,
     )
-    sampler.grammar_masks.is_served = plan.args.guided_decoding_backend is not None
-    sampler.grammar_masks.work.communicator = plan.communicator
-    return sampler

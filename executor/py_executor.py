@@ -110,7 +110,7 @@ class PyExecutor:
             speculating=self._speculating, counts_drafts=parts.slots.counts_drafts
         )
         self._unsettled: list[tuple[ScheduledBatch, list[LlmRequest]]] = []
-        parts.sampler.grammar_masks.read_rounds = self._read_rounds
+        parts.sampler.grammar_masks.read_tokens_with(self._read_rounds)
         self.totals = Totals()
 
     def enter_thread(self) -> None:

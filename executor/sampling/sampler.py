@@ -43,6 +43,7 @@ class Sampler:
         slots: SlotState,
         state: SamplingState,
         groups: RowGroups,
+        grammar_masks: GrammarMasks,
         *,
         rejection: bool,
         thresholds: tuple[float, float] = (1.0, 1.0),
@@ -58,7 +59,7 @@ class Sampler:
         self.groups = groups
         self.rejection = rejection
         self.host_edits = HostEdits()
-        self.grammar_masks = GrammarMasks(slots, state.vocab_size)
+        self.grammar_masks = grammar_masks
 
     def start(self, request: LlmRequest) -> None:
         """The request got a slot."""
