@@ -77,6 +77,8 @@ def _build(
     plan: BuildPlan, tokenizer: Tokenizer | None, respond: Callable[[list[Response]], None]
 ) -> BuiltExecutor:
     args, communicator = plan.args, plan.communicator
+    if plan.spec is not None:
+        plan.spec.check_code()
     check_draft(plan.draft_plan, tokenizer, plan.config)
     check_draft_backend(plan)
     engines = build_engines(plan)
