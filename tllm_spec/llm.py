@@ -19,6 +19,7 @@ from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import Worker
 from tllm_spec.grammars import Grammars
 from tllm_spec.intake import Intake, Params
+from tllm_spec.models.registry import check_config
 from tllm_spec.not_served import CHAT_NOT_SERVED, GENERATE_NOT_SERVED, NO_KV_EVENTS
 from tllm_spec.option_checks import NotServed, refuse_not_served
 from tllm_spec.outputs import RequestOutput
@@ -31,6 +32,7 @@ from tllm_spec.server_info import server_info
 from tllm_spec.text.chat_prompt import Conversation
 from tllm_spec.text.messages import Messages
 from tllm_spec.tokenizer import Tokenizer, load_tokenizer
+from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class LLM:
     ) -> None:
         self.args = LlmArgs.from_kwargs(model, tokenizer=tokenizer, **kwargs)
         self.llm_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        check_config(resolve_model(self.args.model))  # before its tokenizer is read
         self.tokenizer = _tokenizer(self.args)
         self._results = Results()
         communicator = join_ranks(self.args)
