@@ -138,7 +138,7 @@ def test_every_llm_has_an_id_of_its_own(llm: LLM) -> None:
         assert isinstance(llm.llm_id, str) and llm.llm_id != other.llm_id
 
 
-def test_a_model_that_is_not_served_is_refused_before_its_tokenizer_is_read(tmp_path: Path) -> None:
+def test_an_architecture_is_checked_before_the_tokenizer_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Phi3ForCausalLM"]}')
-    with pytest.raises(ValueError, match=r"architectures is .'Phi3ForCausalLM'.; it must be one of"):
+    with pytest.raises(ValueError, match=r"architectures is .*; it must be one of"):
         LLM(tmp_path)

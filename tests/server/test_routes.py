@@ -116,6 +116,9 @@ def test_tokenising_a_long_prompt_delays_no_other_request(
     assert httpx.get(f"{url}/health", timeout=10).status_code == 200
     assert post("/v1/completions", prompt="short").status_code == 200
     assert post("/v1/chat/completions", messages=CHAT).status_code == 200
+    if "chat" in path:
+        long = {"prompt": "b" * len(text), "truncate_prompt_tokens": 1}
+        assert post("/v1/completions", **long).status_code == 200
     monkeypatch.undo()
     may_end.set()
     client.join()
