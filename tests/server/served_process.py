@@ -19,6 +19,7 @@ OPTIONS: dict[str, Any] = {
     "load_format": "dummy",
     "device": "cpu",
     "max_batch_size": 4,
+    "guided_decoding_backend": None,  # its process would take time of a processor
     "kv_cache_config": {"max_tokens": 4096},
 }
 LONG = {"model": MODEL, "prompt": "a", "max_tokens": 1900, "ignore_eos": True, "stream": True}

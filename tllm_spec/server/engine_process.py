@@ -63,6 +63,7 @@ class EngineProcess:
 
     def run(self) -> str | None:
         """Serves until `stop`. Returns why the engine has died, or None."""
+        self._grammars.prepare()
         self._communicator.when_lost(self._worker.fail)
         self._worker.start()
         self._loop.run()
