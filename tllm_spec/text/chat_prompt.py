@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
+from tllm_spec.config.option_checks import check_text
 from tllm_spec.executor.faults import described
-from tllm_spec.option_checks import check_text
 from tllm_spec.text.messages import Messages, checked
 from tllm_spec.text.template_process import RenderTime, has_own_renderer, template_processes
+from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.text.visible_messages import Tools, visible
-from tllm_spec.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tllm_spec.child_process import ChildProcess
 from tllm_spec.text.template_child import TOO_LARGE
-from tllm_spec.tokenizer import Tokenizer
+from tllm_spec.text.tokenizer import Tokenizer
 
 MODULE = "tllm_spec.text.template_child"
 MAX_SECONDS = 5.0  # for one conversation
