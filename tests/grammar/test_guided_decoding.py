@@ -9,7 +9,8 @@ import pydantic
 import pytest
 
 from tests.server.http_answers import wait_for
-from tllm_spec.grammar import grammar_compiler, grammars
+from tllm_spec import grammars
+from tllm_spec.grammar import grammar_compiler
 from tllm_spec.grammar.grammar_compiler import GrammarCompiler
 from tllm_spec.grammar.guided_decoding import MAX_GRAMMAR_CHARS, GuidedDecodingParams
 from tllm_spec.sampling_params import SamplingParams
