@@ -6,6 +6,7 @@ rest. The larger steps have a module each in `building/`."""
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -121,9 +122,7 @@ def _build(
         stream_interval=args.stream_interval,
         iteration_stats=_iteration_stats(args, scheduler, kv),
         round_log=RoundLog(scheduler) if logs_rounds else None,
-        ranks=communicator.gather(
-            rank_facts(communicator.mapping.rank, plan.device, engines.models)
-        ),
+        ranks=_ranks(plan, engines),
     )
     return BuiltExecutor(
         PyExecutor(parts, respond),
@@ -131,6 +130,17 @@ def _build(
         plan.config,
         _limits(plan, tokenizer, scheduler),
     )
+
+
+def _ranks(plan: BuildPlan, engines: Engines) -> list[Any]:
+    facts = rank_facts(
+        plan.mapping.rank,
+        plan.device,
+        engines.models,
+        dtype=plan.dtype,
+        attention=plan.attention,
+    )
+    return plan.communicator.gather(facts)
 
 
 def _draft_len_for(
