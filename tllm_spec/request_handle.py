@@ -105,8 +105,8 @@ class RequestHandle(RequestOutput):
         return RequestOutput, tuple(getattr(self, each.name) for each in fields(RequestOutput))
 
     def __repr__(self) -> str:
-        kind, values = self.__reduce__()
-        return repr(kind(*values))
+        values = {each.name: getattr(self, each.name) for each in fields(RequestOutput)}
+        return repr(RequestOutput(**values))
 
     def receive(self, response: Response) -> None:
         """Called by the executor's thread."""

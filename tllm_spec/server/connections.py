@@ -71,7 +71,7 @@ class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn's types are not 
         self._header_timer = self.loop.call_later(LINGER_SECONDS, self.abort)
         for event in (
             h11.Response(status_code=answer.status_code, headers=head),
-            h11.Data(data=answer.body),
+            h11.Data(data=bytes(answer.body)),
             h11.EndOfMessage(),
         ):
             self.transport.write(self.conn.send(event))
