@@ -27,7 +27,8 @@ from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.eagle_config import EagleConfig
 from tllm_spec.models.head_checkpoint import HeadKind, head_kind
 from tllm_spec.models.module import Placement
-from tllm_spec.models.mtp import NextnModules, exported_config, load_nextn
+from tllm_spec.models.mtp import NextnModules, load_nextn
+from tllm_spec.models.nextn_checkpoint import exported_config
 from tllm_spec.models.registry import LoadFormat, blank_placement
 from tllm_spec.models.tied_output import OUTPUT
 from tllm_spec.models.token_map import read_token_map
