@@ -176,8 +176,8 @@ def _surroundings(
         sampler,
         plan.args.max_num_tokens,
         plan.max_len,
-        engines.draft,
         engines.layers,
+        engines.draft_kv,
     )
 
 

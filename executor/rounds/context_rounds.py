@@ -84,8 +84,7 @@ class ContextRounds:
         if ended:
             parts = [self._sample_first(ended, logits[: len(ended)], logprobs)]
         if group is not None and windows is not None:
-            of_windows = logits[len(ended) :]
-            result = self._step.sample(group, windows, of_windows, batch.draft_probs, logprobs)
+            result = self._step.sample(group, windows, logits[len(ended) :], logprobs)
             parts.append(result.sampled)
         return self._send_then_draft(batch, chunks, parts, result, logprobs)
 

@@ -55,7 +55,6 @@ class RoundRunner:
         else:
             sent = self._launch_windows(batch, logprobs)
         self.round_end.launched(batch)
-        self._groups.end_round()
         return LaunchedRound(
             batch,
             batch.last_chunk_requests,

@@ -6,11 +6,8 @@ drafter is made."""
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tllm_spec.executor.engine.draft_engine import DraftModelEngine
-from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
-from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.ngram_pool import NGramPool
 from tllm_spec.executor.resources.ngram_tree_pool import NGramTreePool
 from tllm_spec.executor.resources.slot_state import SlotState
@@ -18,12 +15,12 @@ from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import draft_sampling_of
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
-from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
+from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers, TorchLayers
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, NoDrafter, ReadyDrafts
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
-from tllm_spec.executor.speculative.drafting.model_tree_drafter import ModelTreeDrafter
+from tllm_spec.executor.speculative.drafting.network_layers import NetworkModelLayers
 from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
 from tllm_spec.executor.speculative.drafting.ngram import (
     NGramDrafter,
@@ -53,24 +50,16 @@ from tllm_spec.speculative_config import (
 
 
 @dataclass(frozen=True)
-class DraftEngine:
-    """A draft model ready to run, with its own cache."""
-
-    engine: DraftModelEngine
-    kv: KVCacheManager
-
-
-@dataclass(frozen=True)
 class Surroundings:
-    """What a mode may build on. `draft`: the draft model in its own engine; `layers`: the draft
-    network on the target's pages. Each is there for modes with such draft weights."""
+    """What a mode may build on. `layers`: the draft network, for modes with draft weights;
+    `draft_kv`: its cache, where it has pages of its own."""
 
     slots: SlotState
     sampler: Sampler
     max_num_tokens: int
     max_len: int  # tokens of a text
-    draft: DraftEngine | None
     layers: DraftLayers | None
+    draft_kv: DraftKVManager | None
 
 
 # Why none of the drafts may be accepted.
@@ -196,31 +185,16 @@ def _on_host(
     return Speculation(host, managers, host.blame, causes=HOST_CAUSES)
 
 
-def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
-    assert isinstance(config, DraftTargetDecodingConfig)
-    if config.draft_target_one_model:
-        return _build_on_targets_pages(config, around)
-    assert around.draft is not None
-    engine, kv = around.draft.engine, DraftKVManager(around.draft.kv)
-    shard, token_map = None, None
-    if isinstance(engine, ModelEngine):
-        shard, token_map = engine.model.lm_head.shard, engine.model.draft_to_target
-    sampling = draft_sampling_of(shard, around.sampler, _draws(config), token_map)
-    parts = kv, around.slots, around.sampler.groups, sampling, around.max_num_tokens
-    drafter: ModelDrafter
-    if config.drafts_trees:
-        assert isinstance(engine, ModelEngine)
-        drafter = ModelTreeDrafter(engine, *parts)
-    else:
-        drafter = ModelDrafter(engine, *parts)
-    return Speculation(drafter, [kv], round_end=drafter)
-
-
-def _build_on_targets_pages(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
-    layers, slots, draft = around.layers, around.slots, draft_model_of(config)
+def _build_network(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
+    layers, slots, kv, draft = around.layers, around.slots, around.draft_kv, draft_model_of(config)
     assert layers is not None and draft is not None
     net = layers.net
     sampling = draft_sampling_of(net.shard, around.sampler, _draws(config), net.token_map)
+    if kv is not None:
+        assert isinstance(layers, TorchLayers | NetworkModelLayers)
+        groups, max_num_tokens = around.sampler.groups, around.max_num_tokens
+        drafter = ModelDrafter(layers, kv, slots, groups, sampling, max_num_tokens)
+        return Speculation(drafter, [kv], round_end=drafter)
     backlog = DraftBacklog(layers, slots, around.max_num_tokens)
     proposer = NetworkProposer(layers, slots, sampling, backlog)
     return _in_rounds(proposer, around, splits_rounds=draft.splits_rounds)
@@ -292,11 +266,11 @@ def _mtp_module(config: DecodingBaseConfig) -> DraftModel:
 _MODES: dict[type[DecodingBaseConfig], Mode] = {
     NGramDecodingConfig: Mode(_build_ngram),
     UserProvidedDecodingConfig: Mode(_build_user_provided),
-    DraftTargetDecodingConfig: Mode(_build_draft_target, draft_model=_draft_target_model),
-    Eagle3DecodingConfig: Mode(_build_on_targets_pages, draft_model=_eagle_head),
-    EagleDecodingConfig: Mode(_build_on_targets_pages, draft_model=_eagle_head),
+    DraftTargetDecodingConfig: Mode(_build_network, draft_model=_draft_target_model),
+    Eagle3DecodingConfig: Mode(_build_network, draft_model=_eagle_head),
+    EagleDecodingConfig: Mode(_build_network, draft_model=_eagle_head),
     SADecodingConfig: Mode(_build_suffix_match, num_bytes=SuffixMatch.num_bytes),
-    MTPDecodingConfig: Mode(_build_on_targets_pages, draft_model=_mtp_module),
+    MTPDecodingConfig: Mode(_build_network, draft_model=_mtp_module),
 }
 
 

@@ -119,7 +119,7 @@ class RoundEnd:
         """How long the device takes before the target's forward, for dummy requests."""
         return 0.0
 
-    def draft_probs(self, group: RowGroup, given: torch.Tensor | None) -> torch.Tensor | None:
+    def draft_probs(self, group: RowGroup) -> torch.Tensor | None:
         """What the drafts in the group's windows were drawn from, `[B, K, V]` over the target's
-        vocabulary, for rejection sampling. given: what the drafter put into the batch."""
-        return given
+        vocabulary, for rejection sampling; None where it is not kept."""
+        return None

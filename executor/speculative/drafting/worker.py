@@ -13,13 +13,12 @@ from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.rounds.device_span import DeviceSpan
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
-from tllm_spec.executor.speculative.drafting.proposer import Proposer
+from tllm_spec.executor.speculative.drafting.proposer import Proposer, write_drafts
 from tllm_spec.executor.speculative.drafting.round_end import (
     ContextResult,
     RoundEnd,
     WindowResult,
 )
-from tllm_spec.kernels.beam_pool import DraftTree
 
 
 class DraftWorker(RoundEnd):
@@ -71,7 +70,7 @@ class DraftWorker(RoundEnd):
     def capture_graphs(self, rounds: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
         self.proposer.capture_graphs(rounds, keys)
 
-    def draft_probs(self, group: RowGroup, given: torch.Tensor | None) -> torch.Tensor | None:
+    def draft_probs(self, group: RowGroup) -> torch.Tensor | None:
         return self.proposer.draft_probs(group)
 
     def _draft(
@@ -82,7 +81,5 @@ class DraftWorker(RoundEnd):
         shape: DraftShape,
     ) -> None:
         drafts = self.proposer.propose(contexts, windows, group, shape)
-        if isinstance(drafts, DraftTree):
-            self._slots.write_tree(group.slots, drafts)
-        elif drafts is not None:
-            self._slots.write_drafts(group.slots, drafts.tokens, drafts.num_drafts)
+        if drafts is not None:
+            write_drafts(self._slots, group.slots, drafts)
