@@ -29,7 +29,7 @@ class DraftKVManager(KVCacheManager):
         which may be longer than the target's."""
         if not self.holds(request):
             request.draft_backlog = request.kv_len + 1 - self.start(request)
-        start = request.kv_len + 1 - request.draft_backlog
+        start = max(self.num_shared(request), request.kv_len + 1 - request.draft_backlog)
         end = request.kv_len + request.context_chunk
         return Missed(request, start, end) if start < end and self.extend(request, end) else None
 
