@@ -53,7 +53,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.device_choice",
     ),
     ("tllm_spec.executor.rounds.round_runner",),
-    ("tllm_spec.executor.rounds.context_rounds", "tllm_spec.executor.rounds.round_timing"),
+    ("tllm_spec.executor.rounds.context_rounds",),
     ("tllm_spec.executor.rounds.decode_rounds",),
     ("tllm_spec.executor.rounds.decode_step",),
     ("tllm_spec.executor.speculative",),
