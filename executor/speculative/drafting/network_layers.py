@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import torch
 
-from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.draft_network.decoder import LOGITS
@@ -72,16 +71,6 @@ class NetworkModelLayers:
 class NetworkHeadNet(HeadNet):
     """The head's part in torch. One run of the network gives states and logits, so they are passed
     on side by side: `[R, H + V_draft]`."""
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: ForwardContext,
-        state: torch.Tensor | None,
-        step: int,
-    ) -> torch.Tensor:
-        raise AssertionError("the layers run in NetworkLayers")
 
     def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
         return state[:, self.head.config.hidden_size :]
