@@ -133,18 +133,9 @@ class Scheduler:
         short = self._kv.without_room(requests, num_more)
         for request in short:
             self._make_room(request, request.num_tokens_bound + num_more, batch)
-        if short and not self.limits.may_preempt:
-            self._take_ahead(requests, num_more + ROUNDS_AHEAD * shape.path)
-
-    def _take_ahead(self, generating: list[LlmRequest], num_more: int) -> None:
-        """Takes the pages of the next rounds for all requests at once: of `num_more` tokens.
-
-        These pages were reserved at admission. When one request needs a page, all of them get
-        theirs, so that most rounds take none and send no page numbers to the device."""
-        for request in self._kv.without_room(generating, num_more):
-            if request.tokens_in_flight:  # without, they would be given back after this round
-                end = min(request.num_tokens_bound + num_more, self._last_token(request))
-                self._kv.extend(request, end)
+        if short and not self.limits.may_preempt:  # these pages were reserved at admission
+            num_ahead = num_more + ROUNDS_AHEAD * shape.path
+            self._kv.take_ahead(requests, num_ahead, self.limits.overshoot)
 
     def _schedule_context(self, request: LlmRequest, budget: int, batch: ScheduledBatch) -> int:
         chunk = self._chunk_len(request, request.kv_len, budget)

@@ -182,6 +182,15 @@ class KVCacheManager(ResourceManager):
         self._write_rows(request)
         return True
 
+    def take_ahead(self, requests: Sequence[LlmRequest], num_more: int, overshoot: int) -> None:
+        """Takes the pages of the next rounds, of `num_more` tokens, for all requests at once, up to
+        `overshoot` tokens after their last ones. When one request needs a page, all of them get
+        theirs, so that most rounds take none and send no page numbers to the device."""
+        for request in self.without_room(requests, num_more):
+            if request.tokens_in_flight:  # without, they would be given back after this round
+                last = request.prompt_len + request.max_tokens + overshoot
+                self.extend(request, min(request.num_tokens_bound + num_more, last))
+
     def without_room(self, requests: Sequence[LlmRequest], num_more: int) -> list[LlmRequest]:
         """The requests that have no pages for `num_more` tokens after those they may have now,
         tokens in flight included. Called before every round, which then adds at most 1 + `num_more`

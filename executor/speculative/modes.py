@@ -5,6 +5,7 @@ drafter is made."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
@@ -96,9 +97,9 @@ class DraftModel:
     load_format: LoadFormat
     is_head: bool  # reads hidden states of the target
     # Of the target, for a head; None: the head's own choice or the default.
-    capture_layers: tuple[int, ...] | None
-    shares_pages: bool  # its layers are extra layers of the target's pages
-    splits_rounds: bool  # it drafts in the tails of split rounds: a head on the two-model path
+    capture_layers: tuple[int, ...] | None = None
+    shares_pages: bool = True  # its layers are extra layers of the target's pages
+    splits_rounds: bool = False  # it drafts in the tails of split rounds, on the two-model path
     num_modules: int = 0  # of MTP, which are loaded as the target is
     backend: DraftBackend = "torch"
     # Of heads with a folder of their own. The first is that of a folder which does not say.
@@ -118,29 +119,18 @@ class Mode:
 
 def _build_ngram(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
     assert isinstance(config, NGramDecodingConfig)
+    limits: dict[str, Any] = {
+        "max_draft_len": config.max_draft_len,
+        "max_matching_ngram_size": config.max_matching_ngram_size,
+        "is_public_pool": config.is_public_pool,
+        "max_pool_entries": config.max_pool_entries,
+    }
     if config.drafts_trees:
-        return _build_ngram_trees(config, around)
-    pool = NGramPool(
-        max_draft_len=config.max_draft_len,
-        max_matching_ngram_size=config.max_matching_ngram_size,
-        is_keep_all=config.is_keep_all,
-        is_use_oldest=config.is_use_oldest,
-        is_public_pool=config.is_public_pool,
-        max_pool_entries=config.max_pool_entries,
-    )
-    return _on_host(NGramDrafter(pool), NGramPoolManager(pool), around)
-
-
-def _build_ngram_trees(config: NGramDecodingConfig, around: Surroundings) -> Speculation:
-    tree = config.shapes.longest
-    pool = NGramTreePool(
-        max_draft_len=config.max_draft_len,
-        max_matching_ngram_size=config.max_matching_ngram_size,
-        is_public_pool=config.is_public_pool,
-        max_pool_entries=config.max_pool_entries,
-    )
-    room = Room(tree.topk, tree.num_nodes)
-    return _on_host(NGramTreeDrafter(pool), NGramPoolManager(pool), around, room)
+        trees, longest = NGramTreePool(**limits), config.shapes.longest
+        room = Room(longest.topk, longest.num_nodes)
+        return _on_host(NGramTreeDrafter(trees), NGramPoolManager(trees), around, room)
+    chains = NGramPool(**limits, is_keep_all=config.is_keep_all, is_use_oldest=config.is_use_oldest)
+    return _on_host(NGramDrafter(chains), NGramPoolManager(chains), around)
 
 
 def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
@@ -225,9 +215,7 @@ def _draft_target_model(config: DecodingBaseConfig) -> DraftModel:
         config.speculative_model,
         config.load_format,
         is_head=False,
-        capture_layers=None,
         shares_pages=config.draft_target_one_model,
-        splits_rounds=False,
         backend=config.draft_backend,
         token_map=config.speculative_token_map,
     )
@@ -242,7 +230,6 @@ def _eagle_head(config: DecodingBaseConfig) -> DraftModel:
         config.load_format,
         is_head=True,
         capture_layers=config.eagle3_layers_to_capture,
-        shares_pages=True,
         splits_rounds=not config.eagle3_one_model,
         backend=config.draft_backend,
         head_kinds=("EAGLE-3",) if is_eagle3 else ("EAGLE-1/2", "EAGLE-3"),
@@ -256,8 +243,6 @@ def _mtp_module(config: DecodingBaseConfig) -> DraftModel:
         config.speculative_model,
         "auto",
         is_head=True,
-        capture_layers=None,
-        shares_pages=True,
         splits_rounds=not config.mtp_eagle_one_model,
         num_modules=config.max_draft_len if config.use_mtp_vanilla else 1,
     )

@@ -20,7 +20,10 @@ class DraftKVManager(KVCacheManager):
         if not short:
             return requests
         lacking = {r for r in short if not self.extend(r, r.num_tokens_bound + num_drafts)}
-        self._take_ahead(requests, num_drafts)
+        window = 1 + num_drafts
+        num_more = num_drafts + ROUNDS_AHEAD * window
+        if self.cache.num_available >= len(requests) * (1 + self.pages_for(num_more)):
+            self.take_ahead(requests, num_more, 2 * window)
         return [request for request in requests if request not in lacking]
 
     def missing_of_context(self, request: LlmRequest) -> Missed | None:
@@ -32,15 +35,3 @@ class DraftKVManager(KVCacheManager):
         start = max(self.num_shared(request), request.kv_len + 1 - request.draft_backlog)
         end = request.kv_len + request.context_chunk
         return Missed(request, start, end) if start < end and self.extend(request, end) else None
-
-    def _take_ahead(self, requests: list[LlmRequest], num_drafts: int) -> None:
-        """Takes the pages of the next rounds for all requests at once, where there are plenty, so
-        that most rounds send no page numbers to the device."""
-        window = 1 + num_drafts
-        num_more = num_drafts + ROUNDS_AHEAD * window
-        if self.cache.num_available < len(requests) * (1 + self.pages_for(num_more)):
-            return
-        for request in self.without_room(requests, num_more):
-            if request.tokens_in_flight:  # without, they would be given back after this round
-                last = request.prompt_len + request.max_tokens + 2 * window
-                self.extend(request, min(request.num_tokens_bound + num_more, last))
