@@ -97,7 +97,7 @@ def _build(
 
     queue, kv = queue_of(communicator), engines.kv
     resources = [*speculation.resources, kv, plan.slots]
-    scheduler = Scheduler(plan.limits(kv), plan.slots, kv, resources)
+    scheduler = Scheduler(plan.limits, plan.slots, kv, resources)
     logs_rounds = args.print_iter_log and communicator.mapping.rank == 0
     parts = ExecutorParts(
         queue=queue,

@@ -30,7 +30,6 @@ class SchedulerLimits:
 
     max_num_tokens: int  # rows of one forward
     overshoot: int  # positions after its last token that a request may write to
-    extra_kv_tokens: int  # of these, what a drafter on the same pages writes in every round
     chunked_prefill: bool
     may_preempt: bool  # MAX_UTILIZATION; otherwise GUARANTEED_NO_EVICT
     by_priority: bool
@@ -139,7 +138,7 @@ class Scheduler:
 
     def _schedule_context(self, request: LlmRequest, budget: int, batch: ScheduledBatch) -> int:
         chunk = self._chunk_len(request, request.kv_len, budget)
-        end = request.kv_len + chunk + self.limits.extra_kv_tokens
+        end = request.kv_len + chunk + self._kv.extra_kv_tokens
         if not chunk or not self._make_room(request, end, batch):
             return 0
         request.context_chunk = chunk
@@ -236,7 +235,7 @@ class Scheduler:
         self.waiting.take(request)
         self._slots.acquire(request)
         request.kv_len = self._kv.start(request)
-        has_room = self._kv.extend(request, request.kv_len + chunk + self.limits.extra_kv_tokens)
+        has_room = self._kv.extend(request, request.kv_len + chunk + self._kv.extra_kv_tokens)
         assert has_room, "a request that fits found no pages"
         request.state, request.context_chunk = RequestState.CONTEXT, chunk
         self.running.append(request)
@@ -247,7 +246,7 @@ class Scheduler:
         GUARANTEED_NO_EVICT: for all tokens that it may ever have. MAX_UTILIZATION: for its tokens
         now."""
         if self.limits.may_preempt:
-            num_tokens = request.num_tokens + self.limits.extra_kv_tokens
+            num_tokens = request.num_tokens + self._kv.extra_kv_tokens
             available = self._kv.available()
         else:
             num_tokens, available = self._last_token(request), self._kv.promisable()
