@@ -16,13 +16,12 @@ import torch
 
 from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.engine.rows import ContextChunk, Windows
+from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.graphs.eager_timing import TIMED_KV_LEN, eager_seconds
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.rounds.device_span import DeviceSpan
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
 from tllm_spec.executor.speculative.drafting.chain_drafting import ChainDrafting
@@ -32,7 +31,7 @@ from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.latest_runs import LatestRuns
 from tllm_spec.executor.speculative.drafting.missed_tokens import missed_by, read_missed
 from tllm_spec.executor.speculative.drafting.proposer import write_drafts
-from tllm_spec.executor.speculative.drafting.round_end import RoundEnd, WindowResult
+from tllm_spec.executor.speculative.drafting.round_end import ContextResult, RoundEnd, WindowResult
 from tllm_spec.executor.speculative.drafting.tree_drafting import TreeDrafting
 from tllm_spec.kernels.row_copies import gather_rows
 
@@ -101,20 +100,13 @@ class ModelDrafter(Drafter, RoundEnd):
             self._runs.keep(windows)
 
     def after_contexts(
-        self,
-        batch: ScheduledBatch,
-        chunks: list[ContextChunk],
-        first_tokens: torch.Tensor | None,
-        windows: WindowResult | None,
-        *,
-        is_timed: bool,
-    ) -> DeviceSpan | None:
+        self, batch: ScheduledBatch, contexts: ContextResult, windows: WindowResult | None
+    ) -> None:
         if self._runs is not None:
             if ended := batch.last_chunk_requests:
                 self._runs.start(self._groups.get(ended, 1).slots)
             if windows is not None:
                 self._runs.keep(windows)
-        return None
 
     def draft_probs(self, group: RowGroup) -> torch.Tensor | None:
         return self._chains.probs(group)
