@@ -9,6 +9,7 @@ accepted, and a CUDA graph holds all K steps."""
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -115,7 +116,8 @@ class ModelDrafter(Drafter, RoundEnd):
         if not self._layers.may_be_captured:
             logger.warning("drafts are made without CUDA graphs: the draft engine allows none")
             keys = []
-        self.graphs = rounds.for_same_slots(self._draft_from_slots)
+        draft = partial(self._draft_slots, max_kv_len=self._layers.rows.max_len)
+        self.graphs = rounds.for_same_slots(draft)
         self.graphs.capture(key for key in keys if key.draft_len)
 
     def seconds_before(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
@@ -159,15 +161,11 @@ class ModelDrafter(Drafter, RoundEnd):
         slots, is_sampled = list(map(_slot, drafting)), not all(map(_is_greedy, drafting))
         return self.graphs.run(slots, shape, is_sampled) is not None
 
-    def _draft_from_slots(self, slot_ids: torch.Tensor, shape: DraftShape, sampled: bool) -> None:
-        """What a graph captures."""
-        self._draft_slots(slot_ids, shape, sampled, self._layers.rows.max_len)
-
     def _draft_slots(
         self, slot_ids: torch.Tensor, shape: DraftShape, sampled: bool, max_kv_len: int
     ) -> None:
-        """Drafts for slots `[B]`, some of which may be the dummy slot. max_kv_len: bound of the KV
-        lengths with drafts."""
+        """What a graph captures: drafts for slots `[B]`, some of which may be the dummy slot.
+        max_kv_len: bound of the KV lengths with drafts."""
         group = self._groups.of_slots(slot_ids, 1, sampled=sampled)
         self._draft(group, shape, min(max_kv_len, self._layers.rows.max_len) - shape.depth)
 
