@@ -7,6 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tllm_spec.config.import_path import import_path_of
+from tllm_spec.config.speculative_config import (
+    DecodingBaseConfig,
+    DraftBackend,
+    DraftTargetDecodingConfig,
+    Eagle3DecodingConfig,
+    EagleDecodingConfig,
+    EagleHeadDecodingConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    SADecodingConfig,
+    UserProvidedDecodingConfig,
+)
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.ngram_pool import NGramPool
@@ -33,21 +46,8 @@ from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.suffix_match import SuffixMatch
 from tllm_spec.executor.speculative.drafting.tree_arrays import UNLIMITED, Room
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
-from tllm_spec.import_path import import_path_of
 from tllm_spec.models.head_checkpoint import HeadKind
 from tllm_spec.models.registry import LoadFormat
-from tllm_spec.speculative_config import (
-    DecodingBaseConfig,
-    DraftBackend,
-    DraftTargetDecodingConfig,
-    Eagle3DecodingConfig,
-    EagleDecodingConfig,
-    EagleHeadDecodingConfig,
-    MTPDecodingConfig,
-    NGramDecodingConfig,
-    SADecodingConfig,
-    UserProvidedDecodingConfig,
-)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
+from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.graphs.eager_timing import TIMED_KV_LEN, eager_seconds

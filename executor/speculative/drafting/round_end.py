@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tllm_spec.draft_shape import DraftShape
+from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
