@@ -100,7 +100,7 @@ def _build(
 
     queue, kv = queue_of(communicator), engines.kv
     resources = [*speculation.resources, kv, plan.slots]
-    scheduler = Scheduler(plan.limits(kv), plan.slots, kv, resources)
+    scheduler = Scheduler(plan.limits, plan.slots, kv, resources)
     logs_rounds = args.print_iter_log and communicator.mapping.rank == 0
     parts = ExecutorParts(
         queue=queue,
@@ -188,8 +188,8 @@ def _surroundings(
         sampler,
         plan.args.max_num_tokens,
         plan.max_len,
-        engines.draft,
         engines.layers,
+        engines.draft_kv,
     )
 
 

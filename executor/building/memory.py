@@ -28,8 +28,8 @@ from tllm_spec.zoo.registry import resolve_model
 
 def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     """Workspaces of attention and of GEMMs, CUDA graphs, and what is kept for every slot: the
-    backlog of a draft network on the target's pages, and its distributions for rejection sampling;
-    texts."""
+    backlog of a draft network on the target's pages; a draft network's distributions for rejection
+    sampling; texts."""
     configs = [plan.config, *([draft.net.config] if draft else [])]
     num_bytes = sum(
         workspace_bytes(
@@ -40,7 +40,7 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     )
     if plan.device.type == "cuda" and not plan.args.deterministic:
         num_bytes += WORKSPACE_BYTES
-    if draft is not None and draft.plan.shares_pages:
+    if draft is not None:
         num_bytes += _slot_bytes(plan, draft)
     num_bytes += slot_bytes_of(plan.spec, plan.slots.dummy_slot + 1, plan.max_len)
     num_bytes += _graph_bytes(plan, draft)
@@ -90,9 +90,9 @@ def _bytes_with_table(plan: BuildPlan, model: CausalLM) -> int:
 
 
 def _slot_bytes(plan: BuildPlan, draft: LoadedDraft) -> int:
-    """Of a draft network on the target's pages, for all slots."""
+    """Of a draft network, for all slots."""
     num_slots, captured = plan.slots.dummy_slot + 1, draft.spec.captured(1) if draft.spec else None
-    num_bytes = DraftBacklog.num_bytes(num_slots, captured)
+    num_bytes = DraftBacklog.num_bytes(num_slots, captured) if draft.plan.shares_pages else 0
     if plan.spec is not None and plan.spec.use_rejection_sampling and not plan.shapes.has_trees:
         num_rows = num_slots * plan.max_draft_len
         num_bytes += num_rows * plan.config.vocab_size * torch.float32.itemsize

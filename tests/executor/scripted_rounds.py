@@ -128,7 +128,7 @@ class ScriptedEngine:
         overshoot = 2 * (draft_len + 1) - 1 + extra
         max_pages = -(-(max_len + overshoot + 1) // page_size)
         num_pages = num_pages or 1 + max_batch_size * max_pages
-        limits = SchedulerLimits(8192, overshoot, extra, True, may_preempt, by_priority=False)
+        limits = SchedulerLimits(8192, overshoot, True, may_preempt, by_priority=False)
         managed = SeqSlotManager(max_batch_size)
         pool = KVPool(
             AttentionGeometry(1, 1, 1, 1, 1.0),

@@ -120,7 +120,6 @@ class Bench:
         )
 
     def _append(self, sampled: SampledTokens, logprobs: LogprobRows) -> list[int]:
-        self.sampler.groups.end_round()
         self.found.append(logprobs.per_request(logprobs.tensors))
         rows = zip(self.requests, sampled.new_tokens, sampled.new_lens, strict=True)
         for request, tokens, length in rows:
