@@ -1,0 +1,171 @@
+"""The architectures that are served from GGUF files, and the keys of `config.json` that a file's
+metadata stands for. Every key of the architecture is used or refused."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tllm_spec.models.formats.gguf_file import GgufFile
+
+EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
+ROPE_FACTORS = "rope_freqs.weight"
+# Of tensors before `.weight` and `.bias`; those of layers follow `blk.N.` and `model.layers.N.`.
+_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_OF_LAYERS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+# Metadata after the architecture's name, and what config.json calls it.
+_SIZES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_OPTIONAL = {
+    "attention.head_count_kv": "num_key_value_heads",
+    "rope.freq_base": "rope_theta",
+}
+_HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+_WITHOUT_EFFECT = ("vocab_size", "tensor_data_layout")
+_ROPE = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
+_END_TOKENS = ("eos", "eot", "eom")
+# Llama 3.1's scaling, of which files have the resulting factors: its lengths of context are fixed.
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    """How an architecture of llama.cpp is stored."""
+
+    architecture: str
+    """Hugging Face's name."""
+    layer_names: Mapping[str, str]
+    pairs_rotary: bool = False
+    """Whether rows of q and k are stored so that those which are rotated together are
+    neighbours."""
+
+
+ARCHITECTURES = {
+    "llama": GgufArchitecture("LlamaForCausalLM", _OF_LAYERS, pairs_rotary=True),
+    "qwen2": GgufArchitecture("Qwen2ForCausalLM", _OF_LAYERS),
+    "qwen3": GgufArchitecture("Qwen3ForCausalLM", _OF_LAYERS | _HEAD_NORMS),
+}
+
+
+def architecture_of(file: GgufFile) -> GgufArchitecture:
+    """Raises ValueError if it is not served, or if the file is no language model."""
+    kind = file.metadata.get("general.type", "model")
+    name = file.metadata.get("general.architecture")
+    if kind != "model" or name not in ARCHITECTURES:
+        raise ValueError(
+            f"{file.path} is a {kind} of the architecture {name!r}; served are models of "
+            f"{', '.join(ARCHITECTURES)}."
+        )
+    return ARCHITECTURES[name]
+
+
+def stored_name(name: str, architecture: GgufArchitecture) -> str:
+    """A checkpoint's name of a tensor in Hugging Face's format. An unknown one stays as it is."""
+    stem, _, kind = name.rpartition(".")
+    if stem in _OUTSIDE:
+        return f"{_OUTSIDE[stem]}.{kind}"
+    block, _, part = stem.partition(".")[2].partition(".")
+    if not stem.startswith("blk.") or part not in architecture.layer_names:
+        return name
+    return f"model.layers.{block}.{architecture.layer_names[part]}.{kind}"
+
+
+def gguf_config(file: GgufFile) -> dict[str, Any]:
+    """The file's metadata as the keys of `config.json`. Raises ValueError for an architecture, a
+    key or a tensor of frequencies that is not served, and for a size that is missing."""
+    architecture = architecture_of(file)
+    prefix = file.metadata["general.architecture"] + "."
+    own = {
+        key.removeprefix(prefix): value
+        for key, value in file.metadata.items()
+        if key.startswith(prefix)
+    }
+    if absent := [prefix + key for key in _SIZES if key not in own]:
+        raise ValueError(f"{file.path} has no {', '.join(absent)} in its metadata.")
+    if EMBEDDING not in file.tensors:
+        raise ValueError(f"{file.path} has no tensor {EMBEDDING}.")
+    raw = {name: own[key] for key, name in (_SIZES | _OPTIONAL).items() if key in own}
+    raw["architectures"] = [architecture.architecture]
+    raw["dtype"] = "bfloat16"
+    raw["vocab_size"] = file.tensors[EMBEDDING].shape[0]
+    raw["tie_word_embeddings"] = OUTPUT not in file.tensors
+    ends = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _END_TOKENS)
+    raw["eos_token_id"] = [token for token in ends if token is not None]
+    raw |= _head_size(file, own)
+    raw["rope_parameters"] = _rope(file, own, raw)
+    if surplus := own.keys() - _known():
+        raise ValueError(
+            f"{file.path}: {', '.join(prefix + key for key in sorted(surplus))} of its metadata "
+            "is not served."
+        )
+    return raw
+
+
+def _known() -> set[str]:
+    scaling = {f"rope.scaling.{key}" for key in ("type", "finetuned", *_ROPE)}
+    return {*_SIZES, *_OPTIONAL, *_HEAD_SIZES, *_WITHOUT_EFFECT, *scaling}
+
+
+def _head_size(file: GgufFile, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The key `head_dim` if the file has it. Queries, keys, values and the rotated part must have
+    one size."""
+    found = {key: own[key] for key in _HEAD_SIZES if key in own}
+    if len(set(found.values())) > 1:
+        sizes = ", ".join(f"{key} is {value}" for key, value in found.items())
+        raise ValueError(f"{file.path}: {sizes}; served are heads whose sizes are equal.")
+    return {"head_dim": value for value in found.values()}
+
+
+def _rope(file: GgufFile, own: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters`."""
+    kind = own.get("rope.scaling.type", "none")
+    if ROPE_FACTORS in file.tensors:
+        return _llama3(file, raw)
+    if kind == "none":
+        return {"rope_type": "default"}
+    return {"rope_type": kind} | {
+        name: own[f"rope.scaling.{key}"]
+        for key, name in _ROPE.items()
+        if f"rope.scaling.{key}" in own
+    }
+
+
+def _llama3(file: GgufFile, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What wavelengths are multiplied by, `[D / 2]`, must be what Llama 3.1 does."""
+    found = file.rows(file.tensors[ROPE_FACTORS]).view(np.float32).ravel()
+    factor = float(found.max())
+    exponents = np.arange(len(found)) / len(found)
+    original = _LLAMA3["original_max_position_embeddings"]
+    rotations = original / (2 * math.pi * raw.get("rope_theta", 10000.0) ** exponents)
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    kept = np.clip((rotations - low) / (high - low), 0, 1)
+    expected = 1 / ((1 - kept) / factor + kept)
+    if not np.allclose(found, expected, rtol=1e-3):
+        raise ValueError(
+            f"{file.path}: the factors of {ROPE_FACTORS} are not those of Llama 3.1; others are "
+            "not served."
+        )
+    return {"rope_type": "llama3", "factor": factor, **_LLAMA3}

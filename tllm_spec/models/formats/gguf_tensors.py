@@ -1,0 +1,104 @@
+"""The tensors of a GGUF file under Hugging Face's names, dequantised at load."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tllm_spec.models.formats.gguf_config import ROPE_FACTORS, architecture_of, stored_name
+from tllm_spec.models.formats.gguf_file import GgufFile, TensorPlace, read_gguf
+
+MISSING = "a GGUF file needs the package gguf: pip install 'tllm_spec[gguf]'"
+AT_ONCE = 1 << 20  # elements that a thread dequantises
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A stored tensor, of which nothing is read before it is dequantised."""
+
+    file: GgufFile
+    place: TensorPlace
+    num_pairs_heads: int | None
+    """Of q and k: the number of heads whose rows are stored in pairs; None: they are not."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.place.shape)
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """Of `shape`, on the host. Threads dequantise rows into it, so that no copy of the tensor
+        in float32 exists."""
+        rows = self.file.rows(self.place)
+        output = torch.empty(self.shape, dtype=dtype)
+        by_row = output.view(len(rows), self.shape[-1])
+        step = max(1, AT_ONCE // self.shape[-1])
+        order = self._order()
+
+        def fill(start: int) -> None:
+            chosen = slice(start, start + step)
+            own = rows[chosen] if order is None else rows[order[chosen]]
+            by_row[chosen] = torch.from_numpy(_dequantise(own, self.place.type_number))
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(fill, range(0, len(rows), step)))
+        return output
+
+    def _order(self) -> NDArray[np.int64] | None:
+        """The stored rows in the order of Hugging Face's, where rows that are rotated together are
+        half a head apart."""
+        if self.num_pairs_heads is None:
+            return None
+        numbers = np.arange(self.shape[0])
+        return numbers.reshape(self.num_pairs_heads, -1, 2).swapaxes(1, 2).ravel()
+
+
+def gguf_tensors(path: Path, wants: Callable[[str], bool]) -> Iterator[tuple[str, GgufTensor]]:
+    """Names and tensors of the file, of those whose names are wanted.
+
+    Raises:
+        ValueError: the package gguf is missing, or a tensor has a type that is not served, or an
+            incomplete one.
+    """
+    if find_spec("gguf") is None:
+        raise ValueError(MISSING)
+    file = read_gguf(path)
+    for place in file.tensors.values():
+        file.rows(place)
+    heads = _num_pairs_heads(file)
+    for name, place in _named(file):
+        if wants(name):
+            yield name, GgufTensor(file, place, heads.get(name[name.find("self_attn") :]))
+
+
+def gguf_names(path: Path) -> list[str]:
+    """The names of the file's tensors in Hugging Face's format."""
+    return [name for name, _ in _named(read_gguf(path))]
+
+
+def _named(file: GgufFile) -> Iterator[tuple[str, TensorPlace]]:
+    """Without the factors of frequencies, which the configuration has."""
+    architecture = architecture_of(file)
+    for place in file.tensors.values():
+        if place.name != ROPE_FACTORS:
+            yield stored_name(place.name, architecture), place
+
+
+def _num_pairs_heads(file: GgufFile) -> dict[str, int]:
+    """Heads of the matrices whose rows are stored in pairs, by their names in a layer."""
+    if not architecture_of(file).pairs_rotary:
+        return {}
+    key = f"{file.metadata['general.architecture']}.attention.head_count"
+    num_heads = file.metadata[key]
+    num_kv_heads = file.metadata.get(f"{key}_kv", num_heads)
+    return {"self_attn.q_proj.weight": num_heads, "self_attn.k_proj.weight": num_kv_heads}
+
+
+def _dequantise(rows: NDArray[np.uint8], type_number: int) -> NDArray[np.float32]:
+    from gguf import GGMLQuantizationType, dequantize
+
+    return dequantize(rows, GGMLQuantizationType(type_number))
