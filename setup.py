@@ -7,6 +7,7 @@ from setuptools import find_namespace_packages, setup
 SERVER = ["fastapi>=0.110", "uvicorn>=0.29", "prometheus-client>=0.20", "msgpack>=1.0.5"]
 PARALLEL = ["mpi4py>=4", "mpich>=4.2; platform_system == 'Linux'"]
 GUIDED = ["xgrammar>=0.2.7,<0.3"]
+GGUF = ["gguf>=0.17"]
 PLOT = ["matplotlib>=3.8"]
 OTEL = ["opentelemetry-sdk>=1.25", "opentelemetry-exporter-otlp-proto-http>=1.25"]
 # For draft_backend.
@@ -15,6 +16,7 @@ TENSORRT = ["tensorrt>=10.13.2"]
 CUDA = ["cuda-python>=12.6", "flashinfer-python>=0.6.4"]
 DEV = [
     *GUIDED,
+    *GGUF,
     *PLOT,
     *OTEL,
     *PARALLEL,
@@ -66,6 +68,7 @@ setup(
     extras_require={
         "cuda": CUDA,
         "guided": GUIDED,
+        "gguf": GGUF,
         "plot": PLOT,
         "otel": OTEL,
         "parallel": PARALLEL[:1],
