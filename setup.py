@@ -23,6 +23,7 @@ DEV = [
     *ONNXRUNTIME,
     # Its builder needs no GPU: tests build the network that tensorrt would run.
     "tensorrt-rtx>=1.7; platform_system == 'Linux' and platform_machine == 'x86_64'",
+    "accelerate>=1.1",  # transformers needs it for GGUF files, with which tests compare
     "pytest>=8",
     "pytest-xdist>=3.5",
     "hypothesis>=6.100",

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 
-# Blocks of the K types that nothing here can quantise to: bytes before, and of, their 16-bit scales.
+# The package does not quantise to the K types. In a block: bytes before, and of, 16-bit scales.
 SCALES = {Type.Q4_K: (0, 4), Type.Q5_K: (0, 4), Type.Q6_K: (208, 2)}
 NAMES = {
     "model.embed_tokens": "token_embd",

@@ -62,9 +62,12 @@ def test_all_types_give_the_logits_of_transformers(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
+    pytest.importorskip("accelerate")
     monkeypatch.setattr(gguf_tensors, "AT_ONCE", 4096)  # so that parts of tensors are joined
     # transformers does not read the size of a head, which Qwen3's default is 128 for.
-    path = save(tmp_path, architecture, TYPES, **({"head_dim": 128} if architecture == "Qwen3" else {}))
+    path = save(
+        tmp_path, architecture, TYPES, **({"head_dim": 128} if architecture == "Qwen3" else {})
+    )
     reference = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=path.name, dtype=torch.float32
     )

@@ -136,7 +136,7 @@ def _head_size(file: GgufFile, own: Mapping[str, Any]) -> dict[str, Any]:
     if len(set(found.values())) > 1:
         sizes = ", ".join(f"{key} is {value}" for key, value in found.items())
         raise ValueError(f"{file.path}: {sizes}; served are heads whose sizes are equal.")
-    return {"head_dim": value for value in found.values()}
+    return {"head_dim": next(iter(found.values()))} if found else {}
 
 
 def _rope(file: GgufFile, own: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,19 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9
 # The other types of values, as `struct` calls them.
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 MAX_DIMENSIONS = 4
 
 
@@ -109,7 +121,7 @@ def read_gguf(path: Path) -> GgufFile:
     parts = found.metadata.get("split.count", 0)
     if parts > 1:
         raise ValueError(
-            f"{path} is one of {parts} parts; join them with llama.cpp's `llama-gguf-split --merge`."
+            f"{path} is one of {parts} parts; join them with llama.cpp's llama-gguf-split --merge."
         )
     return found
 
