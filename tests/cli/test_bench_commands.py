@@ -371,6 +371,7 @@ def test_compare_says_how_close_another_model_is(dataset: Path, tmp_path: Path) 
     ]
     assert [row["configuration"] for row in found["models"]] == ["plain", "plain (zoo:llama-draft)"]
     assert "equal tokens" in result.output and "100.0%" in result.output
+    assert "the same 2 texts in every run with each model." in result.output
     assert run("compare", plain, wrong, *options).exit_code == 1
     result = run("compare", plain, "--dataset", dataset, "--with_model", "zoo:no")
     assert result.exit_code == 1 and "model 'zoo:no' is neither" in result.output

@@ -84,7 +84,7 @@ def _comparison_row(row: dict[str, Any], times: Sequence[str]) -> list[str]:
 
 def format_fidelity(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Nothing without rows."""
-    header = ["model of", "equal tokens", "equal first choices", "perplexity"]
+    header = ["configuration", "equal tokens", "equal first choices", "perplexity"]
     shares = "equal_tokens", "equal_choices"
     lines = (
         [

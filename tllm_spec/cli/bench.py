@@ -215,7 +215,7 @@ def measure(
 
 
 def read_options(
-    model: Model, yaml_paths: list[Path | None], options: dict[str, Any]
+    model: Model, yaml_paths: Sequence[Path | None], options: dict[str, Any]
 ) -> "tuple[WorkloadOptions, list[dict[str, Any]]]":
     """The workload, and LLM's keyword arguments for each YAML file. Raises ValueError with every
     option and key that is refused."""
@@ -288,8 +288,7 @@ def compare(
 
     All engines are in memory together and take turns. Prompts stay in the prefix cache from run to
     run unless a file sets `kv_cache_config.enable_block_reuse: false`, so mostly decoding is
-    compared. Exits with status 1 when a text differs from that of the model's baseline, at the same
-    concurrency.
+    compared. Exits with status 1 when texts of a model differ at the same concurrency.
     """
     from tllm_spec.bench.compare import Contestant, comparison, differences, run_in_turn
     from tllm_spec.bench.fidelity import fidelity
@@ -298,11 +297,11 @@ def compare(
     from tllm_spec.llm import LLM
 
     paths = [model.path, *([with_model] if with_model else [])]
-    workload, arguments = read_options(model, list(configs) * len(paths), options)
+    workload, arguments = read_options(model, configs * len(paths), options)
     entrants = entrants_of(paths, configs)
     requests = workload.requests()
     sampling = workload.sampling(requests)
-    rows, found, models = [], [], []
+    rows, found = [], []
     with ExitStack() as stack:
         engines = [
             stack.enter_context(LLM(path, **each))
@@ -316,8 +315,7 @@ def compare(
             run_in_turn(contestants, requests, sampling, repeat, warmup, streaming)
             rows += comparison(contestants, streaming)
             found += differences(contestants, requests)
-        if with_model:
-            models = fidelity(contestants[:: len(configs)], requests)
+        models = fidelity(contestants[:: len(configs)], requests) if with_model else []
         outputs = contestants[0].runs[0].outputs[:show_text]
         shown = [*format_texts(outputs, engines[0].tokenizer), format_comparison(rows)]
     click.echo("\n".join([*shown, *format_fidelity(models), *map(str, found)]))
@@ -328,7 +326,8 @@ def compare(
     if found and not allow_differences:
         raise SystemExit(1)
     if not found:
-        click.echo(equal_texts(names_of(configs), len(requests), repeat, len(concurrency)))
+        sizes = len(requests), repeat, len(concurrency), len(paths)
+        click.echo(equal_texts(names_of(configs), *sizes))
 
 
 def entrants_of(paths: Sequence[str], configs: Sequence[Path]) -> list[tuple[str, str]]:
@@ -339,9 +338,12 @@ def entrants_of(paths: Sequence[str], configs: Sequence[Path]) -> list[tuple[str
     ]
 
 
-def equal_texts(names: Sequence[str], num_texts: int, repeat: int, num_concurrencies: int) -> str:
+def equal_texts(
+    names: Sequence[str], num_texts: int, repeat: int, num_concurrencies: int, num_models: int
+) -> str:
     """The sentence on a comparison that found no difference."""
-    where = "" if num_concurrencies == 1 else " at each concurrency"
+    where = " with each model" if num_models > 1 else ""
+    where += " at each concurrency" if num_concurrencies > 1 else ""
     if len(names) == repeat == 1:
         return (
             f"No texts were compared: {names[0]} ran once{where}. A second file or --repeat 2 "

@@ -1,5 +1,7 @@
 """The tensors of a GGUF file under Hugging Face's names, dequantised at load."""
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,7 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from tllm_spec.models.formats.gguf_config import ROPE_FACTORS, architecture_of, stored_name
-from tllm_spec.models.formats.gguf_file import GgufFile, TensorPlace, read_gguf
+from tllm_spec.models.formats.gguf_file import TYPES, GgufFile, TensorPlace, read_gguf
+
+logger = logging.getLogger(__name__)
 
 MISSING = "a GGUF file needs the package gguf: pip install 'tllm_spec[gguf]'"
 AT_ONCE = 1 << 20  # elements that a thread dequantises
@@ -53,8 +57,9 @@ class GgufTensor:
         half a head apart."""
         if self.num_pairs_heads is None:
             return None
-        numbers = np.arange(self.shape[0])
-        return numbers.reshape(self.num_pairs_heads, -1, 2).swapaxes(1, 2).ravel()
+        pairs = np.arange(self.shape[0]).reshape(self.num_pairs_heads, -1, 2)
+        order: NDArray[np.int64] = pairs.swapaxes(1, 2).ravel()
+        return order
 
 
 def gguf_tensors(path: Path, wants: Callable[[str], bool]) -> Iterator[tuple[str, GgufTensor]]:
@@ -69,6 +74,7 @@ def gguf_tensors(path: Path, wants: Callable[[str], bool]) -> Iterator[tuple[str
     file = read_gguf(path)
     for place in file.tensors.values():
         file.rows(place)
+    _log(file)
     heads = _num_pairs_heads(file)
     for name, place in _named(file):
         if wants(name):
@@ -88,6 +94,12 @@ def _named(file: GgufFile) -> Iterator[tuple[str, TensorPlace]]:
             yield stored_name(place.name, architecture), place
 
 
+def _log(file: GgufFile) -> None:
+    counts = Counter(TYPES[place.type_number].name for place in file.tensors.values())
+    shown = ", ".join(f"{number} of {name}" for name, number in counts.most_common())
+    logger.info("%s: tensors are dequantised at load: %s", file.path, shown)
+
+
 def _num_pairs_heads(file: GgufFile) -> dict[str, int]:
     """Heads of the matrices whose rows are stored in pairs, by their names in a layer."""
     if not architecture_of(file).pairs_rotary:
@@ -101,4 +113,5 @@ def _num_pairs_heads(file: GgufFile) -> dict[str, int]:
 def _dequantise(rows: NDArray[np.uint8], type_number: int) -> NDArray[np.float32]:
     from gguf import GGMLQuantizationType, dequantize
 
-    return dequantize(rows, GGMLQuantizationType(type_number))
+    values: NDArray[np.float32] = dequantize(rows, GGMLQuantizationType(type_number))
+    return values
