@@ -39,9 +39,9 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
+from tllm_spec.executor.speculative.drafting.host_tree import UNLIMITED, Room
 from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.ngram import NGramDrafter, NGramTreeDrafter
-from tllm_spec.executor.speculative.drafting.tree_arrays import UNLIMITED, Room
 from tllm_spec.sampling_params import SamplingParams
 
 DRAFT_LEN, MAX_NEW_TOKENS, VOCAB_SIZE = 4, 5, 128_000
