@@ -207,6 +207,13 @@ class DecodingBaseConfig(ConfigModel):
             return None
         return AdaptiveConfig.parse(adaptive, info.data["max_draft_len"])
 
+    @property
+    def draft_len_limits(self) -> dict[int, int]:
+        """The most drafts of a round by batch size. The entry of the largest key not above the
+        batch size holds; below all keys there is no limit."""
+        off_above = {self.max_concurrency + 1: 0} if self.max_concurrency else {}
+        return self.draft_len_schedule or off_above
+
     @field_validator("draft_len_schedule")
     @classmethod
     def _check_schedule(

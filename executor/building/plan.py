@@ -128,9 +128,7 @@ class BuildPlan:
         if graphs is None or not self.communicator.captures:
             return ()
         # The largest batch before a limit changes the draft length: no batch is padded beyond.
-        schedule = spec.draft_len_schedule if spec else None
-        also = [size - 1 for size in schedule or () if size > 1]
-        also.append((spec.max_concurrency if spec else None) or 0)
+        also = [size - 1 for size in spec.draft_len_limits if size > 1] if spec else []
         # The largest batches that fit, with contexts and alone.
         max_num_tokens = self.args.max_num_tokens
         rows = rows_with_contexts(max_num_tokens), max_num_tokens

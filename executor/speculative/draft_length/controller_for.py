@@ -28,8 +28,7 @@ def controller_for(
     if spec.acceptance_rate_threshold is not None and spec.acceptance_rate_window_size is not None:
         gate = AcceptanceGate(spec.acceptance_rate_threshold, spec.acceptance_rate_window_size)
     limits = DraftLenLimits(
-        max_concurrency=spec.max_concurrency,
-        schedule=spec.draft_len_schedule,
+        spec.draft_len_limits,
         gate=gate,
         max_num_tokens=max_num_tokens,
         max_batch_size=max_batch_size,
