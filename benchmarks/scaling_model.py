@@ -61,8 +61,8 @@ CHECK_CONTEXT = 1150  # prompts of 1,024 tokens, in the middle of the timed roun
 def checked() -> Iterator[Checked]:
     yield from _checked_llama()
     yield from _checked_table()
-    yield from _checked_experts("moe", "rounds", QWEN3_30B, 0)
-    yield from _checked_experts("deepseek", "plain", V3_STYLE, 1)
+    yield from _checked_experts("qwen3", QWEN3_30B, 0)
+    yield from _checked_experts("v3", V3_STYLE, 1)
 
 
 def _checked_llama() -> Iterator[Checked]:
@@ -78,9 +78,9 @@ def _checked_llama() -> Iterator[Checked]:
 
 def _checked_table() -> Iterator[Checked]:
     """The means of the tables of `benchmarks.rounds`."""
-    for name, subject in _results("rounds").items():
+    for name in ("zero_drafts", "sampling_params", "deterministic"):
         found: dict[tuple[str, int], list[float]] = {}
-        for row in subject["rows"]:
+        for row in _results("rounds")[name]["rows"]:
             path = "plain" if name == "zero_drafts" else row["path"]
             found.setdefault((path, row["batch_size"]), []).append(row["ms"])
         for (path, batch), ms in found.items():
@@ -90,9 +90,9 @@ def _checked_table() -> Iterator[Checked]:
             yield Checked(what, batch, mean(ms), 1e3 * seconds)
 
 
-def _checked_experts(file: str, subject: str, shape: Shape, shared: int) -> Iterator[Checked]:
+def _checked_experts(subject: str, shape: Shape, shared: int) -> Iterator[Checked]:
     """With the experts that were really hit, of which `shared` are the shared one."""
-    for row in _results(file)[subject]["rows"]:
+    for row in _results("experts")[subject]["rows"]:
         if found := re.match(r"batch (\d+)(.*)", row["what"]):
             batch, hit = int(found[1]), row["hit"] - shared
             seconds = H200.round_seconds(shape, batch, 1, CHECK_CONTEXT, 1, hit=hit)

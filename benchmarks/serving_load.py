@@ -7,7 +7,6 @@ An 8B Llama's shape in bf16 with random weights; prompts of 512 random token ids
 greedy, synthetic acceptance. Clients are raw sockets in processes of their own. A load is warmed up
 once; each figure is over one wave of requests."""
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -30,7 +29,7 @@ import yaml
 from benchmarks.h200_parts.llm import Stream, serving_details
 from benchmarks.harness.engine import release
 from benchmarks.harness.models import LLAMA_8B, Models, open_models
-from benchmarks.harness.report import about, save, table
+from benchmarks.harness.report import Options, Row, Subject, main, table
 
 MAX_CLIENT_PROCESSES = 8
 DRAFT_LEN = 3
@@ -238,28 +237,17 @@ def rows_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     return table((*heads, *more), lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--clients", default="1,64,256")
-    parser.add_argument("--configs", default="plain,eagle3")
-    parser.add_argument("--frontends", type=int, default=1)
-    parser.add_argument("--shape", choices=tuple(LOADS), default="llama-8b")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
-    clients, load = [int(each) for each in args.clients.split(",")], LOADS[args.shape]
-    rows: list[dict[str, Any]] = []
-    with open_models(args.shape, args.device) as models:
+def load(options: Options) -> Iterator[Row]:
+    clients, own = options.numbers("clients"), LOADS[options.shape]
+    with open_models(options.shape, options.device) as models:
         if models.is_8b:
-            write_tokenizer(Path(models.target), load.vocab_size)
-        for config in args.configs.split(","):
-            rows += measure(models, config, load, clients, args.frontends)
-            print("\n".join(rows_table(rows)), flush=True)
-    if args.output is not None:
-        save(args.output, {"about": about(args.device), "frontends": args.frontends, "rows": rows})
+            write_tokenizer(Path(models.target), own.vocab_size)
+        for config in options.more.configs.split(","):
+            yield from measure(models, config, own, clients, options.more.frontends)
 
+
+SUBJECTS = (Subject("load", "Streamed clients, 512 in / 256 out", load, rows_table),)
 
 if __name__ == "__main__":
-    main()
+    own = {"clients": "1,64,256", "configs": "plain,eagle3", "frontends": 1}
+    sys.exit(main(SUBJECTS, __doc__, **own))

@@ -15,7 +15,6 @@ killed     seconds from the death of a rank under load to a client's error, and 
 Random bf16 weights, prompts of 1,024 tokens, greedy, synthetic acceptance. Each row is a world of
 its own. It needs an MPI with `mpiexec`. NVLink multicast is never used."""
 
-import argparse
 import json
 import os
 import subprocess
@@ -26,34 +25,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.deepseek import TINY as TINY_V3
-from benchmarks.deepseek import V3_STYLE
+from benchmarks.harness.dummy_models import TINY_EAGLE3, TINY_LLAMA, TINY_V3, V3_STYLE
 from benchmarks.harness.killed_rank import killed
-from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, RATES, TINY, Config
+from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, RATES, Config
 from benchmarks.harness.rank_job import Job
-from benchmarks.harness.report import Row, about, number, save, table
+from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from tllm_spec.distributed.mpirun import find_mpiexec
 
 JOB_LIMIT_S = 170
 DRAFT_LEN = 3
-AS_70B = {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-}
+AS_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
 LLAMA_70B: Config = {**LLAMA_8B, **AS_70B, "num_hidden_layers": 80}
 EAGLE3_70B: Config = {**EAGLE3_8B, **AS_70B}
-TINY_LLAMA: Config = {**LLAMA_8B, **TINY, "num_hidden_layers": 7}
-TINY_EAGLE3: Config = {**EAGLE3_8B, **TINY, "draft_vocab_size": 256}
 FIXED_SUMS = ("NCCL", "one-shot")
-TITLES = {
-    "sums": "Sums over two GPUs",
-    "llama-8b": "8B, one and two GPUs",
-    "llama-70b": "70B, one and two GPUs",
-    "v3": "V3-style, one and two GPUs",
-    "killed": "The end of a rank",
-}
-SUBJECTS = tuple(TITLES)
 
 
 def jobs(subject: str, ranks: int, is_full: bool, num_layers: int) -> Iterator[Job]:
@@ -178,35 +162,25 @@ def _cells(row: Row, merged: Mapping[tuple[str, int, int], Row]) -> list[str]:
     return [number(row["ms"]), share, f"{row['sums']:.0f}" if "sums" in row else "", *rest]
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=", ".join(SUBJECTS))
-    parser.add_argument("--ranks", default="1,2", help="numbers of ranks")
-    parser.add_argument("--layers", type=int, default=80, help="of the 70B shape")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--output", type=Path, help="result file; other subjects in it are kept")
-    args = parser.parse_args(argv)
-    if unknown := set(args.subjects) - set(SUBJECTS):
-        parser.error(f"unknown subjects {sorted(unknown)}: there are {', '.join(SUBJECTS)}")
-    is_complete = True
-    for subject in args.subjects or SUBJECTS:
-        rows: list[Row] = []
-        for ranks in map(int, args.ranks.split(",")):
-            found = [killed(ranks, args.device)] if subject == "killed" and ranks > 1 else []
-            if subject != "killed":
-                for job in jobs(subject, ranks, args.device == "cuda", args.layers):
-                    found += run_job(job)
-            for row in found:
-                print(f"{subject}: {json.dumps(row)}", file=sys.stderr, flush=True)
-            rows += found
-        is_complete &= not any("status" in row for row in rows)
-        print("\n".join([f"**{subject}**", "", *tables(rows), ""]), flush=True)
-        if args.output:
-            save(args.output, {subject: {"about": about(args.device), "rows": rows}})
-    return 0 if is_complete else 1
+def subject(name: str, title: str) -> Subject:
+    def run(options: Options) -> Iterator[Row]:
+        for ranks in options.numbers("ranks"):
+            if name == "killed":
+                yield from [killed(ranks, options.device)] if ranks > 1 else []
+                continue
+            for job in jobs(name, ranks, options.device == "cuda", options.more.layers):
+                yield from run_job(job)
 
+    return Subject(name, title, run, tables)
+
+
+SUBJECTS = (
+    subject("sums", "Sums over two GPUs"),
+    subject("llama-8b", "8B, one and two GPUs"),
+    subject("llama-70b", "70B, one and two GPUs"),
+    subject("v3", "V3-style, one and two GPUs"),
+    subject("killed", "The end of a rank"),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(SUBJECTS, __doc__, ranks="1,2", layers=80))

@@ -209,10 +209,8 @@ class DecodingBaseConfig(ConfigModel):
 
     @property
     def draft_len_limits(self) -> dict[int, int]:
-        """The most drafts of a round by batch size. The entry of the largest key not above the
-        batch size holds; below all keys there is no limit."""
-        off_above = {self.max_concurrency + 1: 0} if self.max_concurrency else {}
-        return self.draft_len_schedule or off_above
+        """The most drafts by batch size: the entry of the largest key not above it, if any."""
+        return self.draft_len_schedule or ({n + 1: 0} if (n := self.max_concurrency) else {})
 
     @field_validator("draft_len_schedule")
     @classmethod

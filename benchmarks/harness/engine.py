@@ -105,11 +105,7 @@ class Rounds:
         return self.executor.parts.runner.graphs is not None
 
     def start(
-        self,
-        batch_size: int,
-        prompt_len: int,
-        grammars: Sequence[GrammarState] = (),
-        **params: Any,
+        self, batch_size: int, prompt_len: int, grammars: Sequence[GrammarState] = (), **params: Any
     ) -> None:
         """Replaces what runs by `batch_size` requests with random prompts, prefilled and warm.
 

@@ -61,7 +61,7 @@ def llama(name: str, layers: int, hidden: int, inner: int, heads: int, **options
 
 
 LLAMA_8B = llama("Llama 3.1 8B, bf16", 32, 4096, 14336, 32)
-# The models of `benchmarks.moe` and `benchmarks.deepseek`, to check against their rounds.
+# The models of `benchmarks.experts`, to check against their rounds.
 QWEN3_30B = Shape(
     "Qwen3 30B-A3B, bf16",
     *(48, 2048, 151936),

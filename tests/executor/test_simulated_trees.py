@@ -1,11 +1,11 @@
-"""The bars of `benchmarks/adaptive_trees.py` with few rounds and a fixed seed."""
+"""Adaptive trees in a simulated engine: their shares of the best static chain or tree."""
 
 from random import Random
 
 import pytest
 
-from benchmarks import adaptive_trees as trees
-from benchmarks.harness.tree_simulator import TreeSimulator, draw, expected, num_accepted
+from tests.executor import simulated_trees as trees
+from tests.executor.simulated_trees import TreeSimulator, draw, expected, num_accepted
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
 
