@@ -37,7 +37,7 @@ from benchmarks.harness.forced_rounds import (
 )
 from benchmarks.harness.models import Models, open_models
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
-from tllm_spec.adaptive_config import PRESETS
+from tllm_spec.config.adaptive_config import PRESETS
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
 LADDER = (0, 1, 2, 3, 5)

@@ -25,7 +25,7 @@ from benchmarks.harness.engine import Rounds, in_turns, release
 from benchmarks.harness.forced_rounds import Profile, by_rank
 from benchmarks.harness.models import Models, open_models
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
-from tllm_spec.draft_shape import DraftShape, chain_of
+from tllm_spec.config.draft_shape import DraftShape, chain_of
 
 K = 3
 PARAMS: Mapping[str, dict[str, Any]] = {

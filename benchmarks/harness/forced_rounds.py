@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from benchmarks.harness.engine import Rounds
-from tllm_spec.draft_shape import DraftShape, DraftShapes
+from tllm_spec.config.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.expected_path import expected_accepted
 from tllm_spec.executor.speculative.drafting import tree_drafting

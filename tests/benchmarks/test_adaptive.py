@@ -21,7 +21,7 @@ from benchmarks.harness.forced_rounds import (
 )
 from benchmarks.harness.models import Models
 from benchmarks.harness.report import Options, Row
-from tllm_spec.draft_shape import chain_of
+from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
 SETUP = Models("zoo", "cpu", Path())
