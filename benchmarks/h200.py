@@ -70,9 +70,7 @@ JOBS = (
     Job("EAGLE-3 two-model", frozenset({2, 4, 5}), rounds.eagle3_two_model),
     Job("Draft/Target two-model", frozenset({2, 4, 5}), rounds.draft_target_two_model),
     Job("NGram", frozenset({2, 4, 5}), rounds.ngram),
-    Job("chunked prefill", frozenset({5}), llm.chunked),
     Job("start-up", frozenset({6}), start_up.start_up),
-    Job("weights from files", frozenset({6}), start_up.from_files),
 )
 
 

@@ -1,11 +1,9 @@
 """What NGram costs the host in a round, of requests with 8,000 tokens, 1 to 5 of them new.
 
-    python -m benchmarks.ngram [host_time] [step] [tree_step] [user_tree_step] [--quick]
-        [--output result.json]
+    python -m benchmarks.ngram [host_time] [step] [tree_step] [--quick] [--output result.json]
 
 `host_time`: the pool alone, 64 requests. `step`: all that the round's forward waits for, which is
 lookup, checks, padding and the copy to the slots (of the CPU). `tree_step`: the same with trees.
-`user_tree_step`: the same without the lookup, of a user's drafter.
 
 `text` is source code of the standard library, split into words, spaces and signs; `random` are ids
 of a vocabulary of 128,000, where nearly every n-gram is new. Rounds: medians. Prompts: the mean of
@@ -31,15 +29,13 @@ from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, DraftShapes, cha
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.ngram_pool import NGramPool
 from tllm_spec.executor.resources.ngram_tree_pool import NGramTreePool
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.grammar_work import GrammarWork
-from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
-from tllm_spec.executor.speculative.drafting.host_tree import UNLIMITED, Room
+from tllm_spec.executor.speculative.drafting.host_tree import Room
 from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.ngram import NGramDrafter, NGramTreeDrafter
 from tllm_spec.sampling_params import SamplingParams
@@ -142,13 +138,6 @@ def chains(ngram_size: int, manager: SeqSlotManager) -> HostDrafter:
     return HostDrafter(inner, None, slots, VOCAB_SIZE, GrammarWork())
 
 
-def tree_drafter(inner: Drafter, manager: SeqSlotManager, room: Room) -> HostDrafter:
-    depths = [DraftShape(depth, TREE.num_nodes, TREE.topk) for depth in range(1, DRAFT_LEN + 1)]
-    shapes = DraftShapes([NO_DRAFTS, *depths], narrows=True)
-    slots = SlotState(manager, shapes, torch.device("cpu"))
-    return HostTreeDrafter(inner, None, slots, VOCAB_SIZE, GrammarWork(), room)
-
-
 def trees(ngram_size: int, manager: SeqSlotManager) -> HostDrafter:
     pool = NGramTreePool(
         max_draft_len=DRAFT_LEN,
@@ -156,26 +145,11 @@ def trees(ngram_size: int, manager: SeqSlotManager) -> HostDrafter:
         is_public_pool=False,
         max_pool_entries=2_000_000,
     )
-    return tree_drafter(NGramTreeDrafter(pool), manager, Room(TREE.topk, TREE.num_nodes))
-
-
-class ReadyTrees(Drafter):
-    """Four paths of four tokens, or the same with parents; other tokens for each request."""
-
-    def __init__(self, given_as: str) -> None:
-        self._given_as = given_as
-
-    def prepare_draft_tokens(
-        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
-    ) -> None:
-        for request in scheduled_requests.generation_requests:
-            first = request.request_id
-            if self._given_as == "parents":
-                request.py_draft_tokens = list(range(first, first + 16))
-                request.py_draft_parents = [0, 1, 2, 3, 0, 5, 6, 7, 0, 9, 10, 11, 0, 13, 14, 15]
-            else:
-                starts = range(first, first + 16, 4)
-                request.py_draft_tokens = [list(range(start, start + 4)) for start in starts]  # type: ignore[misc] # paths
+    depths = [DraftShape(depth, TREE.num_nodes, TREE.topk) for depth in range(1, DRAFT_LEN + 1)]
+    shapes = DraftShapes([NO_DRAFTS, *depths], narrows=True)
+    slots = SlotState(manager, shapes, torch.device("cpu"))
+    inner, room = NGramTreeDrafter(pool), Room(TREE.topk, TREE.num_nodes)
+    return HostTreeDrafter(inner, None, slots, VOCAB_SIZE, GrammarWork(), room)
 
 
 class Step:
@@ -222,14 +196,6 @@ def tree_step(options: Options) -> Iterator[Row]:
     return steps(options, {f"n-gram {n}": partial(trees, n) for n in (2, 4)}, TREE)
 
 
-def user_tree_step(options: Options) -> Iterator[Row]:
-    makers = {
-        given_as: partial(tree_drafter, ReadyTrees(given_as), room=UNLIMITED)
-        for given_as in ("paths", "parents")
-    }
-    return steps(options, makers, TREE)
-
-
 def step_table(rows: Sequence[Row]) -> list[str]:
     columns = dict.fromkeys(row["column"] for row in rows)
     lines: dict[int, list[str]] = {}
@@ -243,7 +209,6 @@ SUBJECTS = (
     Subject("host_time", "NGram's pool, 64 requests of 8k tokens", host_time, host_time_table),
     Subject("step", "NGram's host drafter, text, private pool", step, step_table),
     Subject("tree_step", "The same with trees of 16 drafts", tree_step, step_table),
-    Subject("user_tree_step", "User's trees of 16 drafts", user_tree_step, step_table),
 )
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def headline(figures: Sequence[Figure]) -> list[str]:
 
 SIZE = re.compile(r", (?:batch (\d+)$|(\d+) at a time)")
 # Not in the summary, but in the result file, or already in the headline.
-LEFT_OUT = re.compile(r"chunked|K=[157]|decoding|EAGLE-3 K=3 end to end|one token")
+LEFT_OUT = re.compile(r"K=[157]|decoding|EAGLE-3 K=3 end to end|one token")
 
 
 def summary(figures: Sequence[Figure]) -> list[str]:

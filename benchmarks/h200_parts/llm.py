@@ -13,7 +13,6 @@ from typing import Any
 
 from benchmarks.h200_parts.figures import Figure
 from benchmarks.h200_parts.setup import Report, Setup
-from benchmarks.harness.engine import release
 from tllm_spec import LLM, SamplingParams
 from tllm_spec.bench.report import percentiles
 from tllm_spec.outputs import RequestOutput, SpeculativeStats
@@ -32,17 +31,6 @@ def eagle3(setup: Setup, report: Report) -> None:
     name = f"EAGLE-3 K={draft_len}"
     with Client(setup, speculative_config=setup.models.eagle3(draft_len)) as client:
         _measure(setup, report, client, name, f", {name}")
-
-
-def chunked(setup: Setup, report: Report) -> None:
-    """The same two with chunked prefill, under the two largest loads."""
-    draft_len, loads = setup.scale.draft_len, setup.scale.serving_loads[-2:]
-    configs = {"plain": None, f"EAGLE-3 K={draft_len}": setup.models.eagle3(draft_len)}
-    for name, config in configs.items():
-        with Client(setup, enable_chunked_prefill=True, speculative_config=config) as client:
-            _serve(setup, report, client, f"{name}, chunked prefill", loads)
-        del client
-        release()
 
 
 class Client:
