@@ -39,26 +39,17 @@ from tllm_spec.zoo.corpus import heldout_files, read_source
 from tllm_spec.zoo.registry import resolve_model
 
 SMALL = {
-    "device": "cpu",
-    "max_batch_size": 8,
-    "max_num_tokens": 4096,
+    "device": "cpu", "max_batch_size": 8, "max_num_tokens": 4096,
     "kv_cache_config": {"enable_block_reuse": False},
-}
+}  # fmt: skip
 NGRAM = {
-    "decoding_type": "NGram",
-    "max_draft_len": 8,
-    "max_matching_ngram_size": 4,
+    "decoding_type": "NGram", "max_draft_len": 8, "max_matching_ngram_size": 4,
     "is_use_oldest": False,
-}
-MEDIUM = {  # 151 M parameters
-    "hidden_size": 896,
-    "intermediate_size": 2432,
-    "num_hidden_layers": 14,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 14,
-    "head_dim": 64,
-    "vocab_size": 8192,
-}
+}  # fmt: skip
+MEDIUM = {
+    "hidden_size": 896, "intermediate_size": 2432, "num_hidden_layers": 14,
+    "num_attention_heads": 14, "num_key_value_heads": 14, "head_dim": 64, "vocab_size": 8192,
+}  # fmt: skip
 
 
 class NeverRight(Drafter):

@@ -10,26 +10,22 @@ once; each figure is over one wave of requests."""
 import asyncio
 import json
 import multiprocessing
-import re
 import selectors
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import yaml
-
-from benchmarks.h200_parts.llm import Stream, serving_details
+from benchmarks.h200_parts.llm import Stream, all_streams, serving_details
 from benchmarks.harness.engine import release
 from benchmarks.harness.models import LLAMA_8B, Models, open_models
 from benchmarks.harness.report import Options, Row, Subject, main, table
+from benchmarks.harness.served import served
+from tllm_spec import LLM
 
 MAX_CLIENT_PROCESSES = 8
 DRAFT_LEN = 3
@@ -80,53 +76,9 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
 
 
-# In one process.
-
-
-async def in_process(llm: Any, prompts: list[list[int]], max_tokens: int) -> list[Stream]:
-    from tllm_spec import SamplingParams
-
-    async def read(index: int, prompt: list[int]) -> Stream:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=index)
-        stream = Stream(time.monotonic())
-        async for _ in llm.generate_async(prompt, params, streaming=True):
-            stream.arrivals.append(time.monotonic())
-        return stream
-
-    return await asyncio.gather(*(read(i, prompt) for i, prompt in enumerate(prompts)))
-
-
-# Served.
-
-
-@contextmanager
-def server(model: str, options: dict[str, Any], frontends: int) -> Iterator[tuple[str, int]]:
-    """Yields the address of a server that is ready."""
-    command = [sys.executable, "-m", "tllm_spec.cli.serve", model, "--port", "0"]
-    command += ["--frontends", str(frontends), "--served_model_name", "m", "--config", "/dev/stdin"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdin is not None and process.stderr is not None
-    process.stdin.write(yaml.safe_dump(options))
-    process.stdin.close()
-    log = []
-    try:
-        for line in process.stderr:
-            log.append(line)
-            if address := re.search(r"serving m on http://([\d.]+):(\d+)", line):
-                break
-        else:
-            raise RuntimeError("".join(log))
-        drain = multiprocessing.get_context("fork").Process(
-            target=lambda: process.stderr.read()  # type: ignore[union-attr]  # asserted above
-        )
-        drain.start()
-        yield address[1], int(address[2])
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-
-
-def served(address: tuple[str, int], prompts: list[list[int]], max_tokens: int) -> list[Stream]:
+def read_served(
+    address: tuple[str, int], prompts: list[list[int]], max_tokens: int
+) -> list[Stream]:
     """Sends all prompts at once, from several processes."""
     bodies = [
         json.dumps(
@@ -167,7 +119,8 @@ def _read_streams(address: tuple[str, int], bodies: Sequence[bytes]) -> list[Str
     return streams
 
 
-# Both.
+def in_process(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[Stream]:
+    return asyncio.run(all_streams(llm, prompts, max_tokens, len(prompts)))
 
 
 def figures(streams: Sequence[Stream], output_len: int) -> dict[str, float]:
@@ -181,10 +134,11 @@ def measure(
 ) -> list[dict[str, Any]]:
     options = llm_options(models, config, load, max(clients))
     rows: list[dict[str, Any]] = []
-    with server(models.target, options, frontends) as address:
-        served(address, load.prompts(max(clients), 1), load.output_len)
+    with served(models.target, options, frontends) as server:
+        address = server.host, server.port
+        read_served(address, load.prompts(max(clients), 1), load.output_len)
         for number in clients:
-            streams = served(address, load.prompts(number, 2 + number), load.output_len)
+            streams = read_served(address, load.prompts(number, 2 + number), load.output_len)
             found = figures(streams, load.output_len)
             rows.append({"config": config, "clients": number, "served": found})
     # The engine that was served has left the device.
@@ -198,13 +152,11 @@ def measure(
 def measure_in_process(
     model: str, options: dict[str, Any], load: Load, clients: Sequence[int]
 ) -> list[dict[str, float]]:
-    from tllm_spec import LLM
-
     with LLM(model, **options) as llm:
-        asyncio.run(in_process(llm, load.prompts(max(clients), 1), load.output_len))
+        in_process(llm, load.prompts(max(clients), 1), load.output_len)
         found = [
             figures(
-                asyncio.run(in_process(llm, load.prompts(number, 2 + number), load.output_len)),
+                in_process(llm, load.prompts(number, 2 + number), load.output_len),
                 load.output_len,
             )
             for number in clients

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from benchmarks.harness.dummy_models import TINY_EAGLE3, TINY_LLAMA, TINY_V3, V3_STYLE
 from benchmarks.harness.killed_rank import killed
-from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, RATES, Config
+from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, Config
 from benchmarks.harness.rank_job import Job
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from tllm_spec.distributed.mpirun import find_mpiexec
@@ -62,7 +62,7 @@ def jobs(subject: str, ranks: int, is_full: bool, num_layers: int) -> Iterator[J
     is_tight = subject.startswith("llama-70b") and ranks == 1
     sizes = (1, 8) if is_tight else (1, 8, 64)
     plain = replace(size, model=target, batch_sizes=sizes if is_full else size.batch_sizes)
-    eagle3 = replace(plain, draft=head, draft_len=DRAFT_LEN, rates=RATES[:DRAFT_LEN])
+    eagle3 = replace(plain, draft=head, draft_len=DRAFT_LEN)
     if is_tight:
         eagle3 = replace(eagle3, batch_sizes=plain.batch_sizes[:1])
     for name, job in (("plain", plain), (f"EAGLE-3 K={DRAFT_LEN}", eagle3)):

@@ -167,19 +167,17 @@ def _serve(setup: Setup, report: Report, client: Client, name: str, loads: Loads
     scale = setup.scale
     shape = f"{scale.serving_input_len} in / {scale.serving_output_len} out"
     warm_up = client.prompts(loads[-1][0], scale.serving_input_len)
-    asyncio.run(_all_streams(client.llm, warm_up, WARM_UP_TOKENS, len(warm_up)))
+    asyncio.run(all_streams(client.llm, warm_up, WARM_UP_TOKENS, len(warm_up)))
     for at_a_time, total in loads:
         prompts = client.prompts(total, scale.serving_input_len)
         start = time.perf_counter()
-        streams = asyncio.run(
-            _all_streams(client.llm, prompts, scale.serving_output_len, at_a_time)
-        )
+        streams = asyncio.run(all_streams(client.llm, prompts, scale.serving_output_len, at_a_time))
         rate = total * scale.serving_output_len / (time.perf_counter() - start)
         details = {"requests": float(total), **serving_details(streams)}
         report(Figure(5, f"{name}, {at_a_time} at a time, {shape}", "tok/s", rate, details=details))
 
 
-async def _all_streams(
+async def all_streams(
     llm: LLM, prompts: list[list[int]], max_tokens: int, at_a_time: int
 ) -> list[Stream]:
     gate, sampling = asyncio.Semaphore(at_a_time), _sampling(len(prompts), max_tokens)

@@ -14,10 +14,9 @@ from tllm_spec.zoo.corpus import heldout_files, read_source
 PROMPT_LEN = 128
 DEPTH = 4
 DRAFT_TARGET = {
-    "decoding_type": "Draft_Target",
-    "speculative_model": "zoo:llama-draft",
+    "decoding_type": "Draft_Target", "speculative_model": "zoo:llama-draft",
     "max_draft_len": DEPTH,
-}
+}  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "coupled": {},
     "rejection": {"use_rejection_sampling": True},
