@@ -1,6 +1,6 @@
 """Rounds on one and on several GPUs of a host: milliseconds, sums, idle and host time, start-up.
 
-    python -m benchmarks.several_devices [sums] [llama-8b] [llama-70b] [v3] [killed] [--ranks 1,2]
+    python -m benchmarks.several_devices [sums] [llama-8b] [llama-70b] [v3] [--ranks 1,2]
     python -m benchmarks.several_devices llama-70b --layers 40   # where one device is too small
     python -m benchmarks.several_devices llama-8b --device cpu   # tiny shapes: shows that it runs
 
@@ -10,7 +10,6 @@ llama-8b   plain rounds and EAGLE-3 with 3 drafts; on several ranks also with NC
            one-shot sums, for all sizes
 llama-70b  both of Llama 3.3 70B's shape
 v3         a DeepSeek-V3-style model: experts sliced over the ranks (tp), and divided (ep)
-killed     seconds from the death of a rank under load to a client's error, and to the last process
 
 Random bf16 weights, prompts of 1,024 tokens, greedy, synthetic acceptance. Each row is a world of
 its own. It needs an MPI with `mpiexec`. NVLink multicast is never used."""
@@ -26,7 +25,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.harness.dummy_models import TINY_EAGLE3, TINY_LLAMA, TINY_V3, V3_STYLE
-from benchmarks.harness.killed_rank import killed
 from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, Config
 from benchmarks.harness.rank_job import Job
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
@@ -116,7 +114,7 @@ def _environment() -> dict[str, str]:
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
-    """Sums by size; rounds by job and batch size; ends; a line for each job that failed."""
+    """Sums by size; rounds by job and batch size; a line for each job that failed."""
     by_size = [row for row in rows if "bytes" in row]
     sums = [
         [f"{row['bytes']:,}", number(row["nccl_us"]), number(row["one_shot_us"])] for row in by_size
@@ -124,14 +122,6 @@ def tables(rows: Sequence[Row]) -> list[str]:
     lines = table(("bytes", "NCCL, µs", "one-shot, µs"), sums) if sums else []
     if any("batch" in row for row in rows):
         lines += rounds_table(rows)
-    if ended := [row for row in rows if "end_s" in row]:
-        lines += table(
-            ("GPUs", "until a client's error, s", "until the last process, s", "message"),
-            [
-                [str(row["ranks"]), number(row["error_s"]), number(row["end_s"]), row["error"]]
-                for row in ended
-            ],
-        )
     failed = (row for row in rows if "status" in row)
     return lines + [f"- {row['job']}, {row['ranks']} ranks: {row['status']}" for row in failed]
 
@@ -165,9 +155,6 @@ def _cells(row: Row, merged: Mapping[tuple[str, int, int], Row]) -> list[str]:
 def subject(name: str, title: str) -> Subject:
     def run(options: Options) -> Iterator[Row]:
         for ranks in options.numbers("ranks"):
-            if name == "killed":
-                yield from [killed(ranks, options.device)] if ranks > 1 else []
-                continue
             for job in jobs(name, ranks, options.device == "cuda", options.more.layers):
                 yield from run_job(job)
 
@@ -179,7 +166,6 @@ SUBJECTS = (
     subject("llama-8b", "8B, one and two GPUs"),
     subject("llama-70b", "70B, one and two GPUs"),
     subject("v3", "V3-style, one and two GPUs"),
-    subject("killed", "The end of a rank"),
 )
 
 if __name__ == "__main__":

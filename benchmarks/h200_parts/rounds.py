@@ -173,11 +173,7 @@ def _host(setup: Setup, report: Report, name: str, engine: Rounds) -> None:
     where = f"{name}, batch {len(engine.requests)}"
     if 4 in setup.points:
         host = engine.host_time(2 * setup.scale.rounds)
-        details = {
-            "p99": host.p99,
-            "of it graph launch": host.launch,
-            "100,000 additions in Python": host.additions,
-        }
+        details = {"p99": host.p99, "of it graph launch": host.launch}
         report(Figure(4, f"host time, {where}", "ms", host.median, details=details))
     if 5 in setup.points:
         report(_delay(setup, where, engine))

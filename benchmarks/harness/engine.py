@@ -52,13 +52,11 @@ class Timed:
 class HostTime:
     """Milliseconds of a round in which the executor's thread does not wait for the device.
 
-    `launch`: the part in the graph launch. `additions`: 100,000 additions in Python, measured in
-    the same seconds, because the speed of shared machines changes."""
+    `launch`: the part in the graph launch."""
 
     median: float
     p99: float
     launch: float
-    additions: float
 
 
 class Rounds:
@@ -181,7 +179,7 @@ class Rounds:
 
     def host_time(self, number: int) -> HostTime:
         """Each step's wall time less the time that it waits for the device's results."""
-        host, additions = [], [additions_ms()]
+        host = []
         with (
             stopwatch(ToHost, "wait") as waits,
             stopwatch(torch.cuda.CUDAGraph, "replay") as launches,
@@ -190,11 +188,9 @@ class Rounds:
                 seen, start = len(waits), time.perf_counter()
                 self.executor.step()
                 host.append((time.perf_counter() - start - sum(waits[seen:])) * 1e3)
-                if len(host) % (1 + number // 5) == 0:
-                    additions.append(additions_ms())
         p99 = sorted(host)[min(len(host) - 1, int(0.99 * len(host)))]
         launch = statistics.median(launches or [0.0]) * 1e3
-        return HostTime(statistics.median(host), p99, launch, statistics.median(additions))
+        return HostTime(statistics.median(host), p99, launch)
 
     def traced(self, number: int) -> Trace:
         """The events of that many rounds in Chrome's trace format."""
@@ -319,13 +315,6 @@ def start_up_phases() -> Iterator[dict[str, list[float]]]:
             name: stack.enter_context(stopwatch(owner, method, with_device=True))
             for name, owner, method in phases
         }
-
-
-def additions_ms(number: int = 100_000) -> float:
-    start, total = time.perf_counter(), 0
-    for value in range(number):
-        total += value
-    return (time.perf_counter() - start) * 1e3
 
 
 def synchronize() -> None:
