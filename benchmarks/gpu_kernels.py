@@ -1,11 +1,10 @@
 """The kernels of a decoding round on one GPU, each in a CUDA graph, with its floor.
 
-    python -m benchmarks.gpu_kernels [attention] [tree_attention] [tree_steps] [small_m_gemm]
-        [tuned_gemm] [sampling]
+    python -m benchmarks.gpu_kernels [attention] [tree_attention] [small_m_gemm] [tuned_gemm]
+        [sampling]
 
 attention       query windows of 1 to 8 tokens over a paged KV cache, layer after layer
 tree_attention  draft trees of 8 to 64 rows and a draft step of 8 beams, and chains of as many rows
-tree_steps      the steps of a draft tree of 5 steps of 8 beams, windows of 32 rows, and plain torch
 small_m_gemm    our GEMM of up to 8 rows, with what is fused into it, and torch's GEMM and ops
 tuned_gemm      all GEMMs of the 8B shape by torch, and by the fastest cuBLASLt algorithms
 sampling        choosing tokens of 128,256 logits, with filters
@@ -28,10 +27,8 @@ from benchmarks.harness.attention_kernels import (
     attention_table,
     bound,
     read_us,
-    steps_table,
     tree_attention,
     tree_attention_table,
-    tree_steps,
 )
 from benchmarks.harness.device_time import call_us
 from benchmarks.harness.models import MATMUL_FLOPS
@@ -203,7 +200,6 @@ SUBJECTS = tuple(
     for parts in (
         ("attention", "Attention of query windows", attention, attention_table),
         ("tree_attention", "Attention of draft trees", tree_attention, tree_attention_table),
-        ("tree_steps", "Steps of draft trees", tree_steps, steps_table),
         ("small_m_gemm", "GEMMs of up to 8 rows", small_m_gemm, small_m_table),
         ("tuned_gemm", "GEMMs of more rows", tuned_gemm, tuned_table),
         ("sampling", "Choosing tokens of 128,256 logits", sampling, sampling_table),

@@ -1,14 +1,11 @@
 """What NGram costs the host in a round, of requests with 8,000 tokens, 1 to 5 of them new.
 
-    python -m benchmarks.ngram [host_time] [step] [tree_step] [--quick] [--output result.json]
+    python -m benchmarks.ngram [step] [tree_step] [--quick] [--output result.json]
 
-`host_time`: the pool alone, 64 requests. `step`: all that the round's forward waits for, which is
-lookup, checks, padding and the copy to the slots (of the CPU). `tree_step`: the same with trees.
-
-`text` is source code of the standard library, split into words, spaces and signs; `random` are ids
-of a vocabulary of 128,000, where nearly every n-gram is new. Rounds: medians. Prompts: the mean of
-all requests', which includes Python's garbage collection. `max_draft_len` is 4, other options have
-their defaults."""
+`step`: all that the round's forward waits for, which is lookup, checks, padding and the copy to the
+slots (of the CPU). `tree_step`: the same with trees. The text is source code of the standard
+library, split into words, spaces and signs. Medians of rounds. `max_draft_len` is 4, other options
+have their defaults."""
 
 import random
 import re
@@ -51,10 +48,6 @@ def text_stream() -> list[int]:
     return [ids.setdefault(word, len(ids)) for file_words in words for word in file_words]
 
 
-def random_stream() -> list[int]:
-    return random.Random(0).choices(range(VOCAB_SIZE), k=1_000_000)
-
-
 class Texts:
     """Pieces of a stream, each of which grows by 1 to 5 tokens a round."""
 
@@ -91,42 +84,6 @@ def median_seconds(texts: Texts, num_rounds: int, run: Callable[[], float]) -> f
         texts.grow()
         seconds.append(run())
     return statistics.median(seconds)
-
-
-def propose(pool: NGramPool, texts: list[list[int]]) -> float:
-    start = time.perf_counter()
-    for request_id, tokens in enumerate(texts):
-        pool.propose(request_id, tokens, DRAFT_LEN)
-    return time.perf_counter() - start
-
-
-def host_time(options: Options) -> Iterator[Row]:
-    streams = {"text": text_stream(), "random": random_stream()}
-    num_requests, prompt_len, num_rounds = (4, 500, 5) if options.quick else (64, 8000, 60)
-    for stream, is_public, ngram_size in product(streams, (False, True), (1, 2, 3, 4)):
-        pool = make_pool(ngram_size, is_public)
-        texts = Texts(streams[stream], num_requests, prompt_len, num_rounds)
-        prompts = propose(pool, texts.texts)
-        rounds = median_seconds(texts, num_rounds, lambda p=pool, t=texts: propose(p, t.texts))
-        yield {
-            "stream": stream,
-            "pool": "public" if is_public else "private",
-            "ngram_size": ngram_size,
-            "round_us": rounds * 1e6,
-            "prompt_ms": prompts / num_requests * 1e3,
-        }
-
-
-def host_time_table(rows: Sequence[Row]) -> list[str]:
-    sizes = sorted({row["ngram_size"] for row in rows})
-    lines: dict[str, list[str]] = {}
-    for row in rows:
-        name = f"{row['stream']}, {row['pool']} pool"
-        cell = f"{row['round_us']:.0f} / {row['prompt_ms']:.1f}"
-        lines.setdefault(name, [name]).append(cell)
-    return table(
-        ("µs of a round / ms of a prompt, by n-gram size", *map(str, sizes)), lines.values()
-    )
 
 
 MakeDrafter = Callable[[SeqSlotManager], HostDrafter]
@@ -206,9 +163,8 @@ def step_table(rows: Sequence[Row]) -> list[str]:
 
 
 SUBJECTS = (
-    Subject("host_time", "NGram's pool, 64 requests of 8k tokens", host_time, host_time_table),
     Subject("step", "NGram's host drafter, text, private pool", step, step_table),
-    Subject("tree_step", "The same with trees of 16 drafts", tree_step, step_table),
+    Subject("tree_step", "NGram's host drafter, trees of 16 drafts", tree_step, step_table),
 )
 
 if __name__ == "__main__":

@@ -8,20 +8,8 @@ measured: the device, and the commit at which the result was recorded."""
 import re
 import sys
 from collections.abc import Sequence
-from types import ModuleType
+from importlib import import_module
 
-from benchmarks import (
-    adaptive,
-    cpu,
-    experts,
-    fp8,
-    gpu_kernels,
-    guided,
-    ngram,
-    rounds,
-    serving_load,
-    several_devices,
-)
 from benchmarks.h200_parts.figures import Figure, headline, summary
 from benchmarks.harness.report import ROOT, Row, load
 
@@ -30,8 +18,9 @@ NAMES = (
     "performance-serving.md", "guided-decoding.md", "scaling.md", "quantization.md", "adaptive.md",
 )  # fmt: skip
 DOCUMENTS = tuple((ROOT / "docs" / name).resolve() for name in NAMES)
-SCRIPTS: Sequence[ModuleType] = (
-    adaptive, cpu, experts, fp8, gpu_kernels, guided, ngram, rounds, serving_load, several_devices
+SCRIPTS = (
+    "adaptive", "cpu", "experts", "fp8", "gpu_kernels", "guided", "ngram", "rounds", "serving_load",
+    "several_devices",
 )  # fmt: skip
 
 
@@ -44,12 +33,11 @@ def all_tables() -> dict[str, list[str]]:
         f"Next to vLLM and SGLang: {quick}": _block(h200["about"], headline(figures)),
         f"Bars and floors: {quick}": _block(h200["about"], summary(figures)),
     }
-    for script in SCRIPTS:
-        name = script.__name__.rpartition(".")[2]
-        results = load(name)
-        for subject in script.SUBJECTS:
+    for name in SCRIPTS:
+        results, subjects = load(name), import_module(f"benchmarks.{name}").SUBJECTS
+        for subject in subjects:
             if subject.name in results:
-                one = f" {subject.name}" if len(script.SUBJECTS) > 1 else ""
+                one = f" {subject.name}" if len(subjects) > 1 else ""
                 title = f"{subject.title}: `python -m benchmarks.{name}{one}`"
                 result = results[subject.name]
                 found[title] = _block(result["about"], subject.table(result["rows"]))

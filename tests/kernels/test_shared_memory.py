@@ -60,7 +60,7 @@ def test_a_pipeline_has_fewer_stages_only_where_they_do_not_fit() -> None:
 
 @only_outside_the_interpreter
 def test_hoppers_tilings_are_those_that_were_measured() -> None:
-    """`python -m benchmarks.fp8_kernels linear` and `benchmarks.experts tilings`."""
+    """`python -m benchmarks.fp8_kernels linear`, `benchmarks.experts layer`."""
     of_rows = {
         16: Tiling(16, 64, 4, 5),
         32: Tiling(32, 64, 4, 5),
