@@ -226,23 +226,12 @@ def ratios(name: str) -> Callable[[Sequence[Row]], list[str]]:
     return lines
 
 
+ZERO, PARAMS_TITLE = "Draft length 0 over plain decoding", "Sampling parameters over greedy"
+ON = "`deterministic: true` over default"
 SUBJECTS = (
-    Subject(
-        "zero_drafts", "Draft length 0 over plain decoding", cases(zero_drafts), ratios("path")
-    ),
-    Subject(
-        "sampling_params",
-        "Sampling parameters over greedy",
-        cases(sampling_params),
-        ratios("params"),
-    ),
-    Subject(
-        "deterministic",
-        "`deterministic: true` over default",
-        cases(deterministic),
-        ratios("path"),
-        needs_cuda=True,
-    ),
+    Subject("zero_drafts", ZERO, cases(zero_drafts), ratios("path")),
+    Subject("sampling_params", PARAMS_TITLE, cases(sampling_params), ratios("params")),
+    Subject("deterministic", ON, cases(deterministic), ratios("path"), needs_cuda=True),
     Subject("trees", "Rounds of draft trees", cases(trees), trees_table),
 )
 

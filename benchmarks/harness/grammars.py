@@ -12,24 +12,24 @@ from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.grammar.xgrammar_source import MAX_WHITESPACE, compile_text
 from tllm_spec.zoo.corpus import heldout_files, read_source
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+SCHEMA = _object(
+    {
         "name": {"type": "string"},
         "size": {"type": "integer"},
         "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}},
-        "where": {
-            "type": "object",
-            "properties": {"path": {"type": "string"}, "ok": {"type": "boolean"}},
-            "required": ["path", "ok"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["name", "size", "tags", "where"],
-    "additionalProperties": False,
-}
-
-
+        "where": _object({"path": {"type": "string"}, "ok": {"type": "boolean"}}),
+    }
+)
 NAMES = ("name", "file_name", "line_number", "is_valid", "description", "count", "created_at")
 KINDS: tuple[dict[str, Any], ...] = (
     {"type": "integer", "minimum": 0, "maximum": 400},
@@ -45,15 +45,6 @@ def random_object(seed: int) -> dict[str, Any]:
     names = random.sample(NAMES, 3)
     inner = _object({name: random.choice(KINDS) for name in random.sample(NAMES, 2)})
     return _object({name: random.choice(KINDS) for name in names[:2]} | {names[2]: inner})
-
-
-def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
 
 
 # Kind, grammar and a text of it.
