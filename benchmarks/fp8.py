@@ -116,21 +116,11 @@ def subject(
     return Subject(name, title, run, partial(compared_table, name=column))
 
 
+OF_8B = (LLAMA_8B, TINY_LLAMA, (None, EAGLE3_8B))
 SUBJECTS = (
-    subject("llama-8b", "8B in FP8", LLAMA_8B, TINY_LLAMA, (None, EAGLE3_8B)),
-    subject(
-        "activations",
-        "8B with activations in FP8",
-        *(LLAMA_8B, TINY_LLAMA, (None, EAGLE3_8B)),
-        quantization=BY_TOKEN,
-    ),
-    subject(
-        "int4",
-        "8B in 4 bits",
-        *(LLAMA_8B, TINY_LLAMA, (None, EAGLE3_8B)),
-        quantization=AWQ,
-        column="INT4",
-    ),
+    subject("llama-8b", "8B in FP8", *OF_8B),
+    subject("activations", "8B with activations in FP8", *OF_8B, quantization=BY_TOKEN),
+    subject("int4", "8B in 4 bits", *OF_8B, quantization=AWQ, column="INT4"),
     subject("qwen3-30b", "Qwen3 30B-A3B in FP8", QWEN3_30B, TINY_QWEN3, (None,)),
     subject("v3", "V3-style in FP8", V3_STYLE, TINY_V3, (None,)),
 )

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import asdict
 from itertools import cycle, islice
 from pathlib import Path
@@ -57,14 +57,9 @@ class Front:
         theirs.close()
         listener.close()
         settings = ChildSettings(
-            llm={"model": MODEL},
-            served_model_name="m",
-            engine_path=engine_path,
-            log_level="warning",
-            log_format="text",
-            server=ServerOptions().to_plain(),
-            tls=None,
-        )
+            llm={"model": MODEL}, served_model_name="m", engine_path=engine_path,
+            log_level="warning", log_format="text", server=ServerOptions().to_plain(), tls=None,
+        )  # fmt: skip
         self._control.sendall(pack(asdict(settings)))
         self.engine, _ = engines.accept()
         self.engine.sendall(pack(["hello", pack_limits(LIMITS)]))
@@ -78,16 +73,6 @@ class Front:
         """Of all its threads."""
         tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
         return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
-
-
-@contextmanager
-def front() -> Iterator[Front]:
-    with TemporaryDirectory() as folder:
-        started = Front(Path(folder))
-        try:
-            yield started
-        finally:
-            started.close()
 
 
 class Clients:
@@ -155,7 +140,7 @@ def measure(
 def increments(options: Options) -> Iterator[Row]:
     own = options.more
     stop = {} if own.stop is None else {"stop": own.stop}
-    with front() as started:
+    with TemporaryDirectory() as folder, closing(Front(Path(folder))) as started:
         for _ in range(own.runs):
             cpu, wall = measure(started, own.clients, own.rounds, own.tokens, own.route, stop)
             yield {"tokens": own.tokens, "cpu_us": cpu, "wall_us": wall}

@@ -67,17 +67,6 @@ class Texts:
             text += piece[len(text) : len(text) + self.rng.randint(1, MAX_NEW_TOKENS)]
 
 
-def make_pool(ngram_size: int, is_public: bool) -> NGramPool:
-    return NGramPool(
-        max_draft_len=DRAFT_LEN,
-        max_matching_ngram_size=ngram_size,
-        is_keep_all=True,
-        is_use_oldest=True,
-        is_public_pool=is_public,
-        max_pool_entries=2_000_000,
-    )
-
-
 def median_seconds(texts: Texts, num_rounds: int, run: Callable[[], float]) -> float:
     seconds = []
     for _ in range(num_rounds):
@@ -90,9 +79,16 @@ MakeDrafter = Callable[[SeqSlotManager], HostDrafter]
 
 
 def chains(ngram_size: int, manager: SeqSlotManager) -> HostDrafter:
-    inner = NGramDrafter(make_pool(ngram_size, is_public=False))
+    pool = NGramPool(
+        max_draft_len=DRAFT_LEN,
+        max_matching_ngram_size=ngram_size,
+        is_keep_all=True,
+        is_use_oldest=True,
+        is_public_pool=False,
+        max_pool_entries=2_000_000,
+    )
     slots = SlotState(manager, DraftShapes.chains(DRAFT_LEN), torch.device("cpu"))
-    return HostDrafter(inner, None, slots, VOCAB_SIZE, GrammarWork())
+    return HostDrafter(NGramDrafter(pool), None, slots, VOCAB_SIZE, GrammarWork())
 
 
 def trees(ngram_size: int, manager: SeqSlotManager) -> HostDrafter:

@@ -40,7 +40,8 @@ FIXED_SUMS = ("NCCL", "one-shot")
 
 def jobs(subject: str, ranks: int, is_full: bool, num_layers: int) -> Iterator[Job]:
     """num_layers: of the 70B shape."""
-    size = Job("", ranks) if is_full else _tiny(Job("", ranks))
+    tiny = {"device": "cpu", "batch_sizes": (1, 2), "prompt_len": 16, "room": 64, "rounds": 3}
+    size = replace(Job("", ranks), **({} if is_full else tiny))
     if subject == "sums":
         if ranks > 1 and is_full:
             yield replace(size, name="sums", kind="sums")
@@ -78,10 +79,6 @@ def _llama(subject: str, is_full: bool, num_layers: int) -> tuple[Config, Config
     return {**LLAMA_70B, "num_hidden_layers": num_layers}, EAGLE3_70B
 
 
-def _tiny(job: Job) -> Job:
-    return replace(job, device="cpu", batch_sizes=(1, 2), prompt_len=16, room=64, rounds=3)
-
-
 def run_job(job: Job) -> list[Row]:
     """Rows of a world, or one that says why there are none."""
     with tempfile.TemporaryDirectory() as folder:
@@ -90,7 +87,8 @@ def run_job(job: Job) -> list[Row]:
         program = ["-m", "benchmarks.harness.rank_job", text, str(results)]
         command = [sys.executable, *program]
         if job.ranks > 1:
-            command = [_mpiexec(), "-n", str(job.ranks), sys.executable, "-m", "mpi4py", *program]
+            mpiexec = find_mpiexec() or sys.exit("no mpiexec: pip install 'tllm_spec[parallel]'")
+            command = [mpiexec, "-n", str(job.ranks), sys.executable, "-m", "mpi4py", *program]
         try:
             status = subprocess.run(command, timeout=JOB_LIMIT_S, env=_environment()).returncode
         except subprocess.TimeoutExpired:
@@ -98,13 +96,6 @@ def run_job(job: Job) -> list[Row]:
         rows = list(map(json.loads, results.read_text().splitlines())) if results.exists() else []
     failed = [{"job": job.name, "ranks": job.ranks, "status": status}] if status else []
     return rows + failed
-
-
-def _mpiexec() -> str:
-    found = find_mpiexec()
-    if found is None:
-        raise ValueError("there is no mpiexec on the PATH: pip install 'tllm_spec[parallel]'")
-    return found
 
 
 def _environment() -> dict[str, str]:

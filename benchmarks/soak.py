@@ -33,29 +33,19 @@ from tllm_spec.bench.sse_client import HttpError, Target, events, request
 
 MODEL = "zoo:llama"
 OPTIONS: dict[str, Any] = {
-    "max_batch_size": 16,
-    "kv_cache_config": {"max_tokens": 16384},
-    "speculative_config": {
-        "decoding_type": "Eagle3",
-        "max_draft_len": 4,
-        "speculative_model": "zoo:llama-eagle3",
-        "adaptive": {"strategy": "cost_model"},
-    },
-}
+    "max_batch_size": 16, "kv_cache_config": {"max_tokens": 16384}, "speculative_config": {
+    "decoding_type": "Eagle3", "max_draft_len": 4, "speculative_model": "zoo:llama-eagle3",
+    "adaptive": {"strategy": "cost_model"}, },
+}  # fmt: skip
 PROMPTS = ("def f(x):", "import os\n", "class A:", "for i in range(10):", "return x")
 MAX_GROWTH = 1.1  # of a process' memory, from the second wave to the last
 IDLE_SECONDS = 120
 
 
 def body_of(random: Random) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "model": "m",
-        "prompt": random.choice(PROMPTS),
-        "max_tokens": random.randint(5, 60),
-        "temperature": random.choice([0.0, 0.8]),
-        "stream": True,
-        "ignore_eos": True,
-    }
+    body: dict[str, Any] = {"model": "m", "prompt": random.choice(PROMPTS)}
+    body |= {"max_tokens": random.randint(5, 60), "temperature": random.choice([0.0, 0.8])}
+    body |= {"stream": True, "ignore_eos": True}
     more = random.choice([{}, {}, {"n": 2}, {"logprobs": 2}, {"stop": ["\n"]}, {"top_p": 0.9}])
     return body | more
 

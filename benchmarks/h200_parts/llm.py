@@ -6,6 +6,7 @@ is sent twice."""
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
@@ -22,14 +23,14 @@ Loads = Sequence[tuple[int, int]]
 
 
 def plain(setup: Setup, report: Report) -> None:
-    with Client(setup) as client:
+    with closing(Client(setup)) as client:
         _measure(setup, report, client, "plain", "")
 
 
 def eagle3(setup: Setup, report: Report) -> None:
     draft_len = setup.scale.draft_len
     name = f"EAGLE-3 K={draft_len}"
-    with Client(setup, speculative_config=setup.models.eagle3(draft_len)) as client:
+    with closing(Client(setup, speculative_config=setup.models.eagle3(draft_len))) as client:
         _measure(setup, report, client, name, f", {name}")
 
 
@@ -50,10 +51,7 @@ class Client:
         )
         self._random, self._ids = Random(0), range(self.llm.model_config.vocab_size)
 
-    def __enter__(self) -> "Client":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.llm.shutdown()
 
     def prompts(self, number: int, length: int) -> list[list[int]]:

@@ -23,23 +23,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "argmax": {"draft_sampling": "greedy"},
 }
 DRAFTERS: dict[str, dict[str, Any]] = {
-    "EAGLE-3": {
-        "decoding_type": "Eagle3",
-        "speculative_model": "zoo:llama-eagle3",
-        "max_draft_len": DEPTH,
-    },
+    "EAGLE-3": {"decoding_type": "Eagle3", "speculative_model": "zoo:llama-eagle3"},
     "Draft/Target": DRAFT_TARGET | {"draft_target_one_model": True},
     "NGram": {
-        "decoding_type": "NGram",
-        "max_draft_len": DEPTH,
-        "max_matching_ngram_size": 3,
-        "is_use_oldest": False,
+        "decoding_type": "NGram", "max_matching_ngram_size": 3, "is_use_oldest": False,
         "max_rejected_rounds": None,
     },
-}
-TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4}
+}  # fmt: skip
+TREE = {"max_draft_len": DEPTH} | {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4}
 SHAPES: dict[str, dict[str, Any]] = {
-    "chain": {},
+    "chain": {"max_draft_len": DEPTH},
     **{f"tree of {n}": TREE | {"max_total_draft_tokens": n} for n in (8, 16, 32, 48)},
 }
 # At a temperature: the draft's likeliest tokens instead of those that its noise chooses.

@@ -215,12 +215,11 @@ class Rounds:
     ) -> LlmRequest:
         vocab_size, draft_len = self.built.model_config.vocab_size, self.built.max_draft_len
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params)
+        rules = DecodingRules.from_params(sampling, vocab_size=vocab_size, end_ids=(), encode=None)
         return LlmRequest(
             request_id=request_id,
             tokens=Random(request_id).choices(range(vocab_size), k=prompt_len),
-            rules=DecodingRules.from_params(
-                sampling, vocab_size=vocab_size, end_ids=(), encode=None
-            ),
+            rules=rules,
             seed=request_id,
             arrival=request_id,
             max_tokens=max_tokens,

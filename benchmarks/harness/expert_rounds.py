@@ -9,17 +9,10 @@ from unittest import mock
 
 import torch
 
+from benchmarks.harness import models
 from benchmarks.harness.dummy_models import QWEN3_30B, TINY_QWEN3, TINY_V3, V3_STYLE, dummy_engine
 from benchmarks.harness.engine import Rounds, release
-from benchmarks.harness.models import (
-    MATMUL_FLOPS,
-    WEIGHT_BYTES,
-    Config,
-    kv_bytes,
-    prefill_flops,
-    read_ms,
-    streamed_bytes,
-)
+from benchmarks.harness.models import WEIGHT_BYTES, Config
 from benchmarks.harness.report import Options, Row, number, table
 from tllm_spec.executor.speculative.drafting.draft_net import NextnNet
 from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
@@ -59,7 +52,7 @@ def qwen3(options: Options) -> Iterator[Row]:
     for row in measured(config, options, 0, (None,), qwen3_bytes):
         if row["what"] == "prefill" and is_full:
             active = dense(config, config["num_experts_per_tok"])
-            row["floor"] = prefill_flops(64, 1024, active) / MATMUL_FLOPS * 1e3
+            row["floor"] = models.prefill_flops(64, 1024, active) / models.MATMUL_FLOPS * 1e3
         yield row | (limits(QWEN3_RIVAL, row) if is_full else {})
 
 
@@ -114,7 +107,7 @@ def measured(
             timings = [engine.timed(num_rounds) for _ in range(1 if options.quick else 3)]
             timed = sorted(timings, key=lambda each: each.round_ms)[len(timings) // 2]
             hit = experts_hit(engine, batch_size * (1 + draft_len))
-            floor = read_ms(round_bytes(config, hit, batch_size * timed.context, draft_len))
+            floor = models.read_ms(round_bytes(config, hit, batch_size * timed.context, draft_len))
             what = f"batch {batch_size}{suffix}"
             yield {"what": what, "value": timed.round_ms, "floor": floor, "hit": hit}
         engine.stop()
@@ -128,12 +121,12 @@ def measured(
 def set_bias(engine: Rounds, case: str) -> None:
     """Of the target's routers and the MTP module's. Graphs read it where it lies."""
     runner = engine.executor.parts.runner
-    models: list[torch.nn.Module] = [runner.engine.model]
+    parts: list[torch.nn.Module] = [runner.engine.model]
     if isinstance(runner.round_end, DraftWorker):
         proposer = runner.round_end.proposer
         assert isinstance(proposer, NetworkProposer) and isinstance(proposer.net, NextnNet)
-        models.append(proposer.net.modules)
-    modules = [module for model in models for module in model.modules()]
+        parts.append(proposer.net.modules)
+    modules = [module for part in parts for module in part.modules()]
     for router in (module for module in modules if isinstance(module, Router)):
         bias = router.e_score_correction_bias
         assert bias is not None
@@ -172,7 +165,7 @@ def dense(config: Config, num_experts: float) -> Config:
 
 def qwen3_bytes(config: Config, hit: float, num_tokens: float, draft_len: int) -> float:
     """Attention, the experts hit, lm_head, and `num_tokens` of KV."""
-    return streamed_bytes(dense(config, hit)) + kv_bytes(config, num_tokens)
+    return models.streamed_bytes(dense(config, hit)) + models.kv_bytes(config, num_tokens)
 
 
 def layer_bytes(config: Config, hit: float) -> float:

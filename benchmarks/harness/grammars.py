@@ -47,6 +47,7 @@ def random_object(seed: int) -> dict[str, Any]:
     return _object({name: random.choice(KINDS) for name in names[:2]} | {names[2]: inner})
 
 
+SUMS = 'root ::= term | root " + " term\nterm ::= [a-z]+ | [0-9]+ | "(" root ")"'
 # Kind, grammar and a text of it.
 FILLED: dict[str, tuple[str, str, str]] = {
     "JSON schema": (
@@ -56,11 +57,7 @@ FILLED: dict[str, tuple[str, str, str]] = {
     ),
     "any JSON": ("json_schema", "{}", '{"a": [1, 2.5e3, "x"], "b": {"c": null}}'),
     "words": ("regex", "[a-z]+( [a-z]+)*[.]", "hello big wide world."),
-    "sums": (
-        "grammar",
-        'root ::= term | root " + " term\nterm ::= [a-z]+ | [0-9]+ | "(" root ")"',
-        "a + (b + 12) + foo",
-    ),
+    "sums": ("grammar", SUMS, "a + (b + 12) + foo"),
     "nested repetitions": ("regex", "((a|[a-z])*( |[a-z]{2,5})*)*", "hello big wide world"),
 }
 
