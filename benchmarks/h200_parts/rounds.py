@@ -66,13 +66,13 @@ def other_rounds(setup: Setup, report: Report) -> None:
         release()
 
 
-def eagle3_drafted(setup: Setup, report: Report) -> None:
+def eagle3_two_model(setup: Setup, report: Report) -> None:
     k = setup.scale.draft_len
     config = setup.models.eagle3(k, eagle3_one_model=False)
     _drafted(setup, report, f"EAGLE-3 two-model K={k}", config, "eagle3")
 
 
-def draft_target_drafted(setup: Setup, report: Report) -> None:
+def draft_target_two_model(setup: Setup, report: Report) -> None:
     k = setup.scale.draft_len
     config = setup.models.draft_target(k)
     _drafted(setup, report, f"Draft/Target two-model K={k}", config, "draft")
