@@ -25,14 +25,14 @@ from tllm_spec.kernels.rank_codes import END, NOTHING, OFF_CHAIN
 
 TIME_NOISE = 0.02  # standard deviation of a round's time, relative
 BATCH_SIZES, ACCEPTANCES = (1, 4, 8, 16, 32), (0.2, 0.4, 0.6, 0.7, 0.8, 0.9)
-SPEC = Eagle3DecodingConfig(
-    speculative_model="head",
-    max_draft_len=5,
-    use_dynamic_tree=True,
-    dynamic_tree_max_topK=8,
-    max_total_draft_tokens=31,
-    adaptive={},
-)
+OPTIONS: dict[str, Any] = {
+    "speculative_model": "head",
+    "max_draft_len": 5,
+    "use_dynamic_tree": True,
+    "dynamic_tree_max_topK": 8,
+    "max_total_draft_tokens": 31,
+}
+SPEC = Eagle3DecodingConfig(**OPTIONS, adaptive={})
 SHAPES = SPEC.shapes
 TIERS = tuple(range(SHAPES.tree_tiers.stop))
 MIN_STEADY = 0.98
