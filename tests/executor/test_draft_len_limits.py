@@ -2,6 +2,7 @@
 
 import pytest
 
+from tllm_spec.config.draft_len_schedule import draft_len_limits
 from tllm_spec.config.speculative_config import UserProvidedDecodingConfig
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.draft_len_limits import (
@@ -41,8 +42,7 @@ def test_trees_that_are_as_wide_at_any_depth_have_all_drafts_or_none() -> None:
 
 
 def test_no_drafts_above_max_concurrency() -> None:
-    spec = UserProvidedDecodingConfig(drafter=object(), max_draft_len=3, max_concurrency=4)
-    limits = DraftLenLimits(spec.draft_len_limits)
+    limits = DraftLenLimits(draft_len_limits(None, 4))
     assert [limits.max_steps(size) for size in (4, 5)] == [NO_LIMIT, 0]
     assert limits.reachable == {0}
 

@@ -207,11 +207,6 @@ class DecodingBaseConfig(ConfigModel):
             return None
         return AdaptiveConfig.parse(adaptive, info.data["max_draft_len"])
 
-    @property
-    def draft_len_limits(self) -> dict[int, int]:
-        """The most drafts by batch size: the entry of the largest key not above it, if any."""
-        return self.draft_len_schedule or ({n + 1: 0} if (n := self.max_concurrency) else {})
-
     @field_validator("draft_len_schedule")
     @classmethod
     def _check_schedule(
@@ -309,6 +304,9 @@ class DecodingBaseConfig(ConfigModel):
                 f"= {self.max_draft_len} unless the options ask for a tree"
             )
         return self
+
+    def check_code(self) -> None:
+        """Raises ValueError when code that the options name cannot be imported."""
 
     @property
     def drafts_trees(self) -> bool:

@@ -59,8 +59,8 @@ class AcceptanceGate:
 
 
 class DraftLenLimits:
-    """The most drafts that a round may have. by_batch_size: see `DecodingBaseConfig`, which makes
-    it of `draft_len_schedule` or `max_concurrency`. max_num_tokens: rows of a forward. All windows
+    """The most drafts that a round may have. by_batch_size: of `draft_len_limits`, from
+    `draft_len_schedule` or `max_concurrency`. max_num_tokens: rows of a forward. All windows
     of a round fit into it; in batches below `max_batch_size` they leave room for contexts.
     tier_within: the last tier whose windows, and those of all before it, have at most so many
     rows."""
