@@ -21,11 +21,8 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# A worker that came to one of these last would work alone for a minute.
-LONGEST = (
-    "test_the_kernels_pass_under_tritons_interpreter",
-    "test_two_ranks_emit_the_tokens_of_one",
-)
+# A worker that came to one of these files last would work alone for long.
+LONGEST = ("tests/kernels/test_under_interpreter.py", "tests/distributed/test_equality.py")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -59,13 +56,14 @@ def pytest_collection_modifyitems(
 def longest_first(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
     """`--dist worksteal` gives each worker as many consecutive tests: those of each begin with its
     share of LONGEST."""
-    longest = [item for item in items if item.name.split("[")[0] in LONGEST]
-    others, found = [item for item in items if item not in longest], list[pytest.Item]()
+    others = [item for item in items if not item.nodeid.startswith(LONGEST)]
+    found = list[pytest.Item]()
     for worker in range(num_workers):
         size = (len(items) - len(found)) // (num_workers - worker)
-        found += longest[worker::num_workers]
-        rest = max(0, size - len(longest[worker::num_workers]))
-        found, others = found + others[:rest], others[rest:]
+        own = LONGEST[worker::num_workers]
+        longest = [item for item in items if own and item.nodeid.startswith(own)]
+        rest = max(0, size - len(longest))
+        found, others = found + longest + others[:rest], others[rest:]
     return found + others
 
 
