@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.executor.tiny_llama import write_tiny_llama
+from tests.kernels.interpreter import INTERPRETED
 from tests.lossless.engines import LONG_ONLY, write_tiny_drafts
 from tests.models.fp8_checkpoint import keeping_fp8
 
@@ -68,8 +69,10 @@ def longest_first(items: list[pytest.Item], num_workers: int) -> list[pytest.Ite
 
 
 def mark_slow(items: list[pytest.Item]) -> None:
-    """What LONG_ONLY and the marker `thinned` say."""
+    """What LONG_ONLY and the marker `thinned` say; under Triton's interpreter, all but the first
+    combination of each test's parameters."""
     seen: dict[tuple[str, str], list[str]] = {}  # the values of each parameter of each test
+    interpreted: set[str] = set()
     for item in items:
         if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
             continue
@@ -82,6 +85,15 @@ def mark_slow(items: list[pytest.Item]) -> None:
                     values.append(repr(value))
                 place += values.index(repr(value))
             is_left_out |= place % (thinned.args or (2,))[0] > 0
+        if (
+            INTERPRETED
+            and "interpreted" in item.name
+            and not is_left_out
+            and not item.get_closest_marker("slow")
+        ):
+            name = item.nodeid.split("[")[0]
+            is_left_out = name in interpreted
+            interpreted.add(name)
         if is_left_out:
             item.add_marker(pytest.mark.slow)
 

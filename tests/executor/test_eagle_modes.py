@@ -77,7 +77,7 @@ def test_the_engine_drafts_the_tokens_of_the_plain_torch_reference(
     assert num_checked > 20
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("pool", [{}, SMALL_POOL], ids=["undisturbed", "preempted"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_text_is_plain_decodings_and_both_paths_accept_the_same_drafts(

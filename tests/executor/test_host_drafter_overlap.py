@@ -111,6 +111,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("mode", MODES)
 def test_texts_are_those_of_rounds_that_are_read_at_once(

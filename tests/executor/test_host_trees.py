@@ -97,6 +97,7 @@ def trees(drafter: Drafter, **options: Any) -> dict[str, Any]:
     return {"speculative_config": config | options}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("as_parents", [False, True], ids=["paths", "parents"])
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("page_size", [2, 32])

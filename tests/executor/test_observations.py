@@ -194,6 +194,7 @@ def test_missing_drafts_are_no_rejections_for_the_gate_but_count_for_ema(tiny: P
     assert harness.parts.controller.state()["slots"]["1"]["steps"] == 1  # half a draft a request
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", DRAFTED)
 def test_padding_after_a_requests_own_limit_counts_as_rejected(
     tiny: Path, itself: tuple[Path, Path], mode: str
@@ -310,6 +311,7 @@ def test_a_full_forward_makes_windows_shorter_along_the_ladder(
     assert harness.parts.controller.draft_lens_at(6) == {ladder[0]}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", DRAFTED)
 def test_a_shorter_tier_has_fewer_rows_in_the_targets_forward(
     monkeypatch: pytest.MonkeyPatch, tiny: Path, drafts: tuple[Path, Path], mode: str

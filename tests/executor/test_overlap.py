@@ -75,7 +75,7 @@ def test_a_round_is_launched_before_the_one_before_it_is_read(
         assert events == [event for i in range(9) for event in (f"launch {i}", f"read {i}")]
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("policy", ["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_rounds_in_flight_write_only_to_private_pages_that_their_requests_hold(

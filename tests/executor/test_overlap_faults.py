@@ -44,6 +44,7 @@ def make(
     return make_of(tmp_path_factory.mktemp("drafts"), tiny, request.param)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("prompt", "params", "output"),
     [([1, NAN_TOKEN, 2], {}, []), ([1, 2, 3], {"logit_bias": {NAN_TOKEN: 1000.0}}, [NAN_TOKEN])],
@@ -77,6 +78,7 @@ def test_a_request_with_nan_logits_fails_alone_though_its_next_round_is_in_fligh
     assert all_pages_are_back(harness.executor)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("num_rounds", [1, 2, 5])
 def test_a_request_may_be_cancelled_while_a_round_of_it_is_in_flight(
     make: Make, num_rounds: int
@@ -154,6 +156,7 @@ def test_when_a_launch_fails_requests_that_were_only_in_the_round_in_flight_get_
     assert output_of(again) == expected[1]
 
 
+@pytest.mark.thinned(3)
 def test_a_request_preempted_with_tokens_in_flight_continues_its_text(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def submit(harness: Harness) -> list[LlmRequest]:
     ]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", HEADS)
 def test_text_equals_plain_decoding_and_both_paths_accept_the_same_drafts(
     name: str, deep: Path, tmp_path: Path
@@ -92,6 +93,7 @@ def test_text_equals_plain_decoding_and_both_paths_accept_the_same_drafts(
     assert sum(sum(by_accepted[1:]) for _, by_accepted in counts[0]) > 0
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", HEADS)
 def test_the_engine_drafts_the_tokens_of_the_plain_torch_reference(
     name: str, deep: Path, tmp_path: Path

@@ -52,7 +52,7 @@ def watch_windows(
     return seen
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("in_turn", [False, True], ids=["overlap", "in_turn"])
 @pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["undisturbed", "small_pool"])
 @pytest.mark.parametrize("sampling", ["coupled", "greedy"])
@@ -213,7 +213,7 @@ def test_after_a_pause_the_head_drafts_as_if_there_had_been_none(
     )
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["undisturbed", "small_pool"])
 @pytest.mark.parametrize("rejects", [False, True], ids=["coupled", "independent"])

@@ -128,6 +128,7 @@ def test_for_rejection_sampling_a_drafts_distribution_is_over_the_targets_ids(
         assert torch.allclose(probs[0, 0, HOT_IDS], first.softmax(-1), atol=1e-4)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("mode", ["eagle_two_model", "draft_target_two_model", "eagle_tree"])
 def test_graphs_hold_the_smaller_output_layer(
     tiny: Path, tiny_draft: Path, head: Path, eager_graphs: None, mode: str, tmp_path: Path

@@ -195,7 +195,7 @@ def test_a_row_of_a_batch_invariant_head_gemm_has_the_same_bits_in_every_batch(
         assert torch.equal(own, out[rows])
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(3)
 @only_with_the_compiler
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize(("heads", "dtype"), [(16, "bf16"), (128, "bf16"), (16, "fp32")])

@@ -181,6 +181,7 @@ def compiled(shape: Shape, tiling: Tiling, gated: bool) -> Any:
     return compiled_for_hopper(grouped_gemm_kernel, types, constants, **options)
 
 
+@pytest.mark.thinned
 @only_with_the_compiler
 @pytest.mark.parametrize("gated", [True, False])
 def test_every_tiling_fits_hopper_and_uses_the_same_kind_of_instruction(gated: bool) -> None:

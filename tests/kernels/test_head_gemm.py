@@ -65,6 +65,7 @@ def test_the_reference_multiplies_each_head_with_its_own_weight() -> None:
         torch.testing.assert_close(out[:, head], x[:, head] @ weight[head])
 
 
+@pytest.mark.thinned(3)
 @only_with_the_compiler
 @pytest.mark.parametrize(("block_m", "block_n"), [(16, 64), (64, 16), (64, 64)])
 def test_the_kernel_compiles_for_hopper(block_m: int, block_n: int) -> None:

@@ -55,7 +55,7 @@ def test_the_first_key_is_the_same_on_the_host_and_on_the_device(slides: bool) -
     assert found == ([0, 0, 0, 1, 2, 25] if slides else [0, 0, 0, 16, 16, 32])
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(3)
 @only_with_the_compiler
 @pytest.mark.parametrize("span", [0, 8192, -4096])
 @pytest.mark.parametrize("in_tree", [False, True], ids=["chains", "trees"])
@@ -73,7 +73,7 @@ def test_the_kernels_of_windows_compile(in_tree: bool, span: int) -> None:
     assert ".local" not in code.asm["ptx"] and code.asm["cubin"]
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(3)
 @only_with_the_compiler
 @pytest.mark.parametrize("span", [0, 8192, -4096])
 @pytest.mark.parametrize("in_tree", [False, True], ids=["chains", "trees"])

@@ -219,7 +219,7 @@ def test_joined_parts_equal_one_part() -> None:
     assert not whole[:2].any() and whole[2:].abs().max() > 0.1
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(5)
 @only_with_the_compiler
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize(

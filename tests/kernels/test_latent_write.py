@@ -84,6 +84,7 @@ def test_the_reference_norms_the_latent_rotates_the_key_and_leaves_other_slots_a
     assert torch.equal(flat[others], before.view_as(flat)[others])
 
 
+@pytest.mark.thinned
 @only_with_the_compiler
 @pytest.mark.parametrize("heads", [0, 16])
 def test_the_kernel_compiles_for_hopper_with_and_without_queries(heads: int) -> None:

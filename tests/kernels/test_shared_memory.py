@@ -122,6 +122,7 @@ def test_the_pipelines_of_gemms_fit(capability: int, name: str) -> None:
 
 
 # Launches that did not fit with Hopper's tilings. By call: a part of the key.
+@pytest.mark.thinned(3)
 @only_with_the_compiler
 @pytest.mark.parametrize(
     ("capability", "name", "part"),

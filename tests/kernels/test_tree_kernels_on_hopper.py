@@ -65,6 +65,7 @@ def test_the_kernels_of_slots_and_kv_compile() -> None:
     check(move_kv_kernel, 4, ("all_first", "rows", "lens"), **paths)
 
 
+@pytest.mark.thinned(3)
 @only_with_the_compiler
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_the_kernels_of_chains_that_are_drafted_as_trees_compile(length: int) -> None:

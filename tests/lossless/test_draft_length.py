@@ -67,7 +67,7 @@ def windows_by_batch_size(harness: Harness) -> dict[int, set[int]]:
     return seen
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("mode", WITH_DRAFT_WEIGHTS)
 @pytest.mark.parametrize(
     ("options", "lengths"),
@@ -111,6 +111,7 @@ def test_a_draft_length_that_is_new_in_every_round_changes_no_text(
     assert {(0, MAX_DRAFT_LEN), (MAX_DRAFT_LEN, 0)} <= set(pairwise(chosen))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", WITH_DRAFT_WEIGHTS)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_drafts_are_right_again_at_once_after_rounds_without_drafts(

@@ -133,10 +133,7 @@ def rounds_after_a_pause(
     "mode",
     [
         "eagle3",
-        pytest.param("draft_target_one_model", marks=pytest.mark.slow),
-        pytest.param("eagle3_two_model", marks=pytest.mark.slow),
-        "draft_target",
-        *OUTSIDE_TORCH,
+        *(pytest.param(mode, marks=pytest.mark.slow) for mode in (*MODES[1:], *OUTSIDE_TORCH)),
     ],
 )
 def test_acceptance_after_plain_rounds_equals_acceptance_without_them(
@@ -168,11 +165,11 @@ PAUSES = (
 )
 
 
-# Every pause and every mode in torch is in the default run.
+# Every mode in torch is in the default run.
 @pytest.mark.parametrize(
     ("mode", "num_plain", "overlap"),
     [
-        pytest.param(mode, *pause, marks=[pytest.mark.slow] if (i + j) % 4 else [])
+        pytest.param(mode, *pause, marks=[pytest.mark.slow] if j != i + 1 or i > 3 else [])
         for i, mode in enumerate(MODES + OUTSIDE_TORCH)
         for j, pause in enumerate(PAUSES)
     ],
