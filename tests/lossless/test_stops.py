@@ -13,7 +13,7 @@ from tests.lossless.oracle import Oracle
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.tokenizer import Tokenizer
+from tllm_spec.text.tokenizer import Tokenizer
 
 ENGINES = [
     pytest.param(engine, marks=[] if engine[1] in (3, 4) else [pytest.mark.slow])
