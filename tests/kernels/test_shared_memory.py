@@ -3,6 +3,7 @@ Hopper what was measured. Compiling needs no device."""
 
 import ast
 import functools
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +120,21 @@ def test_the_pipelines_of_gemms_fit(capability: int, name: str) -> None:
     for made in found:
         assert bytes_of_stages(made) <= LIMITS[capability] << 10, made.key
         assert made.options["num_stages"] >= 2, "nothing would be in flight"
+
+
+@only_with_the_compiler
+@pytest.mark.parametrize(
+    "name", ["linears", *(pytest.param(name, marks=pytest.mark.slow) for name in GEMMS[1:])]
+)
+def test_gemms_of_any_number_of_rows_have_one_kind_of_instruction_on_hopper(name: str) -> None:
+    found = [made for made in launches(name, HOPPER) if made.types.get("x") == "*bf16"]
+    assert len(found) > 2
+    for made in found:
+        ptx = made.compiled(HOPPER).asm["ptx"]
+        kinds = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx))
+        assert kinds == {f"m64n{made.constants['BLOCK_ROWS']}k16"} and "mma.sync" not in ptx
+        # FP8 weights are converted without an instruction of one eighth of the throughput.
+        assert "cp.async" in ptx and "cvt.rn.bf16.f16" not in ptx
 
 
 # Launches that did not fit with Hopper's tilings. By call: a part of the key.

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.executor.harness import Harness, draft_target, output_of, user_provided
+from tests.executor.hooks import before_launch
 from tests.lossless.engines import tiny_engine
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.sampling_params import SamplingParams, SpeculationParams
@@ -53,16 +53,12 @@ def windows_by_batch_size(harness: Harness) -> dict[int, set[int]]:
     """Runs to the end. The draft lengths of generation rounds, by how many requests were
     generating."""
     seen: dict[int, set[int]] = {}
-    launch = harness.parts.runner.launch
 
-    def watched(batch: ScheduledBatch) -> LaunchedRound:
-        if batch.generation_requests:
-            seen.setdefault(len(batch.generation_requests), set()).add(
-                len(batch.generation_requests[0].py_draft_tokens)
-            )
-        return launch(batch)
+    def look(batch: ScheduledBatch) -> None:
+        if requests := batch.generation_requests:
+            seen.setdefault(len(requests), set()).add(len(requests[0].py_draft_tokens))
 
-    harness.parts.runner.launch = watched  # type: ignore[method-assign] # the test looks on
+    before_launch(harness.executor, look)
     harness.run()
     return seen
 

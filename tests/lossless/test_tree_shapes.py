@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.executor.hooks import before_launch
 from tests.lossless.cases import Case, assert_same, generate
 from tests.lossless.engines import TREES, engine
 from tests.lossless.oracle import Oracle
 from tllm_spec.config.draft_tree_config import MAX_NODES
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput, SpeculativeStats
 
@@ -89,18 +89,13 @@ def options_of(run: Run) -> dict[str, Any]:
 
 def watch_chunks(llm: LLM) -> list[int]:
     """Rows of every prompt chunk that does not end its prompt."""
-    rows, runner = list[int](), llm._executor.parts.runner
-    launch = runner.launch
+    rows = list[int]()
 
-    def watched(batch: ScheduledBatch) -> LaunchedRound:
-        rows.extend(
-            request.context_chunk
-            for request in batch.context_requests
-            if not request.is_last_context_chunk
-        )
-        return launch(batch)
+    def look(batch: ScheduledBatch) -> None:
+        chunks = (each for each in batch.context_requests if not each.is_last_context_chunk)
+        rows.extend(request.context_chunk for request in chunks)
 
-    runner.launch = watched  # type: ignore[method-assign] # the test looks on
+    before_launch(llm._executor, look)
     return rows
 
 
