@@ -19,6 +19,9 @@ LONG = (
     "adaptive-draft-model",
     "adaptive-trees",
     "draft-model-token-map-one-model",
+    "eagle",
+    "fp8",
+    "llama4-parts",
     "plain-experts",
 )
 

@@ -118,10 +118,10 @@ def launched_by(harness: Harness, max_num_tokens: int) -> list[Any]:
 
 
 def test_rounds_are_the_longest_context_short_ones_and_contexts_with_few_some_and_many_windows(
-    tiny: Path, drafts: tuple[Path, Path], head: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, drafts: tuple[Path, Path], head: Path
 ) -> None:
     harness = Harness(tiny, max_num_tokens=512, **options("eagle3", drafts[0], head))
-    assert launched_by(harness, monkeypatch, 512) == [
+    assert launched_by(harness, 512) == [
         (512, (0, 0), 3, False),
         (512, (0, 0), 3, True),
         *((rows, (0, 0), 3, False) for rows in (16, 32, 64, 128, 256)),
@@ -137,10 +137,10 @@ def test_rounds_are_the_longest_context_short_ones_and_contexts_with_few_some_an
 
 
 def test_no_round_has_more_rows_than_a_round_may_have(
-    tiny: Path, drafts: tuple[Path, Path], head: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, drafts: tuple[Path, Path], head: Path
 ) -> None:
     harness = Harness(tiny, max_num_tokens=512, **options("eagle3", drafts[0], head))
-    found = launched_by(harness, monkeypatch, 20)
+    found = launched_by(harness, 20)
     expected = [(20, 0)] * 2 + [(16, 0)] + [(16, 1)] * 2 + [(4, 4)] * 2
     assert [(rows, windows[0]) for rows, windows, *_ in found] == expected
 
