@@ -2,7 +2,6 @@
 lengths beyond a chunk and floor_scale."""
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from tests.models.helpers import (
     MAX_POSITIONS,
     VOCAB_SIZE,
     PagedRunner,
+    assert_logits_in_all_ways,
     load,
     random_tokens,
     reference_logits,
@@ -146,20 +146,7 @@ def test_beyond_chunk_and_floor_scale_logits_equal_transformers(
 ) -> None:
     tokens = random_tokens(MAX_POSITIONS, seed=3)
     expected = reference_logits(save_llama4(tmp_path, **LONG[name]), tokens)
-    runner = PagedRunner(load(tmp_path), num_pages=128)
-    use(runner, kind)
-    assert_close(runner.step({0: tokens})[0], expected)
-    parts = [*pairwise((0, 3, 14, 25, 64))]
-    cut = [runner.step({1: tokens[start:end]})[1] for start, end in parts]
-    assert_close(torch.cat(cut), expected)
-    single = [runner.step(windows={2: [token]})[2] for token in tokens]
-    assert_close(torch.cat(single), expected)
-    eights = [runner.step(windows={3: tokens[start : start + 8]})[3] for start in range(0, 64, 8)]
-    assert_close(torch.cat(eights), expected)
-    runner.rewind(3, 11)
-    mixed = runner.step({4: tokens[:30]}, {3: tokens[53:61]})
-    assert_close(mixed[3], expected[53:61])
-    assert_close(mixed[4], expected[:30])
+    assert_logits_in_all_ways(tmp_path, kind, expected, tokens)
 
 
 @pytest.mark.parametrize("name", LONG)
