@@ -157,6 +157,7 @@ def test_the_kernel_equals_the_formula(shape: Shape, dtype: torch.dtype, device:
         check_both(problem(shape, num_tokens, dtype, device))
 
 
+@pytest.mark.slow
 @on_each_kernel_device
 def test_the_bounds_tell_a_misplaced_scale(device: str) -> None:
     p = problem(Shape(3, 2, 300, 140 if INTERPRETED else 260), 9, torch.bfloat16, device)

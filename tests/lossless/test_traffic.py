@@ -26,7 +26,7 @@ BUSY: dict[str, Any] = {
 }
 
 
-QUICK = ("plain", "ngram_tree", "draft_target", "eagle3_tree", "eagle3_two_model", "eagle3 in turn")
+QUICK = ("ngram_tree", "draft_target", "eagle3_tree", "eagle3 in turn")
 
 
 def quick_or_slow(names: Iterable[str]) -> list[Any]:

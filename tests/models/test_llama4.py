@@ -138,7 +138,7 @@ LONG: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, BatchInvariantAttention])
 def test_beyond_chunk_and_floor_scale_logits_equal_transformers(

@@ -56,7 +56,7 @@ def test_layers_with_and_without_a_window_are_groups(name: str, tmp_path: Path) 
     )
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, BatchInvariantAttention])
 def test_beyond_the_window_logits_equal_transformers(
