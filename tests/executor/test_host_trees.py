@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.executor.harness import Harness, ScriptedDrafter, all_pages_are_back, output_of
+from tests.executor.hooks import before_launch
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, chain_of
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import NGramDecodingConfig, UserProvidedDecodingConfig
@@ -15,7 +16,6 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
-from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.host_tree import HostTree
 from tllm_spec.kernels.draft_layout import DraftLayout
@@ -94,6 +94,7 @@ def trees(drafter: Drafter, **options: Any) -> dict[str, Any]:
     return {"speculative_config": config | options}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("as_parents", [False, True], ids=["paths", "parents"])
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("page_size", [2, 32])
@@ -193,13 +194,8 @@ def test_a_round_without_branches_has_the_window_of_a_chain(tiny: Path) -> None:
         return [[1, 2], [3]] if branches else [1, 2]
 
     harness = Harness(tiny, **trees(ScriptedDrafter(propose)))
-    shapes, launch = [], harness.parts.runner.launch
-
-    def noted(batch: ScheduledBatch) -> LaunchedRound:
-        shapes.append(batch.shape)
-        return launch(batch)
-
-    harness.parts.runner.launch = noted  # type: ignore[method-assign]
+    shapes = list[DraftShape]()
+    before_launch(harness.executor, lambda batch: shapes.append(batch.shape))
     for seed in (0, 1):
         harness.submit([1, 2, 3], 12, seed=seed)
     harness.run()

@@ -7,6 +7,7 @@ from tests.executor.simulated_rounds import GRAPH_BATCH_SIZES, MAX_STEPS, Simula
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("batch_size", adaptive.BATCH_SIZES)
 def test_no_steady_traffic_is_served_worse_than_by_the_best_static_length(batch_size: int) -> None:
     shares = {
