@@ -33,6 +33,7 @@ from tllm_spec.models.llama4_config import (
 )
 from tllm_spec.models.moe_config import MOE_DEFAULTS, moe_config, sparse_layers
 from tllm_spec.models.moe_shape import MoEConfig
+from tllm_spec.models.rope_config import RopeConfig, rope_config
 
 # The defaults of each architecture's configuration class in transformers.
 _COMMON = {
@@ -74,32 +75,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 _NO_BIAS = ("MistralForCausalLM", "MixtralForCausalLM")
 _O_BIAS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *_LLAMA4)
-# The keys that a rope_type needs. yarn without a factor has the ratio of the two lengths.
-_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": (),
-}
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding; `rotary.py` says which fields a `kind` uses."""
-
-    kind: str
-    theta: float
-    original_max_positions: int
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
 
 
 @dataclass(frozen=True)
@@ -189,7 +165,7 @@ class ModelConfig:
             num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
             head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
             rms_norm_eps=float(raw["rms_norm_eps"]),
-            rope=_rope(raw),
+            rope=rope_config(raw),
             max_position_embeddings=int(raw["max_position_embeddings"]),
             sliding_window=raw["sliding_window"] if sliding else None,
             sliding_layers=sliding,
@@ -357,39 +333,3 @@ def _sliding_layers(raw: dict[str, Any], architecture: str) -> frozenset[int]:
     if architecture == "Qwen2MoeForCausalLM":
         return frozenset(layers[:num_before:2])
     return frozenset(layers[num_before:])
-
-
-def _rope(raw: dict[str, Any]) -> RopeConfig:
-    fields: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    partial = fields.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1.0):
-        raise ValueError(f"partial_rotary_factor is {partial}; only 1.0 is served.")
-    if any(isinstance(value, dict) for value in fields.values()) or "mrope_section" in fields:
-        raise ValueError(
-            "rope_parameters differ by layer type or section; served is one set for all layers."
-        )
-    kind = fields.get("rope_type") or fields.get("type") or "default"
-    if kind not in _ROPE_NEEDS:
-        raise ValueError(f"rope_type is {kind!r}; served are {', '.join(_ROPE_NEEDS)}.")
-    absent = [key for key in _ROPE_NEEDS[kind] if fields.get(key) is None]
-    if absent:
-        raise ValueError(f"rope_type is {kind!r}, which needs {' and '.join(absent)}.")
-    max_positions = int(raw["max_position_embeddings"])
-    original = raw.get("original_max_position_embeddings") or fields.get(
-        "original_max_position_embeddings"
-    )
-    original = int(original or max_positions)
-    return RopeConfig(
-        kind=kind,
-        theta=float(fields.get("rope_theta") or required(raw, "rope_theta")),
-        original_max_positions=original,
-        factor=float(fields.get("factor") or max_positions / original),
-        low_freq_factor=float(fields.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(fields.get("high_freq_factor") or 1.0),
-        beta_fast=float(fields.get("beta_fast") or 32.0),
-        beta_slow=float(fields.get("beta_slow") or 1.0),
-        attention_factor=fields.get("attention_factor"),
-        mscale=fields.get("mscale"),
-        mscale_all_dim=fields.get("mscale_all_dim"),
-        truncate=bool(fields.get("truncate", True)),
-    )

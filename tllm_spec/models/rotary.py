@@ -8,8 +8,8 @@ import math
 
 import torch
 
-from tllm_spec.models.config import RopeConfig
 from tllm_spec.models.module import Placement
+from tllm_spec.models.rope_config import RopeConfig
 
 
 def cos_sin_table(

@@ -1,0 +1,70 @@
+"""The rotary embedding that a `config.json` asks for, in both spellings of transformers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tllm_spec.models.config_file import required
+
+# The keys that a rope_type needs. yarn without a factor has the ratio of the two lengths.
+_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding; `rotary.py` says which fields a `kind` uses."""
+
+    kind: str
+    theta: float
+    original_max_positions: int
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+def rope_config(raw: Mapping[str, Any]) -> RopeConfig:
+    """Of a file with the keys of `ModelConfig`. Raises ValueError for what is not served."""
+    fields: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    partial = fields.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial not in (None, 1.0):
+        raise ValueError(f"partial_rotary_factor is {partial}; only 1.0 is served.")
+    if any(isinstance(value, dict) for value in fields.values()) or "mrope_section" in fields:
+        raise ValueError(
+            "rope_parameters differ by layer type or section; served is one set for all layers."
+        )
+    kind = fields.get("rope_type") or fields.get("type") or "default"
+    if kind not in _ROPE_NEEDS:
+        raise ValueError(f"rope_type is {kind!r}; served are {', '.join(_ROPE_NEEDS)}.")
+    absent = [key for key in _ROPE_NEEDS[kind] if fields.get(key) is None]
+    if absent:
+        raise ValueError(f"rope_type is {kind!r}, which needs {' and '.join(absent)}.")
+    max_positions = int(raw["max_position_embeddings"])
+    original = raw.get("original_max_position_embeddings") or fields.get(
+        "original_max_position_embeddings"
+    )
+    original = int(original or max_positions)
+    return RopeConfig(
+        kind=kind,
+        theta=float(fields.get("rope_theta") or required(raw, "rope_theta")),
+        original_max_positions=original,
+        factor=float(fields.get("factor") or max_positions / original),
+        low_freq_factor=float(fields.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(fields.get("high_freq_factor") or 1.0),
+        beta_fast=float(fields.get("beta_fast") or 32.0),
+        beta_slow=float(fields.get("beta_slow") or 1.0),
+        attention_factor=fields.get("attention_factor"),
+        mscale=fields.get("mscale"),
+        mscale_all_dim=fields.get("mscale_all_dim"),
+        truncate=bool(fields.get("truncate", True)),
+    )
