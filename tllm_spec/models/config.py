@@ -25,6 +25,13 @@ from tllm_spec.models.formats.fp8_formats import Fp8Format
 from tllm_spec.models.formats.fp8_readers import QUANTIZATION_KEYS, fp8_format
 from tllm_spec.models.formats.int4_formats import Int4Format
 from tllm_spec.models.formats.int4_readers import int4_format
+from tllm_spec.models.gemma3_config import (
+    GEMMA3,
+    GEMMA3_DEFAULTS,
+    Gemma3Config,
+    flat_gemma3,
+    gemma3_config,
+)
 from tllm_spec.models.llama4_config import (
     LLAMA4_DEFAULTS,
     Llama4Config,
@@ -71,10 +78,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     | MOE_DEFAULTS["Qwen3MoeForCausalLM"],
     "Llama4ForCausalLM": _COMMON | LLAMA4_DEFAULTS,
     "Llama4ForConditionalGeneration": _COMMON | LLAMA4_DEFAULTS,
+    **dict.fromkeys(GEMMA3, GEMMA3_DEFAULTS),
 } | DEEPSEEK_DEFAULTS
 _LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 _NO_BIAS = ("MistralForCausalLM", "MixtralForCausalLM")
-_O_BIAS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *_LLAMA4)
+_O_BIAS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *_LLAMA4, *GEMMA3)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -108,6 +116,7 @@ class ModelConfig:
     sparse_layers: frozenset[int]
     """The layers that have experts instead of a dense MLP."""
     llama4: Llama4Config | None
+    gemma3: Gemma3Config | None
     mla: MLAConfig | None
     """Latent attention instead of heads with keys and values of their own."""
     num_nextn_layers: int
@@ -142,7 +151,9 @@ class ModelConfig:
     def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
         """The same, from the parsed file alone."""
         architecture = _architecture(raw)
+        is_gemma3 = architecture in GEMMA3
         raw = flat_llama4(raw) if architecture in _LLAMA4 else raw
+        raw = flat_gemma3(raw) if is_gemma3 else raw
         raw = with_defaults(raw, _DEFAULTS[architecture])
         is_deepseek = architecture in DEEPSEEK_DEFAULTS
         _refuse_unserved(raw)
@@ -173,12 +184,13 @@ class ModelConfig:
             qkv_bias=_qkv_bias(raw, architecture),
             o_bias=bias and architecture in _O_BIAS,
             mlp_bias=bool(raw.get("mlp_bias")) and architecture == "LlamaForCausalLM",
-            qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+            qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *GEMMA3)
             or (architecture in _LLAMA4 and bool(raw["use_qk_norm"])),
             hidden_act=raw["hidden_act"],
             dtype=_dtype(raw),
             eos_token_ids=_token_ids(raw.get("eos_token_id")),
             llama4=llama4_config(raw) if architecture in _LLAMA4 else None,
+            gemma3=gemma3_config(raw) if is_gemma3 else None,
             moe=deepseek_moe(raw) if is_deepseek else moe_config(architecture, raw),
             sparse_layers=deepseek_sparse_layers(raw)
             if is_deepseek
@@ -210,9 +222,15 @@ class ModelConfig:
         """Positions that the model serves: as vLLM, `max_position_embeddings`, which may be the
         length before scaling, or the scaled length if it is longer."""
         rope = self.rope
-        is_scaled = rope.kind in ("linear", "yarn")
+        # Gemma 3 has the scaled length in max_position_embeddings, and not the original one.
+        is_scaled = rope.kind in ("linear", "yarn") and self.gemma3 is None
         scaled = int(rope.factor * rope.original_max_positions) if is_scaled else 0
         return max(self.max_position_embeddings, scaled)
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """All rotary embeddings, each of which has a table."""
+        return (self.rope,) if self.gemma3 is None else (self.rope, self.gemma3.local_rope)
 
     @property
     def rope_dim(self) -> int:
@@ -255,7 +273,7 @@ class ModelConfig:
             num_heads=mapping.shard(self.num_heads, "num_attention_heads"),
             num_kv_heads=mapping.shard_kv_heads(self.num_kv_heads),
             head_dim=self.head_dim,
-            scale=self.head_dim**-0.5,
+            scale=self.head_dim**-0.5 if self.gemma3 is None else self.gemma3.query_scale,
             span=span,
         )
 
@@ -269,9 +287,16 @@ class ModelConfig:
 
 
 def _weight_formats(path: Path | None, raw: dict[str, Any]) -> dict[str, Any]:
-    """The fields `fp8` and `int4`, of which at most one is not None."""
+    """The fields `fp8` and `int4`, of which at most one is not None. Raises ValueError for formats
+    that are not served."""
     int4 = int4_format(path, raw)
-    return {"int4": int4, "fp8": None if int4 is not None else fp8_format(path, raw)}
+    fp8 = None if int4 is not None else fp8_format(path, raw)
+    if raw["architectures"][0] == "Gemma3ForConditionalGeneration" and (int4 or fp8):
+        raise ValueError(
+            "Gemma3ForConditionalGeneration has quantised weights; it is served with weights of "
+            "16 or 32 bits."
+        )
+    return {"int4": int4, "fp8": fp8}
 
 
 def _architecture(raw: dict[str, Any]) -> str:
@@ -282,7 +307,7 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 
 def _refuse_unserved(raw: dict[str, Any]) -> None:
-    if raw["hidden_act"] != "silu":
+    if raw["architectures"][0] not in GEMMA3 and raw["hidden_act"] != "silu":
         raise ValueError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is served.")
     unknown = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if unknown:

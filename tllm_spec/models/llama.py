@@ -28,6 +28,7 @@ class Attention(Module):
     given."""
 
     projection: type[ColumnLinear] = ColumnLinear
+    head_norm: type[HeadNorm] = HeadNorm
 
     def __init__(
         self, config: ModelConfig, layer: int, placement: Placement, input_size: int | None = None
@@ -50,7 +51,7 @@ class Attention(Module):
             copies={"k_proj": copies, "v_proj": copies},
         )
         self.qk_norm: HeadNorm | None = (
-            HeadNorm(
+            self.head_norm(
                 self.num_heads, self.num_kv_heads, config.head_dim, config.rms_norm_eps, placement
             )
             if config.qk_norm
@@ -115,15 +116,17 @@ class SelfAttention(Protocol):
 class DecoderLayer(Module):
     """Pre-norm block that adds to the residual stream, in place if all rows are wanted."""
 
+    norm_type: type[RMSNorm] = RMSNorm
     input_layernorm: RMSNorm | None
     self_attn: SelfAttention
     mlp: MLP | SparseMoE
 
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        sizes = config.hidden_size, config.rms_norm_eps, placement
+        self.input_layernorm = self.norm_type(*sizes)
         self.add_attention(config, layer, placement)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self.post_attention_layernorm = self.norm_type(*sizes)
         self.add_mlp(config, layer, placement)
 
     def add_attention(self, config: ModelConfig, layer: int, placement: Placement) -> None:
@@ -152,9 +155,13 @@ class DecoderLayer(Module):
         attended = self.self_attn.forward(hidden, self.input_layernorm, rotary, context)
         if wanted is not None:
             hidden, attended = gather_rows(hidden, wanted), gather_rows(attended, wanted)
+        self.add_branches(hidden, attended)
+        return hidden
+
+    def add_branches(self, hidden: torch.Tensor, attended: torch.Tensor) -> None:
+        """Add the output projection of attention, then the MLP, to hidden `[R, H]` in place."""
         self.self_attn.o_proj.add_to(hidden, attended)
         self.mlp.add_to(hidden, self.post_attention_layernorm)
-        return hidden
 
 
 class LlamaModel(Module):
@@ -172,18 +179,22 @@ class LlamaModel(Module):
         self.layers = nn.ModuleList(
             layer_type(config, layer, placement) for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self.norm = layer_type.norm_type(config.hidden_size, config.rms_norm_eps, placement)
         self.cos_sin = cos_sin_table(config.rope, config.rope_dim, max_positions, placement)
 
     def rotary(self, positions: torch.Tensor) -> Rotary:
         """Of one forward's rows."""
         return Rotary(self.cos_sin, positions)
 
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The residual stream before the first layer, `[T, H]`."""
+        return self.embed_tokens.forward(input_ids)
+
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
         rotary = self.rotary(positions)
-        hidden = self.embed_tokens.forward(input_ids)
+        hidden = self.embed(input_ids)
         last, spec = len(self.layers) - 1, context.spec
         for layer_id, layer in enumerate(self.layers):
             wanted = context.wanted if layer_id == last else None

@@ -17,6 +17,7 @@ from tllm_spec.models.formats.quantised_layers import (
     prepare_quantised,
     with_quantised,
 )
+from tllm_spec.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
 from tllm_spec.models.module import Placement, specialize_for_cpu
@@ -35,6 +36,8 @@ MODELS: dict[str, type[LlamaForCausalLM]] = {
     "Qwen3MoeForCausalLM": LlamaForCausalLM,
     "Llama4ForCausalLM": Llama4ForCausalLM,
     "Llama4ForConditionalGeneration": Llama4ForConditionalGeneration,
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
     "DeepseekV2ForCausalLM": DeepseekForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekForCausalLM,
 }
@@ -62,7 +65,7 @@ def weight_bytes(
     mapping: Mapping,
     fp8_activations: bool,
 ) -> int:
-    """What a rank's weights and rotary table take on `device`, as `load_model` makes them. The
+    """What a rank's weights and rotary tables take on `device`, as `load_model` makes them. The
     model is built on a device without memory."""
     config = ModelConfig.from_pretrained(path).within(max_positions)
     config = computed_as(config, fp8_activations)
@@ -70,7 +73,8 @@ def weight_bytes(
     placement = replace(placement, device=torch.device("meta"))
     model = MODELS[config.architecture](config, max_positions=1, placement=placement)
     num_bytes = sum(each.numel() * each.dtype.itemsize for each in model.parameters())
-    return num_bytes + max_positions * 2 * config.rope_dim * dtype.itemsize
+    table_bytes = max_positions * 2 * config.rope_dim * dtype.itemsize
+    return num_bytes + len(config.ropes) * table_bytes
 
 
 def load_model(
