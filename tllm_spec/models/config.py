@@ -228,6 +228,11 @@ class ModelConfig:
         return max(self.max_position_embeddings, scaled)
 
     @property
+    def sees_images(self) -> bool:
+        """Whether the checkpoint has more than the text model, which is all that is loaded."""
+        return self.architecture.endswith("ForConditionalGeneration")
+
+    @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """All rotary embeddings, each of which has a table."""
         return (self.rope,) if self.gemma3 is None else (self.rope, self.gemma3.local_rope)
