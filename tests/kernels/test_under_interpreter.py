@@ -14,8 +14,8 @@ from tllm_spec.kernels.triton_support import has_kernels
 GROUPS: tuple[dict[str, int], ...] = (
     {
         "batch_invariant_attention": 15,
-        "rms_norm": 30,
-        "silu_and_mul": 23,
+        "rms_norm": 36,
+        "silu_and_mul": 43,
         "row_copies": 90,
         "token_mask": 6,
         "window_attention": 31,

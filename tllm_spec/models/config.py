@@ -3,6 +3,7 @@
 Both spellings are read: transformers 4.x (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5.x
 (`rope_parameters`, `dtype`). A missing key has the default of transformers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(GEMMA3, GEMMA3_DEFAULTS),
 } | DEEPSEEK_DEFAULTS
 _LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
+# What brings a file into the keys of the other architectures.
+_FLAT: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    **dict.fromkeys(_LLAMA4, flat_llama4),
+    **dict.fromkeys(GEMMA3, flat_gemma3),
+}
 _NO_BIAS = ("MistralForCausalLM", "MixtralForCausalLM")
 _O_BIAS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *_LLAMA4, *GEMMA3)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -151,30 +157,22 @@ class ModelConfig:
     def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
         """The same, from the parsed file alone."""
         architecture = _architecture(raw)
-        is_gemma3 = architecture in GEMMA3
-        raw = flat_llama4(raw) if architecture in _LLAMA4 else raw
-        raw = flat_gemma3(raw) if is_gemma3 else raw
+        raw = _FLAT.get(architecture, dict)(raw)
         raw = with_defaults(raw, _DEFAULTS[architecture])
         is_deepseek = architecture in DEEPSEEK_DEFAULTS
         _refuse_unserved(raw)
         bias = bool(raw.get("attention_bias"))
         num_heads = int(required(raw, "num_attention_heads"))
-        hidden_size = int(required(raw, "hidden_size"))
-        if not raw.get("head_dim") and hidden_size % num_heads:
-            raise ValueError(
-                f"hidden_size is {hidden_size}; without head_dim, it must be a multiple of "
-                f"num_attention_heads, which is {num_heads}."
-            )
         sliding = _sliding_layers(raw, architecture)
         config = cls(
             architecture=architecture,
             vocab_size=int(required(raw, "vocab_size")),
-            hidden_size=hidden_size,
+            hidden_size=int(required(raw, "hidden_size")),
             intermediate_size=int(required(raw, "intermediate_size")),
             num_layers=int(required(raw, "num_hidden_layers")),
             num_heads=num_heads,
             num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
-            head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
+            head_dim=_head_dim(raw),
             rms_norm_eps=float(raw["rms_norm_eps"]),
             rope=rope_config(raw),
             max_position_embeddings=int(raw["max_position_embeddings"]),
@@ -190,7 +188,7 @@ class ModelConfig:
             dtype=_dtype(raw),
             eos_token_ids=_token_ids(raw.get("eos_token_id")),
             llama4=llama4_config(raw) if architecture in _LLAMA4 else None,
-            gemma3=gemma3_config(raw) if is_gemma3 else None,
+            gemma3=gemma3_config(raw) if architecture in GEMMA3 else None,
             moe=deepseek_moe(raw) if is_deepseek else moe_config(architecture, raw),
             sparse_layers=deepseek_sparse_layers(raw)
             if is_deepseek
@@ -324,6 +322,16 @@ def _dtype(raw: dict[str, Any]) -> torch.dtype:
     if name not in _DTYPES:
         raise ValueError(f"dtype is {name!r}; accepted are {', '.join(_DTYPES)}.")
     return _DTYPES[name]
+
+
+def _head_dim(raw: dict[str, Any]) -> int:
+    hidden_size, num_heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
+    if not raw.get("head_dim") and hidden_size % num_heads:
+        raise ValueError(
+            f"hidden_size is {hidden_size}; without head_dim, it must be a multiple of "
+            f"num_attention_heads, which is {num_heads}."
+        )
+    return int(raw.get("head_dim") or hidden_size // num_heads)
 
 
 def _qkv_bias(raw: dict[str, Any], architecture: str) -> bool:
