@@ -23,6 +23,7 @@ from tests.models.helpers import (
 )
 from tests.models.published import GEMMA3, GEMMA3_4B, GEMMA3_270M, Raw
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
+from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
@@ -159,6 +160,33 @@ def test_in_bfloat16_logits_are_as_near_to_those_of_float32_as_transformers(
     found = PagedRunner(load(tmp_path, dtype=torch.bfloat16)).step({0: tokens})[0]
     mine, its = ((each.float() - exact).square().mean().sqrt() for each in (found, coarse))
     assert mine < 1.1 * its < 0.1 * exact.std()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("kind", [FlashInferAttention, TritonAttention, BatchInvariantAttention])
+def test_a_gpu_in_bfloat16_is_as_near_to_float32_as_transformers(
+    kind: type[HeadsBackend], head_dim: int, tmp_path: Path
+) -> None:
+    """Prompts, and windows of so few rows that they run kernels of their own."""
+    if kind is FlashInferAttention:
+        pytest.importorskip("flashinfer")
+    tokens, sizes = random_tokens(200, seed=3), {"head_dim": head_dim, "sliding_window": 37}
+    sizes |= {"hidden_size": 256, "intermediate_size": 1024, "max_position_embeddings": 256}
+    theirs = save_gemma3(tmp_path, dtype=torch.bfloat16, **sizes)
+    coarse = reference_logits(theirs, tokens)
+    exact = reference_logits(theirs.float(), tokens)
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+    options["batch_invariant"] = kind is BatchInvariantAttention
+    runner = PagedRunner(load(tmp_path, max_positions=256, **options), page_size=32)
+    use(runner, kind)
+    parts = [runner.step({0: tokens[:90]})[0], runner.step({0: tokens[90:120]})[0]]
+    parts += [runner.step(windows={0: tokens[i : i + 4]})[0] for i in range(120, 200, 4)]
+    found = torch.cat(parts).cpu()
+    mine, its = ((each.float() - exact).square().mean(1).sqrt() for each in (found, coarse))
+    assert mine.mean() < 1.2 * its.mean() < 0.1 * exact.std()
+    assert mine.max() < 3 * its.max()
 
 
 def with_images(folder: Path, prefix: str, before: str = "") -> Any:
