@@ -3,6 +3,8 @@ published, and what is refused."""
 
 import copy
 import json
+import shutil
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.models.fp8_checkpoint import quantise
 from tests.models.helpers import (
     MAX_POSITIONS,
     VOCAB_SIZE,
@@ -21,6 +24,7 @@ from tests.models.helpers import (
     reference_logits,
     use,
 )
+from tests.models.int4_checkpoint import Case, quantise_int4
 from tests.models.published import GEMMA3, GEMMA3_4B, GEMMA3_270M, Raw
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.flashinfer import FlashInferAttention
@@ -310,6 +314,21 @@ def test_what_is_not_served_is_refused_by_name(case: str, tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps(GEMMA3_270M | change))
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_weights_of_a_text_model_give_the_logits_of_their_values(
+    bits: int, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
+    save_gemma3(tmp_path / "quantised", **sizes)
+    shutil.copytree(tmp_path / "quantised", tmp_path / "plain")
+    change = quantise if bits == 8 else partial(quantise_int4, case=Case("gptq"))
+    save_file(change(tmp_path / "quantised"), tmp_path / "plain" / "model.safetensors")
+    models = [load(tmp_path / name) for name in ("quantised", "plain")]
+    assert (models[0].config.fp8 or models[0].config.int4) is not None
+    found, expected = (PagedRunner(model).step({0: random_tokens(40)})[0] for model in models)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_quantised_weights_of_a_model_with_images_are_refused() -> None:
