@@ -27,7 +27,6 @@ from tests.models.helpers import (
 from tests.models.int4_checkpoint import Case, quantise_int4
 from tests.models.published import GEMMA3, GEMMA3_4B, GEMMA3_270M, Raw
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
-from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
@@ -169,13 +168,11 @@ def test_in_bfloat16_logits_are_as_near_to_those_of_float32_as_transformers(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("head_dim", [128, 256])
-@pytest.mark.parametrize("kind", [FlashInferAttention, TritonAttention, BatchInvariantAttention])
+@pytest.mark.parametrize("kind", [TritonAttention, BatchInvariantAttention])
 def test_a_gpu_in_bfloat16_is_as_near_to_float32_as_transformers(
     kind: type[HeadsBackend], head_dim: int, tmp_path: Path
 ) -> None:
     """Prompts, and windows of so few rows that they run kernels of their own."""
-    if kind is FlashInferAttention:
-        pytest.importorskip("flashinfer")
     tokens, sizes = random_tokens(200, seed=3), {"head_dim": head_dim, "sliding_window": 37}
     sizes |= {"hidden_size": 256, "intermediate_size": 1024, "max_position_embeddings": 256}
     theirs = save_gemma3(tmp_path, dtype=torch.bfloat16, **sizes)
