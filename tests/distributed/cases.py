@@ -227,6 +227,7 @@ CASES: dict[str, Case] = {
     ),
     "llama4-parts": Case("llama4", EP | {"speculative_config": NGRAM}),
     "gemma3": Case("gemma3", SMALL_PAGES | {"speculative_config": TINY_EAGLE3}, generate_twice),
+    "phi3": Case("phi3", {"speculative_config": NGRAM}),
     "deepseek-v3-parts-mtp": Case("deepseek-v3", EP | {"speculative_config": MTP}, accepts=True),
     "preempted": Case(model="qwen2-moe", options=SMALL_CACHE),
     "fp8": Case("qwen3-moe-fp8", {"speculative_config": NGRAM}, in_fp8=True),

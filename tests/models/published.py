@@ -283,6 +283,32 @@ GEMMA3_27B: Raw = GEMMA3_4B | {
         "query_pre_attn_scalar": 168,
     }
 }
+PHI4_MINI: Raw = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 199999,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "model_type": "phi3",
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "long_factor": [1.0 + i for i in range(48)],
+        "short_factor": [1.0] * 48,
+        "type": "longrope",
+    },
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 200064,
+}
 GEMMA3 = {"Gemma-3-270m": GEMMA3_270M, "Gemma-3-4b": GEMMA3_4B, "Gemma-3-27b": GEMMA3_27B}
 PUBLISHED = {
     "DeepSeek-V2-Lite": V2_LITE,

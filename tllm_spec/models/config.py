@@ -41,6 +41,7 @@ from tllm_spec.models.llama4_config import (
 )
 from tllm_spec.models.moe_config import MOE_DEFAULTS, moe_config, sparse_layers
 from tllm_spec.models.moe_shape import MoEConfig
+from tllm_spec.models.phi3_config import PHI3, PHI3_DEFAULTS, flat_phi3
 from tllm_spec.models.rope_config import RopeConfig, rope_config
 
 # The defaults of each architecture's configuration class in transformers.
@@ -80,14 +81,16 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "Llama4ForCausalLM": _COMMON | LLAMA4_DEFAULTS,
     "Llama4ForConditionalGeneration": _COMMON | LLAMA4_DEFAULTS,
     **dict.fromkeys(GEMMA3, GEMMA3_DEFAULTS),
+    PHI3: PHI3_DEFAULTS,
 } | DEEPSEEK_DEFAULTS
 _LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 # What brings a file into the keys of the other architectures.
 _FLAT: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     **dict.fromkeys(_LLAMA4, flat_llama4),
     **dict.fromkeys(GEMMA3, flat_gemma3),
+    PHI3: flat_phi3,
 }
-_NO_BIAS = ("MistralForCausalLM", "MixtralForCausalLM")
+_NO_BIAS = ("MistralForCausalLM", "MixtralForCausalLM", PHI3)
 _O_BIAS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *_LLAMA4, *GEMMA3)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -174,7 +177,7 @@ class ModelConfig:
             num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
             head_dim=_head_dim(raw),
             rms_norm_eps=float(raw["rms_norm_eps"]),
-            rope=rope_config(raw),
+            rope=rope_config(raw, is_phi3=architecture == PHI3),
             max_position_embeddings=int(raw["max_position_embeddings"]),
             sliding_window=raw["sliding_window"] if sliding else None,
             sliding_layers=sliding,
@@ -358,7 +361,7 @@ def _sliding_layers(raw: dict[str, Any], architecture: str) -> frozenset[int]:
         return frozenset()
     if window < 1:
         raise ValueError(f"sliding_window is {window}; it must be at least 1.")
-    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM", PHI3):
         return frozenset(layers)
     if types:
         return frozenset(layer for layer in layers if types[layer] == "sliding_attention")

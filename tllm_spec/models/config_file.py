@@ -138,6 +138,10 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         "moe_layers mlp_only_layers eagle_aux_hidden_state_layer_ids",
     ),
     (
+        _Kind("a list of positive numbers", _is_list_of(_is_number(1e-6))),
+        "short_factor long_factor",
+    ),
+    (
         _Kind("a list of 0 and 1", _is_list_of(lambda value: value in (0, 1))),
         "no_rope_layers",
     ),

@@ -87,11 +87,13 @@ class Attention(Module):
 class MLP(Module):
     """SwiGLU."""
 
+    projection: type[ColumnLinear] = ColumnLinear
+
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         parts = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = ColumnLinear(hidden, parts, bias=bias, placement=placement)
+        self.gate_up_proj = self.projection(hidden, parts, bias=bias, placement=placement)
         self.down_proj = RowLinear(inner, hidden, bias=bias, placement=placement)
 
     def add_to(self, hidden: torch.Tensor, norm: RMSNorm) -> None:
