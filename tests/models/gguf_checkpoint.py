@@ -28,7 +28,17 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+# Gemma 3's names of norms that are others, or other ones.
+GEMMA3 = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 Settle = Callable[[gguf.GGUFWriter], None]
+
+
+def nothing(writer: gguf.GGUFWriter) -> None:
+    """Adds nothing."""
 
 
 def save_gguf(
@@ -37,7 +47,7 @@ def save_gguf(
     config: Any,
     tensors: Mapping[str, torch.Tensor],
     types: Mapping[str, Type] | None = None,
-    settle: Settle = lambda writer: None,
+    settle: Settle = nothing,
 ) -> Path:
     """types: of matrices, by ends of their names here; others are F32, as vectors always are.
     settle: may add metadata and tensors."""
@@ -50,7 +60,8 @@ def save_gguf(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -59,12 +70,14 @@ def save_gguf(
         values = tensor.float().numpy()
         if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             values = in_pairs(values, head_dim)
+        if architecture == "gemma3" and name.endswith("norm.weight"):
+            values = values + 1
         chosen = (kind for end, kind in (types or {}).items() if name.endswith(end))
         kind = next(chosen, Type.F32) if values.ndim > 1 else Type.F32
         stored = random_blocks(values.shape, kind) if kind in SCALES else None
         if stored is None:
             stored = gguf.quantize(values, kind)
-        writer.add_tensor(stored_name(name), stored, raw_dtype=kind)
+        writer.add_tensor(stored_name(name, architecture), stored, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -72,12 +85,13 @@ def save_gguf(
     return path
 
 
-def stored_name(name: str) -> str:
+def stored_name(name: str, architecture: str) -> str:
     module, _, kind = name.rpartition(".")
     if module in NAMES:
         return f"{NAMES[module]}.{kind}"
     _, _, layer, part = module.split(".", 3)
-    return f"blk.{layer}.{NAMES[part]}.{kind}"
+    names = NAMES | GEMMA3 if architecture == "gemma3" else NAMES
+    return f"blk.{layer}.{names[part]}.{kind}"
 
 
 def in_pairs(values: np.ndarray[Any, Any], head_dim: int) -> np.ndarray[Any, Any]:

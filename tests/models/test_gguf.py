@@ -17,7 +17,7 @@ from tllm_spec.models.formats import gguf_tensors
 gguf = pytest.importorskip("gguf")
 from gguf import GGMLQuantizationType as Type  # noqa: E402 (the line above skips without it)
 
-from tests.models.gguf_checkpoint import Settle, save_gguf  # noqa: E402
+from tests.models.gguf_checkpoint import Settle, nothing, save_gguf  # noqa: E402
 
 TOKENS = random_tokens(20)
 SIZES = {"hidden_size": 256, "intermediate_size": 512}
@@ -37,11 +37,15 @@ TYPES = {
 }
 
 
+def window(writer: gguf.GGUFWriter) -> None:
+    writer.add_sliding_window(8)
+
+
 def save(
     folder: Path,
     architecture: str = "Llama",
     types: dict[str, Type] | None = None,
-    settle: Settle = lambda writer: None,
+    settle: Settle = nothing,
     **config: Any,
 ) -> Path:
     model = save_checkpoint(folder / "plain", architecture, **SIZES | config)
@@ -56,7 +60,21 @@ def logits_of(path: Path) -> torch.Tensor:
     return PagedRunner(load(path)).step({0: TOKENS})[0]
 
 
-@pytest.mark.parametrize("architecture", ["Llama", "Qwen2", "Qwen3"])
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {},
+    # transformers does not read the size of a head, which Qwen3's default is 128 for.
+    "Qwen3": {"head_dim": 128},
+    "Gemma3": {
+        "head_dim": 256,
+        "num_hidden_layers": 7,
+        "sliding_window": 8,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
 def test_all_types_give_the_logits_of_transformers(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +176,7 @@ def strange_type(writer: gguf.GGUFWriter) -> None:
             "rope_type is 'longrope'",
         ),
         (llama3_factors(1.1), "factors of rope_freqs.weight are not those of Llama 3.1"),
+        (window, "llama.attention.sliding_window of its metadata is not served"),
         (strange_tensor, "surplus blk.0.attn_sinks.weight"),
         (strange_type, "blk.0.strange.weight has ggml's type 16; served are 0 (F32)"),
     ],

@@ -3,7 +3,7 @@ metadata stands for. Every key of the architecture is used or refused."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,12 @@ _OF_LAYERS = {
     "ffn_down": "mlp.down_proj",
 }
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_GEMMA3 = _HEAD_NORMS | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+GEMMA3_27B_LAYERS = 62
 # Metadata after the architecture's name, and what config.json calls it.
 _SIZES = {
     "block_count": "num_hidden_layers",
@@ -61,12 +67,22 @@ class GgufArchitecture:
     pairs_rotary: bool = False
     """Whether rows of q and k are stored so that those which are rotated together are
     neighbours."""
+    own_keys: Mapping[str, str] = field(default_factory=dict)
+    """Metadata that only this architecture has, and what config.json calls it."""
+    norms_are_added_to_one: bool = False
+    """Whether norms of Hugging Face's format are less than the stored ones by 1."""
 
 
 ARCHITECTURES = {
     "llama": GgufArchitecture("LlamaForCausalLM", _OF_LAYERS, pairs_rotary=True),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM", _OF_LAYERS),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM", _OF_LAYERS | _HEAD_NORMS),
+    "gemma3": GgufArchitecture(
+        "Gemma3ForCausalLM",
+        _OF_LAYERS | _GEMMA3,
+        own_keys={"attention.sliding_window": "sliding_window"},
+        norms_are_added_to_one=True,
+    ),
 }
 
 
@@ -107,7 +123,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         raise ValueError(f"{file.path} has no {', '.join(absent)} in its metadata.")
     if EMBEDDING not in file.tensors:
         raise ValueError(f"{file.path} has no tensor {EMBEDDING}.")
-    raw = {name: own[key] for key, name in (_SIZES | _OPTIONAL).items() if key in own}
+    keys = {**_SIZES, **_OPTIONAL, **architecture.own_keys}
+    raw = {name: own[key] for key, name in keys.items() if key in own}
     raw["architectures"] = [architecture.architecture]
     raw["dtype"] = "bfloat16"
     raw["vocab_size"] = file.tensors[EMBEDDING].shape[0]
@@ -115,8 +132,10 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     ends = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _END_TOKENS)
     raw["eos_token_id"] = [token for token in ends if token is not None]
     raw |= _head_size(file, own)
-    raw["rope_parameters"] = _rope(file, own, raw)
-    if surplus := own.keys() - _known():
+    raw["rope_scaling"] = _rope(file, own, raw)
+    if prefix == "gemma3.":
+        raw["query_pre_attn_scalar"] = _gemma3_scalar(raw)
+    if surplus := own.keys() - keys.keys() - _other_keys():
         raise ValueError(
             f"{file.path}: {', '.join(prefix + key for key in sorted(surplus))} of its metadata "
             "is not served."
@@ -124,9 +143,10 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     return raw
 
 
-def _known() -> set[str]:
+def _other_keys() -> set[str]:
+    """That are read otherwise, or have no effect."""
     scaling = {f"rope.scaling.{key}" for key in ("type", "finetuned", *_ROPE)}
-    return {*_SIZES, *_OPTIONAL, *_HEAD_SIZES, *_WITHOUT_EFFECT, *scaling}
+    return {*_HEAD_SIZES, *_WITHOUT_EFFECT, *scaling}
 
 
 def _head_size(file: GgufFile, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,8 +159,15 @@ def _head_size(file: GgufFile, own: Mapping[str, Any]) -> dict[str, Any]:
     return {"head_dim": next(iter(found.values()))} if found else {}
 
 
+def _gemma3_scalar(raw: Mapping[str, Any]) -> int:
+    """The size of a head, except of the model of 27 billion, which no key of its own says."""
+    by_heads = raw["hidden_size"] // raw["num_attention_heads"]
+    size: int = raw.get("head_dim", by_heads)
+    return by_heads if raw["num_hidden_layers"] == GEMMA3_27B_LAYERS else size
+
+
 def _rope(file: GgufFile, own: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_parameters`."""
+    """`rope_scaling`."""
     kind = own.get("rope.scaling.type", "none")
     if ROPE_FACTORS in file.tensors:
         return _llama3(file, raw)

@@ -29,6 +29,8 @@ class GgufTensor:
     place: TensorPlace
     num_pairs_heads: int | None
     """Of q and k: the number of heads whose rows are stored in pairs; None: they are not."""
+    offset: int
+    """What the stored elements have too much."""
 
     @property
     def shape(self) -> torch.Size:
@@ -46,7 +48,8 @@ class GgufTensor:
         def fill(start: int) -> None:
             chosen = slice(start, start + step)
             own = rows[chosen] if order is None else rows[order[chosen]]
-            by_row[chosen] = torch.from_numpy(_dequantise(own, self.place.type_number))
+            values = torch.from_numpy(_dequantise(own, self.place.type_number))
+            by_row[chosen] = values - self.offset if self.offset else values
 
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             list(pool.map(fill, range(0, len(rows), step)))
@@ -62,8 +65,10 @@ class GgufTensor:
         return order
 
 
-def gguf_tensors(path: Path, wants: Callable[[str], bool]) -> Iterator[tuple[str, GgufTensor]]:
-    """Names and tensors of the file, of those whose names are wanted.
+def gguf_tensors(
+    path: Path, wants: Callable[[str], bool]
+) -> Iterator[tuple[str, torch.Tensor | GgufTensor]]:
+    """Names and tensors of the file, of those whose names are wanted. Vectors are dequantised.
 
     Raises:
         ValueError: the package gguf is missing, or a tensor has a type that is not served, or an
@@ -76,9 +81,12 @@ def gguf_tensors(path: Path, wants: Callable[[str], bool]) -> Iterator[tuple[str
         file.rows(place)
     _log(file)
     heads = _num_pairs_heads(file)
+    norm_offset = int(architecture_of(file).norms_are_added_to_one)
     for name, place in _named(file):
         if wants(name):
-            yield name, GgufTensor(file, place, heads.get(name[name.find("self_attn") :]))
+            offset = norm_offset if name.endswith("norm.weight") else 0
+            own = GgufTensor(file, place, heads.get(name[name.find("self_attn") :]), offset)
+            yield name, own if len(own.shape) > 1 else own.dequantised(torch.float32)
 
 
 def gguf_names(path: Path) -> list[str]:
