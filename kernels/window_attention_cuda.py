@@ -152,7 +152,7 @@ def serves(
     return (
         qkv.is_cuda
         and qkv.dtype in (torch.bfloat16, torch.float16)
-        and cos_sin.dtype == qkv.dtype
+        and cos_sin.dtype == layer.dtype == qkv.dtype
         and (norm_weight is None or norm_weight.dtype == qkv.dtype)
         and qkv.shape[-1] in HEAD_DIMS
         and layer.shape[2] >= BLOCK_KEYS

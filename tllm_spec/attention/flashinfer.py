@@ -62,7 +62,7 @@ class FlashInferContexts(ContextPlans):
 
     def for_graph(self, kv_slots: torch.Tensor) -> FlashInferPlan:
         assert self._plan is not None
-        return FlashInferPlan(kv_slots, (), None, None, len(kv_slots), self._plan)
+        return FlashInferPlan(kv_slots, (), None, None, None, len(kv_slots), self._plan)
 
 
 class FlashInferAttention(TritonAttention):
@@ -98,7 +98,7 @@ class FlashInferAttention(TritonAttention):
         )
         windows = self._plan_windows(metadata)
         return FlashInferPlan(
-            metadata.kv_slots, (), None, windows, rows.num_rows, self._prefill.plan(rows)
+            metadata.kv_slots, (), None, windows, None, rows.num_rows, self._prefill.plan(rows)
         )
 
     def run(

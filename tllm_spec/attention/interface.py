@@ -152,7 +152,8 @@ class HeadsBackend(AttentionBackend):
     ) -> None:
         """The part of `run` before attention, with the same arguments: for rows whose outputs are
         not needed."""
-        rotary_write(qkv, rotary, plan.kv_slots, self.pool.data[layer], norm)
+        scales = self.pool.kv_format.scales_of(layer)
+        rotary_write(qkv, rotary, plan.kv_slots, self.pool.data[layer], norm, scales)
 
 
 @dataclass(frozen=True)
