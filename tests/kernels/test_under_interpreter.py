@@ -53,6 +53,8 @@ GROUPS: tuple[dict[str, int], ...] = (
         "rotary_write": 23,
         "send_results": 10,
         "attention/triton": 7,
+        "attention/fp8_pool": 12,
+        "attention/fp8_latents": 6,
         "attention/tree": 10,
         "attention/batch_invariant": 7,
         "batch_invariant_latent": 13,
