@@ -30,7 +30,7 @@ from tllm_spec.not_served import (
 from tllm_spec.option_checks import NotServed, shown
 from tllm_spec.peer_options import LLM_PEERS
 from tllm_spec.scheduler_config import SchedulerConfig
-from tllm_spec.speculative_base import PathText
+from tllm_spec.speculative_base import KVCacheType, PathText
 from tllm_spec.speculative_config import (
     DecodingBaseConfig,
     MTPDecodingConfig,
@@ -59,6 +59,10 @@ class KvCacheConfig(ConfigModel):
     effect on a CPU."""
     tokens_per_block: PositiveInt = 32
     """Tokens of one page, a power of two."""
+    dtype: KVCacheType = "auto"
+    """Type of keys, values and MLA's latents. `fp8` (E4M3) takes half of 16 bits, with the
+    checkpoint's scales or 1.0. `model`: the model's own type. `auto`: `fp8` where the checkpoint
+    asks for it, otherwise `model`. See `docs/quantization.md`."""
 
     not_served: ClassVar[Mapping[str, NotServed]] = KV_CACHE_NOT_SERVED
 

@@ -38,6 +38,7 @@ from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.import_path import import_path_of
 from tllm_spec.models.head_checkpoint import HeadKind
 from tllm_spec.models.registry import LoadFormat
+from tllm_spec.speculative_base import KVCacheType
 from tllm_spec.speculative_config import (
     DecodingBaseConfig,
     DraftBackend,
@@ -115,6 +116,8 @@ class DraftModel:
     # Of heads with a folder of their own. The first is that of a folder which does not say.
     head_kinds: tuple[HeadKind, ...] = ()
     token_map: str | None = None  # a file: the tokens that are drafted; None: all
+    # Of a draft model's own cache; None: as kv_cache_config says.
+    kv_cache_dtype: KVCacheType | None = None
 
 
 @dataclass(frozen=True)
@@ -254,6 +257,7 @@ def _draft_target_model(config: DecodingBaseConfig) -> DraftModel:
         capture_layers=None,
         shares_pages=config.draft_target_one_model,
         splits_rounds=False,
+        kv_cache_dtype=config.kv_cache_dtype,
         backend=config.draft_backend,
         token_map=config.speculative_token_map,
     )

@@ -25,6 +25,7 @@ from tllm_spec.models.formats.fp8_formats import Fp8Format
 from tllm_spec.models.formats.fp8_readers import QUANTIZATION_KEYS, fp8_format
 from tllm_spec.models.formats.int4_formats import Int4Format
 from tllm_spec.models.formats.int4_readers import int4_format
+from tllm_spec.models.formats.kv_cache_formats import KVCacheSetting, kv_cache_setting
 from tllm_spec.models.llama4_config import (
     LLAMA4_DEFAULTS,
     Llama4Config,
@@ -140,6 +141,8 @@ class ModelConfig:
     """How the checkpoint stores FP8 weights; None: it has none."""
     int4: Int4Format | None
     """How the checkpoint stores 4-bit weights; None: it has none."""
+    kv_cache: KVCacheSetting | None
+    """What the checkpoint says of the KV cache; None: nothing."""
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "ModelConfig":
@@ -293,9 +296,10 @@ class ModelConfig:
 
 
 def _weight_formats(path: Path | None, raw: dict[str, Any]) -> dict[str, Any]:
-    """The fields `fp8` and `int4`, of which at most one is not None."""
+    """The fields `fp8` and `int4`, of which at most one is not None, and `kv_cache`."""
     int4 = int4_format(path, raw)
-    return {"int4": int4, "fp8": None if int4 is not None else fp8_format(path, raw)}
+    fp8 = None if int4 is not None else fp8_format(path, raw)
+    return {"int4": int4, "fp8": fp8, "kv_cache": kv_cache_setting(path, raw)}
 
 
 def _architecture(raw: dict[str, Any]) -> str:
