@@ -175,8 +175,8 @@ class _Call:
     def windows(self) -> WindowSizes:
         (_, all_heads, head_dim), (page_size, kv_heads) = self.qkv.shape, self.layer.shape[2:4]
         rows, max_len = self.tables.rows, self.tables.block_tables.shape[1] * page_size
-        group = all_heads // kv_heads - 2
-        return WindowSizes(rows.num_requests, rows.window, group, kv_heads, head_dim, max_len)
+        sizes = all_heads // kv_heads - 2, kv_heads, head_dim, max_len
+        return WindowSizes(rows.num_requests, rows.window, *sizes, self.layer.dtype == CODES)
 
     def output(self, windows: WindowSizes) -> torch.Tensor:
         heads = windows.kv_heads * windows.group
@@ -191,7 +191,7 @@ def _launch_cuda(call: _Call, windows: WindowSizes, layout: Layout) -> torch.Ten
         *(tables.block_tables, tables.kv_lens, tables.kv_slots, tables.num_padding, tree_bits),
         *((None, None) if layout.in_clusters else (workspace.outputs, workspace.log_sums)),
     )
-    launch(operands, windows, layout, call.scale, eps, offset)
+    launch(operands, windows, layout, call.scale, eps, offset, call.scales)
     if not layout.in_clusters:
         splits = Splits(layout.splits, layout.min_keys, True, False)
         # The splits share all keys that were in the pool before, those of a tree's region too.
