@@ -93,7 +93,7 @@ def build_engines(plan: BuildPlan) -> Engines:
         plan.max_len,
         plan.span_room,
         plan.communicator,
-        reserved_bytes(plan, draft),
+        reserved_bytes(plan, draft, groups),
     )
     num_pages = [plan.communicator.minimum(pages) for pages in num_pages]
     check_pool(draft, max(num_pages) * plan.page_size)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.attention.plain_prefill import PlainPrefill
 from tests.attention.test_tree import BATCHES as TREES
 from tests.attention.test_tree import TreeForward
 from tests.attention.test_triton import (
@@ -21,16 +22,18 @@ from tests.attention.test_triton import (
     Forward,
     on_each_device,
 )
+from tllm_spec.attention import wide_pages
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
+from tllm_spec.attention.flashinfer import FlashInferAttention, FlashInferPlan
 from tllm_spec.attention.interface import AttentionPlan, HeadsBackend
 from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.attention.triton import TritonAttention
+from tllm_spec.attention.triton import TritonAttention, TritonPlan
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.kernels.kv_codes import CODES, KVScales
 from tllm_spec.kernels.rotary_write import Rotary, plain_rotate
 
-KINDS = (VanillaAttention, TritonAttention, BatchInvariantAttention)
+KINDS = (VanillaAttention, TritonAttention, FlashInferAttention, BatchInvariantAttention)
 # Of layer 1, which runs. Numbers above 448 times a scale saturate.
 SCALES = (KVScales(), KVScales(0.0043, 0.013))
 FORMAT = KVFormat(torch.float32, SCALES)
@@ -61,6 +64,8 @@ def with_codes(forward: Forward, kind: type[HeadsBackend]) -> HeadsBackend:
     )
     scales = torch.tensor([[own.key, own.value] for own in SCALES]).view(LAYERS, 2, 1, 1, 1, 1)
     pool.data.copy_((forward.pool_data / scales).clamp(-448, 448).to(CODES))
+    if kind is FlashInferAttention:
+        return FlashInferAttention(forward.geometry, pool, PlainPrefill(forward.geometry))
     return kind(forward.geometry, pool)
 
 
@@ -128,6 +133,8 @@ def test_every_row_attends_to_keys_and_values_as_stored(
     kind: type[HeadsBackend], name: str, device: str
 ) -> None:
     forward = Forward(BATCHES[name], device)
+    if kind is FlashInferAttention and "within chunks" in name:
+        pytest.skip("it has no kernels for them")
     backend = with_codes(forward, kind)
     output = forward.run(backend)
     check_codes(forward, backend.pool)
@@ -186,6 +193,20 @@ def test_a_prompt_in_chunks_of_1_and_7_leaves_the_codes_of_the_whole_prompt(
             parts.append(own.run(1, whole.qkv[rows].clone(), rotary, own.plan(metadata)))
         assert torch.equal(own.pool.data.view(torch.uint8), backend.pool.data.view(torch.uint8))
         torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_chunks_with_more_pages_than_the_copy_has_run_as_in_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wide_pages, "MAX_TOKENS", 3 * PAGE_SIZE)
+    for batch, plan_type in (((0, 12), FlashInferPlan), ((1, 12), TritonPlan)):
+        forward = Forward(Batch(chunks=(batch,)), "cpu")
+        backend = with_codes(forward, FlashInferAttention)
+        assert type(backend.plan(forward.metadata)) is plan_type
+        output = forward.run(backend)
+        expected = attended(forward, backend.pool)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_nan_stays_one_and_numbers_too_large_saturate() -> None:

@@ -320,7 +320,7 @@ def test_the_layout_decides_which_backend_runs(
         device=torch.device("cpu"),
     )
     assert type(create_backend(kind, GEOMETRY, pool)) is latent
-    planned = workspace_bytes(kind, GEOMETRY, torch.float32)
+    planned = workspace_bytes(kind, GEOMETRY, KVFormat(torch.float32))
     elements = HEADS * (NOPE + VALUE + 2 * (NOPE + ROPE)) + RANK + ROPE
     partials = MAX_PARTIAL_ROWS * (RANK + 1) * 4 * (latent is TritonLatent)
     assert planned == MAX_EXPANDED_TOKENS * elements * 4 + partials

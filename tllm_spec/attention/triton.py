@@ -11,6 +11,7 @@ import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention, VanillaPlan
 from tllm_spec.kernels.batch_invariant_attention import (
@@ -62,7 +63,7 @@ class TritonAttention(VanillaAttention):
         self._workspace = WindowWorkspace.allocate(geometry.head_dim, pool.data.device)
 
     @classmethod
-    def workspace_bytes(cls, geometry: AttentionGeometry) -> int:
+    def workspace_bytes(cls, geometry: AttentionGeometry, kv_format: KVFormat) -> int:
         return MAX_PARTIAL_ROWS * (geometry.head_dim + 1) * torch.float32.itemsize
 
     def plan(self, metadata: AttentionMetadata) -> TritonPlan:
