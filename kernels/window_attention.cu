@@ -101,12 +101,10 @@ struct Mixture {
 #if CODES
 #pragma unroll
             for (int piece = 0; piece < 2; ++piece) {
-                // A block has two columns of two keys in a register. Bytes 0 and 2 are the even one.
+                // A register has two columns of two keys. Bytes 0 and 2 are the even column.
                 u32 even[2], odd[2];
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    widen_fp8(__byte_perm(blocks[2 * piece + half], 0, 0x3120), even[half],
-                              odd[half]);
+                widen_fp8_alternating(blocks[2 * piece], even[0], odd[0]);
+                widen_fp8_alternating(blocks[2 * piece + 1], even[1], odd[1]);
                 const int first = 4 * i + 2 * piece;
 #pragma unroll
                 for (int tile = 0; tile < ROW_TILES; ++tile) {
@@ -138,11 +136,11 @@ __device__ inline void multiply_keys(
 #if CODES
 #pragma unroll
         for (int piece = 0; piece < 2; ++piece) {
-            // A thread has four neighbouring elements of a key: pairs lane % 4 and 4 + lane % 4 in
-            // the order of `store_query`.
+            // A thread has four neighbouring elements of a key: the even ones are pair lane % 4 in
+            // the order of `store_query`, the odd ones pair 4 + lane % 4.
             u32 low[2], high[2];
-            widen_fp8(blocks[piece], low[0], low[1]);
-            widen_fp8(blocks[2 + piece], high[0], high[1]);
+            widen_fp8_alternating(blocks[piece], low[0], low[1]);
+            widen_fp8_alternating(blocks[2 + piece], high[0], high[1]);
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; ++tile) {
                 u32 query[4];

@@ -137,11 +137,13 @@ def _layout_of_many(
     split, as in the Triton kernel."""
     tiles = windows.tiles
     room = max_partial_rows // (tiles * windows.window * windows.group)
-    splits = max(1, min(MAX_LONG_SPLITS, (windows.max_len - 1) // MIN_KEYS_PER_LONG_SPLIT, room))
+    # Of equal bytes.
+    min_keys = MIN_KEYS_PER_LONG_SPLIT * (2 if windows.has_codes else 1)
+    splits = max(1, min(MAX_LONG_SPLITS, (windows.max_len - 1) // min_keys, room))
     chosen = min(
         programs, key=lambda program: -(-tiles // (program.ctas * processors)) * program.ctas
     )
-    return Layout(chosen, splits, splits == 1, MIN_KEYS_PER_LONG_SPLIT)
+    return Layout(chosen, splits, splits == 1, min_keys)
 
 
 def _depth(windows: WindowSizes, cluster: int, warps: int, ctas: int) -> int:

@@ -61,13 +61,15 @@ struct HeadPieces {
 };
 
 #if CODES
-// The k-th pair of a query's 16 elements meets the k-th pair of a key's: `multiply_keys` has those
-// of a key in the order 0, 2, 4, 6, 1, 3, 5, 7.
+// Of every 16 elements of a query first the even ones, then the odd ones, as `multiply_keys` has
+// those of a key.
 __device__ inline void store_query(uint4* queries, int row, int piece, uint4 pairs) {
     const int first = piece & ~1, half = piece & 1;
-    reinterpret_cast<uint2*>(queries + swizzled(row, first))[half] = make_uint2(pairs.x, pairs.z);
-    reinterpret_cast<uint2*>(queries + swizzled(row, first + 1))[half] =
-        make_uint2(pairs.y, pairs.w);
+    const u32 EVEN = 0x5410, ODD = 0x7632;
+    reinterpret_cast<uint2*>(queries + swizzled(row, first))[half] = make_uint2(
+        __byte_perm(pairs.x, pairs.y, EVEN), __byte_perm(pairs.z, pairs.w, EVEN));
+    reinterpret_cast<uint2*>(queries + swizzled(row, first + 1))[half] = make_uint2(
+        __byte_perm(pairs.x, pairs.y, ODD), __byte_perm(pairs.z, pairs.w, ODD));
 }
 
 // Two numbers times `inverse_scale` to the nearest E4M3 numbers, ties to even; they saturate.
