@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from tllm_spec.attention.kv_format import KVFormat
+from tllm_spec.config.speculative_base import KVCacheType
 from tllm_spec.draft_network.network import DraftNetwork
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft, draft_folder
@@ -16,7 +17,6 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.kv_cache_formats import read_kv_scales
 from tllm_spec.models.formats.quantised_layers import OLD_GPU, multiplies_fp8
 from tllm_spec.models.registry import LoadFormat
-from tllm_spec.speculative_base import KVCacheType
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)

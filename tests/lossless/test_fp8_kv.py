@@ -18,7 +18,7 @@ from tests.lossless.oracle import Oracle
 from tests.lossless.test_fp8 import MTP, PLAIN, copied
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.tokenizer import Tokenizer
+from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.zoo.registry import resolve_model
 
 # Numbers of the zoo's keys and values go up to about 10 and 4.
