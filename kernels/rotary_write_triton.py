@@ -98,10 +98,8 @@ def rotary_write_kernel(
     real = (heads < Q_HEADS + 2 * KV_HEADS) & real_dims
     is_rotated = (heads < Q_HEADS + KV_HEADS) & real_dims  # q and k
     pointers = qkv + (row * (Q_HEADS + 2 * KV_HEADS) + heads) * (2 * HALF) + dims
-    old_low, old_high = (
-        tl.load(pointers, mask=real, other=0.0),
-        tl.load(pointers + HALF, mask=real, other=0.0),
-    )
+    old_low = tl.load(pointers, mask=real, other=0.0)
+    old_high = tl.load(pointers + HALF, mask=real, other=0.0)
     low, high = old_low.to(tl.float32), old_high.to(tl.float32)
     if HAS_NORM:
         sum_square = tl.sum(low * low, 1, keep_dims=True) + tl.sum(high * high, 1, keep_dims=True)
@@ -116,12 +114,9 @@ def rotary_write_kernel(
     cos_high = tl.load(cosines + HALF, mask=real_dims, other=0.0).to(tl.float32)
     sin_low = tl.load(sines, mask=real_dims, other=0.0).to(tl.float32)
     sin_high = tl.load(sines + HALF, mask=real_dims, other=0.0).to(tl.float32)
-    new_low = tl.where(
-        is_rotated, (low * cos_low + high * sin_low).to(qkv.dtype.element_ty), old_low
-    )
-    new_high = tl.where(
-        is_rotated, (high * cos_high + low * sin_high).to(qkv.dtype.element_ty), old_high
-    )
+    own_type: tl.constexpr = qkv.dtype.element_ty
+    new_low = tl.where(is_rotated, (low * cos_low + high * sin_low).to(own_type), old_low)
+    new_high = tl.where(is_rotated, (high * cos_high + low * sin_high).to(own_type), old_high)
     tl.store(pointers, new_low, mask=is_rotated)
     tl.store(pointers + HALF, new_high, mask=is_rotated)
 
@@ -130,5 +125,6 @@ def rotary_write_kernel(
     targets = layer + half * value_offset + kv_heads * (2 * HALF) + dims
     kept = real & (heads >= Q_HEADS)
     inverse_scale = tl.where(half == 0, inverse_key_scale, inverse_value_scale)
-    tl.store(targets, encoded(new_low, inverse_scale, layer.dtype.element_ty), mask=kept)
-    tl.store(targets + HALF, encoded(new_high, inverse_scale, layer.dtype.element_ty), mask=kept)
+    stored: tl.constexpr = layer.dtype.element_ty
+    tl.store(targets, encoded(new_low, inverse_scale, stored), mask=kept)
+    tl.store(targets + HALF, encoded(new_high, inverse_scale, stored), mask=kept)

@@ -212,8 +212,8 @@ def _window_keys(
     first_row: tl.tensor,
     width: tl.tensor,
     kv_head: tl.tensor,
-    inverse_key_scale: tl.tensor,
-    inverse_value_scale: tl.tensor,
+    key_inverse: tl.tensor,
+    value_inverse: tl.tensor,
     HAS_NORM: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -244,8 +244,8 @@ def _window_keys(
     value_offsets = (tokens * num_heads + heads + KV_HEADS) * HEAD_DIM
     values = tl.load(qkv + value_offsets[:, None] + dims[None, :], mask=own, other=0.0)
     slots = tl.load(kv_slots + tokens, mask=is_own, other=0)
-    keys = encoded(keys, inverse_key_scale, layer.dtype.element_ty)
-    values = encoded(values, inverse_value_scale, layer.dtype.element_ty)
+    keys = encoded(keys, key_inverse, layer.dtype.element_ty)
+    values = encoded(values, value_inverse, layer.dtype.element_ty)
     targets = layer + ((slots * KV_HEADS + kv_head) * HEAD_DIM)[:, None] + dims[None, :]
     tl.store(targets, keys, mask=own)
     tl.store(targets + value_offset, values, mask=own)
@@ -260,7 +260,6 @@ def _store(
     rows: tl.tensor,
     dims: tl.tensor,
     real_rows: tl.tensor,
-    real: tl.tensor,
     split: tl.tensor,
     num_splits: tl.tensor,
     num_used: tl.tensor,
@@ -268,14 +267,15 @@ def _store(
     partials: tl.tensor,
     log_sums: tl.tensor,
     value_scale: tl.tensor,
-    HAS_CODES: tl.constexpr,
+    layer: tl.tensor,
     SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ) -> None:
     """Writes the softmax of a split to the output's rows, or, if others follow, to their partial
     results."""
+    real = real_rows[:, None] & (dims < HEAD_DIM)[None, :]
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-    if HAS_CODES:
+    if layer.dtype.element_ty == tl.float8e4nv:
         result *= value_scale
     if SPLITS and num_used > 1:
         rows = rows * num_splits + split
@@ -294,12 +294,12 @@ def attention_kernel(
     kv_lens: tl.tensor, max_len: tl.tensor, log2_scale: tl.tensor, output: tl.tensor,
     partials: tl.tensor, log_sums: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor,
     num_padding: tl.tensor, tree_bits: tl.tensor, offset: tl.tensor, positions: tl.tensor,
-    offsets: tl.tensor, inverse_key_scale: tl.tensor, inverse_value_scale: tl.tensor,
-    value_scale: tl.tensor, SPAN: tl.constexpr, TREE: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    PADDED: tl.constexpr, RAGGED: tl.constexpr, HAS_NORM: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
-    BLOCK_D: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+    offsets: tl.tensor, key_inverse: tl.tensor, value_inverse: tl.tensor, value_scale: tl.tensor,
+    SPAN: tl.constexpr, TREE: tl.constexpr, HAS_OFFSET: tl.constexpr, PADDED: tl.constexpr,
+    RAGGED: tl.constexpr, HAS_NORM: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
+    WIDEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """Grid (KV heads * tiles of rows, requests, splits): adjacent programs read the heads of the
     same keys, and splits that may have no keys come last."""
@@ -318,9 +318,8 @@ def attention_kernel(
     kv_head, dims = tile % KV_HEADS, tl.arange(0, BLOCK_D)
     rows = tile // KV_HEADS * BLOCK_M + tl.arange(0, BLOCK_M)
     width = num_own if RAGGED else WINDOW
-    real_rows = rows < width * GROUP
-    real = real_rows[:, None] & (dims < HEAD_DIM)[None, :]
     first_row = tl.load(offsets + request) if RAGGED else request * WINDOW
+    real_rows = rows < width * GROUP
     tokens, heads = first_row + rows // GROUP, kv_head * GROUP + rows % GROUP
     queries = _rotated(
         qkv, cos_sin, norm_weights, eps, tokens, heads, real_rows,
@@ -337,8 +336,8 @@ def attention_kernel(
     if is_last:
         keys, values = _window_keys(
             qkv, cos_sin, norm_weights, eps, layer, value_offset, kv_slots, num_own, first_row,
-            width, kv_head, inverse_key_scale, inverse_value_scale, HAS_NORM, GROUP, KV_HEADS,
-            HEAD_DIM, BLOCK_W, BLOCK_D,
+            width, kv_head, key_inverse, value_inverse, HAS_NORM, GROUP, KV_HEADS, HEAD_DIM,
+            BLOCK_W, BLOCK_D,
         )
         scores = _masked(
             tl.dot(queries, tl.trans(widened(keys, dot_type)), input_precision="ieee") * log2_scale,
@@ -346,8 +345,7 @@ def attention_kernel(
         )
         top, total, mixed = _add_keys(top, total, mixed, scores, widened(values, dot_type))
     _store(
-        top, total, mixed, tokens * (KV_HEADS * GROUP) + heads, dims, real_rows, real, split,
-        num_splits, num_used, output, partials, log_sums, value_scale,
-        layer.dtype.element_ty == tl.float8e4nv, SPLITS, HEAD_DIM,
+        top, total, mixed, tokens * (KV_HEADS * GROUP) + heads, dims, real_rows, split,
+        num_splits, num_used, output, partials, log_sums, value_scale, layer, SPLITS, HEAD_DIM,
     )
 # fmt: on
