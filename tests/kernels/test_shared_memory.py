@@ -30,7 +30,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 WITH_LESS = [capability for capability, limit in LIMITS.items() if limit < HOPPER_BYTES >> 10]
 GEMMS = ("linears", "scaled_linears", "experts", "scaled_experts", "heads")
 LINEARS = ("fp8_linears", "int4_linears")
-TILED = (*GEMMS, *LINEARS, "windows", "invariant_attention", "latents", "invariant_latents")
+ATTENTION = ("windows", "invariant_attention", "latents", "invariant_latents")
+OVER_CODES = tuple(f"{name} over codes" for name in ATTENTION)
+TILED = (*GEMMS, *LINEARS, *ATTENTION, *OVER_CODES)
 SMALL = ("choices", "trees", "chains", "layers", "mixtures", "scaled_weights", "sums")
 
 
