@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tllm_spec.attention.kv_format import KVFormat
-from tllm_spec.config.speculative_base import KVCacheType
+from tllm_spec.config.kv_cache_config import KVCacheType
 from tllm_spec.draft_network.network import DraftNetwork
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft, draft_folder

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tllm_spec.config.import_path import import_path_of
-from tllm_spec.config.speculative_base import KVCacheType
+from tllm_spec.config.kv_cache_config import KVCacheType
 from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
     DraftBackend,

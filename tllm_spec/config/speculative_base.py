@@ -22,9 +22,6 @@ PathText = Annotated[
     str, BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
 ]
 
-# Of a KV cache: what `auto` means is in `KvCacheConfig.dtype`.
-KVCacheType = Literal["auto", "fp8", "model"]
-
 SGLANG_NODES = "speculative_num_draft_tokens"  # SGLang counts the root, too
 NO_GATE = (
     "it is one of TensorRT-LLM's older names; use acceptance_rate_threshold with "

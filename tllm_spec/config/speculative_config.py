@@ -25,11 +25,11 @@ from tllm_spec.config.host_draft_config import NGramDecodingConfig as NGramDecod
 from tllm_spec.config.host_draft_config import (
     UserProvidedDecodingConfig as UserProvidedDecodingConfig,
 )
+from tllm_spec.config.kv_cache_config import KVCacheType
 from tllm_spec.config.option_checks import NotServed, many_unknown, shown, unknown_options
 from tllm_spec.config.peer_options import SPECULATIVE_PEERS, with_our_names
 from tllm_spec.config.speculative_base import (
     DECODING_NOT_SERVED,
-    KVCacheType,
     PathText,
     RelaxedRule,
 )
