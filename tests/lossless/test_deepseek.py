@@ -54,6 +54,11 @@ def texts(folder: Path, **options: Any) -> tuple[list[list[int]], float]:
     return [each.outputs[0].token_ids for each in found], max(lengths, default=1.0)
 
 
+def over_codes(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with an FP8 KV cache."""
+    return options | {"kv_cache_config": options["kv_cache_config"] | {"dtype": "fp8"}}
+
+
 @pytest.fixture(scope="module", params=["DeepseekV2", "DeepseekV3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)

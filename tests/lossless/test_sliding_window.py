@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lossless.test_deepseek import NGRAM, PLAIN, PROMPTS, SETTINGS, TREES, texts
+from tests.lossless.test_deepseek import (
+    NGRAM,
+    PLAIN,
+    PROMPTS,
+    SETTINGS,
+    TREES,
+    over_codes,
+    texts,
+)
 from tests.models.helpers import save_checkpoint
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 
@@ -56,6 +64,16 @@ def test_the_text_is_the_same_with_and_without_drafts_of_ngram(
     assert without == plain
     found, acceptance_length = texts(folder, speculative_config=NGRAM, **BACKENDS[setting])
     assert found == plain
+    assert acceptance_length > 1.1, "no draft was accepted"
+
+
+@pytest.mark.parametrize("setting", ["triton", pytest.param("chunks", marks=pytest.mark.slow)])
+def test_drafts_leave_the_text_over_an_fp8_cache_alone(setting: str, folder: Path) -> None:
+    alone, _ = texts(folder, max_batch_size=1, **over_codes(PLAIN))
+    found, acceptance_length = texts(
+        folder, speculative_config=NGRAM, **over_codes(BACKENDS[setting])
+    )
+    assert found == alone
     assert acceptance_length > 1.1, "no draft was accepted"
 
 
