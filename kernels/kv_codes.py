@@ -24,6 +24,7 @@ UNSCALED = KVScales()
 
 
 def encoded(numbers: torch.Tensor, scale: float) -> torch.Tensor:
+    """The codes of `numbers`. A NaN stays one."""
     # By the reciprocal in float32, as in kv_codes_triton.py and window_stage.cuh.
     return (numbers.float() * (1 / scale)).clamp_(-LARGEST, LARGEST).to(CODES)
 
