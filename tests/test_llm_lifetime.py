@@ -84,6 +84,7 @@ def model_of(llm: LLM) -> "weakref.ref[CausalLM]":
     return weakref.ref(llm._executor.parts.runner.engine.model)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "speculative_config", [None, {"decoding_type": "NGram", "max_draft_len": 3, "adaptive": {}}]
 )

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterable
 
 from tllm_spec.attention.choice import choose_backend
+from tllm_spec.config.draft_len_schedule import draft_len_limits
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
@@ -128,9 +129,8 @@ class BuildPlan:
         if graphs is None or not self.communicator.captures:
             return ()
         # The largest batch before a limit changes the draft length: no batch is padded beyond.
-        schedule = spec.draft_len_schedule if spec else None
-        also = [size - 1 for size in schedule or () if size > 1]
-        also.append((spec.max_concurrency if spec else None) or 0)
+        limits = draft_len_limits(spec.draft_len_schedule, spec.max_concurrency) if spec else {}
+        also = [size - 1 for size in limits if size > 1]
         # The largest batches that fit, with contexts and alone.
         max_num_tokens = self.args.max_num_tokens
         rows = rows_with_contexts(max_num_tokens), max_num_tokens

@@ -1,12 +1,15 @@
-"""The bars of `benchmarks/adaptive_trees.py` with few rounds and a fixed seed."""
+"""Adaptive trees in a simulated engine: their shares of the best static chain or tree."""
 
 from random import Random
 
 import pytest
 
-from benchmarks import adaptive_trees as trees
-from benchmarks.harness.tree_simulator import TreeSimulator, draw, expected, num_accepted
+from tests.executor import simulated_trees as trees
+from tests.executor.simulated_trees import TreeSimulator, draw, expected, num_accepted
+from tllm_spec.config.speculative_config import Eagle3DecodingConfig
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
+from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 
 
 @pytest.mark.parametrize("batch_size", [1, 8, 16])
@@ -32,3 +35,13 @@ def test_a_fixed_tree_has_its_exact_rate() -> None:
     fixed = TreeSimulator(AdaptiveController.fixed(8), trees.SHAPES, trees.TIMES, seed=1)
     rate = fixed.run(4, 0.6, 4.0).rate
     assert rate == pytest.approx(trees.static_rates(4, 0.6)[8], rel=0.01)
+
+
+def test_a_single_length_tries_a_tree_that_nothing_speaks_for_yet() -> None:
+    adaptive = {"candidate_steps": [0], "prior_acceptance": 0.01}
+    spec = Eagle3DecodingConfig(**trees.OPTIONS, adaptive=adaptive)
+    table = MeasuredRoundTimes({size: dict(enumerate(row)) for size, row in trees.TIMES.items()})
+    controls = controller_for(spec, graph_batch_sizes=trees.BATCH_SIZES, round_times=table)
+    assert controls.steps_for(32) == 0
+    TreeSimulator(controls, spec.shapes, trees.TIMES, seed=7).run(32, 0.9, 8.0)
+    assert controls.state()["slots"]["1"]["steps"] == {"32": "3x2/7"}

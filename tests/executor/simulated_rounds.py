@@ -7,15 +7,19 @@ rise too few), and times are noisy. Tokens are counted by their expectation at t
 so that luck does not blur a comparison."""
 
 import json
+import statistics
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 
+from tllm_spec.bench.break_even import expected_tokens
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 
@@ -159,3 +163,87 @@ class HeavyMix:
             self._acceptance = np.concatenate([self._acceptance, kinds])
             self._ends = np.concatenate([self._ends, now + lives])
         return self._acceptance[:128]
+
+
+BATCH_SIZES, ACCEPTANCES = (1, 4, 8, 16, 32, 64, 128), (0.2, 0.4, 0.6, 0.8, 0.9)
+COST_MODEL = {"candidate_steps": list(range(MAX_STEPS + 1))}
+MOVING: dict[str, Callable[[int], Traffic]] = {
+    "phases": lambda seed: phases(4.0),
+    "bursts": lambda seed: bursts(3.0),
+    "heavy mix": lambda seed: HeavyMix(seed, 20.0),
+}
+MIN_STEADY, MIN_MOVING = 0.98, 1.05
+HOPELESS, FIRST_ROUNDS = 1e-9, (200, 1000)
+TIME_ERROR = 0.015  # relative, of each time that start-up measures
+SETTLING_ROUNDS, COUNTED_ROUNDS = 60, 80  # as on the GPU
+TIMES = example_round_times()
+TRUE_TIMES = padded_times(TIMES)
+
+
+def controller() -> AdaptiveController:
+    return AdaptiveController.from_config(
+        COST_MODEL, graph_batch_sizes=GRAPH_BATCH_SIZES, round_times=TIMES
+    )
+
+
+def static_rates(batch_size: int, acceptance: float) -> list[float]:
+    """Tokens per second of each draft length, exactly."""
+    return [
+        batch_size * expected_tokens(acceptance, steps) / TRUE_TIMES(batch_size, steps)
+        for steps in range(MAX_STEPS + 1)
+    ]
+
+
+def steady_cell(batch_size: int, acceptance: float, seconds: float, seed: int) -> float:
+    """The cost model's rate over the best static one."""
+    simulator = Simulator(controller(), TRUE_TIMES, seed)
+    rate = simulator.run(steady(batch_size, acceptance), seconds).rate
+    return rate / max(static_rates(batch_size, acceptance))
+
+
+def moving_rate(controls: AdaptiveController, kind: str, seconds: float, seed: int) -> float:
+    return Simulator(controls, TRUE_TIMES, seed).run(MOVING[kind](seed), seconds).rate
+
+
+def misjudged_cell(batch_size: int, acceptance: float, seed: int) -> float:
+    """The cost model's rate over the best static one after a start-up that timed every length
+    twice, each time with an error."""
+    chance, lengths = Random(seed * 1000 + batch_size), range(MAX_STEPS + 1)
+    measured = {
+        k: TRUE_TIMES(batch_size, k)
+        * (1 + statistics.fmean(chance.gauss(0, TIME_ERROR) for _ in range(2)))
+        for k in lengths
+    }
+    controls = AdaptiveController.from_config(
+        COST_MODEL,
+        graph_batch_sizes=[batch_size],
+        round_times=MeasuredRoundTimes({batch_size: measured}, has_contexts=True),
+    )
+    simulator, traffic = Simulator(controls, TRUE_TIMES, seed), steady(batch_size, acceptance)
+    simulator.run_rounds(traffic, SETTLING_ROUNDS)
+    before = replace(simulator.outcome)
+    after = simulator.run_rounds(traffic, COUNTED_ROUNDS)
+    rate = (after.tokens - before.tokens) / (after.seconds - before.seconds)
+    return rate / max(static_rates(batch_size, acceptance))
+
+
+def hopeless_rates(seeds: int) -> list[dict[str, Any]]:
+    """The cost model's rate over plain decoding's, in the first rounds of an engine."""
+    rows = []
+    for batch_size in BATCH_SIZES:
+        traffic, plain = steady(batch_size, HOPELESS), static_rates(batch_size, HOPELESS)[0]
+        shares = {
+            str(rounds): min(
+                Simulator(controller(), TRUE_TIMES, seed).run_rounds(traffic, rounds).rate / plain
+                for seed in range(seeds)
+            )
+            for rounds in FIRST_ROUNDS
+        }
+        rows.append({"batch_size": batch_size, **shares})
+    return rows
+
+
+def share_of_misjudged_cells(seeds: int) -> float:
+    """Share of steady cells below the bar."""
+    cells = [misjudged_cell(*each) for each in product(BATCH_SIZES, ACCEPTANCES, range(seeds))]
+    return sum(cell < MIN_STEADY for cell in cells) / len(cells)

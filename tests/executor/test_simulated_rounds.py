@@ -1,18 +1,17 @@
-"""The bars of `benchmarks/adaptive.py` with few rounds and a fixed seed."""
+"""The cost model in a simulated engine: its shares of the best static length."""
 
 import pytest
 
-from benchmarks import adaptive
-from benchmarks.harness.simulator import GRAPH_BATCH_SIZES, MAX_STEPS, Simulator, steady
+from tests.executor import simulated_rounds as adaptive
+from tests.executor.simulated_rounds import GRAPH_BATCH_SIZES, MAX_STEPS, Simulator, steady
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("batch_size", adaptive.BATCH_SIZES)
 def test_no_steady_traffic_is_served_worse_than_by_the_best_static_length(batch_size: int) -> None:
     shares = {
-        acceptance: adaptive.steady_cell(
-            adaptive.COST_MODEL, batch_size, acceptance, seconds=8.0, seed=7
-        )
+        acceptance: adaptive.steady_cell(batch_size, acceptance, seconds=8.0, seed=7)
         for acceptance in adaptive.ACCEPTANCES
     }
     assert min(shares.values()) >= adaptive.MIN_STEADY, shares
@@ -24,19 +23,19 @@ def test_moving_traffic_is_served_better_than_by_any_static_length(kind: str) ->
         adaptive.moving_rate(AdaptiveController.fixed(steps), kind, seconds=40.0, seed=7)
         for steps in range(MAX_STEPS + 1)
     ]
-    controls = adaptive.controller(adaptive.COST_MODEL)
+    controls = adaptive.controller()
     rate = adaptive.moving_rate(controls, kind, seconds=40.0, seed=7)
     assert rate >= adaptive.MIN_MOVING * max(statics), (statics, rate)
 
 
 def test_drafts_that_are_never_right_cost_little_from_the_first_round_on() -> None:
-    rows = adaptive.measure_hopeless(seeds=1)
+    rows = adaptive.hopeless_rates(seeds=1)
     assert min(row["1000"] for row in rows) >= adaptive.MIN_STEADY, rows
     assert min(row["200"] for row in rows) >= 0.97, rows
 
 
 def test_errors_of_the_measured_round_times_push_few_cells_below_the_bar() -> None:
-    assert 0 < adaptive.measure_misjudged(seeds=4) < 0.06
+    assert 0 < adaptive.share_of_misjudged_cells(seeds=4) < 0.06
 
 
 def test_the_simulator_counts_what_the_formula_says() -> None:

@@ -1,35 +1,39 @@
-"""Mixture-of-experts layers and models on one GPU, with their floors.
+"""Models and layers with experts on one GPU, with their floors.
 
-    python -m benchmarks.moe [layer] [tilings] [rounds]
+    python -m benchmarks.experts [qwen3] [v3] [mtp1] [mtp3] [layer] [latent_attention]
 
-layer    a layer (router, experts, shared expert) and its two grouped GEMMs, by tokens
-tilings  the grouped GEMMs with other tilings than `grouped_gemm.py` chooses, to renew its table
-rounds   Qwen3-30B-A3B: plain rounds, prefill and start-up; `--device cpu` takes a tiny shape
+qwen3   Qwen3-30B-A3B: plain rounds of batch 1, 8 and 64, prefill of 64 prompts, start-up
+v3      the same of a DeepSeek-V3-style model
+mtp1    its rounds with one draft of the MTP module, synthetic acceptance .8
+mtp3    its rounds with three, synthetic acceptance .8 .6 .45
+layer   a layer (router, experts, shared expert) and its two grouped GEMMs, by tokens
+latent_attention  the window kernel alone, by batch, window and context
 
-Random bf16 weights. The floor reads the experts that are really hit once at 4.45 TB/s, or computes
-at 790 TFLOP/s. Every call of a layer has weights and tokens of its own."""
+Random bf16 weights. The V3-style model is measured with a correction bias by which all tokens take
+the same experts, as with vLLM's dummy weights, and without one. The floor reads the weights, the
+experts that are really hit and the cache once at 4.45 TB/s, or computes at 790 TFLOP/s. Every call
+of a layer has weights and tokens of its own. `--device cpu` takes tiny shapes."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from unittest import mock
 
 import torch
 
 from benchmarks.harness.device_time import call_us
-from benchmarks.harness.models import MATMUL_FLOPS, READ_BYTES_PER_S
-from benchmarks.harness.moe_rounds import rounds, rounds_table
+from benchmarks.harness.expert_rounds import qwen3, rounds_table, v3
+from benchmarks.harness.models import MATMUL_FLOPS, READ_BYTES_PER_S, WEIGHT_BYTES
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from tllm_spec.distributed.mapping import SINGLE_RANK
-from tllm_spec.kernels import grouped_gemm
-from tllm_spec.kernels.grouped_gemm import Tiling, Tilings, down, gate_up_silu
-from tllm_spec.kernels.moe_permute import moe_permute
+from tllm_spec.kernels.latent_attention import LatentTables, LatentWorkspace, latent_attention
+from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.models.module import Placement
 from tllm_spec.models.moe import SparseMoE
 from tllm_spec.models.moe_shape import DEEPSEEK_NAMES, QWEN_NAMES, MoEConfig
 from tllm_spec.models.weights import fill_random
 
+ENTRY = 512 + 64  # of a token in the latent cache
 CUDA, BF16, COPIES = "cuda", torch.bfloat16, 3
 QWEN3 = MoEConfig(2048, 128, 8, 768, normalise_top_k=True)
 V3 = MoEConfig(
@@ -38,16 +42,6 @@ V3 = MoEConfig(
 )  # fmt: skip
 SHAPES = {"Qwen3-30B-A3B": QWEN3, "V3-style": V3}
 TOKENS = (1, 4, 8, 32, 64, 256, 4096, 65536)
-# By the block size: tokens at which tilings are tried, and outputs, inputs, warps and stages.
-FEW = (
-    (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5), (64, 64, 4, 6), (64, 64, 4, 8),
-    (64, 256, 4, 3), (128, 64, 4, 4), (128, 64, 4, 5), (128, 128, 4, 4), (128, 64, 8, 5),
-)  # fmt: skip
-MANY = (
-    (128, 64, 4, 3), (128, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4), (256, 64, 8, 3),
-    (256, 64, 8, 4),
-)  # fmt: skip
-TRIED = {16: ((1, 8, 64), FEW), 32: ((256,), FEW), 64: ((256, 512), MANY), 128: ((4096,), MANY)}
 
 
 @dataclass(frozen=True)
@@ -133,57 +127,53 @@ def layer_table(rows: Sequence[Row]) -> list[str]:
     return table(titles, lines)
 
 
-def tilings(options: Options) -> Iterator[Row]:
-    """Each layer alone, on rows that are sorted already."""
-    for name, config in SHAPES.items():
-        layers = layers_of(replace(config, shared_intermediate_size=0))
-        for block_rows, (numbers, tried) in TRIED.items():
-            for num_tokens in numbers[-1:] if options.quick else numbers:
-                calls = calls_of(layers, num_tokens, same=False)
-                floor = mean([floor_us(call, shared=False) for call in calls])
-                chosen = grouped_gemm.tilings_of(calls[0].experts.numel(), config.num_experts, BF16)
-                for tiling in (Tiling(block_rows, *each) for each in tried):
-                    found = tiled_us(calls, tiling)
-                    for way, own, share in (
-                        ("gate_up", chosen.gate_up, 2 / 3), ("down", chosen.down, 1 / 3)
-                    ):  # fmt: skip
-                        yield {
-                            "shape": name, "layer": way, "tokens": num_tokens,
-                            "tiling": str(tiling), "chosen": tiling == own,
-                            "us": found[way], "floor": floor * share,
-                        }  # fmt: skip
-        del layers
-        torch.cuda.empty_cache()
+def latent_attention_us(options: Options) -> Iterator[Row]:
+    for batch, context in ((1, 1024), (8, 1024), (64, 1024), (1, 16384), (64, 8192)):
+        for window in (1, 2, 4):
+            calls = attention_calls(batch, context, window, options.device)
+            floor = batch * context * ENTRY * WEIGHT_BYTES / READ_BYTES_PER_S * 1e6
+            row = {"batch": batch, "context": context, "window": window, "floor": floor}
+            yield row | call_us({"us": calls})
 
 
-def tiled_us(calls: Sequence[Call], tiling: Tiling) -> dict[str, float]:
-    sides: dict[str, list[Callable[[], object]]] = {"gate_up": [], "down": []}
-    with mock.patch.object(grouped_gemm, "tilings_of", lambda *_: Tilings(tiling, tiling)):
-        for call in calls:
-            experts = call.layer.experts
-            rows = moe_permute(call.experts, call.layer.config.num_experts, tiling.rows)
-            inner = gate_up_silu(call.x, experts.gate_up, rows)
-            sides["gate_up"].append(partial(gate_up_silu, call.x, experts.gate_up, rows))
-            sides["down"].append(partial(down, inner, experts.down, rows))
-        return call_us(sides)
+def attention_calls(
+    batch: int, context: int, window: int, device: str
+) -> list[Callable[[], torch.Tensor]]:
+    """Of three layers of the V3-style shape."""
+    heads, rank, nope, page, on_device = 16, 512, 128, 32, {"device": device, "dtype": BF16}
+    pages = -(-context // page)
+    workspace = LatentWorkspace.allocate(rank, torch.device(device))
+    tables = torch.randperm(batch * pages, device=device).view(batch, -1).int()
+    lens = torch.full((batch,), context, dtype=torch.int32, device=device)
+    given = LatentTables(RoundRows.rectangle(len(lens), window), tables, lens)
+    q_latent = torch.randn(heads, batch * window, rank, **on_device)
+    q = torch.randn(batch * window, heads, nope + ENTRY - rank, **on_device)
+    layers = [torch.randn(batch * pages, page, ENTRY, **on_device) for _ in range(3)]
+    return [
+        partial(latent_attention, q_latent, q, layer, given, 0.1, workspace) for layer in layers
+    ]
 
 
-def tilings_table(rows: Sequence[Row]) -> list[str]:
-    """The fastest first."""
-    keys = ("shape", "layer", "tokens")
+def attention_table(rows: Sequence[Row]) -> list[str]:
+    keys = ("batch", "context", "window")
     lines = [
-        [row["shape"], row["layer"], number(row["tokens"]), row["tiling"],
-         "yes" if row["chosen"] else "", number(row["us"]), f"{row['us'] / row['floor']:.2f}x"]
-        for row in sorted(rows, key=lambda row: (*(row[key] for key in keys), row["us"]))
-    ]  # fmt: skip
-    return table((*keys, "tiling", "chosen", "µs", "of the floor"), lines)
+        [*(number(row[key]) for key in keys), number(row["us"]), number(row["floor"])]
+        for row in rows
+    ]
+    return table((*keys, "µs", "floor"), lines)
 
 
 SUBJECTS = (
+    Subject("qwen3", "Qwen3-30B-A3B", qwen3, rounds_table),
+    Subject("v3", "V3-style, plain", v3(0), rounds_table),
+    Subject("mtp1", "V3-style, MTP with 1 draft", v3(1), rounds_table),
+    Subject("mtp3", "V3-style, MTP with 3 drafts", v3(3), rounds_table),
     Subject("layer", "Layers of experts", layer, layer_table, needs_cuda=True),
-    Subject("tilings", "Tilings of the grouped GEMM", tilings, tilings_table, needs_cuda=True),
-    Subject("rounds", "Qwen3-30B-A3B", rounds, rounds_table),
-)
+    Subject(
+        "latent_attention", "Latent attention", latent_attention_us, attention_table,
+        needs_cuda=True,
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
     with torch.inference_mode():

@@ -1,40 +1,49 @@
 """Rounds of a simulated engine that chooses between chains and trees: which children are accepted
-is drawn, time comes from a table. As in `simulator.py` results are seen one round late, and a round
-verifies what the round before drafted. A tree has the nodes that are likeliest at the true
+is drawn, time comes from a table. As in `simulated_rounds.py` results are seen one round late, and
+a round verifies what the round before drafted. A tree has the nodes that are likeliest at the true
 acceptance."""
 
+import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
 from random import Random
+from typing import Any
 
+import numpy as np
+
+from benchmarks.harness.forced_rounds import Profile, by_rank
+from tests.executor.simulated_rounds import EXAMPLE_TABLE
 from tllm_spec.config.draft_shape import DraftShape, DraftShapes
+from tllm_spec.config.speculative_config import Eagle3DecodingConfig
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.expected_path import expected_accepted
+from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
+from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 from tllm_spec.kernels.rank_codes import END, NOTHING, OFF_CHAIN
 
-# Acceptance of each further child, given that those before it were rejected.
-NEXT_RANKS = (0.35, 0.25, 0.2, 0.15, 0.12, 0.1, 0.08)
 TIME_NOISE = 0.02  # standard deviation of a round's time, relative
+BATCH_SIZES, ACCEPTANCES = (1, 4, 8, 16, 32), (0.2, 0.4, 0.6, 0.7, 0.8, 0.9)
+OPTIONS: dict[str, Any] = {
+    "speculative_model": "head",
+    "max_draft_len": 5,
+    "use_dynamic_tree": True,
+    "dynamic_tree_max_topK": 8,
+    "max_total_draft_tokens": 31,
+}
+SPEC = Eagle3DecodingConfig(**OPTIONS, adaptive={})
+SHAPES = SPEC.shapes
+TIERS = tuple(range(SHAPES.tree_tiers.stop))
+MIN_STEADY = 0.98
+BEAMS_MS = {1: 0.06, 4: 0.08, 8: 0.12, 32: 0.35}  # more than a chain's step, by batch size
 Path = tuple[int, ...]
-
-
-@cache
-def by_rank(first: float, topk: int) -> tuple[float, ...]:
-    """Scripted acceptance: the probability of each child of a node."""
-    found, left = [first], 1 - first
-    for share in NEXT_RANKS[: topk - 1]:
-        found.append(left * share)
-        left *= 1 - share
-    return tuple(found)
 
 
 @cache
 def expected(shape: DraftShape, first: float) -> float:
     """Tokens of a request's round."""
-    return 1 + expected_accepted(shape, [by_rank(first, shape.topk)] * max(shape.depth, 1))
+    return Profile(first).expected(shape)
 
 
 @cache
@@ -122,3 +131,61 @@ class TreeSimulator:
         if len(self._late) > 1:
             size, counts, steps, time, shown = self._late.popleft()
             self._controller.observe(size, counts, steps, time, ranks=shown)
+
+
+def example_times() -> dict[int, list[float]]:
+    """Seconds by batch size and tier."""
+    tree = json.loads(EXAMPLE_TABLE.read_text(encoding="utf-8"))
+    linears = {int(rows): ms for rows, ms in tree["linears_ms"].items()}
+    plain = {int(size): ms for size, ms in tree["plain_ms"].items()}
+
+    def at(values: dict[int, float], number: int) -> float:
+        """Between neighbours; beyond the last in proportion."""
+        found = float(np.interp(number, list(values), list(values.values())))
+        return found * max(1.0, number / max(values))
+
+    def round_ms(size: int, tier: int) -> float:
+        shape = SHAPES.of(tier)
+        rows_ms = at(linears, size * shape.window) - at(linears, size)
+        step_ms = tree["draft_ms"] + (at(BEAMS_MS, size) if shape.is_tree else 0.0)
+        return at(plain, size) + rows_ms + shape.depth * step_ms
+
+    return {size: [round_ms(size, tier) / 1e3 for tier in TIERS] for size in BATCH_SIZES}
+
+
+TIMES = example_times()
+
+
+def controller() -> AdaptiveController:
+    table = {size: dict(enumerate(row)) for size, row in TIMES.items()}
+    return controller_for(
+        SPEC, graph_batch_sizes=BATCH_SIZES, round_times=MeasuredRoundTimes(table)
+    )
+
+
+def static_rates(batch_size: int, first: float) -> list[float]:
+    """Tokens per second of each tier, exactly."""
+    return [
+        batch_size * expected(SHAPES.of(tier), first) / TIMES[batch_size][tier] for tier in TIERS
+    ]
+
+
+def cell(batch_size: int, first: float, seed: int, seconds: float) -> dict[str, Any]:
+    rates = static_rates(batch_size, first)
+    best = rates.index(max(rates))
+    simulator = TreeSimulator(controller(), SHAPES, TIMES, seed)
+    rate = simulator.run(batch_size, first, seconds).rate
+    chain = max(rates[: SHAPES.tree_tiers.start])
+    return {
+        "batch_size": batch_size,
+        "acceptance": first,
+        "best": SHAPES.name(best),
+        "over_best": rate / max(rates),
+        "over_chain": rate / chain,
+        "best_over_chain": max(rates) / chain,
+    }
+
+
+def misses(row: dict[str, Any]) -> bool:
+    wins = row["best_over_chain"] > 1 / MIN_STEADY
+    return row["over_best"] < MIN_STEADY or (wins and row["over_chain"] <= 1)
