@@ -296,8 +296,8 @@ class ModelConfig:
 
 
 def _weight_formats(path: Path | None, raw: dict[str, Any]) -> dict[str, Any]:
-    """The fields `fp8` and `int4`, of which at most one is not None, and `kv_cache`. Raises ValueError for formats
-    that are not served."""
+    """The fields `fp8` and `int4`, of which at most one is not None, and `kv_cache`. Raises
+    ValueError for formats that are not served."""
     int4 = int4_format(path, raw)
     fp8 = None if int4 is not None else fp8_format(path, raw)
     if raw["architectures"][0] == "Gemma3ForConditionalGeneration" and (int4 or fp8):
