@@ -75,7 +75,9 @@ class FriendlyGroup(click.Group):
     epilog="Options may be spelled with - or _. TensorRT-LLM's other options are accepted with the "
     "values that this engine supports, and refused with the reason otherwise.",
 )
-@click.option("--model", "-m", help="A checkpoint's folder or a zoo model, such as zoo:llama.")
+@click.option(
+    "--model", "-m", help="A checkpoint's folder, a GGUF file, or a zoo model, such as zoo:llama."
+)
 @click.option(
     "--model_path",
     help="The checkpoint's folder, when --model is only the name for reports. [default: --model]",
@@ -262,9 +264,9 @@ def read_options(
 @click.option(
     "--with_model",
     callback=_existing_model,
-    help="Another model's folder, such as a quantised copy. Every file runs with both, and a table "
-    "has the shares of equal tokens in their outputs and of equal first choices in the prompts, "
-    "and the perplexities of the prompts.",
+    help="Another model, such as a quantised copy. Every YAML file runs with both, and a table has "
+    "the shares of equal tokens in their outputs and of equal first choices in the prompts, and "
+    "the perplexities of the prompts.",
 )
 @bench_options.report_json_option
 @bench_options.plot_option

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tllm_spec.models.formats.gguf_config import ROPE_FACTORS, architecture_of, stored_name
+from tllm_spec.models.formats.gguf_architectures import architecture_of, stored_name
+from tllm_spec.models.formats.gguf_config import ROPE_FACTORS
 from tllm_spec.models.formats.gguf_file import TYPES, GgufFile, TensorPlace, read_gguf
 
 logger = logging.getLogger(__name__)
