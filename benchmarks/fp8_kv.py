@@ -82,7 +82,8 @@ def built(
         max_seq_len=(CONTEXT if is_full else TINY_CONTEXT) + room,
         device=options.device,
         load_format="dummy",
-        kv_cache_config=cache | {"max_tokens": sizes[-1] * (CONTEXT + room) if is_full else 8192},
+        kv_cache_config=cache
+        | {"max_tokens": sizes[-1] * (CONTEXT + room + 128) if is_full else 8192},
         cuda_graph_config={"batch_sizes": list(sizes)} if is_full else None,
         speculative_config=eagle3 if has_head else None,
     )
