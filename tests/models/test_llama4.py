@@ -28,6 +28,7 @@ from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.kernels.key_spans import KeySpan
+from tllm_spec.llm import LLM
 from tllm_spec.models.config import ModelConfig
 
 TOKENS = random_tokens(40)
@@ -108,6 +109,8 @@ def test_the_text_part_of_a_model_with_images_has_the_text_models_logits(tmp_pat
     )
     config.save_pretrained(tmp_path)
     assert_close(PagedRunner(load(tmp_path)).step({0: TOKENS})[0], expected)
+    with pytest.raises(ValueError, match="Llama4ForConditionalGeneration, which also sees images"):
+        LLM(str(tmp_path), skip_tokenizer_init=True)
 
 
 def test_a_missing_key_has_the_default_of_transformers() -> None:
