@@ -33,7 +33,7 @@ GROUPS: tuple[dict[str, int], ...] = (
         "scaled_linear_slices": 6,
         "quantise_rows": 9,
         "fp8_linear": 8,
-        "int4_linear": 17,
+        "int4_weights": 17,
         "dequantise": 5,
     },
     {
