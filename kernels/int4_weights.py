@@ -1,12 +1,13 @@
-"""How weights of 4 bits are stored: `w[n, k] = (code[n, k] - zero[n, g]) * scale[n, g]` for the
-group g of the input k.
+"""How weights of 4 bits are stored. For the group g of the input k, `w[n, k] = scale[n, g] *
+(code[n, k] - zero[n, g])`; or of MXFP4 `w[n, k] = scale[n, g] * E2M1[code[n, k]]`.
 
 Codes are stored in blocks of 2 * HALF inputs. Byte i of a block has its input i in the low four
 bits, and the input i + HALF in the high ones. So half of a block, or a shorter group, has one scale
 of each output, and its codes are multiplied as they lie.
 
-A group has one word of 32 bits: a float32 scale whose last four bits are the zero point. A scale
-thereby keeps 20 bits of its significand; those of checkpoints have at most 11."""
+A group has one word of 32 bits. Of whole numbers it is an int32: a float32 scale whose last four
+bits are the zero point. A scale thereby keeps 20 bits of its significand; those of checkpoints have
+at most 11. Of MXFP4 it is the float32 scale. So the words' type says what the codes are."""
 
 import torch
 
@@ -15,6 +16,8 @@ from tllm_spec.kernels.dispatch import with_kernel
 HALF = 64
 BLOCK = 2 * HALF
 GROUPS = (32, 64, 128)
+# The numbers of codes 0 to 7; those of 8 to 15 are their negatives.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def row_bytes(in_features: int) -> int:
@@ -50,16 +53,21 @@ def int4_dequantised(
     codes: torch.Tensor, words: torch.Tensor, group: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """codes `[N, K]` with words `[N, ceil(K / group)]`: `[N, K]` in `dtype`, rounded once."""
-    scale, zero = (
-        each.repeat_interleave(group, 1)[:, : codes.shape[1]]
-        for each in (scales_of(words), (words & 15).float())
-    )
-    return (codes.float() - zero).mul_(scale).to(dtype)
+
+    def by_input(of_group: torch.Tensor) -> torch.Tensor:
+        return of_group.repeat_interleave(group, 1)[:, : codes.shape[1]]
+
+    if words.dtype == torch.float32:
+        table = torch.tensor([*E2M1, *(-number for number in E2M1)], device=codes.device)
+        return table[codes.int()].mul_(by_input(words)).to(dtype)
+    numbers = codes.float() - by_input(words & 15)
+    return numbers.mul_(by_input(scales_of(words))).to(dtype)
 
 
 def check_int4(stored: torch.Tensor, words: torch.Tensor, group: int, in_features: int) -> None:
     """Asserts the layout of a weight `[N, K]`."""
-    assert group in GROUPS and stored.dtype == torch.uint8 and words.dtype == torch.int32
+    assert group in GROUPS and stored.dtype == torch.uint8
+    assert words.dtype in (torch.int32, torch.float32)
     assert stored.is_contiguous() and words.is_contiguous()
     assert stored.shape[1] == row_bytes(in_features)
     assert words.shape == (len(stored), -(-in_features // group))

@@ -27,6 +27,24 @@ def _assembly(shift: int, magic: int, one: int, kind: str) -> tl.constexpr:
     }}""")
 
 
+def _float_assembly(shift: int, place: int, factor: int, kind: str) -> tl.constexpr:
+    """The same of E2M1 codes: their bits are moved to `place`, and multiplied by `factor`."""
+    return tl.constexpr(f"""{{
+        .reg .b32 pair, sign, zero, factor;
+        mov.b32 pair, {{$1, 0}};
+        prmt.b32 pair, pair, 0, 0x4140;
+        shr.u32 pair, pair, {shift};
+        and.b32 sign, pair, 0x00080008;
+        shl.b32 sign, sign, 12;
+        and.b32 pair, pair, 0x00070007;
+        shl.b32 pair, pair, {place};
+        or.b32 pair, pair, sign;
+        mov.b32 zero, 0x80008000;
+        mov.b32 factor, {factor:#010x};
+        fma.rn.{kind} $0, pair, factor, zero;
+    }}""")
+
+
 _LOW_BFLOAT16, _HIGH_BFLOAT16 = (
     _assembly(shift, 0x43004300, 0x3F803F80, "bf16x2") for shift in (0, 4)
 )
@@ -34,25 +52,56 @@ _LOW_FLOAT16, _HIGH_FLOAT16 = (
     _assembly(shift, 0x64006400, 0x3C003C00, "f16x2") for shift in (0, 4)
 )
 
+# The exponents' biases are 1, 127 and 15.
+_LOW_E2M1_BFLOAT16, _HIGH_E2M1_BFLOAT16 = (
+    _float_assembly(shift, 6, 0x7E807E80, "bf16x2") for shift in (0, 4)
+)
+_LOW_E2M1_FLOAT16, _HIGH_E2M1_FLOAT16 = (
+    _float_assembly(shift, 9, 0x74007400, "f16x2") for shift in (0, 4)
+)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _e2m1(codes: tl.tensor) -> tl.tensor:
+    """E2M1 numbers of int32 codes, in float32."""
+    exponent, mantissa = codes >> 1 & 3, codes & 1
+    halves = tl.where(exponent > 0, (mantissa + 2) << (exponent - 1 & 3), mantissa)
+    return tl.where(codes & 8 != 0, -0.5, 0.5) * halves.to(tl.float32)
+
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _numbers(
-    codes: tl.tensor, zero: tl.tensor, HIGH: tl.constexpr, dtype: tl.constexpr, WIDEN: tl.constexpr
+    codes: tl.tensor, word: tl.tensor, HIGH: tl.constexpr, dtype: tl.constexpr, WIDEN: tl.constexpr
 ) -> tl.tensor:
-    """`code - zero` in `dtype`, exactly, or in float32 with WIDEN. codes: `[outputs, inputs]`
-    uint8, of which the 4 high or low bits count; zero: `[outputs]`, int32."""
+    """A weight without its scale in `dtype`, exactly, or in float32 with WIDEN. codes: `[outputs,
+    inputs]` uint8, of which the 4 high or low bits count; word: `[outputs]`."""
     if WIDEN or dtype == tl.float32:
-        codes = codes >> 4 if HIGH else codes & 15
-        numbers = (codes.to(tl.int32) - zero[:, None]).to(tl.float32)
+        codes = (codes >> 4 if HIGH else codes & 15).to(tl.int32)
+        if word.dtype == tl.float32:
+            numbers = _e2m1(codes)
+        else:
+            numbers = (codes - (word & 15)[:, None]).to(tl.float32)
     # Otherwise two numbers at a time, in a quarter of the instructions that converting them takes.
+    elif word.dtype == tl.float32:
+        if dtype == tl.bfloat16:
+            numbers = tl.inline_asm_elementwise(
+                _HIGH_E2M1_BFLOAT16 if HIGH else _LOW_E2M1_BFLOAT16,
+                "=r,h", [codes], dtype=tl.bfloat16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            numbers = tl.inline_asm_elementwise(
+                _HIGH_E2M1_FLOAT16 if HIGH else _LOW_E2M1_FLOAT16,
+                "=r,h", [codes], dtype=tl.float16, is_pure=True, pack=2,
+            )  # fmt: skip
     elif dtype == tl.bfloat16:
-        offset = tl.broadcast_to((-128 - zero).to(tl.float32).to(dtype)[:, None], codes.shape)
+        offset = (-128 - (word & 15)).to(tl.float32).to(dtype)
+        offset = tl.broadcast_to(offset[:, None], codes.shape)
         numbers = tl.inline_asm_elementwise(
             _HIGH_BFLOAT16 if HIGH else _LOW_BFLOAT16,
             "=r,h,r", [codes, offset], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        offset = tl.broadcast_to((-1024 - zero).to(dtype)[:, None], codes.shape)
+        offset = tl.broadcast_to((-1024 - (word & 15)).to(dtype)[:, None], codes.shape)
         numbers = tl.inline_asm_elementwise(
             _HIGH_FLOAT16 if HIGH else _LOW_FLOAT16,
             "=r,h,r", [codes, offset], dtype=tl.float16, is_pure=True, pack=2,
@@ -109,24 +158,30 @@ def add_int4_dot(
         x_low = _loaded(x_rows, real_row, low, IN, BLOCK, WIDEN)
         x_high = _loaded(x_rows, real_row, low + HALF, IN, BLOCK, WIDEN)
         word = tl.load(word_rows + _group(start + part * PART, IN, GROUP, BLOCK))
-        w_low = _numbers(codes, word & 15, False, dtype, WIDEN)
+        w_low = _numbers(codes, word, False, dtype, WIDEN)
         if GROUP == BLOCK:
-            w_high = _numbers(codes, word & 15, True, dtype, WIDEN)
+            w_high = _numbers(codes, word, True, dtype, WIDEN)
             product = tl.dot(w_low, x_low, input_precision="ieee")
             product = tl.dot(w_high, x_high, product, input_precision="ieee")
             total = _add_scaled(total, product, word)
         else:
             high_word = tl.load(word_rows + _group(start + HALF + part * PART, IN, GROUP, BLOCK))
-            w_high = _numbers(codes, high_word & 15, True, dtype, WIDEN)
+            w_high = _numbers(codes, high_word, True, dtype, WIDEN)
             total = _add_scaled(total, tl.dot(w_low, x_low, input_precision="ieee"), word)
             total = _add_scaled(total, tl.dot(w_high, x_high, input_precision="ieee"), high_word)
     return total
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _scale(word: tl.tensor) -> tl.tensor:
+    """In float32."""
+    return word if word.dtype == tl.float32 else (word & -16).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _add_scaled(total: tl.tensor, product: tl.tensor, word: tl.tensor) -> tl.tensor:
     """`total + product` times the scale that the word `[outputs]` of its group has."""
-    scale = (word & -16).to(tl.float32, bitcast=True)
+    scale = _scale(word)
     # An explicit FMA has the same bits wherever the compiler might contract and where not.
     return tl.fma(product, tl.broadcast_to(scale[:, None], total.shape), total)
 
@@ -182,8 +237,10 @@ def dequantise_int4_kernel(
         inputs = firsts[:, None] + half * HALF + within[None, :]
         real = is_block[:, None] & (inputs < IN)
         groups = rows[:, None] * tl.cdiv(IN, GROUP) + inputs // GROUP
-        word = tl.load(words + groups, mask=real, other=0)
-        numbers = ((codes >> 4 * half & 15) - (word & 15)).to(tl.float32)
-        values = numbers * (word & -16).to(tl.float32, bitcast=True)
+        word, own = tl.load(words + groups, mask=real, other=0), codes >> 4 * half & 15
+        if word.dtype == tl.float32:
+            values = _e2m1(own) * word
+        else:
+            values = (own - (word & 15)).to(tl.float32) * _scale(word)
         pointers = out + rows[:, None] * IN + inputs
         tl.store(pointers, values.to(out.dtype.element_ty), mask=real)

@@ -34,7 +34,15 @@ __device__ inline int swizzle(int row) {
     return BITS == 4 ? (row & 3) << 1 | row >> 2 & 1 : row % 8;
 }
 
-// A piece of x whose pairs of elements are those that `widen_int4` makes of adjacent bytes.
+// A weight without its scale, two at a time: E2M1 numbers, or whole ones less the zero point.
+__device__ inline u32 widen_codes(u32 codes, u32 zero) {
+    return E2M1 ? widen_e2m1(codes) : widen_int4(codes, zero);
+}
+__device__ inline float group_scale(u32 word) {
+    return E2M1 ? __uint_as_float(word) : int4_scale(word);
+}
+
+// A piece of x whose pairs of elements are those that `widen_codes` makes of adjacent bytes.
 __device__ inline uint4 paired(uint4 piece) {
     if (BITS != 4) return piece;
     return make_uint4(__byte_perm(piece.x, piece.y, 0x5410), __byte_perm(piece.x, piece.y, 0x7632),
@@ -73,13 +81,13 @@ __device__ inline void multiply_block(
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const u32 rows[4] = {
-                    widen_int4(a[i], low_zero), widen_int4(b[i], high_zero),
-                    widen_int4(a[i] >> 8, low_zero), widen_int4(b[i] >> 8, high_zero)};
+                    widen_codes(a[i], low_zero), widen_codes(b[i], high_zero),
+                    widen_codes(a[i] >> 8, low_zero), widen_codes(b[i] >> 8, high_zero)};
                 multiply(partial, rows, pairs[2 * i], pairs[2 * i + 1]);
             }
             if ((column + PART) % GROUP) continue;
             for (int i = 0; i < 4; ++i) {
-                sums[i] = fmaf(partial[i], int4_scale(i < 2 ? low_word : high_word), sums[i]);
+                sums[i] = fmaf(partial[i], group_scale(i < 2 ? low_word : high_word), sums[i]);
                 partial[i] = 0.0f;
             }
         }

@@ -25,12 +25,12 @@
 //
 // W may also have codes of 4 bits, as int4_weights.py stores them: a byte has the codes of two
 // columns that are 64 apart. A word for each row and each GROUP columns has the scale and the zero
-// point. A code minus its zero point is a 16-bit number without rounding. All columns of one
-// instruction belong to one group.
+// point. A code minus its zero point is a 16-bit number without rounding, and so is an E2M1 number.
+// All columns of one instruction belong to one group.
 //
 // Compiler options define BFLOAT16 (otherwise float16: x, and W of 16 bits), BITS of a number of W
-// (16, 8 for FP8, or 4), GROUP (columns that share a scale; 0 for 16 bits), STEP_COLUMNS (a
-// multiple of a block's, at most 32 pieces) and DEPTH.
+// (16, 8 for FP8, or 4), GROUP (columns that share a scale; 0 for 16 bits), E2M1 (whether codes of
+// 4 bits are such numbers), STEP_COLUMNS (a multiple of a block's, at most 32 pieces) and DEPTH.
 
 #include "small_m_block.cuh"
 

@@ -20,7 +20,7 @@ from tllm_spec.kernels.scaled_linear import BLOCK, check_scaled, scaled_linear
 from tllm_spec.kernels.silu_and_mul import silu_and_mul
 from tllm_spec.kernels.small_m_plan import MAX_ROWS, WIDE, Stored, plan, splits_that_fit
 
-FP8, CODES = torch.float8_e4m3fn, torch.uint8
+FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def small_m_gemm(
         x: `[T, K]`, any stride between rows.
         weight: `[N, K]`, contiguous, of the type of x, or FP8 with scales, or packed codes of 4
             bits with words (int4_weights.py).
-        scales: `[N, ceil(K / 128)]` float32 (scaled_linear.py), or `[N, ceil(K / group)]` int32.
+        scales: of FP8 `[N, ceil(K / 128)]` float32, or words `[N, ceil(K / group)]`.
         group: inputs that share a word of codes of 4 bits.
         bias: `[N]`.
         norm: of x, or None.
@@ -68,19 +68,23 @@ def small_m_gemm(
     return output
 
 
-def stored_as(weight: torch.Tensor, group: int) -> Stored:
+def stored_as(weight: torch.Tensor, scales: torch.Tensor | None, group: int) -> Stored:
+    if scales is None:
+        return WIDE
     if weight.dtype == FP8:
         return Stored(8, BLOCK)
-    return Stored(4, group) if weight.dtype == CODES else WIDE
+    return Stored(4, group, scales.dtype == torch.float32)
 
 
-def serves(x: torch.Tensor, weight: torch.Tensor, group: int = 0) -> bool:
+def serves(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None = None, group: int = 0
+) -> bool:
     """Whether the kernel supports the device, type and sizes."""
     return (
         x.is_cuda
         and 0 < x.shape[0] <= MAX_ROWS
         and x.dtype in (torch.bfloat16, torch.float16)
-        and bool(splits_that_fit(x.shape[0], x.shape[1], stored_as(weight, group)))
+        and bool(splits_that_fit(x.shape[0], x.shape[1], stored_as(weight, scales, group)))
         and nvrtc.why_unavailable(x.device.index or 0) is None
     )
 
@@ -117,7 +121,7 @@ def _launch(
     output: torch.Tensor,
 ) -> None:
     assert x.stride(1) == output.stride(1) == 1 and weight.is_contiguous()
-    stored = stored_as(weight, group)
+    stored = stored_as(weight, scales, group)
     assert (scales is not None) == (stored.bits < 16)
     if scales is not None and stored.bits == 8:
         check_scaled(weight, scales)

@@ -42,6 +42,8 @@ class Stored:
     bits: int = 16
     group: int = 0
     """Columns that share a scale; 0: there are none."""
+    is_e2m1: bool = False
+    """Whether codes of 4 bits are E2M1 numbers."""
 
     def row_bytes(self, columns: int) -> int:
         return columns * self.bits // 8 + (4 * (columns // self.group) if self.group else 0)
@@ -134,6 +136,7 @@ def definitions(dtype: torch.dtype, ring: Ring) -> tuple[tuple[str, int], ...]:
         ("BFLOAT16", dtype == torch.bfloat16),
         ("BITS", ring.stored.bits),
         ("GROUP", ring.stored.group),
+        ("E2M1", ring.stored.is_e2m1),
         ("STEP_COLUMNS", ring.step_columns),
         ("DEPTH", ring.depth),
     )

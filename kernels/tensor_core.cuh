@@ -71,6 +71,19 @@ __device__ inline u32 widen_int4(u32 codes, u32 zero) {
     return pair;
 }
 
+// The same of E2M1 codes: their bits, moved to those of a 16-bit float, are a power of two too small.
+__device__ inline u32 widen_e2m1(u32 codes) {
+    u32 pair;
+#if BFLOAT16
+    const u32 small = (codes & 0x00080008) << 12 | (codes & 0x00070007) << 6;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(small), "r"(0x7e807e80));  // 2^126
+#else
+    const u32 small = (codes & 0x00080008) << 12 | (codes & 0x00070007) << 9;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(small), "r"(0x74007400));  // 2^14
+#endif
+    return pair;
+}
+
 #if BFLOAT16
 #define MMA_TYPES "f32.bf16.bf16.f32"
 #else

@@ -21,6 +21,7 @@ from tests.kernels.interpreter import (
 from tllm_spec.kernels.batch_invariant_linear import Tiling
 from tllm_spec.kernels.int4_weights import (
     BLOCK,
+    E2M1,
     GROUPS,
     HALF,
     dequantise_int4,
@@ -41,7 +42,9 @@ from tllm_spec.kernels.triton_support import has_kernels
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 on_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-on_each_group = pytest.mark.parametrize("group", GROUPS)
+# Inputs that share a word, and whether codes are E2M1 numbers.
+FORMS = (*((group, False) for group in GROUPS), (32, True))
+on_each_form = pytest.mark.parametrize("form", FORMS, ids=["32", "64", "128", "mxfp4"])
 # Inputs and outputs: an incomplete block; a chunk; several, the last block incomplete.
 SHAPES = [(96, 48), (1024, 33), (2144, 70)]
 SUM_ERROR = 4e-6
@@ -55,23 +58,28 @@ class Problem:
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor
-    group: int
+    form: tuple[int, bool]
     bias: torch.Tensor
     total: torch.Tensor
 
     @property
+    def group(self) -> int:
+        return self.form[0]
+
+    @property
     def weight(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return packed(self.codes), group_words(self.scales, self.zeros)
+        words = self.scales if self.form[1] else group_words(self.scales, self.zeros)
+        return packed(self.codes), words
 
     def run(self, rows: slice = slice(None), **options: Any) -> torch.Tensor:
         return scaled_linear(self.x[rows], *self.weight, self.bias, group=self.group, **options)
 
 
 def problem(
-    num_rows: int, shape: tuple[int, int], group: int, dtype: torch.dtype, device: str
+    num_rows: int, shape: tuple[int, int], form: tuple[int, bool], dtype: torch.dtype, device: str
 ) -> Problem:
     generator = torch.Generator(device).manual_seed(num_rows)
-    inputs, outputs = shape
+    (inputs, outputs), (group, _) = shape, form
 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator, device=device)
@@ -85,7 +93,7 @@ def problem(
         codes(outputs, inputs),
         normal(outputs, groups).half().float(),
         codes(outputs, groups).float(),
-        group,
+        form,
         normal(outputs).to(dtype),
         normal(num_rows, outputs).to(dtype),
     )
@@ -96,7 +104,12 @@ def numbers(p: Problem) -> torch.Tensor:
     columns = []
     for k in range(p.codes.shape[1]):
         g = k // p.group
-        columns.append((p.codes[:, k].double() - p.zeros[:, g]) * p.scales[:, g])
+        if p.form[1]:
+            own = torch.tensor([E2M1[code & 7] * (-1) ** (code >> 3) for code in p.codes[:, k]])
+            own = own.double().to(p.codes.device)
+        else:
+            own = p.codes[:, k].double() - p.zeros[:, g]
+        columns.append(own * p.scales[:, g])
     return torch.stack(columns, 1)
 
 
@@ -138,26 +151,28 @@ def test_a_wider_scale_is_rounded_to_20_bits() -> None:
 
 @on_each_kernel_device
 @on_each_dtype
-@on_each_group
-def test_a_dequantised_weight_is_rounded_once(group: int, dtype: torch.dtype, device: str) -> None:
+@on_each_form
+def test_a_dequantised_weight_is_rounded_once(
+    form: tuple[int, bool], dtype: torch.dtype, device: str
+) -> None:
     """By the kernel and by the reference. The interpreter truncates to bfloat16."""
     for inputs, outputs in SHAPES:
-        p = problem(1, (inputs, outputs), group, dtype, device)
+        p = problem(1, (inputs, outputs), form, dtype, device)
         found = torch.empty(outputs, inputs, dtype=dtype, device=device)
-        dequantise_int4(*p.weight, group, found)
+        dequantise_int4(*p.weight, p.group, found)
         expected = numbers(p).float()
         assert torch.equal(found, stored(expected, dtype))
-        reference = int4_dequantised(p.codes, p.weight[1], group, dtype)
+        reference = int4_dequantised(p.codes, p.weight[1], p.group, dtype)
         assert torch.equal(reference, expected.to(dtype))
 
 
 @on_each_dtype
-@on_each_group
-def test_the_reference_equals_the_formula(group: int, dtype: torch.dtype) -> None:
-    p = problem(3, SHAPES[0], group, dtype, "cpu")
-    check(scaled_linear.reference(p.x, *p.weight, group=group), p)
+@on_each_form
+def test_the_reference_equals_the_formula(form: tuple[int, bool], dtype: torch.dtype) -> None:
+    p = problem(3, SHAPES[0], form, dtype, "cpu")
+    check(scaled_linear.reference(p.x, *p.weight, group=p.group), p)
     total = p.total.clone()
-    options: dict[str, Any] = {"group": group, "add_to": total}
+    options: dict[str, Any] = {"group": p.group, "add_to": total}
     assert scaled_linear.reference(p.x, *p.weight, p.bias, **options) is total
     check(total, p, p.bias, p.total)
 
@@ -165,25 +180,27 @@ def test_the_reference_equals_the_formula(group: int, dtype: torch.dtype) -> Non
 @pytest.mark.thinned
 @on_each_kernel_device
 @on_each_dtype
-@on_each_group
-def test_the_kernel_equals_the_formula(group: int, dtype: torch.dtype, device: str) -> None:
+@on_each_form
+def test_the_kernel_equals_the_formula(
+    form: tuple[int, bool], dtype: torch.dtype, device: str
+) -> None:
     assert has_kernels(torch.device(device))
     for num_rows, shape in ((1, SHAPES[2]), (70, SHAPES[0]), (3, SHAPES[1])):
-        p = problem(num_rows, shape, group, dtype, device)
+        p = problem(num_rows, shape, form, dtype, device)
         check(p.run(), p, p.bias)
     assert p.run(slice(0)).shape == (0, shape[1])
 
 
 @on_each_kernel_device
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@on_each_group
+@on_each_form
 def test_every_weight_is_converted_exactly_with_its_scale_and_zero_point(
-    group: int, dtype: torch.dtype, device: str
+    form: tuple[int, bool], dtype: torch.dtype, device: str
 ) -> None:
     """With the identity as x the output is the weight, rounded to the type of x."""
-    p = problem(1, (160, 67), group, dtype, device)
+    p = problem(1, (160, 67), form, dtype, device)
     x = torch.eye(160, dtype=dtype, device=device)
-    found = scaled_linear(x, *p.weight, group=group)
+    found = scaled_linear(x, *p.weight, group=p.group)
     assert torch.equal(found.t(), stored(numbers(p).float(), dtype))
     assert set(p.codes.flatten().tolist()) == set(range(16))
 
@@ -194,7 +211,7 @@ def test_many_rows_that_need_not_be_batch_invariant_multiply_slices(
     adds: bool, device: str
 ) -> None:
     """The weight is rounded to the type of x before it is multiplied."""
-    p = problem(MAX_KERNEL_ROWS + 1, (96, 48), 32, torch.float16, device)
+    p = problem(MAX_KERNEL_ROWS + 1, (96, 48), (32, False), torch.float16, device)
     total = p.total.clone()
     found = p.run(invariant=False, add_to=total if adds else None)
     expected = p.x.double() @ numbers(p).half().double().t() + p.bias.double()
@@ -204,15 +221,15 @@ def test_many_rows_that_need_not_be_batch_invariant_multiply_slices(
 
 
 @on_each_kernel_device
-@pytest.mark.parametrize("group", [32, 128])
-def test_spreading_chunks_over_programs_changes_no_bit(group: int, device: str) -> None:
+@pytest.mark.parametrize("form", FORMS[::2])
+def test_spreading_chunks_over_programs_changes_no_bit(form: tuple[int, bool], device: str) -> None:
     for num_rows in (1, 20):
-        p = problem(num_rows, SHAPES[2], group, torch.float32, device)
+        p = problem(num_rows, SHAPES[2], form, torch.float32, device)
         found = [p.total.clone(), p.total.clone()]
         for total, spreads in zip(found, (False, True), strict=True):
             launch_scaled_linear(
                 p.x, *p.weight, p.bias, total, int4_tiling_of(num_rows, p.x.dtype),
-                spreads=spreads, adds=True, group=group,
+                spreads=spreads, adds=True, group=p.group,
             )  # fmt: skip
         assert torch.equal(*found)
         check(found[0], p, p.bias, p.total)
@@ -223,7 +240,7 @@ def test_spreading_chunks_over_programs_changes_no_bit(group: int, device: str) 
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(
     dtype: torch.dtype, device: str, exact_dots: None
 ) -> None:
-    p = problem(70, (1120, 70), 32, dtype, device)
+    p = problem(70, (1120, 70), (32, False), dtype, device)
     expected = p.run()
     for rows in (slice(0, 1), slice(69, 70), slice(3, 9), slice(10, 35)):
         assert torch.equal(p.run(rows), expected[rows])
@@ -269,12 +286,12 @@ MODEL_SHAPES = [(4096, 4096), (4096, 6144), (4096, 28672), (14336, 4096)]
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
 @on_each_dtype
-@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("form", FORMS[::2] + FORMS[3:])
 @pytest.mark.parametrize("shape", [*MODEL_SHAPES, (224, 257)], ids=str)
 def test_the_number_of_rows_changes_no_bit_of_a_row(
-    shape: tuple[int, int], group: int, dtype: torch.dtype
+    shape: tuple[int, int], form: tuple[int, bool], dtype: torch.dtype
 ) -> None:
-    p = problem(4096, shape, group, dtype, "cuda")
+    p = problem(4096, shape, form, dtype, "cuda")
     expected = p.run()
     check(expected, p, p.bias)
     counts = [1, 2, 8, 9, 16, 17, 33, 64, 65, 129, 200, 257, 1024]
@@ -288,7 +305,7 @@ def test_the_number_of_rows_changes_no_bit_of_a_row(
 @pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
 @on_each_dtype
 def test_no_tiling_changes_a_bit(dtype: torch.dtype) -> None:
-    p = problem(333, (4096, 1000), 128, dtype, "cuda")
+    p = problem(333, (4096, 1000), (128, False), dtype, "cuda")
     expected = p.run()
     for tiling in (Tiling(16, 64, 4, 4), Tiling(32, 64, 4, 2), Tiling(64, 128, 8, 3)):
         for spreads in (False, True):

@@ -9,7 +9,6 @@ from torch import nn
 
 from tllm_spec.kernels.int4_weights import (
     BLOCK,
-    group_words,
     int4_dequantised,
     packed,
     row_bytes,
@@ -24,11 +23,10 @@ from tllm_spec.models.module import Placement, StoredWeight, WeightSlot
 
 @dataclass(frozen=True)
 class Int4Tensor:
-    """A checkpoint's weight `[N, K]`: codes of 0 to 15, with scales and zeros `[N, G]`."""
+    """A checkpoint's weight `[N, K]`: codes of 0 to 15, with the groups' words `[N, G]`."""
 
     codes: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor
+    words: torch.Tensor
     group: int
     """Inputs that share a scale; 0: all of a row."""
     order: torch.Tensor | None = None
@@ -39,8 +37,7 @@ class Int4Tensor:
         return self.codes.shape
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
-        words = group_words(self.scales, self.zeros)
-        values = int4_dequantised(self.codes, words, self.group or self.shape[1], dtype)
+        values = int4_dequantised(self.codes, self.words, self.group or self.shape[1], dtype)
         return values if self.order is None else in_given_order(values, self.order)
 
 
@@ -67,9 +64,8 @@ class Int4Slot(WeightSlot):
         if self.form.order is not None:
             self.form.take_order(tensor.order, self.module)
         self.destination.copy_(packed(self._own(tensor.codes, 1)))
-        words = group_words(tensor.scales, tensor.zeros)
         # The word of a whole row belongs to each of its groups.
-        self.words.copy_(self._own(words, tensor.group).expand_as(self.words))
+        self.words.copy_(self._own(tensor.words, tensor.group).expand_as(self.words))
 
     def _own(self, tensor: torch.Tensor, inputs: int) -> torch.Tensor:
         """This rank's slice. inputs: that share a column; 0: all."""
@@ -104,7 +100,8 @@ class Int4Tensors(WeightFormat):
             return nn.Parameter(values, requires_grad=False)
 
         self.weight = parameter(torch.uint8, out_features, row_bytes(in_features))
-        self.scales = parameter(torch.int32, out_features, -(-in_features // self.group))
+        words = torch.float32 if groups.is_float else torch.int32
+        self.scales = parameter(words, out_features, -(-in_features // self.group))
         if groups.is_ordered:
             self.order = parameter(torch.int64, in_features)
 

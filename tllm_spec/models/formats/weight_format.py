@@ -84,17 +84,17 @@ class FewRowsFormat(WeightFormat):
     """Up to 8 rows on CUDA run `small_m_gemm`, which fuses norm, SwiGLU and the addition."""
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        if serves(x, self.weight, self.group):
+        if serves(x, self.weight, self.scales, self.group):
             return self._few_rows(x, norm)
         return self.multiply(x if norm is None else norm.forward(x))
 
     def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        if serves(x, self.weight, self.group):
+        if serves(x, self.weight, self.scales, self.group):
             return self._few_rows(x, norm, gated=True)
         return silu_and_mul(self.multiply(x if norm is None else norm.forward(x)))
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        if serves(x, self.weight, self.group):
+        if serves(x, self.weight, self.scales, self.group):
             self._few_rows(x, add_to=total)
         else:
             self.add_rows_to(total, x)
