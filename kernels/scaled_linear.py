@@ -10,6 +10,8 @@ sums depends on the weight's shape only, as in batch_invariant_linear.py: blocks
 within chunks, and the chunks' sums in order. A weight with few outputs has several chunks, so that
 a few rows can be spread over the whole device."""
 
+import math
+
 import torch
 
 from tllm_spec.kernels.batch_invariant_linear import OUTPUTS_ADDED, Tiling
@@ -26,6 +28,8 @@ from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes, s
 OUTPUTS = 64
 # Of few rows: nearly two per multiprocessor of an H100 or H200.
 MIN_PROGRAMS = 256
+# Of 4-bit weights, whose tiles take less time: from it the chunks follow.
+INT4_PROGRAMS = 448
 MIN_CHUNK = 1024  # fewer blocks would not fill a program's pipeline
 # The kernel converts a weight once for each tile, of 128 rows at most. Slices are converted once
 # for all rows, but for each byte read 2 are written and read again. On an H100 both take as long
@@ -33,9 +37,9 @@ MIN_CHUNK = 1024  # fewer blocks would not fill a program's pipeline
 MAX_KERNEL_ROWS = 256
 
 
-def chunk_of(out_features: int, in_features: int) -> int:
+def chunk_of(out_features: int, in_features: int, programs: int = MIN_PROGRAMS) -> int:
     """Inputs of a chunk, a multiple of BLOCK. It decides the order of sums."""
-    wanted = -(-MIN_PROGRAMS // -(-out_features // OUTPUTS))
+    wanted = -(-programs // -(-out_features // OUTPUTS))
     chunks = min(wanted, -(-in_features // MIN_CHUNK))
     return -(-in_features // (chunks * BLOCK)) * BLOCK
 
@@ -53,14 +57,25 @@ def tiling_of(num_rows: int, dtype: torch.dtype, shared_bytes: int = HOPPER_BYTE
 
 
 def int4_tiling_of(num_rows: int, dtype: torch.dtype, shared_bytes: int = HOPPER_BYTES) -> Tiling:
-    """The same for weights of 4 bits, of which a program has 20 KiB in flight with few rows."""
+    """The same for weights of 4 bits. Several programs on a multiprocessor, which convert codes in
+    turn, are faster than deep pipelines."""
     if dtype == torch.float32:
         return tiling_of(num_rows, dtype)
-    if num_rows <= 32:
-        return Tiling(16 if num_rows <= 16 else 32, OUTPUTS, 4, 5)
-    rows, outputs = 64 if num_rows <= 64 else 128, 128
+    rows, outputs, num_warps, num_stages = next(
+        tiling for most, tiling in _INT4_TILINGS if num_rows <= most
+    )
     stage_bytes = 64 * (outputs + 4 * rows) + 8 * outputs  # of codes, rows of 16 bits, and words
-    return Tiling(rows, outputs, 8, stages_that_fit(4, stage_bytes, shared_bytes))
+    return Tiling(rows, outputs, num_warps, stages_that_fit(num_stages, stage_bytes, shared_bytes))
+
+
+# By the largest number of rows, as measured on an H100.
+_INT4_TILINGS = (
+    (16, (16, 128, 4, 4)),
+    (32, (32, 64, 4, 3)),
+    (64, (64, 128, 4, 3)),
+    (MAX_KERNEL_ROWS, (128, 64, 4, 3)),
+    (math.inf, (128, 128, 8, 4)),
+)
 
 
 @with_kernel("scaled_linear.tiled_scaled_linear")
@@ -149,7 +164,8 @@ def launch_scaled_linear(
 
     _check(x, weight, scales, output, x_scales, group)
     (num_rows, in_features), out_features = x.shape, weight.shape[0]
-    chunk, pdl = chunk_of(out_features, in_features), programmatic_launch(x.device)
+    programs = INT4_PROGRAMS if group else MIN_PROGRAMS
+    chunk, pdl = chunk_of(out_features, in_features, programs), programmatic_launch(x.device)
     num_chunks = -(-in_features // chunk)
     spreads = spreads and num_chunks > 1
     parts = output

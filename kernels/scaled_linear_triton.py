@@ -106,6 +106,7 @@ def scaled_linear_kernel(
     ROW_BYTES: tl.constexpr = tl.cdiv(IN, BLOCK) * (BLOCK // 2) if GROUP else IN
     w_rows = weight + weight_row[:, None] * ROW_BYTES
     scale_rows = scales + weight_row * tl.cdiv(IN, GROUP if GROUP else BLOCK)
+    # A tile with one chunk needs no second sum, which takes registers.
     if SPREADS or CHUNK >= IN:
         first = tl.program_id(1) * CHUNK
         total = _sum_chunk(
@@ -121,12 +122,11 @@ def scaled_linear_kernel(
             )  # fmt: skip
     if SPREADS:
         output += tl.program_id(1).to(tl.int64) * num_rows * OUT
-    else:
-        if x_scales is not None:
-            x_scale = tl.load(x_scales + rows, mask=real_row, other=0.0)
-            total = tl.fma(total, tl.broadcast_to(x_scale[None, :], total.shape), 0.0)
-        if bias is not None:
-            total += tl.load(bias + outs, mask=outs < OUT, other=0.0).to(tl.float32)[:, None]
+    if x_scales is not None:
+        x_scale = tl.load(x_scales + rows, mask=real_row, other=0.0)
+        total = tl.fma(total, tl.broadcast_to(x_scale[None, :], total.shape), 0.0)
+    if bias is not None:
+        total += tl.load(bias + outs, mask=outs < OUT, other=0.0).to(tl.float32)[:, None]
     pointers = output + rows.to(tl.int64)[None, :] * output_stride + outs[:, None]
     real = real_row[None, :] & (outs < OUT)[:, None]
     if ADDS:

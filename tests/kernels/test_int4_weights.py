@@ -105,8 +105,9 @@ def numbers(p: Problem) -> torch.Tensor:
     for k in range(p.codes.shape[1]):
         g = k // p.group
         if p.form[1]:
-            own = torch.tensor([E2M1[code & 7] * (-1) ** (code >> 3) for code in p.codes[:, k]])
-            own = own.double().to(p.codes.device)
+            own = torch.tensor(
+                [E2M1[code & 7] * (1 - code // 8 * 2) for code in p.codes[:, k].tolist()]
+            ).to(p.codes.device, torch.float64)
         else:
             own = p.codes[:, k].double() - p.zeros[:, g]
         columns.append(own * p.scales[:, g])

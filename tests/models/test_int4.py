@@ -278,6 +278,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         Style("gptq").quantization | {"group_size": 16},
         "group_size is 16 .served: 32, 64, 128 or -1",
     ),
+    "MXFP4 in other groups": (Style("mxfp4", 64).quantization, "group_size is 64 .served: 32"),
     "settings of single modules": (
         Style("gptq").quantization | {"dynamic": {"+:.*mlp.*": {"bits": 8}}},
         r"dynamic has other settings for '\+:",
