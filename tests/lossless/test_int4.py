@@ -24,7 +24,7 @@ from tests.lossless.test_fp8 import PLAIN, copied
 from tests.models.int4_checkpoint import keeping_int4
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.tokenizer import Tokenizer
+from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.zoo.quantise import Style, quantise
 
 MODES = ("plain", "ngram", "ngram_tree", "draft_target", "eagle3", "eagle3_tree")
