@@ -28,13 +28,13 @@ def row_bytes(in_features: int) -> int:
 def packed(codes: torch.Tensor) -> torch.Tensor:
     """codes `[N, K]` uint8 below 16 as `[N, row_bytes(K)]` uint8."""
     padding = -codes.shape[1] % BLOCK
-    halves = torch.nn.functional.pad(codes, (0, padding)).unflatten(1, (-1, 2, HALF))
+    halves = torch.nn.functional.pad(codes, (0, padding)).view(len(codes), -1, 2, HALF)
     return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
 
 
 def unpacked(stored: torch.Tensor, in_features: int) -> torch.Tensor:
     """The inverse of `packed`: `[N, K]` uint8."""
-    blocks = stored.unflatten(1, (-1, HALF))
+    blocks = stored.view(len(stored), -1, HALF)
     return torch.stack((blocks & 15, blocks >> 4), 2).flatten(1)[:, :in_features]
 
 

@@ -155,10 +155,13 @@ def launch_scaled_linear(
     adds: bool,
     x_scales: torch.Tensor | None = None,
     group: int = 0,
+    rounds: bool = False,
 ) -> None:
     """spreads: whether each chunk of a tile has its own program, if there are several. The chunks'
     sums are then written and read again as float32. adds: whether to add to what `output` holds.
-    x_scales: `[T]` float32, contiguous, of rows in FP8 (fp8_linear.py)."""
+    x_scales: `[T]` float32, contiguous, of rows in FP8 (fp8_linear.py). group: as in
+    `scaled_linear`. rounds: whether a weight of 4 bits is rounded to x's type before it is
+    multiplied."""
     from tllm_spec.kernels.batch_invariant_linear_triton import add_chunks_kernel
     from tllm_spec.kernels.scaled_linear_triton import scaled_linear_kernel
 
@@ -174,21 +177,14 @@ def launch_scaled_linear(
         parts = torch.empty(shape, dtype=torch.float32, device=x.device)
     tiles = -(-num_rows // tiling.rows) * -(-out_features // tiling.outputs)
     scaled_linear_kernel[(tiles, num_chunks if spreads else 1)](
-        x,
-        x.stride(0),
-        None if spreads else x_scales,
-        weight,
-        scales,
-        None if spreads else bias,
-        parts,
-        parts.stride(-2),
-        num_rows,
-        in_features,
+        x, x.stride(0), None if spreads else x_scales, weight, scales, None if spreads else bias,
+        parts, parts.stride(-2), num_rows, in_features,
         IN=in_features,
         OUT=out_features,
         SPREADS=spreads,
         ADDS=adds and not spreads,
         GROUP=group,
+        ROUNDS=rounds,
         WIDEN=x.device.type == "cpu",  # the interpreter cannot multiply bfloat16
         CHUNK=chunk,
         BLOCK_ROWS=tiling.rows,
@@ -197,7 +193,7 @@ def launch_scaled_linear(
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         **pdl,
-    )
+    )  # fmt: skip
     if spreads:
         add_chunks_kernel[(num_rows, -(-out_features // OUTPUTS_ADDED))](
             parts, x_scales, bias, output, output.stride(0), num_rows,

@@ -39,6 +39,7 @@ def _sum_chunk(
     num_inputs: tl.tensor,
     IN: tl.constexpr,
     GROUP: tl.constexpr,
+    ROUNDS: tl.constexpr,
     WIDEN: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -50,7 +51,7 @@ def _sum_chunk(
     for start in tl.range(first, tl.minimum(first + CHUNK, num_inputs), BLOCK):
         if GROUP:
             total = add_int4_dot(
-                total, x_rows, real_row, w_rows, scale_rows, start, IN, GROUP, BLOCK, WIDEN
+                total, x_rows, real_row, w_rows, scale_rows, start, IN, GROUP, ROUNDS, BLOCK, WIDEN
             )
         else:
             inputs = start + tl.arange(0, BLOCK)
@@ -63,6 +64,41 @@ def _sum_chunk(
                 x_mask = (inputs < IN)[:, None] & real_row[None, :]
                 x = tl.load(x_rows + inputs[:, None], mask=x_mask, other=0.0)
             total = add_scaled_dot(total, w, x, scale, WIDEN)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _sum_chunks(
+    x_rows: tl.tensor,
+    real_row: tl.tensor,
+    w_rows: tl.tensor,
+    scale_rows: tl.tensor,
+    num_inputs: tl.tensor,
+    IN: tl.constexpr,
+    SPREADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    WIDEN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """The sum over the program's chunk with SPREADS, otherwise of all chunks in order. One chunk
+    needs no second sum, which takes registers."""
+    if SPREADS or CHUNK >= IN:
+        first = tl.program_id(1) * CHUNK
+        total = _sum_chunk(
+            x_rows, real_row, w_rows, scale_rows, first, num_inputs,
+            IN, GROUP, ROUNDS, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,
+        )  # fmt: skip
+    else:
+        total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+        for first in tl.range(0, num_inputs, CHUNK):
+            total += _sum_chunk(
+                x_rows, real_row, w_rows, scale_rows, first, num_inputs,
+                IN, GROUP, ROUNDS, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,
+            )  # fmt: skip
     return total
 
 
@@ -83,6 +119,7 @@ def scaled_linear_kernel(
     SPREADS: tl.constexpr,
     ADDS: tl.constexpr,
     GROUP: tl.constexpr,
+    ROUNDS: tl.constexpr,
     WIDEN: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -92,7 +129,8 @@ def scaled_linear_kernel(
 ) -> None:
     """Grid (tiles, chunks or 1). With SPREADS the output is `[chunks, T, N]` float32, without the
     bias and the scales of rows in FP8. With ADDS the result is added to what the output holds. Of a
-    4-bit weight GROUP inputs share a word; GROUP is 0 for FP8.
+    4-bit weight GROUP inputs share a word, and ROUNDS says whether it is rounded to the type of x
+    before it is multiplied. GROUP is 0 for FP8.
 
     `num_inputs` is IN, but not a compile-time constant, so that the loop is pipelined for any
     size."""
@@ -103,23 +141,12 @@ def scaled_linear_kernel(
     # past the edge wrap around and are not stored, so that loads of weights need no mask.
     real_row, weight_row = rows < num_rows, (outs % OUT).to(tl.int64)
     x_rows = x + rows.to(tl.int64)[None, :] * x_stride
-    ROW_BYTES: tl.constexpr = tl.cdiv(IN, BLOCK) * (BLOCK // 2) if GROUP else IN
-    w_rows = weight + weight_row[:, None] * ROW_BYTES
+    w_rows = weight + weight_row[:, None] * (tl.cdiv(IN, BLOCK) * (BLOCK // 2) if GROUP else IN)
     scale_rows = scales + weight_row * tl.cdiv(IN, GROUP if GROUP else BLOCK)
-    # A tile with one chunk needs no second sum, which takes registers.
-    if SPREADS or CHUNK >= IN:
-        first = tl.program_id(1) * CHUNK
-        total = _sum_chunk(
-            x_rows, real_row, w_rows, scale_rows, first, num_inputs,
-            IN, GROUP, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,
-        )  # fmt: skip
-    else:
-        total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-        for first in tl.range(0, num_inputs, CHUNK):
-            total += _sum_chunk(
-                x_rows, real_row, w_rows, scale_rows, first, num_inputs,
-                IN, GROUP, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,
-            )  # fmt: skip
+    total = _sum_chunks(
+        x_rows, real_row, w_rows, scale_rows, num_inputs,
+        IN, SPREADS, GROUP, ROUNDS, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,
+    )  # fmt: skip
     if SPREADS:
         output += tl.program_id(1).to(tl.int64) * num_rows * OUT
     if x_scales is not None:

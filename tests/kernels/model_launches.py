@@ -76,7 +76,10 @@ def int4_linears() -> None:
             codes = empty(outputs, int4_weights.row_bytes(inputs), dtype=torch.uint8)
             words = int32(outputs, -(-inputs // group))
             x = empty(rows, inputs, dtype=dtype)
-            scaled_linear.scaled_linear(x, codes, words, group=group)
+            for each in (words, words.float())[: 1 + (group == 32)]:
+                for invariant in (False, True):
+                    own = {"group": group, "invariant": invariant}
+                    scaled_linear.scaled_linear(x, codes, each, **own)
 
 
 def fp8_linears() -> None:

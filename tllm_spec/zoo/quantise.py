@@ -109,9 +109,10 @@ def _written(weight: torch.Tensor, style: Style) -> tuple[Tensors, torch.Tensor]
 
 
 def _in_blocks(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    short = -weight.shape[1] % FP8_BLOCK, -weight.shape[0] % FP8_BLOCK
-    padded = torch.nn.functional.pad(weight, (0, short[0], 0, short[1])).abs()
-    tiles = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
+    rows, columns = (-(-size // FP8_BLOCK) for size in weight.shape)
+    padded = weight.new_zeros(rows * FP8_BLOCK, columns * FP8_BLOCK)
+    padded[: weight.shape[0], : weight.shape[1]] = weight.abs()
+    tiles = padded.view(rows, FP8_BLOCK, columns, FP8_BLOCK)
     scales = tiles.amax((1, 3)) / FP8_LARGEST
     whole = scales.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
     whole = whole[: weight.shape[0], : weight.shape[1]]
@@ -122,7 +123,7 @@ def _in_blocks(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 def _in_mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """A group's scale is that power of two with which its largest number is below 8; those above 6
     become 6."""
-    groups = weight.unflatten(1, (-1, 32))
+    groups = weight.reshape(len(weight), -1, 32)
     exponents = groups.abs().amax(2).log2().floor().clamp(-125, 127) - 2
     scales = torch.exp2(exponents).unsqueeze(2)
     table = torch.tensor([*E2M1, *(-number for number in E2M1)])
@@ -168,14 +169,14 @@ def rounded(weight: torch.Tensor, style: Style) -> Rounded:
 
 def words(codes: torch.Tensor) -> torch.Tensor:
     """`[R, C]` of 0 to 15 as int32 `[R, ceil(C / 8)]`, the first in the lowest bits."""
-    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8)).unflatten(1, (-1, 8))
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8)).reshape(len(codes), -1, 8)
     unsigned = sum(padded[..., place] << 4 * place for place in range(8))
     assert isinstance(unsigned, torch.Tensor)
     return torch.where(unsigned < 1 << 31, unsigned, unsigned - (1 << 32)).int()
 
 
 def awq_words(codes: torch.Tensor) -> torch.Tensor:
-    return words(codes.unflatten(1, (-1, 8))[..., AWQ_COLUMNS].flatten(1))
+    return words(codes.reshape(len(codes), -1, 8)[..., AWQ_COLUMNS].flatten(1))
 
 
 def _packed(found: Rounded, style: Style) -> Tensors:
@@ -196,7 +197,8 @@ def _packed(found: Rounded, style: Style) -> Tensors:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]  # it has one
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     formats = "fp8", "awq", "gptq", "gptq_v2", "compressed", "mxfp4"
     parser.add_argument("model", help="a folder, or a model of the zoo")
     parser.add_argument("output", type=Path, help="a folder that does not exist")

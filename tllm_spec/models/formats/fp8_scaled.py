@@ -97,8 +97,8 @@ class ScaledGemms(FewRowsFormat):
         self._rows(x, total)
 
     def _rows(self, x: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
-        options = {"group": self.group, "add_to": total, "invariant": False}
-        return scaled_linear(x, self.weight, self.scales, self.bias, **options)
+        own = self.weight, self.scales, self.bias
+        return scaled_linear(x, *own, group=self.group, add_to=total, invariant=False)
 
 
 class BatchInvariantScaledGemms(WeightFormat):
