@@ -78,8 +78,7 @@ def int4_linears() -> None:
             x = empty(rows, inputs, dtype=dtype)
             for each in (words, words.float())[: 1 + (group == 32)]:
                 for invariant in (False, True):
-                    own = {"group": group, "invariant": invariant}
-                    scaled_linear.scaled_linear(x, codes, each, **own)
+                    scaled_linear.scaled_linear(x, codes, each, group=group, invariant=invariant)
 
 
 def fp8_linears() -> None:
