@@ -52,16 +52,6 @@ _LOW_FLOAT16, _HIGH_FLOAT16 = (
     _assembly(shift, 0x64006400, 0x3C003C00, "f16x2") for shift in (0, 4)
 )
 
-# Two numbers `$1` times the pair `$2` plus the pair `$3`. Their sum's product is rounded twice.
-_TIMES_BFLOAT16, _TIMES_FLOAT16 = (
-    tl.constexpr(f"""{{
-        .reg .b32 rest, zero;
-        mov.b32 zero, 0x80008000;
-        fma.rn.{kind} rest, $1, $3, zero;
-        fma.rn.{kind} $0, $1, $2, rest;
-    }}""")
-    for kind in ("bf16x2", "f16x2")
-)
 # The exponents' biases are 1, 127 and 15.
 _LOW_E2M1_BFLOAT16, _HIGH_E2M1_BFLOAT16 = (
     _float_assembly(shift, 6, 0x7E807E80, "bf16x2") for shift in (0, 4)
@@ -120,32 +110,6 @@ def _numbers(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _rounded(
-    numbers: tl.tensor, word: tl.tensor, dtype: tl.constexpr, WIDEN: tl.constexpr
-) -> tl.tensor:
-    """`_numbers` times their scales, rounded to `dtype`."""
-    scale = _scale(word)
-    if WIDEN or dtype == tl.float32:
-        weights = (numbers * scale[:, None]).to(dtype).to(numbers.dtype)
-    else:
-        # The scale as the sum of two numbers of 16 bits.
-        first = scale.to(dtype)
-        rest = tl.broadcast_to((scale - first.to(tl.float32)).to(dtype)[:, None], numbers.shape)
-        first = tl.broadcast_to(first[:, None], numbers.shape)
-        if dtype == tl.bfloat16:
-            weights = tl.inline_asm_elementwise(
-                _TIMES_BFLOAT16, "=r,r,r,r", [numbers, first, rest],
-                dtype=tl.bfloat16, is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            weights = tl.inline_asm_elementwise(
-                _TIMES_FLOAT16, "=r,r,r,r", [numbers, first, rest],
-                dtype=tl.float16, is_pure=True, pack=2,
-            )  # fmt: skip
-    return weights
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _loaded(
     x_rows: tl.tensor,
     real_row: tl.tensor,
@@ -180,13 +144,11 @@ def add_int4_dot(
     start: tl.tensor,
     IN: tl.constexpr,
     GROUP: tl.constexpr,
-    ROUNDS: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> tl.tensor:
     """`total + w x` for the block of inputs from `start` on. total: `[outputs, rows]`; x_rows,
-    w_rows and word_rows: where the rows of x, of codes and of their groups' words begin. With
-    ROUNDS w is rounded to the type of x, which takes half of the registers."""
+    w_rows and word_rows: where the rows of x, of codes and of their groups' words begin."""
     HALF: tl.constexpr = BLOCK // 2
     PART: tl.constexpr = min(GROUP, HALF)
     dtype: tl.constexpr = x_rows.dtype.element_ty
@@ -201,12 +163,7 @@ def add_int4_dot(
             high_word = tl.load(word_rows + _group(start + HALF + part * PART, IN, GROUP, BLOCK))
         w_low = _numbers(codes, word, False, dtype, WIDEN)
         w_high = _numbers(codes, high_word, True, dtype, WIDEN)
-        if ROUNDS:
-            w_low = _rounded(w_low, word, dtype, WIDEN)
-            w_high = _rounded(w_high, high_word, dtype, WIDEN)
-            total = tl.dot(w_low, x_low, total, input_precision="ieee")
-            total = tl.dot(w_high, x_high, total, input_precision="ieee")
-        elif GROUP == BLOCK:
+        if GROUP == BLOCK:
             product = tl.dot(w_low, x_low, input_precision="ieee")
             product = tl.dot(w_high, x_high, product, input_precision="ieee")
             total = _add_scaled(total, product, word)

@@ -30,6 +30,7 @@ OUTPUTS = 64
 MIN_PROGRAMS = 256
 # Of 4-bit weights, whose tiles take less time: from it the chunks follow.
 INT4_PROGRAMS = 448
+WIDE_FEATURES = 16384  # with 128 of them a program, most multiprocessors have one
 MIN_CHUNK = 1024  # fewer blocks would not fill a program's pipeline
 # The kernel converts a weight once for each tile, of 128 rows at most. Slices are converted once
 # for all rows, but for each byte read 2 are written and read again. On an H100 both take as long
@@ -56,7 +57,9 @@ def tiling_of(num_rows: int, dtype: torch.dtype, shared_bytes: int = HOPPER_BYTE
     return Tiling(rows, outputs, 8, stages_that_fit(4, stage_bytes, shared_bytes))
 
 
-def int4_tiling_of(num_rows: int, dtype: torch.dtype, shared_bytes: int = HOPPER_BYTES) -> Tiling:
+def int4_tiling_of(
+    num_rows: int, out_features: int, dtype: torch.dtype, shared_bytes: int = HOPPER_BYTES
+) -> Tiling:
     """The same for weights of 4 bits. Several programs on a multiprocessor, which convert codes in
     turn, are faster than deep pipelines."""
     if dtype == torch.float32:
@@ -64,6 +67,8 @@ def int4_tiling_of(num_rows: int, dtype: torch.dtype, shared_bytes: int = HOPPER
     rows, outputs, num_warps, num_stages = next(
         tiling for most, tiling in _INT4_TILINGS if num_rows <= most
     )
+    if outputs == OUTPUTS and rows <= 32 and out_features >= WIDE_FEATURES:
+        outputs *= 2  # which reads x half as often
     stage_bytes = 64 * (outputs + 4 * rows) + 8 * outputs  # of codes, rows of 16 bits, and words
     return Tiling(rows, outputs, num_warps, stages_that_fit(num_stages, stage_bytes, shared_bytes))
 
@@ -133,8 +138,8 @@ def tiled_scaled_linear(
         size = slice_outputs(num_rows, features, in_features, has_sums=adds or bias is not None)
         multiply_slices(x, weight, scales, bias, output, size, adds=adds, group=group)
     elif num_rows:
-        tilings = int4_tiling_of if group else tiling_of
-        tiling = tilings(num_rows, x.dtype, shared_memory_bytes(x.device))
+        own = x.dtype, shared_memory_bytes(x.device)
+        tiling = int4_tiling_of(num_rows, features, *own) if group else tiling_of(num_rows, *own)
         tiles = -(-num_rows // tiling.rows) * -(-features // tiling.outputs)
         launch_scaled_linear(
             x, weight, scales, bias, output, tiling,
@@ -155,13 +160,11 @@ def launch_scaled_linear(
     adds: bool,
     x_scales: torch.Tensor | None = None,
     group: int = 0,
-    rounds: bool = False,
 ) -> None:
     """spreads: whether each chunk of a tile has its own program, if there are several. The chunks'
     sums are then written and read again as float32. adds: whether to add to what `output` holds.
     x_scales: `[T]` float32, contiguous, of rows in FP8 (fp8_linear.py). group: as in
-    `scaled_linear`. rounds: whether a weight of 4 bits is rounded to x's type before it is
-    multiplied."""
+    `scaled_linear`."""
     from tllm_spec.kernels.batch_invariant_linear_triton import add_chunks_kernel
     from tllm_spec.kernels.scaled_linear_triton import scaled_linear_kernel
 
@@ -184,7 +187,6 @@ def launch_scaled_linear(
         SPREADS=spreads,
         ADDS=adds and not spreads,
         GROUP=group,
-        ROUNDS=rounds,
         WIDEN=x.device.type == "cpu",  # the interpreter cannot multiply bfloat16
         CHUNK=chunk,
         BLOCK_ROWS=tiling.rows,

@@ -229,7 +229,7 @@ def test_spreading_chunks_over_programs_changes_no_bit(form: tuple[int, bool], d
         found = [p.total.clone(), p.total.clone()]
         for total, spreads in zip(found, (False, True), strict=True):
             launch_scaled_linear(
-                p.x, *p.weight, p.bias, total, int4_tiling_of(num_rows, p.x.dtype),
+                p.x, *p.weight, p.bias, total, int4_tiling_of(num_rows, 70, p.x.dtype),
                 spreads=spreads, adds=True, group=p.group,
             )  # fmt: skip
         assert torch.equal(*found)
@@ -263,10 +263,10 @@ def test_every_tiling_fits_hopper_and_uses_the_same_kind_of_instruction(
 ) -> None:
     from tllm_spec.kernels.scaled_linear_triton import scaled_linear_kernel
 
-    tiling = int4_tiling_of(num_rows, torch.bfloat16)
+    tiling = int4_tiling_of(num_rows, 28672, torch.bfloat16)
     constants: dict[str, Any] = {"IN": 4096, "OUT": 4096, "SPREADS": False, "ADDS": True}
     constants |= {"WIDEN": False, "CHUNK": 1024, "PDL": True, "bias": None, "x_scales": None}
-    constants |= {"GROUP": group, "ROUNDS": False, "BLOCK": BLOCK}
+    constants |= {"GROUP": group, "BLOCK": BLOCK}
     constants |= {"BLOCK_ROWS": tiling.rows, "BLOCK_OUT": tiling.outputs}
     types = {"x": "*bf16", "weight": "*u8", "scales": "*i32", "output": "*bf16"}
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
