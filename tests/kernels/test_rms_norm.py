@@ -91,7 +91,9 @@ def test_the_rounded_norm_is_added_in_place(dtype: torch.dtype, device: str) -> 
     normed = rms_norm(x, weight, EPS)
     wanted = stored(before[:, 100:200].float() + normed.float(), dtype)
     assert rms_norm(x, weight, EPS, total) is total
-    assert torch.equal(total, wanted)
+    # In float32 a GPU multiplies by the weight and adds with one rounding.
+    tolerance = 1e-6 if dtype == torch.float32 else 0
+    torch.testing.assert_close(total, wanted, rtol=tolerance, atol=tolerance)
     assert torch.equal(wide[:, :100], before[:, :100])
     assert torch.equal(wide[:, 200:], before[:, 200:])
     reference = before[:, 100:200].clone()
