@@ -1,5 +1,5 @@
-// A block of small_m_gemm.cu: 16 rows of W by BLOCK_COLUMNS columns, as it lies in shared memory, and
-// its product with the rows of x. For W of 16 bits, FP8 and codes of 4 bits (BITS).
+// A block of small_m_gemm.cu, 16 rows of W by BLOCK_COLUMNS columns as they lie in shared memory,
+// and its product with the rows of x. For W of 16 bits, FP8 and codes of 4 bits (BITS).
 #pragma once
 
 #include "tensor_core.cuh"

@@ -47,6 +47,19 @@ __device__ inline void widen_fp8(u32 four, u32& first, u32& second) {
 #endif
 }
 
+// The same of bytes 0 and 2, and of bytes 1 and 3.
+__device__ inline void widen_fp8_alternating(u32 four, u32& even, u32& odd) {
+#if BFLOAT16
+    const u32 factor = 0x7b807b80;  // as above
+    const u32 pairs[2] = {four << 8 & 0x80008000 | four << 4 & 0x07f007f0,
+                          four & 0x80008000 | four >> 4 & 0x07f007f0};
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(even) : "r"(pairs[0]), "r"(factor));
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(odd) : "r"(pairs[1]), "r"(factor));
+#else
+    widen_fp8(__byte_perm(four, 0, 0x3120), even, odd);
+#endif
+}
+
 // A group's word of 4-bit weights: a float32 whose last 4 bits are the zero point.
 __device__ inline float int4_scale(u32 word) { return __uint_as_float(word & ~15u); }
 
@@ -71,7 +84,7 @@ __device__ inline u32 widen_int4(u32 codes, u32 zero) {
     return pair;
 }
 
-// The same of E2M1 codes: their bits, moved to those of a 16-bit float, are a power of two too small.
+// The same of E2M1 codes. Their bits, moved to those of a 16-bit float, lack a power of two.
 __device__ inline u32 widen_e2m1(u32 codes) {
     u32 pair;
 #if BFLOAT16

@@ -13,7 +13,7 @@ Without zero points they are 8. `mxfp4-pack-quantized` of compressed-tensors has
 instead, and scales that are powers of two.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from tllm_spec.models.formats.fp8_formats import ModuleNames, lists_quantised
@@ -43,8 +43,6 @@ class Int4Format:
     """Modules without 4-bit weights."""
     targets: ModuleNames | None = None
     """Other modules have none either; None: any may have them."""
-    unused: tuple[str, ...] = field(default=(), compare=False)
-    """What the configuration says of the KV cache, and why it is not used."""
 
     def keeps(self, module: str) -> bool:
         """Whether the configuration gives the linear layer `module` 4-bit weights."""
