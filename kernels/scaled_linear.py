@@ -117,16 +117,16 @@ def launch_scaled_linear(
     *,
     spreads: bool,
     adds: bool,
-    x_scales: torch.Tensor | None = None,
 ) -> None:
     """spreads: whether each chunk of a tile has its own program, if there are several. The chunks'
-    sums are then written and read again as float32. adds: whether to add to what `output` holds.
-    x_scales: `[T]` float32, contiguous, of rows in FP8 (fp8_linear.py)."""
+    sums are then written and read again as float32. adds: whether to add to what `output` holds."""
     from tllm_spec.kernels.batch_invariant_linear_triton import add_chunks_kernel
     from tllm_spec.kernels.scaled_linear_triton import scaled_linear_kernel
 
-    _check(x, weight, scales, output, x_scales)
     (num_rows, in_features), out_features = x.shape, weight.shape[0]
+    check_scaled(weight, scales)
+    assert weight.shape[1] == in_features and x.stride(1) == 1 == output.stride(1)
+    assert output.shape == (num_rows, out_features) and output.dtype == x.dtype
     chunk, pdl = chunk_of(out_features, in_features), programmatic_launch(x.device)
     num_chunks = -(-in_features // chunk)
     spreads = spreads and num_chunks > 1
@@ -138,7 +138,6 @@ def launch_scaled_linear(
     scaled_linear_kernel[(tiles, num_chunks if spreads else 1)](
         x,
         x.stride(0),
-        None if spreads else x_scales,
         weight,
         scales,
         None if spreads else bias,
@@ -161,23 +160,6 @@ def launch_scaled_linear(
     )
     if spreads:
         add_chunks_kernel[(num_rows, -(-out_features // OUTPUTS_ADDED))](
-            parts, x_scales, bias, output, output.stride(0), num_rows,
+            parts, None, bias, output, output.stride(0), num_rows,
             OUT=out_features, CHUNKS=num_chunks, ADDS=adds, BLOCK=OUTPUTS_ADDED, **pdl,
         )  # fmt: skip
-
-
-def _check(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    output: torch.Tensor,
-    x_scales: torch.Tensor | None,
-) -> None:
-    """Asserts what `launch_scaled_linear` needs."""
-    check_scaled(weight, scales)
-    assert weight.shape[1] == x.shape[1] and x.stride(1) == 1 == output.stride(1)
-    assert output.shape == (len(x), len(weight)) and (
-        x_scales is not None or output.dtype == x.dtype
-    )
-    assert (x_scales is not None) == (x.dtype == weight.dtype)
-    assert x_scales is None or x_scales.is_contiguous()

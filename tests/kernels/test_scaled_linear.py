@@ -248,7 +248,7 @@ def test_every_tiling_fits_hopper_and_uses_the_same_kind_of_instruction(num_rows
     tiling = tiling_of(num_rows, torch.bfloat16)
     constants: dict[str, Any] = {"IN": 4096, "OUT": 4096, "SPREADS": False, "ADDS": True}
     constants |= {"WIDEN": False, "CHUNK": 1024, "PDL": True, "BLOCK": BLOCK}
-    constants |= {"bias": None, "x_scales": None}
+    constants |= {"bias": None}
     constants |= {"BLOCK_ROWS": tiling.rows, "BLOCK_OUT": tiling.outputs}
     types = {"x": "*bf16", "weight": "*fp8e4nv", "scales": "*fp32", "output": "*bf16"}
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}

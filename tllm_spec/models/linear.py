@@ -165,6 +165,15 @@ class RowLinear(Linear):
             return
         self.communicator.all_reduce_into(total, self.forward(x))
 
+    def add_gated_to(
+        self, total: torch.Tensor, gate_up: Linear, x: torch.Tensor, norm: RMSNorm
+    ) -> None:
+        """`add_to` for `gate_up.gated(x, norm)`."""
+        if self.mapping.tp_size == 1:
+            self.weight_format.add_gated_to(total, gate_up.weight_format, x, norm)
+        else:
+            self.add_to(total, gate_up.gated(x, norm))
+
     def add_part_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         """As `add_to`, of this rank only: the caller sums over the ranks."""
         super().add_to(total, x)

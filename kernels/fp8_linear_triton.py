@@ -1,0 +1,153 @@
+"""The Triton kernel of fp8_linear.py, which describes inputs and outputs. Importing this file
+imports Triton.
+
+A tile is `[outputs, rows]`, W x^T, as in scaled_linear_triton.py; both operands go from shared
+memory to FP8 tensor cores."""
+
+import triton
+import triton.language as tl
+
+from tllm_spec.kernels.batch_invariant_linear_triton import tile_of_program
+from tllm_spec.kernels.programmatic_launch_triton import launch_dependents, wait_for_previous
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _fetch(pointers: tl.tensor) -> None:
+    """Fetch the cache lines of the pointers into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _sum_chunk(
+    x_rows: tl.tensor,
+    x_scale_rows: tl.tensor,
+    x_scale_stride: tl.tensor,
+    real_row: tl.tensor,
+    w_rows: tl.tensor,
+    w_scale_rows: tl.tensor,
+    w_scale_stride: tl.tensor,
+    first: tl.tensor,
+    num_inputs: tl.tensor,
+    IN: tl.constexpr,
+    X_BLOCKS: tl.constexpr,
+    W_BLOCKS: tl.constexpr,
+    WIDEN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """`[BLOCK_OUT, BLOCK_ROWS]` float32: sum over inputs `first` to `first + CHUNK`, in order."""
+    total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    for start in tl.range(first, tl.minimum(first + CHUNK, num_inputs), BLOCK):
+        inputs = start + tl.arange(0, BLOCK)
+        if IN % BLOCK == 0:
+            w = tl.load(w_rows + inputs[None, :])
+            x = tl.load(x_rows + inputs[:, None], mask=real_row[None, :], other=0.0)
+        else:
+            w = tl.load(w_rows + inputs[None, :], mask=(inputs < IN)[None, :], other=0.0)
+            x_mask = (inputs < IN)[:, None] & real_row[None, :]
+            x = tl.load(x_rows + inputs[:, None], mask=x_mask, other=0.0)
+        if WIDEN:
+            w, x = w.to(tl.float32), x.to(tl.float32)
+        if not X_BLOCKS and not W_BLOCKS:
+            # FP8 tensor cores sum with fewer bits than float32: not more than a block.
+            total = tl.dot(w, x, total, input_precision="ieee", max_num_imprecise_acc=BLOCK)
+        else:
+            product = tl.dot(w, x, input_precision="ieee")
+            scale = tl.full([BLOCK_OUT, BLOCK_ROWS], 1.0, tl.float32)
+            if W_BLOCKS:
+                scale *= tl.load(w_scale_rows + start // BLOCK * w_scale_stride)[:, None]
+            if X_BLOCKS:
+                of_rows = x_scale_rows + start // BLOCK * x_scale_stride
+                scale *= tl.load(of_rows, mask=real_row, other=0.0)[None, :]
+            # An explicit FMA has the same bits wherever the compiler might contract and where not.
+            total = tl.fma(product, scale, total)
+    if not W_BLOCKS:
+        of_outputs = tl.load(w_scale_rows)
+        total = tl.fma(total, tl.broadcast_to(of_outputs[:, None], total.shape), 0.0)
+    return total
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_inputs", "x_scales_stride"])  # type: ignore[untyped-decorator]  # triton has no types
+def fp8_linear_kernel(
+    x: tl.tensor,
+    x_scales: tl.tensor,
+    x_scales_stride: tl.tensor,
+    weight: tl.tensor,
+    scales: tl.tensor,
+    scales_stride: tl.tensor,
+    scales_block_stride: tl.tensor,
+    bias: tl.tensor,
+    output: tl.tensor,
+    output_stride: tl.tensor,
+    num_rows: tl.tensor,
+    num_inputs: tl.tensor,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    SPREADS: tl.constexpr,
+    ADDS: tl.constexpr,
+    X_BLOCKS: tl.constexpr,
+    W_BLOCKS: tl.constexpr,
+    WIDEN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FETCHED: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (tiles, chunks or 1). With SPREADS the output is `[chunks, T, N]` float32, without the
+    bias and the scales of rows of x. With ADDS the result is added to what the output holds.
+    X_BLOCKS, W_BLOCKS: whether a scale belongs to BLOCK inputs of a row, not to the row.
+
+    `num_inputs` is IN, but not a compile-time constant, so that the loop is pipelined for any
+    size."""
+    rows, outs = tile_of_program(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
+    if PDL and FETCHED:
+        # Weights do not depend on the previous kernel, and are read while it runs.
+        first = tl.program_id(1) * CHUNK + tl.arange(0, FETCHED) * BLOCK
+        _fetch(
+            weight + (outs % OUT).to(tl.int64)[:, None] * IN + tl.minimum(first, IN - 1)[None, :]
+        )
+    wait_for_previous(PDL)
+    launch_dependents(PDL)
+    # Rows past the end are not read: few rows would read as much of x as of the weight. Outputs
+    # past the edge wrap around and are not stored, so that loads of weights need no mask.
+    real_row, weight_row = rows < num_rows, (outs % OUT).to(tl.int64)
+    x_rows, x_scale_rows = x + rows.to(tl.int64)[None, :] * IN, x_scales + rows
+    w_rows = weight + weight_row[:, None] * IN
+    w_scale_rows = scales + weight_row * scales_stride
+    if SPREADS:
+        first = tl.program_id(1) * CHUNK
+        total = _sum_chunk(
+            x_rows, x_scale_rows, x_scales_stride, real_row, w_rows, w_scale_rows,
+            scales_block_stride, first, num_inputs,
+            IN, X_BLOCKS, W_BLOCKS, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,
+        )  # fmt: skip
+        output += tl.program_id(1).to(tl.int64) * num_rows * OUT
+    else:
+        total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+        for first in tl.range(0, num_inputs, CHUNK):
+            total += _sum_chunk(
+                x_rows, x_scale_rows, x_scales_stride, real_row, w_rows, w_scale_rows,
+                scales_block_stride, first, num_inputs,
+                IN, X_BLOCKS, W_BLOCKS, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,
+            )  # fmt: skip
+        if not X_BLOCKS:
+            x_scale = tl.load(x_scale_rows, mask=real_row, other=0.0)
+            total = tl.fma(total, tl.broadcast_to(x_scale[None, :], total.shape), 0.0)
+        if bias is not None:
+            total += tl.load(bias + outs, mask=outs < OUT, other=0.0).to(tl.float32)[:, None]
+    pointers = output + rows.to(tl.int64)[None, :] * output_stride + outs[:, None]
+    real = real_row[None, :] & (outs < OUT)[:, None]
+    if ADDS:
+        total += tl.load(pointers, mask=real, other=0.0).to(tl.float32)
+    tl.store(pointers, total.to(output.dtype.element_ty), mask=real)
