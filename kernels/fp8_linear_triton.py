@@ -2,7 +2,8 @@
 imports Triton.
 
 A tile is `[outputs, rows]`, W x^T, as in scaled_linear_triton.py; both operands go from shared
-memory to FP8 tensor cores."""
+memory to FP8 tensor cores. The number of inputs is also an argument that is not a compile-time
+constant, so that the loop is pipelined for any size."""
 
 import triton
 import triton.language as tl
@@ -13,7 +14,8 @@ from tllm_spec.kernels.programmatic_launch_triton import launch_dependents, wait
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _fetch(pointers: tl.tensor) -> None:
-    """Fetch the cache lines of the pointers into the L2 cache."""
+    """Fetch cache lines into the L2 cache. Weights do not depend on the previous kernel, so they
+    are read while it runs."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -104,50 +106,36 @@ def fp8_linear_kernel(
     FETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (tiles, chunks or 1). With SPREADS the output is `[chunks, T, N]` float32, without the
-    bias and the scales of rows of x. With ADDS the result is added to what the output holds.
-    X_BLOCKS, W_BLOCKS: whether a scale belongs to BLOCK inputs of a row, not to the row.
-
-    `num_inputs` is IN, but not a compile-time constant, so that the loop is pipelined for any
-    size."""
+    """Grid (tiles, chunks or 1). With SPREADS the output is `[chunks, T, N]` float32, without bias
+    and scales of whole rows of x. With ADDS the result is added to what the output holds. X_BLOCKS,
+    W_BLOCKS: whether a scale belongs to BLOCK inputs of a row, not to the row."""
     rows, outs = tile_of_program(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
-    if PDL and FETCHED:
-        # Weights do not depend on the previous kernel, and are read while it runs.
-        first = tl.program_id(1) * CHUNK + tl.arange(0, FETCHED) * BLOCK
-        _fetch(
-            weight + (outs % OUT).to(tl.int64)[:, None] * IN + tl.minimum(first, IN - 1)[None, :]
-        )
-    wait_for_previous(PDL)
-    launch_dependents(PDL)
     # Rows past the end are not read: few rows would read as much of x as of the weight. Outputs
     # past the edge wrap around and are not stored, so that loads of weights need no mask.
     real_row, weight_row = rows < num_rows, (outs % OUT).to(tl.int64)
     x_rows, x_scale_rows = x + rows.to(tl.int64)[None, :] * IN, x_scales + rows
-    w_rows = weight + weight_row[:, None] * IN
-    w_scale_rows = scales + weight_row * scales_stride
-    if SPREADS:
-        first = tl.program_id(1) * CHUNK
-        total = _sum_chunk(
+    w_rows, w_scale_rows = weight + weight_row[:, None] * IN, scales + weight_row * scales_stride
+    begin = tl.program_id(1) * CHUNK
+    if PDL:
+        _fetch(w_rows + tl.minimum(begin + tl.arange(0, FETCHED) * BLOCK, IN - 1)[None, :])
+    wait_for_previous(PDL)
+    launch_dependents(PDL)
+    total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    for first in tl.range(begin, begin + CHUNK if SPREADS else num_inputs, CHUNK):
+        total += _sum_chunk(
             x_rows, x_scale_rows, x_scales_stride, real_row, w_rows, w_scale_rows,
             scales_block_stride, first, num_inputs,
             IN, X_BLOCKS, W_BLOCKS, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,
         )  # fmt: skip
+    if SPREADS:
         output += tl.program_id(1).to(tl.int64) * num_rows * OUT
-    else:
-        total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-        for first in tl.range(0, num_inputs, CHUNK):
-            total += _sum_chunk(
-                x_rows, x_scale_rows, x_scales_stride, real_row, w_rows, w_scale_rows,
-                scales_block_stride, first, num_inputs,
-                IN, X_BLOCKS, W_BLOCKS, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,
-            )  # fmt: skip
-        if not X_BLOCKS:
-            x_scale = tl.load(x_scale_rows, mask=real_row, other=0.0)
-            total = tl.fma(total, tl.broadcast_to(x_scale[None, :], total.shape), 0.0)
-        if bias is not None:
-            total += tl.load(bias + outs, mask=outs < OUT, other=0.0).to(tl.float32)[:, None]
-    pointers = output + rows.to(tl.int64)[None, :] * output_stride + outs[:, None]
+    elif not X_BLOCKS:
+        x_scale = tl.load(x_scale_rows, mask=real_row, other=0.0)
+        total = tl.fma(total, tl.broadcast_to(x_scale[None, :], total.shape), 0.0)
+    if bias is not None:
+        total += tl.load(bias + outs % OUT).to(tl.float32)[:, None]
     real = real_row[None, :] & (outs < OUT)[:, None]
+    pointers = output + rows.to(tl.int64)[None, :] * output_stride + outs[:, None]
     if ADDS:
         total += tl.load(pointers, mask=real, other=0.0).to(tl.float32)
     tl.store(pointers, total.to(output.dtype.element_ty), mask=real)
