@@ -12,8 +12,8 @@ from tllm_spec.kernels.quantise_rows import ROWS_TOGETHER
 TILE = 128  # outputs that share a scale with Scaling.TILES
 # On an H100 the kernel is as fast with 128 rows, if a row has one scale.
 MIN_ROWS, MIN_ROWS_OF_BLOCKS = 129, ROWS_TOGETHER
-# Elements of the output from which on weights with scales of tiles are faster than with BLOCKS.
-MIN_TILED_OUTPUTS = 1 << 20
+# From so many rows and elements of the output on scales of tiles are faster than those of BLOCKS.
+MIN_TILED_ROWS, MIN_TILED_OUTPUTS = 65, 1 << 20
 
 
 def tile_scales(scales: torch.Tensor) -> torch.Tensor | None:
@@ -58,7 +58,7 @@ class Fp8Gemms:
             return False
         if not in_blocks:
             scaling = Scaling.ROWS
-        elif tiles is not None and rows * outputs > MIN_TILED_OUTPUTS:
+        elif tiles is not None and rows >= MIN_TILED_ROWS and rows * outputs >= MIN_TILED_OUTPUTS:
             scaling, scales = Scaling.TILES, tiles
         else:
             scaling = Scaling.BLOCKS
