@@ -36,8 +36,8 @@ from benchmarks.harness.simulator import (
     phases,
     steady,
 )
-from tllm_spec.adaptive_config import PRESETS
 from tllm_spec.bench.break_even import expected_tokens
+from tllm_spec.config.adaptive_config import PRESETS
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 

@@ -47,9 +47,9 @@ from benchmarks.harness.adaptive_tables import (
 from benchmarks.harness.forced_rounds import Block, ForcedRounds
 from benchmarks.harness.models import Models, open_models
 from benchmarks.harness.simulator import Traffic, bursts, phases
-from tllm_spec.adaptive_config import PRESETS
 from tllm_spec.bench.report import machine_section
-from tllm_spec.draft_shape import chain_of
+from tllm_spec.config.adaptive_config import PRESETS
+from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 

@@ -17,10 +17,10 @@ import numpy as np
 from benchmarks.harness.report import Options, Row, Subject, main, table
 from benchmarks.harness.simulator import EXAMPLE_TABLE
 from benchmarks.harness.tree_simulator import TreeSimulator, expected
+from tllm_spec.config.speculative_config import Eagle3DecodingConfig
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
-from tllm_spec.speculative_config import Eagle3DecodingConfig
 
 BATCH_SIZES, ACCEPTANCES = (1, 4, 8, 16, 32), (0.2, 0.4, 0.6, 0.7, 0.8, 0.9)
 SPEC = Eagle3DecodingConfig(

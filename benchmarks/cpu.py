@@ -25,7 +25,7 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.outputs import SpeculativeStats
-from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.text.tokenizer import load_tokenizer
 from tllm_spec.zoo.corpus import heldout_files, read_source
 from tllm_spec.zoo.registry import resolve_model
 

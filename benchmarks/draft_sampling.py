@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.harness.report import Options, Row, Subject, main, table
 from tllm_spec import LLM, SamplingParams
 from tllm_spec.outputs import SpeculativeStats
-from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.text.tokenizer import load_tokenizer
 from tllm_spec.zoo.corpus import heldout_files, read_source
 
 WAYS: dict[str, dict[str, Any]] = {

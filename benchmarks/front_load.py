@@ -29,7 +29,7 @@ from tllm_spec.executor.request_limits import Capacity, RequestLimits
 from tllm_spec.server.child import ChildSettings
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.wire import new_unpacker, pack, pack_limits
-from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.text.tokenizer import load_tokenizer
 
 MODEL = "zoo:llama"
 TEXT = "def size_of(values: list[int]) -> int:\n    return sum(len(each) for each in values)\n"

@@ -25,7 +25,7 @@ from benchmarks.harness.engine import Rounds, in_turns, release
 from benchmarks.harness.grammars import FILLED, JsonLines, fill_seconds, random_object
 from benchmarks.harness.models import Models, open_models
 from benchmarks.harness.report import Options, Row, Subject, main, table
-from tllm_spec.grammar_state import GrammarState
+from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams

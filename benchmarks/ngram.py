@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness.report import Options, Row, Subject, main, table
-from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, DraftShapes, chain_of
+from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, DraftShapes, chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest

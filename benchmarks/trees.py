@@ -21,7 +21,7 @@ from benchmarks.harness.engine import Rounds, in_turns, release
 from benchmarks.harness.models import Models, open_models
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from benchmarks.harness.tree_simulator import by_rank, expected
-from tllm_spec.draft_shape import DraftShape, chain_of
+from tllm_spec.config.draft_shape import DraftShape, chain_of
 
 STEPS, TOPK = 5, 8
 WINDOWS = (8, 16, 32, 64)  # rows: the root and the drafts

@@ -15,14 +15,14 @@ import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tllm_spec.adaptive_config import AdaptiveConfig, CostModelOptions, EmaOptions
 from tllm_spec.cli import bench, serve
-from tllm_spec.config import CudaGraphConfig, KvCacheConfig, LlmArgs
-from tllm_spec.draft_tree_config import DraftTreeDecodingConfig
+from tllm_spec.config.adaptive_config import AdaptiveConfig, CostModelOptions, EmaOptions
+from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
+from tllm_spec.config.llm_args import CudaGraphConfig, KvCacheConfig, LlmArgs
+from tllm_spec.config.scheduler_config import SchedulerConfig
+from tllm_spec.config.speculative_base import DecodingBaseConfig, DraftModelDecodingConfig
+from tllm_spec.config.speculative_config import CONFIG_OF_TYPE, EagleHeadDecodingConfig
 from tllm_spec.sampling_params import INTEGERS, NUMBERS, SamplingParams, SpeculationParams
-from tllm_spec.scheduler_config import SchedulerConfig
-from tllm_spec.speculative_base import DecodingBaseConfig, DraftModelDecodingConfig
-from tllm_spec.speculative_config import CONFIG_OF_TYPE, EagleHeadDecodingConfig
 
 PAGE = Path(__file__).with_name("options.md")
 INTRO = """# Options
@@ -31,7 +31,7 @@ Generated from the code by `make docs`; do not edit.
 
 One tree of options serves `LLM(...)`, YAML files (`--extra_llm_api_options`) and the commands.
 Names are TensorRT-LLM's where it has the option. Its other options are accepted with values that
-change nothing (`tllm_spec/not_served.py`). Any other value is refused with the reason, and all
+change nothing (`tllm_spec/config/not_served.py`). Any other value is refused with the reason, and all
 refusals of a configuration come in one message.
 """
 NOUNS: Mapping[Any, str] = {

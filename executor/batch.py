@@ -5,9 +5,9 @@ from functools import cached_property
 
 import torch
 
-from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
+from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
+from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.rounds.transfer import ToHost
 
 
 @dataclass

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.building.draft_backend import check_draft_backend
 from tllm_spec.executor.building.engines import Engines, build_engines
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
-from tllm_spec.executor.device_choice import cpu_threads, on_device, on_threads
+from tllm_spec.executor.device.device_choice import cpu_threads, on_device, on_threads
 from tllm_spec.executor.draft_watch import DraftWatch
 from tllm_spec.executor.iteration_stats import IterationStats, RoundLog
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
@@ -36,7 +36,7 @@ from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveControl
 from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
 from tllm_spec.executor.speculative.modes import Surroundings, build_speculation
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.tokenizer import Tokenizer
+from tllm_spec.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from tllm_spec.config.option_checks import check_text
 from tllm_spec.logits_processor import LogitsEdit
-from tllm_spec.option_checks import check_text
 from tllm_spec.sampling_params import SamplingParams
 
 

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
+from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.device_choice import use_device
+from tllm_spec.executor.device.device_choice import use_device
 from tllm_spec.executor.draft_watch import DraftWatch
 from tllm_spec.executor.faults import described
 from tllm_spec.executor.iteration_stats import IterationStats, RoundLog

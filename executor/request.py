@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
-from tllm_spec.grammar_state import GrammarState
+from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.outputs import Logprob, SpeculativeStats
 
 NO_TOKEN = -1  # stands for a token that could not be chosen

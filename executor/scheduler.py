@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add, attrgetter, le, sub
 
-from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
+from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.request_limits import Capacity

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.yaml_file import read_yaml
 from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot
 from tllm_spec.executor.speculative.draft_length.ema_policy import AdaptiveSpeculativeParams
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.yaml_file import read_yaml
 
 ALL_EXAMPLES = sorted(
     (Path(__file__).parent.parent / "yaml_examples").glob("*.yaml"), key=lambda path: path.stem

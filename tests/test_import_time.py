@@ -52,6 +52,6 @@ def test_help_is_printed_without_a_heavy_library(command: str, arguments: str) -
 
 def test_a_public_name_is_loaded_at_its_first_use_and_a_tokenizer_without_torchs_compiler() -> None:
     use = "import tllm_spec; tllm_spec.LLM; "
-    load = "from tllm_spec.tokenizer import load_tokenizer; load_tokenizer('zoo:llama')"
+    load = "from tllm_spec.text.tokenizer import load_tokenizer; load_tokenizer('zoo:llama')"
     loaded = loaded_after(use + load)
     assert "torch" in loaded and "torch._dynamo" not in loaded

@@ -9,8 +9,8 @@ import tllm_spec
 from tests.decoding_options import ngram, speculate
 from tests.test_import_time import loaded_after
 from tllm_spec import llmapi
-from tllm_spec.config import LlmArgs
-from tllm_spec.speculative_config import TYPES_NOT_SERVED
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.speculative_config import TYPES_NOT_SERVED
 
 # What tensorrt_llm.llmapi and its documents export, of releases 1.0 to the newest.
 NAMES = [

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tllm_spec.config import LlmArgs
-from tllm_spec.speculative_config import Eagle3DecodingConfig
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.speculative_config import Eagle3DecodingConfig
 from tools import chat
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,7 +14,7 @@ from tllm_spec.executor.response import Response
 from tllm_spec.outputs import Logprob, RequestOutput
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.text.tokenizer import load_tokenizer
 
 
 def test_a_response_for_a_closed_event_loop_is_kept_without_an_error() -> None:

@@ -11,7 +11,7 @@ from tests.executor.harness import user_provided
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec import __version__
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.llm import LLM
 from tllm_spec.server_info import internal_state, plain
 
@@ -80,7 +80,7 @@ def test_server_info_is_refused_after_shutdown(tmp_path: Path) -> None:
 def test_values_without_a_json_form_become_null_or_a_name() -> None:
     assert plain([nan, inf, -inf, 1.5, True, None]) == [None, None, None, 1.5, True, None]
     assert plain({3: (1, {2})}) == {"3": [1, [2]]}
-    assert plain(LlmArgs) == "tllm_spec.config:LlmArgs"
+    assert plain(LlmArgs) == "tllm_spec.config.llm_args:LlmArgs"
     spec = {
         "decoding_type": "NGram",
         "max_draft_len": 3,

@@ -9,10 +9,10 @@ import yaml
 
 from tests.decoding_options import eagle3, ngram, speculate
 from tllm_spec import llmapi
-from tllm_spec.config import KvCacheConfig, LlmArgs
+from tllm_spec.config.llm_args import KvCacheConfig, LlmArgs
+from tllm_spec.config.speculative_config import NGramDecodingConfig, UserProvidedDecodingConfig
 from tllm_spec.prompts import PromptReader
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.speculative_config import NGramDecodingConfig, UserProvidedDecodingConfig
 
 # The keys of TensorRT-LLM's curated configurations, and those that are refused here. Of the others
 # some have no effect, which a warning says.

@@ -7,25 +7,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tllm_spec.config import CudaGraphConfig as CudaGraphConfig
-    from tllm_spec.config import KvCacheConfig as KvCacheConfig
-    from tllm_spec.config import LlmArgs as LlmArgs
-    from tllm_spec.guided_decoding import GuidedDecodingParams as GuidedDecodingParams
+    from tllm_spec.config.llm_args import CudaGraphConfig as CudaGraphConfig
+    from tllm_spec.config.llm_args import KvCacheConfig as KvCacheConfig
+    from tllm_spec.config.llm_args import LlmArgs as LlmArgs
+    from tllm_spec.config.scheduler_config import SchedulerConfig as SchedulerConfig
+    from tllm_spec.config.speculative_config import (
+        DraftTargetDecodingConfig as DraftTargetDecodingConfig,
+    )
+    from tllm_spec.config.speculative_config import Eagle3DecodingConfig as Eagle3DecodingConfig
+    from tllm_spec.config.speculative_config import EagleDecodingConfig as EagleDecodingConfig
+    from tllm_spec.config.speculative_config import MTPDecodingConfig as MTPDecodingConfig
+    from tllm_spec.config.speculative_config import NGramDecodingConfig as NGramDecodingConfig
+    from tllm_spec.config.speculative_config import SADecodingConfig as SADecodingConfig
+    from tllm_spec.config.speculative_config import (
+        UserProvidedDecodingConfig as UserProvidedDecodingConfig,
+    )
+    from tllm_spec.grammar.guided_decoding import GuidedDecodingParams as GuidedDecodingParams
     from tllm_spec.llm import LLM as LLM
     from tllm_spec.outputs import CompletionOutput as CompletionOutput
     from tllm_spec.outputs import RequestOutput as RequestOutput
     from tllm_spec.request_errors import RequestError as RequestError
     from tllm_spec.sampling_params import SamplingParams as SamplingParams
-    from tllm_spec.scheduler_config import SchedulerConfig as SchedulerConfig
-    from tllm_spec.speculative_config import DraftTargetDecodingConfig as DraftTargetDecodingConfig
-    from tllm_spec.speculative_config import Eagle3DecodingConfig as Eagle3DecodingConfig
-    from tllm_spec.speculative_config import EagleDecodingConfig as EagleDecodingConfig
-    from tllm_spec.speculative_config import MTPDecodingConfig as MTPDecodingConfig
-    from tllm_spec.speculative_config import NGramDecodingConfig as NGramDecodingConfig
-    from tllm_spec.speculative_config import SADecodingConfig as SADecodingConfig
-    from tllm_spec.speculative_config import (
-        UserProvidedDecodingConfig as UserProvidedDecodingConfig,
-    )
     from tllm_spec.text.chat_prompt import Conversation as Conversation
 
 __version__ = "0.1.0"

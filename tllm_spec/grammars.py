@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request_limits import RequestLimits
-from tllm_spec.grammar_compiler import GrammarCompiler
-from tllm_spec.grammar_state import GrammarState
-from tllm_spec.guided_decoding import GrammarSource
+from tllm_spec.grammar.grammar_compiler import GrammarCompiler
+from tllm_spec.grammar.grammar_state import GrammarState
+from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.tokenizer import Tokenizer
+from tllm_spec.text.tokenizer import Tokenizer
 
 OFF = "guided_decoding is refused: guided_decoding_backend = null; xgrammar is accepted"
 NO_TOKENIZER = "guided_decoding needs a tokenizer, which skip_tokenizer_init = true leaves out"

@@ -12,19 +12,19 @@ from functools import partial
 from itertools import count
 from typing import Any, cast
 
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.option_checks import check_text
 from tllm_spec.executor.decoding_rules import DecodingRules, rules_of_sample
 from tllm_spec.executor.request import DraftCounters, LlmRequest, StopOptions
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
-from tllm_spec.grammar_state import GrammarState
+from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.grammars import end_ids_of
-from tllm_spec.option_checks import check_text
 from tllm_spec.prompts import Prompt, PromptReader, check_salt
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.stop_strings import StopStringChecker
-from tllm_spec.tokenizer import Tokenizer
+from tllm_spec.text.stop_strings import StopStringChecker
+from tllm_spec.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Mapping[str, Any] | None
 

@@ -12,15 +12,15 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.not_served import CHAT_NOT_SERVED, GENERATE_NOT_SERVED, NO_KV_EVENTS
+from tllm_spec.config.option_checks import NotServed, refuse_not_served
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import Worker
 from tllm_spec.grammars import Grammars
 from tllm_spec.intake import Intake, Params
-from tllm_spec.not_served import CHAT_NOT_SERVED, GENERATE_NOT_SERVED, NO_KV_EVENTS
-from tllm_spec.option_checks import NotServed, refuse_not_served
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.prompts import Prompt, is_single
 from tllm_spec.ranks import build_together, join_ranks
@@ -30,7 +30,7 @@ from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server_info import server_info
 from tllm_spec.text.chat_prompt import Conversation
 from tllm_spec.text.messages import Messages
-from tllm_spec.tokenizer import Tokenizer, load_tokenizer
+from tllm_spec.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from functools import cached_property
 from numbers import Integral
 from typing import Any
 
-from tllm_spec.option_checks import check_text, shown
+from tllm_spec.config.option_checks import check_text, shown
 from tllm_spec.request_errors import ContextLengthExceeded
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.text.chat_prompt import ChatPrompts, Conversation
-from tllm_spec.tokenizer import Tokenizer
+from tllm_spec.text.tokenizer import Tokenizer
 
 # Text, token ids, {"prompt": text} or {"prompt_token_ids": token ids}, or a conversation.
 Prompt = str | Sequence[int] | Mapping[str, Any] | Conversation

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tllm_spec import __version__
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.zoo.registry import resolve_file, resolve_model
 
 # Their versions decide about bits of tensors, or about what a grammar or a stop string matches.

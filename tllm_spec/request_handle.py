@@ -14,8 +14,8 @@ from typing import NamedTuple, cast
 from tllm_spec.executor.response import Response
 from tllm_spec.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.stop_strings import StreamedText
-from tllm_spec.tokenizer import IncrementalDetokenizer, Tokenizer
+from tllm_spec.text.stop_strings import StreamedText
+from tllm_spec.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class Arrival(NamedTuple):

@@ -10,11 +10,11 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property, wraps
 from typing import Any, TypeVar
 
-from tllm_spec.guided_decoding import GuidedDecodingParams
+from tllm_spec.config.option_checks import NotServed, refusals, shown, unknown_options
+from tllm_spec.config.value_checks import check_bool, check_integer, check_list, check_number
+from tllm_spec.grammar.guided_decoding import GuidedDecodingParams
 from tllm_spec.logits_processor import AnyLogitsProcessor, LogitsEdit
 from tllm_spec.logits_processor import LogitsProcessor as LogitsProcessor
-from tllm_spec.option_checks import NotServed, refusals, shown, unknown_options
-from tllm_spec.value_checks import check_bool, check_integer, check_list, check_number
 
 # Dividing logits by less would overflow; there the best token has all of the probability anyway.
 GREEDY_BELOW_TEMPERATURE = 1e-5

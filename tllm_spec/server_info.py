@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from tllm_spec import __version__
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 
 
 def server_info(args: LlmArgs, max_seq_len: int, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tllm_spec.adaptive_config import PRESETS
+from tllm_spec.config.adaptive_config import PRESETS
 
 LADDER = (0, 1, 2, 3, 5)
 MIN_STEADY, MIN_MOVING, MAX_ZERO = 0.98, 1.05, 1.02

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.harness.forced_rounds import ForcedRounds
 from benchmarks.harness.tree_simulator import by_rank
-from tllm_spec.draft_shape import DraftShape, DraftShapes
+from tllm_spec.config.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.speculative.draft_length.expected_path import expected_accepted
 from tllm_spec.executor.speculative.drafting import tree_drafting
 

@@ -8,8 +8,8 @@ from random import Random
 from time import perf_counter
 from typing import Any
 
+from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.grammar.xgrammar_source import MAX_WHITESPACE, compile_text
-from tllm_spec.grammar_state import GrammarState
 from tllm_spec.zoo.corpus import heldout_files, read_source
 
 SCHEMA = {

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness.engine import Rounds
-from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.text.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)

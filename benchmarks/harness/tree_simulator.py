@@ -10,7 +10,7 @@ from functools import cache
 from heapq import heappop, heappush
 from random import Random
 
-from tllm_spec.draft_shape import DraftShape, DraftShapes
+from tllm_spec.config.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.expected_path import expected_accepted
 from tllm_spec.kernels.rank_codes import END, NOTHING, OFF_CHAIN

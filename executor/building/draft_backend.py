@@ -12,7 +12,7 @@ from tllm_spec.draft_network.tensorrt_build import EngineLimits, load_or_build, 
 from tllm_spec.draft_network.tensorrt_network import TensorRTNetwork
 from tllm_spec.draft_network.tensorrt_package import find_tensorrt
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.device_choice import cpu_threads, pick_dtype
+from tllm_spec.executor.device.device_choice import cpu_threads, pick_dtype
 from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN
 from tllm_spec.executor.speculative.drafting.loaded_draft import (
     LoadedDraft,

@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from tllm_spec.draft_shape import DraftShapes
+from tllm_spec.config.draft_shape import DraftShapes
+from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.executor.graphs.dummy_contexts import ContextLimits
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
-from tllm_spec.speculative_config import DecodingBaseConfig
 
 # Batch sizes whose rounds are timed where there are no graphs; others are interpolated.
 EAGER_SIZES = (1, 2, 4, 8, 16)

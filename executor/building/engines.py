@@ -19,7 +19,7 @@ from tllm_spec.executor.building.draft_backend import (
 )
 from tllm_spec.executor.building.memory import check_free_memory, reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.device_choice import pick_dtype
+from tllm_spec.executor.device.device_choice import pick_dtype
 from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
 from tllm_spec.executor.engine.memory_plan import (
     DUMMY_PAGES,

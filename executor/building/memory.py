@@ -7,7 +7,7 @@ import torch
 
 from tllm_spec.attention.choice import workspace_bytes
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.device_choice import pick_dtype
+from tllm_spec.executor.device.device_choice import pick_dtype
 from tllm_spec.executor.engine.free_memory import GIB, free_bytes
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
 from tllm_spec.executor.sampling.grammar_masks import mask_words

@@ -5,11 +5,11 @@ import logging
 from collections.abc import Iterable
 
 from tllm_spec.attention.choice import choose_backend
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.draft_shape import DraftShapes, chain_of
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.draft_shape import DraftShapes, chain_of
 from tllm_spec.executor.building.draft_lens import draft_lens_of_rounds
-from tllm_spec.executor.device_choice import pick_device, pick_dtype
+from tllm_spec.executor.device.device_choice import pick_device, pick_dtype
 from tllm_spec.executor.graphs.context_graphs import context_rows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, KVCacheManager, SpanRoom

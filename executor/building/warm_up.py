@@ -10,7 +10,7 @@ from time import monotonic
 
 import torch
 
-from tllm_spec.draft_shape import NO_DRAFTS
+from tllm_spec.config.draft_shape import NO_DRAFTS
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.graphs.slot_graphs import GraphKey

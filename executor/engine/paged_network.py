@@ -18,8 +18,8 @@ from tllm_spec.draft_network.decoder import (
     pool_inputs,
 )
 from tllm_spec.draft_network.network import ALIGNMENT, Network
+from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
-from tllm_spec.executor.rounds.transfer import to_device
 
 
 class PagedNetwork:

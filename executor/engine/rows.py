@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.attention.interface import AttentionMetadata
+from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.resources.slot_state import BlockTable
-from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.tree_mask import TreeMask
 from tllm_spec.kernels.window_rows import WindowRows, window_rows

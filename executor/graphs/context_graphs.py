@@ -12,10 +12,10 @@ from time import monotonic
 import torch
 
 from tllm_spec.attention.interface import AttentionBackend, ContextPlans, GroupAttention
+from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.executor.graphs.graph_pool import Captured, GraphPool
-from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.kernels.paged_prefill import PrefillLimits
 
 logger = logging.getLogger(__name__)

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from tllm_spec.draft_shape import DraftShape
+from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens
+from tllm_spec.executor.device.result_ring import ResultRing
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
-from tllm_spec.executor.rounds.result_ring import ResultRing
 
 Work = Callable[[torch.Tensor, DraftShape, bool], SampledTokens]
 

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from tllm_spec.executor.rounds.device_span import DeviceSpan
+from tllm_spec.executor.device.device_span import DeviceSpan
 from tllm_spec.kernels import nvrtc
 from tllm_spec.kernels.graph_memsets import memsets_as_kernels
 

@@ -12,9 +12,9 @@ from typing import Generic, TypeVar
 import torch
 from tqdm import tqdm
 
-from tllm_spec.draft_shape import DraftShape, chain_of
+from tllm_spec.config.draft_shape import DraftShape, chain_of
+from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.graphs.graph_pool import Captured, GraphPool, replay_seconds
-from tllm_spec.executor.rounds.transfer import to_device
 
 logger = logging.getLogger(__name__)
 

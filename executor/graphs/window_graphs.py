@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tllm_spec.draft_shape import DraftShape
+from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
+from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import ResourceManager

@@ -8,11 +8,11 @@ from array import array
 
 import torch
 
-from tllm_spec.draft_shape import DraftShape, DraftShapes
+from tllm_spec.config.draft_shape import DraftShape, DraftShapes
+from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.window_tree import SlotTrees, WindowTree
-from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.kernels import slot_windows
 from tllm_spec.kernels.accept_tree import Accepted
 from tllm_spec.kernels.beam_pool import DraftTree

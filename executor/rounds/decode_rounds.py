@@ -10,7 +10,7 @@ from operator import attrgetter
 
 import torch
 
-from tllm_spec.draft_shape import DraftShape
+from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.graph_pool import GraphPool

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tllm_spec.draft_shape import DraftShape
+from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import TreeRows, Windows

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.device.device_span import DeviceSpan
+from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.rounds.device_span import DeviceSpan
-from tllm_spec.executor.rounds.transfer import ToHost
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.outputs import Logprob
 

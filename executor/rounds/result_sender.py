@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.rounds.device_span import DeviceSpan
-from tllm_spec.executor.rounds.transfer import PinnedBuffers, ToHost
+from tllm_spec.executor.device.device_span import DeviceSpan
+from tllm_spec.executor.device.transfer import PinnedBuffers, ToHost
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 
 

@@ -8,7 +8,7 @@ from time import perf_counter
 
 import torch
 
-from tllm_spec.draft_shape import DraftShape
+from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.graphs.context_graphs import capture_contexts

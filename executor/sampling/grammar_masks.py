@@ -11,12 +11,12 @@ from itertools import accumulate
 import torch
 
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.device.transfer import PinnedBuffers, ToHost, to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.rounds.transfer import PinnedBuffers, ToHost, to_device
 from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.sampling.row_group import RowGroup
-from tllm_spec.grammar_state import DraftNodes
+from tllm_spec.grammar.grammar_state import DraftNodes
 from tllm_spec.kernels.token_mask import mask_tokens
 
 ROOT = DraftNodes.chain(torch.zeros(1, dtype=torch.int64))

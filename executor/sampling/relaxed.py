@@ -5,11 +5,11 @@ Whether a request thinks is kept per slot on the device, so that a CUDA graph ca
 
 import torch
 
+from tllm_spec.config.speculative_base import RelaxedRule
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.state import SamplingState
-from tllm_spec.speculative_base import RelaxedRule
 
 
 class RelaxedAcceptance:

@@ -10,8 +10,8 @@ from itertools import accumulate
 import torch
 
 from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.executor.sampling.state import RowParameters, SamplingState
 from tllm_spec.kernels.round_rows import RoundRows
 

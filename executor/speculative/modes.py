@@ -6,6 +6,19 @@ drafter is made."""
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tllm_spec.config.import_path import import_path_of
+from tllm_spec.config.speculative_config import (
+    DecodingBaseConfig,
+    DraftBackend,
+    DraftTargetDecodingConfig,
+    Eagle3DecodingConfig,
+    EagleDecodingConfig,
+    EagleHeadDecodingConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    SADecodingConfig,
+    UserProvidedDecodingConfig,
+)
 from tllm_spec.executor.engine.draft_engine import DraftModelEngine
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.request import LlmRequest
@@ -35,21 +48,8 @@ from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.suffix_match import SuffixMatch
 from tllm_spec.executor.speculative.drafting.tree_arrays import UNLIMITED, Room
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
-from tllm_spec.import_path import import_path_of
 from tllm_spec.models.head_checkpoint import HeadKind
 from tllm_spec.models.registry import LoadFormat
-from tllm_spec.speculative_config import (
-    DecodingBaseConfig,
-    DraftBackend,
-    DraftTargetDecodingConfig,
-    Eagle3DecodingConfig,
-    EagleDecodingConfig,
-    EagleHeadDecodingConfig,
-    MTPDecodingConfig,
-    NGramDecodingConfig,
-    SADecodingConfig,
-    UserProvidedDecodingConfig,
-)
 
 
 @dataclass(frozen=True)

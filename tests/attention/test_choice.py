@@ -16,7 +16,7 @@ from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.build import build_executor
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan

@@ -33,7 +33,7 @@ from tllm_spec.attention.geometry import LatentGeometry
 from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.latent import LatentBackend, TritonLatent, VanillaLatent
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building import plan as plan_module
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.kernels.planned_latent import (

@@ -13,7 +13,7 @@ from benchmarks.harness import engine as driven_rounds
 from benchmarks.harness.forced_trees import Profile, scripted_candidates
 from benchmarks.harness.models import Models
 from benchmarks.harness.report import Options
-from tllm_spec.draft_shape import chain_of
+from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
 

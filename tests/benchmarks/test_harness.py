@@ -24,7 +24,7 @@ from benchmarks.harness.device_time import idle_us
 from benchmarks.harness.engine import Rounds, in_turns, stopwatch
 from benchmarks.harness.models import Models
 from benchmarks.tables import DOCUMENTS, filled
-from tllm_spec.executor.rounds.transfer import ToHost
+from tllm_spec.executor.device.transfer import ToHost
 
 
 def test_host_time_leaves_out_the_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Generator
 from typing import Any, ClassVar
 
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculativeStats
 from tllm_spec.sampling_params import SamplingParams
 

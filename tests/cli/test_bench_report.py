@@ -17,7 +17,7 @@ from tllm_spec.bench.report import (
 )
 from tllm_spec.bench.runner import Run
 from tllm_spec.bench.table import format_report, format_table
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.outputs import SpeculativeStats
 
 # Prompt 10 and 30 tokens, output 20 and 5; the first token after 0.5 s, the end after 2 s and 1 s.

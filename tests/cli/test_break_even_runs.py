@@ -18,8 +18,8 @@ from tllm_spec.bench.break_even_runs import (
 )
 from tllm_spec.bench.break_even_trees import parse_tree, with_trees
 from tllm_spec.cli.bench import main
-from tllm_spec.config import LlmArgs
-from tllm_spec.draft_shape import DraftShape, chain_of
+from tllm_spec.config.draft_shape import DraftShape, chain_of
+from tllm_spec.config.llm_args import LlmArgs
 
 TIMES = RoundSeconds(plain=4.0, free=5.0, drafted=7.0, draft_len=4)
 

@@ -8,8 +8,8 @@ from click.testing import CliRunner, Result
 
 from tllm_spec.cli.peer_flags import PEER_FLAGS
 from tllm_spec.cli.serve import main
-from tllm_spec.config import LlmArgs
-from tllm_spec.config_base import ConfigModel
+from tllm_spec.config.config_base import ConfigModel
+from tllm_spec.config.llm_args import LlmArgs
 
 HEAD = '{"method": "eagle3", "model": "zoo:llama-eagle3", "num_speculative_tokens": 3}'
 

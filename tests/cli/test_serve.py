@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tllm_spec.cli.serve import main, read_args, read_flags
-from tllm_spec.config import KvCacheConfig, LlmArgs
+from tllm_spec.config.llm_args import KvCacheConfig, LlmArgs
 from tllm_spec.server.child import freeze_heap
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from tllm_spec import __version__
 from tllm_spec.cli import bench, serve
 from tllm_spec.cli.trtllm_options import BY_NAME, LOG_LEVELS, PeerOption, split_trtllm_options
-from tllm_spec.option_checks import NotServed
+from tllm_spec.config.option_checks import NotServed
 
 # Options of `trtllm-serve serve` with a value that asks for nothing special.
 HARMLESS = [

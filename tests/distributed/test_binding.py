@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from tllm_spec.cli import serve
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.mpirun import undo_default_binding
 from tllm_spec.ranks import join_ranks
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.collectives import Collectives
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.distributed.peer_memory import NoPeerMemory

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tests.decoding_options import FixedDrafter
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.executor.build import build_executor
 from tllm_spec.executor.engine.memory_plan import DUMMY_PAGES
 from tllm_spec.intake import Intake
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.text.tokenizer import load_tokenizer
 
 FEW_PAGES, MANY_BYTES = 5, 1 << 20
 USERS = {"decoding_type": "User_Provided", "max_draft_len": 2, "drafter": FixedDrafter()}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.tiny_models import save_tiny
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.models.registry import check_shards
 from tllm_spec.ranks import RANK, _end_with_ranks, join_ranks, mpiexec_script
 

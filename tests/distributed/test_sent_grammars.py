@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from tllm_spec.executor.ranks import SentGrammars
+from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.grammars import Grammars
-from tllm_spec.guided_decoding import GrammarSource
-from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.text.tokenizer import load_tokenizer
 
 END = (1,)
 

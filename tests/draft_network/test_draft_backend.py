@@ -19,12 +19,13 @@ from tests.models.helpers import save_checkpoint
 from tests.models.int4_checkpoint import Case, quantise_int4
 from tests.models.tiny_eagle import write_tiny_eagle
 from tests.test_layout import PACKAGE_FILES
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.draft_shape import chain_of
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.speculative_config import DraftTargetDecodingConfig, Eagle3DecodingConfig
 from tllm_spec.draft_network import tensorrt_package
 from tllm_spec.draft_network.network import HeadNetwork
 from tllm_spec.draft_network.tensorrt_build import EngineLimits
 from tllm_spec.draft_network.tensorrt_package import find_tensorrt, package_for
-from tllm_spec.draft_shape import chain_of
 from tllm_spec.executor.building import draft_backend
 from tllm_spec.executor.building.draft_backend import check_draft_backend, load_head_network
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
@@ -33,7 +34,6 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 from tllm_spec.executor.speculative.modes import draft_model_of
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.speculative_config import DraftTargetDecodingConfig, Eagle3DecodingConfig
 from tllm_spec.zoo.registry import resolve_model
 
 LIBRARIES = ("onnx", "onnxruntime", "tensorrt", "tensorrt_rtx")

@@ -9,7 +9,7 @@ import torch
 
 from tests.executor.draft_caches import HOT, TREE, one_model
 from tests.executor.harness import Harness, draft_target
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller

@@ -10,9 +10,9 @@ import torch
 
 from tests.executor.draft_caches import HOT
 from tests.executor.harness import Harness, output_of
+from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.rounds.transfer import ToHost
-from tllm_spec.grammar_state import DraftNodes, GrammarState
+from tllm_spec.grammar.grammar_state import DraftNodes, GrammarState
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_"
 PATTERNS = ("([a-m]+[0-9]|[A-Z][n-z]{1,3}|-_)*", "([aeiou][^aeiou]{1,5})*")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.executor.one_group import all_are_free
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.build import build_executor
 from tllm_spec.executor.decoding_rules import DecodingRules
@@ -20,7 +20,7 @@ from tllm_spec.executor.response import Response
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
-from tllm_spec.grammar_state import GrammarState
+from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.sampling_params import SamplingParams
 
 

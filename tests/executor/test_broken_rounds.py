@@ -13,7 +13,7 @@ from tests.executor.harness import (
     output_of,
     user_provided,
 )
-from tllm_spec.draft_shape import DraftShape
+from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import ResourceManager

@@ -14,7 +14,7 @@ from tests.executor.graph_rounds import capture_rounds
 from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.flashinfer import FlashInferAttention
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
 from tllm_spec.executor.engine.rows import ContextChunk

@@ -17,13 +17,13 @@ from tests.executor.draft_caches import one_model
 from tests.executor.harness import Harness
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.flashinfer import FlashInferAttention
+from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
 from tllm_spec.executor.engine.rows import ROW_ALIGNMENT, ContextChunk, RowBuilder
 from tllm_spec.executor.graphs.context_graphs import MAX_CHUNKS, capture_contexts
 from tllm_spec.executor.graphs.graph_pool import GraphPool
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import BlockTable
-from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.kernels.paged_prefill import PrefillRows
 

@@ -19,7 +19,7 @@ from tests.executor.graph_rounds import (
 )
 from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.draft_shape import DraftShape, chain_of
+from tllm_spec.config.draft_shape import DraftShape, chain_of
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.graph_pool import GraphPool

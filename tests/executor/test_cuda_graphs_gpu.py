@@ -16,7 +16,7 @@ from tests.executor.graph_rounds import (
 )
 from tests.executor.harness import all_pages_are_back, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
+from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import SampledTokens
 
 

@@ -28,7 +28,7 @@ from tests.executor.draft_caches import (
 )
 from tests.executor.harness import Harness, all_pages_are_back
 from tests.executor.tiny_llama import write_tiny_llama
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.engines import load_draft
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan

@@ -9,7 +9,7 @@ from tests.executor.draft_caches import HOT, one_model, proposer_of
 from tests.executor.graph_rounds import capture_rounds
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.draft_shape import NO_DRAFTS
+from tllm_spec.config.draft_shape import NO_DRAFTS
 from tllm_spec.executor.graphs.graph_pool import Captured
 from tllm_spec.executor.graphs.slot_graphs import SlotGraphs, graph_keys
 from tllm_spec.executor.request import LlmRequest

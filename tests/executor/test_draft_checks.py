@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
 from tllm_spec.executor.speculative.modes import DraftModel, draft_model_of
 from tllm_spec.llm import LLM
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.text.tokenizer import load_tokenizer
 from tllm_spec.zoo.registry import resolve_model
 
 

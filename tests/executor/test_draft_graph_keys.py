@@ -19,8 +19,8 @@ from tests.executor.draft_graphs import (
 from tests.executor.graph_rounds import keys_of_build
 from tests.executor.harness import Harness
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.config import LlmArgs
-from tllm_spec.draft_shape import DraftShapes, chain_of
+from tllm_spec.config.draft_shape import DraftShapes, chain_of
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.draft_lens import RoundTimer
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan

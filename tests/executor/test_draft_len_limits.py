@@ -2,6 +2,7 @@
 
 import pytest
 
+from tllm_spec.config.speculative_config import UserProvidedDecodingConfig
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.draft_len_limits import (
     CLOSED_WINDOWS,
@@ -9,7 +10,6 @@ from tllm_spec.executor.speculative.draft_length.draft_len_limits import (
     AcceptanceGate,
     DraftLenLimits,
 )
-from tllm_spec.speculative_config import UserProvidedDecodingConfig
 
 
 def test_the_entry_of_the_largest_key_not_above_the_batch_size_holds() -> None:

@@ -12,7 +12,7 @@ from tests.executor.draft_caches import eagle3, proposer_of
 from tests.executor.harness import Harness, draft_target, output_of
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_eagle3 import edit_config, rewrite, write_tiny_eagle3
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request import RequestState
 from tllm_spec.executor.speculative.drafting.drafter import ReadyDrafts
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter

@@ -12,7 +12,7 @@ from tests.executor.draft_graphs import DUMMY, assert_same, captures_without_a_d
 from tests.executor.graph_rounds import MODES, on_cuda, replays_of, speculate, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.draft_shape import NO_DRAFTS
+from tllm_spec.config.draft_shape import NO_DRAFTS
 from tllm_spec.executor.request import LlmRequest
 
 SIZES = (1, 4, 8)

@@ -10,11 +10,11 @@ from tests.executor.graph_rounds import (
     speculate,
 )
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.config import CudaGraphConfig
+from tllm_spec.config.llm_args import CudaGraphConfig
+from tllm_spec.config.speculative_config import NGramDecodingConfig
 from tllm_spec.executor.building.draft_lens import draft_lens_of_rounds
 from tllm_spec.executor.graphs.slot_graphs import graph_keys
 from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
-from tllm_spec.speculative_config import NGramDecodingConfig
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tllm_spec.draft_shape import chain_of
+from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 
 CPU = torch.device("cpu")

@@ -24,12 +24,12 @@ from tests.executor.overlap_rounds import NO_OVERLAP
 from tests.executor.test_forward_graphs import forbid_eager_windows
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.graphs.slot_graphs import SlotGraphs
 from tllm_spec.executor.request import RequestState
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
-from tllm_spec.executor.rounds.transfer import ToHost
 from tllm_spec.executor.sampling import grammar_work
-from tllm_spec.grammar_state import GrammarState
+from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.request_errors import SLOW_GRAMMAR
 
 SIZES = (1, 4, 8)

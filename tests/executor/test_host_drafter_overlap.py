@@ -10,7 +10,7 @@ import pytest
 from tests.executor.draft_caches import SMALL_POOL, submit_traffic
 from tests.executor.harness import Harness, ScriptedDrafter, all_pages_are_back, output_of
 from tests.executor.overlap_rounds import NO_OVERLAP, assert_same_text
-from tllm_spec.draft_shape import DraftShape
+from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import ResourceManager

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.executor.harness import Harness, ScriptedDrafter, all_pages_are_back, output_of
-from tllm_spec.config import LlmArgs
-from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, chain_of
+from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, chain_of
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.speculative_config import NGramDecodingConfig, UserProvidedDecodingConfig
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.request import LlmRequest
@@ -19,7 +20,6 @@ from tllm_spec.executor.speculative.drafting import host_trees
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.host_tree import HostTree
 from tllm_spec.kernels.draft_layout import DraftLayout
-from tllm_spec.speculative_config import NGramDecodingConfig, UserProvidedDecodingConfig
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9] * 11]
 DEPTH, NUM_NODES = 3, 10

@@ -14,7 +14,7 @@ import pytest
 
 from tests.executor.one_group import all_are_free
 from tests.executor.scripted_rounds import ScriptedEngine
-from tllm_spec.draft_shape import DraftShape, chain_of
+from tllm_spec.config.draft_shape import DraftShape, chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState, StopMatch
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD

@@ -12,7 +12,7 @@ import torch
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.executor.building import memory
 from tllm_spec.executor.building.engines import build_engines

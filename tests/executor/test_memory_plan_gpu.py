@@ -10,7 +10,7 @@ import torch
 
 from tests.executor.harness import Harness
 from tests.executor.sampling.test_sampler import WAYS
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.engine.memory_plan import round_bytes
 
 pytestmark = pytest.mark.gpu

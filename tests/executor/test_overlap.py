@@ -31,11 +31,11 @@ from tests.executor.overlap_rounds import (
     text_alone,
 )
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
-from tllm_spec.executor.rounds.transfer import ToHost
 
 
 @pytest.fixture(scope="module", params=MODES)

@@ -9,7 +9,7 @@ import torch
 
 from tests.models.helpers import MAX_POSITIONS, reference_logits, save_checkpoint
 from tllm_spec import LLM, SamplingParams
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.plan import BuildPlan
 
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)

@@ -4,12 +4,12 @@ is noticed."""
 import pytest
 import torch
 
-from tllm_spec.draft_shape import DraftShape, chain_of
+from tllm_spec.config.draft_shape import DraftShape, chain_of
 from tllm_spec.executor.batch import SampledTokens
+from tllm_spec.executor.device.result_ring import DEPTH, ResultRing
+from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
-from tllm_spec.executor.rounds.result_ring import DEPTH, ResultRing
-from tllm_spec.executor.rounds.transfer import ToHost
 
 CPU = torch.device("cpu")
 DUMMY = 8

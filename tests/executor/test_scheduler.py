@@ -9,7 +9,7 @@ from tests.executor.one_group import all_are_free, manager_of
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.draft_shape import chain_of
+from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest, RequestState

@@ -14,11 +14,11 @@ from tests.executor.graph_rounds import CPU, DUMMY, with_graphs
 from tests.executor.guided_rounds import grammar_of
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.draft_shape import chain_of
+from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
+from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.request import RequestState
-from tllm_spec.executor.rounds.transfer import ToHost
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
 

@@ -9,8 +9,8 @@ import torch
 from tests.executor.graph_rounds import MODES, on_cuda, speculate
 from tests.executor.harness import all_pages_are_back, user_provided
 from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.request import RequestState
-from tllm_spec.executor.rounds.transfer import ToHost
 
 HOST_DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3}},

@@ -11,7 +11,7 @@ from tests.executor.graph_rounds import keys_of_build, num_replays, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.kernels.test_suffix_match import drafts_of
 from tests.lossless.engines import tiny_engine
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan

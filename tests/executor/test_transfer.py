@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tllm_spec.executor.rounds.transfer import PinnedBuffers, ToHost, to_device
+from tllm_spec.executor.device.transfer import PinnedBuffers, ToHost, to_device
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

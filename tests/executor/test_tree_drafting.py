@@ -21,11 +21,11 @@ from tests.executor.draft_caches import (
 )
 from tests.executor.graph_rounds import DUMMY, graphs_of, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back, output_of
-from tllm_spec.draft_shape import DraftShape
+from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.kernels.gumbel import gumbel_noise
 from tllm_spec.outputs import SpeculativeStats
-from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.text.tokenizer import load_tokenizer
 
 PROMPT = [7, 3, 5, 11, 3, 5, 2, 3]
 MODES = ["draft_target_tree", "eagle3_tree", "eagle3_two_model_tree", "eagle_tree"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building import plan, rounds
 

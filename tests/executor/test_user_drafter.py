@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from tllm_spec.config.speculative_config import NGramDecodingConfig, UserProvidedDecodingConfig
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.speculative_config import NGramDecodingConfig, UserProvidedDecodingConfig
 
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
 

@@ -11,7 +11,7 @@ import torch
 from tests.executor.draft_caches import one_model
 from tests.executor.harness import Harness, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.draft_shape import chain_of
+from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building import rounds
 from tllm_spec.executor.building.warm_up import CHUNK_ROWS, WarmUp, some_of

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.grammar.walks import accepts, compiled, random_text
-from tllm_spec.json_schemas import check_schema
+from tllm_spec.grammar.json_schemas import check_schema
 
 TEXT, NUMBER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
 NAME_A = {"type": "object", "properties": {"kind": {"const": "a"}}, "additionalProperties": False}

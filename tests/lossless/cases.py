@@ -15,7 +15,7 @@ from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.tokenizer import Tokenizer
+from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.zoo.corpus import heldout_files, read_source
 
 OUTPUT_LEN = 48

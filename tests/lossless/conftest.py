@@ -25,7 +25,7 @@ from tests.models.helpers import load
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.tokenizer import Tokenizer, load_tokenizer
+from tllm_spec.text.tokenizer import Tokenizer, load_tokenizer
 from tllm_spec.zoo.registry import resolve_model
 
 PROMPT_LEN = 60

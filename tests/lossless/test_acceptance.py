@@ -12,7 +12,7 @@ from tests.lossless.engines import MODES, engine
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.tokenizer import Tokenizer
+from tllm_spec.text.tokenizer import Tokenizer
 
 DRAFT_LEN, OUTPUT_LEN, NUM_PROMPTS = 4, 64, 6
 MEASURED_LEN = 80  # of outputs whose acceptance is compared with a figure

@@ -14,7 +14,7 @@ from tests.executor.draft_caches import assert_cached_pages_are_whole, spoil_fre
 from tests.executor.harness import Harness, all_pages_are_back, output_of, user_provided
 from tests.executor.row_rounds import draw_rows, may_have_any_rows
 from tests.lossless.engines import MODES, tiny_engine
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.outputs import Logprob
 

@@ -18,7 +18,7 @@ from tests.models.helpers import save_checkpoint
 from tests.models.int4_checkpoint import Case, keeping_int4, quantise_int4
 from tests.models.mtp_reference import save_with_mtp
 from tests.models.test_llama4 import save_llama4
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ from tests.lossless.test_equality import leave_prefixes
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.gpu
 OUTPUT_LEN = 60

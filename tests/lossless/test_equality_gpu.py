@@ -24,7 +24,7 @@ from tests.lossless.engines import ON_GPU, engine
 from tests.lossless.oracle import Oracle
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.tokenizer import Tokenizer
+from tllm_spec.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.gpu
 

@@ -23,7 +23,7 @@ from tests.lossless.wide_zoo import write_wide
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.tokenizer import Tokenizer
+from tllm_spec.text.tokenizer import Tokenizer
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole prompts": {},

@@ -25,7 +25,7 @@ from tests.lossless.oracle import Oracle
 from tests.models.fp8_checkpoint import quantise
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.tokenizer import Tokenizer
+from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.zoo.registry import resolve_model
 
 PLAIN: dict[str, Any] = {

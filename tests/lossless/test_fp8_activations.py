@@ -29,7 +29,7 @@ from tests.models.fp8_transcription import transcribed
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.tokenizer import Tokenizer
+from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.zoo.registry import resolve_model
 
 MODES = ("plain", "ngram", "eagle3")

@@ -15,12 +15,12 @@ from tests.lossless.json_schemas import matches, random_schema
 from tllm_spec import grammars
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling import grammar_work
-from tllm_spec.grammar_compiler import GrammarCompiler
+from tllm_spec.grammar.grammar_compiler import GrammarCompiler
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import CompletionOutput
 from tllm_spec.request_errors import SLOW_GRAMMAR, RequestError
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.text.tokenizer import load_tokenizer
 
 pytest.importorskip("xgrammar")
 NUM_SCHEMAS, MANY_SCHEMAS = 6, 200

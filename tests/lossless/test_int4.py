@@ -25,7 +25,7 @@ from tests.models.int4_checkpoint import Case as Packed
 from tests.models.int4_checkpoint import keeping_int4, quantise_int4
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.tokenizer import Tokenizer
+from tllm_spec.text.tokenizer import Tokenizer
 
 MODES = ("plain", "ngram", "ngram_tree", "draft_target", "eagle3", "eagle3_tree")
 BY_DEFAULT = ("plain", "ngram", "eagle3")

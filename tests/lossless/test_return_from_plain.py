@@ -13,7 +13,7 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN
-from tllm_spec.tokenizer import Tokenizer
+from tllm_spec.text.tokenizer import Tokenizer
 
 DRAFT_LEN, PLAIN_ROUNDS, ROUNDS_AFTER, NUM_REQUESTS = 3, 32, 5, 8
 MODES = ("eagle3", "draft_target_one_model", "eagle3_two_model", "draft_target")

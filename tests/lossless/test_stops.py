@@ -13,7 +13,7 @@ from tests.lossless.oracle import Oracle
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.tokenizer import Tokenizer
+from tllm_spec.text.tokenizer import Tokenizer
 
 ENGINES = [("known", length) for length in (1, 2, 4, 6)] + [
     ("itself", length) for length in (1, 3, 5, 7)

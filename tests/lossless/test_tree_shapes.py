@@ -14,7 +14,7 @@ import pytest
 from tests.lossless.cases import Case, assert_same, generate
 from tests.lossless.engines import TREES, engine
 from tests.lossless.oracle import Oracle
-from tllm_spec.draft_tree_config import MAX_NODES
+from tllm_spec.config.draft_tree_config import MAX_NODES
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.llm import LLM

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.server.engine_client import EngineClient, EngineConnection
 from tllm_spec.server.engine_process import EngineProcess
-from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.text.tokenizer import load_tokenizer
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.option_checks import check_text
 from tllm_spec.executor.response import Response
-from tllm_spec.option_checks import check_text
 from tllm_spec.outputs import Logprob, SpeculativeStats
 from tllm_spec.request_errors import SLOW_GRAMMAR, ContextLengthExceeded
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.text.tokenizer import load_tokenizer
 
 STATS = SpeculativeStats(2, 5, (2, 2), (2, 1))
 STATE = {

@@ -9,7 +9,7 @@ import pytest
 
 from tests.server.fake_llm import MODEL, FakeLLM, answer_text
 from tests.server.http_answers import CHAT, events_of
-from tllm_spec.tokenizer import Tokenizer, bytes_of_token
+from tllm_spec.text.tokenizer import Tokenizer, bytes_of_token
 
 
 def test_a_chat_answer_is_a_message_of_the_assistant(client: openai.OpenAI, llm: FakeLLM) -> None:

@@ -19,7 +19,7 @@ from tllm_spec.server.admission import engine_running
 from tllm_spec.server.engine_client import EngineClient, EngineConnection
 from tllm_spec.server.refusals import RequestRefused
 from tllm_spec.server.wire import pack, pack_limits
-from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-
 from tests.test_tokenizer import byte_level, sentencepiece_like
+
 from tllm_spec.executor.response import Response
 from tllm_spec.outputs import Logprob
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.responses import Answer, ChatAnswer, CompletionAnswer
-from tllm_spec.stop_strings import StopStringChecker
-from tllm_spec.tokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer
+from tllm_spec.text.stop_strings import StopStringChecker
+from tllm_spec.text.tokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer
 
 Json = dict[str, Any]
 EURO = [6 + 0xE2, 6 + 0x82, 6 + 0xAC]  # of the SentencePiece-like tokenizer: one token a byte

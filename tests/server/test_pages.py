@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 
 from tests.server.fake_llm import MODEL, STATE, FakeLLM
 from tests.server.hosted import hosted
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.server.app import OpenAIServer
 from tllm_spec.server.dashboard_data import dashboard_data, measured, shape_name, why
 from tllm_spec.server.histograms import HISTOGRAMS

@@ -14,7 +14,7 @@ from tllm_spec.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tllm_spec.server.events import TextEvent, event
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.responses import Answer, ChatAnswer, CompletionAnswer
-from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.text.tokenizer import load_tokenizer
 
 PIECES = ("a", "", '"\\', "\n\r\t\0", "é😀\u2028", TextEvent.MARK, "end")
 

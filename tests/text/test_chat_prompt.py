@@ -6,7 +6,7 @@ import pytest
 
 from tests.server.fake_llm import FakeLLM
 from tllm_spec.text.chat_prompt import SPLIT, ChatPrompts, Conversation, control_tokens
-from tllm_spec.tokenizer import Tokenizer, load_tokenizer
+from tllm_spec.text.tokenizer import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from tllm_spec.text.chat_prompt import ChatPrompts, Conversation
 from tllm_spec.text.messages import Messages
 from tllm_spec.text.template_child import MAX_CHARS
 from tllm_spec.text.template_process import TemplateOverLimit, has_own_renderer
+from tllm_spec.text.tokenizer import MAX_TEMPLATE_CHARS, Tokenizer, load_tokenizer
 from tllm_spec.text.visible_messages import visible
-from tllm_spec.tokenizer import MAX_TEMPLATE_CHARS, Tokenizer, load_tokenizer
 from tllm_spec.zoo.registry import resolve_model
 
 USER = {"role": "user", "content": "hi"}

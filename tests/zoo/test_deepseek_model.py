@@ -6,7 +6,7 @@ import pytest
 from tests.zoo.runs import ZOO
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.text.tokenizer import load_tokenizer
 from tllm_spec.zoo.corpus import heldout_files, read_source
 
 MODEL = "zoo:deepseek"

@@ -22,9 +22,9 @@ from typing import Any
 import yaml
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from tllm_spec.adaptive_config import AdaptiveConfig, EmaOptions
-from tllm_spec.config import LlmArgs
-from tllm_spec.config_base import ConfigModel
+from tllm_spec.config.adaptive_config import AdaptiveConfig, EmaOptions
+from tllm_spec.config.config_base import ConfigModel
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 

@@ -16,11 +16,11 @@ from tllm_spec.bench.draft_lens import difference
 from tllm_spec.bench.prepare import NormalLengths, synthetic_requests
 from tllm_spec.bench.report import total_stats
 from tllm_spec.bench.runner import run_requests, sampling_for
+from tllm_spec.config.speculative_config import DecodingBaseConfig, speculative_config_from
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.outputs import SpeculativeStats
-from tllm_spec.speculative_config import DecodingBaseConfig, speculative_config_from
 
 if TYPE_CHECKING:
     from tllm_spec.llm import LLM

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from tllm_spec.bench.break_even_runs import WITHOUT_LIMITS, drafter_of, without_shape
 from tllm_spec.bench.dataset import BenchRequest
 from tllm_spec.bench.runner import run_requests, sampling_for
-from tllm_spec.draft_shape import DraftShape, chain_of
-from tllm_spec.draft_tree_config import DraftTreeDecodingConfig
+from tllm_spec.config.draft_shape import DraftShape, chain_of
+from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
 from tllm_spec.executor.speculative.draft_length.expected_path import expected_accepted
 from tllm_spec.executor.speculative.draft_length.rank_estimate import by_rank
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tllm_spec.speculative_config import DecodingBaseConfig
+from tllm_spec.config.speculative_config import DecodingBaseConfig
 
 
 def may_vary(config: DecodingBaseConfig | None) -> bool:

@@ -10,9 +10,9 @@ from typing import Any
 
 from tllm_spec.bench.dataset import BenchRequest, read_dataset
 from tllm_spec.bench.runner import sampling_for
-from tllm_spec.config import KvCacheConfig, overlay
+from tllm_spec.config.llm_args import KvCacheConfig, overlay
+from tllm_spec.config.yaml_file import read_yaml
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.yaml_file import read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ import numpy
 from tllm_spec import __version__
 from tllm_spec.bench.draft_lens import draft_lens_section, may_vary
 from tllm_spec.bench.runner import Run, num_output_tokens
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.outputs import RequestOutput, SpeculativeStats
-from tllm_spec.speculative_config import DecodingBaseConfig
 
 MS = 1000.0
 

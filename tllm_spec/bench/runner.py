@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from tllm_spec.bench.dataset import BenchRequest
-from tllm_spec.option_checks import shown
+from tllm_spec.config.option_checks import shown
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
 

@@ -210,7 +210,7 @@ def read_options(
     """The workload, and LLM's keyword arguments for each YAML file. Raises ValueError with every
     option and key that is refused."""
     from tllm_spec.bench.options import split_options
-    from tllm_spec.config import LlmArgs
+    from tllm_spec.config.llm_args import LlmArgs
 
     options, llm_arguments, refusals = split_trtllm_options(options)
     workload, engine = split_options(options, llm_arguments)

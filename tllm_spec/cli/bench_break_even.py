@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from tllm_spec.draft_shape import DraftShape
+    from tllm_spec.config.draft_shape import DraftShape
 
 from tllm_spec.bench.break_even import USUAL_PAIRS
 from tllm_spec.cli.bench_options import (

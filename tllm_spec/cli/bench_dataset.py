@@ -134,7 +134,7 @@ def write_random_tokens(
     target: Target, num_requests: int, inputs: "Lengths", outputs: "Lengths"
 ) -> None:
     from tllm_spec.bench.prepare import synthetic_requests
-    from tllm_spec.tokenizer import load_tokenizer
+    from tllm_spec.text.tokenizer import load_tokenizer
 
     vocab_size = len(load_tokenizer(target.model.path).get_vocab())
     write(target, synthetic_requests(num_requests, inputs, outputs, vocab_size, target.seed))
@@ -180,7 +180,7 @@ def text(
 ) -> None:
     """Pieces of text files, all of the same length."""
     from tllm_spec.bench.prepare import text_requests
-    from tllm_spec.tokenizer import load_tokenizer
+    from tllm_spec.text.tokenizer import load_tokenizer
     from tllm_spec.zoo.corpus import heldout_files
 
     if (folder is None) != heldout:

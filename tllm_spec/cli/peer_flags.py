@@ -14,10 +14,10 @@ from typing import Any
 import click
 
 from tllm_spec.cli.trtllm_options import NO_LORA, PeerOption, either_spelling
-from tllm_spec.config_base import ConfigError
-from tllm_spec.not_served import NO_QUANTISING
-from tllm_spec.option_checks import NotServed, shown
-from tllm_spec.peer_options import ALGORITHMS, LLM_PEERS, METHODS, SPECULATIVE_NAMES
+from tllm_spec.config.config_base import ConfigError
+from tllm_spec.config.not_served import NO_QUANTISING
+from tllm_spec.config.option_checks import NotServed, shown
+from tllm_spec.config.peer_options import ALGORITHMS, LLM_PEERS, METHODS, SPECULATIVE_NAMES
 
 ONE_ENGINE = "a server has one engine; put servers in front of each other with a proxy"
 DTYPES = {"half": "float16", "float": "float32"}

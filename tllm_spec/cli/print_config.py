@@ -10,8 +10,8 @@ import yaml
 from click.core import ParameterSource
 from pydantic import BaseModel
 
-from tllm_spec.config import LlmArgs, with_fraction
-from tllm_spec.config_base import ConfigModel
+from tllm_spec.config.config_base import ConfigModel
+from tllm_spec.config.llm_args import LlmArgs, with_fraction
 from tllm_spec.server_info import plain
 
 SECRETS = frozenset({"api_key", "ssl_keyfile_password"})

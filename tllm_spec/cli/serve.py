@@ -32,8 +32,9 @@ from tllm_spec.cli.trtllm_options import (
     trtllm_options,
     version_option,
 )
-from tllm_spec.config import LlmArgs, overlay, with_yaml
-from tllm_spec.config_base import ConfigError
+from tllm_spec.config.config_base import ConfigError
+from tllm_spec.config.llm_args import LlmArgs, overlay, with_yaml
+from tllm_spec.config.yaml_file import read_yaml
 from tllm_spec.distributed.mpirun import (
     end_mpirun,
     mpirun_rank,
@@ -45,7 +46,6 @@ from tllm_spec.server.host_limits import raise_file_limit
 from tllm_spec.server.logs import configure_logs
 from tllm_spec.server.options import hosts_of
 from tllm_spec.server.supervisor import ServeError, Supervisor
-from tllm_spec.yaml_file import read_yaml
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)

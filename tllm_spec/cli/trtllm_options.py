@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import click
 
 from tllm_spec import __version__
-from tllm_spec.config import LlmArgs, overlay
-from tllm_spec.config_base import ConfigError
-from tllm_spec.option_checks import NotServed, shown
+from tllm_spec.config.config_base import ConfigError
+from tllm_spec.config.llm_args import LlmArgs, overlay
+from tllm_spec.config.option_checks import NotServed, shown
 
 Command = Callable[..., Any]
 Values = dict[str, Any]

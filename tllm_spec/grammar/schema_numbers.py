@@ -5,8 +5,8 @@ from __future__ import annotations
 from fractions import Fraction
 from math import ceil, floor, isfinite
 
+from tllm_spec.config.option_checks import shown
 from tllm_spec.grammar.schema_types import Schema
-from tllm_spec.option_checks import shown
 
 LOWS, HIGHS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 MAX_MULTIPLES = 1024

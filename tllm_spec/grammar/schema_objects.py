@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
+from tllm_spec.config.option_checks import shown, shown_name
 from tllm_spec.grammar.regexes import texts_with_match
 from tllm_spec.grammar.schema_types import OPEN, Schema, is_open, types_of, values_of
 from tllm_spec.grammar.string_schemas import texts_of
 from tllm_spec.grammar.text_sets import Term, TextSets
 from tllm_spec.grammar.text_states import has_texts, holds
-from tllm_spec.option_checks import shown, shown_name
 
 
 def rewrite_objects(schema: Schema, sets: TextSets, placeholder: Callable[[Term], str]) -> None:

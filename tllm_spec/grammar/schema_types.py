@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tllm_spec.config.option_checks import shown
 from tllm_spec.grammar.formats import FORMATS
-from tllm_spec.option_checks import shown
 
 Schema = dict[str, Any]
 Resolve = Callable[[object], object]  # a reference's schema, None if there is none

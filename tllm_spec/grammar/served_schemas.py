@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from tllm_spec.grammar.json_schemas import CONSTRAINTS, parts_of
 from tllm_spec.grammar.schema_arrays import rewrite_arrays
 from tllm_spec.grammar.schema_choices import make_any_of
 from tllm_spec.grammar.schema_numbers import rewrite_numbers
@@ -23,7 +24,6 @@ from tllm_spec.grammar.string_schemas import STRING_KEYWORDS, texts_of
 from tllm_spec.grammar.text_rules import TextRules
 from tllm_spec.grammar.text_sets import Term, TextSets
 from tllm_spec.grammar.text_states import holds
-from tllm_spec.json_schemas import CONSTRAINTS, parts_of
 
 NOT_IN_JSON = "pattern, format and lengths are only supported where the text is JSON"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tllm_spec.config.option_checks import shown
 from tllm_spec.grammar.characters import ALL
 from tllm_spec.grammar.formats import FORMATS, NOT_SERVED
 from tllm_spec.grammar.regexes import texts_with_match, whole_texts
 from tllm_spec.grammar.text_lengths import of_length
 from tllm_spec.grammar.text_sets import Term, TextSets
 from tllm_spec.grammar.text_states import has_texts
-from tllm_spec.option_checks import shown
 
 LENGTHS = ("minLength", "maxLength")
 STRING_KEYWORDS = ("pattern", "format", *LENGTHS)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from tllm_spec.grammar.json_schemas import SCHEMAS_OF_TAGS, schemas_of_tag
 from tllm_spec.grammar.regexes import whole_texts
 from tllm_spec.grammar.served_schemas import ServedSchemas
 from tllm_spec.grammar.text_rules import TextRules
 from tllm_spec.grammar.text_sets import TextSets
-from tllm_spec.json_schemas import SCHEMAS_OF_TAGS, schemas_of_tag
 
 MAX_WHITESPACE = 32  # between two tokens of JSON: a small model might write nothing else
 TOO_DEEP = "it is nested too deeply"

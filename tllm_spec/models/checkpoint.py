@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from tllm_spec.config.option_checks import shown
 from tllm_spec.models.json_file import read_json
-from tllm_spec.option_checks import shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tllm_spec.config.option_checks import shown
 from tllm_spec.models.json_file import read_json
-from tllm_spec.option_checks import shown
 
 CONFIG = "config.json"
 MAX_INT = 2**31 - 1

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, TypeAdapter, WithJsonSchema
 
-from tllm_spec.config_base import ConfigModel
+from tllm_spec.config.config_base import ConfigModel
 from tllm_spec.prompts import check_salt
 
 CacheSalt = Annotated[str | None, AfterValidator(check_salt)]

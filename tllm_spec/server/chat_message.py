@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, model_validator
 
-from tllm_spec.option_checks import NotServed
+from tllm_spec.config.option_checks import NotServed
 from tllm_spec.server.body_model import BodyModel, as_json_type
 from tllm_spec.server.tool_protocol import ToolCall
 

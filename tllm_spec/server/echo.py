@@ -9,7 +9,7 @@ from tllm_spec.outputs import CompletionOutput, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.protocol import CompletionRequest
 from tllm_spec.server.responses import CompletionAnswer, Json, number_of
-from tllm_spec.tokenizer import IncrementalDetokenizer, Tokenizer
+from tllm_spec.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class EchoAnswer(CompletionAnswer):

@@ -13,7 +13,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from itertools import count
 from typing import Any
 
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.intake import Intake
 from tllm_spec.request_errors import GrammarsUnavailable
@@ -29,7 +29,7 @@ from tllm_spec.server.wire import (
     unpack_response,
 )
 from tllm_spec.server_info import server_info
-from tllm_spec.tokenizer import Tokenizer
+from tllm_spec.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

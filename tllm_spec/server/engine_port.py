@@ -16,8 +16,8 @@ from typing import Any
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.response import Response
+from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.grammars import Grammars
-from tllm_spec.guided_decoding import GrammarSource
 from tllm_spec.server.link import Link
 from tllm_spec.server.wire import pack_limits, pack_response, requests_of
 

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.faults import described
 from tllm_spec.server.child import Control, freeze_heap
 from tllm_spec.server.host_limits import memory_note
@@ -41,7 +41,7 @@ class EngineProcess:
         from tllm_spec.server.engine_loop import EngineLoop
         from tllm_spec.server.engine_port import EnginePort
         from tllm_spec.server.logs import adopt_transformers_logs
-        from tllm_spec.tokenizer import load_tokenizer
+        from tllm_spec.text.tokenizer import load_tokenizer
 
         adopt_transformers_logs()
         tokenizer = load_tokenizer(args.tokenizer or args.model)

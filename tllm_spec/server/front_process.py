@@ -14,7 +14,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.server.child import ChildSettings, Control, freeze_heap
 from tllm_spec.server.histograms import Histograms
 from tllm_spec.server.http_server import HttpServer, Tls
@@ -32,7 +32,7 @@ async def serve(settings: ChildSettings, control: Control, listener: socket.sock
     from tllm_spec.server.engine_client import EngineClient, EngineConnection
     from tllm_spec.server.logs import adopt_transformers_logs
     from tllm_spec.server.traces import Traces, otlp_exporter
-    from tllm_spec.tokenizer import load_tokenizer
+    from tllm_spec.text.tokenizer import load_tokenizer
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     args = LlmArgs(**settings.llm)

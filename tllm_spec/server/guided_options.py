@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tllm_spec.guided_decoding import GuidedDecodingParams
-from tllm_spec.option_checks import shown
+from tllm_spec.config.option_checks import shown
+from tllm_spec.grammar.guided_decoding import GuidedDecodingParams
 
 GUIDED_NAMES = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
 # By type: the key of the format that has the grammar, and the grammar's name in

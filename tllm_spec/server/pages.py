@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse
 
 from tllm_spec import __version__
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.server.admission import engine_running
 from tllm_spec.server.dashboard_data import dashboard_data
 from tllm_spec.server.engine import Engine

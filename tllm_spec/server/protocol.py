@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from tllm_spec.option_checks import NotServed, shown
+from tllm_spec.config.option_checks import NotServed, shown
 from tllm_spec.sampling_params import NOT_SERVED, SamplingParams
 from tllm_spec.server.body_model import BodyModel, CacheSalt, as_json_type
 from tllm_spec.server.chat_message import OLD_TOOLS, ChatMessage

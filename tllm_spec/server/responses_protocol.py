@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
-from tllm_spec.option_checks import NotServed, check_text
+from tllm_spec.config.option_checks import NotServed, check_text
 from tllm_spec.server.body_model import BodyModel, CacheSalt, as_json_type
 from tllm_spec.server.chat_message import ChatMessage
 from tllm_spec.server.protocol import NOT_STORED, ChatCompletionRequest

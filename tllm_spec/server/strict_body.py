@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
-from tllm_spec.option_checks import shown_name
+from tllm_spec.config.option_checks import shown_name
 
 LONG_BODY = 1 << 16  # bytes; parsing or tokenising this much text takes tens of milliseconds
 MAX_DIGITS = 100

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from tllm_spec.child_command import module_command
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.mpirun import mpirun_descriptors
 from tllm_spec.server.child import (
     ENDS_SOON,

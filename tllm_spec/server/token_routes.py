@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Request
 from pydantic import Field, model_validator
 
-from tllm_spec.option_checks import check_text
+from tllm_spec.config.option_checks import check_text
 from tllm_spec.server.admission import Admission
 from tllm_spec.server.answer_models import Detokenized, Tokenized
 from tllm_spec.server.body_model import BodyModel

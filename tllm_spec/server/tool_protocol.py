@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from tllm_spec.json_schemas import moved
-from tllm_spec.option_checks import NotServed
+from tllm_spec.config.option_checks import NotServed
+from tllm_spec.grammar.json_schemas import moved
 from tllm_spec.server.body_model import BodyModel
 from tllm_spec.text.messages import as_object
 

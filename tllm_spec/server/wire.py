@@ -18,7 +18,7 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_limits import Capacity, RequestLimits
 from tllm_spec.executor.request_wire import pack_requests, unpack_requests
 from tllm_spec.executor.response import Response
-from tllm_spec.grammar_state import GrammarState
+from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.outputs import Logprob, SpeculativeStats
 
 MAX_BYTES = 1 << 30  # of one message; prompt log probabilities are the largest

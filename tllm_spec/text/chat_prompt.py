@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
+from tllm_spec.config.option_checks import check_text
 from tllm_spec.executor.faults import described
-from tllm_spec.option_checks import check_text
 from tllm_spec.text.messages import Messages, checked
 from tllm_spec.text.template_process import has_own_renderer, template_process
+from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.text.visible_messages import visible
-from tllm_spec.tokenizer import Tokenizer
 
 # Variables that the renderer sets itself. The parameters of `apply_chat_template` are not free,
 # either.

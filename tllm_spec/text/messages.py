@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from tllm_spec.option_checks import shown
+from tllm_spec.config.option_checks import shown
 
 Messages = Sequence[Mapping[str, Any]]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tllm_spec.child_process import ChildProcess
 from tllm_spec.text.template_child import TOO_LARGE
-from tllm_spec.tokenizer import Tokenizer
+from tllm_spec.text.tokenizer import Tokenizer
 
 MAX_SECONDS = 5.0  # for one conversation
 

@@ -9,8 +9,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tllm_spec.adaptive_config import AdaptiveConfig, EmaOptions, SlotOptions
-from tllm_spec.draft_shape import DraftShapes
+from tllm_spec.config.adaptive_config import AdaptiveConfig, EmaOptions, SlotOptions
+from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot, ladder_of
 from tllm_spec.executor.speculative.draft_length.decision_log import DecisionLog
 from tllm_spec.executor.speculative.draft_length.draft_len_limits import DraftLenLimits

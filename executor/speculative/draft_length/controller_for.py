@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.draft_len_limits import (
     NO_LIMIT,
@@ -9,7 +10,6 @@ from tllm_spec.executor.speculative.draft_length.draft_len_limits import (
     DraftLenLimits,
 )
 from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
-from tllm_spec.speculative_config import DecodingBaseConfig
 
 
 def controller_for(

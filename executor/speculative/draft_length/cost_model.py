@@ -11,8 +11,8 @@ from math import ceil
 from operator import mul
 from typing import Any
 
-from tllm_spec.adaptive_config import CostModelOptions, SlotOptions
-from tllm_spec.draft_shape import DraftShapes
+from tllm_spec.config.adaptive_config import CostModelOptions, SlotOptions
+from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.executor.speculative.draft_length.decision_log import DecisionLog, Switch
 from tllm_spec.executor.speculative.draft_length.draft_len_policy import ObservedRound
 from tllm_spec.executor.speculative.draft_length.round_times import CorrectedRoundTimes

@@ -6,7 +6,7 @@ along the ladder until it is about one above that mean. Round times and batch si
 from math import ceil
 from typing import Any
 
-from tllm_spec.adaptive_config import EmaOptions
+from tllm_spec.config.adaptive_config import EmaOptions
 from tllm_spec.executor.speculative.draft_length.decision_log import DecisionLog, Switch
 from tllm_spec.executor.speculative.draft_length.draft_len_policy import ObservedRound
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import prod
 
-from tllm_spec.draft_shape import DraftShape
+from tllm_spec.config.draft_shape import DraftShape
 
 # By drafts on the path so far, then by rank: the probability that it continues to that child.
 RankRates = Sequence[Sequence[float]]

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from tllm_spec.option_checks import shown
+from tllm_spec.config.option_checks import shown
 
 ASSUMED_DRAFT_COST = 0.06  # plain rounds that a draft takes, where nothing was measured
 SMOOTHING = 0.05  # weight of a round's time in the correction

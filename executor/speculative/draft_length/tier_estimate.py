@@ -4,7 +4,7 @@ by depth and rank."""
 from collections.abc import Sequence
 from typing import Any
 
-from tllm_spec.draft_shape import DraftShapes
+from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.executor.speculative.draft_length.acceptance_estimate import AcceptanceEstimate
 from tllm_spec.executor.speculative.draft_length.draft_len_policy import ObservedRound
 from tllm_spec.executor.speculative.draft_length.expected_path import expected_accepted

@@ -3,7 +3,7 @@ draft after the first."""
 
 import torch
 
-from tllm_spec.draft_shape import DraftShape
+from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
+from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.missed_tokens import Missed, forwards_of
 from tllm_spec.kernels.row_copies import Rings, gather_rows, store_in_rings

@@ -15,7 +15,7 @@ from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.head_checkpoint import HeadKind, head_kind
 from tllm_spec.models.mtp import check_nextn
 from tllm_spec.models.nextn_checkpoint import is_exported
-from tllm_spec.tokenizer import (
+from tllm_spec.text.tokenizer import (
     Tokenizer,
     check_same_vocabulary,
     has_vocabulary,

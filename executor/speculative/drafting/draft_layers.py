@@ -7,9 +7,9 @@ from typing import ClassVar, Protocol
 import torch
 
 from tllm_spec.attention.interface import ForwardContext
+from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.attention_groups import AttentionGroups
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
-from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 
 

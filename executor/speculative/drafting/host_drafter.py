@@ -8,16 +8,16 @@ from itertools import chain
 from operator import index
 from typing import Any, TypeVar
 
-from tllm_spec.draft_shape import chain_of
+from tllm_spec.config.draft_shape import chain_of
+from tllm_spec.config.option_checks import shown
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
-from tllm_spec.grammar_state import GrammarState
-from tllm_spec.option_checks import shown
+from tllm_spec.grammar.grammar_state import GrammarState
 
 Drafts = TypeVar("Drafts")
 

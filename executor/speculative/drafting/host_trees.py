@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from tllm_spec.config.option_checks import shown
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
@@ -20,9 +21,8 @@ from tllm_spec.executor.speculative.drafting.tree_arrays import (
     Rows,
     read_trees,
 )
-from tllm_spec.grammar_state import GrammarState
+from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.kernels.beam_pool import DraftTree
-from tllm_spec.option_checks import shown
 
 # From here on arrays are quicker than a `HostTree` for each request.
 MIN_REQUESTS = 16

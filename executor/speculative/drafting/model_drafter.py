@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
+from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.draft_engine import DraftModelEngine
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.graphs.eager_timing import TIMED_KV_LEN, eager_seconds
@@ -27,7 +28,6 @@ from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
 from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager

@@ -6,13 +6,13 @@ of the target's rounds keep these tokens on the device, slot by slot."""
 
 import torch
 
-from tllm_spec.draft_shape import DraftShape
+from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.device.device_span import DeviceSpan
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.rounds.device_span import DeviceSpan
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
 from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager

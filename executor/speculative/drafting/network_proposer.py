@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
+from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.chain_drafting import ChainDrafting

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tllm_spec.draft_shape import DraftShape
+from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.sampling.row_group import RowGroup

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from tllm_spec.draft_shape import DraftShape
+from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
+from tllm_spec.executor.device.device_span import DeviceSpan
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.rounds.device_span import DeviceSpan
 from tllm_spec.executor.sampling.row_group import RowGroup
 
 

@@ -7,9 +7,9 @@ from array import array
 
 import torch
 
-from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
+from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
+from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.proposer import DraftChains, Proposer
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult

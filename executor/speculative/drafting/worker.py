@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
+from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.device.device_span import DeviceSpan
 from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.rounds.device_span import DeviceSpan
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
 from tllm_spec.executor.speculative.drafting.proposer import Proposer
 from tllm_spec.executor.speculative.drafting.round_end import (

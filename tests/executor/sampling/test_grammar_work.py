@@ -15,7 +15,7 @@ from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling import grammar_work
 from tllm_spec.executor.sampling.grammar_work import GrammarWork
-from tllm_spec.grammar_state import GrammarState
+from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.request_errors import GrammarTooSlow
 from tllm_spec.sampling_params import SamplingParams
 

@@ -15,9 +15,9 @@ from tests.executor.graph_rounds import num_replays, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back
 from tests.models.helpers import random_tokens, reference_logits
 from tests.models.mtp_reference import save_predictable
-from tllm_spec.config import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.speculative_base import RelaxedRule
 from tllm_spec.executor.sampling.relaxed import is_close, phases
-from tllm_spec.speculative_base import RelaxedRule
 
 BEGIN, END = 3, 4
 

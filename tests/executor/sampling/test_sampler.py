@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tllm_spec.draft_shape import DraftShapes
+from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest, RequestState

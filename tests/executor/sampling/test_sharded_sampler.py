@@ -10,9 +10,9 @@ import torch
 
 from tests.distributed.thread_ranks import RANKS, ThreadGroup
 from tests.executor.sampling.test_sampler import CPU, DRAFT_LEN, VOCAB, Bench
+from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.distributed.vocab_shard import VocabShard
-from tllm_spec.draft_shape import chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.logprobs import LogprobRows
@@ -23,7 +23,7 @@ from tllm_spec.executor.sampling.sharded_sampler import (
     ShardedRowGroups,
     ShardedSampler,
 )
-from tllm_spec.grammar_state import DraftNodes, GrammarState
+from tllm_spec.grammar.grammar_state import DraftNodes, GrammarState
 
 HALF = VOCAB // RANKS
 WAYS = ["greedy", "temperature", "temperature"]

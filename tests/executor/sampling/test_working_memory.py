@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.executor.harness import Harness, draft_target, output_of
 from tests.executor.sampling.test_sampler import WAYS
-from tllm_spec.draft_shape import DraftShapes
+from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager

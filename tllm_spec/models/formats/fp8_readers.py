@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tllm_spec.config.option_checks import shown
 from tllm_spec.models.checkpoint import checkpoint_names
 from tllm_spec.models.formats.fp8_formats import (
     BLOCK,
@@ -15,7 +16,6 @@ from tllm_spec.models.formats.fp8_formats import (
     ModuleNames,
 )
 from tllm_spec.models.json_file import read_json
-from tllm_spec.option_checks import shown
 
 MODELOPT_FILE = "hf_quant_config.json"
 # Of config.json; the second is from early versions of compressed-tensors.

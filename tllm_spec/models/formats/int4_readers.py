@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tllm_spec.config.option_checks import shown
 from tllm_spec.models.formats.fp8_readers import (
     MODELOPT_FILE,
     QUANTIZATION_KEYS,
@@ -15,7 +16,6 @@ from tllm_spec.models.formats.fp8_readers import (
 )
 from tllm_spec.models.formats.int4_formats import Int4Format, Int4Groups, Packing
 from tllm_spec.models.json_file import read_json
-from tllm_spec.option_checks import shown
 
 GPTQ_FILE = "quantize_config.json"
 _SIZES = (32, 64, 128)

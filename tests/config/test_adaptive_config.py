@@ -1,0 +1,177 @@
+"""`adaptive`: what is taken, in which spelling, and what the refusals name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tllm_spec.config.adaptive_config import (
+    PRESETS,
+    AdaptiveConfig,
+    CostModelOptions,
+    EmaOptions,
+)
+
+DOCUMENTED = Path(__file__).parent.parent.parent / "docs" / "adaptive.md"
+SLOT = {"candidate_steps": [1, 3]}
+
+
+def test_a_slot_key_is_an_integer_or_a_string_of_digits() -> None:
+    ladders = {
+        "ema_alpha": 0.5,
+        "1": {"candidate_steps": [7, 1, 3, 3]},
+        8: {"candidate_steps": [0]},
+    }
+    config = AdaptiveConfig.parse(ladders)
+    assert [(low, slot.candidate_steps) for low, slot in config.slots] == [
+        (1, (1, 3, 7)),
+        (8, (0,)),
+    ]
+    assert config.draft_lens == (0, 1, 3, 7)
+
+
+def test_a_slot_s_key_wins_over_the_global_one_which_wins_over_the_default() -> None:
+    config = AdaptiveConfig.parse(
+        {
+            "update_interval": 7,
+            "up_hysteresis": 0.5,
+            "1": SLOT,
+            "4": {**SLOT, "up_hysteresis": 1, "ema_alpha": 1},
+        }
+    )
+    assert dict(config.slots) == {
+        1: EmaOptions(candidate_steps=(1, 3), update_interval=7, up_hysteresis=0.5),
+        4: EmaOptions(candidate_steps=(1, 3), update_interval=7, up_hysteresis=1, ema_alpha=1),
+    }
+
+
+def test_without_a_strategy_the_keys_decide_and_ours_is_the_default() -> None:
+    assert isinstance(AdaptiveConfig.parse({}).slots[0][1], CostModelOptions)
+    assert isinstance(AdaptiveConfig.parse({"1": SLOT}).slots[0][1], CostModelOptions)
+    assert isinstance(
+        AdaptiveConfig.parse({"1": {**SLOT, "ceiling_coeff": 0}}).slots[0][1], EmaOptions
+    )
+    assert isinstance(AdaptiveConfig.parse({"strategy": "ema", "1": SLOT}).slots[0][1], EmaOptions)
+
+
+def test_the_presets_are_the_document_s_and_the_newest_defaults() -> None:
+    ladders = {
+        name: {
+            low: (slot.candidate_steps, slot.down_hysteresis, slot.ceiling_coeff)
+            for low, slot in AdaptiveConfig.parse(name).slots
+            if isinstance(slot, EmaOptions)
+        }
+        for name in PRESETS
+    }
+    assert ladders == {
+        "conservative": {1: ((1, 3, 7), -0.25, 0), 8: ((1, 3), 0, 0), 32: ((1,), 0, 0)},
+        "aggressive": {
+            1: ((1, 3, 7), -0.25, 0),
+            8: ((1, 3, 7), -0.25, 3.0),
+            64: ((1, 3), -0.25, 1.67),
+            128: ((1, 3), -0.25, 1.2),
+        },
+        "newest": {
+            1: ((1, 3, 5, 7), -0.25, 0),
+            8: ((0, 1, 3), 0, 0),
+            32: ((0, 1), 0, 0),
+            64: ((0,), 0, 0),
+        },
+    }
+
+
+def test_sglang_s_file_means_ema_even_with_ladders_alone(tmp_path: Path) -> None:
+    path = tmp_path / "adaptive.json"
+    path.write_text(json.dumps({"1": SLOT}))
+    assert dict(AdaptiveConfig.parse(str(path)).slots) == {1: EmaOptions(candidate_steps=(1, 3))}
+
+
+BAD: list[tuple[Any, str]] = [
+    ({1: [5]}, "adaptive.slot 1 = [5]"),
+    ({"8": True}, "adaptive.slot 8 = True"),
+    ({"8": {"candidate_steps": []}}, "adaptive.slot 8.candidate_steps = []"),
+    ({"8": {"candidate_steps": [1, True]}}, "adaptive.slot 8.candidate_steps"),
+    ({"8": {"candidate_steps": [3, -1]}}, "-1 is no draft length"),
+    ({"8": {"candidate_steps": [1.0]}}, "1.0 is no draft length"),
+    ({"8": {"candidate_steps": 3}}, "adaptive.slot 8.candidate_steps = 3"),
+    ({"strategy": "ema", "8": {}}, "adaptive.slot 8.candidate_steps is missing"),
+    ({"8": {**SLOT, "ema_alpha": True}}, "adaptive.slot 8.ema_alpha = True"),
+    ({"8": {**SLOT, "update_interval": 0}}, "adaptive.slot 8.update_interval = 0"),
+    ({"8": {**SLOT, "warmup_batches": -1}}, "adaptive.slot 8.warmup_batches = -1"),
+    ({"8": {**SLOT, "ceiling_coeff": float("inf")}}, "adaptive.slot 8.ceiling_coeff"),
+    (
+        {"8": {**SLOT, "ceiling_coef": 1.0}},
+        "adaptive.slot 8.ceiling_coef = 1.0 is not a known option",
+    ),
+    (
+        {"8": {**SLOT, "compat": True}, "strategy": "ema"},
+        "adaptive.slot 8.compat = True is refused in a slot: this key holds for all slots",
+    ),
+    ({"8": {**SLOT, "strategy": "ema"}}, "adaptive.slot 8.strategy = 'ema' is refused in a slot"),
+    (
+        {"8": {**SLOT, "probe_time_share": 1}, "strategy": "ema"},
+        "adaptive.slot 8.probe_time_share = 1 is not a known option",
+    ),
+    ({"8": {**SLOT, "window_trials": 9.0}, "strategy": "ema"}, "adaptive.slot 8.window_trials"),
+    ({"ema_alpha": 2, "8": SLOT}, "adaptive.ema_alpha = 2"),
+    ({"ema_alfa": 0.2, "8": SLOT}, "adaptive.ema_alfa = 0.2"),
+    (
+        {"window_trails": 3},
+        "adaptive.window_trails = 3 is not a known option; did you mean window_trials?",
+    ),
+    ({"strateggy": "ema"}, "did you mean strategy?"),
+    ({"compatt": True, "strategy": "ema", "8": SLOT}, "did you mean compat?"),
+    ({"strategy": "ema"}, "no batch-size slot"),
+    ({"strategy": "ema", "candidate_steps": []}, "candidate_steps = []"),
+    ({"candidate_steps": [1], "8": SLOT}, "adaptive.candidate_steps = [1]"),
+    ({"strategy": "throughput_aware", "8": SLOT}, "adaptive.strategy = 'throughput_aware'"),
+    ({"compat": True}, "adaptive.compat = True"),
+    ({"compat": 1, "strategy": "ema", "8": SLOT}, "adaptive.compat = 1"),
+    ({"switch_margin": 0.1, "strategy": "ema", "8": SLOT}, "adaptive.switch_margin"),
+    ({"window_trials": 0}, "adaptive.window_trials = 0"),
+    ({8: SLOT, "8": SLOT}, "slot 8 twice"),
+    ({True: SLOT}, "the key True"),
+    ({-8: SLOT}, "the key -8"),
+    ([1, 3], "adaptive = [1, 3]"),
+    (True, "adaptive = True"),
+    ("no/such/file.json", "no preset (conservative, aggressive, newest)"),
+]
+
+
+@pytest.mark.parametrize(("given", "named"), BAD)
+def test_a_bad_configuration_is_refused_with_slot_and_key_named(given: Any, named: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        AdaptiveConfig.parse(given)
+    assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize("strategy", ["ema", "cost_model"])
+def test_a_key_like_no_other_is_answered_by_all_keys_that_the_strategy_has(strategy: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        AdaptiveConfig.parse({"strategy": strategy, "zzz": 1, "8": SLOT})
+    options = EmaOptions if strategy == "ema" else CostModelOptions
+    known = {"strategy", "compat", *options.model_fields}
+    assert str(refusal.value).partition("known: ")[2].split(", ") == sorted(known)
+
+
+def test_a_slot_may_say_all_keys_of_its_strategy() -> None:
+    for options in (EmaOptions(candidate_steps=(1, 3)), CostModelOptions(candidate_steps=(1, 3))):
+        config = AdaptiveConfig.parse({8: options.model_dump()})
+        assert config.slots == ((8, options),)
+
+
+@pytest.mark.parametrize("options", [CostModelOptions, EmaOptions])
+def test_the_page_names_every_key_with_its_default(
+    options: type[CostModelOptions] | type[EmaOptions],
+) -> None:
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in DOCUMENTED.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `")
+    ]
+    documented = {row[0].strip("`"): row[1] for row in rows}
+    for name, field in options.model_fields.items():
+        assert name in documented
+        if not field.is_required() and field.default is not None:
+            assert float(documented[name]) == field.default

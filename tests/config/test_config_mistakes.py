@@ -1,0 +1,233 @@
+"""Mistakes in configurations: each is refused with its key, its value and what is accepted."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.decoding_options import ngram, speculate
+from tllm_spec.config.config_base import ConfigModel
+from tllm_spec.config.llm_args import CudaGraphConfig, KvCacheConfig, LlmArgs
+from tllm_spec.config.peer_options import LLM_PEERS, SPECULATIVE_PEERS
+from tllm_spec.config.speculative_config import CONFIG_OF_TYPE
+
+
+@pytest.mark.parametrize(
+    ("options", "sentences"),
+    [
+        ({"max_batch_sze": 3}, ["max_batch_sze = 3", "did you mean max_batch_size"]),
+        ({"self": 1}, ["self = 1 is not a known option"]),
+        ({"kv_cache_config": {"self": 1}}, ["kv_cache_config.self = 1 is not a known option"]),
+        ({"max_batch_size": 0}, ["max_batch_size = 0", "greater than 0"]),
+        ({"max_batch_size": True}, ["max_batch_size = True", "integer"]),
+        ({"max_batch_size": 99999999999}, ["max_batch_size = 99999999999", "65536"]),
+        ({"max_num_tokens": 99999999999}, ["max_num_tokens = 99999999999", "1048576"]),
+        ({"dtype": "fp8"}, ["dtype = 'fp8'", "'bfloat16'"]),
+        ({"device": "tpu"}, ["device = 'tpu': 'auto', 'cpu', 'cuda' or 'cuda:N' is needed"]),
+        (
+            ngram(max_draft_len=3),
+            [
+                "decoding_type = 'NGram' is not a known option here; it is one of "
+                "speculative_config",
+                "max_draft_len = 3 is not a known option here; it is one of speculative_config",
+            ],
+        ),
+        (
+            {"tokens_per_block": 64, "eagle_choices": [[0]]},
+            [
+                "tokens_per_block = 64 is not a known option here; it is one of kv_cache_config",
+                "eagle_choices = [[0]] is not a known option here; it is one of speculative_config",
+            ],
+        ),
+        ({"device": 0}, ["device = 0: 'auto', 'cpu', 'cuda' or 'cuda:N' is needed"]),
+        ({"tokenizer": 4}, ["tokenizer = 4"]),
+        ({"kv_cache_config": 5}, ["kv_cache_config = 5: a mapping is needed"]),
+        (speculate(5), ["speculative_config = 5: a mapping is needed"]),
+        (
+            speculate(ngram(draft_len_schedule=5)),
+            ["speculative_config.draft_len_schedule = 5: a mapping is needed"],
+        ),
+        ({"pipeline_parallel_size": True}, ["pipeline_parallel_size = True", "accepted: 1"]),
+        (
+            {"kv_cache_config": {"tokens_per_block": 33}},
+            ["kv_cache_config.tokens_per_block = 33", "power of two"],
+        ),
+        (
+            {"kv_cache_config": {"max_toekns": 3}},
+            ["kv_cache_config.max_toekns = 3", "did you mean max_tok"],
+        ),
+        (
+            {"kv_cache_config": {"dtype": "fp8"}},
+            ["kv_cache_config.dtype = 'fp8'", "accepted: 'auto'"],
+        ),
+        (
+            {"scheduler_config": {"waiting_queue_policy": "x"}},
+            ["scheduler_config.waiting_queue_policy", "'fcfs'"],
+        ),
+        ({"attn_backend": "XFORMERS"}, ["attn_backend = 'XFORMERS'", "'TRITON' or 'FLASHINFER'"]),
+        (
+            speculate({"decoding_type": "Medusa"}),
+            ["decoding_type = 'Medusa'", "not served yet", "Eagle3"],
+        ),
+        (speculate({"decoding_type": "Egle"}), ["decoding_type = 'Egle'", "NGram, Draft_Target"]),
+        (
+            speculate({"max_draft_len": 4}),
+            ["speculative_config.decoding_type is required; accepted: NGram, Draft_Target"],
+        ),
+        (
+            speculate(ngram(eagle3_one_model=True, max_draft_len=0)),
+            [
+                "speculative_config.eagle3_one_model = True is an option of Eagle3 and Eagle, not "
+                "of NGram",
+                "max_draft_len = 0",
+            ],
+        ),
+        (
+            speculate({"decoding_type": "MTP", "max_draft_len": 1, "is_keep_all": True}),
+            ["speculative_config.is_keep_all = True is an option of NGram, not of MTP"],
+        ),
+        (
+            speculate({"decoding_type": "NGram"}),
+            ["speculative_config.max_draft_len is required by NGram"],
+        ),
+        (
+            speculate(ngram(max_draft_len=0)),
+            ["speculative_config.max_draft_len = 0: NGram", "from 1 to 65536"],
+        ),
+        (
+            speculate(ngram(max_draft_len=None)),
+            ["max_draft_len = None: NGramDecodingConfig needs", "null"],
+        ),
+        ({"cuda_graph_config": {"batch_sizes": [1, 0]}}, ["batch_sizes.1 = 0", "greater than 0"]),
+        (
+            {"cuda_graph_config": {"batch_sizes": []}},
+            ["cuda_graph_config.batch_sizes = []", "null"],
+        ),
+        (
+            {"cuda_graph_config": {"batch_sizes": [1, 8], "max_batch_size": 4}},
+            [
+                "cuda_graph_config.max_batch_size = 4 contradicts batch_sizes = (1, 8)",
+                "largest of them, 8",
+            ],
+        ),
+        (
+            {"cuda_graph_config": {"mode": "prefill"}},
+            ["cuda_graph_config.mode = 'prefill'", "'decode'"],
+        ),
+        (
+            speculate(ngram()) | {"max_num_tokens": 4},
+            ["max_num_tokens = 4", "max_draft_len + 1 = 5"],
+        ),
+    ],
+)
+def test_a_mistake_is_named_with_its_key_value_and_what_is_accepted(
+    options: dict[str, object], sentences: list[str]
+) -> None:
+    with pytest.raises(ValueError) as refusal:
+        LlmArgs.from_kwargs("m", **options)
+    for sentence in sentences:
+        assert sentence in str(refusal.value)
+    assert "pydantic" not in str(refusal.value)
+
+
+NESTED = [(LLM_PEERS, ""), (SPECULATIVE_PEERS, "speculative_config.")]
+OWNERS: dict[str, list[type[ConfigModel]]] = {
+    "": [LlmArgs],
+    "kv_cache_config": [KvCacheConfig],
+    "cuda_graph_config": [CudaGraphConfig],
+    "speculative_config": [*CONFIG_OF_TYPE.values()],
+}
+
+
+@pytest.mark.parametrize(
+    ("table", "path", "name"),
+    [(table, path, name) for table, path in NESTED for name in sorted(table)],
+)
+def test_what_is_said_about_an_option_of_vllm_or_sglang_is_an_option_here(
+    table: Mapping[str, str], path: str, name: str
+) -> None:
+    given: dict[str, Any] = {name: 1}
+    if path:
+        given = speculate(ngram(**given))
+    with pytest.raises(ValueError) as refusal:
+        LlmArgs(**{"model": "m", **given})
+    assert f"{path}{name} = 1 is not a known option; use {table[name]}" in str(refusal.value)
+    for use in re.sub(r" \(.*\)", "", table[name]).split(" and "):
+        option, _, value = use.partition(": ")
+        *outer, last = (path + option).split(".")
+        assert any(last in kind.model_fields for kind in OWNERS[".".join(outer)])
+        if value:
+            wanted: Any = {last: yaml.safe_load(value)}
+            LlmArgs(**{"model": "m", **({outer[0]: wanted} if outer else wanted)})
+
+
+def test_the_names_of_vllms_yaml_files_have_hyphens() -> None:
+    with pytest.raises(ValueError, match=r"max-num-seqs = 8 .*; use max_batch_size"):
+        LlmArgs(**{"model": "m", "max-num-seqs": 8})
+
+
+def test_the_known_options_are_listed_once() -> None:
+    with pytest.raises(ValueError) as refusal:
+        LlmArgs.from_kwargs("m", zzz=1, qqq=2, speculative_config={"zzz": 3, "qqq": 4})
+    lines = str(refusal.value).splitlines()
+    assert [line.partition(" = ")[0] for line in lines if " = " in line] == [
+        *("speculative_config.zzz", "speculative_config.qqq", "zzz", "qqq")
+    ]
+    assert ["; known: " in line for line in lines] == [False, True, False, True, False]
+
+
+@pytest.mark.parametrize("name", ["speculative_num_steps", "speculative_draft_model_path"])
+def test_sglangs_names_belong_into_speculative_config(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} = 3 .* it is one of speculative_config"):
+        LlmArgs.from_kwargs("m", **{name: 3})
+
+
+@pytest.mark.parametrize("kind", [{}, {"decoding_type": "Egle"}])
+def test_wrong_keys_are_named_with_a_wrong_or_missing_decoding_type(kind: dict[str, str]) -> None:
+    options = {"method": "eagle3", "max_draft_len": 3, "max_draft_len_x": 4, **kind}
+    with pytest.raises(ValueError) as refusal:
+        LlmArgs.from_kwargs("m", speculative_config=options)
+    assert [line.partition(" ")[0] for line in str(refusal.value).splitlines()] == [
+        f"speculative_config.{name}" for name in ("decoding_type", "method", "max_draft_len_x")
+    ]
+
+
+def test_a_long_value_is_shown_by_its_beginning() -> None:
+    with pytest.raises(ValueError, match="dtype") as refusal:
+        LlmArgs.from_kwargs("m", dtype="x" * 100_000)
+    assert len(str(refusal.value)) < 1000
+
+
+def test_all_mistakes_are_reported_together() -> None:
+    with pytest.raises(ValueError) as refusal:
+        LlmArgs.from_kwargs(
+            "m", max_batch_size=0, kv_cache_config={"max_tokens": -1, "tokens_per_block": 3}
+        )
+    assert len(str(refusal.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"speculative_config": ngram() | {"decoding_type": ["NGram"]}},
+            r"decoding_type = \['NGram'\] is not a known type",
+        ),
+        (
+            {"speculative_config": ngram() | {5: 6}},
+            "speculative_config has the key 5; names of options",
+        ),
+        ({"kv_cache_config": {5: 6}}, "kv_cache_config has the key 5"),
+        (
+            {"prefill_cuda_graph_backend": "piecewise"},
+            "refused: a captured prefill is one whole graph; accepted: 'auto' or",
+        ),
+    ],
+)
+def test_values_that_only_yaml_can_write_are_refused_by_a_sentence(
+    options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        LlmArgs.from_kwargs("m", **options)

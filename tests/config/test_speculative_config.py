@@ -1,0 +1,220 @@
+"""The classes of the decoding types: what they take and refuse, and whether rounds overlap."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.decoding_options import FixedDrafter, eagle3, ngram, speculate
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.speculative_config import (
+    DraftTargetDecodingConfig,
+    Eagle3DecodingConfig,
+    EagleDecodingConfig,
+    NGramDecodingConfig,
+    SADecodingConfig,
+)
+
+
+@pytest.mark.parametrize("spelling", ["Draft_Target", "DraftTarget"])
+@pytest.mark.parametrize(
+    "folder", ["speculative_model", "speculative_model_dir", "speculative_draft_model_path"]
+)
+def test_both_spellings_of_draft_target_and_of_its_model_are_taken(
+    spelling: str, folder: str
+) -> None:
+    options = {"decoding_type": spelling, "max_draft_len": 3, folder: Path("some/draft")}
+    args = LlmArgs.from_kwargs("m", speculative_config=options)
+    expected = DraftTargetDecodingConfig(max_draft_len=3, speculative_model="some/draft")
+    assert args.speculative_config == expected
+
+
+@pytest.mark.parametrize("decoding_type", ["DraftTarget", "Eagle3"])
+def test_a_decoding_type_with_draft_weights_needs_them(decoding_type: str) -> None:
+    with pytest.raises(ValueError, match="speculative_model is required"):
+        LlmArgs.from_kwargs("m", **speculate({"decoding_type": decoding_type, "max_draft_len": 3}))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"speculative_model": "d"}, {"use_rejection_sampling": True}, {"load_format": "auto"}],
+)
+def test_ngram_refuses_options_of_a_draft_model(option: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(option))):
+        NGramDecodingConfig(max_draft_len=4, **option)
+
+
+def test_an_ngram_pool_is_private_and_bounded_by_default() -> None:
+    config = NGramDecodingConfig(max_draft_len=4)
+    assert not config.is_public_pool
+    assert config.max_pool_entries == 1_000_000
+
+
+def test_a_match_in_the_text_has_1_to_64_tokens_or_any_number() -> None:
+    """The names and -1 are TensorRT-LLM's."""
+    for size, most in ((-1, 64), (1, 1), (64, 64)):
+        config = SADecodingConfig(max_draft_len=4, max_matching_ngram_size=size)
+        assert config.max_match == most and config.overlaps and not config.may_pause
+    assert SADecodingConfig(max_draft_len=4).max_matching_ngram_size == -1
+    for refused in (0, -2, 65):
+        with pytest.raises(ValueError, match=f"max_matching_ngram_size = {refused}.*1 to 64"):
+            SADecodingConfig(max_draft_len=4, max_matching_ngram_size=refused)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"enable_global_pool": True}, {"global_pool_size": 64}, {"speculative_model": "d"}],
+)
+def test_matches_in_the_text_refuse_pools_and_draft_models(option: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(option))):
+        SADecodingConfig(max_draft_len=4, **option)
+    off = {"enable_global_pool": False, "global_pool_size": None}
+    assert SADecodingConfig(max_draft_len=4, **off) == SADecodingConfig(max_draft_len=4)
+
+
+def test_greedy_drafts_contradict_rejection_sampling() -> None:
+    with pytest.raises(ValueError, match="contradicts"):
+        DraftTargetDecodingConfig(
+            max_draft_len=4,
+            speculative_model="d",
+            use_rejection_sampling=True,
+            draft_sampling="greedy",
+        )
+
+
+def test_an_eagle3_configuration_is_read_from_yaml(tmp_path: Path) -> None:
+    yaml_file = tmp_path / "options.yaml"
+    yaml_file.write_text(
+        "speculative_config: {decoding_type: Eagle3, max_draft_len: 3, speculative_model_dir: "
+        "some/head,\n"
+        "  eagle3_one_model: false, eagle3_layers_to_capture: [5, 1, 5], draft_sampling: greedy}\n"
+    )
+    assert LlmArgs.from_yaml(yaml_file, model="m").speculative_config == Eagle3DecodingConfig(
+        max_draft_len=3,
+        speculative_model="some/head",
+        eagle3_one_model=False,
+        eagle3_layers_to_capture=(1, 5),
+        draft_sampling="greedy",
+    )
+
+
+def test_eagle_takes_the_options_of_eagle3_and_is_a_type_of_its_own() -> None:
+    config = LlmArgs.from_kwargs("m", **speculate(eagle3(decoding_type="Eagle"))).speculative_config
+    assert type(config) is EagleDecodingConfig
+    expected = Eagle3DecodingConfig(**eagle3())
+    assert config.model_dump() == expected.model_dump() | {"decoding_type": "Eagle"}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (ngram(), "this decoding type has no draft model"),
+        ({"decoding_type": "MTP", "max_draft_len": 1}, "the module has the target's output layer"),
+    ],
+)
+def test_a_token_map_is_refused_without_draft_weights_of_its_own(
+    config: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=f"speculative_token_map = 'hot.pt' is refused: {reason}"):
+        LlmArgs.from_kwargs("m", **speculate(config | {"speculative_token_map": "hot.pt"}))
+
+
+def test_a_network_outside_torch_has_no_token_map() -> None:
+    options = eagle3(
+        decoding_type="Draft_Target",
+        draft_backend="onnxruntime",
+        draft_target_one_model=True,
+        speculative_token_map="hot.pt",
+    )
+    with pytest.raises(ValueError, match=r"own round; its network has no token map; accepted"):
+        LlmArgs.from_kwargs("m", **speculate(options))
+
+
+def test_a_token_map_may_be_a_path() -> None:
+    options = eagle3(decoding_type="Draft_Target", speculative_token_map=Path("some/hot.pt"))
+    config = LlmArgs.from_kwargs("m", **speculate(options)).speculative_config
+    assert isinstance(config, DraftTargetDecodingConfig)
+    assert config.speculative_token_map == "some/hot.pt"
+
+
+@pytest.mark.parametrize("layers", [[31, 2, 16, 31], (16, 31, 2), {31, 16, 2}])
+def test_captured_layers_are_kept_in_ascending_order_and_once(layers: object) -> None:
+    config = Eagle3DecodingConfig(
+        max_draft_len=3, speculative_model="h", eagle3_layers_to_capture=layers
+    )
+    assert config.eagle3_layers_to_capture == (2, 16, 31)
+    assert (
+        Eagle3DecodingConfig(max_draft_len=3, speculative_model="h").eagle3_layers_to_capture
+        is None
+    )
+
+
+CAUSE = "; synthetic acceptance is for benchmarks and changes the text"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("eagle3_layers_to_capture", [], "one or more layer ids"),
+        ("eagle3_layers_to_capture", [2, -1], "counted from 0; the outputs of these layers"),
+        ("eagle3_layers_to_capture", [True], "valid integer"),
+        ("eagle3_layers_to_capture", "12", "'12'"),
+        ("synthetic_acceptance_rates", {0.5, 0.4, 0.3}, "a list is needed"),
+        ("synthetic_acceptance_rates", [0.5, 0.6, 0.1], f"only with all before it{CAUSE}"),
+        ("synthetic_acceptance_rates", [1.1, 0.6, 0.1], f"0..1{CAUSE}"),
+        ("synthetic_acceptance_rates", [0.5, 0.1, -0.1], f"0..1{CAUSE}"),
+        ("synthetic_acceptance_rates", [float("nan")] * 3, f"0..1{CAUSE}"),
+        ("synthetic_acceptance_rates", [0.5, 0.4], f"one probability for each draft{CAUSE}"),
+        ("synthetic_acceptance_rates", [0.5] * 4, f"one probability for each draft{CAUSE}"),
+    ],
+)
+def test_wrong_layers_and_rates_are_refused_with_their_key_and_the_reason(
+    name: str, value: object, sentence: str
+) -> None:
+    with pytest.raises(ValueError) as refusal:
+        LlmArgs.from_kwargs("m", **speculate(eagle3(**{name: value})))
+    assert name in str(refusal.value)
+    assert sentence in str(refusal.value)
+
+
+def test_synthetic_acceptance_excludes_rejection_sampling() -> None:
+    options = eagle3(synthetic_acceptance_rates=[0.5, 0.4, 0.3], use_rejection_sampling=True)
+    with pytest.raises(ValueError, match=f"use_rejection_sampling = True are exclusive.*{CAUSE}"):
+        LlmArgs(model="m", **speculate(options))
+
+
+@pytest.mark.parametrize(
+    ("speculative_config", "why_not"),
+    [
+        (None, None),
+        (eagle3(use_rejection_sampling=True), None),
+        (eagle3(eagle3_one_model=False), None),
+        (eagle3(decoding_type="Draft_Target", draft_target_one_model=True), None),
+        (eagle3(decoding_type="Draft_Target"), None),
+        (ngram(), "NGram drafts are made on the host from tokens"),
+        (
+            ngram(decoding_type="User_Provided", drafter=FixedDrafter()),
+            "User_Provided drafts are made on",
+        ),
+    ],
+)
+def test_rounds_overlap_without_drafts_and_with_drafts_that_are_made_on_the_device(
+    speculative_config: dict[str, object] | None, why_not: str | None
+) -> None:
+    args = LlmArgs.from_kwargs("m", speculative_config=speculative_config)
+    assert (args.why_no_overlap is None) == (why_not is None)
+    assert (why_not or "") in (args.why_no_overlap or "")
+    if args.speculative_config is not None:
+        assert args.speculative_config.overlaps == (why_not is None)
+    args = LlmArgs(
+        model="m", speculative_config=args.speculative_config, disable_overlap_scheduler=True
+    )
+    assert args.why_no_overlap == "disable_overlap_scheduler is set"
+
+
+@pytest.mark.parametrize("decoding", [ngram(), eagle3(), eagle3(decoding_type="Draft_Target")])
+def test_synthetic_acceptance_rates_are_taken_by_every_decoding_type(
+    decoding: dict[str, object],
+) -> None:
+    decoding = {**decoding, "max_draft_len": 3, "synthetic_acceptance_rates": [1, 0.52, 0.52]}
+    config = LlmArgs.from_kwargs("m", speculative_config=decoding).speculative_config
+    assert config is not None and config.synthetic_acceptance_rates == (1.0, 0.52, 0.52)

@@ -1,0 +1,143 @@
+"""The base of all configuration models: frozen, no unknown keys, no silent conversion, and all
+mistakes of a configuration in one readable error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tllm_spec.config.option_checks import (
+    NotServed,
+    many_unknown,
+    refusals,
+    shown,
+    unknown_options,
+    warn_of_ignored,
+)
+
+# Options whose keys are batch sizes.
+NUMBERED = frozenset({"adaptive", "draft_len_schedule"})
+
+
+class ConfigError(ValueError):
+    """All mistakes found in one configuration, one line each."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
+
+
+class ConfigModel(BaseModel):
+    """A configuration object. Its constructor raises ConfigError, which names key and value of
+    every mistake.
+
+    The text after a field describes the option. `docs/options.md` is generated from these texts."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
+
+    not_served: ClassVar[Mapping[str, NotServed]] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}  # other names of options that are accepted
+    peers: ClassVar[Mapping[str, str]] = {}  # what to use instead of vLLM's and SGLang's options
+    is_public: ClassVar[bool] = True  # whether users know the name of the class
+
+    def __init__(self, /, **options: Any) -> None:
+        if lines := many_unknown(options, {*type(self).model_fields, *self.not_served}):
+            raise ConfigError(lines)
+        refused = refusals(options, self.not_served)
+        without_effect = self.not_served.keys() - type(self).model_fields
+        lines = list(refused.values())
+        try:
+            super().__init__(
+                **{
+                    name: value
+                    for name, value in options.items()
+                    if name not in refused and name not in without_effect
+                }
+            )
+        except ValidationError as error:
+            lines += _sentences(error, type(self))
+        if lines:
+            raise ConfigError(lines)
+        warn_of_ignored(options, self.not_served)
+
+    def as_options(self) -> dict[str, Any]:
+        """Plain values whose constructor makes an equal object, in another process too. Raises
+        TypeError for a value that is an object of the user's."""
+        return {name: _plain(getattr(self, name)) for name in sorted(self.model_fields_set)}
+
+
+def check_keys(options: Mapping[str, Any], path: str = "") -> None:
+    """Raises ConfigError for a nested key that is not a string, as YAML and Python can write."""
+    for name, value in options.items():
+        if not isinstance(value, Mapping) or name in NUMBERED:
+            continue
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise ConfigError(
+                [f"{path}{name} has the key {shown(wrong[0])}; names of options are needed"]
+            )
+        check_keys(value, f"{path}{name}.")
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if hasattr(value, "as_options"):
+        return value.as_options()
+    raise TypeError(f"{type(value).__name__} has no plain form")
+
+
+def _sentences(error: ValidationError, model: type[ConfigModel]) -> list[str]:
+    """One or more readable lines for each error that pydantic found in `model`'s arguments."""
+    lines: list[str] = []
+    unknown: dict[str, object] = {}
+    for detail in error.errors(include_url=False):
+        path = ".".join(str(part) for part in detail["loc"])
+        given, cause = shown(detail["input"]), detail.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):  # a nested configuration has named its own keys
+            lines += [f"{path}.{line}" if path else line for line in cause.lines]
+        elif isinstance(cause, ValueError):  # from one of our validators
+            lines.append(f"{path} = {given}: {cause}" if path else str(cause))
+        elif detail["type"] == "extra_forbidden":
+            if owners := " and ".join(_owners(model, path)):
+                lines.append(f"{path} = {given} is not a known option here; it is one of {owners}")
+            else:
+                unknown[path] = detail["input"]
+        elif detail["type"] == "missing":
+            owner = f" by {model.__name__}" if model.is_public else ""
+            lines.append(f"{path} is required{owner}")
+        elif detail["type"] in ("model_type", "dict_type"):
+            kind = "a mapping" if model.is_public else "an object"  # as YAML and JSON call it
+            lines.append(f"{path} = {given}: {kind} is needed")
+        else:
+            lines.append(f"{path} = {given}: {detail['msg'][0].lower()}{detail['msg'][1:]}")
+    return lines + unknown_options(unknown, model.model_fields, model.peers)
+
+
+def _owners(model: type[BaseModel], name: str) -> list[str]:
+    """The options of `model` whose mapping has the option `name`."""
+    return [
+        option
+        for option, field in model.model_fields.items()
+        if any(
+            name in kind.model_fields or name in kind.aliases
+            for kind in _models_in(field.annotation)
+        )
+    ]
+
+
+def _models_in(annotation: Any) -> Iterator[type[ConfigModel]]:
+    """The configuration models of an annotation, with their subclasses."""
+    if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
+        yield annotation
+        for kind in annotation.__subclasses__():
+            yield from _models_in(kind)
+    for part in get_args(annotation):
+        yield from _models_in(part)

@@ -1,0 +1,234 @@
+"""The options of draft trees, with TensorRT-LLM's names and SGLang's as their aliases."""
+
+from __future__ import annotations
+
+from ast import literal_eval
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, PositiveInt, model_validator
+
+from tllm_spec.config.config_base import ConfigError
+from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, DraftShapes, chain_of
+from tllm_spec.config.speculative_base import DecodingBaseConfig
+
+MAX_TOPK = 16
+MAX_NODES = 63  # without the root: a row's ancestors are bits of an int64
+MAX_BEAM_KEYS = 64  # of the draft network's forwards of one round, for the same reason
+
+SGLANG_TOPK = "speculative_eagle_topk"
+TREE_ALIASES: Mapping[str, str] = {
+    **DecodingBaseConfig.aliases,
+    SGLANG_TOPK: "dynamic_tree_max_topK",
+}
+
+Choices = tuple[tuple[int, ...], ...]
+
+
+def _choices_of(given: object) -> Choices:
+    """Paths in the order of the nodes, by length and then by rank, each once. Raises ValueError for
+    anything that is no list of paths; a text is read as a Python literal."""
+    try:
+        choices: Any = literal_eval(given) if isinstance(given, str) else given
+        paths = {tuple(path) for path in choices}
+        ranks = [rank for path in paths for rank in path]
+        is_list = bool(paths) and all(paths)
+    except (SyntaxError, TypeError, ValueError):  # the last: code instead of a literal
+        is_list = False
+    if not is_list or any(type(rank) is not int or rank < 0 for rank in ranks):
+        raise ValueError("a list of paths of ranks from 0 on is needed, e.g. [[0], [1], [0, 0]]")
+    return tuple(sorted(paths, key=lambda path: (len(path), path)))
+
+
+def _measures(choices: object) -> tuple[Any, Any]:
+    """The depth of a static tree and its number of drafts; None where it is no tree."""
+    try:
+        paths = _choices_of(choices)
+    except ValueError:
+        return None, None
+    return len(paths[-1]), len(paths)
+
+
+def _shown(tree: DraftShape) -> str:
+    return (
+        f"{{max_draft_len: {tree.depth}, dynamic_tree_max_topK: {tree.topk}, "
+        f"max_total_draft_tokens: {tree.num_nodes}}}"
+    )
+
+
+def _static(choices: Choices, depth: int) -> DraftShape:
+    """The tree's nodes up to a depth."""
+    paths = tuple(path for path in choices if len(path) <= depth)
+    return DraftShape(depth, len(paths), 1 + max(map(max, paths)), paths)
+
+
+def default_trees(largest: DraftShape) -> list[DraftShape]:
+    """What `candidate_trees` is where it is not given: half of the drafts in one step less, with
+    half of the children, and the same once more."""
+    trees = [largest]
+    for smaller in (1, 2):
+        depth, topk = largest.depth - smaller, max(2, largest.topk >> smaller)
+        num_nodes = largest.num_nodes >> smaller
+        if depth > 0 and depth < num_nodes <= topk + (depth - 1) * topk**2:
+            trees.append(DraftShape(depth, num_nodes, topk))
+    return trees
+
+
+def chain_or_tree(options: Mapping[str, Any], renamed: dict[str, Any]) -> None:
+    """SGLang's number of children says by itself whether there are trees."""
+    topk = renamed.get("dynamic_tree_max_topK")
+    if SGLANG_TOPK in options and type(topk) is int:
+        renamed.setdefault("use_dynamic_tree", topk > 1)
+        if topk == 1:
+            renamed.pop("dynamic_tree_max_topK")
+
+
+class DraftTreeDecodingConfig(DecodingBaseConfig):
+    """The options of the decoding types whose draft weights may draft trees."""
+
+    use_dynamic_tree: bool = False
+    """True drafts a tree instead of a chain: the `dynamic_tree_max_topK` best paths grow for
+    `max_draft_len` steps, and the `max_total_draft_tokens` likeliest of all their candidates are
+    verified (EAGLE-2)."""
+    dynamic_tree_max_topK: PositiveInt | None = None
+    """Children of a node of a dynamic tree, and paths that grow, at most. SGLang's name is
+    `speculative_eagle_topk`."""
+
+    eagle_choices: Annotated[Choices, BeforeValidator(_choices_of)] | None = None
+    """A static tree: a list of paths, each the ranks of the children that lead from the root to a
+    draft, e.g. `[[0], [1], [0, 0]]`. `max_draft_len` is the length of the longest path, and
+    `max_total_draft_tokens` their number."""
+
+    aliases: ClassVar[Mapping[str, str]] = TREE_ALIASES
+
+    @classmethod
+    def _without_aliases(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        renamed = super()._without_aliases(options)
+        if renamed.get("eagle_choices") is not None and renamed.get("max_draft_len") is None:
+            # 1 stands for the depth of what is no tree, and is not what is wrong.
+            renamed["max_draft_len"] = _measures(renamed["eagle_choices"])[0] or 1
+        chain_or_tree(options, renamed)
+        return renamed
+
+    @classmethod
+    def _default_num_nodes(cls, options: Mapping[str, Any]) -> Any:
+        length, topk = super()._default_num_nodes(options), options.get("dynamic_tree_max_topK")
+        if options.get("eagle_choices") is not None:
+            return _measures(options["eagle_choices"])[1]
+        if not options.get("use_dynamic_tree") or length is None or type(topk) is not int:
+            return length
+        return min(length * topk, MAX_NODES)
+
+    @property
+    def drafts_trees(self) -> bool:
+        is_dynamic = self.use_dynamic_tree and self.dynamic_tree_max_topK != 1
+        return is_dynamic or self.eagle_choices is not None
+
+    @model_validator(mode="after")
+    def _check_tree(self) -> DraftTreeDecodingConfig:
+        if mistakes := self._mistakes():
+            raise ConfigError(mistakes)
+        return self
+
+    def _mistakes(self) -> list[str]:
+        return self._static_mistakes() if self.eagle_choices else self._dynamic_mistakes()
+
+    def _static_mistakes(self) -> list[str]:
+        choices = self.eagle_choices
+        assert choices is not None
+        depth, number = _measures(choices)
+        found = [
+            f"{name} = {value} is not {expected}, which eagle_choices has"
+            for name, value, expected in (
+                ("max_draft_len", self.max_draft_len, depth),
+                ("max_total_draft_tokens", self.max_total_draft_tokens, number),
+            )
+            if value != expected
+        ]
+        if self.use_dynamic_tree or self.dynamic_tree_max_topK is not None:
+            found.append("eagle_choices and use_dynamic_tree are exclusive: a tree is one of them")
+        missing = sorted({path[:-1] for path in choices if len(path) > 1} - set(choices))
+        if missing:
+            found.append(f"eagle_choices continues {list(missing[0])}, which is not listed")
+        if number > MAX_NODES:
+            found.append(f"eagle_choices has {number} paths; a tree has {MAX_NODES} at most")
+        if (rank := max(map(max, choices))) >= MAX_TOPK:
+            found.append(f"eagle_choices has the rank {rank}; {MAX_TOPK - 1} is the most")
+        return found
+
+    def _dynamic_mistakes(self) -> list[str]:
+        topk, steps, nodes = (
+            self.dynamic_tree_max_topK,
+            self.max_draft_len,
+            self.max_total_draft_tokens or 0,
+        )
+        if not self.use_dynamic_tree:
+            return (
+                []
+                if topk is None
+                else [f"dynamic_tree_max_topK = {topk} needs use_dynamic_tree: true"]
+            )
+        if topk is None:
+            return ["use_dynamic_tree = True needs dynamic_tree_max_topK, the children of a node"]
+        if topk == 1:
+            return []
+        found, named = [], f"max_total_draft_tokens = {nodes}"
+        candidates, keys = topk + (steps - 1) * topk**2, (steps - 1) * topk
+        if topk > MAX_TOPK:
+            found.append(f"dynamic_tree_max_topK = {topk} is more than {MAX_TOPK}")
+        if nodes > min(candidates, MAX_NODES):
+            found.append(
+                f"{named} is more than {min(candidates, MAX_NODES)}: {topk} paths of {steps} steps "
+                f"have {topk} + {steps - 1} * {topk}**2 = {candidates} candidates, and a tree has "
+                f"{MAX_NODES} drafts at most"
+            )
+        if nodes < steps:
+            found.append(f"{named} is fewer than max_draft_len = {steps}, the depth of the tree")
+        found += self._candidate_mistakes(topk, nodes)
+        if keys > MAX_BEAM_KEYS:
+            found.append(
+                f"max_draft_len = {steps} with dynamic_tree_max_topK = {topk} is too much: "
+                f"({steps} - 1) * {topk} = {keys} drafts are read by the draft network in a round, "
+                f"and {MAX_BEAM_KEYS} is the most"
+            )
+        return found
+
+    def _candidate_mistakes(self, topk: int, nodes: int) -> list[str]:
+        found, room = [], DraftShape(self.max_draft_len, nodes, topk)
+        for tree in self.adaptive.trees if self.adaptive is not None else ():
+            most, named = tree.topk + (tree.depth - 1) * tree.topk**2, _shown(tree)
+            if tree.depth > room.depth or tree.topk > topk or tree.num_nodes > nodes:
+                found.append(
+                    f"adaptive.candidate_trees has {named}, and {_shown(room)} is the most that "
+                    "there is room for"
+                )
+            elif not tree.depth <= tree.num_nodes <= most:
+                found.append(
+                    f"adaptive.candidate_trees has {named}; max_total_draft_tokens must be in "
+                    f"{tree.depth}..{most}"
+                )
+        return found
+
+    @property
+    def mixes_trees(self) -> bool:
+        is_dynamic = self.use_dynamic_tree and self.dynamic_tree_max_topK != 1
+        return is_dynamic and self.adaptive is not None and self.adaptive.is_cost_model
+
+    @cached_property
+    def shapes(self) -> DraftShapes:
+        if self.eagle_choices is not None:
+            lengths = range(1, self.max_draft_len + 1)
+            return DraftShapes([NO_DRAFTS, *(_static(self.eagle_choices, n) for n in lengths)])
+        topk, nodes = self.dynamic_tree_max_topK, self.max_total_draft_tokens
+        if not self.drafts_trees or topk is None or nodes is None:
+            return DraftShapes.chains(self.max_draft_len)
+        if self.mixes_trees and self.adaptive is not None:
+            tree = DraftShape(self.max_draft_len, nodes, topk)
+            chains = [chain_of(length) for length in range(self.max_draft_len + 1)]
+            return DraftShapes(chains, self.adaptive.trees or default_trees(tree), tree)
+        trees = [
+            DraftShape(steps, min(nodes, topk + (steps - 1) * topk**2), topk)
+            for steps in range(1, self.max_draft_len + 1)
+        ]
+        return DraftShapes([NO_DRAFTS, *trees])

@@ -1,0 +1,186 @@
+"""The options of the decoding types whose drafts are made on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+from pydantic import PositiveInt, model_validator
+
+from tllm_spec.config.config_base import ConfigError
+from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, DraftShapes
+from tllm_spec.config.draft_tree_config import MAX_NODES, MAX_TOPK, TREE_ALIASES, chain_or_tree
+from tllm_spec.config.import_path import make_object
+from tllm_spec.config.option_checks import NotServed
+from tllm_spec.config.speculative_base import DECODING_NOT_SERVED, DecodingBaseConfig
+
+NO_DRAFT_MODEL = "this decoding type has no draft model"
+NO_DRAFT_PROBABILITY = (
+    "these drafts have no probabilities to accept against; they are compared with the target's "
+    "tokens"
+)
+
+HOST_DRAFTS_NOT_SERVED: Mapping[str, NotServed] = {
+    **DECODING_NOT_SERVED,
+    "speculative_model": NotServed((None,), NO_DRAFT_MODEL),
+    "load_format": NotServed((None,), NO_DRAFT_MODEL),
+    "speculative_token_map": NotServed((None,), NO_DRAFT_MODEL),
+    "use_rejection_sampling": NotServed((False,), NO_DRAFT_PROBABILITY),
+    "draft_sampling": NotServed(("coupled",), NO_DRAFT_PROBABILITY),
+}
+
+
+class NGramDecodingConfig(DecodingBaseConfig):
+    """Drafts looked up in the tokens seen so far (prompt lookup)."""
+
+    decoding_type: Literal["NGram"] = "NGram"
+    """Prompt lookup: copies what followed the same tokens before."""
+    max_matching_ngram_size: PositiveInt = 2
+    """Longest run of last tokens that is looked up; shorter runs are tried after it."""
+    is_keep_all: bool = True
+    """Remember every continuation of a run, not only one."""
+    is_use_oldest: bool = True
+    """Propose the oldest continuation of a run, not the newest."""
+    is_public_pool: bool = False
+    """Share the pool between requests of the same key and `cache_salt`. A public pool proposes one
+    user's text to another, who can tell from timing that it was there. True is TensorRT-LLM's
+    default."""
+    max_pool_entries: PositiveInt = 1_000_000
+    """Entries of the pool; the oldest ones go first. In TensorRT-LLM it grows without a limit."""
+    use_dynamic_tree: bool = False
+    """True drafts a tree instead of a chain: several continuations of the last tokens, the longest
+    matches first and of equals the newest, up to `max_total_draft_tokens` tokens. It needs
+    `is_keep_all: true` and `is_use_oldest: false`, which is then the default."""
+    dynamic_tree_max_topK: PositiveInt | None = None
+    """Children of a node of the tree, at most. SGLang's name is `speculative_eagle_topk`."""
+
+    not_served: ClassVar[Mapping[str, NotServed]] = HOST_DRAFTS_NOT_SERVED
+    aliases: ClassVar[Mapping[str, str]] = {
+        **TREE_ALIASES,
+        "prompt_lookup_num_tokens": "max_draft_len",
+    }
+
+    @classmethod
+    def _without_aliases(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        renamed = super()._without_aliases(options)
+        chain_or_tree(options, renamed)
+        if renamed.get("use_dynamic_tree") is True:
+            renamed.setdefault("is_use_oldest", False)
+        return renamed
+
+    @classmethod
+    def _default_num_nodes(cls, options: Mapping[str, Any]) -> Any:
+        length, topk = super()._default_num_nodes(options), options.get("dynamic_tree_max_topK")
+        if options.get("use_dynamic_tree") is not True or not length or type(topk) is not int:
+            return length
+        return min(length * topk, MAX_NODES)
+
+    @property
+    def drafts_trees(self) -> bool:
+        return self.use_dynamic_tree and self.dynamic_tree_max_topK != 1
+
+    @cached_property
+    def shapes(self) -> DraftShapes:
+        topk, nodes = self.dynamic_tree_max_topK, self.max_total_draft_tokens
+        if not self.drafts_trees or topk is None or nodes is None:
+            return super().shapes
+        depths = range(1, self.max_draft_len + 1)
+        trees = [DraftShape(depth, min(nodes, _most_nodes(topk, depth)), topk) for depth in depths]
+        return DraftShapes([NO_DRAFTS, *trees], narrows=True)
+
+    @model_validator(mode="after")
+    def _check_tree(self) -> NGramDecodingConfig:
+        if mistakes := self._tree_mistakes():
+            raise ConfigError(mistakes)
+        return self
+
+    def _tree_mistakes(self) -> list[str]:
+        topk, nodes = self.dynamic_tree_max_topK, self.max_total_draft_tokens or 0
+        if not self.use_dynamic_tree:
+            alone = f"dynamic_tree_max_topK = {topk} needs use_dynamic_tree: true"
+            return [] if topk is None else [alone]
+        if topk is None:
+            return ["use_dynamic_tree = True needs dynamic_tree_max_topK, the children of a node"]
+        found, most = [], min(MAX_NODES, _most_nodes(topk, self.max_draft_len))
+        if topk > MAX_TOPK:
+            found.append(f"dynamic_tree_max_topK = {topk} is more than {MAX_TOPK}")
+        if not self.max_draft_len <= nodes <= most:
+            found.append(
+                f"max_total_draft_tokens = {nodes} is not in {self.max_draft_len}..{most}, what a "
+                f"tree of depth {self.max_draft_len} with {topk} children of a node may have"
+            )
+        for name, needed in (("is_keep_all", True), ("is_use_oldest", False)):
+            if (value := getattr(self, name)) is not needed:
+                found.append(
+                    f"{name} = {value} is refused: a tree has the newest continuations; accepted: "
+                    f"{needed}"
+                )
+        return found
+
+
+def _most_nodes(topk: int, depth: int) -> int:
+    """Of a tree, without the root."""
+    return sum(topk**level for level in range(1, depth + 1))
+
+
+class UserProvidedDecodingConfig(DecodingBaseConfig):
+    """Drafts from the user's own object, or from a class that is named by its import path."""
+
+    decoding_type: Literal["User_Provided"] = "User_Provided"
+    """Your own `Drafter`."""
+    drafter: Any
+    """A `Drafter` object, or the import path of its class as `package.module:ClassName`."""
+    drafter_args: dict[str, Any] | None = None
+    """Keyword arguments for a `drafter` named by its import path."""
+    resource_manager: Any = None
+    """A `ResourceManager` that the drafter is called with, or its import path."""
+    resource_manager_args: dict[str, Any] | None = None
+    """Keyword arguments for a `resource_manager` named by its import path."""
+
+    # A user's drafter sees every round end before the next one begins.
+    overlaps_plain_rounds: ClassVar[bool] = False
+    serves_ranks: ClassVar[bool] = False
+    not_served: ClassVar[Mapping[str, NotServed]] = HOST_DRAFTS_NOT_SERVED
+
+    @property
+    def drafts_trees(self) -> bool:
+        return (self.max_total_draft_tokens or 0) > self.max_draft_len
+
+    @cached_property
+    def shapes(self) -> DraftShapes:
+        nodes, lengths = self.max_total_draft_tokens or 0, range(1, self.max_draft_len + 1)
+        if not self.drafts_trees:
+            return super().shapes
+        trees = [DraftShape(depth, nodes, nodes) for depth in lengths]
+        return DraftShapes([NO_DRAFTS, *trees], narrows=True)
+
+    @model_validator(mode="after")
+    def _check_tree(self) -> UserProvidedDecodingConfig:
+        if self.drafts_trees and (self.max_total_draft_tokens or 0) > MAX_NODES:
+            raise ValueError(
+                f"max_total_draft_tokens = {self.max_total_draft_tokens} is more than {MAX_NODES}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_objects(self) -> UserProvidedDecodingConfig:
+        if self.drafter is None:
+            raise ValueError('drafter = None: an object or "package.module:ClassName" is needed')
+        for name in ("drafter", "resource_manager"):
+            given, arguments = getattr(self, name), getattr(self, f"{name}_args")
+            if isinstance(given, str) and not all(given.partition(":")):
+                raise ValueError(
+                    f'{name} = {given!r} is not an import path; write "package.module:ClassName"'
+                )
+            if arguments and not isinstance(given, str):
+                raise ValueError(f"{name}_args = {arguments} needs {name} to be an import path")
+        return self
+
+    def make_drafter(self) -> Any:
+        """The drafter object. Raises ValueError when its import path or arguments are wrong."""
+        return make_object("drafter", self.drafter, self.drafter_args)
+
+    def make_resource_manager(self) -> Any:
+        """The resource manager object or None. Raises ValueError as `make_drafter` does."""
+        return make_object("resource_manager", self.resource_manager, self.resource_manager_args)

@@ -1,0 +1,345 @@
+"""All arguments of `LLM`, named as in TensorRT-LLM: from keywords, from a YAML file, or both.
+
+Only options with an effect are fields. `tllm_spec.config.not_served` has TensorRT-LLM's other options. No
+checkpoint and no device is looked at here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from tllm_spec.config.config_base import ConfigError, ConfigModel, check_keys
+from tllm_spec.config.cuda_graph_config import CudaGraphConfig as CudaGraphConfig
+from tllm_spec.config.not_served import (
+    KV_CACHE_NOT_SERVED,
+    LLM_NOT_SERVED,
+)
+from tllm_spec.config.option_checks import NotServed, shown
+from tllm_spec.config.peer_options import LLM_PEERS
+from tllm_spec.config.scheduler_config import SchedulerConfig
+from tllm_spec.config.speculative_base import PathText
+from tllm_spec.config.speculative_config import (
+    DecodingBaseConfig,
+    MTPDecodingConfig,
+    SpeculativeConfig,
+)
+from tllm_spec.config.yaml_file import read_yaml
+
+logger = logging.getLogger(__name__)
+
+MAX_DETERMINISTIC_RANKS = 2  # a sum of two is the same in any order
+# A name of trtllm-serve's flags that is found in its YAML files, too.
+FRACTION, FRACTION_FLAG = "free_gpu_memory_fraction", "kv_cache_free_gpu_memory_fraction"
+
+
+class KvCacheConfig(ConfigModel):
+    """The paged KV cache and its prefix reuse."""
+
+    enable_block_reuse: bool = True
+    """Requests whose prompts begin alike share pages."""
+    enable_partial_reuse: bool = True
+    """A page of which only a part matches is copied and used up to there."""
+    max_tokens: PositiveInt | None = None
+    """Tokens that the cache holds, at most. null: no limit but the memory."""
+    free_gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share that the cache may take of the GPU memory that is free after loading the models. No
+    effect on a CPU."""
+    tokens_per_block: PositiveInt = 32
+    """Tokens of one page, a power of two."""
+
+    not_served: ClassVar[Mapping[str, NotServed]] = KV_CACHE_NOT_SERVED
+
+    @field_validator("free_gpu_memory_fraction", mode="before")
+    @classmethod
+    def _null_means_default(cls, fraction: object) -> object:
+        return cls.model_fields[FRACTION].default if fraction is None else fraction
+
+    @field_validator("tokens_per_block")
+    @classmethod
+    def _check_power_of_two(cls, tokens_per_block: int) -> int:
+        if tokens_per_block & (tokens_per_block - 1):
+            raise ValueError("must be a power of two")
+        return tokens_per_block
+
+
+def _device_name(device: object) -> object:
+    if not isinstance(device, str) or re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
+        raise ValueError("'auto', 'cpu', 'cuda' or 'cuda:N' is needed")
+    return device
+
+
+class LlmArgs(ConfigModel):
+    """Everything that `LLM(model, **kwargs)` takes."""
+
+    model: PathText
+    """A local folder in Hugging Face's format, or a zoo name such as `zoo:llama`."""
+    tokenizer: Any = None
+    """Folder of the tokenizer, or a transformers tokenizer. null: the model's."""
+    skip_tokenizer_init: bool = False
+    """No tokenizer: prompts are token ids, and outputs have no text."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights and activations. `auto`: the checkpoint's on CUDA, float32 on a CPU."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy` fills the weights with random numbers."""
+    device: Annotated[str, BeforeValidator(_device_name)] = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`. `auto`: CUDA where torch sees a device."""
+    attn_backend: Literal["auto", "VANILLA", "TRITON", "FLASHINFER"] = "auto"
+    """Attention kernels. `auto`: VANILLA (plain torch) on a CPU; on CUDA FLASHINFER, which is
+    TRITON with FlashInfer's prefill, or TRITON without the package or in float32. With latent
+    attention (MLA) `auto` is TRITON, and FLASHINFER plans on the host. Layers that attend within
+    chunks (Llama 4) run TRITON. `TRTLLM` is taken as `auto`."""
+    deterministic: bool = False
+    """Batch-invariant kernels: text and log probabilities do not depend on batch, draft length,
+    prompt chunks, prefix hits or preemption. Slower; CUDA only; on two devices at most."""
+    fp8_activations: bool = True
+    """Whether activations are quantised to FP8 where a checkpoint with FP8 weights asks for it.
+    `false`: only its weights are in FP8."""
+
+    max_batch_size: Annotated[PositiveInt, Field(le=1 << 16)] = 2048
+    """Requests that decode together, at most."""
+    max_num_tokens: Annotated[PositiveInt, Field(le=1 << 20)] = 8192
+    """Tokens of one forward, at most. A request with K drafts takes K + 1."""
+    max_input_len: PositiveInt | None = None
+    """Longest prompt that is accepted, in tokens. null: `max_seq_len` is the only limit."""
+    max_seq_len: PositiveInt | None = None
+    """Prompt and output of a request together, in tokens, at most. null: the model's."""
+    enable_chunked_prefill: bool = False
+    """Long prompts are prefilled in pieces, while other requests decode."""
+    disable_overlap_scheduler: bool = False
+    """The host reads each round before it launches the next. False overlaps where the decoding type
+    allows it."""
+    stream_interval: PositiveInt = 1
+    """Tokens between two pieces of a streamed output, at least."""
+    return_perf_metrics: bool = False
+    """Accepted and without effect on `LLM`: `RequestOutput.metrics` always has the times of a
+    request, `RequestOutput.speculative_decoding` its draft counts."""
+    enable_iter_perf_stats: bool = False
+    """Collects statistics of every round for `LLM.get_stats()`."""
+    max_stats_len: PositiveInt = 1000
+    """Rounds that `LLM.get_stats()` remembers; the oldest are dropped."""
+    print_iter_log: bool = False
+    """Logs one line for each round, at level INFO."""
+
+    tensor_parallel_size: PositiveInt = 1
+    """Devices that share the model, a process for each. `mpirun -n N` starts them, or else the
+    model does."""
+    moe_expert_parallel_size: PositiveInt | None = None
+    """In layers of experts, how many parts the experts are divided into, of those devices; each
+    part's experts are sliced over its devices. null: 1."""
+    moe_tensor_parallel_size: PositiveInt | None = None
+    """Devices that share an expert. null: `tensor_parallel_size` / `moe_expert_parallel_size`."""
+    gpus_per_node: PositiveInt | None = None
+    """Devices of one host, which its ranks use in turn. null: as many as torch sees."""
+    guided_decoding_backend: Literal["xgrammar"] | None = "xgrammar"
+    """What compiles the grammars of `guided_decoding`. null refuses such requests."""
+
+    kv_cache_config: KvCacheConfig = KvCacheConfig()
+    """The paged KV cache."""
+    scheduler_config: SchedulerConfig = SchedulerConfig()
+    """Which requests run, and which wait."""
+    cuda_graph_config: CudaGraphConfig | None = CudaGraphConfig()
+    """CUDA graphs of decoding rounds. null: none."""
+    prefill_cuda_graph_backend: Literal["auto", "disabled"] = "auto"
+    """`auto` captures the prefill of short prompts, too, where attention can be captured
+    (FLASHINFER on Hopper)."""
+    speculative_config: SpeculativeConfig | None = None
+    """How drafts are made. null: plain decoding."""
+
+    not_served: ClassVar[Mapping[str, NotServed]] = LLM_NOT_SERVED
+    peers: ClassVar[Mapping[str, str]] = LLM_PEERS
+
+    def __init__(self, /, **options: Any) -> None:
+        check_keys(options)
+        super().__init__(**with_fraction(options))
+
+    @field_validator("max_batch_size", "max_num_tokens", mode="before")
+    @classmethod
+    def _null_means_default(cls, value: object, info: ValidationInfo) -> object:
+        return cls.model_fields[str(info.field_name)].default if value is None else value
+
+    @field_validator("moe_expert_parallel_size", "moe_tensor_parallel_size", mode="before")
+    @classmethod
+    def _minus_one_means_default(cls, value: object) -> object:
+        return None if value == -1 else value
+
+    @field_validator("guided_decoding_backend", mode="before")
+    @classmethod
+    def _name_the_grammar_compiler(cls, name: object) -> object:
+        if name in ("llguidance", "guidance", "outlines", "lm-format-enforcer"):
+            raise ValueError(
+                "'xgrammar' is needed, which takes the same JSON schemas, patterns, choices and "
+                "grammars"
+            )
+        return "xgrammar" if name == "auto" else name
+
+    @field_validator("attn_backend", mode="before")
+    @classmethod
+    def _serve_trtllm(cls, name: object) -> object:
+        if name != "TRTLLM":
+            return name
+        logger.info("attn_backend = 'TRTLLM' is taken as 'auto': its kernels are not part of this")
+        return "auto"
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _check_tokenizer(cls, tokenizer: object) -> object:
+        if isinstance(tokenizer, os.PathLike):
+            return os.fspath(tokenizer)
+        if tokenizer is None or isinstance(tokenizer, str) or hasattr(tokenizer, "decode"):
+            return tokenizer
+        raise ValueError("a folder or a transformers tokenizer is needed")
+
+    @field_validator("speculative_config")
+    @classmethod
+    def _know_the_targets_own_modules(
+        cls, config: DecodingBaseConfig | None, info: ValidationInfo
+    ) -> DecodingBaseConfig | None:
+        """MTP modules of the target's own folder are those of `speculative_model: null`."""
+        folder = getattr(config, "speculative_model", None)
+        model = info.data.get("model")
+        if not isinstance(config, MTPDecodingConfig) or None in (folder, model):
+            return config
+        is_own = os.path.realpath(str(folder)) == os.path.realpath(str(model))
+        return config.model_copy(update={"speculative_model": None}) if is_own else config
+
+    @model_validator(mode="after")
+    def _check_window_fits(self) -> LlmArgs:
+        """Shorter drafts would fit, but the ones that were asked for would never be made."""
+        spec = self.speculative_config
+        if spec is not None and spec.shapes.longest.window > self.max_num_tokens:
+            longest = spec.shapes.longest
+            drafts = f"the draft tree {longest.name}" if longest.is_tree else "max_draft_len"
+            raise ValueError(
+                f"max_num_tokens = {self.max_num_tokens} is too small: one request takes "
+                f"{drafts} + 1 = {longest.window} tokens of a round"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> LlmArgs:
+        size, parts = self.tensor_parallel_size, self.ep_size
+        if parts * (self.moe_tensor_parallel_size or size // parts) != size:
+            raise ValueError(
+                f"moe_expert_parallel_size = {self.moe_expert_parallel_size} times "
+                f"moe_tensor_parallel_size = {self.moe_tensor_parallel_size} must be "
+                f"tensor_parallel_size = {size}"
+            )
+        if size == 1:
+            return self
+        if self.device.startswith("cuda:"):
+            raise ValueError(
+                f"device = {self.device!r} is one device and tensor_parallel_size = {size} needs "
+                "more; 'cuda' is accepted, and CUDA_VISIBLE_DEVICES chooses"
+            )
+        if self.tokenizer is not None and not isinstance(self.tokenizer, str):
+            raise ValueError(
+                f"tensor_parallel_size = {size}: the other processes cannot "
+                "get a tokenizer object; a folder is accepted"
+            )
+        spec = self.speculative_config
+        if spec is not None and not spec.serves_ranks:
+            raise ValueError(
+                f"tensor_parallel_size = {size} is not served with "
+                f"{spec.decoding_type}: its code might draft differently in each process"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_deterministic(self) -> LlmArgs:
+        if not self.deterministic:
+            return self
+        if self.attn_backend != "auto":
+            raise ValueError(
+                "deterministic has its own attention kernels: attn_backend must be 'auto', not "
+                f"{self.attn_backend!r}"
+            )
+        if self.speculative_config is not None and self.speculative_config.use_rejection_sampling:
+            raise ValueError(
+                "deterministic and use_rejection_sampling exclude each other: with the latter, "
+                "text depends on the drafts"
+            )
+        if self.tensor_parallel_size > MAX_DETERMINISTIC_RANKS:
+            raise ValueError(
+                f"deterministic is served with tensor_parallel_size up to "
+                f"{MAX_DETERMINISTIC_RANKS}, not {self.tensor_parallel_size}: the order in which "
+                "NCCL adds the values of more ranks depends on the size of the batch"
+            )
+        return self
+
+    @classmethod
+    def from_kwargs(cls, /, model: str | os.PathLike[str], **kwargs: Any) -> LlmArgs:
+        """The arguments given by keyword; configuration objects may be given as mappings."""
+        options: dict[str, Any] = {"model": model, **kwargs}
+        return cls(**options)
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str], **kwargs: Any) -> LlmArgs:
+        """The arguments of a YAML file laid over keyword arguments: where both have a key, the file
+        wins. Nested mappings are merged key by key.
+
+        Raises ValueError for a file that cannot be read."""
+        return cls(**with_yaml(kwargs, path))
+
+    @property
+    def ep_size(self) -> int:
+        """Parts that the experts are divided into."""
+        expert, sliced = self.moe_expert_parallel_size, self.moe_tensor_parallel_size
+        return expert or (1 if sliced is None else self.tensor_parallel_size // sliced)
+
+    @property
+    def why_no_overlap(self) -> str | None:
+        """Why rounds with drafts do not overlap, or None."""
+        if self.disable_overlap_scheduler:
+            return "disable_overlap_scheduler is set"
+        return self.speculative_config.why_no_overlap if self.speculative_config else None
+
+
+def with_yaml(options: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The options of a YAML file laid over others. Raises ValueError for a file that cannot be
+    read."""
+    return overlay(options, with_fraction(read_yaml(path)))
+
+
+def with_fraction(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Moves `kv_cache_free_gpu_memory_fraction` into `kv_cache_config`. Raises ConfigError when
+    that has another value."""
+    if FRACTION_FLAG not in options:
+        return dict(options)
+    moved = dict(options)
+    fraction, cache = moved.pop(FRACTION_FLAG), moved.get("kv_cache_config") or {}
+    if isinstance(cache, KvCacheConfig):
+        cache = {name: getattr(cache, name) for name in cache.model_fields_set}
+    if not isinstance(cache, Mapping):
+        return moved  # to be refused by its type
+    if (other := cache.get(FRACTION, fraction)) != fraction:
+        raise ConfigError(
+            [
+                f"{FRACTION_FLAG} = {shown(fraction)} and kv_cache_config.{FRACTION} = "
+                f"{shown(other)} contradict each other"
+            ]
+        )
+    return {**moved, "kv_cache_config": {**cache, FRACTION: fraction}}
+
+
+def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` laid over `below`, mappings key by key."""
+    merged = dict(below)
+    for key, value in above.items():
+        lower = merged.get(key)
+        if isinstance(lower, Mapping) and isinstance(value, Mapping):
+            value = overlay(lower, value)
+        merged[key] = value
+    return merged

@@ -1,0 +1,45 @@
+"""Which requests run, and which wait: options of the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import ClassVar, Literal
+
+from pydantic import field_validator, model_validator
+
+from tllm_spec.config.config_base import ConfigModel
+from tllm_spec.config.not_served import SCHEDULER_NOT_SERVED
+from tllm_spec.config.option_checks import NotServed
+
+
+class SchedulerConfig(ConfigModel):
+    """Which requests run, and which wait."""
+
+    capacity_scheduler_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"] = (
+        "GUARANTEED_NO_EVICT"
+    )
+    """GUARANTEED_NO_EVICT reserves pages for the full length of a request. MAX_UTILIZATION admits
+    requests while there are pages, and pauses the youngest when pages run out."""
+    waiting_queue_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order of waiting requests: by their clients' turns and by arrival, or by their `priority`
+    first."""
+    fair_preemption: bool = False
+    """Whether a client that has more running requests than another gives up its newest one, for one
+    of the other's that waits; once in 64 rounds at most. Needs MAX_UTILIZATION."""
+
+    not_served: ClassVar[Mapping[str, NotServed]] = SCHEDULER_NOT_SERVED
+
+    @model_validator(mode="after")
+    def _check_preemption(self) -> SchedulerConfig:
+        if self.fair_preemption and self.capacity_scheduler_policy != "MAX_UTILIZATION":
+            raise ValueError(
+                "fair_preemption = True needs capacity_scheduler_policy = MAX_UTILIZATION: under "
+                "GUARANTEED_NO_EVICT a request that runs is never preempted"
+            )
+        return self
+
+    @field_validator("capacity_scheduler_policy", mode="before")
+    @classmethod
+    def _value_of_enum(cls, policy: object) -> object:
+        return policy.value if isinstance(policy, Enum) else policy

@@ -1,0 +1,395 @@
+"""The options that all decoding types share, and those of the types with a draft model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, PositiveInt, ValidationInfo, field_validator, model_validator
+
+from tllm_spec.config.adaptive_config import AdaptiveConfig, Probability
+from tllm_spec.config.config_base import ConfigError, ConfigModel
+from tllm_spec.config.draft_len_schedule import checked, with_lower_bounds
+from tllm_spec.config.draft_shape import MAX_DRAFT_LEN, DraftShapes
+from tllm_spec.config.option_checks import NotServed, shown
+from tllm_spec.config.peer_options import SPECULATIVE_PEERS
+
+PathText = Annotated[
+    str, BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
+]
+
+SGLANG_NODES = "speculative_num_draft_tokens"  # SGLang counts the root, too
+NO_GATE = (
+    "it is one of TensorRT-LLM's older names; use acceptance_rate_threshold with "
+    "acceptance_rate_window_size"
+)
+NO_SUFFIX_AUTOMATON = "drafts are not combined with those of a suffix automaton"
+NO_BENCHMARK = "synthetic acceptance is for benchmarks and changes the text"
+
+DECODING_NOT_SERVED: Mapping[str, NotServed] = {
+    "acceptance_length_threshold": NotServed((None,), NO_GATE),
+    "acceptance_window": NotServed((None, 0), NO_GATE),
+    "allow_advanced_sampling": NotServed(
+        (True, False), "every sampling option works with speculation"
+    ),
+    "draft_tensor_parallel_size": NotServed(
+        (None,), "target and drafter share tensor_parallel_size"
+    ),
+    "parallel_drafting": NotServed(
+        (None, False), "a draft network makes one draft after the other"
+    ),
+    "use_heterogeneous_vocab": NotServed((None, False), "drafts are ids of the target's tokenizer"),
+    "max_batch_size": NotServed(
+        (None,), "the batch is bounded by the model's own max_batch_size", ignored=(int,)
+    ),
+    "min_runtime_draft_len": NotServed(
+        (None, 0), "draft_len_schedule and adaptive say how short drafts may become"
+    ),
+    "enable_penalty": NotServed((True, False), "penalties always work with speculation"),
+    "advanced_sampling_mode": NotServed(("full",), "no sampling filter is left out"),
+    "moe_backend": NotServed((None, "AUTO"), "only dense draft models are served"),
+    "sa_config": NotServed((None,), NO_SUFFIX_AUTOMATON),
+    "sa_spec_threshold": NotServed((None, 4), NO_SUFFIX_AUTOMATON),
+    "spec_dec_variant": NotServed((None,), "decoding_type names the method"),
+    "speculative_model_subfolder": NotServed(
+        (None, ""), "speculative_model is the folder that has config.json"
+    ),
+    "use_sa_spec": NotServed((False,), NO_SUFFIX_AUTOMATON),
+}
+
+
+def _tuple_of(sequence: object) -> object:
+    """A list from YAML as a tuple. Raises ValueError for anything that has no order."""
+    if not isinstance(sequence, (list, tuple)):
+        raise ValueError("a list is needed")
+    return tuple(tuple(each) if isinstance(each, list) else each for each in sequence)
+
+
+@dataclass(frozen=True)
+class RelaxedRule:
+    """Relaxed acceptance of drafts between two tokens; see `MTPDecodingConfig`."""
+
+    top_k: int
+    delta: float
+    begin_token: int
+    end_token: int
+
+
+Rates = tuple[float, ...] | tuple[tuple[float, ...], ...]
+
+
+class DecodingBaseConfig(ConfigModel):
+    """The options that all decoding types share."""
+
+    decoding_type: str
+    """Where drafts come from: `NGram`, `SA`, `Draft_Target`, `Eagle`, `Eagle3`, `MTP`
+    or `User_Provided`."""
+    max_draft_len: PositiveInt
+    """Draft tokens of a request in one round, at most. With `adaptive` or a schedule it is the
+    longest length that may be chosen."""
+    adaptive: AdaptiveConfig | None = None
+    """Lets the draft length of each round follow acceptance and load. A mapping, one of
+    `conservative`, `aggressive` and `newest`, or the path of a JSON file as SGLang takes it; see
+    `docs/adaptive.md`."""
+    max_total_draft_tokens: PositiveInt | None = None
+    """Draft tokens of a request in one round over all branches of a tree: its nodes without the
+    root. A chain has `max_draft_len`, which null stands for."""
+    max_rejected_rounds: PositiveInt | None = 8
+    """A request whose drafts were all rejected in about this many rounds pauses drafting; each
+    pause is twice as long as the last, and an accepted draft ends it. null: requests never pause.
+    Refused where drafts are made in the target's round or from its hidden states."""
+    max_concurrency: PositiveInt | None = None
+    """No drafts in batches of more requests than this."""
+    draft_len_schedule_keys: Literal["lower_bound", "upper_bound"] | None = None
+    """What the keys of `draft_len_schedule` are. `upper_bound` is TensorRT-LLM's reading for
+    one-model decoding: each key ends a range of batch sizes, and above the largest there are no
+    drafts. null is `lower_bound`, and refuses a schedule whose smallest key is above 1."""
+    draft_len_schedule: dict[int, int] | None = None
+    """`{batch size: draft length}`. The entry of the largest key not above the batch size holds; a
+    batch smaller than every key uses `max_draft_len`."""
+    acceptance_rate_threshold: Probability | None = None
+    """Stops drafting when a smaller share of the drafts of the last `acceptance_rate_window_size`
+    rounds was accepted. One window of rounds in 100 tries again; in TensorRT-LLM the stop is
+    final."""
+    acceptance_rate_window_size: PositiveInt | None = None
+    """Rounds that `acceptance_rate_threshold` looks at. 0, as in TensorRT-LLM, switches both
+    off."""
+    use_rejection_sampling: bool = False
+    """At temperature > 0, accepts a draft with probability min(1, p/q) and otherwise draws from
+    (p - q)+, instead of comparing tokens. The distribution of the text is the same; the text of a
+    seed is not."""
+    draft_sampling: Literal["coupled", "greedy"] = "coupled"
+    """How drafts are drawn at temperature > 0: with the noise that the target's token at that
+    position is drawn with, or the draft model's best token."""
+    threshold_single: Probability = 1.0
+    """For rejection sampling on draft trees. Below 1 it is **lossy**: a draft is also accepted
+    where the target gives it at least this probability. SGLang's name is
+    `speculative_accept_threshold_single`."""
+    threshold_acc: Probability = 1.0
+    """For rejection sampling on draft trees. Below 1 it is **lossy**: the drafts after a node share
+    their probabilities divided by this. SGLang's name is `speculative_accept_threshold_acc`."""
+    synthetic_acceptance_rates: Annotated[Rates, BeforeValidator(_tuple_of)] | None = None
+    """For benchmarks with dummy weights: **changes the text**, which then means nothing. Entry i is
+    the probability that drafts 0 to i are all accepted, whatever the tokens, e.g.
+    `[0.73, 0.52, 0.35]`. Of trees, entry i has the probabilities that a path of i drafts continues
+    to its last node's first child, second child and so on, e.g. `[[0.6, 0.2], [0.5, 0.2, 0.1]]`."""
+
+    # Whether rounds of draft length 0 may overlap, even if rounds with drafts may not.
+    overlaps_plain_rounds: ClassVar[bool] = True
+    counts_on_device: ClassVar[bool] = False  # only the device knows how many drafts there are
+    # Whether every rank of a model comes to the same drafts.
+    serves_ranks: ClassVar[bool] = True
+    not_served: ClassVar[Mapping[str, NotServed]] = DECODING_NOT_SERVED
+    peers: ClassVar[Mapping[str, str]] = SPECULATIVE_PEERS
+    # Old names and those of SGLang.
+    aliases: ClassVar[Mapping[str, str]] = {
+        "speculative_model_dir": "speculative_model",
+        "speculative_draft_model_path": "speculative_model",
+        "speculative_num_steps": "max_draft_len",
+        SGLANG_NODES: "max_total_draft_tokens",
+        "speculative_accept_threshold_single": "threshold_single",
+        "speculative_accept_threshold_acc": "threshold_acc",
+    }
+
+    def __init__(self, /, **options: Any) -> None:
+        named = with_lower_bounds(self._without_aliases(options))
+        named = _without_off_values(named)
+        if named.get("max_total_draft_tokens") is None:
+            named["max_total_draft_tokens"] = self._default_num_nodes(named)
+        try:
+            super().__init__(**named)
+        except ConfigError as error:
+            raise ConfigError(error.lines + _counted_root(options, error.lines)) from error
+
+    def as_options(self) -> dict[str, Any]:
+        return super().as_options() | {"decoding_type": self.decoding_type}
+
+    @classmethod
+    def _default_num_nodes(cls, options: Mapping[str, Any]) -> Any:
+        """`max_total_draft_tokens` where it is not given."""
+        length = options.get("max_draft_len")
+        return length if type(length) is int and length > 0 else None
+
+    @classmethod
+    def _without_aliases(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises ConfigError when two names of one option have different values."""
+        renamed = dict(options)
+        for alias, name in cls.aliases.items():
+            if alias not in renamed:
+                continue
+            given = value = renamed.pop(alias)
+            if alias == SGLANG_NODES and type(given) is int:
+                value = given - 1
+            if renamed.setdefault(name, value) != value:
+                meaning = f"{alias} = {shown(given)} means {name} = {shown(value)}"
+                raise ConfigError([f"{meaning}, which is given as {shown(renamed[name])}"])
+        return renamed
+
+    @field_validator("max_draft_len", mode="before")
+    @classmethod
+    def _check_draft_len(cls, max_draft_len: object) -> object:
+        is_int = type(max_draft_len) is int
+        if max_draft_len is None or (is_int and max_draft_len not in range(1, MAX_DRAFT_LEN + 1)):
+            raise ValueError(
+                f"{cls.__name__} needs an integer from 1 to {MAX_DRAFT_LEN}, the drafts of a "
+                "round; plain decoding is speculative_config: null"
+            )
+        return max_draft_len
+
+    @field_validator("adaptive", mode="plain")
+    @classmethod
+    def _parse_adaptive(cls, adaptive: object, info: ValidationInfo) -> AdaptiveConfig | None:
+        if adaptive is None or "max_draft_len" not in info.data:
+            return None
+        return AdaptiveConfig.parse(adaptive, info.data["max_draft_len"])
+
+    @field_validator("draft_len_schedule")
+    @classmethod
+    def _check_schedule(
+        cls, schedule: dict[int, int] | None, info: ValidationInfo
+    ) -> dict[int, int] | None:
+        max_draft_len = info.data.get("max_draft_len")
+        if schedule is None or max_draft_len is None:
+            return schedule
+        return checked(schedule, max_draft_len, info.data.get("draft_len_schedule_keys"))
+
+    @model_validator(mode="after")
+    def _check_draft_lens(self) -> DecodingBaseConfig:
+        schedule = self.draft_len_schedule
+        if schedule is None and self.draft_len_schedule_keys is not None:
+            raise ValueError(
+                f"draft_len_schedule_keys = {self.draft_len_schedule_keys!r} needs "
+                "draft_len_schedule"
+            )
+        if schedule and self.max_concurrency:
+            raise ValueError(
+                f"max_concurrency = {self.max_concurrency} and draft_len_schedule = {schedule} "
+                f"are exclusive; {{1: {self.max_draft_len}, {self.max_concurrency + 1}: 0}} "
+                "is max_concurrency as a schedule"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_candidate_trees(self) -> DecodingBaseConfig:
+        if self.adaptive is not None and self.adaptive.trees and not self.mixes_trees:
+            raise ValueError(
+                "adaptive.candidate_trees needs use_dynamic_tree: true with dynamic_tree_max_topK "
+                "above 1, and draft weights (Draft_Target, Eagle, Eagle3 or MTP)"
+            )
+        if self.mixes_trees and self.draft_len_schedule is not None:
+            raise ValueError(
+                f"draft_len_schedule = {self.draft_len_schedule} is refused: with adaptive trees "
+                "a draft length does not limit the work of a round; use adaptive's slots"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_pauses(self) -> DecodingBaseConfig:
+        rounds = self.max_rejected_rounds
+        if "max_rejected_rounds" not in self.model_fields_set:
+            return self
+        if rounds and not self.may_pause:
+            raise ValueError(
+                f"max_rejected_rounds = {rounds} is refused: drafts that are made in the target's "
+                "round cost the same for a request that pauses; accepted: null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_acceptance(self) -> DecodingBaseConfig:
+        threshold, window = self.acceptance_rate_threshold, self.acceptance_rate_window_size
+        if (threshold is None) != (window is None):
+            raise ValueError(
+                f"acceptance_rate_threshold = {threshold} and acceptance_rate_window_size = "
+                f"{window} need each other"
+            )
+        if self.use_rejection_sampling and self.draft_sampling == "greedy":
+            raise ValueError(
+                "draft_sampling = 'greedy' contradicts use_rejection_sampling = True, which draws "
+                "its drafts from the draft model's distribution; leave one of them out"
+            )
+        thresholds = self.threshold_single, self.threshold_acc
+        if thresholds != (1.0, 1.0) and not (self.use_rejection_sampling and self.drafts_trees):
+            raise ValueError(
+                f"threshold_single = {thresholds[0]} and threshold_acc = {thresholds[1]} need "
+                "use_rejection_sampling: true and a draft tree; accepted: 1.0"
+            )
+        rates = self.synthetic_acceptance_rates
+        if problem := rates and rate_problem(rates, is_tree=self.drafts_trees):
+            raise ValueError(
+                f"synthetic_acceptance_rates = {shown(rates)}: {problem}; {NO_BENCHMARK}"
+            )
+        if rates is not None and len(rates) != self.max_draft_len:
+            raise ValueError(
+                f"synthetic_acceptance_rates = {rates} has length {len(rates)}, not max_draft_len "
+                f"= {self.max_draft_len}: one probability for each draft; {NO_BENCHMARK}"
+            )
+        if rates is not None and self.use_rejection_sampling:
+            raise ValueError(
+                f"synthetic_acceptance_rates = {rates} and use_rejection_sampling = True are "
+                f"exclusive, because each decides what is accepted; {NO_BENCHMARK}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_num_nodes(self) -> DecodingBaseConfig:
+        total = self.max_total_draft_tokens
+        if not self.drafts_trees and total != self.max_draft_len:
+            raise ValueError(
+                f"max_total_draft_tokens = {total} is refused: drafts are a chain of max_draft_len "
+                f"= {self.max_draft_len} unless the options ask for a tree"
+            )
+        return self
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether the drafts of a round may have branches."""
+        return False
+
+    @property
+    def mixes_trees(self) -> bool:
+        """Whether rounds choose between chains and trees."""
+        return False
+
+    @cached_property
+    def shapes(self) -> DraftShapes:
+        """What a round's drafts look like, by tier."""
+        return DraftShapes.chains(self.max_draft_len)
+
+    @property
+    def relaxed_rule(self) -> RelaxedRule | None:
+        """How drafts are accepted that the target has not chosen; None: they are not."""
+        return None
+
+    @property
+    def why_no_overlap(self) -> str | None:
+        """Why a round cannot start before the host has read the last one's tokens, or None."""
+        return f"{self.decoding_type} drafts are made on the host from tokens"
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether rounds with drafts may overlap."""
+        return self.why_no_overlap is None
+
+    @property
+    def may_pause(self) -> bool:
+        """Whether a request that pauses saves the time of its drafts."""
+        return True
+
+
+class DraftModelDecodingConfig(DecodingBaseConfig):
+    """The options of the decoding types that have draft weights."""
+
+    speculative_model: PathText
+    """Folder of the draft model or head, or a zoo name. `speculative_model_dir` is its old name,
+    `speculative_draft_model_path` SGLang's."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy` fills the draft weights with random numbers."""
+    speculative_token_map: PathText | None = None
+    """File with the ids of frequent tokens, to which drafts are limited (FR-Spec): a smaller output
+    layer drafts faster. What `torch.save` wrote (a tensor or a list), `.json` or `.safetensors`.
+    Refused for EAGLE-3 heads with a vocabulary of their own."""
+
+    @field_validator("load_format", mode="before")
+    @classmethod
+    def _null_means_auto(cls, load_format: object) -> object:
+        return "auto" if load_format is None else load_format
+
+    @property
+    def why_no_overlap(self) -> str | None:
+        return None
+
+
+def rate_problem(rates: Rates, *, is_tree: bool) -> str | None:
+    """What is wrong with synthetic acceptance rates; None: nothing."""
+    if any(isinstance(each, tuple) != is_tree for each in rates):
+        form = "a list of probabilities for each depth" if is_tree else "one for each draft"
+        return f"of a {'tree' if is_tree else 'chain'} they are {form}"
+    numbers = [number for each in rates for number in (each if isinstance(each, tuple) else [each])]
+    if not all(0 <= number <= 1 for number in numbers):
+        return "probabilities are in 0..1"
+    if any(sum(each) > 1 + 1e-9 for each in rates if isinstance(each, tuple)):
+        return "those of one depth exclude each other, so they add up to 1 at most"
+    if not is_tree and any(later > earlier for earlier, later in pairwise(numbers)):
+        return "they cannot rise, because a draft is accepted only with all before it"
+    return None
+
+
+def _counted_root(options: Mapping[str, Any], lines: list[str]) -> list[str]:
+    """What else must be said to a user of SGLang's names, who knows another number."""
+    total = options.get(SGLANG_NODES)
+    if type(total) is not int or not any("max_total_draft_tokens" in line for line in lines):
+        return []
+    return [f"{SGLANG_NODES} = {total} counts the root: it is max_total_draft_tokens = {total - 1}"]
+
+
+def _without_off_values(options: dict[str, Any]) -> dict[str, Any]:
+    """Drops values by which TensorRT-LLM says that an option is off or follows from another."""
+    window = options.get("acceptance_rate_window_size")
+    if type(window) is int and window == 0:
+        options |= {"acceptance_rate_window_size": None, "acceptance_rate_threshold": None}
+    return options

@@ -1,0 +1,381 @@
+"""How drafts are made: one class for each decoding type, named as in TensorRT-LLM.
+
+These are plain settings. `executor/speculative/modes.py` says what runs for each class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    Strict,
+    field_validator,
+    model_validator,
+)
+
+from tllm_spec.config.config_base import ConfigError
+from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
+from tllm_spec.config.host_draft_config import HOST_DRAFTS_NOT_SERVED
+from tllm_spec.config.host_draft_config import NGramDecodingConfig as NGramDecodingConfig
+from tllm_spec.config.host_draft_config import (
+    UserProvidedDecodingConfig as UserProvidedDecodingConfig,
+)
+from tllm_spec.config.option_checks import NotServed, many_unknown, shown, unknown_options
+from tllm_spec.config.peer_options import SPECULATIVE_PEERS
+from tllm_spec.config.speculative_base import DECODING_NOT_SERVED, PathText, RelaxedRule
+from tllm_spec.config.speculative_base import DecodingBaseConfig as DecodingBaseConfig
+from tllm_spec.config.speculative_base import DraftModelDecodingConfig as DraftModelDecodingConfig
+
+DraftBackend = Literal["torch", "tensorrt", "onnxruntime"]
+EAGLE_NOT_SERVED: Mapping[str, NotServed] = {
+    **DECODING_NOT_SERVED,
+    "eagle3_model_arch": NotServed(("llama3",), "only heads with Llama's layer are served"),
+    "max_non_leaves_per_layer": NotServed(
+        (None,),
+        "in every step of a dynamic tree the best dynamic_tree_max_topK paths grow; a static tree "
+        "is what eagle_choices says",
+    ),
+    "num_eagle_layers": NotServed(
+        (None,),
+        "the head has the layers of its checkpoint (TensorRT-LLM has deprecated this option)",
+    ),
+    "greedy_sampling": NotServed(
+        (True,),
+        "SamplingParams say how each request is sampled, draft_sampling how its drafts are drawn",
+    ),
+    "posterior_threshold": NotServed((None,), "drafts are not accepted for being merely likely"),
+}
+MAX_MATCH = 64  # tokens of a text's end, as in TensorRT-LLM's pool
+SA_NOT_SERVED: Mapping[str, NotServed] = {
+    **HOST_DRAFTS_NOT_SERVED,
+    "enable_global_pool": NotServed((False,), "a request is drafted for from its own text only"),
+    "global_pool_size": NotServed((None,), "there is no pool: a request has its own text only"),
+}
+RELAXED_OPTIONS = frozenset(
+    ("relaxed_topk", "relaxed_delta", "begin_thinking_phase_token", "end_thinking_phase_token")
+)
+MTP_NOT_SERVED: Mapping[str, NotServed] = {
+    **DECODING_NOT_SERVED,
+    "load_format": NotServed((None,), "the module is loaded as the target is"),
+    "speculative_token_map": NotServed((None,), "the module has the target's output layer"),
+}
+
+
+def _check_backend(config: DraftModelDecodingConfig, backend: DraftBackend, one_model: str) -> None:
+    """one_model: the option that chooses the path. Raises ValueError where the backend does not
+    draft."""
+    if backend == "torch":
+        return
+    reasons = []
+    if getattr(config, one_model):
+        reasons.append(f"{one_model} = True drafts in the target's own round")
+    if config.drafts_trees:
+        reasons.append("its network drafts chains, not trees")
+    if config.speculative_token_map is not None:
+        reasons.append("its network has no token map")
+    if reasons:
+        raise ValueError(
+            f"draft_backend = {backend!r} is refused: {'; '.join(reasons)}; accepted: 'torch'"
+        )
+
+
+class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
+    """Drafts from a smaller model with the target's tokenizer."""
+
+    decoding_type: Literal["Draft_Target"] = "Draft_Target"
+    """A smaller model with the target's tokenizer."""
+    draft_target_one_model: bool = False
+    """True runs the draft model inside the target's forward: a round is one CUDA graph. False runs
+    it in its own engine before the forward. Rounds overlap either way. True is the default in newer
+    versions of TensorRT-LLM."""
+    draft_backend: DraftBackend = "torch"
+    """What runs the draft model's network. `tensorrt` builds an engine at the first start and keeps
+    it on disk; `onnxruntime` is for CPUs."""
+
+    @model_validator(mode="after")
+    def _check_draft_backend(self) -> DraftTargetDecodingConfig:
+        _check_backend(self, self.draft_backend, "draft_target_one_model")
+        return self
+
+    @property
+    def may_pause(self) -> bool:
+        return not self.draft_target_one_model
+
+
+class EagleHeadDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
+    """The options of the decoding types whose drafts come from a head on the target's hidden
+    states. The names are TensorRT-LLM's."""
+
+    eagle3_one_model: bool = True
+    """True runs the head inside the target's forward: a round is one CUDA graph. False runs it in
+    its own engine after the forward. Rounds overlap either way."""
+    eagle3_layers_to_capture: Annotated[tuple[int, ...], Strict(False)] | None = None
+    """Target layers, counted from 0, whose outputs an EAGLE-3 head reads. null: what the head's
+    `config.json` says, else a low, a middle and a high layer."""
+    eagle3_model_arch: Literal["llama3"] = "llama3"
+    """Architecture of the head."""
+    draft_backend: DraftBackend = "torch"
+    """What runs the layers of an EAGLE-3 head with `eagle3_one_model: false`. `tensorrt` builds an
+    engine at the first start and keeps it on disk; `onnxruntime` is for CPUs."""
+
+    not_served: ClassVar[Mapping[str, NotServed]] = EAGLE_NOT_SERVED
+
+    @field_validator("eagle3_layers_to_capture")
+    @classmethod
+    def _sort_layers(cls, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if layers is None:
+            return None
+        if not layers or min(layers) < 0:
+            raise ValueError(
+                "one or more layer ids are needed, counted from 0; the outputs of these layers are "
+                "captured, and null means a low, a middle and a high one"
+            )
+        return tuple(sorted(set(layers)))
+
+    @model_validator(mode="after")
+    def _check_draft_backend(self) -> EagleHeadDecodingConfig:
+        _check_backend(self, self.draft_backend, "eagle3_one_model")
+        return self
+
+    @property
+    def may_pause(self) -> bool:
+        return False
+
+
+class EagleDecodingConfig(EagleHeadDecodingConfig):
+    """Drafts from an EAGLE-1 or EAGLE-2 head, a small model that reads the target's last hidden
+    state. A folder with an EAGLE-3 head is served as `Eagle3`, as in TensorRT-LLM."""
+
+    decoding_type: Literal["Eagle"] = "Eagle"
+    """An EAGLE-1 or EAGLE-2 head: one layer that reads the target's last hidden state."""
+
+
+class Eagle3DecodingConfig(EagleHeadDecodingConfig):
+    """Drafts from an EAGLE-3 head, a small model that reads hidden states of the target."""
+
+    decoding_type: Literal["Eagle3"] = "Eagle3"
+    """An EAGLE-3 head: one layer that reads hidden states of the target."""
+
+
+class MTPDecodingConfig(DraftTreeDecodingConfig):
+    """Drafts from the next-token-prediction modules that belong to the target."""
+
+    decoding_type: Literal["MTP"] = "MTP"
+    """The next-token-prediction module of the target (DeepSeek V3)."""
+    max_draft_len: PositiveInt = 1
+    """Draft tokens of a request in one round, at most. The default is one, the number of modules in
+    most checkpoints."""
+    speculative_model: PathText | None = None
+    """Folder that has the modules only, as SGLang exports them (NextN). null, or the target's own
+    folder: they are in the target's checkpoint."""
+    mtp_eagle_one_model: bool = True
+    """True runs the module inside the target's forward: a round is one CUDA graph. False runs it in
+    its own engine after the forward. Rounds overlap either way."""
+
+    use_mtp_vanilla: bool = False
+    """Draft k of a round comes from module k of the checkpoint (`num_nextn_predict_layers` there),
+    so `max_draft_len` is their number at most. False uses the first module for all drafts, as EAGLE
+    does."""
+    use_relaxed_acceptance_for_thinking: bool = False
+    """**Lossy**: between the two thinking tokens, a greedy request also accepts a draft that is
+    among the target's `relaxed_topk` best tokens and whose log probability is at most
+    `relaxed_delta` below the best one's."""
+    relaxed_topk: PositiveInt = 1
+    """For relaxed acceptance. 1 accepts the best token only."""
+    relaxed_delta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """For relaxed acceptance, in nats."""
+    begin_thinking_phase_token: NonNegativeInt = 128798
+    """Token id that begins the thinking phase. The default is DeepSeek R1's `<think>`."""
+    end_thinking_phase_token: NonNegativeInt = 128799
+    """Token id that ends it. The default is DeepSeek R1's `</think>`."""
+
+    not_served: ClassVar[Mapping[str, NotServed]] = MTP_NOT_SERVED
+    aliases: ClassVar[Mapping[str, str]] = {
+        **DraftTreeDecodingConfig.aliases,
+        "num_nextn_predict_layers": "max_draft_len",
+    }
+
+    @classmethod
+    def _without_aliases(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        renamed = super()._without_aliases(options)
+        if renamed.get("max_draft_len") is None:  # whose default other options follow
+            renamed["max_draft_len"] = cls.model_fields["max_draft_len"].default
+        return renamed
+
+    @model_validator(mode="after")
+    def _check_relaxed(self) -> MTPDecodingConfig:
+        given = sorted(RELAXED_OPTIONS & self.model_fields_set)
+        if not self.use_relaxed_acceptance_for_thinking:
+            changed = [
+                name
+                for name in given
+                if getattr(self, name) != type(self).model_fields[name].default
+            ]
+            if changed:
+                raise ValueError(
+                    f"{', '.join(changed)}: for relaxed acceptance only; set "
+                    "use_relaxed_acceptance_for_thinking: true or leave them out"
+                )
+            return self
+        if self.drafts_trees:
+            raise ValueError(
+                "use_relaxed_acceptance_for_thinking = True is refused for draft trees: its rule "
+                "is for chains"
+            )
+        for name in ("use_rejection_sampling", "synthetic_acceptance_rates"):
+            if value := getattr(self, name):
+                raise ValueError(
+                    f"use_relaxed_acceptance_for_thinking = True and {name} = {shown(value)} are "
+                    "exclusive, because each decides what is accepted"
+                )
+        if self.begin_thinking_phase_token == self.end_thinking_phase_token:
+            raise ValueError(
+                f"begin_thinking_phase_token = {self.begin_thinking_phase_token} must not be "
+                "end_thinking_phase_token"
+            )
+        return self
+
+    @property
+    def relaxed_rule(self) -> RelaxedRule | None:
+        if not self.use_relaxed_acceptance_for_thinking:
+            return None
+        return RelaxedRule(
+            self.relaxed_topk,
+            self.relaxed_delta,
+            self.begin_thinking_phase_token,
+            self.end_thinking_phase_token,
+        )
+
+    @property
+    def why_no_overlap(self) -> str | None:
+        return None
+
+    @property
+    def may_pause(self) -> bool:
+        return False
+
+
+class SADecodingConfig(DecodingBaseConfig):
+    """Drafts copied from an earlier occurrence of the text's end, which the device looks up."""
+
+    decoding_type: Literal["SA"] = "SA"
+    """Copies what followed the longest earlier occurrence of the text's last tokens. As NGram, but
+    looked up on the device, in the target's own round: rounds overlap."""
+    max_matching_ngram_size: int = -1
+    """Most tokens of the text's end that are looked up, 1 to 64; fewer are tried after it. -1: the
+    longest match, as 64."""
+
+    not_served: ClassVar[Mapping[str, NotServed]] = SA_NOT_SERVED
+    counts_on_device: ClassVar[bool] = True
+
+    @field_validator("max_matching_ngram_size")
+    @classmethod
+    def _check_size(cls, size: int) -> int:
+        if size != -1 and not 1 <= size <= MAX_MATCH:
+            raise ValueError(f"-1 (the longest match) or 1 to {MAX_MATCH} is accepted")
+        return size
+
+    @property
+    def max_match(self) -> int:
+        """Tokens of a match, at most."""
+        return MAX_MATCH if self.max_matching_ngram_size == -1 else self.max_matching_ngram_size
+
+    @property
+    def why_no_overlap(self) -> str | None:
+        return None
+
+    @property
+    def may_pause(self) -> bool:
+        return False
+
+
+CONFIG_OF_TYPE: Mapping[str, type[DecodingBaseConfig]] = {
+    "NGram": NGramDecodingConfig,
+    "Draft_Target": DraftTargetDecodingConfig,
+    "DraftTarget": DraftTargetDecodingConfig,
+    "Eagle3": Eagle3DecodingConfig,
+    "Eagle": EagleDecodingConfig,
+    "MTP": MTPDecodingConfig,
+    "SA": SADecodingConfig,
+    "User_Provided": UserProvidedDecodingConfig,
+    "UserProvided": UserProvidedDecodingConfig,
+}
+TYPES_SERVED = "accepted: NGram, Draft_Target, Eagle, Eagle3, MTP, SA, User_Provided"
+# TensorRT-LLM's other decoding types, with the classes that have them.
+TYPES_NOT_SERVED: Mapping[str, str] = {
+    "AUTO": "AutoDecodingConfig",
+    "DFlash": "DFlashDecodingConfig",
+    "DSpark": "DSparkDecodingConfig",
+    "Lookahead": "LookaheadDecodingConfig",
+    "Medusa": "MedusaDecodingConfig",
+    "PARD": "PARDDecodingConfig",
+    "SaveState": "SaveHiddenStatesDecodingConfig",
+}
+
+
+# Methods that other engines name.
+METHODS_NOT_SERVED = frozenset(("Domino", "LiLiCorr", "P-EAGLE", "Suffix", "UNO", "XPress"))
+
+
+def type_refusal(decoding_type: object) -> str:
+    """The sentence that refuses a decoding type."""
+    is_known = isinstance(decoding_type, str) and (
+        decoding_type in TYPES_NOT_SERVED or decoding_type in METHODS_NOT_SERVED
+    )
+    problem = "is not served yet" if is_known else "is not a known type"
+    return f"decoding_type = {shown(decoding_type)} {problem}; {TYPES_SERVED}"
+
+
+def speculative_config_from(value: object) -> object:
+    """Turns a mapping into the class that its `decoding_type` names. Raises ConfigError."""
+    if not isinstance(value, Mapping):
+        return value
+    options = dict(value)
+    if "decoding_type" not in options:
+        raise ConfigError([f"decoding_type is required; {TYPES_SERVED}", *_wrong_keys(options)])
+    decoding_type = options.pop("decoding_type")
+    if not isinstance(decoding_type, str) or decoding_type not in CONFIG_OF_TYPE:
+        raise ConfigError([type_refusal(decoding_type), *_wrong_keys(options)])
+    kind = CONFIG_OF_TYPE[decoding_type]
+    lines = [
+        f"{name} = {shown(options.pop(name))} is an option of {' and '.join(owners)}, not of "
+        f"{decoding_type}"
+        for name, owners in _owners_of(options.keys() - _names_of(kind)).items()
+    ]
+    try:
+        config = kind(**options)
+    except ConfigError as error:
+        raise ConfigError([*lines, *error.lines]) from error
+    if lines:
+        raise ConfigError(lines)
+    return config
+
+
+def _wrong_keys(options: Mapping[str, Any]) -> list[str]:
+    """Sentences about those of `options` that no decoding type has."""
+    known = {name for kind in CONFIG_OF_TYPE.values() for name in _names_of(kind)}
+    unknown = {name: value for name, value in options.items() if name not in known}
+    return many_unknown(unknown, ()) or unknown_options(unknown, known, SPECULATIVE_PEERS)
+
+
+def _names_of(kind: type[DecodingBaseConfig]) -> set[str]:
+    return {*kind.model_fields, *kind.not_served, *kind.aliases}
+
+
+def _owners_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """The decoding types that have each of `names`; no entry for a name that none has."""
+    kinds = dict.fromkeys(CONFIG_OF_TYPE.values())
+    owners = {name: [kind for kind in kinds if name in _names_of(kind)] for name in sorted(names)}
+    return {
+        name: [kind.model_fields["decoding_type"].default for kind in found]
+        for name, found in owners.items()
+        if found
+    }
+
+
+SpeculativeConfig = Annotated[DecodingBaseConfig, BeforeValidator(speculative_config_from)]

@@ -1,0 +1,134 @@
+"""What a text must match: TensorRT-LLM's `GuidedDecodingParams`, reduced to one grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from tllm_spec.config.option_checks import check_text, shown
+from tllm_spec.grammar.json_schemas import HALF_ESCAPE, check_schema, check_tag
+
+MAX_GRAMMAR_CHARS = 1 << 16
+Kind = Literal["json_schema", "regex", "grammar", "structural_tag"]
+
+
+@dataclass(frozen=True)
+class GrammarSource:
+    """A grammar as text: a JSON schema, a regular expression, EBNF, or a structural tag."""
+
+    kind: Kind
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuidedDecodingParams:
+    """The text matches exactly one of these. Raises ValueError for none, several, or more than
+    `MAX_GRAMMAR_CHARS` characters."""
+
+    json: str | Mapping[str, Any] | bool | type | None = None
+    """A JSON schema: a dict, its text, or a pydantic model."""
+    regex: str | None = None
+    """A regular expression for the whole text."""
+    grammar: str | None = None
+    """A grammar in EBNF, whose first rule is `root`."""
+    json_object: bool = False
+    """Any JSON object."""
+    structural_tag: str | Mapping[str, Any] | None = None
+    """xgrammar's structural tag: free text with parts that follow a schema."""
+    choice: Sequence[str] | None = None
+    """One of these strings."""
+
+    def __post_init__(self) -> None:
+        names = [each.name for each in fields(self)]
+        given = [name for name in names if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError(
+                f"guided_decoding has {', '.join(given) or 'nothing'}; exactly one of "
+                f"{', '.join(names)} is needed"
+            )
+        length = len(self.source.text)
+        if length > MAX_GRAMMAR_CHARS:
+            raise ValueError(
+                f"guided_decoding.{given[0]} has {length} characters; at most {MAX_GRAMMAR_CHARS} "
+                "are accepted"
+            )
+        checks = {"json": check_schema, "structural_tag": check_tag}
+        if given[0] in checks:
+            try:
+                checks[given[0]](json.loads(self.source.text))
+            except ValueError as error:
+                raise ValueError(f"guided_decoding.{given[0]}: {error}") from error
+
+    @classmethod
+    def of(cls, value: Any) -> GuidedDecodingParams:
+        """The same, or one made of a mapping. Raises ValueError for unknown keys."""
+        if isinstance(value, cls):
+            return value
+        names = {each.name for each in fields(cls)}
+        if not isinstance(value, Mapping) or (unknown := set(value) - names):
+            wrong = shown(value) if not isinstance(value, Mapping) else shown(sorted(unknown)[0])
+            raise ValueError(f"guided_decoding = {wrong}: {', '.join(sorted(names))} are accepted")
+        return cls(**value)
+
+    @property
+    def source(self) -> GrammarSource:
+        """Raises ValueError for a value of a wrong type."""
+        if self.json is not None and self.json is not False:
+            return GrammarSource("json_schema", _schema_text(self.json))
+        if self.json_object:
+            return GrammarSource("json_schema", '{"type": "object"}')
+        if self.choice is not None:
+            return GrammarSource("grammar", _choice_grammar(self.choice))
+        if self.structural_tag is not None:
+            return GrammarSource(
+                "structural_tag", _json_text("structural_tag", self.structural_tag)
+            )
+        if self.regex is not None:
+            return GrammarSource("regex", _text("regex", self.regex))
+        return GrammarSource("grammar", _text("grammar", self.grammar))
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"guided_decoding.{name} = {shown(value)}: a non-empty text is needed")
+    check_text(value, f"guided_decoding.{name}")
+    if half := HALF_ESCAPE.search(value):
+        raise ValueError(
+            f"guided_decoding.{name}: character {half.start()} is the escape of one half of a "
+            "surrogate pair; write the character itself"
+        )
+    return value
+
+
+def _json_text(name: str, value: object) -> str:
+    """JSON as text, whichever way it was given."""
+    try:
+        return json.dumps(json.loads(value) if isinstance(value, str) else value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"guided_decoding.{name} is not JSON: {error}") from error
+
+
+def _schema_text(schema: object) -> str:
+    if isinstance(schema, type):
+        to_schema = getattr(schema, "model_json_schema", None)
+        if to_schema is None:
+            raise ValueError(
+                f"guided_decoding.json = {schema!r}: a JSON schema or a pydantic model is needed"
+            )
+        schema = to_schema()
+    return _json_text("json", schema)
+
+
+def _choice_grammar(choice: object) -> str:
+    is_list = isinstance(choice, Sequence) and not isinstance(choice, str)
+    if not (is_list and choice and all(isinstance(each, str) and each for each in choice)):  # type: ignore[attr-defined] # checked by is_list
+        raise ValueError(
+            f"guided_decoding.choice = {shown(choice)}: a list of non-empty strings is needed"
+        )
+    for each in choice:  # type: ignore[attr-defined] # the same
+        check_text(each, "guided_decoding.choice")
+    # Not as ASCII: that would be a pair of escapes for a character beyond 16 bits.
+    texts = [json.dumps(each, ensure_ascii=False) for each in choice]  # type: ignore[attr-defined] # the same
+    return "root ::= " + " | ".join(texts)

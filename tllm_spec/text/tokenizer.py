@@ -1,0 +1,263 @@
+"""Tokens and text: loads a tokenizer, compares two vocabularies, detokenizes a growing list of
+tokens. Stop strings are in `tllm_spec.text.stop_strings`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from tllm_spec.zoo.registry import resolve_model
+
+logger = logging.getLogger(__name__)
+
+MAX_TEMPLATE_CHARS = 1 << 20
+VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
+MAX_REASON = 1000  # characters of another library's message
+CHARACTER_TOKENS = 4  # tokens of one character, at most
+# Replacement characters that decoders may write for an unfinished character: one for each byte.
+UNFINISHED_CHARS = 3
+# If this many tokens do not end in a whole character, waiting for more is useless: they are invalid
+# bytes, or each of them ends inside a character. Only the last DECISIVE_TOKENS of them can then
+# influence later text.
+MAX_PENDING_TOKENS = 32
+DECISIVE_TOKENS = 16
+# What decoders write for bytes that are not a complete character.
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that is used."""
+
+    eos_token_id: int | None
+    chat_template: Any
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = ...,
+        clean_up_tokenization_spaces: bool = ...,
+    ) -> str: ...
+
+    def get_vocab(self) -> Mapping[str, int]: ...
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any: ...
+
+
+def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a local folder or of a zoo model. Raises ValueError when there is none, and
+    for files that transformers cannot read."""
+    from transformers import AutoTokenizer  # heavy: imported only where it is needed
+
+    folder = resolve_model(os.fspath(model))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True, config=_plain_config(folder)
+        )
+        tokenizer.decode(tokenizer.encode("a"))  # some mistakes show with the first text only
+    except Exception as error:  # of several libraries; some raise `Exception` itself
+        reason = " ".join(str(error).split())[:MAX_REASON]
+        names = ("config.json", "tokenizer.json")
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            reason = f"it has no {' and no '.join(missing)}; transformers says: {reason}"
+        elif not isinstance(error, ValueError):
+            reason = f"{type(error).__name__}: {reason}"
+        raise ValueError(f"no tokenizer can be loaded from {folder}: {reason}") from error
+    end = tokenizer.eos_token_id
+    if end is not None and type(end) is not int:
+        raise ValueError(f"no tokenizer can be loaded from {folder}: its end token is {end!r}")
+    if len(str(tokenizer.chat_template)) > MAX_TEMPLATE_CHARS:
+        raise ValueError(
+            f"no tokenizer can be loaded from {folder}: its chat template has more than "
+            f"{MAX_TEMPLATE_CHARS} characters"
+        )
+    return cast(Tokenizer, tokenizer)
+
+
+def _plain_config(folder: Path) -> Any:
+    """What AutoTokenizer reads of a model's configuration when the tokenizer names its own class:
+    the model's type and name. Without it the configuration's class is imported, and with that
+    torch's compiler, which takes longer than importing torch. None: let AutoTokenizer load it."""
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    try:
+        model = json.loads((folder / "config.json").read_bytes())
+        model_type = model["model_type"]
+        if model_type in CONFIG_MAPPING:
+            tokenizer = json.loads((folder / "tokenizer_config.json").read_bytes())
+            if "auto_map" in tokenizer or not tokenizer["tokenizer_class"]:
+                return None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    config: Any = PretrainedConfig(name_or_path=str(folder))
+    config.model_type = model_type
+    if "model_name" in model:
+        config.model_name = model["model_name"]
+    return config
+
+
+def has_vocabulary(folder: Path) -> bool:
+    """Whether a model's folder has a file that a tokenizer could be made from."""
+    return any(next(folder.glob(pattern), None) for pattern in VOCABULARY_FILES)
+
+
+def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
+    """Raises ValueError, with the first differences, if an id is not the same token in both.
+
+    Ids beyond the shorter vocabulary are not compared: either side may have added or padding
+    tokens. Other names of added tokens, as chat models have, are a warning: the text does not
+    depend on drafts."""
+    target_tokens = {token_id: token for token, token_id in target.get_vocab().items()}
+    draft_tokens = {token_id: token for token, token_id in draft.get_vocab().items()}
+    shared = range(min(max(target_tokens, default=-1), max(draft_tokens, default=-1)) + 1)
+    different = [i for i in shared if target_tokens.get(i) != draft_tokens.get(i)]
+    if not different:
+        return
+    examples = "; ".join(
+        f"id {i} is {target_tokens.get(i)!r} in the target and {draft_tokens.get(i)!r} in the draft"
+        for i in different[:3]
+    )
+    said = f"{len(different)} of {len(shared)} ids differ ({examples})"
+    if _added_ids(target) | _added_ids(draft) >= set(different):
+        logger.warning(
+            "the draft model's tokenizer has other names for added tokens than the target's: %s; "
+            "drafts of these tokens may be rejected more often",
+            said,
+        )
+        return
+    raise ValueError(
+        f"the draft model's tokenizer is not the target's: {said}; use a draft model that was "
+        "trained with the target's tokenizer"
+    )
+
+
+def _added_ids(tokenizer: Tokenizer) -> set[int]:
+    """Ids of special tokens, and of others that were added to the vocabulary."""
+    return set(getattr(tokenizer, "added_tokens_decoder", ()))
+
+
+def decoder_of(
+    tokenizer: Tokenizer, *, skip_special_tokens: bool
+) -> Callable[[Sequence[int]], str]:
+    """The tokenizer's `decode`. Of transformers' own class it is the one in Rust that is inside,
+    because the wrapper takes six times as long."""
+    if hasattr(tokenizer, "backend_tokenizer"):
+        from transformers import PreTrainedTokenizerFast as Fast
+
+        kind: Any = type(tokenizer)
+        if issubclass(kind, Fast) and (kind.decode, kind._decode) == (Fast.decode, Fast._decode):
+            decode = tokenizer.backend_tokenizer.decode
+            return partial(decode, skip_special_tokens=skip_special_tokens)
+    return partial(
+        tokenizer.decode,
+        skip_special_tokens=skip_special_tokens,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def bytes_of_token(tokenizer: Tokenizer, token_id: int) -> bytes | None:
+    """What a token of a byte-level vocabulary, or a byte token such as `<0xE6>`, writes. None for
+    other tokens."""
+    name: str = cast(Any, tokenizer).convert_ids_to_tokens(token_id)
+    if found := re.fullmatch("<0x([0-9A-F]{2})>", name):
+        return bytes.fromhex(found[1])
+    table = _bytes_of_characters()
+    return bytes(map(table.__getitem__, name)) if table.keys() >= set(name) else None
+
+
+@cache
+def _bytes_of_characters() -> dict[str, int]:
+    """A byte-level vocabulary writes each byte as a character: its own, or one above 255."""
+    from tokenizers.pre_tokenizers import ByteLevel  # heavy
+
+    letters = sorted(ByteLevel.alphabet())
+    own = [letter for letter in letters if ord(letter) < 256]
+    rest = sorted(set(range(256)) - set(map(ord, own)))
+    return {each: ord(each) for each in own} | dict(zip(letters[len(own) :], rest, strict=True))
+
+
+class IncrementalDetokenizer:
+    """Detokenizes a growing list of tokens. Pieces never change later, and each step costs O(new
+    tokens).
+
+    Decoding is not additive: a character may span tokens, and a leading space may be dropped. So a
+    piece is what new tokens add to the text of the tokens before them, and an unfinished character
+    waits for its rest. All pieces and the last `flush` together do not depend on how the tokens are
+    grouped. They are the tokenizer's text of all tokens, except where a byte-fallback decoder
+    changes earlier text because of later invalid bytes."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._decode = decoder_of(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._window: list[int] = []  # context for new tokens, then tokens with unfinished text
+        self._num_returned = 0  # characters of the window's text that have been returned
+        self._textless: dict[int, bool] = {}  # by token: whether decoding skips it
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that is complete after `token_ids`, without what earlier calls have returned."""
+        if not token_ids:
+            return ""
+        text = self._decode([*self._window, *token_ids])
+        new = text[self._num_returned :]
+        if len(token_ids) > 1 and (not new or REPLACEMENT in new):
+            # Such text must be fed token by token, or the pieces would depend on the grouping.
+            # Halves of ordinary text need not, so halving is cheaper than a loop.
+            middle = len(token_ids) // 2
+            return self.feed(token_ids[:middle]) + self.feed(token_ids[middle:])
+        if not new.rstrip(REPLACEMENT) and self._is_textless(token_ids[0]):
+            return ""
+        self._window += token_ids
+        return self._take(text)
+
+    def flush(self) -> str:
+        """The remaining text: an unfinished character, as U+FFFD."""
+        piece = self._decode(self._window)[self._num_returned :]
+        self._num_returned += len(piece)
+        return piece
+
+    def _take(self, text: str) -> str:
+        """The complete part of the window's text that was not returned. Shortens the window as far
+        as possible."""
+        num_complete = len(text.rstrip(REPLACEMENT))
+        is_long = len(self._window) >= MAX_PENDING_TOKENS
+        if is_long:
+            num_complete = max(num_complete, len(text) - UNFINISHED_CHARS)
+        piece = text[self._num_returned : num_complete]
+        self._num_returned = max(self._num_returned, num_complete)
+        if piece and num_complete == len(text):
+            self._keep_last_character()
+        elif is_long:
+            waiting = text[self._num_returned :]
+            self._window = self._window[-DECISIVE_TOKENS:]
+            self._num_returned = len(self._decode(self._window)) - len(waiting)
+        return piece
+
+    def _keep_last_character(self) -> None:
+        """After all of the window was returned: keeps its last tokens that are text by themselves
+        as the context of the next ones. Which these are does not depend on the grouping."""
+        tokens: list[int] = []
+        text = ""
+        for token in reversed(self._window):
+            tokens.insert(0, token)
+            text = self._decode(tokens)
+            if text and not text.startswith(REPLACEMENT):
+                break
+            if self._is_textless(token):
+                del tokens[0]
+            elif len(tokens) == CHARACTER_TOKENS:
+                break
+        self._window, self._num_returned = tokens, len(text)
+
+    def _is_textless(self, token: int) -> bool:
+        """Whether decoding skips the token, as it skips special tokens. Two of it are decoded,
+        because one may be a space, which decoders drop at the beginning of a text."""
+        if token not in self._textless:
+            self._textless[token] = not self._decode([token, token])
+        return self._textless[token]
