@@ -31,8 +31,8 @@ Generated from the code by `make docs`; do not edit.
 
 One tree of options serves `LLM(...)`, YAML files (`--extra_llm_api_options`) and the commands.
 Names are TensorRT-LLM's where it has the option. Its other options are accepted with values that
-change nothing (`tllm_spec/config/not_served.py`). Any other value is refused with the reason, and all
-refusals of a configuration come in one message.
+change nothing (`tllm_spec/config/not_served.py`). Any other value is refused with the reason, and
+all refusals of a configuration come in one message.
 """
 NOUNS: Mapping[Any, str] = {
     bool: "`true`, `false`",

@@ -23,113 +23,119 @@ BORDERS = {
     "tllm_spec/text/chat_prompt.py",  # runs a user's tokenizer
     "tllm_spec/text/template_child.py",  # runs the model's chat template, in a process of its own
     "tllm_spec/server/engine_process.py",  # loads a model with many libraries
-    "tllm_spec/tokenizer.py",  # reads a tokenizer's files with many libraries
+    "tllm_spec/text/tokenizer.py",  # reads a tokenizer's files with many libraries
     "tllm_spec/ranks.py",  # ends the other ranks with this one
-    "tllm_spec/grammar_child.py",  # compiles a user's grammar, in a process of its own
+    "tllm_spec/grammar/grammar_child.py",  # compiles a user's grammar, in a process of its own
 }
 
 # Top floor first; the longest entry that fits a module is its own. A module may import from its own
 # entry and from any lower floor, never sideways or up.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("tllm_spec.cli", "tllm_spec.zoo", "tllm_spec.examples", "tllm_spec.llmapi"),
-    ("tllm_spec.bench", "tllm_spec.server"),
+    (
+        "tllm_spec.cli",
+        "tllm_spec.zoo",
+        "tllm_spec.examples",
+        "tllm_spec.llmapi",
+    ),
+    (
+        "tllm_spec.bench",
+        "tllm_spec.server",
+    ),
     ("tllm_spec.llm",),
-    ("tllm_spec.ranks", "tllm_spec.intake"),
-    ("tllm_spec.rank_checks",),
+    (
+        "tllm_spec.ranks",
+        "tllm_spec.intake",
+    ),
     (
         "tllm_spec.request_handle",
         "tllm_spec.server_info",
         "tllm_spec.prompts",
         "tllm_spec.grammars",
+        "tllm_spec.rank_checks",
+        "tllm_spec.executor.worker",
     ),
-    ("tllm_spec.stop_strings", "tllm_spec.text"),
-    ("tllm_spec.executor.worker",),
-    ("tllm_spec.executor.build",),
-    ("tllm_spec.executor.building",),
-    ("tllm_spec.executor.py_executor", "tllm_spec.executor.ranks"),
-    ("tllm_spec.executor.rounds.round_reader", "tllm_spec.executor.iteration_stats"),
     (
-        "tllm_spec.executor.rounds.round_outcome",
-        "tllm_spec.executor.device_choice",
+        "tllm_spec.text",
+        "tllm_spec.executor.build",
+    ),
+    (
+        "tllm_spec.executor.building",
+        "tllm_spec.executor.py_executor",
     ),
     ("tllm_spec.executor.rounds.round_runner",),
-    ("tllm_spec.executor.rounds.context_rounds", "tllm_spec.executor.rounds.round_timing"),
-    ("tllm_spec.executor.rounds.decode_rounds",),
-    ("tllm_spec.executor.rounds.decode_step",),
+    (
+        "tllm_spec.executor.rounds.context_rounds",
+        "tllm_spec.executor.rounds.round_timing",
+    ),
+    (
+        "tllm_spec.executor.rounds.decode_rounds",
+        "tllm_spec.executor.rounds.round_reader",
+        "tllm_spec.executor.iteration_stats",
+    ),
+    (
+        "tllm_spec.executor.rounds.decode_step",
+        "tllm_spec.executor.rounds.round_outcome",
+    ),
     ("tllm_spec.executor.speculative",),
     (
         "tllm_spec.executor.graphs.context_graphs",
         "tllm_spec.executor.graphs.dummy_contexts",
+    ),
+    (
+        "tllm_spec.executor.engine",
+        "tllm_spec.executor.rounds.launched_round",
+        "tllm_spec.executor.rounds.result_sender",
+    ),
+    (
+        "tllm_spec.executor.scheduler",
+        "tllm_spec.executor.sampling",
         "tllm_spec.executor.graphs.window_graphs",
     ),
     (
+        "tllm_spec.executor.resources",
+        "tllm_spec.executor.ranks",
         "tllm_spec.executor.graphs.cuda_graphs",
-        "tllm_spec.executor.engine",
-        "tllm_spec.executor.scheduler",
     ),
-    (
-        "tllm_spec.executor.rounds.launched_round",
-        "tllm_spec.executor.rounds.result_sender",
-        "tllm_spec.executor.graphs.slot_graphs",
-    ),
-    ("tllm_spec.executor.graphs.graph_pool",),
-    ("tllm_spec.executor.sampling",),
-    ("tllm_spec.executor.resources",),
     (
         "tllm_spec.executor.batch",
         "tllm_spec.executor.response",
         "tllm_spec.executor.request_queue",
-        "tllm_spec.executor.draft_watch",
         "tllm_spec.executor.totals",
         "tllm_spec.executor.request_wire",
         "tllm_spec.executor.waiting",
+        "tllm_spec.executor.graphs.slot_graphs",
     ),
-    ("tllm_spec.executor.request", "tllm_spec.executor.rounds.result_ring"),
     (
+        "tllm_spec.executor.request",
+        "tllm_spec.executor.graphs.graph_pool",
+        "tllm_spec.executor.rounds.round_clock",
+    ),
+    (
+        "tllm_spec.executor.device",
         "tllm_spec.executor.decoding_rules",
-        "tllm_spec.executor.graphs.eager_timing",
         "tllm_spec.executor.request_limits",
         "tllm_spec.executor.faults",
-        "tllm_spec.executor.rounds.round_clock",
-        "tllm_spec.executor.rounds.transfer",
-    ),
-    (
+        "tllm_spec.executor.draft_watch",
         "tllm_spec.executor.speculative.draft_length.request_pause",
-        "tllm_spec.executor.rounds.device_span",
+        "tllm_spec.executor.graphs.eager_timing",
     ),
     ("tllm_spec.draft_network",),
     ("tllm_spec.models",),
     ("tllm_spec.attention",),
     ("tllm_spec.distributed",),
     ("tllm_spec.kernels",),
-    ("tllm_spec.config", "tllm_spec.tokenizer", "tllm_spec.grammar_compiler"),
-    ("tllm_spec.speculative_config", "tllm_spec.sampling_params", "tllm_spec.outputs"),
     (
-        "tllm_spec.host_draft_config",
-        "tllm_spec.cuda_graph_config",
-        "tllm_spec.scheduler_config",
-    ),
-    ("tllm_spec.draft_tree_config",),
-    ("tllm_spec.speculative_base",),
-    ("tllm_spec.adaptive_config",),
-    (
-        "tllm_spec.config_base",
-        "tllm_spec.not_served",
-        "tllm_spec.value_checks",
-        "tllm_spec.guided_decoding",
-        "tllm_spec.grammar_child",
-        "tllm_spec.grammar_state",
+        "tllm_spec.sampling_params",
+        "tllm_spec.outputs",
+        "tllm_spec.text.tokenizer",
     ),
     ("tllm_spec.grammar",),
-    ("tllm_spec.json_schemas", "tllm_spec.child_process"),
     (
-        "tllm_spec.option_checks",
-        "tllm_spec.peer_options",
-        "tllm_spec.yaml_file",
-        "tllm_spec.draft_len_schedule",
-        "tllm_spec.draft_shape",
+        "tllm_spec.config",
+        "tllm_spec.child_process",
+    ),
+    (
         "tllm_spec.logits_processor",
-        "tllm_spec.import_path",
         "tllm_spec.child_command",
         "tllm_spec.child_messages",
         "tllm_spec.request_errors",

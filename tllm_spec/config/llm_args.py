@@ -1,6 +1,6 @@
 """All arguments of `LLM`, named as in TensorRT-LLM: from keywords, from a YAML file, or both.
 
-Only options with an effect are fields. `tllm_spec.config.not_served` has TensorRT-LLM's other options. No
+Only options with an effect are fields. `not_served.py` has TensorRT-LLM's other options. No
 checkpoint and no device is looked at here.
 """
 
