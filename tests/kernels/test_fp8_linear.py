@@ -123,8 +123,11 @@ def test_a_row_of_the_reference_has_the_same_bits_in_every_batch() -> None:
 
 
 @on_each_kernel_device
-@on_each_scaling
-@pytest.mark.parametrize(("shape", "dtype"), list(zip(SHAPES, DTYPES, strict=True)), ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "in_blocks"),
+    list(zip((*SHAPES, SHAPES[1]), (*DTYPES, torch.bfloat16), BLOCKS, strict=True)),
+    ids=str,
+)
 def test_the_kernel_equals_the_formula(
     shape: tuple[int, int], dtype: torch.dtype, in_blocks: tuple[bool, bool], device: str
 ) -> None:

@@ -31,7 +31,7 @@ GROUPS: tuple[dict[str, int], ...] = (
         "rank_sum": 10,
         "scaled_linear": 19,
         "scaled_linear_slices": 6,
-        "quantise_rows": 9,
+        "quantise_rows": 12,
         "fp8_linear": 8,
         "int4_linear": 17,
         "dequantise": 5,
