@@ -1,7 +1,9 @@
-# Every target runs in .venv, which is made on first use and again when setup.py changes.
+# Every target runs in VENV, which is made on first use; the package is installed there, and again
+# when setup.py changes. `make VENV=$VIRTUAL_ENV test` takes an environment that exists.
 PYTHON ?= python3
-BIN := .venv/bin
-STAMP := .venv/installed
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
 CHECKED := setup.py tllm_spec executor kernels tests benchmarks docs tools
 CHAT_MODEL := build/SmolLM2-135M-Instruct
 DEMO_CONFIGS := $(addprefix yaml_examples/,$(addsuffix .yaml,plain ngram draft_target eagle3_one_model))
@@ -11,7 +13,7 @@ DEMO_CONFIGS := $(addprefix yaml_examples/,$(addsuffix .yaml,plain ngram draft_t
 install: $(STAMP)
 
 $(STAMP): setup.py
-	$(PYTHON) -m venv .venv
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -e '.[dev]'
 	@touch $@
 

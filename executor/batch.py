@@ -27,8 +27,6 @@ class ScheduledBatch:
     num_steps: int = 0
     # The longest draft that the drafter was asked for; it may have made fewer.
     num_asked: int = 0
-    # [B, K, V]: what the drafts were drawn from, for rejection sampling.
-    draft_probs: torch.Tensor | None = None
     # Of the drafts that a drafter on the device makes in this round for the next one.
     new_shape: DraftShape = NO_DRAFTS
     # Where rounds choose between chains and trees: the lower of the tiers of these windows and of

@@ -6,6 +6,7 @@ rest. The larger steps have a module each in `building/`."""
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -77,6 +78,8 @@ def _build(
     plan: BuildPlan, tokenizer: Tokenizer | None, respond: Callable[[list[Response]], None]
 ) -> BuiltExecutor:
     args, communicator = plan.args, plan.communicator
+    if plan.spec is not None:
+        plan.spec.check_code()
     check_draft(plan.draft_plan, tokenizer, plan.config)
     check_draft_backend(plan)
     engines = build_engines(plan)
@@ -97,7 +100,7 @@ def _build(
 
     queue, kv = queue_of(communicator), engines.kv
     resources = [*speculation.resources, kv, plan.slots]
-    scheduler = Scheduler(plan.limits(kv), plan.slots, kv, resources)
+    scheduler = Scheduler(plan.limits, plan.slots, kv, resources)
     logs_rounds = args.print_iter_log and communicator.mapping.rank == 0
     parts = ExecutorParts(
         queue=queue,
@@ -119,9 +122,7 @@ def _build(
         stream_interval=args.stream_interval,
         iteration_stats=_iteration_stats(args, scheduler, kv),
         round_log=RoundLog(scheduler) if logs_rounds else None,
-        ranks=communicator.gather(
-            rank_facts(communicator.mapping.rank, plan.device, engines.models)
-        ),
+        ranks=_ranks(plan, engines),
     )
     return BuiltExecutor(
         PyExecutor(parts, respond),
@@ -129,6 +130,17 @@ def _build(
         plan.config,
         _limits(plan, tokenizer, scheduler),
     )
+
+
+def _ranks(plan: BuildPlan, engines: Engines) -> list[Any]:
+    facts = rank_facts(
+        plan.mapping.rank,
+        plan.device,
+        engines.models,
+        dtype=plan.dtype,
+        attention=plan.attention,
+    )
+    return plan.communicator.gather(facts)
 
 
 def _draft_len_for(
@@ -176,8 +188,8 @@ def _surroundings(
         sampler,
         plan.args.max_num_tokens,
         plan.max_len,
-        engines.draft,
         engines.layers,
+        engines.draft_kv,
     )
 
 
@@ -194,7 +206,7 @@ def _sampler(plan: BuildPlan, slots: SlotState, engines: Engines) -> Sampler:
             "synthetic_acceptance_rates is set: drafts are accepted by chance, the text means "
             "nothing"
         )
-    sampler = sampler_of(
+    return sampler_of(
         engines.target.model.lm_head.shard,
         slots,
         state,
@@ -202,7 +214,6 @@ def _sampler(plan: BuildPlan, slots: SlotState, engines: Engines) -> Sampler:
         thresholds=thresholds,
         synthetic_rates=rates,
         relaxed=relaxed,
+        serves_grammars=plan.args.guided_decoding_backend is not None,
+        communicator=plan.communicator,
     )
-    sampler.grammar_masks.is_served = plan.args.guided_decoding_backend is not None
-    sampler.grammar_masks.work.communicator = plan.communicator
-    return sampler

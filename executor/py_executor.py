@@ -110,7 +110,7 @@ class PyExecutor:
             speculating=self._speculating, counts_drafts=parts.slots.counts_drafts
         )
         self._unsettled: list[tuple[ScheduledBatch, list[LlmRequest]]] = []
-        parts.sampler.grammar_masks.read_rounds = self._read_rounds
+        parts.sampler.grammar_masks.read_tokens_with(self._read_rounds)
         self.totals = Totals()
 
     def enter_thread(self) -> None:
@@ -280,7 +280,7 @@ class PyExecutor:
         shapes = self.parts.slots.shapes
         self._latest_name = shapes.name(shapes.tier_of(batch.shape))
         if self._speculating and batch.generation_requests:
-            outcome.report_to(self.parts.controller, launched)
+            outcome.report_to(self.parts.controller, batch)
             self.parts.draft_watch.add(outcome.num_drafted, sum(outcome.num_accepted))
         if self.parts.iteration_stats is not None:
             self.parts.iteration_stats.add(batch, outcome)

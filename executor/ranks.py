@@ -15,6 +15,8 @@ import msgpack
 import torch
 from torch import nn
 
+from tllm_spec.attention.choice import backend_name
+from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
@@ -135,7 +137,14 @@ def queue_of(communicator: Communicator) -> RequestQueue:
     return FollowerQueue(communicator)
 
 
-def rank_facts(rank: int, device: torch.device, models: Iterable[nn.Module]) -> dict[str, Any]:
+def rank_facts(
+    rank: int,
+    device: torch.device,
+    models: Iterable[nn.Module],
+    *,
+    dtype: torch.dtype,
+    attention: type[HeadsBackend],
+) -> dict[str, Any]:
     """A rank as `/server_info` shows it. Memory in bytes; on CUDA `device_bytes` is all that torch
     has allocated there."""
     facts = {
@@ -143,6 +152,8 @@ def rank_facts(rank: int, device: torch.device, models: Iterable[nn.Module]) -> 
         "host": socket.gethostname(),
         "process": os.getpid(),
         "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "attn_backend": backend_name(attention),
         "weight_bytes": sum(
             each.numel() * each.element_size() for model in models for each in model.parameters()
         ),

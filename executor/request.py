@@ -112,11 +112,8 @@ class LlmRequest:
     prompt_len: int = 0
     slot: int = -1
     kv_len: int = 0  # tokens whose KV is final: all but the bonus token of a generating request
-    # Positions that a draft model's own cache is missing, at most, the rounds launched included.
-    # Below 0: it has so many more of the context.
-    draft_lag: int = 0
-    # Positions that the draft layers on the target's pages have not read. Each is of one of the
-    # latest rounds launched, which had draft length 0.
+    # Tokens that the draft network has not read, at most, up to the last one of the rounds launched
+    # or, in a context, the one after `kv_len`. Below 0: it has read so many more of the context.
     draft_backlog: int = 0
     tokens_in_flight: int = 0  # upper bound of what launched rounds that are not read will add
     context_chunk: int = 0  # tokens of the context scheduled in this round

@@ -30,7 +30,6 @@ class SchedulerLimits:
 
     max_num_tokens: int  # rows of one forward
     overshoot: int  # positions after its last token that a request may write to
-    extra_kv_tokens: int  # of these, what a drafter on the same pages writes in every round
     chunked_prefill: bool
     may_preempt: bool  # MAX_UTILIZATION; otherwise GUARANTEED_NO_EVICT
     by_priority: bool
@@ -133,22 +132,13 @@ class Scheduler:
         short = self._kv.without_room(requests, num_more)
         for request in short:
             self._make_room(request, request.num_tokens_bound + num_more, batch)
-        if short and not self.limits.may_preempt:
-            self._take_ahead(requests, num_more + ROUNDS_AHEAD * shape.path)
-
-    def _take_ahead(self, generating: list[LlmRequest], num_more: int) -> None:
-        """Takes the pages of the next rounds for all requests at once: of `num_more` tokens.
-
-        These pages were reserved at admission. When one request needs a page, all of them get
-        theirs, so that most rounds take none and send no page numbers to the device."""
-        for request in self._kv.without_room(generating, num_more):
-            if request.tokens_in_flight:  # without, they would be given back after this round
-                end = min(request.num_tokens_bound + num_more, self._last_token(request))
-                self._kv.extend(request, end)
+        if short and not self.limits.may_preempt:  # these pages were reserved at admission
+            num_ahead = num_more + ROUNDS_AHEAD * shape.path
+            self._kv.take_ahead(requests, num_ahead, self.limits.overshoot)
 
     def _schedule_context(self, request: LlmRequest, budget: int, batch: ScheduledBatch) -> int:
         chunk = self._chunk_len(request, request.kv_len, budget)
-        end = request.kv_len + chunk + self.limits.extra_kv_tokens
+        end = request.kv_len + chunk + self._kv.extra_kv_tokens
         if not chunk or not self._make_room(request, end, batch):
             return 0
         request.context_chunk = chunk
@@ -245,7 +235,7 @@ class Scheduler:
         self.waiting.take(request)
         self._slots.acquire(request)
         request.kv_len = self._kv.start(request)
-        has_room = self._kv.extend(request, request.kv_len + chunk + self.limits.extra_kv_tokens)
+        has_room = self._kv.extend(request, request.kv_len + chunk + self._kv.extra_kv_tokens)
         assert has_room, "a request that fits found no pages"
         request.state, request.context_chunk = RequestState.CONTEXT, chunk
         self.running.append(request)
@@ -256,7 +246,7 @@ class Scheduler:
         GUARANTEED_NO_EVICT: for all tokens that it may ever have. MAX_UTILIZATION: for its tokens
         now."""
         if self.limits.may_preempt:
-            num_tokens = request.num_tokens + self.limits.extra_kv_tokens
+            num_tokens = request.num_tokens + self._kv.extra_kv_tokens
             available = self._kv.available()
         else:
             num_tokens, available = self._last_token(request), self._kv.promisable()

@@ -63,10 +63,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.py_executor",
     ),
     ("tllm_spec.executor.rounds.round_runner",),
-    (
-        "tllm_spec.executor.rounds.context_rounds",
-        "tllm_spec.executor.rounds.round_timing",
-    ),
+    ("tllm_spec.executor.rounds.context_rounds",),
     (
         "tllm_spec.executor.rounds.decode_rounds",
         "tllm_spec.executor.rounds.round_reader",

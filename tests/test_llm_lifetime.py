@@ -6,6 +6,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,3 +136,9 @@ def test_an_llm_that_is_pickled_or_copied_says_what_to_do(
 def test_every_llm_has_an_id_of_its_own(llm: LLM) -> None:
     with LLM("zoo:llama", max_seq_len=64) as other:
         assert isinstance(llm.llm_id, str) and llm.llm_id != other.llm_id
+
+
+def test_an_architecture_is_checked_before_the_tokenizer_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Phi3ForCausalLM"]}')
+    with pytest.raises(ValueError, match=r"architectures is .*; it must be one of"):
+        LLM(tmp_path)

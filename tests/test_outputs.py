@@ -68,3 +68,8 @@ def test_a_request_sums_the_speculation_of_its_samples() -> None:
     assert request.speculative_decoding == STATS
     assert RequestOutput(1, "a", [5], samples[1:], metrics).speculative_decoding is None
     assert (metrics.queue_time, metrics.time_to_first_token, metrics.latency) == (0.5, 1.0, None)
+
+
+def test_speculative_figures_show_the_acceptance() -> None:
+    shown = repr(SpeculativeStats(4, 10, (4, 4), (4, 2)))
+    assert "rounds=4, acceptance_length=2.50, draft_acceptance_rate=0.75" in shown

@@ -127,3 +127,9 @@ def test_the_moments_of_several_samples_are_those_of_the_earliest(later: int) ->
         handle.receive(Response(1, [8], index, finish_reason="length"))
     metrics = handle.result(timeout=1).metrics
     assert (metrics.first_scheduled_time, metrics.first_token_time) == (1, 3)
+
+
+def test_a_handle_shows_itself_as_the_output_that_it_is() -> None:
+    handle = RequestHandle(7, "a", [1], SamplingParams(n=2), None, lambda: None)
+    shown = repr(handle)
+    assert shown.startswith("RequestOutput(request_id=7, prompt='a', prompt_token_ids=[1]")

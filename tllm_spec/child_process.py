@@ -33,21 +33,10 @@ class ChildProcess:
             self._child.kill()
             self._child.wait()
 
-    def ask(self, message: Any, max_seconds: float) -> Any:
-        """The answer; None if the process has ended instead. Raises TimeoutError, after which the
-        process has ended, too, and RuntimeError if it does not start."""
-        child = self._child if self._child and self._child.poll() is None else self._start()
-        assert child.stdin is not None
-        try:
-            write_message(child.stdin, message)
-            return _receive(child, max_seconds)
-        except BrokenPipeError:
-            return None
-        except TimeoutError:
-            self._end()
-            raise
-
-    def _start(self) -> subprocess.Popen[bytes]:
+    def start(self) -> None:
+        """Starts the process if it does not run, which takes seconds. Raises RuntimeError."""
+        if self._child is not None and self._child.poll() is None:
+            return
         self._end()
         command = module_command(self._module)
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -56,7 +45,21 @@ class ChildProcess:
         write_message(child.stdin, self._first)
         if _receive(child, MAX_START_SECONDS) is None:
             raise RuntimeError(f"the process of {self._module} did not start")
-        return child
+
+    def ask(self, message: Any, max_seconds: float) -> Any:
+        """The answer; None if the process has ended instead. Raises TimeoutError, after which the
+        process has ended, too, and RuntimeError if it does not start."""
+        self.start()
+        child = self._child
+        assert child is not None and child.stdin is not None
+        try:
+            write_message(child.stdin, message)
+            return _receive(child, max_seconds)
+        except BrokenPipeError:
+            return None
+        except TimeoutError:
+            self._end()
+            raise
 
 
 def _receive(child: subprocess.Popen[bytes], seconds: float) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -67,6 +68,16 @@ class Grammars:
         if text is not None:
             self._loaded[key] = self._get_compiler().load(text)
         return self._states(self._loaded[key], number)
+
+    def prepare(self) -> None:
+        """Makes ready, in a thread, what the first grammar would wait for. Where grammars cannot be
+        used, the requests that have one are told so."""
+
+        def start() -> None:
+            with suppress(ValueError, RuntimeError):
+                self._get_compiler().start()
+
+        threading.Thread(target=start, name="tllm-first-grammar", daemon=True).start()
 
     def close(self) -> None:
         """Ends the compiler's process."""

@@ -21,6 +21,7 @@ from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import Worker
 from tllm_spec.grammars import Grammars
 from tllm_spec.intake import Intake, Params
+from tllm_spec.models.registry import check_config
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.prompts import Prompt, is_single
 from tllm_spec.ranks import build_together, join_ranks
@@ -31,6 +32,7 @@ from tllm_spec.server_info import server_info
 from tllm_spec.text.chat_prompt import Conversation
 from tllm_spec.text.messages import Messages
 from tllm_spec.text.tokenizer import Tokenizer, load_tokenizer
+from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class LLM:
     ) -> None:
         self.args = LlmArgs.from_kwargs(model, tokenizer=tokenizer, **kwargs)
         self.llm_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        check_config(resolve_model(self.args.model))  # before its tokenizer is read
         self.tokenizer = _tokenizer(self.args)
         self._results = Results()
         communicator = join_ranks(self.args)

@@ -68,6 +68,14 @@ class SpeculativeStats:
         at_least = (self.rounds, *self.per_position_accepted, 0)
         return tuple(more - fewer for more, fewer in pairwise(at_least))
 
+    def __repr__(self) -> str:
+        return (
+            f"SpeculativeStats(rounds={self.rounds}, acceptance_length="
+            f"{self.acceptance_length:.2f}, draft_acceptance_rate={self.draft_acceptance_rate:.2f},"
+            f" num_emitted_tokens={self.num_emitted_tokens}, per_position_drafted="
+            f"{self.per_position_drafted}, per_position_accepted={self.per_position_accepted})"
+        )
+
     def __add__(self, other: SpeculativeStats) -> SpeculativeStats:
         return SpeculativeStats(
             self.rounds + other.rounds,

@@ -104,6 +104,10 @@ class RequestHandle(RequestOutput):
     def __reduce__(self) -> tuple[type[RequestOutput], tuple[object, ...]]:
         return RequestOutput, tuple(getattr(self, each.name) for each in fields(RequestOutput))
 
+    def __repr__(self) -> str:
+        values = {each.name: getattr(self, each.name) for each in fields(RequestOutput)}
+        return repr(RequestOutput(**values))
+
     def receive(self, response: Response) -> None:
         """Called by the executor's thread."""
         with self._changed:

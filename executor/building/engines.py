@@ -1,10 +1,10 @@
 """Loads models and builds engines around them: KV pools, caches, attention."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
+from typing import Any, TypeVar
 
 from tllm_spec.attention.choice import create_backend, create_batch_invariant
 from tllm_spec.attention.geometry import LayerGroup
@@ -28,7 +28,6 @@ from tllm_spec.executor.engine.memory_plan import (
     plan_num_pages,
 )
 from tllm_spec.executor.engine.model_engine import ModelEngine
-from tllm_spec.executor.engine.network_engine import NetworkEngine
 from tllm_spec.executor.engine.page_plan import (
     GroupPlan,
     draft_group,
@@ -40,6 +39,7 @@ from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.resources.pages import PageGroup
 from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.loaded_draft import (
     LoadedDraft,
@@ -48,8 +48,7 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     load_head,
     load_mtp,
 )
-from tllm_spec.executor.speculative.drafting.network_layers import NetworkLayers
-from tllm_spec.executor.speculative.modes import DraftEngine
+from tllm_spec.executor.speculative.drafting.network_layers import NetworkLayers, NetworkModelLayers
 from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
@@ -58,16 +57,18 @@ from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
 
+Manager = TypeVar("Manager", bound=KVCacheManager)
+
 
 @dataclass(frozen=True)
 class Engines:
-    """The target with its cache, and the draft weights, if there are any: `layers` on the target's
-    pages, or `draft` with its own. `models`: all that run in torch."""
+    """The target with its cache, and the draft network, if there is one: `layers` on the target's
+    pages, or on those of `draft_kv`. `models`: all that run in torch."""
 
     target: ModelEngine
     kv: KVCacheManager
-    draft: DraftEngine | None
     layers: DraftLayers | None
+    draft_kv: DraftKVManager | None
     models: list[TorchModel]
 
 
@@ -100,12 +101,14 @@ def build_engines(plan: BuildPlan) -> Engines:
         logger.info("KV cache: %d pages of %d tokens", pages - DUMMY_PAGES, plan.page_size)
     memory = [_memory(plan, own, pages) for own, pages in zip(groups, num_pages, strict=True)]
     engine, kv, layers = _build_target(plan, target, memory[:number], draft)
-    own_engine = None
+    draft_kv = None
     if draft is not None and layers is None:
-        own_engine = _build_draft_engine(plan, draft, memory[number:])
+        layers = _draft_layers(plan, draft, memory[number:])
+        options = {"extra_kv_tokens": plan.draft_kv_tokens, "has_draft_layers": True}
+        draft_kv = _manager(DraftKVManager, plan, memory[number:], 0, **options)
     with_heads = (each.head if isinstance(each, HeadNetwork) else each for each in models)
     in_torch = [model for model in with_heads if not isinstance(model, DraftNetwork)]
-    return Engines(engine, kv, own_engine, layers, in_torch)
+    return Engines(engine, kv, layers, draft_kv, in_torch)
 
 
 def load_target(plan: BuildPlan) -> CausalLM:
@@ -223,7 +226,12 @@ def _build_target(
     if draft is not None and draft.plan.shares_pages:
         layers, spec = _draft_layers(plan, draft, memory), draft.spec
     kv = _manager(
-        plan, memory, extra_kv_tokens=plan.extra_kv_tokens, lookahead=int(spec is not None)
+        KVCacheManager,
+        plan,
+        memory,
+        lookahead=int(spec is not None),
+        extra_kv_tokens=plan.extra_kv_tokens,
+        has_draft_layers=layers is not None,
     )
     groups = []
     for own, place in zip(target.config.layer_groups(plan.mapping), memory, strict=False):
@@ -232,39 +240,23 @@ def _build_target(
         else:
             backend = _backend(plan, own, place.pools[0])
         groups.append(PagedGroup(backend, place.rows))
-    attention = AttentionGroups(groups)
-    return ModelEngine(target, attention, plan.config.vocab_size, spec), kv, layers
+    return ModelEngine(target, AttentionGroups(groups), spec), kv, layers
 
 
 def _draft_layers(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) -> DraftLayers:
-    """A draft network on the target's pages, with the last pools of the group that keeps all."""
+    """A draft network with the last pools of the group that keeps all, whose pages they share."""
     place = next(own for own in memory if own.span is None)
-    groups = draft.net.config.layer_groups(plan.mapping)
-    pools = place.pools[-len(groups) :]
-    if isinstance(draft.net, HeadNetwork):
-        assert draft.spec is not None
-        return NetworkLayers(draft.net, draft.spec, pools[0], place.rows)
-    return draft.layers(_attention(plan, groups, pools, place.rows), plan.config.vocab_size)
-
-
-def _build_draft_engine(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) -> DraftEngine:
-    """A draft model with a cache of its own."""
-    [place] = memory
-    kv = _manager(plan, memory, extra_kv_tokens=plan.draft_kv_tokens, lookahead=0)
     net, vocab_size = draft.net, plan.config.vocab_size
+    groups = net.config.layer_groups(plan.mapping)
+    pools = place.pools[-len(groups) :]
+    if isinstance(net, HeadNetwork):
+        assert draft.spec is not None
+        return NetworkLayers(net, draft.spec, pools[0], place.rows)
     if isinstance(net, DraftNetwork):
-        return DraftEngine(NetworkEngine(net, place.pools[0], place.rows, vocab_size), kv)
-    assert isinstance(net, CausalLM)
-    attention = _attention(plan, net.config.layer_groups(plan.mapping), place.pools, place.rows)
-    return DraftEngine(ModelEngine(net, attention, vocab_size), kv)
-
-
-def _attention(
-    plan: BuildPlan, groups: Sequence[LayerGroup], pools: Sequence[KVPool], rows: RowBuilder
-) -> AttentionGroups:
-    """The attention of a draft network, whose groups share the pages."""
+        return NetworkModelLayers(net, pools[0], place.rows, vocab_size)
     backends = (_backend(plan, own, pool) for own, pool in zip(groups, pools, strict=True))
-    return AttentionGroups([PagedGroup(backend, rows) for backend in backends])
+    attention = AttentionGroups([PagedGroup(backend, place.rows) for backend in backends])
+    return draft.layers(attention, vocab_size)
 
 
 def _backend(plan: BuildPlan, group: LayerGroup, pool: KVPool) -> AttentionBackend:
@@ -272,8 +264,9 @@ def _backend(plan: BuildPlan, group: LayerGroup, pool: KVPool) -> AttentionBacke
 
 
 def _manager(
-    plan: BuildPlan, memory: list[_Memory], *, extra_kv_tokens: int, lookahead: int
-) -> KVCacheManager:
+    kind: type[Manager], plan: BuildPlan, memory: list[_Memory], lookahead: int, **options: Any
+) -> Manager:
+    """options: those of `KVCacheManager`."""
     reuse = plan.args.kv_cache_config
     cache = PagedCache(
         [own.pages for own in memory],
@@ -282,5 +275,4 @@ def _manager(
         enable_partial_reuse=reuse.enable_partial_reuse,
         lookahead=lookahead,
     )
-    groups = [own.kv for own in memory]
-    return KVCacheManager(cache, groups, plan.span_room, extra_kv_tokens=extra_kv_tokens)
+    return kind(cache, [own.kv for own in memory], plan.span_room, **options)

@@ -12,19 +12,24 @@ from tllm_spec.executor.engine.free_memory import GIB, free_bytes
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
 from tllm_spec.executor.sampling.grammar_masks import mask_words
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
-from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft, draft_folder
+from tllm_spec.executor.speculative.drafting.loaded_draft import (
+    LoadedDraft,
+    blank_head,
+    draft_folder,
+)
 from tllm_spec.executor.speculative.modes import slot_bytes_of
 from tllm_spec.kernels.cublas_lt import WORKSPACE_BYTES
 from tllm_spec.kernels.paged_prefill import PLAN_BYTES
+from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.registry import weight_bytes
+from tllm_spec.models.registry import blank_model, weight_bytes
 from tllm_spec.zoo.registry import resolve_model
 
 
 def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     """Workspaces of attention and of GEMMs, CUDA graphs, and what is kept for every slot: the
-    backlog of a draft network on the target's pages, and its distributions for rejection sampling;
-    texts."""
+    backlog of a draft network on the target's pages; a draft network's distributions for rejection
+    sampling; texts."""
     configs = [plan.config, *([draft.net.config] if draft else [])]
     num_bytes = sum(
         workspace_bytes(
@@ -35,7 +40,7 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     )
     if plan.device.type == "cuda" and not plan.args.deterministic:
         num_bytes += WORKSPACE_BYTES
-    if draft is not None and draft.plan.shares_pages:
+    if draft is not None:
         num_bytes += _slot_bytes(plan, draft)
     num_bytes += slot_bytes_of(plan.spec, plan.slots.dummy_slot + 1, plan.max_len)
     num_bytes += _graph_bytes(plan, draft)
@@ -45,40 +50,49 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
 
 
 def check_free_memory(plan: BuildPlan) -> None:
-    """Raises ValueError if the weights of the target and of a draft model alone take more than the
+    """Raises ValueError if the weights of the target and of what drafts alone take more than the
     device has. All ranks call this together."""
-    folders = {"": resolve_model(plan.args.model)}
+    target = _blank_model(plan, resolve_model(plan.args.model))
+    num_bytes, what = _bytes_with_table(plan, target), ""
     draft = plan.draft_plan
     if draft is not None and not draft.is_head and not draft.num_modules:
-        folders[" and the draft model's"] = draft_folder(draft)
-    num_bytes = sum(_weight_bytes(plan, folder) for folder in folders.values())
+        what = " and the draft model's"
+        num_bytes += _bytes_with_table(plan, _blank_model(plan, draft_folder(draft)))
+    elif draft is not None:
+        what = " and the drafter's"
+        num_bytes += weight_bytes(blank_head(draft, target, plan.device), plan.device)
     communicator = plan.communicator
     free = communicator.minimum(free_bytes(plan.device) // communicator.ranks_on_device)
     if num_bytes > free:
         raise ValueError(
-            f"the weights of {plan.args.model}{''.join(folders)} take {num_bytes / GIB:.1f} GiB "
+            f"the weights of {plan.args.model}{what} take {num_bytes / GIB:.1f} GiB "
             f"on {plan.device.type} with dtype = {plan.args.dtype!r} and max_seq_len = "
             f"{plan.max_seq_len}, and {free / GIB:.1f} GiB are free; use a smaller or a quantized "
             "model, a dtype of 16 bits, a lower max_seq_len or a higher tensor_parallel_size"
         )
 
 
-def _weight_bytes(plan: BuildPlan, folder: Path) -> int:
+def _blank_model(plan: BuildPlan, folder: Path) -> CausalLM:
     own = ModelConfig.from_pretrained(folder).dtype
-    return weight_bytes(
+    return blank_model(
         folder,
         dtype=pick_dtype(plan.args.dtype, own, plan.device),
         device=plan.device,
-        max_positions=plan.max_len,
         mapping=plan.mapping,
         fp8_activations=plan.args.fp8_activations,
     )
 
 
+def _bytes_with_table(plan: BuildPlan, model: CausalLM) -> int:
+    """Weights, and the rotary table of all positions."""
+    table = plan.max_len * 2 * model.config.rope_dim * model.dtype.itemsize
+    return weight_bytes(model, plan.device) + table
+
+
 def _slot_bytes(plan: BuildPlan, draft: LoadedDraft) -> int:
-    """Of a draft network on the target's pages, for all slots."""
+    """Of a draft network, for all slots."""
     num_slots, captured = plan.slots.dummy_slot + 1, draft.spec.captured(1) if draft.spec else None
-    num_bytes = DraftBacklog.num_bytes(num_slots, captured)
+    num_bytes = DraftBacklog.num_bytes(num_slots, captured) if draft.plan.shares_pages else 0
     if plan.spec is not None and plan.spec.use_rejection_sampling and not plan.shapes.has_trees:
         num_rows = num_slots * plan.max_draft_len
         num_bytes += num_rows * plan.config.vocab_size * torch.float32.itemsize

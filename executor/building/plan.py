@@ -12,7 +12,7 @@ from tllm_spec.executor.building.draft_lens import draft_lens_of_rounds
 from tllm_spec.executor.device.device_choice import pick_device, pick_dtype
 from tllm_spec.executor.graphs.context_graphs import context_rows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
-from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, KVCacheManager, SpanRoom
+from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, SpanRoom
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.scheduler import SchedulerLimits
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
@@ -182,12 +182,12 @@ class BuildPlan:
     def max_len(self) -> int:
         return self.max_seq_len + self.overshoot + 1
 
-    def limits(self, kv: KVCacheManager) -> SchedulerLimits:
+    @property
+    def limits(self) -> SchedulerLimits:
         scheduling = self.args.scheduler_config
         return SchedulerLimits(
             max_num_tokens=self.args.max_num_tokens,
             overshoot=self.overshoot,
-            extra_kv_tokens=kv.extra_kv_tokens,
             chunked_prefill=self.args.enable_chunked_prefill,
             may_preempt=scheduling.capacity_scheduler_policy == "MAX_UTILIZATION",
             by_priority=scheduling.waiting_queue_policy == "priority",

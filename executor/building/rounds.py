@@ -54,19 +54,11 @@ def build_controller(
 
 def graph_sizes(plan: BuildPlan, runner: RoundRunner) -> tuple[int, ...]:
     """Batch sizes of CUDA graphs; none where there can be no graphs."""
-    spec = plan.spec
     if not plan.graph_sizes or plan.device.type != "cuda":
         return ()
     if not runner.engine.attention.supports_graphs:
         logger.warning(
             "no CUDA graphs: attn_backend %s needs lengths on the host", plan.args.attn_backend
-        )
-        return ()
-    draft = plan.draft_plan
-    has_probs = spec is not None and spec.use_rejection_sampling and not plan.shapes.has_trees
-    if has_probs and draft and not draft.shares_pages:
-        logger.info(
-            "no CUDA graphs: rejection sampling needs the distributions of a separate draft model"
         )
         return ()
     return plan.graph_sizes

@@ -1,7 +1,7 @@
 """Runs one model over rows of tokens, and computes the logits of the wanted rows.
 
-Target and draft model have an engine each. An engine knows no requests, sampling or speculation:
-context chunks are (slot, start, tokens), windows are slots with lengths on the device."""
+An engine knows no requests, sampling or speculation: context chunks are (slot, start, tokens),
+windows are slots with lengths on the device."""
 
 import torch
 
@@ -13,26 +13,15 @@ from tllm_spec.models.causal_lm import CausalLM
 
 
 class ModelEngine:
-    """A model and the attention of its layer groups.
-
-    `input_vocab_size` is the target's: a draft model with a smaller vocabulary reads ids beyond it
-    as its last id. `spec` captures hidden states for a draft head."""
-
-    may_be_captured = True
+    """A model and the attention of its layer groups. `spec` captures hidden states for a draft
+    head."""
 
     def __init__(
-        self,
-        model: CausalLM,
-        attention: AttentionGroups,
-        input_vocab_size: int,
-        spec: SpecMetadata | None = None,
+        self, model: CausalLM, attention: AttentionGroups, spec: SpecMetadata | None = None
     ) -> None:
         self.model = model
         self.attention = attention
         self.spec = spec
-        self._no_rows = torch.empty(0, dtype=torch.int64, device=self.rows.device)
-        self._last_token_id = model.config.vocab_size - 1
-        self._clamps = input_vocab_size > model.config.vocab_size
         self._captures_last_layer = (
             spec is not None and max(spec.layers) >= model.config.num_layers - 1
         )
@@ -63,8 +52,6 @@ class ModelEngine:
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The forward of planned rows `[T]`: device work only."""
-        if self._clamps:
-            token_ids = token_ids.clamp_max(self._last_token_id)
         if wanted is None or not self._captures_last_layer:
             context = ForwardContext(groups, self.spec, wanted)
             return self.model.forward(token_ids, positions, context)
@@ -75,16 +62,6 @@ class ModelEngine:
         """Moves the KV of the accepted rows of trees to the front of their windows: lens `[B]` of
         rows `[B, D+1]`."""
         self.attention.keep_paths(windows, rows, lens)
-
-    def read(self, chunks: list[ContextChunk]) -> None:
-        """Writes the KV of the chunks' tokens."""
-        self.forward(chunks, None, self._no_rows)
-
-    def last_logits(self, windows: Windows) -> torch.Tensor:
-        """Writes the KV of the windows' tokens. Returns the logits after the last token of each,
-        `[B, V]`."""
-        width = windows.token_ids.shape[1]
-        return self.compute_logits(self.forward([], windows)[width - 1 :: width])
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]` -> `[R, V]` in the model's dtype, or this rank's columns."""

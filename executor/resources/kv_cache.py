@@ -56,10 +56,13 @@ class KVCacheManager(ResourceManager):
         room: SpanRoom,
         *,
         extra_kv_tokens: int = 0,
+        has_draft_layers: bool = False,
     ) -> None:
         """groups: of the cache's groups. extra_kv_tokens: KV entries after those of a round's
-        tokens that a drafter on the same pages writes."""
+        tokens that a drafter on the same pages writes. has_draft_layers: a draft network writes to
+        the pages."""
         self.cache = cache
+        self._has_draft_layers = has_draft_layers
         self.extra_kv_tokens = extra_kv_tokens
         # Tokens of each request in a round that has its pages and is not launched yet.
         self.scheduled_window = 0
@@ -151,6 +154,10 @@ class KVCacheManager(ResourceManager):
         """How many pages of each group the request holds."""
         return [len(own.pages) - own.first for own in self.cache.groups_of(request.request_id)]
 
+    def num_shared(self, request: LlmRequest) -> int:
+        """Tokens in the request's cached pages."""
+        return self.cache.num_shared(request.request_id)
+
     def holds(self, request: LlmRequest) -> bool:
         return request.request_id in self._rows
 
@@ -174,6 +181,15 @@ class KVCacheManager(ResourceManager):
             return False
         self._write_rows(request)
         return True
+
+    def take_ahead(self, requests: Sequence[LlmRequest], num_more: int, overshoot: int) -> None:
+        """Takes the pages of the next rounds, of `num_more` tokens, for all requests at once, up to
+        `overshoot` tokens after their last ones. When one request needs a page, all of them get
+        theirs, so that most rounds take none and send no page numbers to the device."""
+        for request in self.without_room(requests, num_more):
+            if request.tokens_in_flight:  # without, they would be given back after this round
+                last = request.prompt_len + request.max_tokens + overshoot
+                self.extend(request, min(request.num_tokens_bound + num_more, last))
 
     def without_room(self, requests: Sequence[LlmRequest], num_more: int) -> list[LlmRequest]:
         """The requests that have no pages for `num_more` tokens after those they may have now,
@@ -264,12 +280,13 @@ class KVCacheManager(ResourceManager):
         self.cache.check_integrity()
 
     def _determining(self, request: LlmRequest, num_tokens: int) -> list[int]:
-        """The tokens that the KV of the first `num_tokens` tokens depends on, as far as the draft
+        """The tokens that the KV of the first `num_tokens` tokens depends on, as far as draft
         layers on the same pages have written theirs, too.
 
         Where the token after the last one is not known yet, the cache leaves its position out."""
-        num_tokens = max(0, num_tokens - unread_by_draft(request))
-        return request.tokens[: num_tokens + self.cache.lookahead]
+        if self._has_draft_layers:  # the backlog ends with the token after `kv_len`, or later
+            num_tokens -= max(0, request.draft_backlog - 1 + self.cache.lookahead)
+        return request.tokens[: max(0, num_tokens) + self.cache.lookahead]
 
     def _write_rows(self, request: LlmRequest) -> None:
         """Brings the request's block-table rows up to date; nothing to do in most rounds."""
@@ -279,9 +296,3 @@ class KVCacheManager(ResourceManager):
                 self._settled = NO_DRAFTS, ()
                 group.table.write(request.slot, row.pages, row.num_known)
                 row.num_known = len(row.pages)
-
-
-def unread_by_draft(request: LlmRequest) -> int:
-    """Positions before `kv_len` that the draft layers have not read. The backlog ends where the
-    rounds in flight end."""
-    return max(0, request.draft_backlog - request.tokens_in_flight)

@@ -216,6 +216,10 @@ class PagedCache:
         """The sequence's pages in one group, in order. The live list: do not change it."""
         return self._sequences[seq_id].groups[group].pages
 
+    def num_shared(self, seq_id: int) -> int:
+        """Tokens of the sequence's pages in the tree."""
+        return len(self._sequences[seq_id].nodes) * self.page_size
+
     def private_pages(self, seq_id: int, group: int = 0) -> list[int]:
         """The pages after those in the tree: only this sequence reads or writes them."""
         sequence = self._sequences[seq_id]

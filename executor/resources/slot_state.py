@@ -67,9 +67,10 @@ class SlotState:
         # Filled, not assigned: assigning copies from pageable memory, and the host waits for that.
         self._draft_limits[request.slot].fill_(request.draft_limit)
 
-    def positions(self, slot_ids: torch.Tensor, draft_len: int) -> torch.Tensor:
-        """Positions of the bonus token and of the drafts after it, `[K + 1, B]`."""
-        return gather_rows(self.kv_lens, slot_ids) + self._steps[: draft_len + 1]
+    def positions(self, kv_lens: torch.Tensor, draft_len: int) -> torch.Tensor:
+        """Positions of the bonus token and of the drafts after it, `[K + 1, B]`, in slots with
+        these KV lengths `[B]`."""
+        return kv_lens + self._steps[: draft_len + 1]
 
     def write_drafts(
         self, slot_ids: torch.Tensor, drafts: torch.Tensor, num_drafts: torch.Tensor | None = None

@@ -7,6 +7,7 @@ anything is drafted after them."""
 import torch
 
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
+from tllm_spec.executor.device.device_span import DeviceSpan
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.graphs.context_graphs import ContextGraphs
@@ -16,7 +17,7 @@ from tllm_spec.executor.rounds.decode_step import DecodeStep
 from tllm_spec.executor.rounds.result_sender import ResultSender, SentResults, joined
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.prompt_logprobs import collect_prompt_logprobs
-from tllm_spec.executor.speculative.drafting.round_end import WindowResult
+from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
 
 
 class ContextRounds:
@@ -63,8 +64,7 @@ class ContextRounds:
             parts = [self._sample_first(ended, self._engine.compute_logits(hidden), logprobs)]
         if not batch.generation_requests:
             return self._send_then_draft(batch, chunks, parts, None, logprobs)
-        first_tokens = _first_tokens(batch, parts)
-        self._round_end.after_contexts(batch, chunks, first_tokens, None, is_timed=False)
+        self._round_end.after_contexts(batch, _result(batch, chunks, parts), None)
         parts.append(self._decode.run(batch, logprobs))
         sampled = joined(parts, batch.shape.path, hidden.device)
         return SentResults(self._sender.send(sampled, logprobs))
@@ -84,8 +84,7 @@ class ContextRounds:
         if ended:
             parts = [self._sample_first(ended, logits[: len(ended)], logprobs)]
         if group is not None and windows is not None:
-            of_windows = logits[len(ended) :]
-            result = self._step.sample(group, windows, of_windows, batch.draft_probs, logprobs)
+            result = self._step.sample(group, windows, logits[len(ended) :], logprobs)
             parts.append(result.sampled)
         return self._send_then_draft(batch, chunks, parts, result, logprobs)
 
@@ -115,11 +114,11 @@ class ContextRounds:
         forward."""
         sampled = joined(parts, batch.shape.path, self._slots.device)
         to_host = self._sender.send(sampled, logprobs)
-        first_tokens = _first_tokens(batch, parts)
-        post_send = self._round_end.after_contexts(
-            batch, chunks, first_tokens, windows, is_timed=not to_host.is_here
-        )
-        return SentResults(to_host, post_send)
+        span = None if to_host.is_here else DeviceSpan()
+        self._round_end.after_contexts(batch, _result(batch, chunks, parts), windows)
+        if span is not None:
+            span.end()
+        return SentResults(to_host, span)
 
     def _start_joining(self, batch: ScheduledBatch) -> None:
         """Writes the rows of the slots that requests were given for this round. A context's forward
@@ -143,9 +142,16 @@ def _wants_prompt_logprobs(batch: ScheduledBatch) -> bool:
     return any(request.rules.prompt_logprobs is not None for request in batch.context_requests)
 
 
-def _first_tokens(batch: ScheduledBatch, parts: list[SampledTokens]) -> torch.Tensor | None:
-    """`[C]`, of the ended contexts, which are the first part; None: there are none."""
-    return parts[0].new_tokens[:, 0] if batch.last_chunk_requests else None
+def _result(
+    batch: ScheduledBatch, chunks: list[ContextChunk], parts: list[SampledTokens]
+) -> ContextResult:
+    """parts: of the ended contexts, if there are any, and of windows."""
+    requests = batch.context_requests
+    following = [
+        None if r.is_last_context_chunk else r.tokens[r.kv_len + r.context_chunk] for r in requests
+    ]
+    first_tokens = parts[0].new_tokens[:, 0] if batch.last_chunk_requests else None
+    return ContextResult(requests, chunks, following, first_tokens)
 
 
 def _sampled_rows(batch: ScheduledBatch, device: torch.device) -> torch.Tensor:

@@ -52,7 +52,7 @@ class DecodeStep:
         if hidden is None:
             hidden = self.engine.forward([], windows.rows)
         logits = self.engine.compute_logits(hidden)
-        result = self.sample(group, windows, logits, batch.draft_probs, logprobs)
+        result = self.sample(group, windows, logits, logprobs)
         self.round_end.tail(group, result, batch.new_shape)
         return result.sampled
 
@@ -110,21 +110,16 @@ class DecodeStep:
         return SlotWindows(rows, shape, tree)
 
     def _end(self, group: RowGroup, windows: SlotWindows, logits: torch.Tensor) -> SampledTokens:
-        result = self.sample(group, windows, logits, None, LogprobRows())
+        result = self.sample(group, windows, logits, LogprobRows())
         self.round_end.tail(group, result, windows.shape)
         return result.sampled
 
     def sample(
-        self,
-        group: RowGroup,
-        windows: SlotWindows,
-        logits: torch.Tensor,
-        draft_probs: torch.Tensor | None,
-        logprobs: LogprobRows,
+        self, group: RowGroup, windows: SlotWindows, logits: torch.Tensor, logprobs: LogprobRows
     ) -> WindowResult:
         """Accepts drafts and advances the slots. logits `[T, V]`: of the windows' rows."""
         self._slots.limit_drafts(group.slots, group.rows)
-        probs, rows = self.round_end.draft_probs(group, draft_probs), windows.rows
+        probs, rows = self.round_end.draft_probs(group), windows.rows
         num_drafts = self._slots.num_verified(rows.slots, windows.shape)
         sampled = self.sampler.sample_windows(
             group, logits, rows.first, probs, logprobs, windows.tree

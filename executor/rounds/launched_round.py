@@ -24,16 +24,6 @@ class LaunchedRound:
     # What the device does after sending the results; None: nothing.
     post_send: DeviceSpan | None
 
-    @property
-    def num_steps(self) -> int:
-        """As `ScheduledBatch.num_steps`."""
-        return self.batch.num_steps
-
-    @property
-    def num_asked(self) -> int:
-        """As `ScheduledBatch.num_asked`."""
-        return self.batch.num_asked
-
     def wait(self) -> tuple[list[list[int]], dict[int, list[dict[int, Logprob]]]]:
         """Waits for the device. A row for every ended context, then every generating request: how
         many tokens are new, then the tokens. And log probabilities by request id."""

@@ -3,7 +3,7 @@ controller. A request that had ended before its results were read (overlap) show
 
 from dataclasses import dataclass, field
 
-from tllm_spec.executor.rounds.launched_round import LaunchedRound
+from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
 
@@ -19,20 +19,19 @@ class RoundOutcome:
     num_requests: int = 0  # generating ones that had not ended before
     num_tokens: int = 0  # that these were given
 
-    def report_to(self, controller: AdaptiveController, launched: LaunchedRound) -> None:
+    def report_to(self, controller: AdaptiveController, batch: ScheduledBatch) -> None:
         """The time counts only if the whole round belongs to one draft length: no context chunks,
         drafts made and verified of the same length, and no catching up of a draft model."""
-        batch = launched.batch
-        is_pure = batch.draft_len == launched.num_steps and not batch.is_transition
+        is_pure = batch.draft_len == batch.num_steps and not batch.is_transition
         is_pure = is_pure and not batch.catches_up
         has_time = is_pure and not batch.context_requests
         controller.observe(
             len(batch.generation_requests),
             self.num_accepted,
-            launched.num_steps if batch.verified_tier is None else batch.verified_tier,
+            batch.num_steps if batch.verified_tier is None else batch.verified_tier,
             self.seconds if has_time else None,
             num_requests=self.num_requests,
             num_drafted=self.num_drafted,
-            num_asked=launched.num_asked,
+            num_asked=batch.num_asked,
             ranks=self.ranks,
         )

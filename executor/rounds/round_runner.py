@@ -3,6 +3,7 @@
 Nothing here waits for the device. The results are on their way to the host in a `LaunchedRound`;
 before that is read, the next round can be launched from the slot state alone."""
 
+from functools import partial
 from operator import attrgetter
 from time import perf_counter
 
@@ -12,7 +13,8 @@ from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.graphs.context_graphs import capture_contexts
-from tllm_spec.executor.graphs.dummy_contexts import ContextLimits
+from tllm_spec.executor.graphs.dummy_contexts import ContextLimits, DummyContexts
+from tllm_spec.executor.graphs.eager_timing import TIMED_KV_LEN, eager_seconds
 from tllm_spec.executor.graphs.graph_pool import GraphPool
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.graphs.window_graphs import WindowGraphs
@@ -22,7 +24,6 @@ from tllm_spec.executor.rounds.decode_rounds import DecodeRounds
 from tllm_spec.executor.rounds.decode_step import DecodeStep
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.executor.rounds.result_sender import ResultSender, SentResults
-from tllm_spec.executor.rounds.round_timing import RoundTiming
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
@@ -40,10 +41,9 @@ class RoundRunner:
         self._slots, self._groups = sampler.slots, sampler.groups
         self._grammar_masks = sampler.grammar_masks
         self._sender = ResultSender()
-        step = DecodeStep(engine, sampler, round_end)
+        self._step = step = DecodeStep(engine, sampler, round_end)
         self.decode = DecodeRounds(step)
         self.contexts = ContextRounds(step, self.decode, self._sender)
-        self._timing = RoundTiming(step, self.decode)
 
     def launch(self, batch: ScheduledBatch) -> LaunchedRound:
         """Enqueues the round's work; after it the slots hold what the next round needs."""
@@ -55,7 +55,6 @@ class RoundRunner:
         else:
             sent = self._launch_windows(batch, logprobs)
         self.round_end.launched(batch)
-        self._groups.end_round()
         return LaunchedRound(
             batch,
             batch.last_chunk_requests,
@@ -111,9 +110,21 @@ class RoundRunner:
         self.contexts.graphs = capture_contexts(self.engine, sizes, dummy_slot, pool)
 
     def seconds(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
-        """As `RoundTiming.seconds`."""
-        return self._timing.seconds(key, dummy_slot, device)
+        """How long the device takes for a round of dummy requests with empty contexts: the mean of
+        a long row of replays; without a graph the best of a few eager rounds. No round may be in
+        flight."""
+        if self.graphs is not None and key in self.graphs:
+            return self.graphs.seconds(key)
+        slot_ids = torch.full((key.batch_size,), dummy_slot, device=device)
+        max_kv_len = min(TIMED_KV_LEN, self._step.max_len)
+        run = partial(self._step.whole, slot_ids, key.shape, key.sampled, max_kv_len)
+        return eager_seconds(lambda: run().new_lens)
 
     def seconds_with_contexts(self, key: GraphKey, limits: ContextLimits) -> float | None:
-        """As `RoundTiming.seconds_with_contexts`."""
-        return self._timing.seconds_with_contexts(key, limits)
+        """The same of a round in which every request has a long context; None where there is no
+        graph, or no room for such contexts."""
+        graphs, contexts = self.graphs, DummyContexts(self._slots, self.engine.attention, limits)
+        if graphs is None or key not in graphs or not contexts.length(key.batch_size):
+            return None
+        with contexts.filled(key.batch_size) as renew:
+            return graphs.seconds(key, list(range(key.batch_size)), renew)

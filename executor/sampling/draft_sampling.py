@@ -9,7 +9,7 @@ import torch
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.kernels.choose_token import choose_best, choose_draft
-from tllm_spec.kernels.gumbel import DRAFT_DOMAIN
+from tllm_spec.kernels.gumbel import DRAFT_DOMAIN, TARGET_DOMAIN
 from tllm_spec.kernels.top_tokens import top_tokens
 
 
@@ -131,13 +131,8 @@ class DraftSampling:
 
     def _noise(self, group: RowGroup, step: int, first: torch.Tensor, width: int) -> torch.Tensor:
         """`[M, width]` for the sampled requests."""
-        if self.keeps_probs:
-            noise = self._sampler.noise_at(group, first + step, DRAFT_DOMAIN)
-        elif group.rows.window == 1:
-            noise = self._sampler.noise_at(group, first + step)
-        else:  # the target needs the noise of all these positions in this round
-            assert group.sampled is not None
-            noise = group.sampled.own.column(self._sampler.noise(group, first), step)
+        domain = DRAFT_DOMAIN if self.keeps_probs else TARGET_DOMAIN
+        noise = self._sampler.noise_at(group, first + step, domain)
         if self._token_map is not None:
             return noise.index_select(1, self._token_map)
         return noise[:, :width]

@@ -10,6 +10,7 @@ from itertools import accumulate
 
 import torch
 
+from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.transfer import PinnedBuffers, ToHost, to_device
 from tllm_spec.executor.request import LlmRequest
@@ -29,26 +30,40 @@ def mask_words(num_rows: int, vocab_size: int) -> int:
 
 class GrammarMasks:
     """The masks of requests with grammars. Costs nothing in a round without such requests.
-    `read_rounds`: reads the rounds in flight, so that their tokens are in the requests.
 
     Masks travel with the number of each row's mask, -1 for none, in one copy: `[R]` numbers, then
     `[M, ceil(V / 32)]` words, all int32."""
 
-    def __init__(self, slots: SlotState, vocab_size: int) -> None:
+    def __init__(
+        self,
+        slots: SlotState,
+        vocab_size: int,
+        first_token: int = 0,
+        *,
+        is_served: bool = True,
+        communicator: Communicator = SINGLE,
+    ) -> None:
+        """first_token: of logits that are a part of the vocabulary's. is_served: whether there may
+        be grammars."""
         self._slots = slots
         self._vocab_size, self._num_words = vocab_size, -(-vocab_size // 32)
-        self.first_token = 0  # of logits that are a part of the vocabulary's
+        self._first_token = first_token
         self._buffers = PinnedBuffers()
         self._windows: ToHost | None = None
         self._drafts: list[torch.Tensor] = []
         self._index: dict[int, int] = {}  # of the round's windows, by request id
-        self.work = GrammarWork()
+        self.work = GrammarWork(communicator)
         self._for_graphs = torch.empty(0, dtype=torch.int32, device=slots.device)
         self._max_rows = 0  # of a graph
         self._is_sent = False  # any mask, to the next graph
-        self.read_rounds: Callable[[], None] = lambda: None
-        self.is_served = True  # grammars are not refused
+        self._read_rounds: Callable[[], None] = lambda: None
+        self.is_served = is_served
         self.has_windows = False  # of requests with grammars, in this round
+
+    def read_tokens_with(self, read_rounds: Callable[[], None]) -> None:
+        """read_rounds: reads the rounds in flight, so that their tokens are in the requests. It is
+        called where masks need tokens that are not."""
+        self._read_rounds = read_rounds
 
     def begin(self, batch: ScheduledBatch) -> None:
         """Before the forward of a round is launched, whose drafts are in the slots."""
@@ -91,7 +106,7 @@ class GrammarMasks:
             self._mask(logits, self._for_graphs)
 
     def _mask(self, logits: torch.Tensor, numbers: torch.Tensor) -> None:
-        first = self.first_token if logits.shape[1] < self._vocab_size else 0
+        first = self._first_token if logits.shape[1] < self._vocab_size else 0
         mask_tokens(logits, *self._parts(numbers, len(logits)), first)
 
     def _parts(self, numbers: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +120,7 @@ class GrammarMasks:
         """On the host, for that many rows, of which each request has as many as `counts` say. A
         request that has ended needs no masks."""
         if any(request.grammar and request.tokens_in_flight for request in requests):
-            self.read_rounds()
+            self._read_rounds()
         guided = {
             index: request
             for index, request in enumerate(requests)

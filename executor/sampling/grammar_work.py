@@ -32,10 +32,10 @@ Job = tuple[LlmRequest, Callable[[], None]]
 
 class GrammarWork:
     """xgrammar works without Python's lock, so many jobs run in several threads. With several ranks
-    rank 0 decides what takes too long. `communicator`: of the ranks."""
+    rank 0 decides what takes too long."""
 
-    def __init__(self) -> None:
-        self.communicator: Communicator = SINGLE
+    def __init__(self, communicator: Communicator = SINGLE) -> None:
+        self._communicator = communicator
         self._queue: SimpleQueue[_Jobs | None] = SimpleQueue()
         self._num_threads = 0
         self._culprits: list[LlmRequest] = []
@@ -47,8 +47,8 @@ class GrammarWork:
         for group in groups:
             self._queue.put(group)
         self._start_threads(number)
-        is_first = self.communicator.mapping.rank == 0
-        slow = set(self.communicator.share(_slow_requests(groups) if is_first else []))
+        is_first = self._communicator.mapping.rank == 0
+        slow = set(self._communicator.share(_slow_requests(groups) if is_first else []))
         for group in groups:
             if slow:
                 group.stop()

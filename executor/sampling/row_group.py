@@ -81,7 +81,6 @@ class RowGroup:
     penalties: RowParameters | None = None  # of the penalised rows
     # A graph's group: all rows are sampled, and a temperature of 0 makes one greedy.
     mixed: bool = False
-    memo: dict[str, torch.Tensor] = field(default_factory=dict)  # of this round only
     parts: list["RowGroup"] = field(default_factory=list)  # see `RowGroups.parts`
 
     @property
@@ -141,9 +140,7 @@ class RowGroups:
         rows = RoundRows.rectangle(len(group.slots), 1)
         parameters = group.sampled_parameters and group.sampled_parameters.each_of(group.rows)
         sampled = group.sampled and Subset(None, None, rows)
-        return replace(
-            group, rows=rows, sampled=sampled, sampled_parameters=parameters, memo={}, parts=[]
-        )
+        return replace(group, rows=rows, sampled=sampled, sampled_parameters=parameters, parts=[])
 
     def parts(self, group: RowGroup, size: int) -> list[RowGroup]:
         """The group cut into groups of at most `size` requests, which is the same in every call."""
@@ -157,12 +154,6 @@ class RowGroups:
                     else self.of_slots(group.slots[own], window, sampled=group.filtered)
                 )
         return group.parts
-
-    def end_round(self) -> None:
-        """Drops what was kept for the round's positions."""
-        for group in self._kept.values():
-            for each in (group, *group.parts):
-                each.memo.clear()
 
     def forget(self) -> None:
         """Drops all groups: slots have new owners or parameters."""

@@ -25,7 +25,8 @@ class RowPositions:
         """`[T]`: of the rows of these requests; None: of all."""
         first = self.kv_lens if requests is None else self.kv_lens.index_select(0, requests)
         if self.tree is None:
-            return window_positions(first, rows, self.ahead)
+            steps = torch.arange(self.ahead, self.ahead + rows.window, device=first.device)
+            return rows.flat(first.unsqueeze(1) + steps)
         depths = self.tree.of(requests).depths
         return rows.flat(first.unsqueeze(1) + depths + self.ahead)
 
@@ -33,9 +34,3 @@ class RowPositions:
         lens = self.kv_lens.split_with_sizes(list(sizes))
         trees = [None] * len(sizes) if self.tree is None else self.tree.split(sizes)
         return [RowPositions(own, self.ahead, tree) for own, tree in zip(lens, trees, strict=True)]
-
-
-def window_positions(first: torch.Tensor, rows: RoundRows, ahead: int = 0) -> torch.Tensor:
-    """Positions `[T]` of the tokens that consecutive rows sample, from first `[N]` + `ahead` on."""
-    steps = torch.arange(ahead, ahead + rows.window, device=first.device)
-    return rows.flat(first.unsqueeze(1) + steps)

@@ -18,7 +18,7 @@ from tllm_spec.executor.sampling.logprobs import LogprobRows, log_probabilities
 from tllm_spec.executor.sampling.rejection import reject_chain
 from tllm_spec.executor.sampling.relaxed import RelaxedAcceptance
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups, Subset
-from tllm_spec.executor.sampling.row_positions import RowPositions, window_positions
+from tllm_spec.executor.sampling.row_positions import RowPositions
 from tllm_spec.executor.sampling.state import RowParameters, SamplingState
 from tllm_spec.executor.sampling.synthetic import Rates, synthetic_acceptance
 from tllm_spec.executor.sampling.tree_rejection import reject_tree
@@ -26,12 +26,12 @@ from tllm_spec.executor.sampling.working_memory import bytes_per_row, rows_at_on
 from tllm_spec.kernels.accept_tree import Accepted
 from tllm_spec.kernels.choose_token import choose_best, choose_token
 from tllm_spec.kernels.filter_cut import filter_cut
-from tllm_spec.kernels.gumbel import TARGET_DOMAIN, gumbel_noise
+from tllm_spec.kernels.gumbel import gumbel_noise
 from tllm_spec.kernels.row_copies import gather_rows
 
 
 class Sampler:
-    """The target's sampler. `groups` is shared with the draft sampling, which reads the same noise.
+    """The target's sampler. `groups` is shared with the draft sampling.
     `thresholds`: of rejection sampling on trees (`reject_tree`). With `synthetic_rates` drafts are
     accepted at random, and the text is meaningless.
 
@@ -43,6 +43,7 @@ class Sampler:
         slots: SlotState,
         state: SamplingState,
         groups: RowGroups,
+        grammar_masks: GrammarMasks,
         *,
         rejection: bool,
         thresholds: tuple[float, float] = (1.0, 1.0),
@@ -58,7 +59,7 @@ class Sampler:
         self.groups = groups
         self.rejection = rejection
         self.host_edits = HostEdits()
-        self.grammar_masks = GrammarMasks(slots, state.vocab_size)
+        self.grammar_masks = grammar_masks
 
     def start(self, request: LlmRequest) -> None:
         """The request got a slot."""
@@ -262,12 +263,14 @@ class Sampler:
         return group.sampled.put(choose_best(logits), chosen)
 
     def _draw(self, group: RowGroup, logits: torch.Tensor, at: RowPositions) -> torch.Tensor:
-        """Tokens of the group's sampled rows `[T, V]`. Coupled drafts may have made the noise
-        already, so it is kept."""
+        """Tokens of the group's sampled rows `[T, V]`."""
         assert group.sampled is not None and group.sampled_parameters is not None
-        scaled = self.scaled(group, logits, group.sampled_parameters)
+        parameters = group.sampled_parameters
         positions = at.positions(group.sampled.own, group.sampled.requests)
-        return choose_best(scaled + self._noise(group, positions))
+        noise = gumbel_noise(parameters.integer("seed"), positions, self.state.vocab_size)
+        if group.mixed:
+            noise = noise * (parameters.column("temperature") > 0)
+        return choose_best(self.scaled(group, logits, parameters) + noise)
 
     def _draw_fused(self, group: RowGroup, logits: torch.Tensor, at: RowPositions) -> torch.Tensor:
         """The same in kernels that write neither noise nor logits to memory."""
@@ -304,28 +307,7 @@ class Sampler:
         cut = self.cut(group, logits, parameters)
         return values if cut is None else values.masked_fill(values < cut.unsqueeze(1), -torch.inf)
 
-    def noise(self, group: RowGroup, first: torch.Tensor) -> torch.Tensor:
-        """Noise of the group's sampled rows `[T, V]`, which follow one after another from the
-        positions first `[N]` on."""
-        assert group.sampled is not None
-        positions = window_positions(group.sampled.take_requests(first), group.sampled.own)
-        return self._noise(group, positions)
-
-    def _noise(self, group: RowGroup, positions: torch.Tensor) -> torch.Tensor:
-        """Noise of the group's sampled rows at positions `[T]`. Made once per round: coupled
-        drafts use the same."""
-        if "noise" not in group.memo:
-            assert group.sampled_parameters is not None
-            seeds = group.sampled_parameters.integer("seed")
-            noise = gumbel_noise(seeds, positions, self.state.vocab_size)
-            if group.mixed:
-                noise = noise * (group.sampled_parameters.column("temperature") > 0)
-            group.memo["noise"] = noise
-        return group.memo["noise"]
-
-    def noise_at(
-        self, group: RowGroup, positions: torch.Tensor, domain: int = TARGET_DOMAIN
-    ) -> torch.Tensor:
+    def noise_at(self, group: RowGroup, positions: torch.Tensor, domain: int) -> torch.Tensor:
         """Noise at one position `[N]` of each request, for its sampled requests: `[M, V]`."""
         assert group.sampled is not None and group.sampled_parameters is not None
         parameters = group.sampled_parameters.each_of(group.sampled.own)

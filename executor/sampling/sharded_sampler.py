@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.distributed.vocab_shard import VocabShard
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
+from tllm_spec.executor.sampling.grammar_masks import GrammarMasks
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
 from tllm_spec.executor.sampling.row_positions import RowPositions
@@ -36,7 +38,6 @@ class ShardedSampler(Sampler):
     def __init__(self, shard: VocabShard, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._shard = shard
-        self.grammar_masks.first_token = shard.first
         last = shard.first + shard.size
         self._ids = torch.arange(shard.first, last, device=self.slots.device)
 
@@ -132,12 +133,25 @@ class ShardedDraftSampling(DraftSampling):
 
 
 def sampler_of(
-    shard: VocabShard | None, slots: SlotState, state: SamplingState, **options: Any
+    shard: VocabShard | None,
+    slots: SlotState,
+    state: SamplingState,
+    *,
+    serves_grammars: bool = True,
+    communicator: Communicator = SINGLE,
+    **options: Any,
 ) -> Sampler:
     """shard: of the target's logits; None: every rank has all of them. options: `Sampler`'s."""
+    masks = GrammarMasks(
+        slots,
+        state.vocab_size,
+        0 if shard is None else shard.first,
+        is_served=serves_grammars,
+        communicator=communicator,
+    )
     if shard is None:
-        return Sampler(slots, state, RowGroups(state), **options)
-    return ShardedSampler(shard, slots, state, ShardedRowGroups(state), **options)
+        return Sampler(slots, state, RowGroups(state), masks, **options)
+    return ShardedSampler(shard, slots, state, ShardedRowGroups(state), masks, **options)
 
 
 def draft_sampling_of(

@@ -5,6 +5,7 @@ drafter is made."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from tllm_spec.config.import_path import import_path_of
 from tllm_spec.config.speculative_config import (
@@ -19,11 +20,8 @@ from tllm_spec.config.speculative_config import (
     SADecodingConfig,
     UserProvidedDecodingConfig,
 )
-from tllm_spec.executor.engine.draft_engine import DraftModelEngine
-from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
-from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.ngram_pool import NGramPool
 from tllm_spec.executor.resources.ngram_tree_pool import NGramTreePool
 from tllm_spec.executor.resources.slot_state import SlotState
@@ -31,12 +29,12 @@ from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import draft_sampling_of
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
-from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
+from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers, TorchLayers
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, NoDrafter, ReadyDrafts
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
-from tllm_spec.executor.speculative.drafting.model_tree_drafter import ModelTreeDrafter
+from tllm_spec.executor.speculative.drafting.network_layers import NetworkModelLayers
 from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
 from tllm_spec.executor.speculative.drafting.ngram import (
     NGramDrafter,
@@ -53,24 +51,16 @@ from tllm_spec.models.registry import LoadFormat
 
 
 @dataclass(frozen=True)
-class DraftEngine:
-    """A draft model ready to run, with its own cache."""
-
-    engine: DraftModelEngine
-    kv: KVCacheManager
-
-
-@dataclass(frozen=True)
 class Surroundings:
-    """What a mode may build on. `draft`: the draft model in its own engine; `layers`: the draft
-    network on the target's pages. Each is there for modes with such draft weights."""
+    """What a mode may build on. `layers`: the draft network, for modes with draft weights;
+    `draft_kv`: its cache, where it has pages of its own."""
 
     slots: SlotState
     sampler: Sampler
     max_num_tokens: int
     max_len: int  # tokens of a text
-    draft: DraftEngine | None
     layers: DraftLayers | None
+    draft_kv: DraftKVManager | None
 
 
 # Why none of the drafts may be accepted.
@@ -107,9 +97,9 @@ class DraftModel:
     load_format: LoadFormat
     is_head: bool  # reads hidden states of the target
     # Of the target, for a head; None: the head's own choice or the default.
-    capture_layers: tuple[int, ...] | None
-    shares_pages: bool  # its layers are extra layers of the target's pages
-    splits_rounds: bool  # it drafts in the tails of split rounds: a head on the two-model path
+    capture_layers: tuple[int, ...] | None = None
+    shares_pages: bool = True  # its layers are extra layers of the target's pages
+    splits_rounds: bool = False  # it drafts in the tails of split rounds, on the two-model path
     num_modules: int = 0  # of MTP, which are loaded as the target is
     backend: DraftBackend = "torch"
     # Of heads with a folder of their own. The first is that of a folder which does not say.
@@ -129,29 +119,18 @@ class Mode:
 
 def _build_ngram(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
     assert isinstance(config, NGramDecodingConfig)
+    limits: dict[str, Any] = {
+        "max_draft_len": config.max_draft_len,
+        "max_matching_ngram_size": config.max_matching_ngram_size,
+        "is_public_pool": config.is_public_pool,
+        "max_pool_entries": config.max_pool_entries,
+    }
     if config.drafts_trees:
-        return _build_ngram_trees(config, around)
-    pool = NGramPool(
-        max_draft_len=config.max_draft_len,
-        max_matching_ngram_size=config.max_matching_ngram_size,
-        is_keep_all=config.is_keep_all,
-        is_use_oldest=config.is_use_oldest,
-        is_public_pool=config.is_public_pool,
-        max_pool_entries=config.max_pool_entries,
-    )
-    return _on_host(NGramDrafter(pool), NGramPoolManager(pool), around)
-
-
-def _build_ngram_trees(config: NGramDecodingConfig, around: Surroundings) -> Speculation:
-    tree = config.shapes.longest
-    pool = NGramTreePool(
-        max_draft_len=config.max_draft_len,
-        max_matching_ngram_size=config.max_matching_ngram_size,
-        is_public_pool=config.is_public_pool,
-        max_pool_entries=config.max_pool_entries,
-    )
-    room = Room(tree.topk, tree.num_nodes)
-    return _on_host(NGramTreeDrafter(pool), NGramPoolManager(pool), around, room)
+        trees, longest = NGramTreePool(**limits), config.shapes.longest
+        room = Room(longest.topk, longest.num_nodes)
+        return _on_host(NGramTreeDrafter(trees), NGramPoolManager(trees), around, room)
+    chains = NGramPool(**limits, is_keep_all=config.is_keep_all, is_use_oldest=config.is_use_oldest)
+    return _on_host(NGramDrafter(chains), NGramPoolManager(chains), around)
 
 
 def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
@@ -196,31 +175,16 @@ def _on_host(
     return Speculation(host, managers, host.blame, causes=HOST_CAUSES)
 
 
-def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
-    assert isinstance(config, DraftTargetDecodingConfig)
-    if config.draft_target_one_model:
-        return _build_on_targets_pages(config, around)
-    assert around.draft is not None
-    engine, kv = around.draft.engine, DraftKVManager(around.draft.kv)
-    shard, token_map = None, None
-    if isinstance(engine, ModelEngine):
-        shard, token_map = engine.model.lm_head.shard, engine.model.draft_to_target
-    sampling = draft_sampling_of(shard, around.sampler, _draws(config), token_map)
-    parts = kv, around.slots, around.sampler.groups, sampling, around.max_num_tokens
-    drafter: ModelDrafter
-    if config.drafts_trees:
-        assert isinstance(engine, ModelEngine)
-        drafter = ModelTreeDrafter(engine, *parts)
-    else:
-        drafter = ModelDrafter(engine, *parts)
-    return Speculation(drafter, [kv], round_end=drafter)
-
-
-def _build_on_targets_pages(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
-    layers, slots, draft = around.layers, around.slots, draft_model_of(config)
+def _build_network(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
+    layers, slots, kv, draft = around.layers, around.slots, around.draft_kv, draft_model_of(config)
     assert layers is not None and draft is not None
     net = layers.net
     sampling = draft_sampling_of(net.shard, around.sampler, _draws(config), net.token_map)
+    if kv is not None:
+        assert isinstance(layers, TorchLayers | NetworkModelLayers)
+        groups, max_num_tokens = around.sampler.groups, around.max_num_tokens
+        drafter = ModelDrafter(layers, kv, slots, groups, sampling, max_num_tokens)
+        return Speculation(drafter, [kv], round_end=drafter)
     backlog = DraftBacklog(layers, slots, around.max_num_tokens)
     proposer = NetworkProposer(layers, slots, sampling, backlog)
     return _in_rounds(proposer, around, splits_rounds=draft.splits_rounds)
@@ -251,9 +215,7 @@ def _draft_target_model(config: DecodingBaseConfig) -> DraftModel:
         config.speculative_model,
         config.load_format,
         is_head=False,
-        capture_layers=None,
         shares_pages=config.draft_target_one_model,
-        splits_rounds=False,
         backend=config.draft_backend,
         token_map=config.speculative_token_map,
     )
@@ -268,7 +230,6 @@ def _eagle_head(config: DecodingBaseConfig) -> DraftModel:
         config.load_format,
         is_head=True,
         capture_layers=config.eagle3_layers_to_capture,
-        shares_pages=True,
         splits_rounds=not config.eagle3_one_model,
         backend=config.draft_backend,
         head_kinds=("EAGLE-3",) if is_eagle3 else ("EAGLE-1/2", "EAGLE-3"),
@@ -282,8 +243,6 @@ def _mtp_module(config: DecodingBaseConfig) -> DraftModel:
         config.speculative_model,
         "auto",
         is_head=True,
-        capture_layers=None,
-        shares_pages=True,
         splits_rounds=not config.mtp_eagle_one_model,
         num_modules=config.max_draft_len if config.use_mtp_vanilla else 1,
     )
@@ -292,11 +251,11 @@ def _mtp_module(config: DecodingBaseConfig) -> DraftModel:
 _MODES: dict[type[DecodingBaseConfig], Mode] = {
     NGramDecodingConfig: Mode(_build_ngram),
     UserProvidedDecodingConfig: Mode(_build_user_provided),
-    DraftTargetDecodingConfig: Mode(_build_draft_target, draft_model=_draft_target_model),
-    Eagle3DecodingConfig: Mode(_build_on_targets_pages, draft_model=_eagle_head),
-    EagleDecodingConfig: Mode(_build_on_targets_pages, draft_model=_eagle_head),
+    DraftTargetDecodingConfig: Mode(_build_network, draft_model=_draft_target_model),
+    Eagle3DecodingConfig: Mode(_build_network, draft_model=_eagle_head),
+    EagleDecodingConfig: Mode(_build_network, draft_model=_eagle_head),
     SADecodingConfig: Mode(_build_suffix_match, num_bytes=SuffixMatch.num_bytes),
-    MTPDecodingConfig: Mode(_build_on_targets_pages, draft_model=_mtp_module),
+    MTPDecodingConfig: Mode(_build_network, draft_model=_mtp_module),
 }
 
 

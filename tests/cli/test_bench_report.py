@@ -98,6 +98,16 @@ def test_acceptance_is_relative_to_the_proposed_drafts() -> None:
     assert figures["per_position_acceptance"] == pytest.approx([3 / 5, 2 / 4, 1 / 4])
 
 
+def test_a_report_has_what_auto_stands_for_and_no_gpu_figures_of_a_cpu() -> None:
+    args = LlmArgs(model="zoo:llama", device="cpu")
+    assert build_report("m", args, RUN, streaming=False)["engine"]["dtype"] == "auto"
+    rank = {"dtype": "float32", "attn_backend": "VANILLA"}
+    info = {"internal_states": [{"ranks": [rank]}]}
+    report = build_report("m", args, RUN, False, (info, info))
+    assert report["engine"].items() >= rank.items()
+    assert report["world_info"]["kv_cache_percentage"] is None
+
+
 def test_a_report_has_only_the_sections_that_apply() -> None:
     plain = build_report("zoo:llama", LlmArgs(model="zoo:llama"), RUN, streaming=False)
     assert list(plain) == [

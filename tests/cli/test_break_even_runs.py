@@ -31,7 +31,7 @@ def test_the_drafters_time_is_divided_evenly_over_drafts_and_verification_grows_
 
 def test_the_difference_is_relative_to_the_prediction() -> None:
     speedup = Speedup(
-        0.5, 3, 2.0, measured=1.5, measured_tokens_per_round=1.9, least_acceptance=None
+        0.5, 3, 2.0, measured=1.5, measured_tokens_per_round=1.9, rounds=9, least_acceptance=None
     )
     assert speedup.difference == -0.25
     assert speedup.to_dict()["tokens_per_round"] == 1.875
@@ -135,7 +135,9 @@ def test_an_output_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> Non
     assert "16 prompt tokens and 25 output tokens exceed max_seq_len = 40" in result.output
 
 
-def test_predictions_are_compared_with_measurements_on_the_zoo(tmp_path: Path) -> None:
+def test_predictions_are_compared_with_measurements_on_the_zoo(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config, report = tmp_path / "x.yaml", tmp_path / "report.json"
     spec = "{decoding_type: Draft_Target, max_draft_len: 2, speculative_model: zoo:llama-draft}"
     config.write_text(
@@ -156,7 +158,9 @@ def test_predictions_are_compared_with_measurements_on_the_zoo(tmp_path: Path) -
     )
     assert result.exit_code == 0, result.output
     found = json.loads(report.read_text())
+    assert "synthetic_acceptance_rates" not in caplog.text, "the command has set them"
     never, always = found["speedups"]
+    assert never["rounds"] > always["rounds"] > 0
     assert (never["tokens_per_round"], always["tokens_per_round"]) == (1, 4)
     assert never["measured_tokens_per_round"] == 1 and always["measured_tokens_per_round"] == 4
     times = found["round_seconds"]

@@ -18,6 +18,7 @@ from tllm_spec.bench.plot import (
     serve_curve,
 )
 
+TITLE = "zoo:llama, 2026-01-02"
 PLAIN = [
     LoadPoint("1", 100, {"tpot_ms": 10, "ttft_ms": 50, "e2el_ms": 500}),
     LoadPoint("8", 600, {"tpot_ms": 13, "ttft_ms": 90, "e2el_ms": 700}),
@@ -29,8 +30,9 @@ EAGLE = [
 
 
 def test_a_panel_for_each_latency_has_a_curve_for_each_configuration() -> None:
-    figure = draw({"plain": PLAIN, "eagle": EAGLE})
+    figure = draw({"plain": PLAIN, "eagle": EAGLE}, TITLE)
     left, right = figure.axes
+    assert figure.get_suptitle() == TITLE
     assert left.get_ylabel() == "throughput (output tokens/s)"
     assert left.get_xlabel() == "time per output token, p50 (ms)"
     assert right.get_xlabel() == "time to first token, p50 (ms)"
@@ -42,15 +44,26 @@ def test_a_panel_for_each_latency_has_a_curve_for_each_configuration() -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["plain", "eagle"]
 
 
+def test_labels_lie_within_their_panel_and_lines_behind_them() -> None:
+    figure = draw({"plain": PLAIN, "eagle": EAGLE}, TITLE)
+    image(figure, ".png")  # places everything
+    for panel in figure.axes:
+        box = panel.get_window_extent()
+        for label in panel.texts:
+            x, y = zip(*label.get_window_extent().get_points(), strict=True)
+            assert box.x0 < min(x) and max(x) < box.x1 and box.y0 < min(y) and max(y) < box.y1
+            assert label.get_bbox_patch() is not None
+
+
 def test_axes_begin_at_0_and_hold_every_point() -> None:
-    for panel in draw({"plain": PLAIN, "eagle": EAGLE}).axes:
+    for panel in draw({"plain": PLAIN, "eagle": EAGLE}, TITLE).axes:
         (left, right), (bottom, top) = panel.get_xlim(), panel.get_ylim()
         assert left == bottom == 0 and top > 700
         assert right > max(x for line in panel.get_lines() for x in line.get_xdata())
 
 
 def test_without_streamed_requests_the_whole_latency_is_drawn() -> None:
-    (panel,) = draw({"plain": [LoadPoint("1", 100, {"e2el_ms": 500})]}).axes
+    (panel,) = draw({"plain": [LoadPoint("1", 100, {"e2el_ms": 500})]}, TITLE).axes
     assert panel.get_xlabel() == "request latency, p50 (ms)"
     (line,) = panel.get_lines()
     assert line.get_xydata().tolist() == [[500, 100]]
@@ -58,12 +71,14 @@ def test_without_streamed_requests_the_whole_latency_is_drawn() -> None:
 
 def test_curves_differ_without_colours() -> None:
     number = len(STYLES["marker"])
-    panel = draw({str(name): PLAIN for name in range(number)}).axes[0]
+    panel = draw({str(name): PLAIN for name in range(number)}, TITLE).axes[0]
     assert len({line.get_marker() for line in panel.get_lines()}) == number
 
 
 def test_a_load_without_an_answer_has_no_point() -> None:
-    (panel,) = draw({"down": [LoadPoint("1", 0, {"tpot_ms": 0, "ttft_ms": 0, "e2el_ms": 0})]}).axes
+    (panel,) = draw(
+        {"down": [LoadPoint("1", 0, {"tpot_ms": 0, "ttft_ms": 0, "e2el_ms": 0})]}, TITLE
+    ).axes
     (line,) = panel.get_lines()
     assert len(line.get_xydata()) == 0
 
@@ -81,7 +96,7 @@ def test_a_servers_loads_become_points_with_short_names() -> None:
 )
 def test_the_suffix_decides_the_format(suffix: str, head: bytes) -> None:
     check_format(Path(f"x{suffix}"))
-    content = image(draw({"plain": PLAIN}), suffix)
+    content = image(draw({"plain": PLAIN}, TITLE), suffix)
     assert content.startswith(head)
     if suffix == ".png":
         width, height = struct.unpack(">II", content[16:24])  # of the IHDR chunk

@@ -186,11 +186,11 @@ def test_sglangs_names_belong_into_speculative_config(name: str) -> None:
 
 @pytest.mark.parametrize("kind", [{}, {"decoding_type": "Egle"}])
 def test_wrong_keys_are_named_with_a_wrong_or_missing_decoding_type(kind: dict[str, str]) -> None:
-    options = {"method": "eagle3", "max_draft_len": 3, "max_draft_len_x": 4, **kind}
+    options = {"methods": "eagle3", "max_draft_len": 3, "max_draft_len_x": 4, **kind}
     with pytest.raises(ValueError) as refusal:
         LlmArgs.from_kwargs("m", speculative_config=options)
     assert [line.partition(" ")[0] for line in str(refusal.value).splitlines()] == [
-        f"speculative_config.{name}" for name in ("decoding_type", "method", "max_draft_len_x")
+        f"speculative_config.{name}" for name in ("decoding_type", "methods", "max_draft_len_x")
     ]
 
 

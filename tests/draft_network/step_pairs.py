@@ -13,12 +13,12 @@ from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.draft_network.network import DraftNetwork, Network
 from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
-from tllm_spec.executor.engine.draft_engine import DraftModelEngine
-from tllm_spec.executor.engine.model_engine import ModelEngine
-from tllm_spec.executor.engine.network_engine import NetworkEngine
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.executor.speculative.drafting.draft_layers import ModelLayers, TorchLayers
+from tllm_spec.executor.speculative.drafting.draft_net import CausalNet
+from tllm_spec.executor.speculative.drafting.network_layers import NetworkModelLayers
 from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.registry import load_model
@@ -35,10 +35,10 @@ def load(folder: Path) -> LlamaForCausalLM:
 
 @dataclass
 class Side:
-    """One engine with its cache. Slot s has every fourth page from s + 1 on, so pages of
+    """One model with its cache. Slot s has every fourth page from s + 1 on, so pages of
     neighbouring slots alternate."""
 
-    engine: DraftModelEngine
+    layers: ModelLayers
     pool: KVPool
 
     def step(
@@ -47,14 +47,14 @@ class Side:
         """Logits after windows `[B, W]` of tokens that start at these positions."""
         longest = max(first) + tokens.shape[1]
         windows = Windows(torch.tensor(slots), torch.tensor(first), tokens, longest)
-        return self.engine.last_logits(windows)
+        return self.layers.net.compute_logits(self.layers.after_last(windows))
 
     def read(self, slot: int, tokens: list[int], start: int = 0) -> None:
-        self.engine.read([ContextChunk(slot, start, tokens)])
+        self.layers.forward([ContextChunk(slot, start, tokens)], None, None)
 
     def entries(self, slot: int, length: int) -> torch.Tensor:
         """`[layers, 2, length, Hkv, D]` of the slot's first tokens."""
-        pages = self.engine.rows.table.pages(slot)
+        pages = self.layers.rows.table.pages(slot)
         return self.pool.data[:, :, pages].flatten(2, 3)[:, :, :length]
 
 
@@ -64,7 +64,7 @@ def torch_side(model: LlamaForCausalLM, input_vocab_size: int | None = None) -> 
     assert isinstance(geometry, AttentionGeometry)
     attention = AttentionGroups([PagedGroup(VanillaAttention(geometry, pool), rows)])
     size = input_vocab_size or model.config.vocab_size
-    return Side(ModelEngine(model, attention, size), pool)
+    return Side(TorchLayers(CausalNet(model, size), attention), pool)
 
 
 def network_side(
@@ -73,7 +73,7 @@ def network_side(
     pool, rows = cache_of(model)
     draft = DraftNetwork(model.config, model.dtype, CPU, network)
     size = input_vocab_size or model.config.vocab_size
-    return Side(NetworkEngine(draft, pool, rows, size), pool)
+    return Side(NetworkModelLayers(draft, pool, rows, size), pool)
 
 
 def cache_of(model: LlamaForCausalLM | Eagle3Head) -> tuple[KVPool, RowBuilder]:

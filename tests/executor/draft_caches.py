@@ -16,7 +16,6 @@ from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.resources.kv_cache import unread_by_draft
 from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
 from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, HeadNet
 from tllm_spec.executor.speculative.drafting.network_layers import NetworkLayers
@@ -238,7 +237,8 @@ def assert_all_is_there(
 ) -> None:
     """references: of the requests, in their order."""
     for reference, request in zip(references, requests, strict=True):
-        num_entries = reference.num_entries - unread_by_draft(request)
+        num_unread = max(0, request.draft_backlog - request.tokens_in_flight)
+        num_entries = reference.num_entries - num_unread
         own = draft_entries(harness, request, num_entries)
         expected = reference.entries()[:, :, :num_entries]
         assert own.shape == expected.shape

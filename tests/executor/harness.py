@@ -15,10 +15,10 @@ from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.request import DraftCounters, LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
-from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.sampling_params import SamplingParams
@@ -150,9 +150,7 @@ def all_pages_are_back(executor: PyExecutor) -> bool:
     """No request holds a page or a slot, of the target or a draft model: every page is free or
     cached."""
     managers = executor.resources
-    caches = [executor.parts.kv] + [
-        each.kv for each in managers if isinstance(each, DraftKVManager)
-    ]
+    caches = [each for each in managers if isinstance(each, KVCacheManager)]
     slots = [each for each in managers if isinstance(each, SeqSlotManager)]
     return all(map(all_are_free, caches)) and all(
         each.num_free == each.max_batch_size for each in slots

@@ -31,8 +31,8 @@ from tllm_spec.executor.response import Response
 from tllm_spec.executor.rounds.result_sender import SentResults
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.sampling.logprobs import LogprobRows
-from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
+from tllm_spec.executor.sampling.sharded_sampler import sampler_of
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
@@ -128,7 +128,7 @@ class ScriptedEngine:
         overshoot = 2 * (draft_len + 1) - 1 + extra
         max_pages = -(-(max_len + overshoot + 1) // page_size)
         num_pages = num_pages or 1 + max_batch_size * max_pages
-        limits = SchedulerLimits(8192, overshoot, extra, True, may_preempt, by_priority=False)
+        limits = SchedulerLimits(8192, overshoot, True, may_preempt, by_priority=False)
         managed = SeqSlotManager(max_batch_size)
         pool = KVPool(
             AttentionGeometry(1, 1, 1, 1, 1.0),
@@ -142,7 +142,7 @@ class ScriptedEngine:
             SlotState(managed, DraftShapes.chains(draft_len), CPU),
             SamplingState(managed, VOCAB_SIZE, CPU),
         )
-        sampler = Sampler(slots, state, RowGroups(state), rejection=False)
+        sampler = sampler_of(None, slots, state, rejection=False)
         self.parts = ExecutorParts(
             queue=RequestQueue(),
             scheduler=Scheduler(limits, managed, kv, [kv, managed]),

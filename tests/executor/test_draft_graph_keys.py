@@ -67,8 +67,6 @@ def test_drafting_graphs_cover_the_draft_lengths_that_may_be_asked_for(
     monkeypatch.setattr(RoundTimer, "measure", lambda *_: None)
     drafting = drafting_keys(tiny, monkeypatch, keys_of_build(tiny, **ladder), **ladder)
     assert {key.draft_len for key in drafting} == {1, 3}
-    rejecting = two_model(drafts, "draft_target", use_rejection_sampling=True)
-    assert keys_of_build(tiny, **rejecting) == []
     assert keys_of_build(tiny, cuda_graph_config=None, **ladder) == []
 
 

@@ -1,6 +1,7 @@
 """CUDA graphs of what drafts before the target's forward: which rounds are two launches and nothing
 else, and that drafts and texts are those of eager rounds."""
 
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -61,9 +62,7 @@ def run_with_cancellations(harness: Harness) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(
-    ("mode", "rejects"), [("draft_target", False), ("eagle3", False), ("eagle3", True)], ids=str
-)
+@pytest.mark.parametrize(("mode", "rejects"), list(product(MODES, (False, True))), ids=str)
 def test_the_drafts_of_graphs_are_those_without(
     tiny: Path,
     drafts: tuple[Path, Path],
@@ -142,7 +141,7 @@ def test_padding_of_a_draft_model_writes_into_no_requests_pages(
     watched = with_graphs(monkeypatch, tiny, (8,), {3}, **options)
     harness, drafter = watched.harness, watched.harness.parts.drafter
     assert isinstance(drafter, ModelDrafter)
-    kv = drafter._kv.kv
+    kv = drafter._kv
     requests = [harness.submit([5, i], max_tokens=30) for i in range(2)]
     for request in requests:
         harness.run_until(request, RequestState.GENERATION)

@@ -14,7 +14,6 @@ from tests.lossless.engines import tiny_engine
 from tllm_spec.config.draft_shape import DraftShape, DraftShapes, chain_of
 from tllm_spec.config.speculative_config import NGramDecodingConfig
 from tllm_spec.executor.building.draft_lens import without_outliers
-from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
 from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
 
@@ -82,22 +81,20 @@ def test_without_graphs_a_separate_drafter_is_timed_with_dummy_requests(
     drafts: tuple[Path, Path],
     mode: str,
 ) -> None:
-    """Each forward of its network takes 10 ms; a target's, if it does, is in every round. The dummy
-    requests leave nothing behind."""
-    network: Any = {"draft_target": ModelEngine, "eagle3_two_model": TorchLayers}[mode]
-    forward = network.forward
+    """Each forward of its network takes 10 ms. The dummy requests leave nothing behind."""
+    forward = TorchLayers.forward
 
     def slow(*args: Any, **keywords: Any) -> Any:
         clock.now += 0.01
         return forward(*args, **keywords)
 
-    monkeypatch.setattr(network, "forward", slow)
+    monkeypatch.setattr(TorchLayers, "forward", slow)
     monkeypatch.setattr("tllm_spec.executor.building.rounds.EAGER_SIZES", (1,))
     harness = Harness(tiny, **tiny_engine(mode, drafts, 4, adaptive=LADDER))
     harness.parts.controller.observe(1, [], 0)
     row = harness.parts.controller.state()["round_ms"]["1"]
     assert [row[steps] - row["0"] for steps in ("1", "4")] == pytest.approx([10, 40])
-    monkeypatch.setattr(network, "forward", forward)
+    monkeypatch.setattr(TorchLayers, "forward", forward)
     request, plain = harness.submit([3, 1, 4], 20, seed=5), Harness(tiny)
     reference = plain.submit([3, 1, 4], 20, seed=5)
     harness.run()

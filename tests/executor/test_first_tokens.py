@@ -90,7 +90,7 @@ def test_drafts_after_a_prompt_count_for_no_time_that_the_controller_learns(
     """On a clock that moves by 3 ms whenever it is read."""
     now = count(0)
     monkeypatch.setattr(ToHost, "is_here", property(lambda to_host: False))  # as on a device
-    monkeypatch.setattr("tllm_spec.executor.speculative.drafting.worker.DeviceSpan", PostSend)
+    monkeypatch.setattr("tllm_spec.executor.rounds.context_rounds.DeviceSpan", PostSend)
     monkeypatch.setattr(
         "tllm_spec.executor.rounds.round_clock.perf_counter", lambda: 0.003 * next(now)
     )

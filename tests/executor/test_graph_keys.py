@@ -84,8 +84,6 @@ def test_the_keys_of_a_build_follow_the_mode_and_the_schedule(
         assert pairs(mode, **cuts) == plain | {(5, 0)} | {(1, 3), (2, 3), (4, 3), (5, 3), (8, 1)}
     # The draft model may have no pages for drafts.
     assert pairs("draft_target_two_model", **cuts) >= {(4, 0), (4, 3), (8, 0), (8, 1)}
-    rejecting = speculate(tiny_draft, head, "draft_target_two_model", use_rejection_sampling=True)
-    assert keys_of_build(tiny, **rejecting) == []
     assert keys_of_build(tiny, cuda_graph_config=None) == []
 
 

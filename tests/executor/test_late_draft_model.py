@@ -1,7 +1,6 @@
 """A draft model on the target's pages reads nothing in rounds without drafts. Before the next round
 with drafts it reads all that it missed, and until then nothing of that is a reusable prefix."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,14 +15,15 @@ from tests.executor.draft_caches import (
     count_forwards,
     generating,
     one_model,
-    proposer_of,
     spoil_free_pages,
     with_lengths,
 )
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN, DraftBacklog
-from tllm_spec.executor.speculative.drafting.missed_tokens import Missed
+from tllm_spec.executor.speculative.drafting import draft_backlog
+from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN
+from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
+from tllm_spec.executor.speculative.drafting.missed_tokens import Missed, read_missed
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
 MAY_PAUSE = {"draft_len_schedule": {1: 3, 2: 0}}
@@ -41,21 +41,15 @@ def speculation(tiny_draft: Path) -> dict[str, Any]:
     return one_model(tiny_draft, tiny_draft, "draft_target", **MAY_PAUSE)
 
 
-def backlog_of(harness: Harness) -> DraftBacklog:
-    return proposer_of(harness)._backlog
-
-
-def watch_tokens(harness: Harness) -> list[int]:
+def watch_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens are read from the host's tokens, each time."""
     seen: list[int] = []
-    read = backlog_of(harness)._read_tokens
 
-    def watched(missed: Iterable[Missed]) -> None:
-        spans = list(missed)
-        seen.append(sum(end - start for _, start, end in spans))
-        read(spans)
+    def watched(layers: DraftLayers, missed: list[Missed], max_num_tokens: int) -> None:
+        seen.extend([sum(end - start for _, start, end in missed)] if missed else [])
+        read_missed(layers, missed, max_num_tokens)
 
-    backlog_of(harness)._read_tokens = watched  # type: ignore[method-assign] # the test looks on
+    monkeypatch.setattr(draft_backlog, "read_missed", watched)
     return seen
 
 
@@ -79,7 +73,11 @@ def conversations(
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_draft_model_has_read_all_it_missed_when_it_drafts(
-    tiny: Path, speculation: dict[str, Any], seed: int, overlap: bool
+    tiny: Path,
+    speculation: dict[str, Any],
+    seed: int,
+    overlap: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With preemptions, cancellations, prefix hits and chunks. Free pages hold NaN."""
     options = SMALL | ({} if overlap else {"disable_overlap_scheduler": True})
@@ -94,7 +92,7 @@ def test_a_draft_model_has_read_all_it_missed_when_it_drafts(
         preempt(victim, *others)
 
     harness.parts.scheduler._preempt = watched  # type: ignore[method-assign] # the test looks on
-    read = watch_tokens(harness)
+    read = watch_tokens(monkeypatch)
     requests: list[LlmRequest] = []
     left = 0
     for number in range(800):
@@ -151,7 +149,7 @@ def test_missed_tokens_are_read_in_forwards_of_at_most_max_num_tokens(
 
 
 def test_a_preempted_request_keeps_the_pages_that_its_draft_model_has_read(
-    tiny: Path, speculation: dict[str, Any]
+    tiny: Path, speculation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = Harness(tiny, **speculation, **SMALL)
     with_lengths(harness, 0)
@@ -160,8 +158,9 @@ def test_a_preempted_request_keeps_the_pages_that_its_draft_model_has_read(
         harness.round()
     harness.executor._complete_rounds(0)
     harness.parts.scheduler._preempt(request, harness.executor._scheduled)
-    assert harness.parts.kv.cache.match(request.tokens) == len(PROMPT)
-    read = watch_tokens(harness)
+    # It has read the prompt, and the first token with it.
+    assert harness.parts.kv.cache.match(request.tokens) == len(PROMPT) + 1
+    read = watch_tokens(monkeypatch)
     harness.round()
     harness.round()
     assert request.draft_backlog == 0 and not read

@@ -25,6 +25,8 @@ from tllm_spec.executor.resources.kv_cache import SpanRoom
 from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.kernels.scaled_linear_slices import MAX_BYTES
 from tllm_spec.llm import LLM
+from tllm_spec.models.formats.plain import CpuWeight
+from tllm_spec.models.linear import Linear
 
 GEOMETRY = AttentionGeometry(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0)
 ROOM = SpanRoom(page_size=32, ahead=10, in_context=128)
@@ -134,15 +136,35 @@ def test_ranks_on_one_host_divide_its_memory() -> None:
 def test_the_weights_of_target_and_draft_are_compared_with_the_free_memory_before_loading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    draft = {"decoding_type": "Draft_Target", "speculative_model": "zoo:llama-draft"}
-    options = {"max_seq_len": 64, "load_format": "dummy"}
-    for spec, more in (None, ""), (draft | {"max_draft_len": 2}, " and the draft model's"):
-        plan = BuildPlan(LlmArgs(model="zoo:llama", speculative_config=spec, **options))
+    def speculate(kind: str, **more: object) -> dict[str, object]:
+        return {"decoding_type": kind, "max_draft_len": 2, **more}
+
+    head = "zoo:llama-eagle3"
+    options = {"max_seq_len": 64, "load_format": "dummy", "device": "cpu"}
+    for model, spec, more in (
+        ("zoo:llama", None, ""),
+        (
+            "zoo:llama",
+            speculate("Draft_Target", speculative_model="zoo:llama-draft"),
+            " and the draft model's",
+        ),
+        ("zoo:llama", speculate("Eagle3", speculative_model=head), " and the drafter's"),
+        ("zoo:deepseek", speculate("MTP"), " and the drafter's"),
+    ):
+        plan = BuildPlan(LlmArgs(model=model, speculative_config=spec, **options))
         engines = build_engines(plan)
-        tensors = [each for model in engines.models for each in model.parameters()]
-        tables = [model.model.cos_sin for model in engines.models]
-        size = sum(each.numel() * each.dtype.itemsize for each in tensors + tables)
-        problem = f"the weights of zoo:llama{more} take 0.0 GiB on cpu .* 0.0 GiB are free; use a"
+        modules = [each for network in engines.models for each in network.modules()]
+        tensors = [each for network in engines.models for each in network.parameters()]
+        tables = [n.model.cos_sin for n in engines.models if hasattr(n, "model")]
+        forms = [each.weight_format for each in modules if isinstance(each, Linear)]
+        copies = [form.packed for form in forms if getattr(form, "packed", None) is not None]
+        copies += [
+            form.matrix
+            for form in forms
+            if isinstance(form, CpuWeight) and form.matrix.data_ptr() != form.weight.data_ptr()
+        ]
+        size = sum(each.numel() * each.dtype.itemsize for each in tensors + tables + copies)
+        problem = f"the weights of {model}{more} take 0.0 GiB on cpu .* 0.0 GiB are free; use a"
         with monkeypatch.context() as patch:
             patch.setattr(memory, "free_bytes", lambda device, size=size: size)
             check_free_memory(plan)

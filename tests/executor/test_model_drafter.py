@@ -7,19 +7,19 @@ import torch
 
 from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
 from tests.executor.tiny_llama import write_tiny_llama
-from tllm_spec.executor.engine.model_engine import ContextChunk, Windows
+from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
-from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
+from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35]
 
 
-def draft_kv(harness: Harness) -> KVCacheManager:
+def draft_kv(harness: Harness) -> DraftKVManager:
     manager = harness.parts.resources[0]
     assert isinstance(manager, DraftKVManager)
-    return manager.kv
+    return manager
 
 
 def keys_and_values(kv: KVCacheManager, request: LlmRequest, length: int) -> torch.Tensor:
@@ -69,7 +69,7 @@ def test_the_draft_cache_always_equals_a_prefill_of_the_same_tokens(
         if not harness.round():
             break
         for request in harness.parts.scheduler.running:
-            num_read = request.kv_len - request.draft_lag
+            num_read = request.kv_len + 1 - request.draft_backlog
             if number % 5 == 0 and num_read and kv.holds(request):
                 own = keys_and_values(kv, request, num_read)
                 fresh = fresh_keys_and_values(tiny_draft, request.tokens[:num_read])
@@ -195,18 +195,15 @@ def test_catching_up_never_takes_more_rows_than_the_budget(
         enable_chunked_prefill=True,
         **draft_target(tiny, 3, max_concurrency=2),
     )
-    drafter = harness.parts.drafter
-    assert isinstance(drafter, ModelDrafter)
-    sizes: list[int] = []
-    forward = drafter._engine.forward
+    sizes, forward = list[int](), TorchLayers.forward
 
     def record(
-        contexts: list[ContextChunk], windows: Windows | None, *wanted: torch.Tensor
+        layers: TorchLayers, chunks: list[ContextChunk], *others: Any, **options: Any
     ) -> torch.Tensor:
-        sizes.append(sum(len(chunk.tokens) for chunk in contexts))
-        return forward(contexts, windows, *wanted)
+        sizes.append(sum(len(chunk.tokens) for chunk in chunks))
+        return forward(layers, chunks, *others, **options)
 
-    monkeypatch.setattr(drafter._engine, "forward", record)
+    monkeypatch.setattr(TorchLayers, "forward", record)
     requests = [harness.submit([i] * 3, max_tokens=60 if i < 2 else 40) for i in range(3)]
     harness.run()
     # Three at a time do not draft; when the third one ends, the others have some 40 tokens each to

@@ -45,7 +45,7 @@ class Bench:
         **changed: Any,
     ) -> None:
         usual = SchedulerLimits(
-            1000, draft_len, 0, chunked_prefill=False, may_preempt=False, by_priority=False
+            1000, draft_len, chunked_prefill=False, may_preempt=False, by_priority=False
         )
         self.slots = SeqSlotManager(max_batch_size)
         pool = KVPool(

@@ -118,7 +118,7 @@ def test_hidden_states_for_a_draft_head_are_captured_of_all_rows(captured: int, 
     states = []
     for wanted in (None, torch.tensor([9])):
         spec = SpecMetadata((layer,), config.hidden_size, 16, torch.float32, torch.device("cpu"))
-        engine = ModelEngine(plain.model, plain.attention, config.vocab_size, spec)
+        engine = ModelEngine(plain.model, plain.attention, spec)
         hidden = engine.forward([ContextChunk(0, 0, PROMPT)], None, wanted)
         states.append((spec.captured(10).clone(), hidden if wanted is not None else hidden[[9]]))
     (all_states, expected), (some_states, found) = states

@@ -1,6 +1,7 @@
 """What `guided_decoding` takes, and how the compiler ends grammars that would harm others."""
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -8,6 +9,7 @@ import pydantic
 import pytest
 
 from tests.server.http_answers import wait_for
+from tllm_spec import grammars
 from tllm_spec.grammar import grammar_compiler
 from tllm_spec.grammar.grammar_compiler import GrammarCompiler
 from tllm_spec.grammar.guided_decoding import MAX_GRAMMAR_CHARS, GuidedDecodingParams
@@ -66,6 +68,24 @@ def pydantic_text(schema: dict[str, Any]) -> str:
 def compiler() -> GrammarCompiler:
     pytest.importorskip("xgrammar")
     return GrammarCompiler(load_tokenizer("zoo:llama"), 2048, END)
+
+
+def test_what_the_first_grammar_would_wait_for_is_made_ready_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = threading.Event()
+
+    class Compiler:
+        def __init__(self, *arguments: object) -> None:
+            pass
+
+        def start(self) -> None:
+            started.set()
+            raise RuntimeError("the requests with grammars are told so")
+
+    monkeypatch.setattr(grammars, "GrammarCompiler", Compiler)
+    grammars.Grammars("xgrammar", object(), 2048, END).prepare()
+    assert started.wait(30)
 
 
 def compile_with(compiler: GrammarCompiler, **options: Any) -> Any:

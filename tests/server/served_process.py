@@ -1,5 +1,6 @@
 """`tllm-serve` as a process of its own."""
 
+import json
 import re
 import signal
 import subprocess
@@ -19,6 +20,7 @@ OPTIONS: dict[str, Any] = {
     "load_format": "dummy",
     "device": "cpu",
     "max_batch_size": 4,
+    "guided_decoding_backend": None,  # its process would take time of a processor
     "kv_cache_config": {"max_tokens": 4096},
 }
 LONG = {"model": MODEL, "prompt": "a", "max_tokens": 1900, "ignore_eos": True, "stream": True}
@@ -34,7 +36,7 @@ class ServedProcess:
         self, folder: Path, *flags: str, code: str = RUN, cwd: Path = ROOT, **options: Any
     ) -> None:
         path = folder / "options.yaml"
-        path.write_text(repr(OPTIONS | options))  # these literals are YAML, too
+        path.write_text(json.dumps(OPTIONS | options))  # JSON is YAML, too
         command = [sys.executable, "-c", code, MODEL, "--port", "0", "--config", str(path), *flags]
         self.process = subprocess.Popen(command, cwd=cwd, stderr=subprocess.PIPE, text=True)
         self.log: list[str] = []

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import json
 import logging
 import os
 import signal
@@ -38,7 +39,7 @@ def test_a_server_whose_log_is_on_a_full_disk_answers_and_ends_with_status_0(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "options.yaml"
-    path.write_text(repr(OPTIONS))  # these literals are YAML, too
+    path.write_text(json.dumps(OPTIONS))  # JSON is YAML, too
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"

@@ -8,7 +8,7 @@ import pytest
 
 from tests.server.fake_llm import FakeLLM
 from tests.server.http_answers import CHAT
-from tllm_spec.config.llm_args import option_checks
+from tllm_spec.config import option_checks
 
 Post = Callable[..., httpx.Response]
 

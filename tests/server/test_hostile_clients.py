@@ -3,10 +3,11 @@
 import asyncio
 import errno
 import json
+import logging
 import resource
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -16,8 +17,9 @@ from tests.server.fake_llm import MODEL, SLOW_PROMPT, FakeLLM
 from tests.server.hosted import Host
 from tests.server.http_answers import wait_for
 from tests.server.raw_client import completion, connect, head, read_until, status_of, until_closed
-from tllm_spec.server import guard
+from tllm_spec.server import connections, guard
 from tllm_spec.server.options import ServerOptions
+from tllm_spec.server.refusals import MAX_HEADER_BYTES
 
 CHAT = [{"role": "user", "content": "a"}]
 PATH = "/v1/completions"
@@ -118,11 +120,46 @@ def test_half_a_header_after_a_first_answer_is_cut_off_too() -> None:
         assert b"HTTP/1.1 200" not in until_closed(client)
 
 
-def test_an_endless_header_is_cut_off() -> None:
+@pytest.mark.parametrize(
+    ("size", "end"), [(MAX_HEADER_BYTES, b"\r\n\r\n"), (1 << 23, b""), (1 << 23, b"\r\n\r\n")]
+)
+def test_headers_that_are_too_large_are_refused_with_the_limit(size: int, end: bytes) -> None:
     with serving(header_timeout=600) as host, connect(host.address) as client:
-        with suppress(OSError):  # closed while this is sent
-            client.sendall(b"GET / HTTP/1.1\r\nX: " + b"a" * (1 << 20))
-        assert b"200" not in until_closed(client)[:15]
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * size + end)
+        answer = read_until(client, b"}}")
+    assert status_of(answer) == 431 and b"at most 65536 bytes" in answer
+
+
+def test_a_client_that_sends_on_after_a_refusal_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "LINGER_SECONDS", 0.05)
+    with (
+        serving(header_timeout=600) as host,
+        connect(host.address) as client,
+        pytest.raises(OSError),
+    ):
+        while True:
+            client.sendall(b"a" * (1 << 16))
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        ("GET http://localhost:80/health HTTP/1.1\r\nHost: localhost", 200),
+        ("GET http://localhost HTTP/1.1\r\nHost: localhost", 200),
+        ("GET /health HTTP/1.0", 200),
+        ("GET /health HTTP/9.9\r\nHost: localhost", 505),
+        ("no request", 400),
+    ],
+)
+def test_odd_requests_are_answered_and_logged_with_their_address(
+    request_line: str, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with serving(hosts=frozenset({"localhost"})) as host, connect(host.address) as client:
+        client.sendall(f"{request_line}\r\nConnection: close\r\n\r\n".encode())
+        port = client.getsockname()[1]
+        assert status_of(read_until(client, b"\r\n\r\n")) == status
+    assert status == 200 or f"127.0.0.1:{port}" in caplog.text
 
 
 @pytest.mark.parametrize("protocol", ["h2c", "websocket"])

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.test_tokenizer import byte_level, sentencepiece_like
 
+from tests.text.test_tokenizer import byte_level, sentencepiece_like
 from tllm_spec.executor.response import Response
 from tllm_spec.outputs import Logprob
 from tllm_spec.request_handle import RequestHandle

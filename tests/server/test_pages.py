@@ -121,11 +121,11 @@ def test_every_control_is_reached_by_keyboard_and_has_a_name(client: TestClient)
 def test_why_names_what_decided() -> None:
     switch = {"old_steps": 3, "new_steps": 2, "batch_size": 8, "reason": "+5 % tokens per second"}
     assert why(changed(STATE)) == "Draft length 2: it is configured and does not adapt."
-    decided = changed(STATE, decisions={"last": [switch]})
+    before = switch | {"old_steps": 0, "new_steps": 3, "reason": "+9 %"}
+    decided = changed(STATE, decisions={"last": [before, switch]})
     assert why(decided) == "Draft length 2, decided at batch size 8: +5 % tokens per second."
-    assert dashboard_data(decided, {})["decisions"] == [
-        "3 → 2 at batch size 8: +5 % tokens per second"
-    ]
+    others = dashboard_data(decided, {})["decisions"]
+    assert others == ["0 → 3 at batch size 8: +9 %"], "the first sentence has the reason of 3 → 2"
     gate = {"is_closed": True, "acceptance_rate": 0.1}
     assert "closed the gate" in why(changed(STATE, limits={"gate": gate}))
     assert "no other one" in why(changed(STATE, draft_lens=["0", "2"], slots={"1": {}}))

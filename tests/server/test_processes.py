@@ -72,7 +72,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
     folder = tmp_path_factory.mktemp("served")
     (folder / "queue.py").write_text("raise RuntimeError('this is not the queue of Python')")
     code = f"import sys; sys.path[:] = {sys.path}; {RUN}"
-    with ServedProcess(folder, "--shutdown_timeout", "600", code=code, cwd=folder) as served:
+    options = {"guided_decoding_backend": "xgrammar"}
+    flags = ("--shutdown_timeout", "600")
+    with ServedProcess(folder, *flags, code=code, cwd=folder, **options) as served:
         yield served
 
 

@@ -69,6 +69,16 @@ def test_another_method_is_told_the_allowed_ones(
     assert answer.json()["error"]["message"] == f"{path} takes {allowed}, not {method}"
 
 
+def test_a_slash_at_the_end_of_a_path_changes_nothing(
+    url: str, post: Callable[..., httpx.Response]
+) -> None:
+    for path in ("/v1/models", f"/v1/models/{MODEL}", "/health", "/dashboard"):
+        plain, slashed = (httpx.get(f"{url}{path}{end}") for end in ("", "/"))
+        assert (slashed.status_code, slashed.content) == (200, plain.content)
+    assert httpx.get(f"{url}/").status_code == 200
+    assert post("/v1/completions/", prompt="a").status_code == 200
+
+
 def test_models_version_and_health(client: openai.OpenAI, url: str, llm: FakeLLM) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     model = client.models.retrieve(MODEL)
@@ -116,6 +126,9 @@ def test_tokenising_a_long_prompt_delays_no_other_request(
     assert httpx.get(f"{url}/health", timeout=10).status_code == 200
     assert post("/v1/completions", prompt="short").status_code == 200
     assert post("/v1/chat/completions", messages=CHAT).status_code == 200
+    if "chat" in path:
+        long = {"prompt": "b" * len(text), "truncate_prompt_tokens": 1}
+        assert post("/v1/completions", **long).status_code == 200
     monkeypatch.undo()
     may_end.set()
     client.join()

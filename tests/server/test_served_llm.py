@@ -48,7 +48,7 @@ SAMPLED = {"temperature": 0.8, "seed": 5, "max_tokens": 40}
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Runs the server from its command line. An interrupt ends it cleanly."""
     options = tmp_path_factory.mktemp("serve") / "options.yaml"
-    options.write_text(repr(OPTIONS))  # these literals are YAML, too
+    options.write_text(json.dumps(OPTIONS))  # JSON is YAML, too
     run = "from tllm_spec.cli.serve import main; main()"
     command = [sys.executable, "-c", run, MODEL, "--port", "0", "--config", str(options)]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:

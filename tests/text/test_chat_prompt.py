@@ -1,5 +1,6 @@
 """Conversations become token ids: control tokens come from the template only."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -110,3 +111,37 @@ def test_what_a_template_changes_in_a_message_is_its_own_affair() -> None:
     call = {"role": "assistant", "content": "so", "tool_calls": [{"function": {"name": "f"}}]}
     empty = {"role": "system", "content": ""}
     assert text_of(TEMPLATE, empty, USER, thought, call) == "[S][U]hi[A]b[A]f"
+
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in "fg"]
+WITH_TOOLS = "{% for t in tools %}{{ t | tojson }}{% endfor %}{{ messages[0].content }}"
+FIRST_TOOL = "{{ tools[0].function.name }}{{ messages[0].content }}"
+STRICT = "{% if tools[0].function.name not in 'fg' %}{{ raise_exception('x') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "is_refused"),
+    [(TEMPLATE, True), (FIRST_TOOL, True), (WITH_TOOLS, False), (STRICT, False)],
+)
+def test_tools_that_the_template_leaves_out_are_refused_unless_a_call_is_forced(
+    template: str, is_refused: bool
+) -> None:
+    tokenizer = load_tokenizer("zoo:llama")
+    tokenizer.chat_template = template
+    prompts = ChatPrompts(tokenizer, lambda text: None, allow_control_tokens=False)
+    prompts.token_ids(Conversation([USER], tools=TOOLS, needs_tools=False))
+    with pytest.raises(ValueError, match="leaves them out") if is_refused else nullcontext():
+        prompts.token_ids(Conversation([USER], tools=TOOLS))
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, "{{ messages[0].name }}" + TEMPLATE])
+def test_names_that_the_template_leaves_out_are_reported_once(
+    template: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = load_tokenizer("zoo:llama")
+    tokenizer.chat_template = template
+    prompts = ChatPrompts(tokenizer, lambda text: None, allow_control_tokens=False)
+    for _ in range(2):
+        prompts.token_ids(Conversation([USER | {"name": "Ann"}]))
+    assert caplog.text.count("messages have a name") == (template == TEMPLATE)
+    assert "Ann" not in caplog.text

@@ -10,9 +10,9 @@ from tllm_spec.text import template_process
 from tllm_spec.text.chat_prompt import ChatPrompts, Conversation
 from tllm_spec.text.messages import Messages
 from tllm_spec.text.template_child import MAX_CHARS
-from tllm_spec.text.template_process import TemplateOverLimit, has_own_renderer
+from tllm_spec.text.template_process import RenderTime, TemplateOverLimit, has_own_renderer
 from tllm_spec.text.tokenizer import MAX_TEMPLATE_CHARS, Tokenizer, load_tokenizer
-from tllm_spec.text.visible_messages import visible
+from tllm_spec.text.visible_messages import Tools, visible
 from tllm_spec.zoo.registry import resolve_model
 
 USER = {"role": "user", "content": "hi"}
@@ -35,7 +35,7 @@ def tokenizer() -> Tokenizer:
 
 def rendered(tokenizer: Tokenizer, **variables: object) -> str:
     prompts = ChatPrompts(tokenizer, lambda text: None, allow_control_tokens=False)
-    return prompts._rendered(Conversation([USER], variables))
+    return prompts._rendered(Conversation([USER], variables), RenderTime())
 
 
 def test_a_template_that_takes_too_long_is_ended_and_the_next_conversation_is_rendered(
@@ -49,15 +49,25 @@ def test_a_template_that_takes_too_long_is_ended_and_the_next_conversation_is_re
     assert rendered(tokenizer) == plain
 
 
+def test_all_renderings_of_a_conversation_share_its_time(tokenizer: Tokenizer) -> None:
+    prompts = ChatPrompts(tokenizer, lambda text: None, allow_control_tokens=False)
+    time, conversation = RenderTime(), Conversation([USER])
+    prompts._rendered(conversation, time)
+    assert 0 < time.left < template_process.MAX_SECONDS
+    time.left = 0.0
+    with pytest.raises(TemplateOverLimit, match="took over 5 s"):
+        prompts._rendered(conversation, time)
+
+
 def test_a_template_over_a_limit_is_not_run_again() -> None:
     runs: list[Messages] = []
 
-    def run(messages: Messages) -> str:
+    def run(messages: Messages, tools: Tools) -> str:
         runs.append(messages)
         raise TemplateOverLimit("too long")
 
     with pytest.raises(TemplateOverLimit):
-        visible([USER], run)
+        visible([USER], None, run)
     assert len(runs) == 1
 
 
@@ -78,7 +88,8 @@ def test_the_text_is_the_one_that_the_tokenizer_makes() -> None:
     )
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     prompts = ChatPrompts(tokenizer, lambda text: None, allow_control_tokens=True)
-    found = prompts._rendered(Conversation([USER], {"x": {"a": [1, None, "😀"]}}, tools=tools))
+    conversation = Conversation([USER], {"x": {"a": [1, None, "😀"]}}, tools=tools)
+    found = prompts._rendered(conversation, RenderTime())
     assert found == tokenizer.apply_chat_template(
         [USER],
         tools=tools,

@@ -376,3 +376,11 @@ def test_a_model_type_that_transformers_does_not_know_keeps_its_tokenizer(tmp_pa
     shutil.copy(resolve_model("zoo:llama") / "tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     assert load_tokenizer(tmp_path).get_vocab() == byte_level().get_vocab()
+
+
+def test_a_text_longer_than_the_tokenizers_own_limit_is_no_warning(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer: Any = load_tokenizer("zoo:llama")
+    assert len(tokenizer.encode("a b " * tokenizer.model_max_length)) > tokenizer.model_max_length
+    assert "indexing errors" not in capfd.readouterr().err + caplog.text

@@ -47,6 +47,11 @@ def choose_backend(
     return BACKENDS[name]
 
 
+def backend_name(kind: type[HeadsBackend]) -> str:
+    """As `attn_backend` names it."""
+    return next(name for name, each in BACKENDS.items() if each is kind)
+
+
 def create_backend(
     kind: type[HeadsBackend], geometry: Geometry, pool: KVPool, *, plans_latents: bool = False
 ) -> AttentionBackend:

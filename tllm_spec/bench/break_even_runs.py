@@ -6,7 +6,9 @@ nothing and the acceptance is known. Three numbers are measured beforehand, all 
 plain round, what the longest window adds to it (drafts that cost nothing), and what each draft adds
 to that."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -107,6 +109,7 @@ class Speedup:
     predicted: float
     measured: float
     measured_tokens_per_round: float  # what chance made of the expected ones
+    rounds: int  # of a request, that the measured figures rest on
     least_acceptance: float | None
 
     @property
@@ -132,6 +135,21 @@ class _TimedRun:
                 "drafter found none"
             )
         return self.round_seconds[draft_len]
+
+
+@contextmanager
+def _without_line_on_rates() -> Iterator[None]:
+    """The engine warns of synthetic acceptance, which is this command's own."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("synthetic_acceptance_rates is set")
+
+    log = logging.getLogger("tllm_spec.executor.build")
+    log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_other)
 
 
 class BreakEvenRuns:
@@ -161,7 +179,8 @@ class BreakEvenRuns:
         spec = own if is_free else without_shape(self._arguments["speculative_config"])
         rates = [acceptance ** (position + 1) for position in range(draft_len)]
         spec |= WITHOUT_LIMITS | {"max_draft_len": draft_len, "synthetic_acceptance_rates": rates}
-        return self._make_llm(**self._arguments | {"speculative_config": spec})
+        with _without_line_on_rates():
+            return self._make_llm(**self._arguments | {"speculative_config": spec})
 
     def round_seconds(self, plain: "LLM", draft_len: int) -> RoundSeconds:
         with (
@@ -182,15 +201,15 @@ class BreakEvenRuns:
             with self.drafted(acceptance, draft_len) as drafted:
                 runs = self._in_turn(plain, drafted)
             slow, fast = (median(run.tokens_per_s for run in each) for each in runs)
+            stats = sum((run.stats for run in runs[1]), SpeculativeStats())
             model = times.model(draft_len)
             yield Speedup(
                 acceptance,
                 draft_len,
                 predicted=model.speedup(acceptance, draft_len),
                 measured=fast / slow,
-                measured_tokens_per_round=sum(
-                    (run.stats for run in runs[1]), SpeculativeStats()
-                ).acceptance_length,
+                measured_tokens_per_round=stats.acceptance_length,
+                rounds=stats.rounds,
                 least_acceptance=model.least_acceptance(draft_len),
             )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tllm_spec.bench.dataset import BenchRequest, read_dataset
 from tllm_spec.bench.runner import sampling_for
-from tllm_spec.config.llm_args import KvCacheConfig, overlay
+from tllm_spec.config.llm_args import KvCacheConfig, overlay, read_options
 from tllm_spec.config.yaml_file import read_yaml
 from tllm_spec.sampling_params import SamplingParams
 
@@ -40,7 +40,7 @@ class EngineOptions:
     def arguments(self, yaml_path: Path | None) -> dict[str, Any]:
         """Keyword arguments of `LLM`, without the model. The file takes precedence over the
         options. Raises ValueError when the file names a model or cannot be read."""
-        file = read_yaml(yaml_path) if yaml_path else {}
+        file = read_options(yaml_path) if yaml_path else {}
         if "model" in file:
             raise ValueError(
                 f"model = {file['model']!r} in {yaml_path}: the command line names the model"

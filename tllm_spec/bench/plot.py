@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ STYLES: dict[str, list[Any]] = {
     "marker": ["o", "s", "^", "D", "v", "P"],
     "linestyle": ["-", "--", "-.", ":", (0, (6, 2)), (0, (3, 1, 1, 1, 1, 1))],
 }
+# Behind a label, so that a line that runs through it can be seen and the label read.
+LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
 PANEL_INCHES = (5.5, 5.0)
 DOTS_PER_INCH = 120
 
@@ -100,7 +103,7 @@ def check_format(path: Path) -> None:
         )
 
 
-def draw(curves: Curves) -> Figure:
+def draw(curves: Curves, title: str) -> Figure:
     """A figure with a panel for each of the first two latencies that any load has. Throughput is
     upwards, so that up and left is better. Points are labelled with their load."""
     from matplotlib.figure import Figure
@@ -114,10 +117,11 @@ def draw(curves: Curves) -> Figure:
         _draw_panel(panel, curves, latency)
         panel.set_xlabel(LATENCIES[latency])
         panel.grid(color="#dddddd")
-        panel.margins(0.1)  # room for the labels of the outermost points
+        panel.margins(0.15)  # room for the labels of the outermost points
     for panel in panels:
         panel.set_xlim(left=0)
         panel.set_ylim(bottom=0)
+    figure.suptitle(title, fontsize="medium")
     panels[0].set_ylabel(THROUGHPUT_LABEL)
     figure.legend(
         *panels[0].get_legend_handles_labels(),
@@ -142,8 +146,18 @@ def _draw_panel(panel: Axes, curves: Curves, latency: str) -> None:
         panel.plot(x, y, label=name, **style)
         for point, place in zip(points, zip(x, y, strict=True), strict=True):
             panel.annotate(
-                point.load, place, (6, -10), textcoords="offset points", color=style["color"]
+                point.load,
+                place,
+                (6, -10),
+                textcoords="offset points",
+                color=style["color"],
+                bbox=LABEL_BOX,
             )
+
+
+def title_of(model: str) -> str:
+    """The model and the day."""
+    return f"{model}, {date.today().isoformat()}"
 
 
 def image(figure: Figure, suffix: str) -> bytes:

@@ -30,7 +30,7 @@ def build_report(
     """The whole report; `streaming_metrics`, `speculation`, `decoding_stats` and `draft_lens` only
     where they apply. `infos`: answers of `LLM.server_info` before and after the run."""
     report: dict[str, Any] = {
-        "engine": engine_section(model_name, args),
+        "engine": engine_section(model_name, args, infos),
         "machine": machine_section(args.device),
         "world_info": world_section(args),
         "request_info": request_section(run),
@@ -170,7 +170,13 @@ def dataset_section(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     }
 
 
-def engine_section(model_name: str, args: LlmArgs) -> dict[str, Any]:
+def engine_section(
+    model_name: str,
+    args: LlmArgs,
+    infos: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """With `infos` it has the type and the attention kernels that `auto` stands for."""
+    (first, *_) = infos[0]["internal_states"][0].get("ranks") or [{}] if infos else [{}]
     names = {
         "model": model_name,
         "model_path": args.model,
@@ -178,8 +184,8 @@ def engine_section(model_name: str, args: LlmArgs) -> dict[str, Any]:
         "version": __version__,
     }
     return names | {
-        "dtype": args.dtype,
-        "attn_backend": args.attn_backend,
+        "dtype": first.get("dtype", args.dtype),
+        "attn_backend": first.get("attn_backend", args.attn_backend),
         "load_format": args.load_format,
     }
 
@@ -193,14 +199,23 @@ def world_section(args: LlmArgs) -> dict[str, Any]:
         "max_seq_len": args.max_seq_len,
         "scheduling_policy": args.scheduler_config.capacity_scheduler_policy,
         "rounds_overlap": args.why_no_overlap is None,
-        "kv_cache_percentage": args.kv_cache_config.free_gpu_memory_fraction * 100,
+        # Of a GPU's memory; a CPU has no such limit.
+        "kv_cache_percentage": None
+        if is_cpu(args.device)
+        else args.kv_cache_config.free_gpu_memory_fraction * 100,
     }
+
+
+def is_cpu(device: str) -> bool:
+    import torch
+
+    return device == "cpu" or not torch.cuda.is_available()
 
 
 def machine_section(device: str) -> dict[str, Any]:
     import torch
 
-    if device == "cpu" or not torch.cuda.is_available():
+    if is_cpu(device):
         return {
             "name": platform.machine(),
             "cores": os.cpu_count(),

@@ -99,6 +99,7 @@ def format_speedups(times: dict[str, float], rows: Sequence[dict[str, Any]]) -> 
         "speedup",
         "(measured)",
         "difference",
+        "rounds",
         "break-even at a",
     ]
     return f"{first}\n{format_table(header, map(_speedup_row, rows))}"
@@ -113,6 +114,7 @@ def _speedup_row(row: dict[str, Any]) -> list[str]:
         f"{row['predicted']:.2f}x",
         f"{row['measured']:.2f}x",
         f"{row['difference']:+.0%}",
+        str(row["rounds"]),
         _text(row["least_acceptance"]),
     ]
 

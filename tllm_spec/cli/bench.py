@@ -273,7 +273,7 @@ def compare(
     compared. Exits with status 1 when a text differs from the baseline's at the same concurrency.
     """
     from tllm_spec.bench.compare import Contestant, comparison, differences, run_in_turn
-    from tllm_spec.bench.plot import comparison_curves, draw, image
+    from tllm_spec.bench.plot import comparison_curves, draw, image, title_of
     from tllm_spec.bench.table import format_comparison, format_texts
     from tllm_spec.llm import LLM
 
@@ -295,7 +295,7 @@ def compare(
         texts = list(format_texts(outputs[:show_text], engines[0].tokenizer))
     click.echo("\n".join([*texts, format_comparison(rows), *map(str, found)]))
     if plot is not None:
-        write_bytes(plot, image(draw(comparison_curves(rows)), plot.suffix))
+        write_bytes(plot, image(draw(comparison_curves(rows), title_of(model.name)), plot.suffix))
     write_json(report_json, {"configurations": rows, "differences": [vars(each) for each in found]})
     if found and not allow_differences:
         raise SystemExit(1)

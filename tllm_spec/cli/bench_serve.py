@@ -47,7 +47,7 @@ def _counts(context: click.Context, option: click.Parameter, text: str | None) -
 )
 @click.option("--served_model", help="The model's name. [default: the first of /v1/models]")
 @click.option("--api_key", envvar="OPENAI_API_KEY", help="Sent as a bearer token.")
-@click.option("--dataset", type=EXISTING_FILE, required=True, help="Data set of prepare_dataset.")
+@click.option("--dataset", type=EXISTING_FILE, required=True, help="Data set of prepare-dataset.")
 @click.option("--num_requests", type=click.IntRange(0), default=0, help="Of the set; 0: all.")
 @click.option(
     "--request_rate",
@@ -104,7 +104,7 @@ def serve(
     **given: Any,
 ) -> None:
     """Measure a server with OpenAI's API: times to tokens, throughput, goodput and acceptance."""
-    from tllm_spec.bench.plot import draw, image, serve_curve
+    from tllm_spec.bench.plot import draw, image, serve_curve, title_of
     from tllm_spec.bench.serve_report import format_serve, parse_goals
 
     goals = parse_goals(goodput)
@@ -125,7 +125,8 @@ def serve(
     write_json(report_json, {"label": label, "base_url": given["base_url"], "loads": reports})
     if plot is not None:
         curves[label] = serve_curve(reports)
-        write_bytes(plot, image(draw(curves), plot.suffix))
+        title = title_of(given["served_model"] or given["base_url"])
+        write_bytes(plot, image(draw(curves, title), plot.suffix))
     if failed := sum(report["failed"] for report in reports):
         causes = next(report["errors"] for report in reports if report["failed"])
         raise ValueError(f"{failed} requests have failed: {'; '.join(causes)}")

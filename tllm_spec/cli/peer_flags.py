@@ -17,7 +17,7 @@ from tllm_spec.cli.trtllm_options import NO_LORA, PeerOption, either_spelling
 from tllm_spec.config.config_base import ConfigError
 from tllm_spec.config.not_served import NO_QUANTISING
 from tllm_spec.config.option_checks import NotServed, shown
-from tllm_spec.config.peer_options import ALGORITHMS, LLM_PEERS, METHODS, SPECULATIVE_NAMES
+from tllm_spec.config.peer_options import ALGORITHMS, LLM_PEERS, with_our_names
 
 ONE_ENGINE = "a server has one engine; put servers in front of each other with a proxy"
 DTYPES = {"half": "float16", "float": "float32"}
@@ -60,11 +60,7 @@ def speculative_mapping(text: str) -> dict[str, Any]:
         raise click.BadParameter(f"{shown(text)} is not JSON: {error}") from None
     if not isinstance(options, dict):
         raise click.BadParameter(f"{shown(text)} is not a JSON object")
-    named = {SPECULATIVE_NAMES.get(name, name): value for name, value in options.items()}
-    method = named.get("decoding_type")
-    if isinstance(method, str):
-        named["decoding_type"] = METHODS.get(method, method)
-    return named
+    return with_our_names(options)
 
 
 SPECULATIVE = "speculative_config"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import NonNegativeInt, PositiveInt, Strict, field_validator, model_validator
 
@@ -11,6 +11,7 @@ from tllm_spec.config.config_base import ConfigModel
 from tllm_spec.config.not_served import CUDA_GRAPH_NOT_SERVED
 from tllm_spec.config.option_checks import NotServed
 
+OLD_PADDING = "padding_enabled"  # of TensorRT-LLM 0.21
 DEFAULT_LARGEST_GRAPH = 128  # requests, as in TensorRT-LLM
 
 
@@ -27,6 +28,11 @@ class CudaGraphConfig(ConfigModel):
     default, runs it without a graph."""
 
     not_served: ClassVar[Mapping[str, NotServed]] = CUDA_GRAPH_NOT_SERVED
+
+    def __init__(self, /, **options: Any) -> None:
+        if OLD_PADDING in options and "enable_padding" not in options:
+            options["enable_padding"] = options.pop(OLD_PADDING)
+        super().__init__(**options)
 
     @field_validator("batch_sizes")
     @classmethod

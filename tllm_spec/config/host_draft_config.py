@@ -11,7 +11,7 @@ from pydantic import PositiveInt, model_validator
 from tllm_spec.config.config_base import ConfigError
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, DraftShapes
 from tllm_spec.config.draft_tree_config import MAX_NODES, MAX_TOPK, TREE_ALIASES, chain_or_tree
-from tllm_spec.config.import_path import make_object
+from tllm_spec.config.import_path import find_class, make_object
 from tllm_spec.config.option_checks import NotServed
 from tllm_spec.config.speculative_base import DECODING_NOT_SERVED, DecodingBaseConfig
 
@@ -176,6 +176,11 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
             if arguments and not isinstance(given, str):
                 raise ValueError(f"{name}_args = {arguments} needs {name} to be an import path")
         return self
+
+    def check_code(self) -> None:
+        for name in ("drafter", "resource_manager"):
+            if isinstance(given := getattr(self, name), str):
+                find_class(name, given, getattr(self, f"{name}_args"))
 
     def make_drafter(self) -> Any:
         """The drafter object. Raises ValueError when its import path or arguments are wrong."""

@@ -23,6 +23,7 @@ from pydantic import (
 
 from tllm_spec.config.config_base import ConfigError, ConfigModel, check_keys
 from tllm_spec.config.cuda_graph_config import CudaGraphConfig as CudaGraphConfig
+from tllm_spec.config.import_path import import_also_from
 from tllm_spec.config.not_served import (
     KV_CACHE_NOT_SERVED,
     LLM_NOT_SERVED,
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 MAX_DETERMINISTIC_RANKS = 2  # a sum of two is the same in any order
 # A name of trtllm-serve's flags that is found in its YAML files, too.
 FRACTION, FRACTION_FLAG = "free_gpu_memory_fraction", "kv_cache_free_gpu_memory_fraction"
+# Options of `speculative_config` that may be import paths.
+CODE = ("drafter", "resource_manager")
 
 
 class KvCacheConfig(ConfigModel):
@@ -310,7 +313,17 @@ class LlmArgs(ConfigModel):
 def with_yaml(options: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
     """The options of a YAML file laid over others. Raises ValueError for a file that cannot be
     read."""
-    return overlay(options, with_fraction(read_yaml(path)))
+    return overlay(options, read_options(path))
+
+
+def read_options(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The options of a YAML file. If they name code by its import path, it may lie next to the
+    file. Raises ValueError for a file that cannot be read."""
+    options = with_fraction(read_yaml(path))
+    spec = options.get("speculative_config")
+    if isinstance(spec, Mapping) and any(isinstance(spec.get(name), str) for name in CODE):
+        import_also_from(path)
+    return options
 
 
 def with_fraction(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,8 @@ NO_QUANTISING = (
 NO_SPARSE = "attention reads every token"
 TEXT_ONLY = "only text models are served"
 ONE_SAMPLER = "there is one sampler, and every request of a batch has its own options"
+ONE_MOE = "kernels of experts are chosen by device and size"
+NO_COMPILER = "the model is not compiled"
 ONE_PROCESS = "prefill and decoding run in one process"
 NO_KV_EVENTS = "KV cache events are not reported"
 NO_HOST_CACHE = "evicted pages are not kept in host memory"
@@ -60,7 +62,20 @@ ATTENTION_DP_OFF: Mapping[str, object] = {
 }
 NOTHING_QUANTISED: Mapping[str, object] = {"quant_algo": None, "kv_cache_quant_algo": None}
 
+# Names of TensorRT-LLM before version 1.0.
+OLD_LLM_OPTIONS: Mapping[str, NotServed] = {
+    "cuda_graph_batch_sizes": NotServed((None,), "use cuda_graph_config.batch_sizes"),
+    "cuda_graph_padding_enabled": NotServed(
+        (True,), "use cuda_graph_config.enable_padding", ignored=(False,)
+    ),
+    "mixed_sampler": NotServed((True, False), ONE_SAMPLER),
+    "moe_backend": NotServed(("AUTO",), ONE_MOE, ignored=(MOE_KERNELS,)),
+    "torch_compile_enabled": NotServed((False,), NO_COMPILER, ignored=(True,)),
+    "torch_compile_piecewise_cuda_graph": NotServed((False,), NO_COMPILER, ignored=(True,)),
+    "use_cuda_graph": NotServed((True,), "use cuda_graph_config: null", ignored=(False,)),
+}
 LLM_NOT_SERVED: Mapping[str, NotServed] = {
+    **OLD_LLM_OPTIONS,
     "allreduce_strategy": NotServed(
         ("AUTO",), "for each size the fastest way is measured when the ranks meet"
     ),
@@ -120,7 +135,7 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "moe_cluster_parallel_size": NotServed((None, -1, 1), ONE_WAY),
     "moe_config": NotServed(
         (None, MOE_DEFAULTS),
-        "kernels of experts are chosen by device and size",
+        ONE_MOE,
         ignored=({**MOE_DEFAULTS, "backend": MOE_KERNELS | {"AUTO"}},),
     ),
     "mpi_session": NotServed((None,), NO_SESSION),
@@ -150,7 +165,7 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "sparse_attention_config": NotServed((None,), NO_SPARSE),
     "tokenizer_mode": NotServed(("auto",), "the fast tokenizer is the only one"),
     "tokenizer_revision": NotServed((None,), LOCAL_FILES),
-    "torch_compile_config": NotServed((None,), "the model is not compiled"),
+    "torch_compile_config": NotServed((None,), NO_COMPILER),
     "trust_remote_code": NotServed(
         (False,),
         "code that comes with a checkpoint is never run; the built-in architectures need none",

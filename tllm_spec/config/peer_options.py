@@ -1,11 +1,12 @@
 """What options of vLLM and SGLang are called here, for the error message about an unknown option.
 
-Arguments of `LLM` and keys of YAML files have our names only. `cli/peer_flags.py` says which flags
-of the peers' command lines are taken."""
+Of vLLM a `speculative_config` with a `method` is taken, and `cli/peer_flags.py` says which flags of
+the peers' command lines are. Other arguments of `LLM` and keys of YAML files have our names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 FREE_MEMORY = (
     "kv_cache_config.free_gpu_memory_fraction (of what is free once the models are loaded)"
@@ -78,3 +79,12 @@ ALGORITHMS: Mapping[str, str] = {
     "NGRAM": "NGram",
     "STANDALONE": "Draft_Target",
 }
+
+
+def with_our_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's options of speculation under the names here. Others stay, and are checked later."""
+    named = {SPECULATIVE_NAMES.get(name, name): value for name, value in options.items()}
+    method = named.get("decoding_type")
+    if isinstance(method, str):
+        named["decoding_type"] = METHODS.get(method, method)
+    return named

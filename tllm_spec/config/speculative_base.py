@@ -305,6 +305,9 @@ class DecodingBaseConfig(ConfigModel):
             )
         return self
 
+    def check_code(self) -> None:
+        """Raises ValueError when code that the options name cannot be imported."""
+
     @property
     def drafts_trees(self) -> bool:
         """Whether the drafts of a round may have branches."""

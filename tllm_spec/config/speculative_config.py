@@ -26,7 +26,7 @@ from tllm_spec.config.host_draft_config import (
     UserProvidedDecodingConfig as UserProvidedDecodingConfig,
 )
 from tllm_spec.config.option_checks import NotServed, many_unknown, shown, unknown_options
-from tllm_spec.config.peer_options import SPECULATIVE_PEERS
+from tllm_spec.config.peer_options import SPECULATIVE_PEERS, with_our_names
 from tllm_spec.config.speculative_base import DECODING_NOT_SERVED, PathText, RelaxedRule
 from tllm_spec.config.speculative_base import DecodingBaseConfig as DecodingBaseConfig
 from tllm_spec.config.speculative_base import DraftModelDecodingConfig as DraftModelDecodingConfig
@@ -305,6 +305,7 @@ CONFIG_OF_TYPE: Mapping[str, type[DecodingBaseConfig]] = {
     "User_Provided": UserProvidedDecodingConfig,
     "UserProvided": UserProvidedDecodingConfig,
 }
+VLLM_TYPE = "method"  # its name for `decoding_type`
 TYPES_SERVED = "accepted: NGram, Draft_Target, Eagle, Eagle3, MTP, SA, User_Provided"
 # TensorRT-LLM's other decoding types, with the classes that have them.
 TYPES_NOT_SERVED: Mapping[str, str] = {
@@ -332,10 +333,13 @@ def type_refusal(decoding_type: object) -> str:
 
 
 def speculative_config_from(value: object) -> object:
-    """Turns a mapping into the class that its `decoding_type` names. Raises ConfigError."""
+    """Turns a mapping into the class that its `decoding_type` names, or vLLM's `method`. Raises
+    ConfigError."""
     if not isinstance(value, Mapping):
         return value
     options = dict(value)
+    if VLLM_TYPE in options and "decoding_type" not in options:
+        options = with_our_names(options)
     if "decoding_type" not in options:
         raise ConfigError([f"decoding_type is required; {TYPES_SERVED}", *_wrong_keys(options)])
     decoding_type = options.pop("decoding_type")

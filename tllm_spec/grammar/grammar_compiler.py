@@ -46,6 +46,14 @@ class GrammarCompiler:
         for process in self._processes:
             self._idle.put(process)
 
+    def start(self) -> None:
+        """Starts a process, which takes seconds, before a grammar needs it. Raises RuntimeError."""
+        process = self._idle.get()
+        try:
+            process.start()
+        finally:
+            self._idle.put(process)
+
     def compile(self, source: GrammarSource) -> Any:
         """xgrammar's compiled grammar. Raises ValueError for a grammar with mistakes, for one that
         takes more than `MAX_SECONDS` or too much memory, and for one that was refused."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from tllm_spec.distributed.vocab_shard import VocabShard
 from tllm_spec.models.formats.choice import choose_format, plain_format
-from tllm_spec.models.formats.plain import CpuWeight
+from tllm_spec.models.formats.plain import CpuWeight, PlainWeight, cpu_copy_bytes
 from tllm_spec.models.formats.weight_format import Part, WeightFormat
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
@@ -73,6 +73,13 @@ class Linear(Module):
     def full_weight(self) -> torch.Tensor:
         """`[N, K]`, dequantised."""
         return self.weight_format.full_weight()
+
+    @property
+    def cpu_copy_bytes(self) -> int:
+        """What `specialize_for_cpu` adds."""
+        if not isinstance(self.weight_format, PlainWeight):
+            return 0
+        return cpu_copy_bytes(self.weight_format.weight, is_shared=self.shares_weight)
 
     def specialize_for_cpu(self) -> None:
         if isinstance(self.weight_format, CpuWeight):

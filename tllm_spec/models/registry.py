@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
 
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.distributed.mapping import Mapping
@@ -17,6 +18,7 @@ from tllm_spec.models.formats.quantised_layers import (
     prepare_quantised,
     with_quantised,
 )
+from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
 from tllm_spec.models.module import Placement, specialize_for_cpu
@@ -40,6 +42,11 @@ MODELS: dict[str, type[LlamaForCausalLM]] = {
 }
 
 
+def check_config(path: Path) -> None:
+    """Raises ValueError if the model that `path/config.json` describes is not served."""
+    ModelConfig.from_pretrained(path)
+
+
 def check_shards(path: Path, tp_size: int, ep_size: int) -> None:
     """Raises ValueError if a size of the model that `path/config.json` describes cannot be split
     over the ranks. The model's own layers check, on a device without memory."""
@@ -53,24 +60,31 @@ def check_shards(path: Path, tp_size: int, ep_size: int) -> None:
     MODELS[config.architecture](config, max_positions=1, placement=placement)
 
 
-def weight_bytes(
-    path: Path,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_positions: int,
-    mapping: Mapping,
-    fp8_activations: bool,
-) -> int:
-    """What a rank's weights and rotary table take on `device`, as `load_model` makes them. The
-    model is built on a device without memory."""
-    config = ModelConfig.from_pretrained(path).within(max_positions)
-    config = computed_as(config, fp8_activations)
+def blank_model(
+    path: Path, *, dtype: torch.dtype, device: torch.device, mapping: Mapping, fp8_activations: bool
+) -> CausalLM:
+    """A rank's model as `load_model` makes it for `device`, on a device without memory. Its rotary
+    table has one row."""
+    config = computed_as(ModelConfig.from_pretrained(path), fp8_activations)
+    placement = blank_placement(config, dtype, device, mapping)
+    return MODELS[config.architecture](config, max_positions=1, placement=placement)
+
+
+def blank_placement(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, mapping: Mapping
+) -> Placement:
+    """For the weights of a blank model, in the formats that they have on `device`."""
     placement = with_quantised(Placement(dtype, device, mapping), config)
-    placement = replace(placement, device=torch.device("meta"))
-    model = MODELS[config.architecture](config, max_positions=1, placement=placement)
+    return replace(placement, device=torch.device("meta"))
+
+
+def weight_bytes(model: nn.Module, device: torch.device) -> int:
+    """What the weights of a blank model take on `device`, with a CPU's faster forms of them."""
     num_bytes = sum(each.numel() * each.dtype.itemsize for each in model.parameters())
-    return num_bytes + max_positions * 2 * config.rope_dim * dtype.itemsize
+    if device.type != "cpu" or {each.dtype for each in model.parameters()} != {torch.float32}:
+        return num_bytes
+    linears = (each for each in model.modules() if isinstance(each, Linear))
+    return num_bytes + sum(each.cpu_copy_bytes for each in linears)
 
 
 def load_model(

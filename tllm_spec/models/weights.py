@@ -3,7 +3,7 @@
 Tensors are copied one at a time from the memory-mapped file into the (fused, sharded) parameter, so
 the host holds no second copy. `Module.slots` says where each tensor goes."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -24,6 +24,12 @@ ZEROS = "_zeros"
 ORDER = "_order"
 INPUT_SCALE, DUMMY_INPUT_SCALE = "input_scale", 2.0**-6  # of activations up to 7
 CODES_DEVIATION = 4.61  # of equally frequent codes of 4 bits
+NO_REMEDIES: Mapping[str, str] = {}
+UNTIED = (
+    "config.json says that the output layer is not the embedding (tie_word_embeddings is false, or "
+    "is missing): set it to true if the model has none of its own, else files of the checkpoint "
+    "are missing."
+)
 
 
 def load_weights(model: CausalLM, path: Path) -> None:
@@ -44,7 +50,8 @@ def load_weights(model: CausalLM, path: Path) -> None:
         (EMBEDDING if name == only_output else model.parameter_name(name), tensor)
         for name, tensor in stored_tensors(path, model.config, wants)
     )
-    fill(model, stored, f"The checkpoint in {path} does not fit {model.config.architecture}")
+    misfit = f"The checkpoint in {path} does not fit {model.config.architecture}"
+    fill(model, stored, misfit, {OUTPUT: UNTIED})
 
 
 def stored_tensors(
@@ -60,9 +67,12 @@ def stored_tensors(
 
 
 def fill(
-    model: Module, tensors: Iterable[tuple[str, torch.Tensor | StoredWeight]], misfit: str
+    model: Module,
+    tensors: Iterable[tuple[str, torch.Tensor | StoredWeight]],
+    misfit: str,
+    remedies: Mapping[str, str] = NO_REMEDIES,
 ) -> None:
-    """Fill `model` from named tensors.
+    """Fill `model` from named tensors. remedies: sentences by the name of a missing tensor.
 
     Raises:
         ValueError: tensors are missing or surplus; the message names them after `misfit`.
@@ -75,7 +85,9 @@ def fill(
         else:
             surplus.append(name)
     if missing or surplus:
-        raise ValueError(f"{misfit}: missing {listed(missing)}; surplus {listed(surplus)}.")
+        found = [f"{misfit}: missing {listed(missing)}; surplus {listed(surplus)}."]
+        found += [remedy for name, remedy in remedies.items() if name in missing]
+        raise ValueError(" ".join(found))
 
 
 def fill_random(model: Module, seed: int = 0) -> None:

@@ -52,11 +52,13 @@ class Admission:
         # Tokenising a long prompt takes seconds. It must delay neither the answers of other
         # requests nor short prompts, so it has a thread of its own. Only tokenizers implemented in
         # Rust are thread-safe.
-        self._intake = self._long_intake = self._chat_intake = _one_thread("tllm-intake")
+        self._intake = self._long_intake = _one_thread("tllm-intake")
+        self._chat_intake = self._long_chat_intake = self._intake
         if getattr(llm.tokenizer, "is_fast", False):
             self._long_intake = _one_thread("tllm-long-intake")
             # A chat template may take seconds, too.
             self._chat_intake = _one_thread("tllm-chat-intake")
+            self._long_chat_intake = _one_thread("tllm-long-chat-intake")
         # Compiling a grammar may take ten seconds. One client, by its key's name or address,
         # has one grammar compiled at a time, so others need not wait for all of its grammars.
         self._compiling = ThreadPoolExecutor(NUM_COMPILING, "tllm-compiling")
@@ -64,7 +66,8 @@ class Admission:
         self._known_grammars: OrderedDict[bytes, None] = OrderedDict()  # need not wait for that
 
     def close(self) -> None:
-        for intake in (self._intake, self._long_intake, self._chat_intake, self._compiling):
+        of_prompts = self._intake, self._long_intake, self._chat_intake, self._long_chat_intake
+        for intake in (*of_prompts, self._compiling):
             intake.shutdown(wait=intake is not self._compiling, cancel_futures=True)
 
     async def start(
@@ -156,9 +159,10 @@ class Admission:
     async def _in_intake(
         self, num_bytes: int, work: Callable[[], Result], *, is_chat: bool = False
     ) -> Result:
-        intake = self._chat_intake if is_chat else self._intake
         if num_bytes > LONG_BODY:
-            intake = self._long_intake
+            intake = self._long_chat_intake if is_chat else self._long_intake
+        else:
+            intake = self._chat_intake if is_chat else self._intake
         return await asyncio.get_running_loop().run_in_executor(intake, work)
 
     def _check_room(self, num_choices: int, num_own: int) -> None:

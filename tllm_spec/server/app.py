@@ -119,7 +119,13 @@ class OpenAIServer:
     def app(self) -> FastAPI:
         """The application to run."""
         # FastAPI's pages for people load scripts from another host.
-        app = FastAPI(title="tllm_spec", lifespan=self._lifespan, docs_url=None, redoc_url=None)
+        app = FastAPI(
+            title="tllm_spec",
+            lifespan=self._lifespan,
+            docs_url=None,
+            redoc_url=None,
+            redirect_slashes=False,  # the guard takes them away
+        )
         app.router.route_class = StrictBodyRoute
         get, engine = app.add_api_route, errors(401, 403, 503)
         get("/health", self.health, response_class=Response, responses={503: DOWN})

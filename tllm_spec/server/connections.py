@@ -6,11 +6,17 @@ import asyncio
 import logging
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MAX_HEADER_BYTES = 1 << 16
+from tllm_spec.server.refusals import HEADERS_TOO_LARGE, MAX_HEADER_BYTES, RequestRefused
+
+LINGER_SECONDS = 5.0  # after a refusal
 
 logger = logging.getLogger(__name__)
+# uvicorn warns of each malformed request, without an address.
+uvicorn_errors = logging.getLogger("uvicorn.error.connection")
+uvicorn_errors.setLevel(logging.ERROR)
 
 
 class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn's types are not followed
@@ -21,10 +27,12 @@ class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn's types are not 
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.logger = uvicorn_errors
         # The state of each request begins as a copy of this.
         self.app_state: dict[str, Any] = {"write_part": self.write_part}
         self._header_timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
+        self._is_refused = False
 
     @property
     def is_idle(self) -> bool:
@@ -36,15 +44,41 @@ class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn's types are not 
         self._await_headers()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self._num_header_bytes += len(data)
         super().data_received(data)
         if not self.is_idle:
             self._stop_timer()
-            return
-        self._num_header_bytes += len(data)
-        if self._num_header_bytes > MAX_HEADER_BYTES:
-            self.transport.abort()
         elif not self.transport.is_closing():
             self._await_headers()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is not HTTP, and headers that h11 finds too large: it keeps as many bytes of
+        them as `MAX_HEADER_BYTES`. What the client still sends is read and dropped until it has
+        seen the answer: if the connection were closed at once, it would see a reset."""
+        is_large = self._num_header_bytes > MAX_HEADER_BYTES
+        refusal = (
+            RequestRefused(431, HEADERS_TOO_LARGE)
+            if is_large
+            else RequestRefused(400, "this is not an HTTP request")
+        )
+        logger.info("%s:%d: %s", *(self.client or ("?", 0)), refusal)
+        answer = refusal.response()
+        head = [*answer.raw_headers, (b"connection", b"close")]
+        self._is_refused = True
+        self._stop_timer()
+        self._header_timer = self.loop.call_later(LINGER_SECONDS, self.abort)
+        for event in (
+            h11.Response(status_code=answer.status_code, headers=head),
+            h11.Data(data=bytes(answer.body)),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
 
     def _should_upgrade(self) -> bool:
         """Java's client asks for HTTP/2 this way and is content with HTTP/1.1. uvicorn would log

@@ -32,7 +32,9 @@ def dashboard_data(state: Mapping[str, Any], histograms: Mapping[str, Histogram]
         "accepted": speculation["per_position_accepted"],
         "kv": {name: state["kv_cache"][name] for name in ("num_pages", "used", "cached", "free")},
         "why": why(state),
-        "decisions": [_sentence(each) for each in _decisions(state)[:-4:-1]],
+        "decisions": [
+            _sentence(each) for each in _decisions(state)[:-4:-1] if each is not _explaining(state)
+        ],
         "measured": measured(state),
         "histograms": {name: asdict(found) for name, found in histograms.items()},
     }
@@ -50,10 +52,9 @@ def why(state: Mapping[str, Any]) -> str:
     limits = controller.get("limits") or {}
     if (gate := limits.get("gate")) and gate["is_closed"]:
         return f"No drafts: the acceptance rate, {gate['acceptance_rate']}, closed the gate."
-    for decision in reversed(_decisions(state)):
-        if str(decision["new_steps"]) == draft_len:
-            where = f"decided at batch size {decision['batch_size']}"
-            return f"Draft length {draft_len}, {where}: {decision['reason']}."
+    if decision := _explaining(state):
+        where = f"decided at batch size {decision['batch_size']}"
+        return f"Draft length {draft_len}, {where}: {decision['reason']}."
     limit = limits.get("max_concurrency")
     batch_size = state["totals"].get("latest_round", {}).get("batch_size", 0)
     if limit is not None and batch_size > limit:
@@ -97,6 +98,15 @@ def _decisions(state: Mapping[str, Any]) -> list[Json]:
     """Oldest first."""
     found: list[Json] = state["controller"].get("decisions", {}).get("last", [])
     return found
+
+
+def _explaining(state: Mapping[str, Any]) -> Json | None:
+    """The decision that led to the present draft length."""
+    gate = (state["controller"].get("limits") or {}).get("gate")
+    if gate and gate["is_closed"]:
+        return None
+    name = shape_name(state)
+    return next((e for e in reversed(_decisions(state)) if str(e["new_steps"]) == name), None)
 
 
 def _sentence(decision: Mapping[str, Any]) -> str:

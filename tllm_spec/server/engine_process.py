@@ -37,13 +37,16 @@ class EngineProcess:
     ) -> None:
         from tllm_spec.executor.worker import Worker
         from tllm_spec.grammars import Grammars
+        from tllm_spec.models.registry import check_config
         from tllm_spec.ranks import build_together, join_ranks
         from tllm_spec.server.engine_loop import EngineLoop
         from tllm_spec.server.engine_port import EnginePort
         from tllm_spec.server.logs import adopt_transformers_logs
         from tllm_spec.text.tokenizer import load_tokenizer
+        from tllm_spec.zoo.registry import resolve_model
 
         adopt_transformers_logs()
+        check_config(resolve_model(args.model))  # before its tokenizer is read
         tokenizer = load_tokenizer(args.tokenizer or args.model)
         on_joining()
         self._communicator = join_ranks(args)
@@ -60,6 +63,7 @@ class EngineProcess:
 
     def run(self) -> str | None:
         """Serves until `stop`. Returns why the engine has died, or None."""
+        self._grammars.prepare()
         self._communicator.when_lost(self._worker.fail)
         self._worker.start()
         self._loop.run()

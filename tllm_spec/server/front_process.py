@@ -36,7 +36,6 @@ async def serve(settings: ChildSettings, control: Control, listener: socket.sock
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     args = LlmArgs(**settings.llm)
-    tokenizer = load_tokenizer(args.tokenizer or args.model)
     adopt_transformers_logs()
     try:
         _, connection = await loop.create_unix_connection(EngineConnection, settings.engine_path)
@@ -47,6 +46,11 @@ async def serve(settings: ChildSettings, control: Control, listener: socket.sock
         partial(loop.call_soon_threadsafe, stop.set),
         partial(loop.call_soon_threadsafe, draining.set),
     )
+    try:
+        tokenizer = load_tokenizer(args.tokenizer or args.model)
+    except ValueError:
+        await connection.limits  # an engine that fails, too, knows more of the reason
+        raise
     # With an engine that lives, the supervisor starts another front then.
     connection.closed.add_done_callback(lambda _: loop.call_later(LOST_SECONDS, stop.set))
     limits = await connection.limits

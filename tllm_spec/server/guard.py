@@ -16,7 +16,7 @@ from tllm_spec.server.body_encoding import BodyDecoder
 from tllm_spec.server.callers import client_of_address
 from tllm_spec.server.client_keys import ClientKeys
 from tllm_spec.server.options import ServerOptions
-from tllm_spec.server.refusals import RequestRefused
+from tllm_spec.server.refusals import HEADERS_TOO_LARGE, MAX_HEADER_BYTES, RequestRefused
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -39,6 +39,8 @@ SEPARATORS = (b",", b":", b"[", b"{")
 WIDE = re.compile(rb"[\xc4-\xff]|\\u")
 WIDTH = 4
 CLIENT_CLOSED_REQUEST = 499  # a status that no client receives
+HTTP_VERSIONS = frozenset({"1.0", "1.1"})
+URL = re.compile(r"https?://[^/]*", re.IGNORECASE)
 CLOSES = {"Connection": "close"}
 
 
@@ -70,6 +72,7 @@ class Guard:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         start, headers = monotonic(), dict(scope["headers"])
+        scope["path"] = _plain_path(scope["path"])
         request_id = _request_id(headers)
         state = scope.setdefault("state", {})
         address = (scope.get("client") or ("", 0))[0]
@@ -97,6 +100,7 @@ class Guard:
         self, scope: Any, headers: Mapping[bytes, bytes], receive: Receive, send: Send
     ) -> None:
         try:
+            _check_form(scope)
             self._check_host(headers)
             if name := self._key_name(scope["path"], headers):
                 scope["state"]["client"] = f"key {name}"
@@ -135,7 +139,7 @@ class Guard:
 
     def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
         hosts = self._options.hosts
-        if hosts is None:
+        if hosts is None or b"host" not in headers:  # of HTTP/1.0, which no browser sends
             return
         given = headers.get(b"host", b"").decode("latin-1")
         name = re.sub(r":\d*$", "", given).strip("[]").lower()
@@ -227,6 +231,22 @@ class Guard:
     def _too_large(self) -> RequestRefused:
         limit = self._options.max_body_bytes
         return RequestRefused(413, f"the body is too large: at most {limit} bytes are accepted")
+
+
+def _check_form(scope: Any) -> None:
+    """Raises RequestRefused for what h11 lets through."""
+    if (version := scope["http_version"]) not in HTTP_VERSIONS:
+        raise RequestRefused(505, f"HTTP/{version} is not served; HTTP/1.1 is")
+    if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+        raise RequestRefused(431, HEADERS_TOO_LARGE)
+
+
+def _plain_path(path: str) -> str:
+    """The path of a route: a request through a proxy may have a whole URL as its target, and a
+    slash at the end changes nothing."""
+    if found := URL.match(path):
+        path = path[found.end() :]
+    return path.rstrip("/") or "/"
 
 
 async def _discard(receive: Receive, num_bytes: int) -> None:

@@ -316,6 +316,7 @@ class ChatCompletionRequest(GenerationRequest):
             self.chat_template_kwargs or {},
             self.add_generation_prompt,
             [tool.model_dump(exclude_none=True) for tool in self.tools or ()],
+            needs_tools=self.tool_choice in (None, "auto"),
         )
 
     def _grammars(self) -> dict[str, Any]:

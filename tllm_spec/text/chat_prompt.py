@@ -4,6 +4,7 @@ message are text: a user cannot end a turn or begin another role's."""
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,9 +14,11 @@ from typing import Any
 from tllm_spec.config.option_checks import check_text
 from tllm_spec.executor.faults import described
 from tllm_spec.text.messages import Messages, checked
-from tllm_spec.text.template_process import has_own_renderer, template_process
+from tllm_spec.text.template_process import RenderTime, has_own_renderer, template_processes
 from tllm_spec.text.tokenizer import Tokenizer
-from tllm_spec.text.visible_messages import visible
+from tllm_spec.text.visible_messages import Tools, visible
+
+logger = logging.getLogger(__name__)
 
 # Variables that the renderer sets itself. The parameters of `apply_chat_template` are not free,
 # either.
@@ -31,13 +34,14 @@ class Conversation:
     """What a chat template makes a prompt of.
 
     A message is a mapping with `role` and `content`, as in OpenAI's API: a text or a list of text
-    parts. `tools` have OpenAI's form, too. `chat_template_kwargs` are variables of the model's
-    chat template."""
+    parts. `tools` have OpenAI's form, too; with `needs_tools` a template that leaves them out is
+    refused. `chat_template_kwargs` are variables of the model's chat template."""
 
     messages: Messages
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
-    tools: Sequence[Mapping[str, Any]] | None = None
+    tools: Tools = None
+    needs_tools: bool = True
 
 
 class ChatPrompts:
@@ -56,6 +60,7 @@ class ChatPrompts:
         # Longest first: of two names that begin alike, the longer one is split.
         ordered = sorted(map(re.escape, names), key=len, reverse=True)
         self._control = re.compile("|".join(ordered)) if ordered else None
+        self._has_reported_names = False
 
     def token_ids(self, conversation: Conversation) -> list[int]:
         """Raises ValueError when the template does not accept the messages, and when the prompt is
@@ -70,10 +75,25 @@ class ChatPrompts:
         _check_texts([messages, variables, conversation.tools])
         self._check_length("".join(str(message["content"]) for message in messages))
 
-        def rendered(messages: Messages) -> str:
-            return self._rendered(replace(conversation, messages=messages))
+        time = RenderTime()
 
-        text = rendered(visible(messages, rendered))
+        def rendered(messages: Messages, tools: Tools) -> str:
+            return self._rendered(replace(conversation, messages=messages, tools=tools), time)
+
+        shown = visible(messages, conversation.tools, rendered)
+        if not shown.has_tools and conversation.needs_tools:
+            raise ValueError(
+                "tools = [...]: the model's chat template leaves them out, so the model would not "
+                "see them; drop them, or over HTTP force a call: tool_choice = 'required' or a "
+                "function"
+            )
+        if not shown.has_names and not self._has_reported_names:
+            self._has_reported_names = True
+            logger.warning(
+                "messages have a name, and the model's chat template leaves it out: the model does "
+                "not see it (said once)"
+            )
+        text = rendered(shown.messages, conversation.tools)
         self._check_length(text)
         return [
             token_id
@@ -83,7 +103,7 @@ class ChatPrompts:
             )
         ]
 
-    def _rendered(self, conversation: Conversation) -> str:
+    def _rendered(self, conversation: Conversation, time: RenderTime) -> str:
         tools = conversation.tools
         messages = [self._escaped(message) for message in conversation.messages]
         options = {
@@ -92,7 +112,7 @@ class ChatPrompts:
             **conversation.chat_template_kwargs,
         }
         if not has_own_renderer(self._tokenizer):
-            return template_process().render(self._tokenizer, messages, options)
+            return template_processes().render(self._tokenizer, messages, options, time)
         try:
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:  # a user's program: any exception can come out of it

@@ -1,48 +1,61 @@
-"""Runs chat templates in a process with limits: a template is a program from a model's folder."""
+"""Runs chat templates in processes with limits: a template is a program from a model's folder."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
+from queue import LifoQueue
+from time import monotonic
 from typing import Any
 
 from tllm_spec.child_process import ChildProcess
 from tllm_spec.text.template_child import TOO_LARGE
 from tllm_spec.text.tokenizer import Tokenizer
 
+MODULE = "tllm_spec.text.template_child"
 MAX_SECONDS = 5.0  # for one conversation
+NUM_PROCESSES = 2  # that render at once: a short conversation need not wait for a long one
 
 
 class TemplateOverLimit(ValueError):
     """A chat template took too long, or made too much."""
 
 
-class TemplateProcess:
-    """Thread-safe: conversations are rendered one after the other."""
+class RenderTime:
+    """What is left of the seconds for one conversation, which may be rendered several times."""
+
+    def __init__(self) -> None:
+        self.left = MAX_SECONDS
+
+
+class TemplateProcesses:
+    """Thread-safe: more threads than processes wait for their turn."""
 
     def __init__(self) -> None:
         trial = _message("{{ messages[0].content }}", {}, [{"role": "user", "content": "a"}], {})
-        self._child = ChildProcess("tllm_spec.text.template_child", trial)
-        self._lock = threading.Lock()
+        # The latest one to be idle comes first: the second one is started when both are needed.
+        self._idle: LifoQueue[ChildProcess] = LifoQueue()
+        self.all = [ChildProcess(MODULE, trial) for _ in range(NUM_PROCESSES)]
+        for process in self.all:
+            self._idle.put(process)
 
     def render(
         self,
         tokenizer: Tokenizer,
         messages: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
+        time: RenderTime,
     ) -> str:
         """The text of the messages, as `tokenizer.apply_chat_template` makes it with these options.
-        Raises ValueError for messages that the template does not accept."""
+        Takes from `time`. Raises ValueError for messages that the template does not accept."""
         of_transformers: Any = tokenizer
         special_tokens = of_transformers.special_tokens_map
         message = _message(tokenizer.chat_template, special_tokens, messages, options)
-        with self._lock:
-            try:
-                answer = self._child.ask(message, MAX_SECONDS)
-            except TimeoutError:
-                reason = f"the chat template took over {MAX_SECONDS:g} s"
-                raise TemplateOverLimit(reason) from None
+        process = self._idle.get()
+        try:
+            answer = _ask(process, message, time)
+        finally:
+            self._idle.put(process)
         # The system ends a process without memory or stack.
         if answer is None or "over_limit" in answer:
             raise TemplateOverLimit(TOO_LARGE)
@@ -52,10 +65,23 @@ class TemplateProcess:
         return text
 
 
+def _ask(process: ChildProcess, message: Mapping[str, Any], time: RenderTime) -> Any:
+    process.start()
+    began = monotonic()
+    try:
+        if not time.left:
+            raise TimeoutError
+        return process.ask(message, time.left)
+    except TimeoutError:
+        raise TemplateOverLimit(f"the chat template took over {MAX_SECONDS:g} s") from None
+    finally:
+        time.left = max(0.0, time.left - (monotonic() - began))
+
+
 @cache
-def template_process() -> TemplateProcess:
-    """One for all models: it remembers nothing, and its start takes a second."""
-    return TemplateProcess()
+def template_processes() -> TemplateProcesses:
+    """The same for all models: they remember nothing, and their start takes a second."""
+    return TemplateProcesses()
 
 
 def has_own_renderer(tokenizer: Tokenizer) -> bool:

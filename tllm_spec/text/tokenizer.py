@@ -17,6 +17,7 @@ from tllm_spec.zoo.registry import resolve_model
 logger = logging.getLogger(__name__)
 
 MAX_TEMPLATE_CHARS = 1 << 20
+LONG_TEXT = "sequence-length-is-longer-than-the-specified-maximum"  # a warning of transformers
 VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
 MAX_REASON = 1000  # characters of another library's message
 CHARACTER_TOKENS = 4  # tokens of one character, at most
@@ -62,6 +63,8 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True, config=_plain_config(folder)
         )
+        # Its own length is no limit here, and it would warn of index errors that cannot occur.
+        tokenizer.deprecation_warnings[LONG_TEXT] = True
         tokenizer.decode(tokenizer.encode("a"))  # some mistakes show with the first text only
     except Exception as error:  # of several libraries; some raise `Exception` itself
         reason = " ".join(str(error).split())[:MAX_REASON]

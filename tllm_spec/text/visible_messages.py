@@ -1,48 +1,68 @@
-"""Messages that the model's chat template leaves out are refused: the model would not see them.
+"""What the model's chat template leaves out of a conversation: the model would not see it.
 
-A template is a program, so the check is to run it on messages whose texts are marks."""
+A template is a program, so the check is to run it on messages and tools whose texts are marks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from tllm_spec.text.messages import Messages
 from tllm_spec.text.template_process import TemplateOverLimit
 
-Rendered = Callable[[Messages], str]
-UNKNOWN = (-1, "")  # the template does not accept marks
+Tools = Sequence[Mapping[str, Any]] | None
+Rendered = Callable[[Messages, Tools], str]
 
 
-def visible(messages: Messages, rendered: Rendered) -> Messages:
-    """The messages in the form that the template shows: a developer's may have to be the system's,
-    which is the older name of the role. rendered: runs the template, and raises ValueError for
-    messages that it does not accept. Raises ValueError for a message that it leaves out."""
-    lost = _lost(messages, rendered)
-    if lost is not None and any(message["role"] == "developer" for message in messages):
+class Visible(NamedTuple):
+    """The messages in the form that the template shows. has_tools, has_names: False if there are
+    tools, or names of messages, and the template leaves one out."""
+
+    messages: Messages
+    has_tools: bool = True
+    has_names: bool = True
+
+
+def visible(messages: Messages, tools: Tools, rendered: Rendered) -> Visible:
+    """A developer's message may have to be the system's, which is the older name of the role.
+    rendered: runs the template, and raises ValueError for messages that it does not accept. Raises
+    ValueError for a message that it leaves out."""
+    text = _with_marks(messages, tools, rendered)
+    is_refused = text is None or _lost(messages, text) is not None
+    if is_refused and any(message["role"] == "developer" for message in messages):
         messages = [
             message | {"role": "system"} if message["role"] == "developer" else message
             for message in map(dict, messages)
         ]
-        lost = _lost(messages, rendered)
-    if lost is None or lost == UNKNOWN:
-        return messages
-    index, what = lost
-    raise ValueError(
-        f"messages[{index}] has role = {messages[index]['role']!r}, and the model's chat template "
-        f"leaves out {what} of such a message here"
+        text = _with_marks(messages, tools, rendered)
+    if text is None:
+        return Visible(messages)
+    if (lost := _lost(messages, text)) is not None:
+        index, what = lost
+        raise ValueError(
+            f"messages[{index}] has role = {messages[index]['role']!r}, and the model's chat "
+            f"template leaves out {what} of such a message here"
+        )
+    return Visible(
+        messages,
+        all(_tool_mark(i) in text for i, tool in enumerate(tools or ()) if _has_name(tool)),
+        all(_name_mark(i) in text for i, message in enumerate(messages) if message.get("name")),
     )
 
 
-def _lost(messages: Messages, rendered: Rendered) -> tuple[int, str] | None:
-    """The first message that is left out, and what of it; `UNKNOWN` if the template does not accept
-    the marks."""
+def _with_marks(messages: Messages, tools: Tools, rendered: Rendered) -> str | None:
+    """The template's text; None if the template does not accept the marks."""
+    marked = [_marked(index, message) for index, message in enumerate(messages)]
     try:
-        text = rendered([_marked(index, message) for index, message in enumerate(messages)])
+        return rendered(marked, [_marked_tool(*each) for each in enumerate(tools or ())])
     except TemplateOverLimit:
         raise  # it would be over the limit with the messages, too
     except ValueError:
-        return UNKNOWN
+        return None
+
+
+def _lost(messages: Messages, text: str) -> tuple[int, str] | None:
+    """The first message that is left out, and what of it."""
     for index, message in enumerate(messages):
         for what, mark in _marks(index, message):
             if mark not in text:
@@ -63,6 +83,8 @@ def _marked(index: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
     marked = dict(message)
     if message.get("content"):
         marked["content"] = _mark(index)
+    if message.get("name"):
+        marked["name"] = _name_mark(index)
     if calls := message.get("tool_calls"):
         marks = [_mark(index, number) for number in range(len(calls))]
         marked["tool_calls"] = [
@@ -72,5 +94,24 @@ def _marked(index: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
     return marked
 
 
+def _has_name(tool: object) -> bool:
+    """Whether it has the form that is checked; templates may take others."""
+    return isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping)
+
+
+def _marked_tool(index: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not _has_name(tool):
+        return tool
+    return {**tool, "function": {**tool["function"], "name": _tool_mark(index)}}
+
+
 def _mark(index: int, call: int | None = None) -> str:
     return f"qz{index}" + ("" if call is None else f"y{call}") + "zq"
+
+
+def _name_mark(index: int) -> str:
+    return f"qn{index}nq"
+
+
+def _tool_mark(index: int) -> str:
+    return f"qt{index}tq"

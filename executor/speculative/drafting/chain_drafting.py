@@ -25,10 +25,15 @@ class ChainDrafting:
             self._probs = torch.zeros(size, dtype=torch.float32, device=slots.device)
 
     def draft(
-        self, group: RowGroup, shape: DraftShape, state: torch.Tensor, bound: int
+        self,
+        group: RowGroup,
+        shape: DraftShape,
+        kv_lens: torch.Tensor,
+        state: torch.Tensor,
+        bound: int,
     ) -> DraftChains:
         """As `TreeDrafting.draft`."""
-        net, positions = self._layers.net, self._slots.positions(group.slots, shape.depth)
+        net, positions = self._layers.net, self._slots.positions(kv_lens, shape.depth)
         drafts: list[torch.Tensor] = []
         for step in range(shape.depth):
             if step:
@@ -46,7 +51,7 @@ class ChainDrafting:
         return DraftChains(torch.stack(drafts, dim=1))
 
     def probs(self, group: RowGroup) -> torch.Tensor | None:
-        """As `Proposer.draft_probs`."""
+        """As `RoundEnd.draft_probs`."""
         if self._probs is None or group.rows.window == 1:
             return None
         probs = self._probs.index_select(0, group.slots)[:, : group.rows.window - 1]

@@ -24,7 +24,7 @@ from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
-from tllm_spec.executor.speculative.drafting.missed_tokens import Missed, forwards_of
+from tllm_spec.executor.speculative.drafting.missed_tokens import missed_by, read_missed
 from tllm_spec.kernels.row_copies import Rings, gather_rows, store_in_rings
 
 # With 4 query heads per KV head, such a window fills one tile of Triton's attention kernel. A
@@ -86,7 +86,12 @@ class DraftBacklog:
 
     def read(self, requests: Sequence[LlmRequest]) -> None:
         """The draft network reads all unread positions of the requests."""
-        self._read_what_left_the_rings(requests)
+        late = [request for request in requests if request.draft_backlog > BACKLOG_LEN]
+        # The rings have the last tokens, those of rounds in flight included.
+        missed = [missed_by(request, BACKLOG_LEN) for request in late]
+        read_missed(self._layers, missed, self._max_num_tokens)
+        for request in late:
+            request.draft_backlog = BACKLOG_LEN
         for first in range(0, len(requests), self.max_requests):
             some = requests[first : first + self.max_requests]
             slot_ids = self._send(some)
@@ -101,27 +106,6 @@ class DraftBacklog:
         sizes = {key.batch_size for key in keys if key.batch_size <= self.max_requests}
         self._graphs = target.for_same_slots(self._catch_up_for)
         self._graphs.capture(GraphKey(size, NO_DRAFTS, False) for size in sizes)
-
-    def _read_what_left_the_rings(self, requests: Sequence[LlmRequest]) -> None:
-        """Reads what is no longer in the rings, from the host's tokens.
-
-        `num_tokens_bound` is exact for a request with a backlog, since plain rounds add one token
-        each. The ring has the last positions, those of rounds in flight included."""
-        late = [request for request in requests if request.draft_backlog > BACKLOG_LEN]
-        if late:
-            ends = [request.num_tokens_bound for request in late]
-            self._read_tokens(
-                [
-                    Missed(r, end - r.draft_backlog, end - BACKLOG_LEN)
-                    for r, end in zip(late, ends, strict=True)
-                ]
-            )
-            for request in late:
-                request.draft_backlog = BACKLOG_LEN
-
-    def _read_tokens(self, missed: Iterable[Missed]) -> None:
-        for chunks in forwards_of(missed, self._max_num_tokens):
-            self._layers.forward(chunks, None, None, wanted=self._no_rows)
 
     def _catch_up_for(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> None:
         """What a graph captures."""

@@ -1,5 +1,5 @@
-"""A draft network as extra layers of the target's pages: pools of its own, and the block table of
-the group that keeps all pages."""
+"""The layers of a draft network over KV pages: on the target's pages, with pools of their own and
+the block table of the group that keeps all pages, or on pages of their own."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -14,7 +14,7 @@ from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 
 
 class DraftLayers(Protocol):
-    """A draft network as extra layers on the target's pages. `rows` has the block table."""
+    """A draft network over KV pages. `rows` has the block table."""
 
     @property
     def net(self) -> DraftNet: ...
@@ -40,6 +40,17 @@ class DraftLayers(Protocol):
         (`ForwardContext.wanted`); None: all. step: see `DraftNet.forward`."""
 
 
+class ModelLayers(DraftLayers, Protocol):
+    """A draft model, which reads tokens only."""
+
+    @property
+    def may_be_captured(self) -> bool:
+        """Whether CUDA graphs may hold a forward where they hold the target's rounds."""
+
+    def after_last(self, windows: Windows) -> torch.Tensor:
+        """The states after the last token of each window, `[B, H]`."""
+
+
 @dataclass(frozen=True)
 class TorchLayers:
     """In torch. All groups of `attention` have the same rows."""
@@ -47,6 +58,7 @@ class TorchLayers:
     net: DraftNet
     attention: AttentionGroups
     reads_whole_windows: ClassVar[bool] = False
+    may_be_captured: ClassVar[bool] = True
 
     @property
     def rows(self) -> RowBuilder:
@@ -68,3 +80,7 @@ class TorchLayers:
             rows.token_ids.index_copy_(0, to_patch, patched[1])
         context = ForwardContext(rows.groups, wanted=wanted)
         return self.net.forward(rows.token_ids, rows.positions, context, state, step)
+
+    def after_last(self, windows: Windows) -> torch.Tensor:
+        width = windows.token_ids.shape[1]
+        return self.forward([], windows, None)[width - 1 :: width]

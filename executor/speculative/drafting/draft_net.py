@@ -1,5 +1,4 @@
-"""One interface for the kinds of draft networks on the target's pages: an EAGLE head, MTP modules
-and a whole model.
+"""One interface for the kinds of draft networks: an EAGLE head, MTP modules and a whole model.
 
 They differ in their inputs (a token with the hidden state before it, or a token only) and in the
 position that a token's KV goes to."""
@@ -19,9 +18,9 @@ from tllm_spec.models.mtp import NextnModules
 
 
 class DraftNet(ABC):
-    """A draft network on the target's pages. `shift`: position of a token's entry in the draft
-    cache minus the position of the token before it. 0 for a head, whose entry at j is (hidden state
-    of token j, token j + 1); 1 for a model, whose entry of a token is at the token's own position.
+    """A draft network. `shift`: position of a token's entry in the draft cache minus the position
+    of the token before it. 0 for a head, whose entry at j is (hidden state of token j, token j +
+    1); 1 for a model, whose entry of a token is at the token's own position.
 
     `reads_tokens_only`: what it has missed can be read later, from tokens. `has_one_layer`: rows
     that are not wanted need no attention. `vocab_size` is that of the logits; `token_map`
@@ -177,6 +176,10 @@ class CausalNet(DraftNet):
             else ContextChunk(chunk.slot, chunk.start, [*chunk.tokens, 0])
         )
 
+    def known(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The ids as the model reads them."""
+        return token_ids.clamp_max(self._last_token_id) if self._clamps else token_ids
+
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -185,9 +188,7 @@ class CausalNet(DraftNet):
         state: torch.Tensor | None,
         step: int,
     ) -> torch.Tensor:
-        if self._clamps:
-            token_ids = token_ids.clamp_max(self._last_token_id)
-        return self._model.forward(token_ids, positions, context)
+        return self._model.forward(self.known(token_ids), positions, context)
 
     def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
         return self._model.compute_logits(state)

@@ -67,21 +67,16 @@ class ReadyDrafts(Drafter):
     def prepare_draft_tokens(
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
     ) -> None:
-        report_ready_drafts(scheduled_requests)
-
-
-def report_ready_drafts(batch: ScheduledBatch) -> None:
-    """Says how many drafts the round before has left in the slot of each generating request."""
-    draft_len = batch.draft_len
-    longest = max(map(_num_ready, batch.generation_requests), default=0)
-    batch.num_steps = batch.num_asked = min(draft_len, longest)
-    for request in batch.generation_requests:
-        ready, limit = request.num_drafts_ready, request.draft_limit
-        # `min` of three numbers would take longer than the rest of the loop, and most requests have
-        # all drafts.
-        request.py_num_draft_tokens = (
-            draft_len if ready >= draft_len <= limit else min(ready, limit)
-        )
+        batch, draft_len = scheduled_requests, scheduled_requests.draft_len
+        longest = max(map(_num_ready, batch.generation_requests), default=0)
+        batch.num_steps = batch.num_asked = min(draft_len, longest)
+        for request in batch.generation_requests:
+            ready, limit = request.num_drafts_ready, request.draft_limit
+            # `min` of three numbers would take longer than the rest of the loop, and most requests
+            # have all drafts.
+            request.py_num_draft_tokens = (
+                draft_len if ready >= draft_len <= limit else min(ready, limit)
+            )
 
 
 class NoDrafter(Drafter):

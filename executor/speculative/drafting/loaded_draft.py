@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_layers
 from tllm_spec.distributed.communicator import SINGLE, Communicator
@@ -19,14 +20,17 @@ from tllm_spec.executor.speculative.drafting.draft_net import (
 from tllm_spec.executor.speculative.modes import DraftModel
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.deepseek import DeepseekForCausalLM
-from tllm_spec.models.draft_head import DraftHead, HeadSource
-from tllm_spec.models.eagle import load_eagle_head
-from tllm_spec.models.eagle3 import load_eagle3_head
+from tllm_spec.models.draft_head import DraftHead, HeadSource, target_modules
+from tllm_spec.models.eagle import EagleHead, load_eagle_head
+from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
 from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.models.eagle_config import EagleConfig
 from tllm_spec.models.head_checkpoint import HeadKind, head_kind
 from tllm_spec.models.module import Placement
 from tllm_spec.models.mtp import NextnModules, load_nextn
-from tllm_spec.models.registry import LoadFormat
+from tllm_spec.models.nextn_checkpoint import exported_config
+from tllm_spec.models.registry import LoadFormat, blank_placement
+from tllm_spec.models.tied_output import OUTPUT
 from tllm_spec.models.token_map import read_token_map
 from tllm_spec.zoo.registry import resolve_file, resolve_model
 
@@ -143,6 +147,26 @@ def load_head(
     keep_tokens(plan, head, config.vocab_size, communicator)
     spec = SpecMetadata(layers, config.hidden_size, max_num_tokens, target.dtype, target.device)
     return LoadedDraft(plan, head, spec)
+
+
+def blank_head(plan: DraftModel, target: CausalLM, device: torch.device) -> nn.Module:
+    """A head, or MTP modules, for a blank target of `device`: the weights that are not the
+    target's, as far as config.json tells of them. Raises ValueError as loading them does."""
+    config, mapping = target.config, target_modules(target)[1].mapping
+    if plan.num_modules:
+        assert isinstance(target, DeepseekForCausalLM)
+        own = config if plan.path is None else exported_config(draft_folder(plan), config)
+        placement = blank_placement(own, target.dtype, device, mapping)
+        return NextnModules(target, plan.num_modules, placement)
+    placement, folder = Placement(target.dtype, target.device, mapping), draft_folder(plan)
+    if kind_of_head(plan, folder) == "EAGLE-1/2":
+        of_eagle = EagleConfig.from_pretrained(folder)
+        of_eagle.check_target(config)
+        return EagleHead(of_eagle, target, 1, placement, has_bias=False, has_input_norm=False)
+    num_captured = len(_captured_layers(plan, folder, config.num_layers))
+    of_eagle3 = Eagle3Config.from_pretrained(folder).for_target(config, num_captured)
+    owns = {OUTPUT} if of_eagle3.has_own_lm_head else set()
+    return Eagle3Head(of_eagle3, target, num_captured, 1, placement, owns)
 
 
 def _captured_layers(plan: DraftModel, folder: Path, num_layers: int) -> tuple[int, ...]:

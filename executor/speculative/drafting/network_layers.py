@@ -1,38 +1,83 @@
-"""An EAGLE-3 head on the target's pages whose layers run in a network outside torch."""
+"""Draft networks that run outside torch: a draft model, and the layers of an EAGLE-3 head. Both
+have the interface of `DraftLayers`, the model that of `ModelLayers`, for chains."""
+
+from dataclasses import replace
 
 import torch
 
-from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.draft_network.decoder import LOGITS
 from tllm_spec.draft_network.head_decoder import NEXT_STATES, STATES, WANTED
-from tllm_spec.draft_network.network import HeadNetwork
+from tllm_spec.draft_network.network import DraftNetwork, HeadNetwork
 from tllm_spec.executor.engine.paged_network import PagedNetwork
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
-from tllm_spec.executor.speculative.drafting.draft_net import HeadNet
+from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, HeadNet
+
+
+class NetworkModelNet(CausalNet):
+    """A draft model whose states are its logits."""
+
+    has_one_layer = False
+
+    def __init__(self, draft: DraftNetwork, input_vocab_size: int) -> None:
+        self.vocab_size = draft.num_logits
+        self._last_token_id = draft.config.vocab_size - 1
+        self._clamps = input_vocab_size > draft.config.vocab_size
+
+    def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
+        return state
+
+
+class NetworkModelLayers:
+    """A draft model. A forward returns the logits after the last token of each window, in the
+    model's dtype."""
+
+    reads_whole_windows = True
+
+    def __init__(
+        self, draft: DraftNetwork, pool: KVPool, rows: RowBuilder, input_vocab_size: int
+    ) -> None:
+        self.net = NetworkModelNet(draft, input_vocab_size)
+        self.rows = rows
+        self._paged, self._dtype = PagedNetwork(draft.network, pool, rows), draft.dtype
+
+    @property
+    def may_be_captured(self) -> bool:
+        return self._paged.may_be_captured
+
+    def forward(
+        self,
+        chunks: list[ContextChunk],
+        windows: Windows | None,
+        state: torch.Tensor | None,
+        patched: tuple[list[int], torch.Tensor] | None = None,
+        wanted: torch.Tensor | None = None,
+        step: int = 0,
+    ) -> torch.Tensor:
+        """Reads the chunks, or the windows."""
+        assert patched is None
+        found = [self.after_last(self._paged.window_of(chunk)) for chunk in chunks]
+        return found[-1] if windows is None else self.after_last(windows)
+
+    def after_last(self, windows: Windows) -> torch.Tensor:
+        token_ids = self.net.known(windows.token_ids)
+        shape = len(token_ids), self.net.vocab_size
+        logits = torch.empty(shape, dtype=self._dtype, device=token_ids.device)
+        self._paged.run(replace(windows, token_ids=token_ids), {}, {LOGITS: logits})
+        return logits
 
 
 class NetworkHeadNet(HeadNet):
     """The head's part in torch. One run of the network gives states and logits, so they are passed
     on side by side: `[R, H + V_draft]`."""
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: ForwardContext,
-        state: torch.Tensor | None,
-        step: int,
-    ) -> torch.Tensor:
-        raise AssertionError("the layers run in NetworkLayers")
-
     def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
         return state[:, self.head.config.hidden_size :]
 
 
 class NetworkLayers:
-    """The interface of `DraftLayers`, for chains."""
+    """A head on the target's pages."""
 
     reads_whole_windows = True
 

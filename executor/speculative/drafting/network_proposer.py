@@ -25,6 +25,7 @@ from tllm_spec.executor.speculative.drafting.proposer import DraftChains, Propos
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
 from tllm_spec.executor.speculative.drafting.tree_drafting import TreeDrafting
 from tllm_spec.kernels.beam_pool import DraftTree
+from tllm_spec.kernels.row_copies import gather_rows
 
 
 class NetworkProposer(Proposer):
@@ -39,7 +40,7 @@ class NetworkProposer(Proposer):
         self._backlog = backlog
         self._slots = slots
         self._chains = ChainDrafting(layers, slots, sampling)
-        self._trees = TreeDrafting(layers, slots, sampling)
+        self._trees = TreeDrafting(layers, sampling, slots.device)
         self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
         # Kept, because making them is a launch.
         num_rows = len(slots.kv_lens) * slots.shapes.longest.path
@@ -77,7 +78,8 @@ class NetworkProposer(Proposer):
         if not is_drafting:
             return None
         drafting = self._trees if shape.is_tree else self._chains
-        return drafting.draft(group, shape, state, bound)
+        kv_lens = gather_rows(self._slots.kv_lens, group.slots)
+        return drafting.draft(group, shape, kv_lens, state, bound)
 
     def _catch_up(
         self, contexts: ContextResult | None, windows: WindowResult | None, is_drafting: bool

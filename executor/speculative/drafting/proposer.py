@@ -10,6 +10,7 @@ import torch
 from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
+from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
 from tllm_spec.kernels.beam_pool import DraftTree
@@ -22,6 +23,14 @@ class DraftChains:
 
     tokens: torch.Tensor
     num_drafts: torch.Tensor | None = None
+
+
+def write_drafts(slots: SlotState, slot_ids: torch.Tensor, drafts: DraftChains | DraftTree) -> None:
+    """Writes drafts to the next windows of slots `[N]`."""
+    if isinstance(drafts, DraftTree):
+        slots.write_tree(slot_ids, drafts)
+    else:
+        slots.write_drafts(slot_ids, drafts.tokens, drafts.num_drafts)
 
 
 class Proposer:
@@ -54,6 +63,5 @@ class Proposer:
         """As `RoundEnd.capture_graphs`."""
 
     def draft_probs(self, group: RowGroup) -> torch.Tensor | None:
-        """What the drafts in the group's windows were drawn from, `[B, K, V]` over the target's
-        vocabulary; None where it is not kept."""
+        """As `RoundEnd.draft_probs`."""
         return None

@@ -11,7 +11,6 @@ import torch
 
 from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
-from tllm_spec.executor.device.device_span import DeviceSpan
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.request import LlmRequest
@@ -29,20 +28,6 @@ class ContextResult:
     chunks: list[ContextChunk]
     following: list[int | None]
     first_tokens: torch.Tensor | None
-
-    @classmethod
-    def of(
-        cls,
-        batch: ScheduledBatch,
-        chunks: list[ContextChunk],
-        first_tokens: torch.Tensor | None,
-    ) -> "ContextResult":
-        requests = batch.context_requests
-        following = [
-            None if r.is_last_context_chunk else r.tokens[r.kv_len + r.context_chunk]
-            for r in requests
-        ]
-        return cls(requests, chunks, following, first_tokens)
 
 
 @dataclass(frozen=True)
@@ -92,18 +77,9 @@ class RoundEnd:
         """Before the target's forward is launched."""
 
     def after_contexts(
-        self,
-        batch: ScheduledBatch,
-        chunks: list[ContextChunk],
-        first_tokens: torch.Tensor | None,
-        windows: WindowResult | None,
-        *,
-        is_timed: bool,
-    ) -> DeviceSpan | None:
-        """After the sampling of a forward with context chunks. first_tokens `[C]`: of the ended
-        contexts; windows: of the same forward. Returns the span of the work that was launched, if
-        `is_timed`."""
-        return None
+        self, batch: ScheduledBatch, contexts: ContextResult, windows: WindowResult | None
+    ) -> None:
+        """After the sampling of a forward with context chunks. windows: of the same forward."""
 
     def tail(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
         """After the sampling of a round of windows: makes drafts of this shape for the group. A
@@ -119,7 +95,7 @@ class RoundEnd:
         """How long the device takes before the target's forward, for dummy requests."""
         return 0.0
 
-    def draft_probs(self, group: RowGroup, given: torch.Tensor | None) -> torch.Tensor | None:
+    def draft_probs(self, group: RowGroup) -> torch.Tensor | None:
         """What the drafts in the group's windows were drawn from, `[B, K, V]` over the target's
-        vocabulary, for rejection sampling. given: what the drafter put into the batch."""
-        return given
+        vocabulary, for rejection sampling; None where it is not kept."""
+        return None

@@ -13,7 +13,6 @@ import torch
 
 from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.engine.rows import TreeRows, Windows
-from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
@@ -29,16 +28,20 @@ class TreeDrafting:
     """Grows draft trees. Its methods are functions of device tensors, so that a CUDA graph can hold
     them."""
 
-    def __init__(self, layers: DraftLayers, slots: SlotState, sampling: DraftSampling) -> None:
-        self._layers, self._slots, self._sampling = layers, slots, sampling
+    def __init__(self, layers: DraftLayers, sampling: DraftSampling, device: torch.device) -> None:
+        self._layers, self._sampling, self._device = layers, sampling, device
         self._static = cache(self._static_tree)
 
     def draft(
-        self, group: RowGroup, shape: DraftShape, state: torch.Tensor, bound: int
+        self,
+        group: RowGroup,
+        shape: DraftShape,
+        kv_lens: torch.Tensor,
+        state: torch.Tensor,
+        bound: int,
     ) -> DraftTree:
-        """Drafts of this shape for the group, one row each. state `[N, H]`: of the last tokens that
-        the network has read; bound: of the KV lengths up to them."""
-        kv_lens = gather_rows(self._slots.kv_lens, group.slots)
+        """Drafts of this shape for the group, one row each. kv_lens `[N]`: of the slots. state `[N,
+        H]`: of the last tokens that the network has read; bound: of the KV lengths up to them."""
         growth = _Growth(self._layers, self._sampling, group, kv_lens, shape.topk, bound)
         if shape.choices:
             return self._draft_static(growth, shape, state)
@@ -85,7 +88,7 @@ class TreeDrafting:
         self, shape: DraftShape
     ) -> tuple[list[StaticStep], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """The steps of a static tree, and its parents, depths and bits."""
-        layout, device = DraftLayout.from_paths(shape.choices), self._slots.device
+        layout, device = DraftLayout.from_paths(shape.choices), self._device
         parents, depths, bits = (
             torch.tensor(each, dtype=torch.int64, device=device)
             for each in (layout.parents, layout.depths, layout.bits)

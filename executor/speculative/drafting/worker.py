@@ -8,18 +8,15 @@ import torch
 
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.device.device_span import DeviceSpan
-from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
-from tllm_spec.executor.speculative.drafting.proposer import Proposer
+from tllm_spec.executor.speculative.drafting.proposer import Proposer, write_drafts
 from tllm_spec.executor.speculative.drafting.round_end import (
     ContextResult,
     RoundEnd,
     WindowResult,
 )
-from tllm_spec.kernels.beam_pool import DraftTree
 
 
 class DraftWorker(RoundEnd):
@@ -42,25 +39,14 @@ class DraftWorker(RoundEnd):
         self.proposer.prepare(batch)
 
     def after_contexts(
-        self,
-        batch: ScheduledBatch,
-        chunks: list[ContextChunk],
-        first_tokens: torch.Tensor | None,
-        windows: WindowResult | None,
-        *,
-        is_timed: bool,
-    ) -> DeviceSpan | None:
-        contexts = ContextResult.of(batch, chunks, first_tokens)
+        self, batch: ScheduledBatch, contexts: ContextResult, windows: WindowResult | None
+    ) -> None:
         drafting = batch.last_chunk_requests
         if windows is not None:
             drafting = drafting + batch.generation_requests
         is_wanted = windows is not None or batch.drafts_after_contexts
         group, shape = self._groups.get(drafting, 1), batch.new_shape if is_wanted else NO_DRAFTS
-        span = DeviceSpan() if is_timed else None
         self._draft(contexts, windows, group, shape)
-        if span is not None:
-            span.end()
-        return span
 
     def tail(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
         self._draft(None, windows, self._groups.one_row_each(group), shape)
@@ -71,7 +57,7 @@ class DraftWorker(RoundEnd):
     def capture_graphs(self, rounds: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
         self.proposer.capture_graphs(rounds, keys)
 
-    def draft_probs(self, group: RowGroup, given: torch.Tensor | None) -> torch.Tensor | None:
+    def draft_probs(self, group: RowGroup) -> torch.Tensor | None:
         return self.proposer.draft_probs(group)
 
     def _draft(
@@ -82,7 +68,5 @@ class DraftWorker(RoundEnd):
         shape: DraftShape,
     ) -> None:
         drafts = self.proposer.propose(contexts, windows, group, shape)
-        if isinstance(drafts, DraftTree):
-            self._slots.write_tree(group.slots, drafts)
-        elif drafts is not None:
-            self._slots.write_drafts(group.slots, drafts.tokens, drafts.num_drafts)
+        if drafts is not None:
+            write_drafts(self._slots, group.slots, drafts)

@@ -94,24 +94,24 @@ def test_what_a_job_raises_is_its_requests_fault() -> None:
 def test_several_ranks_give_up_what_rank_0_gives_up(
     released: Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests, work = requests_of("ab"), GrammarWork()
+    requests, first = requests_of("ab"), Ranks(0, [])
+    work = GrammarWork(first)
 
     def endless() -> None:
         while not released.is_set():
             pass
 
-    first = work.communicator = Ranks(0, [])
     with pytest.raises(GrammarTooSlow):
         work.run([(requests[0], endless), (requests[1], lambda: None)])
     assert first.shared == [[0]] and work.blame() == [requests[0]]
     ended = list[int]()
-    work.communicator = Ranks(1, [0])
+    work = GrammarWork(Ranks(1, [0]))
     with pytest.raises(GrammarTooSlow):
         work.run([(requests[0], endless), (requests[1], lambda: ended.append(1))])
     assert work.blame() == [requests[0]] and ended == [1]
     # What only this rank finds slow is waited for.
     monkeypatch.setattr(grammar_work, "MAX_SECONDS", -1.0)
-    work.communicator = Ranks(1, [])
+    work = GrammarWork(Ranks(1, []))
     work.run([(requests[0], lambda: ended.append(0)), (requests[1], lambda: ended.append(1))])
     assert sorted(ended) == [0, 1, 1]
 

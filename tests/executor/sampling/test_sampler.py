@@ -14,8 +14,7 @@ from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.logprobs import LogprobRows
-from tllm_spec.executor.sampling.row_group import RowGroups
-from tllm_spec.executor.sampling.sampler import Sampler
+from tllm_spec.executor.sampling.sharded_sampler import sampler_of
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.outputs import Logprob
 from tllm_spec.sampling_params import SamplingParams
@@ -60,7 +59,7 @@ class Bench:
         slots = SeqSlotManager(len(ways))
         state = SamplingState(slots, VOCAB, CPU)
         self.slots = SlotState(slots, DraftShapes.chains(DRAFT_LEN), CPU)
-        self.sampler = Sampler(self.slots, state, RowGroups(state), rejection=rejection)
+        self.sampler = sampler_of(None, self.slots, state, rejection=rejection)
         self.requests = [self._start(slots, way) for way in ways]
         self.found: list[dict[int, list[dict[int, Logprob]]]] = []
 
@@ -121,7 +120,6 @@ class Bench:
         )
 
     def _append(self, sampled: SampledTokens, logprobs: LogprobRows) -> list[int]:
-        self.sampler.groups.end_round()
         self.found.append(logprobs.per_request(logprobs.tensors))
         rows = zip(self.requests, sampled.new_tokens, sampled.new_lens, strict=True)
         for request, tokens, length in rows:

@@ -20,8 +20,7 @@ from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import (
     ShardedDraftSampling,
-    ShardedRowGroups,
-    ShardedSampler,
+    sampler_of,
 )
 from tllm_spec.grammar.grammar_state import DraftNodes, GrammarState
 
@@ -33,9 +32,7 @@ def bench_of(ways: list[str], shard: VocabShard | None) -> Bench:
     bench = Bench(ways)
     if shard is not None:
         state = bench.sampler.state
-        sampler = ShardedSampler(
-            shard, bench.slots, state, ShardedRowGroups(state), rejection=False
-        )
+        sampler = sampler_of(shard, bench.slots, state, rejection=False)
         for request in bench.requests:
             sampler.start(request)
         bench.sampler = sampler

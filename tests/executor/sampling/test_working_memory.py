@@ -17,8 +17,7 @@ from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling import working_memory
 from tllm_spec.executor.sampling.logprobs import LogprobRows
-from tllm_spec.executor.sampling.row_group import RowGroups
-from tllm_spec.executor.sampling.sampler import Sampler
+from tllm_spec.executor.sampling.sharded_sampler import sampler_of
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.sampling_params import SamplingParams
 
@@ -46,7 +45,7 @@ def sampling(params: list[dict[str, Any]], *, rejection: bool) -> Callable[[], o
         SamplingState(slots, VOCAB, CPU),
         SlotState(slots, DraftShapes.chains(WINDOW - 1), CPU),
     )
-    sampler = Sampler(windows, state, RowGroups(state), rejection=rejection)
+    sampler = sampler_of(None, windows, state, rejection=rejection)
     requests = []
     for number, options in enumerate(params):
         rules = DecodingRules.from_params(

@@ -31,6 +31,20 @@ class PlainWeight(WeightFormat):
         return self.weight
 
 
+def is_packed(weight: torch.Tensor) -> bool:
+    """Whether a CPU keeps a copy of a float32 weight in oneDNN's layout."""
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    has_onednn = is_x86 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return has_onednn and weight.numel() >= MIN_PACKED_ELEMENTS
+
+
+def cpu_copy_bytes(weight: torch.Tensor, *, is_shared: bool) -> int:
+    """What `CpuWeight.specialize_for_cpu` adds to a weight `[N, K]`, which may be shared with an
+    embedding."""
+    num_copies = int(is_packed(weight)) + int(is_shared and weight.shape[0] > weight.shape[1])
+    return num_copies * weight.numel() * weight.dtype.itemsize
+
+
 class CpuWeight(PlainWeight):
     """Weights with more outputs than inputs and small weights are stored column-major: up to twice
     as fast for one row, and faster for the few rows of a verified window. For a large weight
@@ -58,9 +72,7 @@ class CpuWeight(PlainWeight):
         if weight.is_contiguous() and weight.shape[0] > weight.shape[1]:
             # The weight is shared with an embedding, so it is not column-major itself.
             self.matrix = weight.t().contiguous()
-        is_x86 = platform.machine() in ("x86_64", "AMD64")
-        has_onednn = is_x86 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        if has_onednn and weight.numel() >= MIN_PACKED_ELEMENTS:
+        if is_packed(weight):
             self.packed = torch.ops.mkldnn._reorder_linear_weight(
                 weight.contiguous(), PACKED_ROWS_HINT
             )
