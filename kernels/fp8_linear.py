@@ -25,11 +25,12 @@ FETCHED = 4  # blocks of weights that a program fetches while the previous kerne
 MIN_PROGRAMS, MIN_WIDE_PROGRAMS = 256, 128
 
 
-def tiling_of(num_rows: int, shared_bytes: int = HOPPER_BYTES) -> Tiling:
-    """shared_bytes: that a program may have (shared_memory.py)."""
+def tiling_of(num_rows: int, in_blocks: bool, shared_bytes: int = HOPPER_BYTES) -> Tiling:
+    """in_blocks: whether activations have scales of blocks; shared_bytes: that a program may have
+    (shared_memory.py)."""
     if num_rows <= FEW_ROWS:
         rows = max(16, 1 << (num_rows - 1).bit_length())
-        tiling = Tiling(rows, 64, 4, 5)
+        tiling = Tiling(rows, 64, 4, 4 if in_blocks else 5)
     else:
         tiling = Tiling(128, 64, 4, 4) if num_rows <= 512 else Tiling(128, 128, 8, 4)
     stage_bytes = BLOCK * (tiling.rows + tiling.outputs)
@@ -48,7 +49,7 @@ def fp8_linear(
     *,
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rounded once, after the bias and `add_to`.
+    """Rounded after the bias, and once more after `add_to`, as cuBLASLt does (fp8_gemms.py).
 
     Args:
         codes: `[T, K]` float8_e4m3fn, contiguous.
@@ -71,10 +72,9 @@ def fp8_linear(
     for block, (of_rows, of_outputs) in enumerate(zip(by_block[0], by_block[1].t(), strict=True)):
         own = slice(block * BLOCK, (block + 1) * BLOCK)
         output += wide[:, own].mm(matrix[own]).mul_(of_outputs).mul_(of_rows.unsqueeze(1))
-    for added in (bias, add_to):
-        if added is not None:
-            output += added
-    return output.to(dtype) if add_to is None else add_to.copy_(output)
+    if bias is not None:
+        output += bias
+    return output.to(dtype) if add_to is None else add_to.add_(output.to(dtype))
 
 
 def tiled_fp8_linear(
@@ -94,7 +94,7 @@ def tiled_fp8_linear(
         output = torch.empty((num_rows, features), dtype=dtype, device=codes.device)
     assert output.dtype == dtype
     if num_rows:
-        tiling = tiling_of(num_rows, shared_memory_bytes(codes.device))
+        tiling = tiling_of(num_rows, len(code_scales) > 1, shared_memory_bytes(codes.device))
         tiles = -(-num_rows // tiling.rows) * -(-features // tiling.outputs)
         spreads = tiles < (MIN_PROGRAMS if num_rows <= FEW_ROWS else MIN_WIDE_PROGRAMS)
         launch_fp8_linear(
@@ -162,7 +162,7 @@ def launch_fp8_linear(
     if spreads:
         add_chunks_kernel[(num_rows, -(-out_features // OUTPUTS_ADDED))](
             parts, None if in_blocks else code_scales, bias, output, output.stride(0), num_rows,
-            OUT=out_features, CHUNKS=num_chunks, ADDS=adds, BLOCK=OUTPUTS_ADDED, **pdl,
+            OUT=out_features, CHUNKS=num_chunks, ADDS=adds, BLOCK=OUTPUTS_ADDED, **pdl, ROUNDS=True,
         )  # fmt: skip
 
 

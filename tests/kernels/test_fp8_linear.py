@@ -90,12 +90,21 @@ def formula(p: Problem, *, magnitudes: bool = False) -> torch.Tensor:
 
 
 def check(
-    output: torch.Tensor, p: Problem, *added: torch.Tensor, sum_error: float = SUM_ERROR
+    output: torch.Tensor,
+    p: Problem,
+    bias: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
+    *,
+    sum_error: float = SUM_ERROR,
 ) -> None:
+    """total: what the rounded result was added to, and the sum rounded."""
     expected, sums = formula(p), formula(p, magnitudes=True)
-    for other in added:
-        expected, sums = expected + other.double(), sums + other.double().abs()
+    if bias is not None:
+        expected, sums = expected + bias.double(), sums + bias.double().abs()
     bound = ROUNDING[p.bias.dtype] * expected.abs() + sum_error * sums
+    if total is not None:
+        expected = expected + total.double()
+        bound += ROUNDING[p.bias.dtype] * (expected.abs() + bound)
     assert output.dtype == p.bias.dtype and output.shape == expected.shape
     assert ((output.double() - expected).abs() <= bound).all()
 
@@ -155,7 +164,8 @@ def test_spreading_chunks_over_programs_changes_no_bit(
         found = [p.total.clone(), p.total.clone()]
         for total, spreads in zip(found, (False, True), strict=True):
             launch_fp8_linear(
-                p.codes, p.code_scales, p.weight, p.scales, p.bias, total, tiling_of(num_rows),
+                p.codes, p.code_scales, p.weight, p.scales, p.bias, total,
+                tiling_of(num_rows, in_blocks[0]),
                 spreads=spreads, adds=True,
             )  # fmt: skip
         assert torch.equal(*found)
@@ -180,7 +190,7 @@ def test_every_tiling_fits_hopper_and_runs_on_fp8_tensor_cores(
 ) -> None:
     from tllm_spec.kernels.fp8_linear_triton import fp8_linear_kernel
 
-    tiling = tiling_of(num_rows)
+    tiling = tiling_of(num_rows, in_blocks)
     constants: dict[str, Any] = {"IN": 4096, "OUT": 4096, "SPREADS": False, "ADDS": True}
     constants |= {"WIDEN": False, "CHUNK": 1024, "PDL": True, "bias": None, "BLOCK": BLOCK}
     constants |= {"BLOCK_ROWS": tiling.rows, "BLOCK_OUT": tiling.outputs, "FETCHED": 4}
