@@ -161,6 +161,7 @@ def _load(
         device=plan.device,
         load_format=load_format,
         max_positions=plan.max_len,
+        max_seq_len=plan.max_seq_len,
         communicator=plan.communicator,
         batch_invariant=batch_invariant,
         fp8_activations=plan.args.fp8_activations,

@@ -84,9 +84,9 @@ def _blank_model(plan: BuildPlan, folder: Path) -> CausalLM:
 
 
 def _bytes_with_table(plan: BuildPlan, model: CausalLM) -> int:
-    """Weights, and the rotary table of all positions."""
+    """Weights, and the rotary tables of all positions."""
     table = plan.max_len * 2 * model.config.rope_dim * model.dtype.itemsize
-    return weight_bytes(model, plan.device) + table
+    return weight_bytes(model, plan.device) + len(model.config.ropes) * table
 
 
 def _slot_bytes(plan: BuildPlan, draft: LoadedDraft) -> int:

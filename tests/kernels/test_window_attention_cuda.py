@@ -111,7 +111,7 @@ def test_unsupported_and_slower_shapes_use_the_triton_kernel() -> None:
     assert not serves(problem.qkv, problem.cos_sin, None, problem.layer)  # on a CPU
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("dtype", "in_tree"),
     [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)],

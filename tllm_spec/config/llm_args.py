@@ -97,6 +97,9 @@ class LlmArgs(ConfigModel):
     """Type of weights and activations. `auto`: the checkpoint's on CUDA, float32 on a CPU."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` fills the weights with random numbers."""
+    language_model_only: bool = False
+    """Serves the text part of a model that also sees images (`…ForConditionalGeneration`), which is
+    refused otherwise. No effect on other models."""
     device: Annotated[str, BeforeValidator(_device_name)] = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`. `auto`: CUDA where torch sees a device."""
     attn_backend: Literal["auto", "VANILLA", "TRITON", "FLASHINFER"] = "auto"

@@ -181,6 +181,13 @@ class RowLinear(Linear):
         else:
             self.add_to(total, gate_up.gated(x, norm))
 
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        """`forward`, and the sum over all ranks."""
+        output = self.forward(x)
+        if self.mapping.tp_size > 1:
+            self.communicator.all_reduce(output)
+        return output
+
     def add_part_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         """As `add_to`, of this rank only: the caller sums over the ranks."""
         super().add_to(total, x)
