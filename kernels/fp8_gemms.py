@@ -82,7 +82,8 @@ class Fp8Gemms:
     ) -> tuple[Plan, bytes] | None:
         """None if rows are not aligned, or the library has no algorithm."""
         (rows, outputs), stride, size = output.shape, output.stride(0), output.element_size()
-        if any(each % ALIGNMENT for each in (inputs, outputs * size, stride * size)):
+        address = output.data_ptr()
+        if any(each % ALIGNMENT for each in (inputs, outputs * size, stride * size, address)):
             return None
         forms = output.dtype, has_bias, adds, scaling
         sizes = Sizes(rows, inputs, outputs, inputs, stride, *forms)
