@@ -90,7 +90,7 @@ def _activated(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _on_grid(values: tl.tensor) -> tl.tensor:
+def on_grid(values: tl.tensor) -> tl.tensor:
     """float32 values up to 448 rounded to the nearest of E4M3's numbers, ties to even: those of a
     binade from 2^e on are 2^(e - 3) apart, below 2^-6 2^-9."""
     exponent = (values.to(tl.int32, bitcast=True) >> 23) & 0xFF
@@ -189,5 +189,5 @@ def quantise_rows_kernel(
     quotients = tl.div_rn(groups, tl.broadcast_to(scale[:, None], groups.shape))
     # A NaN stays one.
     bounded = tl.clamp(quotients, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    rounded = tl.reshape(_on_grid(bounded), [BLOCK]).to(tl.float8e4nv)
+    rounded = tl.reshape(on_grid(bounded), [BLOCK]).to(tl.float8e4nv)
     tl.store(codes + row * SIZE + columns, rounded, mask=real)

@@ -202,7 +202,6 @@ def test_a_checkpoint_with_a_quantised_cache_only_has_no_fp8_weights(cache_only:
     assert not any(found.keeps(f"{LAYER}.{module}") for module in ATTENTION)
 
 
-CACHE = "the KV cache has the model's own type"
 GROUP, NO_GROUP = (
     "input_activations of config_groups",
     "activations are not quantised (W8A16)",
@@ -217,13 +216,13 @@ TOKENS, BLOCK_SCALES, STATIC = map(ActivationScales, ("token", "block", "tensor"
         (BLOCKS | {"kv_cache_scheme": None, "activation_scheme": "dynamic"}, []),
         (
             FP8 | {"activation_scheme": "static", "kv_cache_scheme": "static"},
-            [("kv_cache_scheme", CACHE)],
+            [],
         ),
-        (CACHE_ONLY, [("kv_cache_scheme", CACHE)]),
+        (CACHE_ONLY, []),
         (compressed("tensor", "float-quantized"), []),
         (changed_group(input_activations={"dynamic": True}), [(GROUP, NO_GROUP)]),
         (changed_group(input_activations=None), []),
-        (NVIDIA_FP8 | MODELOPT, [("kv_cache_quant_algo", CACHE)]),
+        (NVIDIA_FP8 | MODELOPT, []),
         (MODELOPT | {"quant_algo": "FP8_PB_WO", "kv_cache_quant_algo": "NONE"}, []),
         (LLAMA_405B_FP8["quantization_config"], []),
     ],

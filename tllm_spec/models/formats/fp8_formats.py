@@ -14,8 +14,8 @@ they list the modules that kept 16 bits:
 | ModelOpt | hf_quant_config.json, `quant_method: modelopt` | `weight_scale` | the same |
 | FBGEMM (Meta) | `quant_method: fbgemm_fp8` | `weight_scale` | rows |
 
-A static scale of activations (`input_scale`) comes with the weight. Scales of the KV cache are left
-out."""
+A static scale of activations (`input_scale`) comes with the weight. Scales of the KV cache are read
+by kv_cache_formats.py."""
 
 import re
 from dataclasses import dataclass, field
@@ -94,8 +94,8 @@ class Fp8Format:
     activations: ActivationScales | None = None
     """None: the model computes with activations of its own type."""
     unused: tuple[str, ...] = field(default=(), compare=False)
-    """What the configuration says of activations and of the KV cache, and why it is not used: a
-    sentence for each. It does not change how weights are read."""
+    """What the configuration says of activations, and why it is not used: a sentence for each. It
+    does not change how weights are read."""
 
     def keeps(self, module: str) -> bool:
         """Whether the configuration gives the linear layer `module`, such as

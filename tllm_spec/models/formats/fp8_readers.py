@@ -1,7 +1,7 @@
 """Reads what config.json and ModelOpt's file say of FP8 weights, and refuses what is not served."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,7 @@ def fp8_format(path: Path | None, raw: Mapping[str, Any]) -> Fp8Format | None:
     Raises:
         ValueError: it is quantized in a way that is not served; all reasons are named.
     """
-    quantization = next((raw[key] for key in QUANTIZATION_KEYS if raw.get(key)), None)
-    source, method = "quantization_config of config.json", None
-    if path is not None and (path / MODELOPT_FILE).is_file():
-        quantization, source, method = read_json(path / MODELOPT_FILE), MODELOPT_FILE, "modelopt"
+    quantization, source, method = quantization_settings(path, raw)
     if not quantization:
         return None
     if not isinstance(quantization, Mapping):
@@ -63,19 +60,17 @@ def fp8_format(path: Path | None, raw: Mapping[str, Any]) -> Fp8Format | None:
     if reasons:
         raise ValueError(f"{source}: {'; '.join(reasons)}. {_SERVED}")
     default = "_scale_inv" if method == "fp8" and read.granularity == "block" else "_scale"
-    unused = *unused_settings(quantization), *read.unused
-    return Fp8Format(
-        read.granularity, _scale_suffix(path, default), ignored, targets, read.activations, unused
-    )
+    suffix = _scale_suffix(path, default)
+    return Fp8Format(read.granularity, suffix, ignored, targets, read.activations, read.unused)
 
 
-def unused_settings(quantization: Mapping[str, Any]) -> Iterator[str]:
-    """At most a sentence for the KV cache."""
-    settings = quantization.get("quantization") or quantization
-    for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
-        if str(settings.get(key) or "none").lower() != "none":
-            yield f"{key} is not used: the KV cache has the model's own type"
-            break
+def quantization_settings(path: Path | None, raw: Mapping[str, Any]) -> tuple[Any, str, str | None]:
+    """What describes the quantisation, which file it is from, and the `quant_method` that this file
+    stands for."""
+    if path is not None and (path / MODELOPT_FILE).is_file():
+        return read_json(path / MODELOPT_FILE), MODELOPT_FILE, "modelopt"
+    found = next((raw[key] for key in QUANTIZATION_KEYS if raw.get(key)), None)
+    return found, "quantization_config of config.json", None
 
 
 _OBJECTS = ("config_groups", "input_activations", "quantization", "sparsity_config", "weights")
