@@ -7,6 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.lossless.engines import engine
+from tests.server.served_process import ServedProcess, complete
 from tllm_spec.llm import LLM
 from tllm_spec.rank_checks import fingerprint
 from tllm_spec.sampling_params import SamplingParams
@@ -72,3 +73,10 @@ def test_ranks_compare_samples_of_the_file(zoo_file: Path, tmp_path: Path) -> No
     assert fingerprint(str(other)) == fingerprint(str(zoo_file))
     other.write_bytes(zoo_file.read_bytes()[:-1] + b"\1")
     assert fingerprint(str(other)) != fingerprint(str(zoo_file))
+
+
+@pytest.mark.slow
+def test_http_fronts_read_its_tokenizer(zoo_file: Path, tmp_path: Path) -> None:
+    """transformers needs torch for it, which fronts do without otherwise."""
+    with ServedProcess(tmp_path, tokenizer=str(zoo_file)) as served:
+        assert complete(served.url) == 200

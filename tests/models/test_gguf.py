@@ -13,6 +13,7 @@ import torch
 from tests.models.helpers import PagedRunner, load, random_tokens, reference_logits, save_checkpoint
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats import gguf_tensors
+from tllm_spec.zoo import registry
 
 gguf = pytest.importorskip("gguf")
 from gguf import GGMLQuantizationType as Type  # noqa: E402 (the line above skips without it)
@@ -231,6 +232,7 @@ def test_a_damaged_file_is_refused(
 def test_without_the_package_its_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_tensors, "find_spec", lambda name: None)
+    path = save(tmp_path)
+    monkeypatch.setattr(registry, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=re.escape("pip install 'tllm_spec[gguf]'")):
-        load(save(tmp_path))
+        registry.resolve_model(path)

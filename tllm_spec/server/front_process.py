@@ -19,6 +19,7 @@ from tllm_spec.server.child import ChildSettings, Control, freeze_heap
 from tllm_spec.server.histograms import Histograms
 from tllm_spec.server.http_server import HttpServer, Tls
 from tllm_spec.server.options import ServerOptions
+from tllm_spec.zoo.registry import is_gguf
 
 FAILED = 1  # exit status
 LOST_SECONDS = 3.0  # that a front without an engine goes on answering 503
@@ -27,7 +28,10 @@ LOST_SECONDS = 3.0  # that a front without an engine goes on answering 503
 async def serve(settings: ChildSettings, control: Control, listener: socket.socket) -> None:
     """Until the supervisor closes its connection. Raises ValueError for a tokenizer, a certificate
     or a socket that cannot be used, ConnectionError when the engine could not start."""
-    _leave_torch_out()
+    args = LlmArgs(**settings.llm)
+    tokenizer_source = args.tokenizer or args.model
+    if not is_gguf(Path(tokenizer_source)):  # transformers reads these with torch
+        _leave_torch_out()
     from tllm_spec.server.app import OpenAIServer
     from tllm_spec.server.engine_client import EngineClient, EngineConnection
     from tllm_spec.server.logs import adopt_transformers_logs
@@ -35,7 +39,6 @@ async def serve(settings: ChildSettings, control: Control, listener: socket.sock
     from tllm_spec.text.tokenizer import load_tokenizer
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    args = LlmArgs(**settings.llm)
     adopt_transformers_logs()
     try:
         _, connection = await loop.create_unix_connection(EngineConnection, settings.engine_path)
@@ -47,7 +50,7 @@ async def serve(settings: ChildSettings, control: Control, listener: socket.sock
         partial(loop.call_soon_threadsafe, draining.set),
     )
     try:
-        tokenizer = load_tokenizer(args.tokenizer or args.model)
+        tokenizer = load_tokenizer(tokenizer_source)
     except ValueError:
         await connection.limits  # an engine that fails, too, knows more of the reason
         raise

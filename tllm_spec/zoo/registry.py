@@ -1,9 +1,11 @@
 """Where models are: short names of those in the package, folders, and GGUF files."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 ZOO_PREFIX = "zoo:"
 GGUF = ".gguf"
+MISSING = "a GGUF file needs the package gguf: pip install 'tllm_spec[gguf]'"
 NAMES = ("llama", "llama-draft", "llama-eagle3", "deepseek")
 _ZOO = Path(__file__).parent
 _FOLDERS = {f"{ZOO_PREFIX}{name}": _ZOO / name for name in NAMES}
@@ -20,11 +22,13 @@ def resolve_model(path_or_name: str | Path) -> Path:
     """The local folder or GGUF file of a model, given by a zoo name such as `zoo:llama` or by its
     path.
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else, and for a GGUF file without the package gguf.
     """
     if isinstance(path_or_name, str) and path_or_name in _FOLDERS:
         return _FOLDERS[path_or_name]
     path = Path(path_or_name)
+    if is_gguf(path) and find_spec("gguf") is None:
+        raise ValueError(MISSING)
     if path_or_name != "" and (path.is_dir() or is_gguf(path)):
         return path
     raise ValueError(

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from tllm_spec.models.formats.gguf_file import TYPES, GgufFile, TensorPlace, rea
 
 logger = logging.getLogger(__name__)
 
-MISSING = "a GGUF file needs the package gguf: pip install 'tllm_spec[gguf]'"
 AT_ONCE = 1 << 20  # elements that a thread dequantises
 
 
@@ -72,11 +70,8 @@ def gguf_tensors(
     """Names and tensors of the file, of those whose names are wanted. Vectors are dequantised.
 
     Raises:
-        ValueError: the package gguf is missing, or a tensor has a type that is not served, or an
-            incomplete one.
+        ValueError: a tensor has a type that is not served, or is incomplete.
     """
-    if find_spec("gguf") is None:
-        raise ValueError(MISSING)
     file = read_gguf(path)
     for place in file.tensors.values():
         file.rows(place)
