@@ -48,6 +48,7 @@ GROUPS: tuple[dict[str, int], ...] = (
         "move_kv": 18,
         "path_ranks": 3,
         "suffix_match": 11,
+        "draft_sources": 5,
         "filter_cut": 11,
         "batch_invariant_linear": 13,
         "rotary_write": 23,
