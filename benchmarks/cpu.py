@@ -1,12 +1,19 @@
-"""This engine against transformers' `generate`, speculation against plain decoding, and drafts of
-two sources, on a CPU.
+"""This engine against transformers' `generate`, speculation against plain decoding, and acceptance,
+on a CPU.
 
-    python -m benchmarks.cpu [transformers] [matches] [--quick] [--output result.json]
+    python -m benchmarks.cpu [transformers] [sampling] [trees] [matches] [--quick]
+        [--output result.json]
 
 transformers  held-out prompts of 256 tokens, 128 new tokens, float32, greedy. The zoo runs on one
               thread, which is also transformers' faster setting for it; a random-weight Llama of
               151 M parameters on all. The two sides of a row take turns; its ratio is the median
               over the turns
+sampling      acceptance of Draft/Target at temperature 0.8 by how drafts are drawn: 80 prompts.
+              Bars: coupled drafts at least 0.9 of rejection sampling's acceptance rate, and above
+              that of argmax drafts
+trees         acceptance length of draft trees, with 4 children a node, against chains of the same
+              depth, greedy and at temperature 0.8: 40 prompts. NGram's chain is the newest
+              continuation. Bar: an EAGLE-3 tree of 16 drafts at least 1.10 of the chain
 matches       tokens a round of EAGLE-3, SA and both together (`sa_config`) with 5 drafts: 16 edits
               of held-out code, and 16 pieces of such code as it is
               (benchmarks/harness/edited_code.py). Bars: 1.25 of EAGLE-3 and 1.02 of SA on edits,
@@ -24,6 +31,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.acceptance import DRAFT_TARGET, sampling, sampling_table, trees, trees_table
 from benchmarks.harness.edited_code import matches, matches_table
 from benchmarks.harness.engine import in_turns
 from benchmarks.harness.report import Options, Row, Subject, main, table
@@ -37,31 +45,17 @@ from tllm_spec.zoo.corpus import heldout_files, read_source
 from tllm_spec.zoo.registry import resolve_model
 
 SMALL = {
-    "device": "cpu",
-    "max_batch_size": 8,
-    "max_num_tokens": 4096,
+    "device": "cpu", "max_batch_size": 8, "max_num_tokens": 4096,
     "kv_cache_config": {"enable_block_reuse": False},
-}
-DRAFT_TARGET = {
-    "decoding_type": "Draft_Target",
-    "speculative_model": "zoo:llama-draft",
-    "max_draft_len": 4,
-}
+}  # fmt: skip
 NGRAM = {
-    "decoding_type": "NGram",
-    "max_draft_len": 8,
-    "max_matching_ngram_size": 4,
+    "decoding_type": "NGram", "max_draft_len": 8, "max_matching_ngram_size": 4,
     "is_use_oldest": False,
-}
-MEDIUM = {  # 151 M parameters
-    "hidden_size": 896,
-    "intermediate_size": 2432,
-    "num_hidden_layers": 14,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 14,
-    "head_dim": 64,
-    "vocab_size": 8192,
-}
+}  # fmt: skip
+MEDIUM = {
+    "hidden_size": 896, "intermediate_size": 2432, "num_hidden_layers": 14,
+    "num_attention_heads": 14, "num_key_value_heads": 14, "head_dim": 64, "vocab_size": 8192,
+}  # fmt: skip
 
 
 class NeverRight(Drafter):
@@ -104,8 +98,8 @@ class Bench:
             "name": name,
             "contender": ours.name,
             "reference": other.name,
-            "ratio": statistics.median(own / reference for own, reference in pairs),
             "bar": bar,
+            "ratio": statistics.median(own / reference for own, reference in pairs),
             "contender_tokens_per_s": statistics.median(found[ours.name]),
             "reference_tokens_per_s": statistics.median(found[other.name]),
             "note": ours.run(ours.prompts, self.new_tokens),
@@ -217,6 +211,8 @@ def ratios_table(rows: Sequence[Row]) -> list[str]:
 
 SUBJECTS = (
     Subject("transformers", "This engine and transformers", against_transformers, ratios_table),
+    Subject("sampling", "Draft/Target at temperature 0.8", sampling, sampling_table),
+    Subject("trees", "Trees and chains of depth 4", trees, trees_table),
     Subject("matches", "Matches in the text next to an EAGLE-3 head", matches, matches_table),
 )
 

@@ -13,31 +13,32 @@ and next to activations in FP8 with one scale a row.
 The output layer, the embedding and routers are bf16. Both sides of a row are engines of one run.
 `prefill` is milliseconds for 8 prompts. `--device cpu` takes tiny shapes: shows that it runs."""
 
-import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.deepseek import SPREAD, V3_STYLE, set_bias
-from benchmarks.deepseek import TINY as TINY_V3
-from benchmarks.harness.engine import Rounds, release
-from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, RATES, TINY, Config
-from benchmarks.harness.moe_rounds import QWEN3_30B
-from benchmarks.harness.moe_rounds import TINY as TINY_QWEN3
+from benchmarks.harness.dummy_models import (
+    QWEN3_30B,
+    TINY_EAGLE3,
+    TINY_LLAMA,
+    TINY_QWEN3,
+    TINY_V3,
+    V3_STYLE,
+    dummy_engine,
+)
+from benchmarks.harness.engine import release
+from benchmarks.harness.expert_rounds import SPREAD, set_bias
+from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, Config
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
 
 QUANTIZATION = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 BY_TOKEN = {"quant_method": "fbgemm_fp8"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 DRAFT_LEN, ROUNDS, TIMINGS, NUM_PROMPTS = 3, 40, 3, 8
-TINY_LLAMA: Config = {**LLAMA_8B, **TINY, "num_hidden_layers": 7}
-TINY_EAGLE3: Config = {**EAGLE3_8B, **TINY, "draft_vocab_size": 256}
 
 
 def compared(
@@ -69,12 +70,14 @@ def measured(target: Config, head: Config | None, device: str) -> dict[str, floa
     """Milliseconds of a round by batch size, of a prefill, and GiB of weights."""
     is_full = device == "cuda"
     sizes, prompt_len = ((1, 8, 64), 1024) if is_full else ((1, 2), 16)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for part, config in (("target", target), ("draft", head or {})):
-            (folder / part).mkdir()
-            (folder / part / "config.json").write_text(json.dumps(config))
-        engine = built(folder, head is not None, sizes, prompt_len, device)
+    engine = dummy_engine(
+        target,
+        batch_sizes=sizes,
+        prompt_len=prompt_len,
+        device=device,
+        speculation=None if head is None else {"max_draft_len": DRAFT_LEN},
+        head=head,
+    )
     if "n_routed_experts" in target:
         set_bias(engine, SPREAD)
     found: dict[str, float] = {}
@@ -91,30 +94,6 @@ def measured(target: Config, head: Config | None, device: str) -> dict[str, floa
     del engine
     release()
     return found
-
-
-def built(
-    folder: Path, has_head: bool, sizes: tuple[int, ...], prompt_len: int, device: str
-) -> Rounds:
-    is_full = device == "cuda"
-    kv_cache: dict[str, Any] = {"enable_block_reuse": False}
-    eagle3 = {
-        "decoding_type": "Eagle3",
-        "speculative_model": str(folder / "draft"),
-        "load_format": "dummy",
-        "max_draft_len": DRAFT_LEN,
-        "synthetic_acceptance_rates": RATES[:DRAFT_LEN],
-    }
-    return Rounds(
-        str(folder / "target"),
-        max_batch_size=sizes[-1],
-        max_seq_len=prompt_len + 512 * (1 + DRAFT_LEN * has_head),
-        device=device,
-        load_format="dummy",
-        kv_cache_config=kv_cache | ({} if is_full else {"max_tokens": 8192}),
-        cuda_graph_config={"batch_sizes": sizes} if is_full else None,
-        speculative_config=eagle3 if has_head else None,
-    )
 
 
 def compared_table(rows: Sequence[Row], name: str) -> list[str]:
@@ -137,21 +116,11 @@ def subject(
     return Subject(name, title, run, partial(compared_table, name=column))
 
 
+OF_8B = (LLAMA_8B, TINY_LLAMA, (None, EAGLE3_8B))
 SUBJECTS = (
-    subject("llama-8b", "8B in FP8", LLAMA_8B, TINY_LLAMA, (None, EAGLE3_8B)),
-    subject(
-        "activations",
-        "8B with activations in FP8",
-        *(LLAMA_8B, TINY_LLAMA, (None, EAGLE3_8B)),
-        quantization=BY_TOKEN,
-    ),
-    subject(
-        "int4",
-        "8B in 4 bits",
-        *(LLAMA_8B, TINY_LLAMA, (None, EAGLE3_8B)),
-        quantization=AWQ,
-        column="INT4",
-    ),
+    subject("llama-8b", "8B in FP8", *OF_8B),
+    subject("activations", "8B with activations in FP8", *OF_8B, quantization=BY_TOKEN),
+    subject("int4", "8B in 4 bits", *OF_8B, quantization=AWQ, column="INT4"),
     subject("qwen3-30b", "Qwen3 30B-A3B in FP8", QWEN3_30B, TINY_QWEN3, (None,)),
     subject("v3", "V3-style in FP8", V3_STYLE, TINY_V3, (None,)),
 )

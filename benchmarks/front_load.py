@@ -7,23 +7,22 @@ This process is the engine and all the clients. A round sends every stream its n
 and the next round waits until all clients have read theirs; so the front's CPU time, which the
 kernel counts, does not depend on what else runs. Rates that follow from it are of one front."""
 
-import argparse
 import json
 import os
 import selectors
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import asdict
 from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.harness.report import table
-from benchmarks.streamed_rounds import cpu_seconds
+from benchmarks.harness.report import Options, Row, Subject, main, table
 from tllm_spec.child_command import module_command
 from tllm_spec.executor.request_limits import Capacity, RequestLimits
 from tllm_spec.server.child import ChildSettings
@@ -58,14 +57,9 @@ class Front:
         theirs.close()
         listener.close()
         settings = ChildSettings(
-            llm={"model": MODEL},
-            served_model_name="m",
-            engine_path=engine_path,
-            log_level="warning",
-            log_format="text",
-            server=ServerOptions().to_plain(),
-            tls=None,
-        )
+            llm={"model": MODEL}, served_model_name="m", engine_path=engine_path,
+            log_level="warning", log_format="text", server=ServerOptions().to_plain(), tls=None,
+        )  # fmt: skip
         self._control.sendall(pack(asdict(settings)))
         self.engine, _ = engines.accept()
         self.engine.sendall(pack(["hello", pack_limits(LIMITS)]))
@@ -76,17 +70,9 @@ class Front:
         self.process.wait()
 
     def cpu_seconds(self) -> float:
-        return cpu_seconds(self.process.pid)
-
-
-@contextmanager
-def front() -> Iterator[Front]:
-    with TemporaryDirectory() as folder:
-        started = Front(Path(folder))
-        try:
-            yield started
-        finally:
-            started.close()
+        """Of all its threads."""
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 class Clients:
@@ -107,8 +93,8 @@ class Clients:
         unpacker = new_unpacker()
         while len(self.ids) < number:
             unpacker.feed(front.engine.recv(1 << 16))
-            for message in unpacker:
-                self.ids += message[1]
+            for kind, numbers, *_ in unpacker:
+                self.ids += numbers if kind == "submit" else []
 
     def read(self, mark: bytes, number: int) -> None:
         """Until `mark` has come so often."""
@@ -151,35 +137,27 @@ def measure(
     return cpu * scale, wall * scale
 
 
-def lines(found: Sequence[tuple[float, float]], tokens: int) -> list[str]:
-    header = ("run", "CPU us per increment", "tok/s of a busy front", "wall us per increment")
-    rows = [
-        [str(run), f"{cpu:.1f}", f"{tokens * 1e6 / cpu:,.0f}", f"{wall:.1f}"]
-        for run, (cpu, wall) in enumerate(found, start=1)
-    ]
-    return table(header, rows)
+def increments(options: Options) -> Iterator[Row]:
+    own = options.more
+    stop = {} if own.stop is None else {"stop": own.stop}
+    with TemporaryDirectory() as folder, closing(Front(Path(folder))) as started:
+        for _ in range(own.runs):
+            cpu, wall = measure(started, own.clients, own.rounds, own.tokens, own.route, stop)
+            yield {"tokens": own.tokens, "cpu_us": cpu, "wall_us": wall}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--clients", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--tokens", type=int, default=1, help="new tokens of a stream a round")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--route", choices=tuple(ROUTES), default="completions")
-    parser.add_argument("--stop")
-    args = parser.parse_args()
-    more = {} if args.stop is None else {"stop": args.stop}
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with front() as started:
-        found = [
-            measure(started, args.clients, args.rounds, args.tokens, args.route, more)
-            for _ in range(args.runs)
-        ]
-    print("\n".join(lines(found, args.tokens)))
+def increments_table(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        [f"{row['cpu_us']:.1f}", f"{row['tokens'] * 1e6 / row['cpu_us']:,.0f}",
+         f"{row['wall_us']:.1f}"]
+        for row in rows
+    ]  # fmt: skip
+    return table(("CPU us per increment", "tok/s of a busy front", "wall us per increment"), lines)
 
+
+SUBJECTS = (Subject("increments", "A front's increments", increments, increments_table),)
 
 if __name__ == "__main__":
-    main()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    own = {"clients": 256, "rounds": 100, "tokens": 1, "runs": 3, "route": "completions"}
+    sys.exit(main(SUBJECTS, __doc__, **own, stop=None))

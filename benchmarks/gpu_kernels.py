@@ -43,6 +43,12 @@ def read_us(num_bytes: float) -> float:
     return num_bytes / READ_BYTES_PER_S * 1e6
 
 
+def bound(
+    call: Callable[[torch.Tensor], object], inputs: Sequence[torch.Tensor]
+) -> list[Callable[[], object]]:
+    return [lambda value=value: call(value) for value in inputs]
+
+
 def attention(options: Options) -> Iterator[Row]:
     for batch_size, context in CASES[: 4 if options.quick else None]:
         pools, tables = paged_cache(batch_size, context)
@@ -121,7 +127,7 @@ def random_bits(num_nodes: int) -> list[int]:
     return bits
 
 
-def tree_table(rows: Sequence[Row]) -> list[str]:
+def tree_attention_table(rows: Sequence[Row]) -> list[str]:
     cases = list(dict.fromkeys((row["batch_size"], row["context"]) for row in rows))
     titles = ("µs tree / chain, by requests x context", *(f"{b} x {c:,}" for b, c in cases))
     lines: dict[str, list[str]] = {}
@@ -158,12 +164,6 @@ def small_m_gemm(options: Options) -> Iterator[Row]:
             yield {
                 "layer": layer, "rows": rows, "floor": read_us(2 * in_features * out_features)
             } | found  # fmt: skip
-
-
-def bound(
-    call: Callable[[torch.Tensor], object], inputs: Sequence[torch.Tensor]
-) -> list[Callable[[], object]]:
-    return [lambda value=value: call(value) for value in inputs]
 
 
 def small_m_sides(
@@ -306,16 +306,15 @@ def sampling_table(rows: Sequence[Row]) -> list[str]:
     return table(("µs, by rows", *map(str, sizes)), [*lines.values(), last])
 
 
-SUBJECTS = (
-    Subject("attention", "Attention of query windows", attention, attention_table, needs_cuda=True),
-    Subject(
-        "tree_attention", "Attention of draft trees", tree_attention, tree_table, needs_cuda=True
-    ),
-    Subject("small_m_gemm", "GEMMs of up to 8 rows", small_m_gemm, small_m_table, needs_cuda=True),
-    Subject("tuned_gemm", "GEMMs of more rows", tuned_gemm, tuned_table, needs_cuda=True),
-    Subject(
-        "sampling", "Choosing tokens of 128,256 logits", sampling, sampling_table, needs_cuda=True
-    ),
+SUBJECTS = tuple(
+    Subject(*parts, needs_cuda=True)
+    for parts in (
+        ("attention", "Attention of query windows", attention, attention_table),
+        ("tree_attention", "Attention of draft trees", tree_attention, tree_attention_table),
+        ("small_m_gemm", "GEMMs of up to 8 rows", small_m_gemm, small_m_table),
+        ("tuned_gemm", "GEMMs of more rows", tuned_gemm, tuned_table),
+        ("sampling", "Choosing tokens of 128,256 logits", sampling, sampling_table),
+    )
 )
 
 if __name__ == "__main__":

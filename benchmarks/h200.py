@@ -16,24 +16,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.h200_parts import llm, rounds, start_up
-from benchmarks.h200_parts.figures import (
-    POINTS,
-    REFERENCES,
-    Figure,
-    Key,
-    Reference,
-    headline,
-    missing,
-    point_table,
-    summary,
-)
+from benchmarks.h200_parts import figures, llm, rounds, start_up
+from benchmarks.h200_parts.figures import POINTS, Figure, Key, Reference
 from benchmarks.h200_parts.setup import SCALES, Report, Setup
 from benchmarks.harness.models import open_models
 from benchmarks.harness.report import about, save
@@ -70,9 +61,7 @@ JOBS = (
     Job("EAGLE-3 two-model", frozenset({2, 4, 5}), rounds.eagle3_two_model),
     Job("Draft/Target two-model", frozenset({2, 4, 5}), rounds.draft_target_two_model),
     Job("NGram", frozenset({2, 4, 5}), rounds.ngram),
-    Job("chunked prefill", frozenset({5}), llm.chunked),
     Job("start-up", frozenset({6}), start_up.start_up),
-    Job("weights from files", frozenset({6}), start_up.from_files),
 )
 
 
@@ -131,10 +120,10 @@ def run_jobs(setup: Setup, jobs: tuple[Job, ...], time_limit_s: float) -> Outcom
 def tables(
     outcome: Outcome, points: frozenset[int], references: Mapping[Key, Reference]
 ) -> list[str]:
-    lines = [
-        line for point in sorted(points) for line in point_table(point, outcome.figures, references)
+    found = (figures.point_table(each, outcome.figures, references) for each in sorted(points))
+    return list(chain.from_iterable(found)) + [
+        f"**{name}**: {why}" for name, why in outcome.failures.items()
     ]
-    return lines + [f"**{name}**: {why}" for name, why in outcome.failures.items()]
 
 
 def parts(text: str) -> frozenset[int]:
@@ -155,16 +144,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--time-limit", type=float, default=RUN_LIMIT_S, help="seconds in all")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
-    references = REFERENCES if args.shape == "llama-8b" else {}
+    references = figures.REFERENCES if args.shape == "llama-8b" else {}
     with open_models(args.shape, args.device) as models:
         outcome = run_jobs(Setup(models, args.quick, args.parts), JOBS, args.time_limit)
     print("\n".join(tables(outcome, args.parts, references)))
-    if references and not missing(outcome.figures, references, POINTS):
-        print("\n".join(["", *headline(outcome.figures), "", *summary(outcome.figures)]))
+    if references and not figures.missing(outcome.figures, references, POINTS):
+        both = figures.headline(outcome.figures), figures.summary(outcome.figures)
+        print("\n".join(["", *both[0], "", *both[1]]))
     if args.output is not None:
         args.output.unlink(missing_ok=True)
         save(args.output, {"shape": args.shape, "quick": args.quick, **asdict(outcome)})
-    return 1 if outcome.failures or missing(outcome.figures, references, args.parts) else 0
+    return 1 if outcome.failures or figures.missing(outcome.figures, references, args.parts) else 0
 
 
 if __name__ == "__main__":

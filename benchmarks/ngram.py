@@ -1,16 +1,11 @@
 """What NGram costs the host in a round, of requests with 8,000 tokens, 1 to 5 of them new.
 
-    python -m benchmarks.ngram [host_time] [step] [tree_step] [user_tree_step] [--quick]
-        [--output result.json]
+    python -m benchmarks.ngram [step] [tree_step] [--quick] [--output result.json]
 
-`host_time`: the pool alone, 64 requests. `step`: all that the round's forward waits for, which is
-lookup, checks, padding and the copy to the slots (of the CPU). `tree_step`: the same with trees.
-`user_tree_step`: the same without the lookup, of a user's drafter.
-
-`text` is source code of the standard library, split into words, spaces and signs; `random` are ids
-of a vocabulary of 128,000, where nearly every n-gram is new. Rounds: medians. Prompts: the mean of
-all requests', which includes Python's garbage collection. `max_draft_len` is 4, other options have
-their defaults."""
+`step`: all that the round's forward waits for, which is lookup, checks, padding and the copy to the
+slots (of the CPU). `tree_step`: the same with trees. The text is source code of the standard
+library, split into words, spaces and signs. Medians of rounds. `max_draft_len` is 4, other options
+have their defaults."""
 
 import random
 import re
@@ -31,17 +26,15 @@ from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, DraftShapes, cha
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.ngram_pool import NGramPool
 from tllm_spec.executor.resources.ngram_tree_pool import NGramTreePool
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.grammar_work import GrammarWork
-from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
+from tllm_spec.executor.speculative.drafting.host_tree import Room
 from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.ngram import NGramDrafter, NGramTreeDrafter
-from tllm_spec.executor.speculative.drafting.tree_arrays import UNLIMITED, Room
 from tllm_spec.sampling_params import SamplingParams
 
 DRAFT_LEN, MAX_NEW_TOKENS, VOCAB_SIZE = 4, 5, 128_000
@@ -53,10 +46,6 @@ def text_stream() -> list[int]:
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     words = (re.findall(r"\w+| +|\n+|[^\w\s]", file.read_text(errors="replace")) for file in files)
     return [ids.setdefault(word, len(ids)) for file_words in words for word in file_words]
-
-
-def random_stream() -> list[int]:
-    return random.Random(0).choices(range(VOCAB_SIZE), k=1_000_000)
 
 
 class Texts:
@@ -78,17 +67,6 @@ class Texts:
             text += piece[len(text) : len(text) + self.rng.randint(1, MAX_NEW_TOKENS)]
 
 
-def make_pool(ngram_size: int, is_public: bool) -> NGramPool:
-    return NGramPool(
-        max_draft_len=DRAFT_LEN,
-        max_matching_ngram_size=ngram_size,
-        is_keep_all=True,
-        is_use_oldest=True,
-        is_public_pool=is_public,
-        max_pool_entries=2_000_000,
-    )
-
-
 def median_seconds(texts: Texts, num_rounds: int, run: Callable[[], float]) -> float:
     seconds = []
     for _ in range(num_rounds):
@@ -97,56 +75,20 @@ def median_seconds(texts: Texts, num_rounds: int, run: Callable[[], float]) -> f
     return statistics.median(seconds)
 
 
-def propose(pool: NGramPool, texts: list[list[int]]) -> float:
-    start = time.perf_counter()
-    for request_id, tokens in enumerate(texts):
-        pool.propose(request_id, tokens, DRAFT_LEN)
-    return time.perf_counter() - start
-
-
-def host_time(options: Options) -> Iterator[Row]:
-    streams = {"text": text_stream(), "random": random_stream()}
-    num_requests, prompt_len, num_rounds = (4, 500, 5) if options.quick else (64, 8000, 60)
-    for stream, is_public, ngram_size in product(streams, (False, True), (1, 2, 3, 4)):
-        pool = make_pool(ngram_size, is_public)
-        texts = Texts(streams[stream], num_requests, prompt_len, num_rounds)
-        prompts = propose(pool, texts.texts)
-        rounds = median_seconds(texts, num_rounds, lambda p=pool, t=texts: propose(p, t.texts))
-        yield {
-            "stream": stream,
-            "pool": "public" if is_public else "private",
-            "ngram_size": ngram_size,
-            "round_us": rounds * 1e6,
-            "prompt_ms": prompts / num_requests * 1e3,
-        }
-
-
-def host_time_table(rows: Sequence[Row]) -> list[str]:
-    sizes = sorted({row["ngram_size"] for row in rows})
-    lines: dict[str, list[str]] = {}
-    for row in rows:
-        name = f"{row['stream']}, {row['pool']} pool"
-        cell = f"{row['round_us']:.0f} / {row['prompt_ms']:.1f}"
-        lines.setdefault(name, [name]).append(cell)
-    return table(
-        ("µs of a round / ms of a prompt, by n-gram size", *map(str, sizes)), lines.values()
-    )
-
-
 MakeDrafter = Callable[[SeqSlotManager], HostDrafter]
 
 
 def chains(ngram_size: int, manager: SeqSlotManager) -> HostDrafter:
-    inner = NGramDrafter(make_pool(ngram_size, is_public=False))
+    pool = NGramPool(
+        max_draft_len=DRAFT_LEN,
+        max_matching_ngram_size=ngram_size,
+        is_keep_all=True,
+        is_use_oldest=True,
+        is_public_pool=False,
+        max_pool_entries=2_000_000,
+    )
     slots = SlotState(manager, DraftShapes.chains(DRAFT_LEN), torch.device("cpu"))
-    return HostDrafter(inner, None, slots, VOCAB_SIZE, GrammarWork())
-
-
-def tree_drafter(inner: Drafter, manager: SeqSlotManager, room: Room) -> HostDrafter:
-    depths = [DraftShape(depth, TREE.num_nodes, TREE.topk) for depth in range(1, DRAFT_LEN + 1)]
-    shapes = DraftShapes([NO_DRAFTS, *depths], narrows=True)
-    slots = SlotState(manager, shapes, torch.device("cpu"))
-    return HostTreeDrafter(inner, None, slots, VOCAB_SIZE, GrammarWork(), room)
+    return HostDrafter(NGramDrafter(pool), None, slots, VOCAB_SIZE, GrammarWork())
 
 
 def trees(ngram_size: int, manager: SeqSlotManager) -> HostDrafter:
@@ -156,26 +98,11 @@ def trees(ngram_size: int, manager: SeqSlotManager) -> HostDrafter:
         is_public_pool=False,
         max_pool_entries=2_000_000,
     )
-    return tree_drafter(NGramTreeDrafter(pool), manager, Room(TREE.topk, TREE.num_nodes))
-
-
-class ReadyTrees(Drafter):
-    """Four paths of four tokens, or the same with parents; other tokens for each request."""
-
-    def __init__(self, given_as: str) -> None:
-        self._given_as = given_as
-
-    def prepare_draft_tokens(
-        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
-    ) -> None:
-        for request in scheduled_requests.generation_requests:
-            first = request.request_id
-            if self._given_as == "parents":
-                request.py_draft_tokens = list(range(first, first + 16))
-                request.py_draft_parents = [0, 1, 2, 3, 0, 5, 6, 7, 0, 9, 10, 11, 0, 13, 14, 15]
-            else:
-                starts = range(first, first + 16, 4)
-                request.py_draft_tokens = [list(range(start, start + 4)) for start in starts]  # type: ignore[misc] # paths
+    depths = [DraftShape(depth, TREE.num_nodes, TREE.topk) for depth in range(1, DRAFT_LEN + 1)]
+    shapes = DraftShapes([NO_DRAFTS, *depths], narrows=True)
+    slots = SlotState(manager, shapes, torch.device("cpu"))
+    inner, room = NGramTreeDrafter(pool), Room(TREE.topk, TREE.num_nodes)
+    return HostTreeDrafter(inner, None, slots, VOCAB_SIZE, GrammarWork(), room)
 
 
 class Step:
@@ -222,14 +149,6 @@ def tree_step(options: Options) -> Iterator[Row]:
     return steps(options, {f"n-gram {n}": partial(trees, n) for n in (2, 4)}, TREE)
 
 
-def user_tree_step(options: Options) -> Iterator[Row]:
-    makers = {
-        given_as: partial(tree_drafter, ReadyTrees(given_as), room=UNLIMITED)
-        for given_as in ("paths", "parents")
-    }
-    return steps(options, makers, TREE)
-
-
 def step_table(rows: Sequence[Row]) -> list[str]:
     columns = dict.fromkeys(row["column"] for row in rows)
     lines: dict[int, list[str]] = {}
@@ -240,10 +159,8 @@ def step_table(rows: Sequence[Row]) -> list[str]:
 
 
 SUBJECTS = (
-    Subject("host_time", "NGram's pool, 64 requests of 8k tokens", host_time, host_time_table),
     Subject("step", "NGram's host drafter, text, private pool", step, step_table),
-    Subject("tree_step", "The same with trees of 16 drafts", tree_step, step_table),
-    Subject("user_tree_step", "User's trees of 16 drafts", user_tree_step, step_table),
+    Subject("tree_step", "NGram's host drafter, trees of 16 drafts", tree_step, step_table),
 )
 
 if __name__ == "__main__":

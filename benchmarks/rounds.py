@@ -1,11 +1,16 @@
 """What a decoding round costs by how it is run. Every engine of a table takes turns with the one
 that it is compared with.
 
-    python -m benchmarks.rounds [zero_drafts] [sampling_params] [deterministic]
+    python -m benchmarks.rounds [zero_drafts] [sampling_params] [deterministic] [trees]
 
 zero_drafts      an engine with a drafter at draft length 0, over one without speculation
 sampling_params  one request with parameters that the round's graph does not cover, over greedy
 deterministic    `deterministic: true` over the default
+trees            draft trees over chains of the same depth, one-model EAGLE-3 with 5 steps of 8
+                 beams: milliseconds, tokens per second, and the acceptances of the best child with
+                 which the tree has more of them. Tokens are those expected at a scripted acceptance
+                 by rank: the trees of random weights mean nothing. Bars: 1.25 of the chain's round
+                 at batch 1 with 32 rows, 1.7 at batch 8
 
 Random prompts; with `--shape llama-8b` random weights and synthetic acceptance."""
 
@@ -17,8 +22,10 @@ from functools import partial
 from typing import Any
 
 from benchmarks.harness.engine import Rounds, in_turns, release
+from benchmarks.harness.forced_rounds import Profile, by_rank
 from benchmarks.harness.models import Models, open_models
-from benchmarks.harness.report import Options, Row, Subject, main, table
+from benchmarks.harness.report import Options, Row, Subject, main, number, table
+from tllm_spec.config.draft_shape import DraftShape, chain_of
 
 K = 3
 PARAMS: Mapping[str, dict[str, Any]] = {
@@ -28,6 +35,10 @@ PARAMS: Mapping[str, dict[str, Any]] = {
     "logit_bias": {"logit_bias": {7: 2.0}},
 }
 NEVER = {"draft_len_schedule": {1: 0}}
+STEPS, TOPK = 5, 8  # of trees
+WINDOWS = (8, 16, 32, 64)  # rows: the root and the drafts
+BARS = {(32, 1): 1.25, (32, 8): 1.7}  # of the chain's round, by rows and batch size
+FIRST_RANK = 0.7  # acceptance of the best child in the table
 
 
 class Case:
@@ -38,21 +49,28 @@ class Case:
         self.batch_sizes = (1, 8, 64) if self.is_8b else (1, 2)
         self.prompt_len = 1024 if self.is_8b else 48
         self.rounds, self.turns = (64, 3) if self.is_8b else (4, 2)
+        self.is_quick = options.quick
         if options.quick:
             self.batch_sizes, self.turns = self.batch_sizes[:1], 1
             self.rounds = min(20, self.rounds)
 
-    def engine(self, batch_size: int, **options: Any) -> Rounds:
-        """Filled with requests, and with room for all turns."""
-        speculates = bool(options.get("speculative_config"))
+    def engine(self, *batch_sizes: int, **options: Any) -> Rounds:
+        """Filled with requests, and with room for all turns. Bounded, because several engines are
+        alive at a time."""
+        speculates, largest = bool(options.get("speculative_config")), max(batch_sizes)
         room = (40 + (self.turns + 2) * self.rounds) * (1 + K * speculates)
+        tokens = (largest + 1) * (self.prompt_len + room + 200)
+        own = {
+            "kv_cache_config": {"enable_block_reuse": False, "max_tokens": tokens},
+            "cuda_graph_config": {"batch_sizes": batch_sizes},
+        }
         engine = Rounds(
             self.models.target,
-            max_batch_size=batch_size,
+            max_batch_size=largest,
             max_seq_len=self.prompt_len + room,
-            **(self._options(batch_size, self.prompt_len + room) | options),
+            **(self.models.options | own | options),
         )
-        engine.start(batch_size, self.prompt_len)
+        engine.start(batch_sizes[0], self.prompt_len)
         return engine
 
     def compare(self, engines: Mapping[str, Rounds]) -> dict[str, float]:
@@ -63,12 +81,6 @@ class Case:
     def restarted_ms(self, engine: Rounds, params: dict[str, Any]) -> float:
         engine.start(len(engine.requests), self.prompt_len, **params)
         return engine.round_ms(self.rounds)
-
-    def _options(self, batch_size: int, max_seq_len: int) -> dict[str, Any]:
-        """A bounded KV cache, because several engines are alive at a time."""
-        tokens = (batch_size + 1) * (max_seq_len + 100)
-        kv_cache = {"enable_block_reuse": False, "max_tokens": tokens}
-        return self.models.options | {"kv_cache_config": kv_cache}
 
 
 def cases(measure: Callable[[Case], Iterator[Row]]) -> Callable[[Options], Iterator[Row]]:
@@ -137,6 +149,65 @@ def deterministic(case: Case) -> Iterator[Row]:
             release()
 
 
+def trees(case: Case) -> Iterator[Row]:
+    sizes = ((1, 8) if case.is_quick else (1, 4, 8, 16, 32)) if case.is_8b else (1,)
+    case.rounds = min(case.rounds, 20)
+
+    def engine(rates: float | tuple[float, ...], **options: Any) -> Rounds:
+        synthetic = {"synthetic_acceptance_rates": [rates] * STEPS}
+        config = case.models.eagle3(STEPS, **synthetic, **options.pop("tree", {}))
+        return case.engine(*sizes, speculative_config=config, **options)
+
+    chain = engine(0.5)
+    for num_rows in WINDOWS if case.is_8b and not case.is_quick else WINDOWS[1:3]:
+        shape = {"dynamic_tree_max_topK": TOPK, "max_total_draft_tokens": num_rows - 1}
+        tree = engine(by_rank(0.5, TOPK), tree={"use_dynamic_tree": True} | shape, weights_of=chain)
+        for batch_size in sizes:
+            for each in (chain, tree):
+                each.start(batch_size, case.prompt_len)
+            found = case.compare({"chain_ms": chain, "tree_ms": tree})
+            yield {"rows": num_rows, "batch_size": batch_size} | found
+        del tree
+        release()
+
+
+def tree_of(num_rows: int) -> DraftShape:
+    return DraftShape(STEPS, num_rows - 1, TOPK)
+
+
+def winning(num_rows: int, time_ratio: float) -> list[float]:
+    """Acceptances of the best child, in hundredths, with which the tree has more tokens per second
+    than the chain."""
+    profiles = [Profile(first / 100) for first in range(1, 100)]
+    tree, chain = tree_of(num_rows), chain_of(STEPS)
+    return [p.first for p in profiles if p.expected(tree) / p.expected(chain) > time_ratio]
+
+
+def trees_table(rows: Sequence[Row]) -> list[str]:
+    lines, profile = [], Profile(FIRST_RANK)
+    for row in rows:
+        num_rows, batch_size, chain_ms, tree_ms = (
+            row[key] for key in ("rows", "batch_size", "chain_ms", "tree_ms")
+        )
+        ratio, bar = tree_ms / chain_ms, BARS.get((num_rows, batch_size))
+        shown = f" (bar {bar}{', missed' * (ratio > bar)})" if bar else ""
+        wins = winning(num_rows, ratio)
+        tokens = (1e3 * batch_size * profile.expected(chain_of(STEPS)) / chain_ms,
+                  1e3 * batch_size * profile.expected(tree_of(num_rows)) / tree_ms)  # fmt: skip
+        lines.append(
+            [
+                *(str(num_rows), str(batch_size), number(chain_ms), number(tree_ms)),
+                *(f"{ratio:.3f}{shown}", *map(number, tokens)),
+                f"{min(wins)} to {max(wins)}" if wins else "never",
+            ]
+        )
+    titles = (
+        "rows", "batch", "chain ms", "tree ms", "tree / chain",
+        f"chain tok/s at {FIRST_RANK}", f"tree tok/s at {FIRST_RANK}", "tree wins at acceptance",
+    )  # fmt: skip
+    return table(titles, lines)
+
+
 def ratios(name: str) -> Callable[[Sequence[Row]], list[str]]:
     """One row per value of `name`, one column per batch size, and per path if that is not it."""
 
@@ -155,23 +226,13 @@ def ratios(name: str) -> Callable[[Sequence[Row]], list[str]]:
     return lines
 
 
+ZERO, PARAMS_TITLE = "Draft length 0 over plain decoding", "Sampling parameters over greedy"
+ON = "`deterministic: true` over default"
 SUBJECTS = (
-    Subject(
-        "zero_drafts", "Draft length 0 over plain decoding", cases(zero_drafts), ratios("path")
-    ),
-    Subject(
-        "sampling_params",
-        "Sampling parameters over greedy",
-        cases(sampling_params),
-        ratios("params"),
-    ),
-    Subject(
-        "deterministic",
-        "`deterministic: true` over default",
-        cases(deterministic),
-        ratios("path"),
-        needs_cuda=True,
-    ),
+    Subject("zero_drafts", ZERO, cases(zero_drafts), ratios("path")),
+    Subject("sampling_params", PARAMS_TITLE, cases(sampling_params), ratios("params")),
+    Subject("deterministic", ON, cases(deterministic), ratios("path"), needs_cuda=True),
+    Subject("trees", "Rounds of draft trees", cases(trees), trees_table),
 )
 
 if __name__ == "__main__":

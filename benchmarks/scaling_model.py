@@ -10,17 +10,15 @@ eagle3   tokens per second of one request with EAGLE-3, and its best draft lengt
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
 from statistics import mean
-from typing import Any
 
 from benchmarks.harness.cost_model import H100, H200
-from benchmarks.harness.report import table
+from benchmarks.harness.report import Options, Row, Subject, load, main, table
 from benchmarks.harness.scaling_shapes import (
     LLAMA_8B,
     LLAMA_70B_HALF,
@@ -30,8 +28,7 @@ from benchmarks.harness.scaling_shapes import (
     Shape,
 )
 
-RESULTS = Path(__file__).parent / "results"
-
+CONTEXT, DEVICES, BATCHES = 2048, (1, 2, 4, 8, 16), (1, 32, 128)
 ACCEPTANCE = 0.7  # of a draft, after accepted ones
 
 
@@ -61,13 +58,13 @@ CHECK_CONTEXT = 1150  # prompts of 1,024 tokens, in the middle of the timed roun
 def checked() -> Iterator[Checked]:
     yield from _checked_llama()
     yield from _checked_table()
-    yield from _checked_experts("moe", "rounds", QWEN3_30B, 0)
-    yield from _checked_experts("deepseek", "plain", V3_STYLE, 1)
+    yield from _checked_experts("qwen3", QWEN3_30B, 0)
+    yield from _checked_experts("v3", V3_STYLE, 1)
 
 
 def _checked_llama() -> Iterator[Checked]:
     """Of the 8B shape, from `benchmarks.h200`: plain rounds, and one-model EAGLE-3."""
-    for figure in _results("h200")["figures"]:
+    for figure in load("h200")["figures"]:
         found = re.match(r"(plain|EAGLE-3 K=(\d)) round, batch (\d+)", figure["name"])
         if found:
             draft_len, batch = int(found[2] or 0), int(found[3])
@@ -78,9 +75,9 @@ def _checked_llama() -> Iterator[Checked]:
 
 def _checked_table() -> Iterator[Checked]:
     """The means of the tables of `benchmarks.rounds`."""
-    for name, subject in _results("rounds").items():
+    for name in ("zero_drafts", "sampling_params", "deterministic"):
         found: dict[tuple[str, int], list[float]] = {}
-        for row in subject["rows"]:
+        for row in load("rounds")[name]["rows"]:
             path = "plain" if name == "zero_drafts" else row["path"]
             found.setdefault((path, row["batch_size"]), []).append(row["ms"])
         for (path, batch), ms in found.items():
@@ -90,9 +87,9 @@ def _checked_table() -> Iterator[Checked]:
             yield Checked(what, batch, mean(ms), 1e3 * seconds)
 
 
-def _checked_experts(file: str, subject: str, shape: Shape, shared: int) -> Iterator[Checked]:
+def _checked_experts(subject: str, shape: Shape, shared: int) -> Iterator[Checked]:
     """With the experts that were really hit, of which `shared` are the shared one."""
-    for row in _results(file)[subject]["rows"]:
+    for row in load("experts")[subject]["rows"]:
         if found := re.match(r"batch (\d+)(.*)", row["what"]):
             batch, hit = int(found[1]), row["hit"] - shared
             seconds = H200.round_seconds(shape, batch, 1, CHECK_CONTEXT, 1, hit=hit)
@@ -101,7 +98,7 @@ def _checked_experts(file: str, subject: str, shape: Shape, shared: int) -> Iter
 
 def checked_on_h100() -> Iterator[Checked]:
     """Of `benchmarks.several_devices`, without the rounds whose sums were not chosen by size."""
-    found = _results("several_devices")
+    found = load("several_devices")
     rows = [row for subject in found.values() for row in subject["rows"] if "ms" in row]
     for row in rows:
         model, kind, *fixed = row["job"].split(", ")
@@ -114,29 +111,18 @@ def checked_on_h100() -> Iterator[Checked]:
         yield Checked(f"{shape.name}, {kind}, H100", batch, row["ms"], 1e3 * seconds, devices)
 
 
-def _results(file: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / f"{file}.json").read_text())
-    return found
+def check(options: Options) -> Iterator[Row]:
+    yield from map(asdict, (*checked(), *checked_on_h100()))
 
 
-def check_lines() -> list[str]:
-    cells = [
-        [
-            each.what,
-            str(each.devices),
-            str(each.batch),
-            f"{each.measured:.2f}",
-            f"{each.predicted:.2f}",
-            f"{each.error:+.0%}",
-        ]
-        for each in (*checked(), *checked_on_h100())
-    ]
-    return table(("round", "devices", "batch", "measured, ms", "model, ms", "error"), cells)
-
-
-CONTEXT = 2048
-DEVICES = (1, 2, 4, 8, 16)
-BATCHES = (1, 32, 128)
+def check_table(rows: Sequence[Row]) -> list[str]:
+    titles = ("round", "devices", "batch", "measured, ms", "model, ms", "error")
+    cells = []
+    for row in rows:
+        each = Checked(**row)
+        ms = f"{each.measured:.2f}", f"{each.predicted:.2f}", f"{each.error:+.0%}"
+        cells.append([each.what, str(each.devices), str(each.batch), *ms])
+    return table(titles, cells)
 
 
 def _fitting_parts(shape: Shape, devices: int, batch: int) -> tuple[int, ...]:
@@ -150,19 +136,8 @@ def _fitting_parts(shape: Shape, devices: int, batch: int) -> tuple[int, ...]:
     )
 
 
-def plain_lines() -> list[str]:
+def plain_cell(shape: Shape, batch: int, devices: int) -> str:
     """Milliseconds; with experts, the better of slices (tp) and parts (ep)."""
-    cells = []
-    for shape in SHAPES:
-        for batch in BATCHES:
-            row = [shape.name, str(batch)]
-            for devices in DEVICES:
-                row.append(_plain_cell(shape, batch, devices))
-            cells.append(row)
-    return table(("model", "batch", *map(str, DEVICES)), cells)
-
-
-def _plain_cell(shape: Shape, batch: int, devices: int) -> str:
     found = {
         parts: 1e3 * H200.round_seconds(shape, batch, 1, CONTEXT, devices, parts)
         for parts in _fitting_parts(shape, devices, batch)
@@ -174,47 +149,36 @@ def _plain_cell(shape: Shape, batch: int, devices: int) -> str:
     return f"{found[best]:.2f}{kind}"
 
 
-def tokens_per_round(draft_len: int) -> float:
-    return float(sum(ACCEPTANCE**length for length in range(draft_len + 1)))
-
-
-def best_draft_len(shape: Shape, batch: int, devices: int) -> tuple[int, float] | None:
-    """Draft length of at most 8 with the most tokens per second, and these for each request; None:
-    the weights do not fit."""
+def eagle3_cell(shape: Shape, batch: int, devices: int) -> str:
+    """Tokens per second and request, and the draft length of at most 8 that has the most."""
     speeds = {
-        (draft_len, parts): tokens_per_round(draft_len)
+        (draft_len, parts): sum(ACCEPTANCE**length for length in range(draft_len + 1))
         / H200.eagle3_seconds(shape, batch, draft_len, CONTEXT, devices, parts)
         for draft_len in range(9)
         for parts in _fitting_parts(shape, devices, batch)
     }
     best = max(speeds, key=lambda key: speeds[key], default=None)
-    return None if best is None else (best[0], speeds[best])
+    return "–" if best is None else f"{speeds[best]:.0f} (K={best[0]})"
 
 
-def eagle3_lines() -> list[str]:
-    """Tokens per second and request, and the draft length."""
-    cells = []
-    for shape in SHAPES:
-        for batch in BATCHES:
-            row = [shape.name, str(batch)]
-            for devices in DEVICES:
-                best = best_draft_len(shape, batch, devices)
-                row.append("–" if best is None else f"{best[1]:.0f} (K={best[0]})")
-            cells.append(row)
-    return table(("model", "batch", *map(str, DEVICES)), cells)
+def subject(name: str, title: str, cell: Callable[[Shape, int, int], str]) -> Subject:
+    def run(options: Options) -> Iterator[Row]:
+        for shape, batch in product(SHAPES, BATCHES):
+            cells = [cell(shape, batch, devices) for devices in DEVICES]
+            yield {"model": shape.name, "batch": batch, "cells": cells}
+
+    def lines(rows: Sequence[Row]) -> list[str]:
+        cells = [[row["model"], str(row["batch"]), *row["cells"]] for row in rows]
+        return table(("model", "batch", *map(str, DEVICES)), cells)
+
+    return Subject(name, title, run, lines)
 
 
-SUBJECTS = {"check": check_lines, "plain": plain_lines, "eagle3": eagle3_lines}
-
-
-def main(names: list[str]) -> int:
-    if unknown := set(names) - SUBJECTS.keys():
-        print(f"{min(unknown)} is not one of {', '.join(SUBJECTS)}", file=sys.stderr)
-        return 2
-    for name in names or SUBJECTS:
-        print(f"{name}\n", *SUBJECTS[name](), "", sep="\n")
-    return 0
-
+SUBJECTS = (
+    Subject("check", "Measured rounds, and the model", check, check_table),
+    subject("plain", "Milliseconds of a plain round by devices", plain_cell),
+    subject("eagle3", "Tokens per second of a request with EAGLE-3 by devices", eagle3_cell),
+)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(SUBJECTS, __doc__))

@@ -7,30 +7,25 @@ An 8B Llama's shape in bf16 with random weights; prompts of 512 random token ids
 greedy, synthetic acceptance. Clients are raw sockets in processes of their own. A load is warmed up
 once; each figure is over one wave of requests."""
 
-import argparse
 import asyncio
 import json
 import multiprocessing
-import re
 import selectors
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import yaml
-
-from benchmarks.h200_parts.llm import Stream, serving_details
+from benchmarks.h200_parts.llm import Stream, all_streams, serving_details
 from benchmarks.harness.engine import release
 from benchmarks.harness.models import LLAMA_8B, Models, open_models
-from benchmarks.harness.report import about, save, table
+from benchmarks.harness.report import Options, Row, Subject, main, table
+from benchmarks.harness.served import served
+from tllm_spec import LLM
 
 MAX_CLIENT_PROCESSES = 8
 DRAFT_LEN = 3
@@ -81,53 +76,9 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
 
 
-# In one process.
-
-
-async def in_process(llm: Any, prompts: list[list[int]], max_tokens: int) -> list[Stream]:
-    from tllm_spec import SamplingParams
-
-    async def read(index: int, prompt: list[int]) -> Stream:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=index)
-        stream = Stream(time.monotonic())
-        async for _ in llm.generate_async(prompt, params, streaming=True):
-            stream.arrivals.append(time.monotonic())
-        return stream
-
-    return await asyncio.gather(*(read(i, prompt) for i, prompt in enumerate(prompts)))
-
-
-# Served.
-
-
-@contextmanager
-def server(model: str, options: dict[str, Any], frontends: int) -> Iterator[tuple[str, int]]:
-    """Yields the address of a server that is ready."""
-    command = [sys.executable, "-m", "tllm_spec.cli.serve", model, "--port", "0"]
-    command += ["--frontends", str(frontends), "--served_model_name", "m", "--config", "/dev/stdin"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdin is not None and process.stderr is not None
-    process.stdin.write(yaml.safe_dump(options))
-    process.stdin.close()
-    log = []
-    try:
-        for line in process.stderr:
-            log.append(line)
-            if address := re.search(r"serving m on http://([\d.]+):(\d+)", line):
-                break
-        else:
-            raise RuntimeError("".join(log))
-        drain = multiprocessing.get_context("fork").Process(
-            target=lambda: process.stderr.read()  # type: ignore[union-attr]  # asserted above
-        )
-        drain.start()
-        yield address[1], int(address[2])
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-
-
-def served(address: tuple[str, int], prompts: list[list[int]], max_tokens: int) -> list[Stream]:
+def read_served(
+    address: tuple[str, int], prompts: list[list[int]], max_tokens: int
+) -> list[Stream]:
     """Sends all prompts at once, from several processes."""
     bodies = [
         json.dumps(
@@ -168,7 +119,8 @@ def _read_streams(address: tuple[str, int], bodies: Sequence[bytes]) -> list[Str
     return streams
 
 
-# Both.
+def in_process(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[Stream]:
+    return asyncio.run(all_streams(llm, prompts, max_tokens, len(prompts)))
 
 
 def figures(streams: Sequence[Stream], output_len: int) -> dict[str, float]:
@@ -182,10 +134,11 @@ def measure(
 ) -> list[dict[str, Any]]:
     options = llm_options(models, config, load, max(clients))
     rows: list[dict[str, Any]] = []
-    with server(models.target, options, frontends) as address:
-        served(address, load.prompts(max(clients), 1), load.output_len)
+    with served(models.target, options, frontends) as server:
+        address = server.host, server.port
+        read_served(address, load.prompts(max(clients), 1), load.output_len)
         for number in clients:
-            streams = served(address, load.prompts(number, 2 + number), load.output_len)
+            streams = read_served(address, load.prompts(number, 2 + number), load.output_len)
             found = figures(streams, load.output_len)
             rows.append({"config": config, "clients": number, "served": found})
     # The engine that was served has left the device.
@@ -199,13 +152,11 @@ def measure(
 def measure_in_process(
     model: str, options: dict[str, Any], load: Load, clients: Sequence[int]
 ) -> list[dict[str, float]]:
-    from tllm_spec import LLM
-
     with LLM(model, **options) as llm:
-        asyncio.run(in_process(llm, load.prompts(max(clients), 1), load.output_len))
+        in_process(llm, load.prompts(max(clients), 1), load.output_len)
         found = [
             figures(
-                asyncio.run(in_process(llm, load.prompts(number, 2 + number), load.output_len)),
+                in_process(llm, load.prompts(number, 2 + number), load.output_len),
                 load.output_len,
             )
             for number in clients
@@ -215,51 +166,32 @@ def measure_in_process(
 
 
 def rows_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    heads = ("config", "clients", "tok/s in process", "served", "ratio", "p99 gap ms in process")
+    titles = (
+        "config", "clients", "tok/s in process", "served", "ratio", "p99 gap ms in process",
+        "served", "ratio", "first token p50 ms in process", "served",
+    )  # fmt: skip
     lines = []
     for row in rows:
-        inside, outside = row["in process"], row["served"]
-        gap, first = "p99 of it", "first token ms"
-        lines.append(
-            [
-                row["config"],
-                str(row["clients"]),
-                f"{inside['tok/s']:,.0f}",
-                f"{outside['tok/s']:,.0f}",
-                f"{outside['tok/s'] / inside['tok/s']:.3f}",
-                f"{inside[gap]:.1f}",
-                f"{outside[gap]:.1f}",
-                f"{outside[gap] / inside[gap]:.3f}",
-                f"{inside[first]:.1f}",
-                f"{outside[first]:.1f}",
-            ]
-        )
-    more = ("served", "ratio", "first token p50 ms in process", "served")
-    return table((*heads, *more), lines)
+        sides, gap, first = (row["in process"], row["served"]), "p99 of it", "first token ms"
+        rate_in, rate_out, gap_in, gap_out = (side[key] for key in ("tok/s", gap) for side in sides)
+        rates = f"{rate_in:,.0f}", f"{rate_out:,.0f}", f"{rate_out / rate_in:.3f}"
+        gaps = f"{gap_in:.1f}", f"{gap_out:.1f}", f"{gap_out / gap_in:.3f}"
+        firsts = (f"{side[first]:.1f}" for side in sides)
+        lines.append([row["config"], str(row["clients"]), *rates, *gaps, *firsts])
+    return table(titles, lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--clients", default="1,64,256")
-    parser.add_argument("--configs", default="plain,eagle3")
-    parser.add_argument("--frontends", type=int, default=1)
-    parser.add_argument("--shape", choices=tuple(LOADS), default="llama-8b")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
-    clients, load = [int(each) for each in args.clients.split(",")], LOADS[args.shape]
-    rows: list[dict[str, Any]] = []
-    with open_models(args.shape, args.device) as models:
+def load(options: Options) -> Iterator[Row]:
+    clients, own = options.numbers("clients"), LOADS[options.shape]
+    with open_models(options.shape, options.device) as models:
         if models.is_8b:
-            write_tokenizer(Path(models.target), load.vocab_size)
-        for config in args.configs.split(","):
-            rows += measure(models, config, load, clients, args.frontends)
-            print("\n".join(rows_table(rows)), flush=True)
-    if args.output is not None:
-        save(args.output, {"about": about(args.device), "frontends": args.frontends, "rows": rows})
+            write_tokenizer(Path(models.target), own.vocab_size)
+        for config in options.more.configs.split(","):
+            yield from measure(models, config, own, clients, options.more.frontends)
 
+
+SUBJECTS = (Subject("load", "Streamed clients, 512 in / 256 out", load, rows_table),)
 
 if __name__ == "__main__":
-    main()
+    own = {"clients": "1,64,256", "configs": "plain,eagle3", "frontends": 1}
+    sys.exit(main(SUBJECTS, __doc__, **own))

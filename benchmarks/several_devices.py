@@ -1,6 +1,6 @@
 """Rounds on one and on several GPUs of a host: milliseconds, sums, idle and host time, start-up.
 
-    python -m benchmarks.several_devices [sums] [llama-8b] [llama-70b] [v3] [killed] [--ranks 1,2]
+    python -m benchmarks.several_devices [sums] [llama-8b] [llama-70b] [v3] [--ranks 1,2]
     python -m benchmarks.several_devices llama-70b --layers 40   # where one device is too small
     python -m benchmarks.several_devices llama-8b --device cpu   # tiny shapes: shows that it runs
 
@@ -10,12 +10,10 @@ llama-8b   plain rounds and EAGLE-3 with 3 drafts; on several ranks also with NC
            one-shot sums, for all sizes
 llama-70b  both of Llama 3.3 70B's shape
 v3         a DeepSeek-V3-style model: experts sliced over the ranks (tp), and divided (ep)
-killed     seconds from the death of a rank under load to a client's error, and to the last process
 
 Random bf16 weights, prompts of 1,024 tokens, greedy, synthetic acceptance. Each row is a world of
 its own. It needs an MPI with `mpiexec`. NVLink multicast is never used."""
 
-import argparse
 import json
 import os
 import subprocess
@@ -26,39 +24,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.deepseek import TINY as TINY_V3
-from benchmarks.deepseek import V3_STYLE
-from benchmarks.harness.killed_rank import killed
-from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, RATES, TINY, Config
+from benchmarks.harness.dummy_models import TINY_EAGLE3, TINY_LLAMA, TINY_V3, V3_STYLE
+from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, Config
 from benchmarks.harness.rank_job import Job
-from benchmarks.harness.report import Row, about, number, save, table
+from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from tllm_spec.distributed.mpirun import find_mpiexec
 
 JOB_LIMIT_S = 170
 DRAFT_LEN = 3
-AS_70B = {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-}
+AS_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
 LLAMA_70B: Config = {**LLAMA_8B, **AS_70B, "num_hidden_layers": 80}
 EAGLE3_70B: Config = {**EAGLE3_8B, **AS_70B}
-TINY_LLAMA: Config = {**LLAMA_8B, **TINY, "num_hidden_layers": 7}
-TINY_EAGLE3: Config = {**EAGLE3_8B, **TINY, "draft_vocab_size": 256}
 FIXED_SUMS = ("NCCL", "one-shot")
-TITLES = {
-    "sums": "Sums over two GPUs",
-    "llama-8b": "8B, one and two GPUs",
-    "llama-70b": "70B, one and two GPUs",
-    "v3": "V3-style, one and two GPUs",
-    "killed": "The end of a rank",
-}
-SUBJECTS = tuple(TITLES)
 
 
 def jobs(subject: str, ranks: int, is_full: bool, num_layers: int) -> Iterator[Job]:
     """num_layers: of the 70B shape."""
-    size = Job("", ranks) if is_full else _tiny(Job("", ranks))
+    tiny = {"device": "cpu", "batch_sizes": (1, 2), "prompt_len": 16, "room": 64, "rounds": 3}
+    size = replace(Job("", ranks), **({} if is_full else tiny))
     if subject == "sums":
         if ranks > 1 and is_full:
             yield replace(size, name="sums", kind="sums")
@@ -78,7 +61,7 @@ def jobs(subject: str, ranks: int, is_full: bool, num_layers: int) -> Iterator[J
     is_tight = subject.startswith("llama-70b") and ranks == 1
     sizes = (1, 8) if is_tight else (1, 8, 64)
     plain = replace(size, model=target, batch_sizes=sizes if is_full else size.batch_sizes)
-    eagle3 = replace(plain, draft=head, draft_len=DRAFT_LEN, rates=RATES[:DRAFT_LEN])
+    eagle3 = replace(plain, draft=head, draft_len=DRAFT_LEN)
     if is_tight:
         eagle3 = replace(eagle3, batch_sizes=plain.batch_sizes[:1])
     for name, job in (("plain", plain), (f"EAGLE-3 K={DRAFT_LEN}", eagle3)):
@@ -96,10 +79,6 @@ def _llama(subject: str, is_full: bool, num_layers: int) -> tuple[Config, Config
     return {**LLAMA_70B, "num_hidden_layers": num_layers}, EAGLE3_70B
 
 
-def _tiny(job: Job) -> Job:
-    return replace(job, device="cpu", batch_sizes=(1, 2), prompt_len=16, room=64, rounds=3)
-
-
 def run_job(job: Job) -> list[Row]:
     """Rows of a world, or one that says why there are none."""
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +87,8 @@ def run_job(job: Job) -> list[Row]:
         program = ["-m", "benchmarks.harness.rank_job", text, str(results)]
         command = [sys.executable, *program]
         if job.ranks > 1:
-            command = [_mpiexec(), "-n", str(job.ranks), sys.executable, "-m", "mpi4py", *program]
+            mpiexec = find_mpiexec() or sys.exit("no mpiexec: pip install 'tllm_spec[parallel]'")
+            command = [mpiexec, "-n", str(job.ranks), sys.executable, "-m", "mpi4py", *program]
         try:
             status = subprocess.run(command, timeout=JOB_LIMIT_S, env=_environment()).returncode
         except subprocess.TimeoutExpired:
@@ -118,13 +98,6 @@ def run_job(job: Job) -> list[Row]:
     return rows + failed
 
 
-def _mpiexec() -> str:
-    found = find_mpiexec()
-    if found is None:
-        raise ValueError("there is no mpiexec on the PATH: pip install 'tllm_spec[parallel]'")
-    return found
-
-
 def _environment() -> dict[str, str]:
     """Open MPI refuses root unless it is told twice."""
     as_root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
@@ -132,7 +105,7 @@ def _environment() -> dict[str, str]:
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
-    """Sums by size; rounds by job and batch size; ends; a line for each job that failed."""
+    """Sums by size; rounds by job and batch size; a line for each job that failed."""
     by_size = [row for row in rows if "bytes" in row]
     sums = [
         [f"{row['bytes']:,}", number(row["nccl_us"]), number(row["one_shot_us"])] for row in by_size
@@ -140,14 +113,6 @@ def tables(rows: Sequence[Row]) -> list[str]:
     lines = table(("bytes", "NCCL, µs", "one-shot, µs"), sums) if sums else []
     if any("batch" in row for row in rows):
         lines += rounds_table(rows)
-    if ended := [row for row in rows if "end_s" in row]:
-        lines += table(
-            ("GPUs", "until a client's error, s", "until the last process, s", "message"),
-            [
-                [str(row["ranks"]), number(row["error_s"]), number(row["end_s"]), row["error"]]
-                for row in ended
-            ],
-        )
     failed = (row for row in rows if "status" in row)
     return lines + [f"- {row['job']}, {row['ranks']} ranks: {row['status']}" for row in failed]
 
@@ -178,35 +143,21 @@ def _cells(row: Row, merged: Mapping[tuple[str, int, int], Row]) -> list[str]:
     return [number(row["ms"]), share, f"{row['sums']:.0f}" if "sums" in row else "", *rest]
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=", ".join(SUBJECTS))
-    parser.add_argument("--ranks", default="1,2", help="numbers of ranks")
-    parser.add_argument("--layers", type=int, default=80, help="of the 70B shape")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--output", type=Path, help="result file; other subjects in it are kept")
-    args = parser.parse_args(argv)
-    if unknown := set(args.subjects) - set(SUBJECTS):
-        parser.error(f"unknown subjects {sorted(unknown)}: there are {', '.join(SUBJECTS)}")
-    is_complete = True
-    for subject in args.subjects or SUBJECTS:
-        rows: list[Row] = []
-        for ranks in map(int, args.ranks.split(",")):
-            found = [killed(ranks, args.device)] if subject == "killed" and ranks > 1 else []
-            if subject != "killed":
-                for job in jobs(subject, ranks, args.device == "cuda", args.layers):
-                    found += run_job(job)
-            for row in found:
-                print(f"{subject}: {json.dumps(row)}", file=sys.stderr, flush=True)
-            rows += found
-        is_complete &= not any("status" in row for row in rows)
-        print("\n".join([f"**{subject}**", "", *tables(rows), ""]), flush=True)
-        if args.output:
-            save(args.output, {subject: {"about": about(args.device), "rows": rows}})
-    return 0 if is_complete else 1
+def subject(name: str, title: str) -> Subject:
+    def run(options: Options) -> Iterator[Row]:
+        for ranks in options.numbers("ranks"):
+            for job in jobs(name, ranks, options.device == "cuda", options.more.layers):
+                yield from run_job(job)
 
+    return Subject(name, title, run, tables)
+
+
+SUBJECTS = (
+    subject("sums", "Sums over two GPUs"),
+    subject("llama-8b", "8B, one and two GPUs"),
+    subject("llama-70b", "70B, one and two GPUs"),
+    subject("v3", "V3-style, one and two GPUs"),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(SUBJECTS, __doc__, ranks="1,2", layers=80))

@@ -16,92 +16,36 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
 
 from benchmarks.harness.report import about, save, table
+from benchmarks.harness.served import Server, served
 from tllm_spec.bench.sse_client import HttpError, Target, events, request
 
 MODEL = "zoo:llama"
 OPTIONS: dict[str, Any] = {
-    "max_batch_size": 16,
-    "kv_cache_config": {"max_tokens": 16384},
-    "speculative_config": {
-        "decoding_type": "Eagle3",
-        "max_draft_len": 4,
-        "speculative_model": "zoo:llama-eagle3",
-        "adaptive": {"strategy": "cost_model"},
-    },
-}
+    "max_batch_size": 16, "kv_cache_config": {"max_tokens": 16384}, "speculative_config": {
+    "decoding_type": "Eagle3", "max_draft_len": 4, "speculative_model": "zoo:llama-eagle3",
+    "adaptive": {"strategy": "cost_model"}, },
+}  # fmt: skip
 PROMPTS = ("def f(x):", "import os\n", "class A:", "for i in range(10):", "return x")
 MAX_GROWTH = 1.1  # of a process' memory, from the second wave to the last
 IDLE_SECONDS = 120
 
 
-@dataclass
-class Server:
-    """A running `tllm-serve`."""
-
-    process: subprocess.Popen[str]
-    url: str
-
-    def pids(self) -> dict[str, int]:
-        """By name, `engine` and `front`."""
-        own, found = self.process.pid, {}
-        for pid in Path(f"/proc/{own}/task/{own}/children").read_text().split():
-            command = Path(f"/proc/{pid}/cmdline").read_text()
-            if module := re.search(r"(engine|front)_process", command):
-                found[module[1]] = int(pid)
-        return found
-
-
-@contextmanager
-def served(options: dict[str, Any]) -> Iterator[Server]:
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "options.yaml"
-        path.write_text(yaml.safe_dump(options))
-        run = "from tllm_spec.cli.serve import main; main()"
-        command = [sys.executable, "-c", run, MODEL, "--port", "0", "--config", str(path)]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert process.stderr is not None
-        log = []
-        try:
-            for line in process.stderr:
-                log.append(line)
-                if address := re.search(r"serving \S+ on (http[\w:/.]+)", line):
-                    break
-            else:
-                raise RuntimeError("".join(log))
-            # The pipe must not fill up.
-            threading.Thread(target=process.stderr.read, daemon=True).start()
-            yield Server(process, address[1])
-        finally:
-            process.terminate()
-            process.wait()
-
-
 def body_of(random: Random) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "model": MODEL,
-        "prompt": random.choice(PROMPTS),
-        "max_tokens": random.randint(5, 60),
-        "temperature": random.choice([0.0, 0.8]),
-        "stream": True,
-        "ignore_eos": True,
-    }
+    body: dict[str, Any] = {"model": "m", "prompt": random.choice(PROMPTS)}
+    body |= {"max_tokens": random.randint(5, 60), "temperature": random.choice([0.0, 0.8])}
+    body |= {"stream": True, "ignore_eos": True}
     more = random.choice([{}, {}, {"n": 2}, {"logprobs": 2}, {"stop": ["\n"]}, {"top_p": 0.9}])
     return body | more
 
@@ -264,7 +208,7 @@ async def integrity(options: dict[str, Any], clients: int) -> list[str]:
     from tllm_spec.server.options import ServerOptions
 
     with LLM(MODEL, **options) as llm:
-        server, stop = OpenAIServer(llm, MODEL), asyncio.Event()
+        server, stop = OpenAIServer(llm, "m"), asyncio.Event()
         listener = socket.create_server(("127.0.0.1", 0))
         serving = asyncio.create_task(
             HttpServer(server.app(), ServerOptions()).serve(listener, stop, lambda: None)
@@ -281,7 +225,7 @@ async def soak(
     options: dict[str, Any], clients: int, minutes: float, record: dict[str, Any]
 ) -> list[str]:
     """What is wrong. Figures are added to `record`."""
-    with served(options) as server:
+    with served(MODEL, options) as server:
         mistakes = await flat_memory(server, clients, minutes, record)
         mistakes += await front_killed(server, clients)
         mistakes += await engine_killed(server, clients)

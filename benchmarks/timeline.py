@@ -7,18 +7,15 @@ EAGLE-3 on the one-model and the two-model path and two-model Draft/Target, with
 an 8B Llama's shape with random weights and synthetic acceptance. The figure shows three rounds of
 each: on the host schedule, launch and read, on the device the graphs and the time without work."""
 
-import argparse
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.harness.engine import Rounds, phases_noted, release
 from benchmarks.harness.models import Models, open_models
-from benchmarks.harness.report import about, number, save, table
+from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from benchmarks.harness.spans import Timeline, timeline
 from benchmarks.harness.timeline_figure import draw
 
@@ -52,28 +49,20 @@ def timelines(models: Models, batch_size: int) -> Iterator[Timeline]:
         release()
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"))
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--output", type=Path, help="figures and spans; others in it are kept")
-    parser.add_argument("--figure", type=Path, help="the SVG")
-    args = parser.parse_args(argv)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with open_models("llama-8b" if device == "cuda" else "zoo", device) as models:
-        found = list(timelines(models, args.batch_size))
-    rows = [[each.path, number(each.round_us / 1e3), number(each.idle_us)] for each in found]
-    print("\n".join(table((f"batch {args.batch_size}", "round, ms", "device idle, µs"), rows)))
-    if args.output:
-        result = {"about": about(device), "batch_size": args.batch_size}
-        save(args.output, {"timeline": result | {"rows": [asdict(each) for each in found]}})
-    if args.figure:
-        args.figure.parent.mkdir(parents=True, exist_ok=True)
-        args.figure.write_text(draw(found), encoding="utf-8")
-    return 0
+def run(options: Options) -> Iterator[Row]:
+    with open_models(options.shape, options.device) as models:
+        found = list(timelines(models, options.more.batch_size))
+    if options.more.figure:
+        Path(options.more.figure).write_text(draw(found), encoding="utf-8")
+    yield from map(asdict, found)
 
+
+def lines(rows: Sequence[Row]) -> list[str]:
+    cells = [[row["path"], number(row["round_us"] / 1e3), number(row["idle_us"])] for row in rows]
+    return table(("", "round, ms", "device idle, µs"), cells)
+
+
+SUBJECTS = (Subject("timeline", "Rounds of both speculative paths", run, lines),)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(SUBJECTS, __doc__, batch_size=1, figure=None))

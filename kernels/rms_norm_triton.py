@@ -15,18 +15,23 @@ from tllm_spec.kernels.programmatic_launch_triton import begin
 _ELEMENTS_PER_WARP = 512  # two 16-byte loads of 2-byte elements per thread
 
 
-def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm_triton(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, add_to: torch.Tensor | None = None
+) -> torch.Tensor:
     """See `rms_norm`."""
     num_rows, size = x.shape
     assert weight.is_contiguous() and (x.stride(1) == 1 or size == 1)
-    output = x.new_empty(num_rows, size)
+    output = x.new_empty(num_rows, size) if add_to is None else add_to
+    assert output.shape == x.shape and (output.stride(1) == 1 or size == 1)
     block = triton.next_power_of_2(size)
     rms_norm_kernel[(num_rows,)](
         x,
         x.stride(0),
         weight,
         output,
+        output.stride(0),
         eps,
+        ADDS=add_to is not None,
         SIZE=size,
         BLOCK=block,
         **programmatic_launch(x.device),
@@ -41,7 +46,9 @@ def rms_norm_kernel(
     x_stride: tl.tensor,
     weight: tl.tensor,
     output: tl.tensor,
+    output_stride: tl.tensor,
     eps: tl.tensor,
+    ADDS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -54,5 +61,9 @@ def rms_norm_kernel(
     weights = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
     values = tl.load(x + row * x_stride + columns, mask=real, other=0.0).to(tl.float32)
     mean_square = tl.div_rn(tl.sum(values * values, 0), SIZE * 1.0)
-    normed = values * tl.rsqrt(mean_square + eps) * weights
-    tl.store(output + row * SIZE + columns, normed.to(output.dtype.element_ty), mask=real)
+    normed = (values * tl.rsqrt(mean_square + eps) * weights).to(output.dtype.element_ty)
+    targets = output + row * output_stride + columns
+    if ADDS:
+        old = tl.load(targets, mask=real, other=0.0).to(tl.float32)
+        normed = (old + normed.to(tl.float32)).to(output.dtype.element_ty)
+    tl.store(targets, normed, mask=real)

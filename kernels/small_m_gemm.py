@@ -27,7 +27,7 @@ class NormWeight:
     """RMSNorm of the input; eps is added to the mean square."""
 
     weight: torch.Tensor
-    """`[K]`."""
+    """`[K]`, of the rows' dtype or float32."""
     eps: float
 
 
@@ -57,8 +57,8 @@ def small_m_gemm(
     features = weight.shape[0] // 2 if gated else weight.shape[0]
     output = x.new_empty(x.shape[0], features) if add_to is None else add_to
     assert output.shape == (x.shape[0], features)
-    if norm is not None and x.dtype == torch.float16:
-        # x times the norm's weight, without the division, could overflow.
+    if norm is not None and (x.dtype == torch.float16 or norm.weight.dtype != x.dtype):
+        # In float16 x times the norm's weight, without the division, could overflow.
         x, norm = rms_norm(x, norm.weight, norm.eps), None
     _launch(x, weight, scales, bias, norm, gated, add_to, output)
     return output

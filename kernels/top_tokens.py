@@ -7,8 +7,7 @@ candidates are the K best values, so the first one is what `choose_draft` return
 K = 1. Probabilities are the softmax of the values, noise included: of Gumbel variables, the
 probability that the token is still the best one after independent errors of the draft's logits /
 temperature (Gumbel, scale 1). The probability without noise would rank a token that the noise has
-chosen, which the target will choose as well, below a more common one
-(benchmarks/tree_scores.py compares)."""
+chosen, which the target will choose as well, below a more common one."""
 
 import torch
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.executor.tiny_llama import write_tiny_llama
+from tests.kernels.interpreter import INTERPRETED
 from tests.lossless.engines import LONG_ONLY, write_tiny_drafts
 from tests.models.fp8_checkpoint import keeping_fp8
 
@@ -21,11 +22,8 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# A worker that came to one of these last would work alone for a minute.
-LONGEST = (
-    "test_the_kernels_pass_under_tritons_interpreter",
-    "test_two_ranks_emit_the_tokens_of_one",
-)
+# A worker that came to one of these files last would work alone for long.
+LONGEST = ("tests/kernels/test_under_interpreter.py", "tests/distributed/test_equality.py")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -59,19 +57,22 @@ def pytest_collection_modifyitems(
 def longest_first(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
     """`--dist worksteal` gives each worker as many consecutive tests: those of each begin with its
     share of LONGEST."""
-    longest = [item for item in items if item.name.split("[")[0] in LONGEST]
-    others, found = [item for item in items if item not in longest], list[pytest.Item]()
+    others = [item for item in items if not item.nodeid.startswith(LONGEST)]
+    found = list[pytest.Item]()
     for worker in range(num_workers):
         size = (len(items) - len(found)) // (num_workers - worker)
-        found += longest[worker::num_workers]
-        rest = max(0, size - len(longest[worker::num_workers]))
-        found, others = found + others[:rest], others[rest:]
+        own = LONGEST[worker::num_workers]
+        longest = [item for item in items if own and item.nodeid.startswith(own)]
+        rest = max(0, size - len(longest))
+        found, others = found + longest + others[:rest], others[rest:]
     return found + others
 
 
 def mark_slow(items: list[pytest.Item]) -> None:
-    """What LONG_ONLY and the marker `thinned` say."""
+    """What LONG_ONLY and the marker `thinned` say; under Triton's interpreter, all but the first
+    combination of each test's parameters."""
     seen: dict[tuple[str, str], list[str]] = {}  # the values of each parameter of each test
+    interpreted: set[str] = set()
     for item in items:
         if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
             continue
@@ -84,6 +85,15 @@ def mark_slow(items: list[pytest.Item]) -> None:
                     values.append(repr(value))
                 place += values.index(repr(value))
             is_left_out |= place % (thinned.args or (2,))[0] > 0
+        if (
+            INTERPRETED
+            and "interpreted" in item.name
+            and not is_left_out
+            and not item.get_closest_marker("slow")
+        ):
+            name = item.nodeid.split("[")[0]
+            is_left_out = name in interpreted
+            interpreted.add(name)
         if is_left_out:
             item.add_marker(pytest.mark.slow)
 

@@ -7,6 +7,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,11 @@ def python_files() -> list[Path]:
     ]
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def module_name(path: Path) -> str:
     """The one name that a file is imported by: `executor/request.py` is
     `tllm_spec.executor.request`."""
@@ -170,7 +176,7 @@ PACKAGE_FILES = {
 def imported_modules(path: Path) -> Iterator[str]:
     """Every tllm_spec module that the file imports, at any depth: a late import is an import
     too."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -281,7 +287,7 @@ def test_no_file_is_too_long() -> None:
 def test_no_function_is_too_long() -> None:
     too_long = []
     for path in python_files():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > MAX_FUNCTION_LINES:
@@ -303,7 +309,7 @@ def test_only_the_borders_catch_everything() -> None:
     found = {
         path.relative_to(ROOT).as_posix()
         for path in PACKAGE_FILES.values()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.ExceptHandler) and catches_everything(node)
     }
     assert found <= BORDERS, found - BORDERS

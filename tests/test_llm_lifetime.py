@@ -84,6 +84,7 @@ def model_of(llm: LLM) -> "weakref.ref[CausalLM]":
     return weakref.ref(llm._executor.parts.runner.engine.model)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "speculative_config", [None, {"decoding_type": "NGram", "max_draft_len": 3, "adaptive": {}}]
 )
@@ -139,6 +140,6 @@ def test_every_llm_has_an_id_of_its_own(llm: LLM) -> None:
 
 
 def test_an_architecture_is_checked_before_the_tokenizer_is_read(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["Phi3ForCausalLM"]}')
+    (tmp_path / "config.json").write_text('{"architectures": ["Gemma2ForCausalLM"]}')
     with pytest.raises(ValueError, match=r"architectures is .*; it must be one of"):
         LLM(tmp_path)

@@ -64,7 +64,7 @@ def test_after_rounds_there_are_draft_length_acceptance_and_the_reason_of_a_swit
     assert (switch["old_steps"], switch["new_steps"], switch["batch_size"]) == (4, 1, 1)
     assert "smoothed accepted drafts" in switch["reason"]
     assert state["controller"]["slots"]["1"]["ema_accept_len"] < 1
-    assert state["controller"]["limits"]["max_concurrency"] is None
+    assert state["controller"]["limits"]["draft_len_schedule"] is None
     assert state["totals"]["by_draft_len"].keys() == {"0", "1", "4"}, (
         "the last round wants no drafts"
     )

@@ -71,12 +71,7 @@ PEERS = tuple(
         ("plain round, ms", at_batches(1, "plain round"), (4.94, 5.27, 7.80), (4.76, 5.17, 7.65)),
         ("EAGLE-3 round, ms", ROUND, (6.63, 7.57, 13.4), (6.03, 6.54, 11.8)),
         ("prefill of 1,024 tokens each, ms", PROMPT, (25, 186, 1527), (28, 184, 1511)),
-        (
-            "EAGLE-3 end to end, tok/s",
-            WHOLE,
-            (378, 2208, 5667),
-            (414, 2464, 5980),
-        ),
+        ("EAGLE-3 end to end, tok/s", WHOLE, (378, 2208, 5667), (414, 2464, 5980)),
         ("start-up, plain / EAGLE-3, s", START_UP, (69, 79), (65, 59)),
     )
 )
@@ -177,7 +172,7 @@ def headline(figures: Sequence[Figure]) -> list[str]:
 
 SIZE = re.compile(r", (?:batch (\d+)$|(\d+) at a time)")
 # Not in the summary, but in the result file, or already in the headline.
-LEFT_OUT = re.compile(r"chunked|K=[157]|decoding|EAGLE-3 K=3 end to end|one token")
+LEFT_OUT = re.compile(r"K=[157]|decoding|EAGLE-3 K=3 end to end|one token")
 
 
 def summary(figures: Sequence[Figure]) -> list[str]:

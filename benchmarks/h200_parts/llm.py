@@ -6,6 +6,7 @@ is sent twice."""
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
@@ -13,7 +14,6 @@ from typing import Any
 
 from benchmarks.h200_parts.figures import Figure
 from benchmarks.h200_parts.setup import Report, Setup
-from benchmarks.harness.engine import release
 from tllm_spec import LLM, SamplingParams
 from tllm_spec.bench.report import percentiles
 from tllm_spec.outputs import RequestOutput, SpeculativeStats
@@ -23,26 +23,15 @@ Loads = Sequence[tuple[int, int]]
 
 
 def plain(setup: Setup, report: Report) -> None:
-    with Client(setup) as client:
+    with closing(Client(setup)) as client:
         _measure(setup, report, client, "plain", "")
 
 
 def eagle3(setup: Setup, report: Report) -> None:
     draft_len = setup.scale.draft_len
     name = f"EAGLE-3 K={draft_len}"
-    with Client(setup, speculative_config=setup.models.eagle3(draft_len)) as client:
+    with closing(Client(setup, speculative_config=setup.models.eagle3(draft_len))) as client:
         _measure(setup, report, client, name, f", {name}")
-
-
-def chunked(setup: Setup, report: Report) -> None:
-    """The same two with chunked prefill, under the two largest loads."""
-    draft_len, loads = setup.scale.draft_len, setup.scale.serving_loads[-2:]
-    configs = {"plain": None, f"EAGLE-3 K={draft_len}": setup.models.eagle3(draft_len)}
-    for name, config in configs.items():
-        with Client(setup, enable_chunked_prefill=True, speculative_config=config) as client:
-            _serve(setup, report, client, f"{name}, chunked prefill", loads)
-        del client
-        release()
 
 
 class Client:
@@ -62,10 +51,7 @@ class Client:
         )
         self._random, self._ids = Random(0), range(self.llm.model_config.vocab_size)
 
-    def __enter__(self) -> "Client":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.llm.shutdown()
 
     def prompts(self, number: int, length: int) -> list[list[int]]:
@@ -179,19 +165,17 @@ def _serve(setup: Setup, report: Report, client: Client, name: str, loads: Loads
     scale = setup.scale
     shape = f"{scale.serving_input_len} in / {scale.serving_output_len} out"
     warm_up = client.prompts(loads[-1][0], scale.serving_input_len)
-    asyncio.run(_all_streams(client.llm, warm_up, WARM_UP_TOKENS, len(warm_up)))
+    asyncio.run(all_streams(client.llm, warm_up, WARM_UP_TOKENS, len(warm_up)))
     for at_a_time, total in loads:
         prompts = client.prompts(total, scale.serving_input_len)
         start = time.perf_counter()
-        streams = asyncio.run(
-            _all_streams(client.llm, prompts, scale.serving_output_len, at_a_time)
-        )
+        streams = asyncio.run(all_streams(client.llm, prompts, scale.serving_output_len, at_a_time))
         rate = total * scale.serving_output_len / (time.perf_counter() - start)
         details = {"requests": float(total), **serving_details(streams)}
         report(Figure(5, f"{name}, {at_a_time} at a time, {shape}", "tok/s", rate, details=details))
 
 
-async def _all_streams(
+async def all_streams(
     llm: LLM, prompts: list[list[int]], max_tokens: int, at_a_time: int
 ) -> list[Stream]:
     gate, sampling = asyncio.Semaphore(at_a_time), _sampling(len(prompts), max_tokens)

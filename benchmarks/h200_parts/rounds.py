@@ -45,17 +45,8 @@ def plain_rounds(setup: Setup, report: Report) -> None:
 
 def eagle3_rounds(setup: Setup, report: Report) -> None:
     """The draft length that has bars."""
-    scale = setup.scale
-    name = f"EAGLE-3 K={scale.draft_len}"
-    config = setup.models.eagle3(scale.draft_len)
-    engine = _build(setup, scale.batch_sizes, speculative_config=config)
-    for batch_size in scale.batch_sizes:
-        engine.start(batch_size, scale.prompt_len)
-        if 2 in setup.points:
-            figure = f"{name} round, batch {batch_size}"
-            report(_round_figure(setup, 2, figure, engine, "eagle3"))
-    _host(setup, report, name, engine)
-    _idle(setup, report, name, engine)
+    k = setup.scale.draft_len
+    _drafted(setup, report, f"EAGLE-3 K={k}", setup.models.eagle3(k), "eagle3")
 
 
 def other_rounds(setup: Setup, report: Report) -> None:
@@ -78,19 +69,19 @@ def other_rounds(setup: Setup, report: Report) -> None:
 def eagle3_two_model(setup: Setup, report: Report) -> None:
     k = setup.scale.draft_len
     config = setup.models.eagle3(k, eagle3_one_model=False)
-    _two_model(setup, report, f"EAGLE-3 two-model K={k}", config, "eagle3")
+    _drafted(setup, report, f"EAGLE-3 two-model K={k}", config, "eagle3")
 
 
 def draft_target_two_model(setup: Setup, report: Report) -> None:
     k = setup.scale.draft_len
     config = setup.models.draft_target(k)
-    _two_model(setup, report, f"Draft/Target two-model K={k}", config, "draft")
+    _drafted(setup, report, f"Draft/Target two-model K={k}", config, "draft")
 
 
 def ngram(setup: Setup, report: Report) -> None:
     """A drafter on the host: the device is idle while the host reads, drafts and launches."""
     k = setup.scale.draft_len
-    _two_model(setup, report, f"NGram K={k}", setup.models.ngram(k), None)
+    _drafted(setup, report, f"NGram K={k}", setup.models.ngram(k), None)
 
 
 def prefill(setup: Setup, report: Report) -> None:
@@ -115,10 +106,10 @@ def prefill(setup: Setup, report: Report) -> None:
         report(Figure(3, name, "ms", ms, floor, details))
 
 
-def _two_model(
+def _drafted(
     setup: Setup, report: Report, name: str, config: dict[str, Any], draft: str | None
 ) -> None:
-    """Points 2, 4 and 5 of a drafter that does not run in the target's graph."""
+    """Points 2, 4 and 5."""
     sizes = setup.scale.batch_sizes
     engine = _build(setup, sizes, speculative_config=config)
     _draft_rounds(setup, report, name, engine, sizes, draft)
@@ -173,11 +164,7 @@ def _host(setup: Setup, report: Report, name: str, engine: Rounds) -> None:
     where = f"{name}, batch {len(engine.requests)}"
     if 4 in setup.points:
         host = engine.host_time(2 * setup.scale.rounds)
-        details = {
-            "p99": host.p99,
-            "of it graph launch": host.launch,
-            "100,000 additions in Python": host.additions,
-        }
+        details = {"p99": host.p99, "of it graph launch": host.launch}
         report(Figure(4, f"host time, {where}", "ms", host.median, details=details))
     if 5 in setup.points:
         report(_delay(setup, where, engine))

@@ -40,22 +40,12 @@ class Scale:
 SCALES: Mapping[str, Scale] = {
     "llama-8b": Scale(),
     "zoo": Scale(
-        prompt_len=48,
-        output_len=8,
-        batch_sizes=(1, 2),
-        large_batch=3,
-        large_prompt_len=16,
-        other_draft_lens=(1,),
-        rounds=3,
-        long_prompt_len=96,
-        repeats=2,
-        single_repeats=1,
-        serving_input_len=16,
-        serving_output_len=6,
-        serving_loads=((1, 1), (2, 3), (3, 3)),
+        prompt_len=48, output_len=8, batch_sizes=(1, 2), large_batch=3, large_prompt_len=16,
+        other_draft_lens=(1,), rounds=3, long_prompt_len=96, repeats=2, single_repeats=1,
+        serving_input_len=16, serving_output_len=6, serving_loads=((1, 1), (2, 3), (3, 3)),
         room=320,
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

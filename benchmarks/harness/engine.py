@@ -52,13 +52,11 @@ class Timed:
 class HostTime:
     """Milliseconds of a round in which the executor's thread does not wait for the device.
 
-    `launch`: the part in the graph launch. `additions`: 100,000 additions in Python, measured in
-    the same seconds, because the speed of shared machines changes."""
+    `launch`: the part in the graph launch."""
 
     median: float
     p99: float
     launch: float
-    additions: float
 
 
 class Rounds:
@@ -105,11 +103,7 @@ class Rounds:
         return self.executor.parts.runner.graphs is not None
 
     def start(
-        self,
-        batch_size: int,
-        prompt_len: int,
-        grammars: Sequence[GrammarState] = (),
-        **params: Any,
+        self, batch_size: int, prompt_len: int, grammars: Sequence[GrammarState] = (), **params: Any
     ) -> None:
         """Replaces what runs by `batch_size` requests with random prompts, prefilled and warm.
 
@@ -185,7 +179,7 @@ class Rounds:
 
     def host_time(self, number: int) -> HostTime:
         """Each step's wall time less the time that it waits for the device's results."""
-        host, additions = [], [additions_ms()]
+        host = []
         with (
             stopwatch(ToHost, "wait") as waits,
             stopwatch(torch.cuda.CUDAGraph, "replay") as launches,
@@ -194,11 +188,9 @@ class Rounds:
                 seen, start = len(waits), time.perf_counter()
                 self.executor.step()
                 host.append((time.perf_counter() - start - sum(waits[seen:])) * 1e3)
-                if len(host) % (1 + number // 5) == 0:
-                    additions.append(additions_ms())
         p99 = sorted(host)[min(len(host) - 1, int(0.99 * len(host)))]
         launch = statistics.median(launches or [0.0]) * 1e3
-        return HostTime(statistics.median(host), p99, launch, statistics.median(additions))
+        return HostTime(statistics.median(host), p99, launch)
 
     def traced(self, number: int) -> Trace:
         """The events of that many rounds in Chrome's trace format."""
@@ -223,12 +215,11 @@ class Rounds:
     ) -> LlmRequest:
         vocab_size, draft_len = self.built.model_config.vocab_size, self.built.max_draft_len
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params)
+        rules = DecodingRules.from_params(sampling, vocab_size=vocab_size, end_ids=(), encode=None)
         return LlmRequest(
             request_id=request_id,
             tokens=Random(request_id).choices(range(vocab_size), k=prompt_len),
-            rules=DecodingRules.from_params(
-                sampling, vocab_size=vocab_size, end_ids=(), encode=None
-            ),
+            rules=rules,
             seed=request_id,
             arrival=request_id,
             max_tokens=max_tokens,
@@ -323,13 +314,6 @@ def start_up_phases() -> Iterator[dict[str, list[float]]]:
             name: stack.enter_context(stopwatch(owner, method, with_device=True))
             for name, owner, method in phases
         }
-
-
-def additions_ms(number: int = 100_000) -> float:
-    start, total = time.perf_counter(), 0
-    for value in range(number):
-        total += value
-    return (time.perf_counter() - start) * 1e3
 
 
 def synchronize() -> None:

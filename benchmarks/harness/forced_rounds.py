@@ -1,18 +1,61 @@
-"""An engine whose draft length and acceptance the caller changes between blocks of rounds. The
-engine, its graphs and its requests stay the same."""
+"""An engine whose draft length or tree, and whose acceptance, the caller changes between blocks of
+rounds. The engine, its graphs and its requests stay the same. Its text means nothing."""
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
+from operator import mul
 from typing import Any
+from unittest import mock
+
+import torch
 
 from benchmarks.harness.engine import Rounds
-from benchmarks.harness.scripted_acceptance import script_acceptance
+from tllm_spec.config.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.expected_path import expected_accepted
+from tllm_spec.executor.speculative.drafting import tree_drafting
 
 CHECKED_ROUNDS = 8  # rounds between two checks of the requests' room
+
+
+# Acceptance of each further child of a node, given that those before it were rejected.
+NEXT_RANKS = (0.35, 0.25, 0.2, 0.15, 0.12, 0.1, 0.08)
+
+
+@cache
+def by_rank(first: float, topk: int) -> tuple[float, ...]:
+    """The probability of each child of a node. first: of its first."""
+    found, left = [first], 1 - first
+    for share in NEXT_RANKS[: topk - 1]:
+        found.append(left * share)
+        left *= 1 - share
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Acceptance of the best child of a node: `first` at the root, and at each further depth that
+    of the depth before times `fall`. `by_rank` gives the other children's."""
+
+    first: float
+    fall: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.first}" if self.fall == 1 else f"{self.first}, x {self.fall} a depth"
+
+    def rates(self, depth: int, topk: int) -> list[tuple[float, ...]]:
+        """By depth, then by rank."""
+        return [by_rank(self.first * self.fall**level, topk) for level in range(depth)]
+
+    def expected(self, shape: DraftShape) -> float:
+        """Tokens of a request's round."""
+        return 1 + expected_accepted(shape, self.rates(max(shape.depth, 1), shape.topk))
 
 
 @dataclass
@@ -79,18 +122,38 @@ class Counting:
 
 
 class ForcedRounds(Rounds):
-    """With a drafter, the options must have `synthetic_acceptance_rates` with any values."""
+    """With a drafter, the options must have `synthetic_acceptance_rates` with any values.
 
-    def __init__(self, model: str, **options: Any) -> None:
+    script `[D, K]` float32, for dynamic trees: that of `scripted_candidates`, inside which the
+    engine is built and played."""
+
+    def __init__(self, model: str, script: torch.Tensor | None = None, **options: Any) -> None:
         super().__init__(model, **options)
+        self._script = script
         self._plain = AdaptiveController.fixed(0)
         self._expected_tokens = [1.0] * (1 + self.built.max_draft_len)
         self._filled_with = (0, 0)
 
-    def set_acceptance(self, acceptance: float) -> None:
-        """Of every draft, given that those before it were accepted."""
-        rates = script_acceptance(self.executor, acceptance)
-        self._expected_tokens = list(accumulate(rates, initial=1.0))
+    @property
+    def shapes(self) -> DraftShapes:
+        return self.executor.parts.slots.shapes
+
+    def set_profile(self, profile: Profile) -> None:
+        """Drafts are accepted by chance from now on. Graphs read the tensors written here."""
+        sampler, longest = self.executor.parts.sampler, self.shapes.longest
+        rates = profile.rates(longest.depth, longest.topk)
+        if self._script is None:
+            synthetic, reached = sampler._synthetic, accumulate((each[0] for each in rates), mul)
+            assert synthetic is not None
+            synthetic.rates.copy_(torch.tensor([*reached], dtype=synthetic.rates.dtype))
+        else:
+            self._script.copy_(torch.tensor(rates))
+            of_trees = sampler._tree_synthetic
+            assert of_trees is not None
+            bounds = torch.tensor([list(accumulate(each)) for each in rates])
+            of_trees.bounds.copy_(bounds.to(of_trees.bounds.dtype))
+        tiers = range(self.shapes.tree_tiers.stop)
+        self._expected_tokens = [profile.expected(self.shapes.of(tier)) for tier in tiers]
 
     def start(self, batch_size: int, prompt_len: int) -> None:
         """Runs without drafts, and no controller observes it."""
@@ -140,3 +203,18 @@ class ForcedRounds(Rounds):
         self.executor.step()
         counting.block = block
         return counting
+
+
+@contextmanager
+def scripted_candidates(script: torch.Tensor) -> Iterator[None]:
+    """Inside the block, candidates after d drafts have the probabilities `script[d]`, best first:
+    trees have the nodes that are likeliest under it, as those of a trained network have. Graphs
+    read the tensor when they are replayed."""
+    growth, original = tree_drafting._Growth, tree_drafting._Growth.candidates
+
+    def candidates(self: Any, step: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        probs, tokens = original(self, step, state)
+        return script[step, : probs.shape[1]].expand_as(probs).contiguous(), tokens
+
+    with mock.patch.object(growth, "candidates", candidates):
+        yield

@@ -12,24 +12,24 @@ from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.grammar.xgrammar_source import MAX_WHITESPACE, compile_text
 from tllm_spec.zoo.corpus import heldout_files, read_source
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+SCHEMA = _object(
+    {
         "name": {"type": "string"},
         "size": {"type": "integer"},
         "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}},
-        "where": {
-            "type": "object",
-            "properties": {"path": {"type": "string"}, "ok": {"type": "boolean"}},
-            "required": ["path", "ok"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["name", "size", "tags", "where"],
-    "additionalProperties": False,
-}
-
-
+        "where": _object({"path": {"type": "string"}, "ok": {"type": "boolean"}}),
+    }
+)
 NAMES = ("name", "file_name", "line_number", "is_valid", "description", "count", "created_at")
 KINDS: tuple[dict[str, Any], ...] = (
     {"type": "integer", "minimum": 0, "maximum": 400},
@@ -47,15 +47,7 @@ def random_object(seed: int) -> dict[str, Any]:
     return _object({name: random.choice(KINDS) for name in names[:2]} | {names[2]: inner})
 
 
-def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
-
-
+SUMS = 'root ::= term | root " + " term\nterm ::= [a-z]+ | [0-9]+ | "(" root ")"'
 # Kind, grammar and a text of it.
 FILLED: dict[str, tuple[str, str, str]] = {
     "JSON schema": (
@@ -65,11 +57,7 @@ FILLED: dict[str, tuple[str, str, str]] = {
     ),
     "any JSON": ("json_schema", "{}", '{"a": [1, 2.5e3, "x"], "b": {"c": null}}'),
     "words": ("regex", "[a-z]+( [a-z]+)*[.]", "hello big wide world."),
-    "sums": (
-        "grammar",
-        'root ::= term | root " + " term\nterm ::= [a-z]+ | [0-9]+ | "(" root ")"',
-        "a + (b + 12) + foo",
-    ),
+    "sums": ("grammar", SUMS, "a + (b + 12) + foo"),
     "nested repetitions": ("regex", "((a|[a-z])*( |[a-z]{2,5})*)*", "hello big wide world"),
 }
 

@@ -19,40 +19,23 @@ MATMUL_FLOPS = 790e12  # a large bfloat16 GEMM on an H200, measured
 RATES = (0.73, 0.52, 0.35, 0.25, 0.18, 0.13, 0.09)
 
 LLAMA_8B: Config = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "torch_dtype": "bfloat16",
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256,
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "rope_theta": 500000.0, "torch_dtype": "bfloat16",
+}  # fmt: skip
 EAGLE3_8B: Config = {
-    **LLAMA_8B,
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "num_hidden_layers": 1,
+    **LLAMA_8B, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
     "draft_vocab_size": 32000,
-}
+}  # fmt: skip
 LLAMA_1B: Config = {
-    **LLAMA_8B,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-}
-TINY: Config = {  # of a Llama on a CPU, whose number of layers each user chooses
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "torch_dtype": "float32",
-}
+    **LLAMA_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "head_dim": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+TINY: Config = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 512, "torch_dtype": "float32",
+}  # fmt: skip
 SHAPES: Mapping[str, Config] = {"target": LLAMA_8B, "eagle3": EAGLE3_8B, "draft": LLAMA_1B}
 ZOO = {"target": "zoo:llama", "eagle3": "zoo:llama-eagle3", "draft": "zoo:llama-draft"}
 NUM_CAPTURED = 3  # target layers whose hidden states an EAGLE-3 head reads

@@ -11,7 +11,6 @@ import json
 import logging
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,13 +22,14 @@ from unittest import mock
 import torch
 
 from benchmarks.harness.device_time import idle_us
+from benchmarks.harness.dummy_models import dummy_engine
 from benchmarks.harness.engine import Rounds, Trace
+from benchmarks.harness.expert_rounds import SPREAD, set_bias
 from benchmarks.harness.report import Row
 from tllm_spec.distributed import process_group
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.distributed.one_shot import OneShotSum
 from tllm_spec.distributed.sum_choice import NCCL, SIZES, ChosenSums, Sum, graph_seconds, nccl_sum
-from tllm_spec.models.moe import Router
 
 HANGS_AFTER_S = 150
 SUM_KERNELS = ("nccl", "rank_sum")  # in a kernel's name
@@ -48,7 +48,6 @@ class Job:
     model: Mapping[str, Any] = field(default_factory=dict)
     draft: Mapping[str, Any] | None = None
     draft_len: int = 0
-    rates: tuple[float, ...] = ()
     ep_size: int = 1
     sums: str = "chosen"
     device: str = "cuda"
@@ -57,29 +56,6 @@ class Job:
     room: int = 512
     rounds: int = 40
     started: float = 0.0
-
-    def options(self, folder: Path) -> dict[str, Any]:
-        """`LlmArgs` of the engine, whose models are folders without weights."""
-        options: dict[str, Any] = {
-            "load_format": "dummy",
-            "device": self.device,
-            "max_num_tokens": 2048,
-            "tensor_parallel_size": self.ranks,
-            "moe_expert_parallel_size": self.ep_size,
-            "kv_cache_config": {"enable_block_reuse": False},
-            "cuda_graph_config": {"batch_sizes": list(self.batch_sizes)},
-        }
-        if self.device == "cpu":
-            options["kv_cache_config"]["max_tokens"] = 4096
-        if self.draft is not None:
-            options["speculative_config"] = {
-                "decoding_type": "Eagle3",
-                "speculative_model": str(folder / "draft"),
-                "load_format": "dummy",
-                "max_draft_len": self.draft_len,
-                "synthetic_acceptance_rates": self.rates,
-            }
-        return options
 
 
 def measured(job: Job, engine: Rounds) -> Iterator[Row]:
@@ -96,13 +72,6 @@ def measured(job: Job, engine: Rounds) -> Iterator[Row]:
             trace = engine.traced(job.rounds)
             row = {"batch": batch_size, "idle_us": idle_us(trace, job.rounds)}
             yield row | sums_of(trace, job.rounds)
-
-
-def spread_experts(engine: Rounds) -> None:
-    """Random correction biases would send all tokens to the same experts."""
-    for module in engine.executor.parts.runner.engine.model.modules():
-        if isinstance(module, Router) and module.e_score_correction_bias is not None:
-            module.e_score_correction_bias.zero_()
 
 
 def sums_of(trace: Trace, num_rounds: int) -> Row:
@@ -134,20 +103,22 @@ def run(job: Job, communicator: Communicator) -> Iterator[Row]:
         communicator.join(device)
         yield from sum_times(device, communicator)
         return
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for part, config in (("target", job.model), ("draft", job.draft or {})):
-            (folder / part).mkdir()
-            (folder / part / "config.json").write_text(json.dumps(config))
-        engine = Rounds(
-            str(folder / "target"),
-            max_batch_size=max(job.batch_sizes),
-            max_seq_len=job.prompt_len + job.room * (1 + job.draft_len),
-            communicator=communicator,
-            **job.options(folder),
-        )
+    engine = dummy_engine(
+        job.model,
+        batch_sizes=job.batch_sizes,
+        prompt_len=job.prompt_len,
+        room=job.room,
+        device=job.device,
+        speculation={"max_draft_len": job.draft_len} if job.draft else None,
+        head=job.draft,
+        communicator=communicator,
+        max_num_tokens=2048,
+        tensor_parallel_size=job.ranks,
+        moe_expert_parallel_size=job.ep_size,
+    )
     seconds, facts = time.monotonic() - job.started, engine.executor.parts.ranks[0]
-    spread_experts(engine)
+    if "n_routed_experts" in job.model:
+        set_bias(engine, SPREAD)  # random ones would send all tokens to the same experts
     if communicator.mapping.rank:
         engine.follow()
         return

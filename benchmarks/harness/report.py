@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,16 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """`shape`: `llama-8b` (random weights) or `zoo`."""
+    """`shape`: `llama-8b` (random weights) or `zoo`. `more`: the script's own options."""
 
     quick: bool
     device: str
     shape: str
+    more: argparse.Namespace = field(default_factory=argparse.Namespace)
+
+    def numbers(self, name: str) -> list[int]:
+        """Of an option such as 1,8,64."""
+        return [int(each) for each in getattr(self.more, name).split(",")]
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,13 @@ def about(device: str) -> Row:
 
 
 def main(
-    subjects: Sequence[Subject], description: str | None, argv: list[str] | None = None
+    subjects: Sequence[Subject],
+    description: str | None,
+    argv: list[str] | None = None,
+    **more: Any,
 ) -> int:
+    """more: a script's own options and their defaults, `--batch-size` is `batch_size`. Returns
+    1 if a row has a `status`: it is of a job that has failed."""
     names = [subject.name for subject in subjects]
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -66,11 +76,16 @@ def main(
     parser.add_argument("--device", choices=("cuda", "cpu"))
     parser.add_argument("--shape", choices=("llama-8b", "zoo"))
     parser.add_argument("--output", type=Path, help="result file; other subjects in it are kept")
+    for name, default in more.items():
+        kind = str if default is None else type(default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default)
     args = parser.parse_args(argv)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    options = Options(args.quick, device, args.shape or {"cuda": "llama-8b", "cpu": "zoo"}[device])
+    shape = args.shape or {"cuda": "llama-8b", "cpu": "zoo"}[device]
+    options = Options(args.quick, device, shape, args)
     if unknown := set(args.subjects) - set(names):
         parser.error(f"unknown subjects {sorted(unknown)}: there are {', '.join(names)}")
+    has_failed = False
     for subject in subjects:
         if args.subjects and subject.name not in args.subjects:
             continue
@@ -78,12 +93,13 @@ def main(
             parser.error(f"{subject.name} needs a CUDA device")
         rows = []
         for row in subject.run(options):
-            print(f"{subject.name}: {json.dumps(row)}", file=sys.stderr, flush=True)
+            print(f"{subject.name}: {json.dumps(row)[:2000]}", file=sys.stderr, flush=True)
             rows.append(row)
+        has_failed |= any("status" in row for row in rows)
         print("\n".join([subject.title, "", *subject.table(rows), ""]), flush=True)
         if args.output:
             save(args.output, {subject.name: {"about": about(device), "rows": rows}})
-    return 0
+    return int(has_failed)
 
 
 def save(file: Path, results: Row) -> None:

@@ -61,67 +61,30 @@ def llama(name: str, layers: int, hidden: int, inner: int, heads: int, **options
 
 
 LLAMA_8B = llama("Llama 3.1 8B, bf16", 32, 4096, 14336, 32)
-# The models of `benchmarks.moe` and `benchmarks.deepseek`, to check against their rounds.
+# The models of `benchmarks.experts`, to check against their rounds.
 QWEN3_30B = Shape(
-    "Qwen3 30B-A3B, bf16",
-    *(48, 2048, 151936),
-    attention=2048 * (4096 + 1024) + 4096 * 2048,
-    mlp=0,
-    kv_bytes=4 * 512,
-    kv_parts=4,
-    experts=128,
-    top_k=8,
-    expert=3 * 2048 * 768,
+    "Qwen3 30B-A3B, bf16", *(48, 2048, 151936), attention=2048 * (4096 + 1024) + 4096 * 2048,
+    mlp=0, kv_bytes=4 * 512, kv_parts=4, experts=128, top_k=8, expert=3 * 2048 * 768,
     expert_inner=768,
-)
+)  # fmt: skip
 V3_STYLE = Shape(
-    "V3-style, bf16",
-    *(27, 2048, 129280),
+    "V3-style, bf16", *(27, 2048, 129280),
     attention=2048 * (1536 + 576) + 16 * (128 * 2048 + 1536 * 192 + 512 * 256),
-    mlp=3 * 2048 * 10944,
-    kv_bytes=2 * 576,
-    kv_parts=1,
-    dense_layers=1,
-    experts=64,
-    top_k=8,
-    expert=3 * 2048 * 1408,
-    expert_inner=1408,
-    shared=3 * 2048 * 1408,
-    is_latent=True,
-)
+    mlp=3 * 2048 * 10944, kv_bytes=2 * 576, kv_parts=1, dense_layers=1, experts=64, top_k=8,
+    expert=3 * 2048 * 1408, expert_inner=1408, shared=3 * 2048 * 1408, is_latent=True,
+)  # fmt: skip
 QWEN3_235B = Shape(
-    "Qwen3 235B-A22B, FP8",
-    *(94, 4096, 151936),
-    attention=4096 * (8192 + 1024) + 8192 * 4096,
-    mlp=0,
-    kv_bytes=4 * 512,
-    kv_parts=4,
-    weight_bytes=1,
-    experts=128,
-    top_k=8,
-    expert=3 * 4096 * 1536,
-    expert_inner=1536,
-    head_fc=3 * 4096**2,
+    "Qwen3 235B-A22B, FP8", *(94, 4096, 151936), attention=4096 * (8192 + 1024) + 8192 * 4096,
+    mlp=0, kv_bytes=4 * 512, kv_parts=4, weight_bytes=1, experts=128, top_k=8,
+    expert=3 * 4096 * 1536, expert_inner=1536, head_fc=3 * 4096**2,
     head_layer=2 * 4096 * 9216 + 8192 * 4096 + 3 * 4096 * 12288,
-)
+)  # fmt: skip
 DEEPSEEK_V3 = Shape(
-    "DeepSeek V3, FP8",
-    *(61, 7168, 129280),
-    attention=187e6,
-    mlp=3 * 7168 * 18432,
-    kv_bytes=2 * 576,
-    kv_parts=1,
-    weight_bytes=1,
-    dense_layers=3,
-    experts=256,
-    top_k=8,
-    expert=3 * 7168 * 2048,
-    expert_inner=2048,
-    shared=3 * 7168 * 2048,
-    is_latent=True,
-    head_fc=3 * 7168**2,
-    head_layer=2 * 7168 * 9216 + 8192 * 7168 + 3 * 7168 * 18432,
-)
+    "DeepSeek V3, FP8", *(61, 7168, 129280), attention=187e6, mlp=3 * 7168 * 18432,
+    kv_bytes=2 * 576, kv_parts=1, weight_bytes=1, dense_layers=3, experts=256, top_k=8,
+    expert=3 * 7168 * 2048, expert_inner=2048, shared=3 * 7168 * 2048, is_latent=True,
+    head_fc=3 * 7168**2, head_layer=2 * 7168 * 9216 + 8192 * 7168 + 3 * 7168 * 18432,
+)  # fmt: skip
 LLAMA_70B = llama("Llama 3.3 70B, bf16", 80, 8192, 28672, 64)
 LLAMA_70B_HALF = replace(LLAMA_70B, name="Llama 3.3 70B, 40 layers", layers=40)
 SHAPES = (

@@ -9,19 +9,13 @@ WIDTH, LEFT, RIGHT, TOP = 960.0, 64.0, 16.0, 44.0
 LANE, GAP, TITLE = 22.0, 4.0, 24.0  # heights
 PATH = TITLE + 2 * (LANE + GAP) + 14.0
 COLORS = {
-    "schedule": "#8e6bbf",
-    "launch": "#2f81f7",
-    "read": "#2da44e",
-    "wait": "#8b949e",
-    "target": "#d9822b",
-    "draft": "#bf3989",
-    "idle": "#e5484d",
-}
+    "schedule": "#8e6bbf", "launch": "#2f81f7", "read": "#2da44e", "wait": "#8b949e",
+    "target": "#d9822b", "draft": "#bf3989", "idle": "#e5484d",
+}  # fmt: skip
 NAMES = {
-    "wait": "waits for the device",
-    "target": "target (one-model graph: with drafts)",
+    "wait": "waits for the device", "target": "target (one-model graph: with drafts)",
     "draft": "draft graph",
-}
+}  # fmt: skip
 STYLE = """\
 text{font:13px system-ui,sans-serif;fill:#1f2328}
 .small{font-size:11px;fill:#59636e}

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterable
 
 from tllm_spec.attention.choice import choose_backend
+from tllm_spec.config.draft_len_schedule import draft_len_limits
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
@@ -37,6 +38,11 @@ class BuildPlan:
         self.spec = args.speculative_config
         self.device = pick_device(args.device, self.mapping.rank, args.gpus_per_node)
         self.config = ModelConfig.from_pretrained(resolve_model(args.model))
+        if self.config.sees_images and not args.language_model_only:
+            raise ValueError(
+                f"{args.model} is a {self.config.architecture}, which also sees images, and only "
+                "text is served; set language_model_only: true to serve its text part"
+            )
         if args.deterministic and not has_kernels(self.device):
             raise ValueError(
                 f"deterministic = true needs CUDA and Triton; on {self.device.type!r} the "
@@ -128,9 +134,8 @@ class BuildPlan:
         if graphs is None or not self.communicator.captures:
             return ()
         # The largest batch before a limit changes the draft length: no batch is padded beyond.
-        schedule = spec.draft_len_schedule if spec else None
-        also = [size - 1 for size in schedule or () if size > 1]
-        also.append((spec.max_concurrency if spec else None) or 0)
+        limits = draft_len_limits(spec.draft_len_schedule, spec.max_concurrency) if spec else {}
+        also = [size - 1 for size in limits if size > 1]
         # The largest batches that fit, with contexts and alone.
         max_num_tokens = self.args.max_num_tokens
         rows = rows_with_contexts(max_num_tokens), max_num_tokens

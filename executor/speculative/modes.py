@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tllm_spec.config.import_path import import_path_of
+from tllm_spec.config.kv_cache_config import KVCacheType
 from tllm_spec.config.matched_drafts_config import (
     MAX_MATCH,
     MatchedDraftsConfig,
@@ -37,6 +38,7 @@ from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers, TorchLayers
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, NoDrafter, ReadyDrafts
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
+from tllm_spec.executor.speculative.drafting.host_tree import UNLIMITED, Room
 from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
@@ -50,7 +52,6 @@ from tllm_spec.executor.speculative.drafting.ngram import (
 from tllm_spec.executor.speculative.drafting.proposer import Proposer
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.suffix_match import SuffixMatch
-from tllm_spec.executor.speculative.drafting.tree_arrays import UNLIMITED, Room
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.models.head_checkpoint import HeadKind
 from tllm_spec.models.registry import LoadFormat
@@ -111,6 +112,8 @@ class DraftModel:
     # Of heads with a folder of their own. The first is that of a folder which does not say.
     head_kinds: tuple[HeadKind, ...] = ()
     token_map: str | None = None  # a file: the tokens that are drafted; None: all
+    # Of a draft model's own cache; None: as kv_cache_config says.
+    kv_cache_dtype: KVCacheType | None = None
 
 
 @dataclass(frozen=True)
@@ -234,6 +237,7 @@ def _draft_target_model(config: DecodingBaseConfig) -> DraftModel:
         config.load_format,
         is_head=False,
         shares_pages=config.draft_target_one_model,
+        kv_cache_dtype=config.kv_cache_dtype,
         backend=config.draft_backend,
         token_map=config.speculative_token_map,
     )
@@ -285,7 +289,9 @@ def draft_model_of(config: DecodingBaseConfig | None) -> DraftModel | None:
 
 def slot_bytes_of(config: DecodingBaseConfig | None, num_slots: int, max_len: int) -> int:
     """Device memory that the mode keeps for the slots, for texts of at most `max_len` tokens."""
-    if config is None or not (isinstance(config, SADecodingConfig) or _sa_config(config) is not None):
+    if config is None or not (
+        isinstance(config, SADecodingConfig) or _sa_config(config) is not None
+    ):
         return 0
     return SuffixMatch.num_bytes(num_slots, max_len)
 

@@ -7,23 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import (
-    cpu,
-    deepseek,
-    draft_sampling,
-    fp8,
-    moe,
-    ngram,
-    rounds,
-    tree_acceptance,
-    tree_scores,
-    trees,
-)
+from benchmarks import cpu, experts, fp8, ngram, rounds
 from benchmarks.harness import engine, report
 from benchmarks.harness.device_time import idle_us
 from benchmarks.harness.engine import Rounds, in_turns, stopwatch
 from benchmarks.harness.models import Models
-from benchmarks.tables import DOCUMENTS, filled
+from benchmarks.harness.tables import DOCUMENTS, filled
 from tllm_spec.executor.device.transfer import ToHost
 
 
@@ -103,21 +92,18 @@ def test_idle_time_of_a_round_of_two_graphs_is_before_and_between_them() -> None
     [
         pytest.param(rounds, "zero_drafts", 5, marks=pytest.mark.slow),
         pytest.param(rounds, "sampling_params", 8, marks=pytest.mark.slow),
-        (ngram, "host_time", 16),
         (ngram, "step", 4),
         (ngram, "tree_step", 4),
-        (moe, "rounds", 4),
+        (experts, "qwen3", 4),
         (fp8, "llama-8b", 8),
         pytest.param(fp8, "activations", 8, marks=pytest.mark.slow),
         pytest.param(fp8, "qwen3-30b", 4, marks=pytest.mark.slow),
         pytest.param(fp8, "v3", 4, marks=pytest.mark.slow),
-        (deepseek, "plain", 7),
-        (deepseek, "mtp1", 4),
-        pytest.param(draft_sampling, "ways", 3, marks=pytest.mark.slow),
-        pytest.param(tree_acceptance, "shapes", 4, marks=pytest.mark.slow),
-        (tree_scores, "scores", 12),
-        (trees, "rounds", 2),
-        (trees, "kernels", 20),
+        (experts, "v3", 7),
+        (experts, "mtp1", 4),
+        pytest.param(cpu, "sampling", 3, marks=pytest.mark.slow),
+        pytest.param(cpu, "trees", 4, marks=pytest.mark.slow),
+        (rounds, "trees", 2),
         pytest.param(cpu, "transformers", 7, marks=pytest.mark.slow),
     ],
 )
@@ -148,23 +134,21 @@ def test_a_subject_that_needs_a_gpu_is_refused_without_one(
 
 
 @pytest.mark.parametrize(
-    ("document", "num_tables"), list(zip(DOCUMENTS, (13, 1, 6, 5, 1, 2, 5, 1), strict=True))
+    ("document", "num_tables"), list(zip(DOCUMENTS, (13, 1, 6, 4, 1, 2, 4, 1, 1), strict=True))
 )
 def test_a_document_shows_the_tables_of_the_results(document: Path, num_tables: int) -> None:
     text = document.read_text(encoding="utf-8")
     assert text.count(": `python -m benchmarks.") == num_tables
-    assert filled(text) == text, "run python -m benchmarks.tables --write"
+    assert filled(text) == text, "run python -m benchmarks.harness.tables --write"
 
 
 def test_a_heading_without_a_result_is_refused() -> None:
     with pytest.raises(ValueError, match="no result for 'Other: `python -m benchmarks"):
-        filled("### Other: `python -m benchmarks.cpu`\n")
+        filled("### Other: `python -m benchmarks.cpu transformers`\n")
 
 
 def test_a_tree_wins_where_its_tokens_outweigh_its_longer_round() -> None:
-    shape = trees.tree_of(32)
-    assert trees.expected(shape, 0.7) > trees.expected(trees.chain_of(trees.STEPS), 0.7)
-    always, never = trees.winning(shape, 1.0), trees.winning(shape, 3.0)
+    always, never = rounds.winning(32, 1.0), rounds.winning(32, 3.0)
     assert len(always) == 99 and not never
-    wins = trees.winning(shape, 1.3)
+    wins = rounds.winning(32, 1.3)
     assert wins == [p for p in always if min(wins) <= p <= max(wins)] and max(wins) < 0.95

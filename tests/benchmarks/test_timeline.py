@@ -10,7 +10,7 @@ import pytest
 from benchmarks import timeline as script
 from benchmarks.harness import engine
 from benchmarks.harness.engine import PHASE
-from benchmarks.harness.report import ROOT, load
+from benchmarks.harness.report import ROOT, load, main
 from benchmarks.harness.spans import Event, Span, Timeline, clipped, spans_of, timeline
 from benchmarks.harness.timeline_figure import draw
 
@@ -118,7 +118,8 @@ def test_the_script_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(script, "NUM_ROUNDS", 8)
     monkeypatch.setattr(script, "FIRST_DRAWN", 3)
     result, figure = tmp_path / "result.json", tmp_path / "figure.svg"
-    assert script.main(["--device", "cpu", "--output", str(result), "--figure", str(figure)]) == 0
+    options = ["--device", "cpu", "--output", str(result), "--figure", str(figure)]
+    assert main(script.SUBJECTS, None, options, batch_size=1, figure=None) == 0
     rows = json.loads(result.read_text(encoding="utf-8"))["timeline"]["rows"]
     assert [row["path"] for row in rows] == [
         "EAGLE-3, one-model",

@@ -45,6 +45,7 @@ def config_lines(*flags: str) -> set[str]:
         (["--load-format", "safetensors"], {"load_format: auto"}),
         (["--attention-backend", "triton"], {"attn_backend: TRITON"}),
         (["--scheduling-policy", "priority"], {"waiting_queue_policy: priority"}),
+        (["--language-model-only"], {"language_model_only: true"}),
         (
             ["--speculative-config", HEAD],
             {

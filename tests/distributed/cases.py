@@ -227,6 +227,8 @@ CASES: dict[str, Case] = {
         model="qwen2-moe", options={"disable_overlap_scheduler": True}, run=generate_and_cancel
     ),
     "llama4-parts": Case("llama4", EP | {"speculative_config": NGRAM}),
+    "gemma3": Case("gemma3", SMALL_PAGES | {"speculative_config": TINY_EAGLE3}, generate_twice),
+    "phi3": Case("phi3", {"speculative_config": NGRAM}),
     "deepseek-v3-parts-mtp": Case("deepseek-v3", EP | {"speculative_config": MTP}, accepts=True),
     "preempted": Case(model="qwen2-moe", options=SMALL_CACHE),
     "fp8": Case("qwen3-moe-fp8", {"speculative_config": NGRAM}, in_fp8=True),
@@ -251,6 +253,7 @@ GPU_CASES = {
     "gpu-fp8": Case("qwen3-moe-fp8", ON_GPU_TINY | {"speculative_config": NGRAM}),
     "gpu-fp8-by-token": Case("llama-fp8-by-token", ON_GPU_TINY | {"speculative_config": NGRAM}),
     "gpu-llama4": Case("llama4", ON_GPU_TINY | {"speculative_config": NGRAM}),
+    "gpu-gemma3": Case("gemma3", ON_GPU_TINY | {"speculative_config": NGRAM}),
 }
 # Every family with experts or latent attention, its layers sliced and its experts divided.
 DRAFTERS: dict[str, dict[str, Any]] = {

@@ -130,7 +130,9 @@ def test_a_process_is_a_rank_of_one_model_at_a_time(monkeypatch: pytest.MonkeyPa
         join_ranks(LlmArgs.from_kwargs("zoo:llama", tensor_parallel_size=2))
 
 
-@pytest.mark.parametrize("family", ["qwen2-moe", "qwen3-moe", "mixtral", "llama4", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "family", ["qwen2-moe", "qwen3-moe", "mixtral", "llama4", "gemma3", "deepseek-v3"]
+)
 def test_the_sizes_of_every_family_are_checked_without_its_weights(
     family: str, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.distributed.cases import ALL, CASES, FAMILIES, GRID
 from tests.distributed.tiny_models import save_tiny
+from tests.distributed.world import EXCHANGES
 from tests.distributed.worlds import run_world
 
 pytest.importorskip("mpi4py")
@@ -18,6 +19,9 @@ LONG = (
     "adaptive-draft-model",
     "adaptive-trees",
     "draft-model-token-map-one-model",
+    "eagle",
+    "fp8",
+    "llama4-parts",
     "plain-experts",
 )
 
@@ -28,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outputs(tmp_path: Path, folder: Path, num_ranks: int, names: list[str]) -> dict[str, Any]:
-    for name in {ALL[name].model for name in names} | {"eagle", "eagle3"}:
+    for name in {ALL[name].model for name in names if name in ALL} | {"eagle", "eagle3"}:
         if not name.startswith("zoo:"):
             save_tiny(folder, name)
     results = tmp_path / "results"
@@ -40,15 +44,50 @@ def outputs(tmp_path: Path, folder: Path, num_ranks: int, names: list[str]) -> d
     return found
 
 
-def check(tmp_path: Path, folder: Path, num_ranks: int, names: list[str]) -> None:
-    found = outputs(tmp_path, folder, num_ranks, names)
-    for name in names:
+def assert_outputs_of_one_rank(found: dict[str, Any], folder: Path) -> None:
+    for name, outputs in found.items():
         expected = ALL[name].outputs(str(folder), 1)
-        assert found[name] == json.loads(json.dumps(expected)), name
+        assert outputs == json.loads(json.dumps(expected)), name
 
 
-def test_two_ranks_emit_the_tokens_of_one(tmp_path: Path, folder: Path) -> None:
-    check(tmp_path, folder, 2, [name for name in CASES if name not in LONG])
+def check(tmp_path: Path, folder: Path, num_ranks: int, names: list[str]) -> None:
+    assert_outputs_of_one_rank(outputs(tmp_path, folder, num_ranks, names), folder)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two ranks gave, by name."""
+    names = [name for name in CASES if name not in LONG] + list(EXCHANGES)
+    return outputs(tmp_path_factory.mktemp("world"), folder, 2, names)
+
+
+def test_two_ranks_emit_the_tokens_of_one(two_ranks: dict[str, Any], folder: Path) -> None:
+    compared = {name: found for name, found in two_ranks.items() if name in ALL}
+    assert_outputs_of_one_rank(compared, folder)
+
+
+def test_the_exchange_of_best_tokens_sends_little_and_changes_no_text(
+    two_ranks: dict[str, Any],
+) -> None:
+    """All logits are gathered where sampling needs more."""
+    exchanged, gathered = two_ranks["gathered_bytes"]
+    for way, found in exchanged.items():
+        assert found["tokens"] == gathered[way]["tokens"], way
+        logits, offers = gathered[way]["row_bytes"], [16]  # two ranks' values and tokens
+        assert min(logits) >= 4096  # 1,024 in float32
+        if way in ("greedy", "sampled"):
+            assert found["row_bytes"] == offers, way
+        elif way == "filtered":  # drafts are filtered, too
+            assert found["row_bytes"] == logits
+        else:  # drafts are exchanged
+            assert set(offers) < set(found["row_bytes"]) <= {*offers, *logits}, way
+    assert exchanged["greedy"]["tokens"] != exchanged["sampled"]["tokens"]
+
+
+def test_ranks_that_share_a_device_are_counted_when_they_join(two_ranks: dict[str, Any]) -> None:
+    """CUDA graphs hold the sums of ranks that do not share a GPU."""
+    expected = [[[2, True]] * 2, [[2, False]] * 2, [[1, True]] * 2]
+    assert two_ranks["ranks_on_devices"] == expected
 
 
 @pytest.mark.slow

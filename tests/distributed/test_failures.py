@@ -100,6 +100,7 @@ def test_a_killed_rank_ends_the_model_that_started_it(folder: str) -> None:
     assert "error rank 1 (process" in output and "all ranks end: rank 1" in output
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_before_it_joins_ends_the_model_that_started_it(
     folder: str, tmp_path: Path
 ) -> None:

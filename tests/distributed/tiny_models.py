@@ -10,7 +10,9 @@ from tests.models.deepseek import save_deepseek
 from tests.models.fp8_checkpoint import quantise
 from tests.models.helpers import save_checkpoint
 from tests.models.mtp_reference import save_predictable
+from tests.models.test_gemma3 import save_gemma3
 from tests.models.test_llama4 import save_llama4
+from tests.models.test_phi3 import save as save_phi3
 from tests.models.tiny_eagle import write_tiny_eagle
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 
@@ -56,6 +58,8 @@ SAVERS = {
     "llama-fp8-by-token": save_fp8_by_token,
     "mixtral": lambda folder: save_checkpoint(folder, "Mixtral", num_local_experts=4),
     "llama4": lambda folder: save_llama4(folder, **LLAMA4),
+    "gemma3": save_gemma3,
+    "phi3": save_phi3,
     "deepseek-v2": lambda folder: save_deepseek(folder, "DeepseekV2", **V2),
     "deepseek-v3-strong": lambda folder: save_deepseek(folder, "DeepseekV3"),
     "deepseek-v3": lambda folder: save_predictable(folder, num_modules=2),

@@ -1,8 +1,9 @@
 """What mpirun starts in tests, once for each rank: runs the cases one after another.
 
-    mpirun -n N python -m tests.distributed.world RESULTS MODEL_FOLDER CASE...
+    mpirun -n N python -m tests.distributed.world RESULTS MODEL_FOLDER NAME...
 
-Rank 0 writes to RESULTS, as JSON, each case's outputs. No rank may use pickle."""
+A name is that of a case or in EXCHANGES. Rank 0 writes to RESULTS, as JSON, what each gives. No
+rank may use pickle."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.distributed.cases import ALL
+from tests.distributed.exchanges import gathered_bytes, ranks_on_devices
 from tests.distributed.no_pickle import PickleUsedError, forbid_pickle
 from tests.distributed.worlds import SECONDS
+
+EXCHANGES = {"gathered_bytes": gathered_bytes, "ranks_on_devices": ranks_on_devices}
 
 
 def main() -> None:
@@ -26,11 +30,12 @@ def main() -> None:
     with suppress(PickleUsedError):
         MPI.COMM_SELF.bcast(names)
         raise AssertionError("mpi4py's bcast must fail here")
+    runs = {name: case.outputs for name, case in ALL.items()} | EXCHANGES
     found = {}
     for name in names:
         print(f"rank {MPI.COMM_WORLD.rank}: {name}", flush=True)
         try:
-            found[name] = ALL[name].outputs(folder, MPI.COMM_WORLD.size)
+            found[name] = runs[name](folder, MPI.COMM_WORLD.size)
         except SystemExit as end:  # another rank than the first, after rank 0's end
             if end.code:
                 raise

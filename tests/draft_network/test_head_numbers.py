@@ -111,6 +111,7 @@ def test_the_zoos_head_has_the_numbers_of_torch(make_network: MakeNetwork) -> No
     assert_equal_rounds(head_pair(head, make_network(head)), 2048)
 
 
+@pytest.mark.thinned
 def test_200_greedy_steps_give_equal_drafts_logits_states_and_kv(make_network: MakeNetwork) -> None:
     """Each step reads the state of the one before."""
     head = zoo_head()

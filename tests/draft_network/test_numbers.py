@@ -85,6 +85,7 @@ def test_every_architecture_of_the_family_has_the_numbers_of_torch(
     assert_equal_steps((torch_side(model), network_side(model, make_network(model))), 128)
 
 
+@pytest.mark.thinned
 def test_200_greedy_steps_give_equal_tokens_logits_and_kv(zoo: tuple[Side, Side]) -> None:
     prompt = [Random(2).randrange(2048) for _ in range(30)]
     for side in zoo:

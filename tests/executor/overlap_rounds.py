@@ -5,18 +5,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.executor.draft_caches import (
     one_model,
 )
 from tests.executor.harness import Harness, output_of
+from tests.executor.hooks import rounds_in_flight
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_eagle3 import rewrite, write_tiny_eagle3
-from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.rounds.launched_round import LaunchedRound
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35]
 PAGE = {"kv_cache_config": {"tokens_per_block": 4}}
@@ -51,23 +49,11 @@ def make_of(folder: Path, tiny: Path, mode: str) -> Make:
     return make
 
 
-def before_launch(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, look: Callable[..., None]
-) -> None:
-    launch = harness.parts.runner.launch
-
-    def watched(batch: ScheduledBatch) -> LaunchedRound:
-        look(batch)
-        return launch(batch)
-
-    monkeypatch.setattr(harness.parts.runner, "launch", watched)
-
-
 def num_rounds_with(harness: Harness, request: LlmRequest) -> int:
     """Rounds in flight that bring the request at least one token."""
     return sum(
         request in launched.ended_contexts or request in launched.batch.generation_requests
-        for launched in harness.executor._in_flight
+        for launched in rounds_in_flight(harness.executor)
     )
 
 

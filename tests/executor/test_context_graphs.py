@@ -95,7 +95,7 @@ def ranks(request: LlmRequest) -> list[dict[int, int | None] | None]:
     return [entry and {token: each.rank for token, each in entry.items()} for entry in found]
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     "options", [{}, {"enable_chunked_prefill": True, "max_num_tokens": 45}], ids=str

@@ -120,7 +120,7 @@ def test_longer_contexts_than_the_measured_ones_make_drafts_pay() -> None:
 
 
 def test_a_limit_leaves_the_best_of_the_shorter_lengths_and_no_probe_exceeds_it() -> None:
-    controls = controller(limits=DraftLenLimits(schedule={1: 2}))
+    controls = controller(limits=DraftLenLimits({1: 2}))
     asked = []
     for _ in range(3000):
         asked += play(controls, 1, 3)

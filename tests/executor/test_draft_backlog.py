@@ -98,7 +98,7 @@ def test_plain_rounds_share_one_forward_of_the_draft_network(
     assert rows == [4, 1, 1]
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_draft_cache_lacks_only_the_positions_of_the_backlog(

@@ -79,7 +79,7 @@ def assert_alike(ours: list[LlmRequest], theirs: list[LlmRequest]) -> None:
     assert sum(sum(request.counters.by_drafted[1:]) for request in ours) > 20
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mode", ON_CPU)
 def test_a_captured_catch_up_writes_what_an_eager_one_writes(
@@ -93,6 +93,7 @@ def test_a_captured_catch_up_writes_what_an_eager_one_writes(
     assert all_pages_are_back(harness.executor)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("mode", ON_CPU)
 def test_no_catch_up_has_more_rows_than_a_round_may_have(
     tiny: Path, tiny_draft: Path, head: Path, eager_graphs: None, mode: str

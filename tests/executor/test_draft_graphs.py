@@ -78,7 +78,7 @@ def test_the_drafts_of_graphs_are_those_without(
         with_graphs(monkeypatch, tiny, (1, 4, 8), {3}, **speculation),
         Harness(tiny, **speculation),
     )
-    windows = [watch_windows(each, monkeypatch) for each in (watched.harness, eager)]
+    windows = [watch_windows(each) for each in (watched.harness, eager)]
     ours, theirs = (submit_mixture(each, 7, is_sampled) for each in (watched.harness, eager))
     watched.harness.run()
     eager.run()
@@ -168,7 +168,7 @@ def test_a_change_of_the_draft_length_is_drafted_for_in_graphs(
     speculation = two_model(drafts, mode)
     watched = with_graphs(monkeypatch, tiny, (1,), {1, 3}, **speculation)
     eager = Harness(tiny, **speculation)
-    windows = [watch_windows(each, monkeypatch) for each in (watched.harness, eager)]
+    windows = [watch_windows(each) for each in (watched.harness, eager)]
     requests = []
     for harness in (watched.harness, eager):
         lengths = iter([3, *[3] * 5, *[1] * 4, *[0] * 3, *[3] * 100])
@@ -188,7 +188,7 @@ def test_a_draft_model_needs_a_graph_of_the_rounds_own_draft_length(
 ) -> None:
     watched = with_graphs(monkeypatch, tiny, (1,), {3}, **two_model(drafts, "draft_target"))
     harness = watched.harness
-    windows = watch_windows(harness, monkeypatch)
+    windows = watch_windows(harness)
     harness.submit([7, 8, 9], max_tokens=4)  # its rounds have more drafts than it can emit
     harness.run()
     assert {len(window) for window in windows.values()} == {4}
@@ -248,7 +248,7 @@ def test_on_a_gpu_the_drafts_of_graphs_are_those_without(
         on_cuda(tiny, None, **speculation),
     )
     plain, watched = on_cuda(tiny, None), watch(harness, monkeypatch)
-    windows = [watch_windows(each, monkeypatch) for each in (harness, eager)]
+    windows = [watch_windows(each) for each in (harness, eager)]
     num_replayed, graphs = list[int](), watched.graphs
     run = graphs.run
 

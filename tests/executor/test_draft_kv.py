@@ -57,7 +57,7 @@ def check_that_writes_are_private(harness: Harness, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rows, "build", watched)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", [{}, TREE], ids=["chain", "tree"])

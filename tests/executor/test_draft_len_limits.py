@@ -2,6 +2,7 @@
 
 import pytest
 
+from tllm_spec.config.draft_len_schedule import draft_len_limits
 from tllm_spec.config.speculative_config import UserProvidedDecodingConfig
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.draft_len_limits import (
@@ -13,7 +14,7 @@ from tllm_spec.executor.speculative.draft_length.draft_len_limits import (
 
 
 def test_the_entry_of_the_largest_key_not_above_the_batch_size_holds() -> None:
-    limits = DraftLenLimits(schedule={8: 0, 2: 4, 4: 2})
+    limits = DraftLenLimits({8: 0, 2: 4, 4: 2})
     assert [limits.max_steps(size) for size in (1, 2, 3, 4, 7, 8, 99)] == [
         NO_LIMIT,
         4,
@@ -23,7 +24,7 @@ def test_the_entry_of_the_largest_key_not_above_the_batch_size_holds() -> None:
         0,
         0,
     ]
-    assert limits.reachable == (0, 2, 4)
+    assert limits.reachable == {0, 2, 4}
 
 
 def test_windows_leave_contexts_a_fourth_of_the_rows_where_others_may_join() -> None:
@@ -41,28 +42,28 @@ def test_trees_that_are_as_wide_at_any_depth_have_all_drafts_or_none() -> None:
 
 
 def test_no_drafts_above_max_concurrency() -> None:
-    limits = DraftLenLimits(max_concurrency=4)
+    limits = DraftLenLimits(draft_len_limits(None, 4))
     assert [limits.max_steps(size) for size in (4, 5)] == [NO_LIMIT, 0]
-    assert limits.reachable == (0,)
+    assert limits.reachable == {0}
 
 
 def test_the_number_of_requests_is_compared_not_its_padding() -> None:
     slots = {"strategy": "ema", 1: {"candidate_steps": [3]}}
     controls = AdaptiveController.from_config(
-        slots, graph_batch_sizes=[8], limits=DraftLenLimits(max_concurrency=5)
+        slots, graph_batch_sizes=[8], limits=DraftLenLimits({6: 0})
     )
     assert [controls.steps_for(size) for size in (5, 6)] == [3, 0]
 
 
 def test_a_fixed_draft_length_is_shortened_by_limits_only() -> None:
-    controls = AdaptiveController.fixed(5, limits=DraftLenLimits(schedule={1: 4, 9: 0}))
+    controls = AdaptiveController.fixed(5, limits=DraftLenLimits({1: 4, 9: 0}))
     assert not controls.observe(4, [0] * 4, 4)
     assert [controls.steps_for(size) for size in (1, 8, 9)] == [4, 4, 0]
     assert AdaptiveController.fixed(5).steps_for(500) == 5
 
 
 def test_a_ladder_without_a_length_within_the_limit_means_plain_decoding() -> None:
-    limits = DraftLenLimits(schedule={1: 4, 8: 2})
+    limits = DraftLenLimits({1: 4, 8: 2})
     ladder = {"candidate_steps": [3, 7]}
     for strategy in ("ema", "cost_model"):
         controls = AdaptiveController.from_config({"strategy": strategy, 1: ladder}, limits=limits)

@@ -53,7 +53,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_heads(tmp_path_factory.mktemp("head"))
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_the_draft_cache_always_equals_a_prefill_of_the_true_tokens(

@@ -14,9 +14,6 @@ from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_eagle3 import edit_config, rewrite, write_tiny_eagle3
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request import RequestState
-from tllm_spec.executor.speculative.drafting.drafter import ReadyDrafts
-from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
-from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 
 PROMPT = [3, 14, 15, 9, 26]
 
@@ -174,25 +171,6 @@ def test_every_third_of_the_captured_states_is_written_on_the_shallowest_target_
     spec = harness.parts.runner.engine.spec
     assert spec is not None
     assert all(part.any() for part in spec.captured(4).chunk(3, dim=-1))
-
-
-def test_what_the_modes_are_built_from(tiny: Path, tiny_draft: Path, head: Path) -> None:
-    """Rounds with drafts overlap; `extra` positions after a round's own tokens are written by the
-    drafter."""
-    one_model = draft_target(tiny_draft, 3, draft_target_one_model=True)
-    for options, drafter, round_end, extra in (
-        (eagle3(head, 3), ReadyDrafts, DraftWorker, 2),
-        (eagle3(head, 3, eagle3_one_model=False), ReadyDrafts, DraftWorker, 2),
-        (one_model, ReadyDrafts, DraftWorker, 3),
-        (draft_target(tiny_draft, 3), ModelDrafter, ModelDrafter, 0),
-    ):
-        parts = Harness(tiny, **options).parts
-        assert type(parts.drafter) is drafter and type(parts.runner.round_end) is round_end
-        assert parts.max_in_flight == 1 and parts.kv.extra_kv_tokens == extra
-        assert parts.drafts_in_flight
-        assert parts.scheduler.limits.overshoot == 2 * 4 - 1 + extra
-        alone = Harness(tiny, **options, disable_overlap_scheduler=True).parts
-        assert alone.max_in_flight == 0 and alone.scheduler.limits.overshoot == 4 - 1 + extra
 
 
 def test_a_head_with_a_reduced_vocabulary_drafts_the_targets_ids(

@@ -1,5 +1,6 @@
-"""EAGLE-3 heads for targets with another attention than the head's: latents, chunks, experts. In
-every situation the drafts are those of a slow loop over the true tokens."""
+"""EAGLE-3 heads for targets with another attention than the head's: latents, chunks, windows and
+scaled embeddings, experts. In every situation the drafts are those of a slow loop over the true
+tokens."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.executor.harness import Harness, all_pages_are_back
 from tests.executor.test_mtp import PAGES, SITUATIONS
 from tests.models.deepseek import save_deepseek
 from tests.models.helpers import random_tokens, save_checkpoint
+from tests.models.test_gemma3 import save_gemma3
 from tests.models.test_llama4 import save_llama4
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 
@@ -26,6 +28,7 @@ CHUNKS = {"attention_chunk_size": 14, "floor_scale": 12, "no_rope_layer_interval
 SAVERS: dict[str, Callable[[Path], Any]] = {
     "latents": lambda folder: save_deepseek(folder, "DeepseekV3"),
     "chunks": lambda folder: save_llama4(folder, num_hidden_layers=3, **CHUNKS),
+    "windows": save_gemma3,
     "experts": lambda folder: save_checkpoint(folder, "Qwen3Moe", num_hidden_layers=3, **EXPERTS),
 }
 DRAFT_LEN = 3
@@ -37,7 +40,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2, **sizes)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("target", SAVERS)
 @pytest.mark.parametrize("one_model", [True, False])

@@ -1,7 +1,6 @@
 """EAGLE-1/2 heads through the engine on both paths: which drafts they make, that the text is plain
 decoding's, and which folders and options are refused."""
 
-from itertools import cycle
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,17 +10,14 @@ import torch
 
 from tests.executor.draft_caches import (
     HOT,
-    SMALL_POOL,
     TREE,
-    assert_texts_are,
     eagle,
     eagle3,
     generating,
     submit_traffic,
-    with_lengths,
 )
 from tests.executor.graph_rounds import num_replays, submit_mixture, with_graphs
-from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
+from tests.executor.harness import Harness, draft_target, output_of
 from tests.models.deepseek import save_deepseek
 from tests.models.eagle3_runner import captured_states
 from tests.models.eagle_reference import EagleReference
@@ -37,7 +33,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chains": {},
     "dynamic trees": TREE,
     "static trees": {"eagle_choices": [[0], [1], [0, 0], [1, 1], [0, 0, 0]]},
-    "a schedule": {"draft_len_schedule": {1: 3, 3: 2, 8: 0}},
 }
 
 
@@ -75,48 +70,6 @@ def test_the_engine_drafts_the_tokens_of_the_plain_torch_reference(
             assert window == [request.tokens[-1], *tokens[-DRAFT_LEN:]]
             num_checked += 1
     assert num_checked > 20
-
-
-@pytest.mark.thinned
-@pytest.mark.parametrize("pool", [{}, SMALL_POOL], ids=["undisturbed", "preempted"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_text_is_plain_decodings_and_both_paths_accept_the_same_drafts(
-    tiny: Path, head: Path, shape: str, pool: dict[str, Any]
-) -> None:
-    plain = Harness(tiny, **pool)
-    expected = submit_traffic(plain, Random(4), 14)
-    plain.run()
-    if pool and "tree" in shape:
-        pool = pool | {"max_num_tokens": 60}
-    for overlap in (True, False):
-        found = []
-        for one_model in (True, False):
-            options = eagle(head, DRAFT_LEN, eagle3_one_model=one_model, **SHAPES[shape])
-            harness = Harness(tiny, **pool, **options, disable_overlap_scheduler=not overlap)
-            requests = submit_traffic(harness, Random(4), 14)
-            harness.run()
-            assert_texts_are(requests, expected)
-            assert all_pages_are_back(harness.executor)
-            assert bool(harness.parts.scheduler.num_preemptions) == bool(pool)
-            found.append(figures(requests))
-        assert found[0] == found[1]
-        assert sum(stats.num_accepted_tokens for _, stats in found[0]) > 0
-
-
-@pytest.mark.parametrize("one_model", [True, False])
-def test_tiers_that_change_between_chains_trees_and_none_change_no_text(
-    tiny: Path, head: Path, one_model: bool
-) -> None:
-    trees = [{"max_draft_len": 3, "dynamic_tree_max_topK": 2, "max_total_draft_tokens": 4}]
-    adaptive = {"candidate_steps": [0, 1, 3], "candidate_trees": trees}
-    options = eagle(head, DRAFT_LEN, eagle3_one_model=one_model, adaptive=adaptive, **TREE)
-    plain, harness = Harness(tiny), Harness(tiny, **options)
-    with_lengths(harness, cycle([0, 3, 4, 4, 1, 0, 0, 4]))
-    expected, requests = (submit_traffic(each, Random(3), 12) for each in (plain, harness))
-    plain.run()
-    harness.run()
-    assert_texts_are(requests, expected)
-    assert sum(stats.num_accepted_tokens for _, stats in figures(requests)) > 0
 
 
 @pytest.mark.thinned

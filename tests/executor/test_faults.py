@@ -89,6 +89,7 @@ def assert_clean(llm: LLM) -> None:
     assert all_pages_are_back(llm._executor)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -130,6 +131,7 @@ def test_parameters_that_name_tokens_or_rows_outside_the_model_are_refused(
         llm.generate(GOOD[0], options)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("prompt", [[1, NAN_TOKEN, 2], [1, 2, NAN_TOKEN], [NAN_TOKEN]])
 def test_a_prompt_whose_logits_are_nan_fails_alone(
     llm: LLM, expected: list[list[int]], prompt: list[int]
@@ -182,6 +184,7 @@ def raising(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("processor", "message", "num_tokens"),
     [
@@ -321,7 +324,7 @@ def test_cancelling_at_random_moments_frees_everything_and_changes_no_other_text
     }
     chance = random.Random(11)
     with make_llm(model, **options, **draft_target(tiny_draft)) as llm:
-        for _ in range(12):
+        for _ in range(4):
             handles = [llm.generate_async(GOOD[i % 3], PARAMS) for i in range(12)]
             victims = chance.sample(range(12), 6)
             for index in victims:

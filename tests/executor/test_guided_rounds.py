@@ -58,7 +58,7 @@ def test_the_round_before_is_read_and_masks_are_filled_after_the_forward_is_laun
     assert events == [*chain(*rounds), "read 5"]
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 def test_guided_text_is_that_without_graphs_and_overlap(
@@ -85,7 +85,7 @@ def test_guided_text_is_that_without_graphs_and_overlap(
     assert all_pages_are_back(harness.executor)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "plain"])
 def test_guided_text_does_not_depend_on_draft_lengths_that_change_from_round_to_round(
@@ -166,7 +166,7 @@ def test_where_grammars_are_refused_rounds_have_no_second_graphs(
     assert guided is not None and guided.tails.tiers
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("mode", ["plain", "eagle3", "eagle3_tree", "draft_target_two_model"])
 def test_guided_requests_that_are_preempted_or_cancelled_leave_the_others_text(

@@ -9,12 +9,12 @@ import pytest
 
 from tests.executor.draft_caches import SMALL_POOL, submit_traffic
 from tests.executor.harness import Harness, ScriptedDrafter, all_pages_are_back, output_of
+from tests.executor.hooks import before_launch, rounds_in_flight
 from tests.executor.overlap_rounds import NO_OVERLAP, assert_same_text
 from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import ResourceManager
-from tllm_spec.executor.rounds.launched_round import LaunchedRound
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35]
 
@@ -42,12 +42,8 @@ class Watched(Harness):
         self.drafted: list[int] = []
         self.launched: list[int] = []
         self.num_dropped = 0
-        scheduler, drafter, runner = self.parts.scheduler, self.parts.drafter, self.parts.runner
-        schedule, prepare, launch = (
-            scheduler.schedule,
-            drafter.prepare_draft_tokens,
-            runner.launch,
-        )
+        scheduler, drafter = self.parts.scheduler, self.parts.drafter
+        schedule, prepare = scheduler.schedule, drafter.prepare_draft_tokens
 
         def watched_schedule(
             generating: list[LlmRequest], shape: DraftShape, **options: bool
@@ -61,18 +57,17 @@ class Watched(Harness):
                 self.drafted.append(self._in_flight)
             prepare(batch)
 
-        def watched_launch(batch: ScheduledBatch) -> LaunchedRound:
+        def look(batch: ScheduledBatch) -> None:
             self.launched.append(self._in_flight)
             self.num_dropped += self._generating - len(batch.generation_requests)
-            return launch(batch)
 
         scheduler.schedule = watched_schedule  # type: ignore[method-assign] # the harness looks on
         drafter.prepare_draft_tokens = watched_prepare  # type: ignore[method-assign] # the same
-        runner.launch = watched_launch  # type: ignore[method-assign] # the same
+        before_launch(self.executor, look)
 
     @property
     def _in_flight(self) -> int:
-        return len(self.executor._in_flight)
+        return len(rounds_in_flight(self.executor))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -111,6 +106,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("mode", MODES)
 def test_texts_are_those_of_rounds_that_are_read_at_once(

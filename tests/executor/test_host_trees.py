@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.executor.harness import Harness, ScriptedDrafter, all_pages_are_back, output_of
+from tests.executor.hooks import before_launch
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, chain_of
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import NGramDecodingConfig, UserProvidedDecodingConfig
@@ -15,8 +16,6 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
-from tllm_spec.executor.rounds.launched_round import LaunchedRound
-from tllm_spec.executor.speculative.drafting import host_trees
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.host_tree import HostTree
 from tllm_spec.kernels.draft_layout import DraftLayout
@@ -25,8 +24,6 @@ PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9] * 11]
 DEPTH, NUM_NODES = 3, 10
 TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2}
 TREE_OF_3 = {"max_draft_len": 2, "dynamic_tree_max_topK": 2, "max_total_draft_tokens": 3}
-# From how many requests on a round's trees are arrays.
-MIN_REQUESTS = pytest.mark.parametrize("min_requests", [1, 16], ids=["arrays", "objects"])
 
 
 def push(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -97,21 +94,16 @@ def trees(drafter: Drafter, **options: Any) -> dict[str, Any]:
     return {"speculative_config": config | options}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("as_parents", [False, True], ids=["paths", "parents"])
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("page_size", [2, 32])
-@MIN_REQUESTS
 def test_the_text_is_plain_decodings_and_the_right_path_is_accepted(
     tiny: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    min_requests: int,
     sampling: str,
     as_parents: bool,
     page_size: int,
 ) -> None:
-    monkeypatch.setattr(host_trees, "MIN_REQUESTS", min_requests)
-    if min_requests == 1:
-        monkeypatch.delattr(host_trees, "tree_of")  # the objects are not needed
 
     def submit_to(harness: Harness) -> list[LlmRequest]:
         return [
@@ -163,16 +155,12 @@ def test_the_bits_of_63_drafts_fill_a_signed_number() -> None:
         ([1] * 70, range(70), "a tree has at most 63 tokens, not 70"),
     ],
 )
-@MIN_REQUESTS
 def test_what_is_no_tree_fails_its_request_and_no_other(
     tiny: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    min_requests: int,
     tokens: Any,
     parents: Any,
     message: str,
 ) -> None:
-    monkeypatch.setattr(host_trees, "MIN_REQUESTS", min_requests)
 
     class Wrong(Drafter):
         def prepare_draft_tokens(
@@ -206,13 +194,8 @@ def test_a_round_without_branches_has_the_window_of_a_chain(tiny: Path) -> None:
         return [[1, 2], [3]] if branches else [1, 2]
 
     harness = Harness(tiny, **trees(ScriptedDrafter(propose)))
-    shapes, launch = [], harness.parts.runner.launch
-
-    def noted(batch: ScheduledBatch) -> LaunchedRound:
-        shapes.append(batch.shape)
-        return launch(batch)
-
-    harness.parts.runner.launch = noted  # type: ignore[method-assign]
+    shapes = list[DraftShape]()
+    before_launch(harness.executor, lambda batch: shapes.append(batch.shape))
     for seed in (0, 1):
         harness.submit([1, 2, 3], 12, seed=seed)
     harness.run()

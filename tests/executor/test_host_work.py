@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from tests.executor.hooks import before_launch, rounds_in_flight
 from tests.executor.one_group import all_are_free
 from tests.executor.scripted_rounds import ScriptedEngine
 from tllm_spec.config.draft_shape import DraftShape, chain_of
@@ -177,18 +178,17 @@ def test_a_round_that_is_scheduled_before_the_last_is_read_keeps_its_pages_and_n
     watched.parts.drafts_in_flight = watched.parts.plain_in_flight = False
     random, schedule = Random(2), watched.parts.scheduler.schedule
     watched.parts.draft_len_for = lambda *_: random.choice((0, 0, 0, 2, 7))
-    launch, in_flight = watched.parts.runner.launch, Counter[str]()
+    in_flight = Counter[str]()
 
     def watched_schedule(generating: list[LlmRequest], shape: DraftShape, **options: bool) -> Any:
-        in_flight["schedule"] += len(watched.executor._in_flight)
+        in_flight["schedule"] += len(rounds_in_flight(watched.executor))
         return schedule(generating, shape, **options)
 
-    def watched_launch(batch: ScheduledBatch) -> LaunchedRound:
-        in_flight["launch"] += len(watched.executor._in_flight)
+    def look(batch: ScheduledBatch) -> None:
+        in_flight["launch"] += len(rounds_in_flight(watched.executor))
         assert not any(request.is_finished for request in batch.requests())
-        return launch(batch)
 
-    watched.parts.runner.launch = watched_launch
+    before_launch(watched.executor, look)
     with mock.patch.object(watched.parts.scheduler, "schedule", watched_schedule):
         requests = submit_all_kinds(watched, Random(5))
         watched.run()

@@ -69,7 +69,7 @@ def conversations(
     return requests
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_draft_model_has_read_all_it_missed_when_it_drafts(

@@ -59,7 +59,7 @@ def source_of_drafts(harness: Harness, request: LlmRequest, slow: Any) -> int:
     return MATCH if length else NETWORK
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["undisturbed", "small_pool"])
 def test_a_long_match_takes_the_place_of_the_networks_drafts(
@@ -83,7 +83,7 @@ def test_a_long_match_takes_the_place_of_the_networks_drafts(
     assert all_pages_are_back(harness.executor)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("mode", ["draft_target", "eagle3", "eagle3_two_model"])
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_overlap_and_graphs_leave_texts_choices_and_figures_as_they_are(

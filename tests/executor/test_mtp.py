@@ -50,7 +50,7 @@ def vanilla(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[PlainM
     return folder, [PlainMTP(model, module_tensors(folder, index), folder) for index in range(3)]
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("one_model", [True, False])
 def test_each_draft_comes_from_its_own_module_as_in_a_slow_loop(
@@ -61,7 +61,7 @@ def test_each_draft_comes_from_its_own_module_as_in_a_slow_loop(
     check_drafts(folder, situation, lambda tokens: first.drafts(tokens, 3, later), **options)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("one_model", [True, False])
 def test_drafts_are_those_of_a_slow_loop(
@@ -116,7 +116,7 @@ def test_after_rounds_without_drafts_or_with_fewer_no_module_misses_anything(
     assert num_drafted > 10 and all(request.num_output_tokens == 30 for request in requests)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("is_vanilla", [False, True])
 @pytest.mark.parametrize("one_model", [True, False])
 def test_every_tree_is_that_of_a_slow_reference(
@@ -153,6 +153,7 @@ def test_every_tree_is_that_of_a_slow_reference(
     assert all_pages_are_back(harness.executor)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("one_model", [True, False])
 def test_replayed_rounds_of_chains_and_trees_give_the_texts_of_eager_rounds(
     one_model: bool, tmp_path: Path, eager_graphs: None

@@ -120,24 +120,11 @@ def test_every_draft_follows_the_documented_semantics(
     assert num_drafts > 200
 
 
-def test_max_draft_len_and_draft_len_both_limit_a_draft() -> None:
-    tokens = [1, 2, 3, 4, 5, 6, 1]
-    assert draft(tokens, draft_len=9) == [2, 3, 4]
-    assert draft(tokens, draft_len=9, max_draft_len=5) == [2, 3, 4, 5, 6]
-    assert draft(tokens, draft_len=2) == [2, 3]
-    assert draft(tokens, draft_len=0) == []
-
-
 def test_max_matching_ngram_size_is_the_longest_suffix_that_is_looked_up() -> None:
     tokens = [7, 1, 2, 30, 8, 1, 2, 40, 9, 2, 50, 8, 1, 2]
     assert draft(tokens, draft_len=1, max_matching_ngram_size=3) == [40]
     assert draft(tokens, draft_len=1, max_matching_ngram_size=2) == [30]
     assert draft(tokens, draft_len=1, max_matching_ngram_size=1, is_use_oldest=False) == [50]
-
-
-def test_a_shorter_suffix_is_looked_up_when_the_longer_one_is_new() -> None:
-    assert draft([1, 2, 3, 9, 2], max_matching_ngram_size=4) == [3, 9, 2]
-    assert draft([1, 2, 3]) == []
 
 
 def test_is_use_oldest_chooses_between_the_first_and_the_last_occurrence() -> None:
@@ -152,69 +139,12 @@ def test_without_is_keep_all_the_occurrence_with_a_full_draft_wins_over_the_newe
     assert draft(tokens, is_use_oldest=False, is_keep_all=False) == [2, 3, 4]
 
 
-def test_without_is_keep_all_a_public_pool_leaves_out_a_continuation_that_its_text_cut_short() -> (
-    None
-):
-    for options, expected in ((OLDEST, [2]), (LONGEST, [3, 4, 5])):
-        pool = make_pool(is_public_pool=True, **options)
-        pool.propose(0, [1, 2], 3)
-        pool.free(0)
-        pool.propose(1, [1, 3, 4, 5], 3)
-        assert pool.propose(2, [1], 3) == expected
-
-
-def test_a_private_pool_never_proposes_another_requests_tokens() -> None:
-    pool = make_pool(max_matching_ngram_size=3)
-    rng = random.Random(2)
-    texts = {request_id: [1, 2, 3] for request_id in range(4)}
-    for _ in range(100):
-        for request_id, tokens in texts.items():
-            # All requests have tokens 1, 2 and 3, and each has ten more of its own.
-            tokens += [
-                rng.choice((1, 2, 3, 10 * (request_id + 1) + rng.randrange(10))) for _ in range(3)
-            ]
-            proposed = pool.propose(request_id, tokens, 3)
-            assert all(token < 10 or token // 10 == request_id + 1 for token in proposed)
-
-
 def test_a_public_pool_proposes_continuations_of_requests_that_have_ended() -> None:
     for is_public_pool, expected in ((True, [3, 4]), (False, [])):
         pool = make_pool(is_public_pool=is_public_pool)
         pool.propose(0, [1, 2, 3, 4], 3)
         pool.free(0)
         assert pool.propose(1, [1, 2], 3) == expected
-
-
-def test_in_a_public_pool_the_end_of_one_text_does_not_hide_matches_in_others() -> None:
-    pool = make_pool(is_public_pool=True, is_use_oldest=False)
-    pool.propose(0, [5, 6, 7], 3)
-    pool.propose(1, [5, 6], 3)
-    assert pool.propose(2, [5, 6], 3) == [7]
-
-
-def test_a_growing_continuation_gets_longer_with_its_text() -> None:
-    for is_public_pool in (False, True):
-        pool, tokens = make_pool(is_use_oldest=False, is_public_pool=is_public_pool), [1]
-        assert pool.propose(0, tokens, 3) == []
-        drafts = []
-        for _ in range(4):
-            tokens.append(1)
-            drafts.append(pool.propose(0, tokens, 3))
-        assert drafts == [[1], [1], [1], [1]]
-        assert draft([1, 1, 1, 1], is_public_pool=is_public_pool, max_matching_ngram_size=1) == [
-            1,
-            1,
-            1,
-        ]
-
-
-def test_asking_again_without_new_tokens_gives_the_same_draft() -> None:
-    for is_public_pool in (False, True):
-        pool, tokens = (
-            make_pool(is_use_oldest=False, is_public_pool=is_public_pool),
-            [1, 2, 3, 1, 2],
-        )
-        assert pool.propose(0, tokens, 3) == pool.propose(0, tokens, 3) == [3, 1, 2]
 
 
 def test_a_private_pool_is_empty_after_its_request_and_a_freed_id_starts_anew() -> None:
@@ -250,19 +180,6 @@ def test_a_public_pool_lets_go_of_texts_that_have_no_entries_left() -> None:
         del tokens
     alive = [number for number, text in enumerate(watched) if text() is not None]
     assert alive and min(alive) >= 25
-
-
-def test_the_same_calls_give_the_same_drafts_however_the_text_arrives() -> None:
-    rng = random.Random(9)
-    tokens = rng.choices(range(6), k=300)
-    for options in (OLDEST, NEWEST, LONGEST):
-        pool, growing, at_once = make_pool(**options), [], []
-        for token in tokens:
-            growing.append(token)
-            last = pool.propose(0, growing, 3)
-            at_once.append(draft(growing.copy(), **options))
-            assert last == at_once[-1]
-        assert any(at_once)
 
 
 @pytest.mark.parametrize("options", [OLDEST, NEWEST, LONGEST])

@@ -7,8 +7,7 @@ import pytest
 
 from tllm_spec.executor.resources.ngram_pool import NGramPool
 from tllm_spec.executor.resources.ngram_tree_pool import MAX_OCCURRENCES, NGramTreePool
-from tllm_spec.executor.speculative.drafting.host_tree import HostTree
-from tllm_spec.executor.speculative.drafting.tree_arrays import Room
+from tllm_spec.executor.speculative.drafting.host_tree import HostTree, Room
 
 ROOM = Room(topk=3, max_nodes=12)
 OPTIONS: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """What the controller is told of each round: the draft length that produced it, whose results
 count, and its time."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,11 @@ import pytest
 
 from tests.executor.conftest import Clock
 from tests.executor.harness import Harness, output_of, user_provided
+from tests.executor.hooks import around_reads
 from tests.lossless.engines import tiny_engine
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.outputs import SpeculativeStats
 
 MAX_DRAFT_LEN = 4
@@ -67,13 +69,7 @@ def test_every_observation_carries_the_draft_length_that_produced_it(
     lengths = [4, 4, 1, 1, 0, 0, 4, 1, 4, 0, 1, 2, 4, 4, 3]
     asked = force(harness, cycle(lengths))
     lags = []
-    update = harness.executor._update_requests
-
-    def watched(launched: Any) -> list[LlmRequest]:
-        lags.append(len(asked) - 1 - len(told.rounds))
-        return update(launched)
-
-    harness.executor._update_requests = watched  # type: ignore[method-assign] # the test listens
+    around_reads(harness.executor, lambda _: lags.append(len(asked) - 1 - len(told.rounds)))
     requests = [harness.submit([i + 1, 2], max_tokens=90) for i in range(3)]
     harness.run()
     assert max(lags) == 1 + overlap  # one is the context's
@@ -194,6 +190,7 @@ def test_missing_drafts_are_no_rejections_for_the_gate_but_count_for_ema(tiny: P
     assert harness.parts.controller.state()["slots"]["1"]["steps"] == 1  # half a draft a request
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", DRAFTED)
 def test_padding_after_a_requests_own_limit_counts_as_rejected(
     tiny: Path, itself: tuple[Path, Path], mode: str
@@ -236,16 +233,17 @@ def test_a_time_belongs_to_the_round_that_took_it_and_to_one_draft_length(
 
     monkeypatch.setattr(harness.parts.runner.engine, "forward", slow)
     told, is_pure = Told(harness), []
-    update = harness.executor._update_requests
 
-    def watched(launched: Any) -> list[LlmRequest]:
+    def look(launched: LaunchedRound) -> Callable[[], None]:
         batch, before = launched.batch, len(told.rounds)
-        with_tokens = update(launched)
-        if len(told.rounds) > before:
-            is_pure.append(not batch.context_requests and batch.draft_len == told.rounds[-1][2])
-        return with_tokens
 
-    monkeypatch.setattr(harness.executor, "_update_requests", watched)
+        def note() -> None:
+            if len(told.rounds) > before:
+                is_pure.append(not batch.context_requests and batch.draft_len == told.rounds[-1][2])
+
+        return note
+
+    around_reads(harness.executor, look)
     lengths = cycle([4, 4, 4, 0, 0, 0])
     harness.parts.draft_len_for = lambda *_: next(lengths)
     for number in range(2):
@@ -310,6 +308,7 @@ def test_a_full_forward_makes_windows_shorter_along_the_ladder(
     assert harness.parts.controller.draft_lens_at(6) == {ladder[0]}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", DRAFTED)
 def test_a_shorter_tier_has_fewer_rows_in_the_targets_forward(
     monkeypatch: pytest.MonkeyPatch, tiny: Path, drafts: tuple[Path, Path], mode: str
@@ -340,16 +339,17 @@ def test_a_round_in_which_a_draft_model_catches_up_has_no_time(
     harness = Harness(tiny, **tiny_engine(mode, itself, MAX_DRAFT_LEN, adaptive=LADDER))
     told, catches_up = Told(harness), []
     force(harness, cycle([4] * 3 + [0] * 20 + [4] * 3 + [0] * 4))
-    update = harness.executor._update_requests
 
-    def watched(launched: Any) -> list[LlmRequest]:
+    def look(launched: LaunchedRound) -> Callable[[], None]:
         before = len(told.rounds)
-        with_tokens = update(launched)
-        if len(told.rounds) > before:
-            catches_up.append(launched.batch.catches_up)
-        return with_tokens
 
-    harness.executor._update_requests = watched  # type: ignore[method-assign] # the test listens
+        def note() -> None:
+            if len(told.rounds) > before:
+                catches_up.append(launched.batch.catches_up)
+
+        return note
+
+    around_reads(harness.executor, look)
     for number in range(2):
         harness.submit([number + 1, 2], max_tokens=300)
     harness.run()

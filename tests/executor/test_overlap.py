@@ -19,13 +19,13 @@ from tests.executor.draft_caches import (
     submit_traffic,
 )
 from tests.executor.harness import all_pages_are_back, output_of
+from tests.executor.hooks import before_launch, rounds_in_flight
 from tests.executor.overlap_rounds import (
     MODES,
     NO_OVERLAP,
     PROMPT,
     Make,
     assert_same_text,
-    before_launch,
     make_of,
     num_rounds_with,
     text_alone,
@@ -75,7 +75,7 @@ def test_a_round_is_launched_before_the_one_before_it_is_read(
         assert events == [event for i in range(9) for event in (f"launch {i}", f"read {i}")]
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("policy", ["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_rounds_in_flight_write_only_to_private_pages_that_their_requests_hold(
@@ -122,9 +122,7 @@ def test_rounds_in_flight_write_only_to_private_pages_that_their_requests_hold(
     assert_same_text(requests, expected)
 
 
-def test_a_request_that_is_known_to_finish_by_its_length_is_not_launched_again(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_is_known_to_finish_by_its_length_is_not_launched_again(make: Make) -> None:
     harness = make()
     num_launches: dict[int, int] = {}
 
@@ -135,7 +133,7 @@ def test_a_request_that_is_known_to_finish_by_its_length_is_not_launched_again(
             )
             num_launches[request.request_id] = num_launches.get(request.request_id, 0) + 1
 
-    before_launch(harness, monkeypatch, look)
+    before_launch(harness.executor, look)
     speculating = [
         harness.submit([i, *PROMPT], max_tokens=i + 1, temperature=HOT) for i in range(20)
     ]
@@ -156,15 +154,14 @@ def test_the_round_after_a_requests_end_changes_neither_reused_pages_nor_cached_
     second = harness.submit([50, 51], 30, temperature=HOT, seed=5)
     launched: list[LlmRequest] = []
     spoilt: list[int] = []
-    before_launch(harness, monkeypatch, lambda batch: launched.extend(batch.requests()))
+    before_launch(harness.executor, lambda batch: launched.extend(batch.requests()))
     respond = harness.executor._respond
 
     def spoil(responses: list[Response]) -> None:
         respond(responses)
         if first.is_finished and not spoilt:
-            assert launched[-1] is first and harness.executor._in_flight[-1].batch.requests() == [
-                first
-            ]
+            latest = rounds_in_flight(harness.executor)[-1]
+            assert launched[-1] is first and latest.batch.requests() == [first]
             spoil_free_pages(harness)
             spoilt.append(len(launched))
 

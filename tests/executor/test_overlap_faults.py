@@ -11,6 +11,7 @@ from tests.executor.draft_caches import (
     spoil_free_pages,
 )
 from tests.executor.harness import all_pages_are_back, output_of
+from tests.executor.hooks import before_launch, before_preemptions, rounds_in_flight
 from tests.executor.overlap_rounds import (
     GOOD,
     MODES,
@@ -19,7 +20,6 @@ from tests.executor.overlap_rounds import (
     PROMPT,
     Make,
     assert_same_text,
-    before_launch,
     good_texts,
     make_of,
     num_rounds_with,
@@ -44,6 +44,7 @@ def make(
     return make_of(tmp_path_factory.mktemp("drafts"), tiny, request.param)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("prompt", "params", "output"),
     [([1, NAN_TOKEN, 2], {}, []), ([1, 2, 3], {"logit_bias": {NAN_TOKEN: 1000.0}}, [NAN_TOKEN])],
@@ -52,7 +53,6 @@ def make(
 def test_a_request_with_nan_logits_fails_alone_though_its_next_round_is_in_flight(
     make: Make,
     model: Path,
-    monkeypatch: pytest.MonkeyPatch,
     prompt: list[int],
     params: dict[str, Any],
     output: list[int],
@@ -64,10 +64,10 @@ def test_a_request_with_nan_logits_fails_alone_though_its_next_round_is_in_fligh
     bad = harness.submit(prompt, 20, **params)
     late = harness.submit([0, *PROMPT], 24, seed=0, **GOOD)
     launched: list[LlmRequest] = []
-    before_launch(harness, monkeypatch, lambda batch: launched.extend(batch.requests()))
+    before_launch(harness.executor, lambda batch: launched.extend(batch.requests()))
     while not bad.is_finished:
         harness.round()
-    assert launched.count(bad) == 2 + len(output) and harness.executor._in_flight
+    assert launched.count(bad) == 2 + len(output) and rounds_in_flight(harness.executor)
     assert (
         bad.error is not None and "no token can be chosen" in bad.error and output_of(bad) == output
     )
@@ -77,6 +77,7 @@ def test_a_request_with_nan_logits_fails_alone_though_its_next_round_is_in_fligh
     assert all_pages_are_back(harness.executor)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("num_rounds", [1, 2, 5])
 def test_a_request_may_be_cancelled_while_a_round_of_it_is_in_flight(
     make: Make, num_rounds: int
@@ -107,7 +108,7 @@ def test_a_new_request_whose_processor_raises_does_not_cost_others_the_round_in_
     in_flight: list[int] = []
 
     def fail(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
-        in_flight.append(len(harness.executor._in_flight))
+        in_flight.append(len(rounds_in_flight(harness.executor)))
         raise KeyError("not today")
 
     harness = make()
@@ -147,25 +148,18 @@ def test_when_a_launch_fails_requests_that_were_only_in_the_round_in_flight_get_
     assert going_on.error == "OSError: no drafts today" and ending.finish_reason == "length"
     assert output_of(ending) == expected[0]
     assert output_of(going_on) and output_of(going_on) == expected[1][: going_on.num_output_tokens]
-    assert not harness.executor._in_flight and all_pages_are_back(harness.executor)
+    assert not rounds_in_flight(harness.executor) and all_pages_are_back(harness.executor)
     monkeypatch.undo()
     again = harness.submit([9, *PROMPT], 24)
     harness.run()
     assert output_of(again) == expected[1]
 
 
-def test_a_request_preempted_with_tokens_in_flight_continues_its_text(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.thinned(3)
+def test_a_request_preempted_with_tokens_in_flight_continues_its_text(make: Make) -> None:
     harness, alone = make(**SMALL_POOL), make(**NO_OVERLAP)
-    preempt = harness.parts.scheduler._preempt
     in_flight: list[int] = []
-
-    def watched(victim: LlmRequest, batch: ScheduledBatch) -> None:
-        in_flight.append(victim.tokens_in_flight)
-        preempt(victim, batch)
-
-    monkeypatch.setattr(harness.parts.scheduler, "_preempt", watched)
+    before_preemptions(harness.executor, lambda victim: in_flight.append(victim.tokens_in_flight))
     ours, theirs = (
         [each.submit([i, *PROMPT], 40, seed=i, logprobs=1, **GOOD) for i in range(6)]
         for each in (harness, alone)
@@ -180,7 +174,7 @@ def test_a_request_preempted_with_tokens_in_flight_continues_its_text(
 
 
 def test_with_a_logits_processor_every_round_is_read_first_and_other_texts_are_the_same(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    make: Make,
 ) -> None:
     seen: list[list[int]] = []
     in_flight: list[tuple[bool, int]] = []
@@ -192,10 +186,9 @@ def test_with_a_logits_processor_every_round_is_read_first_and_other_texts_are_t
 
     harness = make()
     before_launch(
-        harness,
-        monkeypatch,
+        harness.executor,
         lambda batch: in_flight.append(
-            (edited in batch.requests(), len(harness.executor._in_flight))
+            (edited in batch.requests(), len(rounds_in_flight(harness.executor)))
         ),
     )
     others = submit_good(harness)

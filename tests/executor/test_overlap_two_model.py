@@ -16,6 +16,7 @@ from tests.executor.harness import (
     draft_target,
     output_of,
 )
+from tests.executor.hooks import rounds_in_flight
 from tests.executor.tiny_llama import write_tiny_llama
 from tllm_spec.executor.batch import ScheduledBatch
 
@@ -49,14 +50,14 @@ def run_lengths(harness: Harness, lengths: list[int]) -> tuple[list[int], list[i
 
     def watched(batch: ScheduledBatch) -> None:
         if batch.draft_len:
-            in_flight.append(len(executor._in_flight))
+            in_flight.append(len(rounds_in_flight(executor)))
         prepare(batch)
 
     drafter.prepare_draft_tokens = watched  # type: ignore[method-assign] # a spy on this one object
     for draft_len in lengths:
         harness.parts.draft_len_for = lambda *_, draft_len=draft_len: draft_len
         harness.round()
-        left.append(len(executor._in_flight))
+        left.append(len(rounds_in_flight(executor)))
     harness.run()
     assert all_pages_are_back(executor)
     return in_flight[: sum(length > 0 for length in lengths) - 1], left
@@ -124,4 +125,4 @@ def test_disabling_overlap_also_disables_it_for_rounds_without_drafts(
     harness.parts.draft_len_for = lambda *_: 0
     harness.submit(PROMPT, max_tokens=9)
     while harness.round():
-        assert not harness.executor._in_flight
+        assert not rounds_in_flight(harness.executor)

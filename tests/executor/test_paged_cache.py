@@ -16,7 +16,7 @@ def common_length(left: list[int], right: list[int]) -> int:
     return next((i for i, (one, other) in pairs if one != other), min(len(left), len(right)))
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("partial_reuse", [True, False])
 @pytest.mark.parametrize("num_pages", [3, 8, 20])
@@ -43,7 +43,7 @@ SPANS = {
 }
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize(("page_size", "num_pages"), [(1, 24), (2, 13), (4, 9)])
 @pytest.mark.parametrize("name", SPANS)

@@ -146,7 +146,7 @@ def test_a_convinced_probe_becomes_the_length_and_ends_at_once() -> None:
 
 
 def test_a_batch_size_whose_limit_is_lower_takes_no_part_in_a_probe() -> None:
-    controls = controller(limits=DraftLenLimits(schedule={1: 3, 4: 2}))
+    controls = controller(limits=DraftLenLimits({1: 3, 4: 2}))
     play(controls, 600, 2)
     assert settled(controls) == controls.steps_for(4) == 2
     probed = 0

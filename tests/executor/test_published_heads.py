@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in the published formats through the engine, on both paths."""
+"""EAGLE-3 heads in the published formats through the engine."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.executor.draft_caches import HOT, eagle3, generating, proposer_of
-from tests.executor.harness import Harness, output_of
+from tests.executor.harness import Harness
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.eagle3_reference import Eagle3Reference
 from tests.models.eagle3_runner import captured_states
@@ -71,33 +71,15 @@ def submit(harness: Harness) -> list[LlmRequest]:
     ]
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_text_equals_plain_decoding_and_both_paths_accept_the_same_drafts(
-    name: str, deep: Path, tmp_path: Path
-) -> None:
-    head = write_tiny_eagle3(tmp_path, **HEADS[name])
-    plain = Harness(deep)
-    expected = submit(plain)
-    plain.run()
-    counts = []
-    for one_model in (True, False):
-        harness = Harness(deep, **head_options(head, eagle3_one_model=one_model))
-        spec = harness.parts.runner.engine.spec
-        assert spec is not None and spec.layers == LAYERS
-        requests = submit(harness)
-        harness.run()
-        assert [output_of(each) for each in requests] == [output_of(each) for each in expected]
-        counts.append([(each.counters.rounds, each.counters.by_accepted) for each in requests])
-    assert counts[0] == counts[1]
-    assert sum(sum(by_accepted[1:]) for _, by_accepted in counts[0]) > 0
-
-
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", HEADS)
 def test_the_engine_drafts_the_tokens_of_the_plain_torch_reference(
     name: str, deep: Path, tmp_path: Path
 ) -> None:
     head = write_tiny_eagle3(tmp_path, **HEADS[name])
     harness = Harness(deep, **head_options(head), disable_overlap_scheduler=True)
+    spec = harness.parts.runner.engine.spec
+    assert spec is not None and spec.layers == LAYERS
     target, slots = harness.parts.runner.engine.model, harness.parts.slots
     reference = Eagle3Reference(head, target)
     token_map = proposer_of(harness).net.token_map

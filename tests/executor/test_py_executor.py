@@ -64,6 +64,7 @@ def test_without_requests_there_is_nothing_to_do(tiny: Path) -> None:
     assert not Harness(tiny).round()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_after_every_round_device_and_host_agree_and_only_kept_tokens_have_pages(
     tiny: Path, speculation: dict[str, Any], seed: int
@@ -95,6 +96,7 @@ def test_neighbours_preemption_and_speculation_change_no_token(
     assert list(map(output_of, outputs[0])) == list(map(output_of, outputs[1]))
 
 
+@pytest.mark.thinned
 def test_a_request_that_is_given_up_for_another_client_has_the_same_text(
     tiny: Path, speculation: dict[str, Any]
 ) -> None:

@@ -55,7 +55,7 @@ def eagle3(head: Path, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 def test_a_request_holds_few_pages_however_long_it_gets(
     overlap: bool, mode: str, sliding: Path, tmp_path: Path
 ) -> None:

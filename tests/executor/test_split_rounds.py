@@ -13,6 +13,7 @@ from tests.executor.draft_caches import SMALL_POOL, count_forwards, eagle3, subm
 from tests.executor.graph_rounds import CPU, DUMMY, with_graphs
 from tests.executor.guided_rounds import grammar_of
 from tests.executor.harness import Harness, all_pages_are_back, output_of
+from tests.executor.hooks import before_launch, rounds_in_flight
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
@@ -32,34 +33,30 @@ def two_model(head: Path, draft_len: int = 3, **options: Any) -> dict[str, Any]:
     return eagle3(head, draft_len, eagle3_one_model=False, **options)
 
 
-def watch_windows(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> dict[tuple[int, int], list[int]]:
+def watch_windows(harness: Harness) -> dict[tuple[int, int], list[int]]:
     """The bonus token and the real drafts of every window that is launched, by request id and
     length."""
     seen: dict[tuple[int, int], list[int]] = {}
-    launch, slots = harness.parts.runner.launch, harness.parts.slots
+    slots = harness.parts.slots
 
-    def record(batch: ScheduledBatch) -> Any:
+    def record(batch: ScheduledBatch) -> None:
         for request in batch.generation_requests:
             num_drafts = min(batch.draft_len, int(slots.num_drafts[request.slot]))
             assert num_drafts == request.py_num_draft_tokens
             window = slots.window[request.slot, : 1 + num_drafts].tolist()
             seen[request.request_id, request.num_tokens] = window
-        return launch(batch)
 
-    monkeypatch.setattr(harness.parts.runner, "launch", record)
+    before_launch(harness.executor, record)
     return seen
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("in_turn", [False, True], ids=["overlap", "in_turn"])
 @pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["undisturbed", "small_pool"])
 @pytest.mark.parametrize("sampling", ["coupled", "greedy"])
 def test_the_windows_are_those_of_the_one_model_path(
     tiny: Path,
     head: Path,
-    monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],
     sampling: str,
     in_turn: bool,
@@ -70,7 +67,7 @@ def test_the_windows_are_those_of_the_one_model_path(
         eagle3(head, draft_sampling=sampling),
     ):
         harness = Harness(tiny, **options, **speculation, disable_overlap_scheduler=in_turn)
-        windows.append(watch_windows(harness, monkeypatch))
+        windows.append(watch_windows(harness))
         submit_traffic(harness, Random(4), 14)
         harness.run()
         assert bool(harness.parts.scheduler.num_preemptions) == bool(options)
@@ -111,7 +108,7 @@ def test_forward_and_tail_are_replayed_before_the_round_before_is_read(
         del events[:]
         for _ in range(num_rounds):
             harness.round()
-            assert len(harness.executor._in_flight) == 1
+            assert len(rounds_in_flight(harness.executor)) == 1
         assert events == ["forward", "tail", "read"] * num_rounds
 
 
@@ -179,29 +176,25 @@ def test_the_host_reports_the_drafts_of_the_round_before(tiny: Path, head: Path)
     harness = Harness(tiny, **two_model(head), disable_overlap_scheduler=True)
     request = harness.submit(PROMPT, max_tokens=60)
     reported: list[tuple[int, int]] = []
-    launch = harness.parts.runner.launch
 
-    def watched(batch: ScheduledBatch) -> Any:
+    def look(batch: ScheduledBatch) -> None:
         if batch.generation_requests:
             reported.append((batch.draft_len, batch.num_steps))
             assert request.py_num_draft_tokens == batch.num_steps
-        return launch(batch)
 
-    harness.parts.runner.launch = watched  # type: ignore[method-assign] # the test looks on
+    before_launch(harness.executor, look)
     for draft_len in (0, 0, 2, 3, 3, 1, 0, 2):
         harness.parts.draft_len_for = lambda *_, draft_len=draft_len: draft_len
         harness.round()
     assert reported == [(0, 0), (2, 0), (3, 2), (3, 3), (1, 1), (0, 0), (2, 0)]
 
 
-def test_after_a_pause_the_head_drafts_as_if_there_had_been_none(
-    tiny: Path, head: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_pause_the_head_drafts_as_if_there_had_been_none(tiny: Path, head: Path) -> None:
     windows = []
     for company in (False, True):
         speculation = two_model(head, max_concurrency=1)
         harness = Harness(tiny, **speculation, disable_overlap_scheduler=True)
-        windows.append(watch_windows(harness, monkeypatch))
+        windows.append(watch_windows(harness))
         request = harness.submit(PROMPT, max_tokens=50, seed=1)
         if company:
             harness.submit(PROMPT[::-1], max_tokens=15)
@@ -213,7 +206,7 @@ def test_after_a_pause_the_head_drafts_as_if_there_had_been_none(
     )
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["undisturbed", "small_pool"])
 @pytest.mark.parametrize("rejects", [False, True], ids=["coupled", "independent"])
@@ -221,7 +214,6 @@ def test_a_head_outside_torch_makes_the_windows_of_the_head_in_torch(
     tiny: Path,
     head: Path,
     eager_graphs: None,
-    monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],
     rejects: bool,
     graphs: bool,
@@ -231,7 +223,7 @@ def test_a_head_outside_torch_makes_the_windows_of_the_head_in_torch(
         speculation = two_model(head, draft_backend=backend, use_rejection_sampling=rejects)
         make = partial(with_graphs, sizes=(2, 4), draft_lens={0, 3}) if graphs else Harness
         harness = make(tiny, **options | {"max_batch_size": 8}, **speculation)
-        windows.append(watch_windows(harness, monkeypatch))
+        windows.append(watch_windows(harness))
         submit_traffic(harness, Random(5), 14)
         harness.run()
         assert bool(harness.parts.scheduler.num_preemptions) == bool(options)

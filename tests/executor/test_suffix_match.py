@@ -9,6 +9,7 @@ import pytest
 from tests.executor.draft_caches import SMALL_POOL, submit_traffic
 from tests.executor.graph_rounds import keys_of_build, num_replays, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back, output_of
+from tests.executor.hooks import before_launch
 from tests.kernels.test_suffix_match import drafts_of
 from tests.lossless.engines import tiny_engine
 from tllm_spec.config.llm_args import LlmArgs
@@ -29,9 +30,9 @@ def watch_drafts(harness: Harness, max_match: int = 64) -> dict[tuple[int, int],
     """Checks the drafts of every round that is launched after the one before was read, against the
     text that the host has. Returns them by request id and length of the text."""
     seen: dict[tuple[int, int], list[int]] = {}
-    launch, slots = harness.parts.runner.launch, harness.parts.slots
+    slots = harness.parts.slots
 
-    def watched(batch: ScheduledBatch) -> Any:
+    def look(batch: ScheduledBatch) -> None:
         for request in batch.generation_requests:
             number = min(int(slots.num_drafts[request.slot]), batch.draft_len)
             drafts = slots.window[request.slot, 1 : 1 + number].tolist()
@@ -40,9 +41,8 @@ def watch_drafts(harness: Harness, max_match: int = 64) -> dict[tuple[int, int],
                 ready = min(request.num_drafts_ready, batch.draft_len, request.draft_limit)
                 assert drafts == (expected[:ready] if length else [])
             seen[request.request_id, request.num_tokens] = drafts
-        return launch(batch)
 
-    harness.parts.runner.launch = watched  # type: ignore[method-assign] # the test looks on
+    before_launch(harness.executor, look)
     return seen
 
 

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.harness.tree_simulator import by_rank, draw, expected, num_accepted
+from tests.executor.simulated_trees import by_rank, draw, expected, num_accepted
 from tllm_spec.config.draft_shape import DraftShape, DraftShapes, chain_of
 from tllm_spec.executor.speculative.draft_length.draft_len_policy import ObservedRound
 from tllm_spec.executor.speculative.draft_length.rank_estimate import chain_counts, columns_of

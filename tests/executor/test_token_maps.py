@@ -19,7 +19,6 @@ from tests.executor.draft_caches import (
     submit_traffic,
     write_heads,
 )
-from tests.executor.graph_rounds import num_replays, submit_mixture, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_eagle3 import rewrite, write_tiny_eagle3
@@ -126,18 +125,6 @@ def test_for_rejection_sampling_a_drafts_distribution_is_over_the_targets_ids(
         assert torch.allclose(probs.sum(-1), torch.ones(1, 3)) and not probs[..., absent].any()
         first = slow_drafters(harness, [request])[0]._logits / 0.8
         assert torch.allclose(probs[0, 0, HOT_IDS], first.softmax(-1), atol=1e-4)
-
-
-@pytest.mark.parametrize("mode", ["eagle_two_model", "draft_target_two_model", "eagle_tree"])
-def test_graphs_hold_the_smaller_output_layer(
-    tiny: Path, tiny_draft: Path, head: Path, eager_graphs: None, mode: str, tmp_path: Path
-) -> None:
-    options = one_model(tiny_draft, head, mode, speculative_token_map=write_map(tmp_path, HOT_IDS))
-    eager, graphed = Harness(tiny, **options), with_graphs(tiny, (1, 4, 8), {0, 3}, **options)
-    expected, requests = (submit_mixture(each, 8, is_sampled=True) for each in (eager, graphed))
-    eager.run()
-    graphed.run()
-    assert figures(requests) == figures(expected) and len(num_replays(graphed)) > 2
 
 
 def test_the_output_layer_of_the_draft_has_the_maps_rows_and_the_targets_has_all(

@@ -106,6 +106,7 @@ def test_synthetic_acceptance_of_trees_is_by_depth_and_rank(
     assert first == pytest.approx(0.8, abs=0.05) and second == pytest.approx(0.72, abs=0.05)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("depth", "topk", "num_nodes"), [(1, 3, 3), (3, 3, 9), (3, 4, 20)])
 def test_every_tree_and_accepted_path_is_that_of_a_slow_reference(
@@ -128,6 +129,7 @@ def test_every_tree_and_accepted_path_is_that_of_a_slow_reference(
     assert_as_reference(harness, requests, list(map(output_of, expected)), shape)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     "config",
     [
@@ -251,6 +253,7 @@ def test_one_graph_holds_a_round_with_a_forward_of_the_drafter_for_each_step(
     assert rows == [2 * shape.path] + [2 * 3] * (depth - 1)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tier", [3, 4])
 def test_a_chain_and_a_tree_that_are_chosen_accept_what_fixed_ones_accept(
@@ -299,6 +302,7 @@ def test_the_controller_learns_acceptance_by_depth_and_rank_from_accepted_paths(
     assert slot["tree_gain"] == pytest.approx(1.0, abs=0.12)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("depth", "topk", "num_nodes"), [(2, 4, 20), (4, 5, 6)])
 @pytest.mark.parametrize("overlap", [True, False])

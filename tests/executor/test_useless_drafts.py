@@ -20,6 +20,7 @@ class NeverRight(Drafter):
             request.py_draft_tokens = [0] * request.num_drafts_wanted
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("adaptive", [None, {"candidate_steps": [4]}])
 def test_useless_drafts_are_tried_in_few_rounds_and_the_text_is_the_plain_one(
     adaptive: dict[str, Any] | None,

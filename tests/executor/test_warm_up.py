@@ -10,6 +10,7 @@ import torch
 
 from tests.executor.draft_caches import one_model
 from tests.executor.harness import Harness, output_of
+from tests.executor.hooks import before_launch, rounds_in_flight
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.executor.batch import ScheduledBatch
@@ -77,6 +78,7 @@ def state_of(harness: Harness) -> list[torch.Tensor]:
     return [tensor[:DUMMY].clone() for tensor in state] + [pool.data[:, :, 1:].clone()]
 
 
+@pytest.mark.thinned(3)
 @torch.inference_mode()
 def test_nothing_that_requests_see_is_changed_and_texts_are_those_of_an_engine_without_it(
     both: Any,
@@ -99,31 +101,27 @@ def test_nothing_that_requests_see_is_changed_and_texts_are_those_of_an_engine_w
     assert warm.accepted == cold.accepted or not same_drafts
 
 
-def launched_by(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, max_num_tokens: int
-) -> list[Any]:
+def launched_by(harness: Harness, max_num_tokens: int) -> list[Any]:
     found: list[Any] = []
-    launch = harness.parts.runner.launch
 
-    def watched(batch: ScheduledBatch) -> LaunchedRound:
+    def look(batch: ScheduledBatch) -> None:
         sampled = any(request.rules.temperature for request in batch.requests())
         rows = sum(request.context_chunk for request in batch.context_requests)
         lens = {request.num_tokens_bound for request in batch.generation_requests}
         windows = (len(batch.generation_requests), *lens, batch.draft_len)
         found.append((rows, windows, batch.new_shape.depth, sampled))
-        return launch(batch)
 
-    monkeypatch.setattr(harness.parts.runner, "launch", watched)
+    before_launch(harness.executor, look)
     with torch.inference_mode():
         WarmUp(harness.parts.runner, DUMMY, max_num_tokens=max_num_tokens, max_len=256).run(KEYS)
     return found
 
 
 def test_rounds_are_the_longest_context_short_ones_and_contexts_with_few_some_and_many_windows(
-    tiny: Path, drafts: tuple[Path, Path], head: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, drafts: tuple[Path, Path], head: Path
 ) -> None:
     harness = Harness(tiny, max_num_tokens=512, **options("eagle3", drafts[0], head))
-    assert launched_by(harness, monkeypatch, 512) == [
+    assert launched_by(harness, 512) == [
         (512, (0, 0), 3, False),
         (512, (0, 0), 3, True),
         *((rows, (0, 0), 3, False) for rows in (16, 32, 64, 128, 256)),
@@ -139,10 +137,10 @@ def test_rounds_are_the_longest_context_short_ones_and_contexts_with_few_some_an
 
 
 def test_no_round_has_more_rows_than_a_round_may_have(
-    tiny: Path, drafts: tuple[Path, Path], head: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, drafts: tuple[Path, Path], head: Path
 ) -> None:
     harness = Harness(tiny, max_num_tokens=512, **options("eagle3", drafts[0], head))
-    found = launched_by(harness, monkeypatch, 20)
+    found = launched_by(harness, 20)
     expected = [(20, 0)] * 2 + [(16, 0)] + [(16, 1)] * 2 + [(4, 4)] * 2
     assert [(rows, windows[0]) for rows, windows, *_ in found] == expected
 
@@ -206,7 +204,7 @@ def test_on_a_gpu_contexts_with_windows_compile_no_attention_after_the_warm_up(
     for length in range(1, 60):
         harness.submit([7] * length, max_tokens=3 + length % 5)
         harness.round()
-        batch = harness.executor._in_flight[-1].batch
+        batch = rounds_in_flight(harness.executor)[-1].batch
         num_mixed += bool(batch.context_requests and batch.generation_requests)
     harness.run()
     assert num_mixed > 40 and compiled() == before

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -53,9 +53,9 @@ def check_like_the_reference(output: torch.Tensor, reference: torch.Tensor) -> N
         assert (output != reference).sum() <= 0.02 * output.numel()
 
 
-def check_files_under_the_interpreter(files: Mapping[str, int], *options: str) -> None:
+def check_files_under_the_interpreter(files: Sequence[str], *options: str) -> None:
     """All tests of the files pass under the interpreter, in one subprocess with more `options` of
-    pytest; at least as many of each file ran as it is mapped to."""
+    pytest; without such, some test of each file runs."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     version = importlib.metadata.version("triton")
@@ -70,5 +70,5 @@ def check_files_under_the_interpreter(files: Mapping[str, int], *options: str) -
     )
     report = done.stdout + done.stderr
     assert done.returncode == 0, report
-    for file, num_tests in files.items():
-        assert done.stdout.count(f"/{Path(file).name}::") >= num_tests, report
+    for file in files if not options else ():
+        assert f"/{Path(file).name}::" in done.stdout, report

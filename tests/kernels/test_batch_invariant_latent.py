@@ -3,18 +3,15 @@ chunk, window or tree, the other rows, or whether splits are spread. Under Trito
 subprocess, and on a CUDA device (`-m gpu`)."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.hopper import compiled_for_hopper
-from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device, only_with_the_compiler
+from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
 from tests.kernels.row_counts import rows_of
 from tests.kernels.tree_problem import bits_of, random_paths
 from tllm_spec.kernels.batch_invariant_attention import SPLIT_KEYS, QueryTiles, SplitResults
 from tllm_spec.kernels.batch_invariant_latent import (
-    TILE_ROWS,
     TREE_TOKENS,
     batch_invariant_latent,
     launch_latent,
@@ -193,29 +190,3 @@ def test_a_row_of_a_batch_invariant_head_gemm_has_the_same_bits_in_every_batch(
         own = x.new_empty(rows.stop - rows.start, 2, 72)
         head_gemm(x[rows], weight, own, batch_invariant=True)
         assert torch.equal(own, out[rows])
-
-
-@pytest.mark.thinned
-@only_with_the_compiler
-@pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize(("heads", "dtype"), [(16, "bf16"), (128, "bf16"), (16, "fp32")])
-def test_the_kernel_compiles_for_hopper_within_its_shared_memory(
-    heads: int, dtype: str, tree: bool
-) -> None:
-    from tllm_spec.kernels.batch_invariant_latent_triton import latent_kernel
-
-    types = dict.fromkeys(("q_latent", "q", "layer"), f"*{dtype}")
-    types |= {"block_tables": "*i32", "tiles": "*i32", "output": "*fp32", "log_sums": "*fp32"}
-    types |= {"log2_scale": "fp32"}
-    constants: dict[str, Any] = {"TREE": tree, "SPREADS": True, "HEADS": heads, "HEAD_DIM": 192}
-    if tree:
-        types |= {"paths": "*i32", "path_lens": "*i32"}
-    else:
-        constants |= {"paths": None, "path_lens": None}
-    constants |= {"RANK": 512, "ROPE": 64, "PAGE_SIZE": 32, "WIDEN": False}
-    block_n = 16 if dtype == "fp32" else 32
-    constants |= {"SPLIT_KEYS": SPLIT_KEYS, "BLOCK_M": TILE_ROWS, "BLOCK_N": block_n}
-    constants |= {"BLOCK_R": 512, "BLOCK_P": 64}
-    options = {"num_warps": 4, "num_stages": 2 if dtype == "fp32" else 3}
-    compiled = compiled_for_hopper(latent_kernel, types, constants, **options)
-    assert compiled.metadata.shared <= 227 << 10

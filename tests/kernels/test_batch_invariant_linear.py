@@ -2,19 +2,18 @@
 Under Triton's interpreter in a subprocess, and on a CUDA device (`-m gpu`) with the shapes of
 models."""
 
-import importlib.util
-import re
 from itertools import cycle
-from typing import Any
 
 import pytest
 import torch
 
+from tests.kernels.hopper import HOPPER
 from tests.kernels.interpreter import (
     INTERPRETED,
     on_each_kernel_device,
-    only_outside_the_interpreter,
+    only_with_the_compiler,
 )
+from tests.kernels.launches import META, launches_of
 from tllm_spec.kernels.batch_invariant_linear import (
     BLOCK_IN,
     CHUNK,
@@ -104,65 +103,21 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(
         assert torch.equal(batch_invariant_linear(x[rows], weight, bias), expected[rows])
 
 
-def compiled_for_hopper(shape: tuple[int, int], dtype: str, tiling: Tiling) -> dict[str, Any]:
-    """The code of every stage of the kernel with a bias. Needs no device."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    from tllm_spec.kernels.batch_invariant_linear_triton import linear_kernel
-
-    constants: dict[str, Any] = {
-        "IN": shape[0],
-        "OUT": shape[1],
-        "SPREADS": False,
-        "WIDEN": False,
-        "CHUNK": CHUNK,
-    }
-    constants |= {"BLOCK_ROWS": tiling.rows, "BLOCK_OUT": tiling.outputs, "BLOCK_IN": BLOCK_IN}
-    types = dict.fromkeys(("x", "weight", "bias", "output"), f"*{dtype}")
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32")
-        for name in linear_kernel.arg_names
-    }
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(linear_kernel.arg_names)
-        if name in types or name == "x_stride"
-    }
-    constexprs = {
-        (linear_kernel.arg_names.index(name),): value for name, value in constants.items()
-    }
-    source = triton.compiler.ASTSource(
-        linear_kernel, signature, constexprs=constexprs, attrs=aligned
-    )
-    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-    asm: dict[str, Any] = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options=options
-    ).asm
-    return asm
-
-
-@only_outside_the_interpreter
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_every_number_of_rows_compiles_to_the_same_kind_of_hopper_instruction() -> None:
-    for num_rows, width in ((1, 16), (17, 32), (64, 64), (4096, 128)):
-        ptx = compiled_for_hopper((4096, 512), "bf16", tiling_of(num_rows, torch.bfloat16))["ptx"]
-        assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx)) == {
-            f"m64n{width}k16"
-        }
-        assert "mma.sync" not in ptx
-
-
-@only_outside_the_interpreter
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_the_compiler_adds_the_bias_after_the_gemm() -> None:
-    """If it knew that the inputs fit one block, it would start the accumulation with the bias."""
-    code = compiled_for_hopper((BLOCK_IN // 2, 48), "fp32", tiling_of(1, torch.float32))["ttir"]
-    assert code.count("tt.dot") == 1 and code.count("arith.addf") == 2
-
-
 # An 8B Llama's, and the zoo's target's.
 MODEL_SHAPES = [(4096, 6144), (4096, 28672), (14336, 4096), (192, 512), (512, 192)]
+
+
+@only_with_the_compiler
+def test_the_compiler_adds_the_bias_after_the_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it knew that the inputs fit one block, it would start the accumulation with the bias."""
+
+    def call() -> None:
+        shapes = ((1, BLOCK_IN // 2), (48, BLOCK_IN // 2), (48,))
+        batch_invariant_linear(*(torch.empty(shape, device=META) for shape in shapes))
+
+    (made,) = launches_of(call, HOPPER, monkeypatch)
+    code = made.compiled(HOPPER).asm["ttir"]
+    assert code.count("tt.dot") == 1 and code.count("arith.addf") == 2
 
 
 @pytest.mark.gpu

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import (
     on_each_kernel_device,
     only_outside_the_interpreter,
-    only_with_the_compiler,
 )
 from tllm_spec.executor.speculative.drafting.match_or_network import new_sources
 from tllm_spec.kernels.draft_sources import (
@@ -138,16 +136,3 @@ def test_the_kernels_choose_and_count_as_the_references_do(
     counts, takes_match, totals = expected[-4], expected[-2], expected[-1]
     assert counts.sum() > 100 and totals[:, :, 0].sum() > 30
     assert takes_match.sum() > 0
-
-
-@only_with_the_compiler
-def test_the_kernels_compile_for_hopper() -> None:
-    from tllm_spec.kernels.draft_sources_triton import _choose, _observe
-
-    types = dict.fromkeys(("pending", "choices", "counts", "takes_match"), "*i32")
-    types |= dict.fromkeys(("slots", "tokens", "lens", "totals", "lengths", "drafts"), "*i64")
-    types |= {"priors": "*fp32", "network": "*i64", "match": "*i64"}
-    sizes: dict[str, Any] = {"width": 5, "max_draft_len": 4, "PDL": True}
-    rule = {"learns": True, "max_count": MAX_COUNT, "prior": 8, "block": 64}
-    assert compiled_for_hopper(_observe, types, sizes | rule, num_warps=4).asm["cubin"]
-    assert compiled_for_hopper(_choose, types, sizes | {"block": 4}, num_warps=1).asm["cubin"]

@@ -119,6 +119,7 @@ def test_the_kernels_cuts_equal_the_references(
         check(logits, columns(rows), device)
 
 
+@pytest.mark.slow
 @on_each_kernel_device
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]

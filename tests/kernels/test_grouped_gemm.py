@@ -2,24 +2,18 @@
 and that a row has the same bits in every batch. Under Triton's interpreter in a subprocess, and on
 a CUDA device (`-m gpu`) with the shapes of models."""
 
-import re
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import (
     INTERPRETED,
     on_each_kernel_device,
     only_outside_the_interpreter,
-    only_with_the_compiler,
 )
 from tllm_spec.kernels.grouped_gemm import (
-    LARGE,
     TILINGS,
-    Tiling,
     block_rows_of,
     down,
     gate_up_silu,
@@ -165,33 +159,6 @@ def test_a_tensor_on_the_cpu_runs_the_reference_with_one_block_per_expert() -> N
     by_blocks = moe_permute.reference(p.experts, 8, 16)
     activated = gate_up_silu.reference(p.x, p.gate_up, by_blocks)
     torch.testing.assert_close(layer(p), down.reference(activated, p.down, by_blocks))
-
-
-def compiled(shape: Shape, tiling: Tiling, gated: bool) -> Any:
-    from tllm_spec.kernels.grouped_gemm_triton import grouped_gemm_kernel
-
-    sizes = (shape.hidden, shape.inner) if gated else (shape.inner, shape.hidden)
-    constants: dict[str, Any] = {"IN": sizes[0], "OUT": sizes[1], "TOP_K": shape.top_k}
-    constants |= {"GATED": gated, "WIDEN": False, "PDL": True, "scales": None}
-    constants |= {"input_weights": None, "BLOCK_ROWS": tiling.rows}
-    constants |= {"BLOCK_OUT": tiling.outputs, "BLOCK_IN": tiling.inputs}
-    types = dict.fromkeys(("x", "weight", "output"), "*bf16")
-    types |= dict.fromkeys(("order", "blocks", "num_blocks"), "*i32")
-    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-    return compiled_for_hopper(grouped_gemm_kernel, types, constants, **options)
-
-
-@only_with_the_compiler
-@pytest.mark.parametrize("gated", [True, False])
-def test_every_tiling_fits_hopper_and_uses_the_same_kind_of_instruction(gated: bool) -> None:
-    for tilings in (*(tilings for _, tilings in TILINGS), LARGE):
-        tiling = tilings.gate_up if gated else tilings.down
-        assert tiling.rows == tilings.gate_up.rows
-        code = compiled(QWEN3, tiling, gated)
-        ptx = code.asm["ptx"]
-        found = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx))
-        assert found == {f"m64n{tiling.rows}k16"} and "mma.sync" not in ptx
-        assert code.metadata.shared <= 227 << 10
 
 
 def one_by_one(p: Problem) -> torch.Tensor:

@@ -1,16 +1,12 @@
 """The GEMM of each head, against the reference."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import (
     INTERPRETED,
     on_each_kernel_device,
     only_outside_the_interpreter,
-    only_with_the_compiler,
 )
 from tllm_spec.kernels.head_gemm import MAX_ROWS, head_gemm
 
@@ -63,15 +59,3 @@ def test_the_reference_multiplies_each_head_with_its_own_weight() -> None:
     head_gemm(x, weight, out)
     for head in range(2):
         torch.testing.assert_close(out[:, head], x[:, head] @ weight[head])
-
-
-@only_with_the_compiler
-@pytest.mark.parametrize(("block_m", "block_n"), [(16, 64), (64, 16), (64, 64)])
-def test_the_kernel_compiles_for_hopper(block_m: int, block_n: int) -> None:
-    from tllm_spec.kernels.head_gemm_triton import head_gemm_kernel
-
-    types = dict.fromkeys(("x", "weight", "out"), "*bf16")
-    constants: dict[str, Any] = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 128}
-    constants |= {"WIDEN": False, "PDL": True, "weight_width_stride": 1}
-    compiled = compiled_for_hopper(head_gemm_kernel, types, constants, num_warps=4, num_stages=3)
-    assert compiled.metadata.shared <= 227 << 10

@@ -2,16 +2,13 @@
 the expanded form."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import (
     on_each_kernel_device,
     only_outside_the_interpreter,
-    only_with_the_compiler,
 )
 from tests.kernels.row_counts import ragged_rows
 from tests.kernels.tree_problem import bits_of, random_paths
@@ -217,42 +214,3 @@ def test_joined_parts_equal_one_part() -> None:
     )
     torch.testing.assert_close(joined, whole, rtol=1e-5, atol=1e-5)
     assert not whole[:2].any() and whole[2:].abs().max() > 0.1
-
-
-@pytest.mark.thinned
-@only_with_the_compiler
-@pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize(
-    ("window", "heads", "batch", "dtype"),
-    [
-        (1, 16, 256, "bf16"),
-        (2, 16, 256, "bf16"),
-        (4, 16, 8, "bf16"),
-        (8, 128, 1, "bf16"),
-        (1, 16, 1, "fp32"),
-    ],
-)
-def test_the_kernel_compiles_for_hopper_within_its_shared_memory(
-    window: int, heads: int, batch: int, dtype: str, tree: bool
-) -> None:
-    from tllm_spec.kernels.latent_attention_triton import attention_kernel, reduction_kernel
-
-    shape = module._tile_shape(window * heads, batch, 132, 4 if dtype == "fp32" else 2)
-    types = dict.fromkeys(("q_latent", "q", "layer", "output"), f"*{dtype}")
-    types |= {"block_tables": "*i32", "kv_lens": "*i32", "log2_scale": "fp32"}
-    types |= {"partials": "*fp32", "log_sums": "*fp32"}
-    if tree:
-        types["tree_bits"] = "*i64"
-    rectangle: dict[str, Any] = {"RAGGED": False, "offsets": None}
-    constants: dict[str, Any] = {"TREE": tree} | ({} if tree else {"tree_bits": None})
-    constants |= {"SPLITS": True, "WINDOW": window, "HEADS": heads, "RANK": 512}
-    constants |= rectangle
-    constants |= {"ROPE": 64, "HEAD_DIM": 192, "PAGE_SIZE": 32, "BLOCK_M": shape.rows, "PDL": True}
-    constants |= {"BLOCK_N": shape.keys, "BLOCK_R": 512, "BLOCK_P": 64, "WIDEN": False}
-    options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
-    compiled = compiled_for_hopper(attention_kernel, types, constants, **options)
-    assert compiled.metadata.shared <= 227 << 10
-    own = {"WINDOW": window, "HEADS": heads, "RANK": 512, "BLOCK_N": shape.keys, "PDL": True}
-    for block_s, block_r in ((64, 128), (2, 512)):
-        sizes = {"BLOCK_S": block_s, "BLOCK_R": block_r}
-        compiled_for_hopper(reduction_kernel, types, own | sizes | rectangle, num_warps=4)

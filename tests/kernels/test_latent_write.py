@@ -1,16 +1,12 @@
 """The norm, rotation and write of MLA's latents, against the reference."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import (
     check_like_the_reference,
     on_each_kernel_device,
     only_outside_the_interpreter,
-    only_with_the_compiler,
 )
 from tllm_spec.kernels.latent_write import LatentNorm, latent_write
 from tllm_spec.kernels.rotary_write import Rotary
@@ -82,20 +78,3 @@ def test_the_reference_norms_the_latent_rotates_the_key_and_leaves_other_slots_a
     others = torch.ones(len(flat), dtype=torch.bool)
     others[problem.slots] = False
     assert torch.equal(flat[others], before.view_as(flat)[others])
-
-
-@only_with_the_compiler
-@pytest.mark.parametrize("heads", [0, 16])
-def test_the_kernel_compiles_for_hopper_with_and_without_queries(heads: int) -> None:
-    from tllm_spec.kernels.latent_write_triton import latent_write_kernel
-
-    types = dict.fromkeys(("latent", "table", "layer", "norm_weight"), "*bf16")
-    types |= {"positions": "*i64", "kv_slots": "*i64", "eps": "fp32"}
-    constants: dict[str, Any] = {"SIZE": 512, "HALF": 32, "NUM_HEADS": heads, "HEAD_DIM": 192}
-    constants |= {"BLOCK_SIZE": 512, "BLOCK_HALF": 32, "BLOCK_HEADS": 32, "PDL": True}
-    if heads:
-        types["q"] = "*bf16"
-    else:
-        constants["q"] = None
-    compiled = compiled_for_hopper(latent_write_kernel, types, constants, num_warps=4)
-    assert compiled.asm["cubin"]

@@ -3,11 +3,8 @@
 import pytest
 import torch
 
-from tests.kernels.hopper import compiled_for_hopper
-from tests.kernels.interpreter import on_each_kernel_device, only_with_the_compiler
+from tests.kernels.interpreter import on_each_kernel_device
 from tllm_spec.kernels.moe_permute import (
-    CHUNK,
-    STEP,
     ExpertRows,
     max_blocks,
     moe_permute,
@@ -71,24 +68,3 @@ def test_a_captured_graph_sorts_what_is_there_at_replay() -> None:
         static.copy_(chosen((*case[:4], num_hit)))
         graph.replay()
         check(rows, static, 128)
-
-
-@only_with_the_compiler
-def test_the_kernel_compiles_for_hopper_without_local_memory() -> None:
-    from tllm_spec.kernels.moe_permute_triton import (
-        count_chunk_kernel,
-        moe_permute_kernel,
-        place_chunk_kernel,
-    )
-
-    types = dict.fromkeys(("experts", "order", "blocks", "num_blocks"), "*i32")
-    for block, num_warps in ((128, 1), (512, 2), (4096, 8)):
-        constants = {"BLOCK_ROWS": 16, "BINS": 128, "BLOCK": block, "BLOCKS": 64, "PDL": True}
-        constants |= {"totals": None}
-        code = compiled_for_hopper(moe_permute_kernel, types, constants, num_warps=num_warps)
-        assert ".local" not in code.asm["ptx"]
-    types |= dict.fromkeys(("counts", "ends"), "*i32")
-    for kernel in (count_chunk_kernel, place_chunk_kernel):
-        constants = {"BINS": 128, "CHUNK": CHUNK, "STEP": STEP, "PDL": True}
-        own = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        assert ".local" not in compiled_for_hopper(kernel, types, own, num_warps=8).asm["ptx"]

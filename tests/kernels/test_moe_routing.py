@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from tests.kernels.hopper import compiled_for_hopper
-from tests.kernels.interpreter import on_each_kernel_device, only_with_the_compiler
+from tests.kernels.interpreter import on_each_kernel_device
 from tllm_spec.kernels.moe_routing import (
-    EPSILON,
     RoutingRule,
     moe_routing,
 )
@@ -91,19 +89,3 @@ def test_logits_that_are_not_numbers_choose_real_experts(name: str, device: str)
     logits[0], logits[1, 5], logits[2] = torch.nan, torch.inf, -torch.inf
     experts, _ = moe_routing(logits, rule, bias)
     assert experts.min() >= 0 and experts.max() < logits.shape[1]
-
-
-@only_with_the_compiler
-def test_the_kernel_compiles_for_hopper_without_local_memory() -> None:
-    from tllm_spec.kernels.moe_routing_triton import moe_routing_kernel
-
-    types = {"logits": "*bf16", "bias": "*fp32", "experts": "*i32", "weights": "*fp32"}
-    types |= {"scale": "fp32"}
-    v3 = {"EPSILON": EPSILON, "SOFTMAX": False, "NORMALISES": True, "TOP_K": 8, "TAKEN": 9,
-          "TAKEN_PADDED": 16, "NUM_GROUPS": 8, "GROUP_SIZE": 32, "TOP_GROUPS": 4, "GROUPS": 8,
-          "MEMBERS": 32, "PDL": True}  # fmt: skip
-    qwen3 = v3 | {"SOFTMAX": True, "NUM_GROUPS": 1, "GROUP_SIZE": 128, "TOP_GROUPS": 1}
-    qwen3 |= {"GROUPS": 1, "MEMBERS": 128, "bias": None}
-    for constants in (v3, qwen3):
-        ptx = compiled_for_hopper(moe_routing_kernel, types, constants, num_warps=1).asm["ptx"]
-        assert ".local" not in ptx

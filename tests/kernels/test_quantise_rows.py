@@ -4,12 +4,10 @@ for any number of rows."""
 import pytest
 import torch
 
-from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import (
     INTERPRETED,
     on_each_kernel_device,
     only_outside_the_interpreter,
-    only_with_the_compiler,
     stored,
 )
 from tllm_spec.kernels.quantise_rows import LARGEST, SMALLEST_SCALE, quantise_rows
@@ -166,19 +164,3 @@ def test_a_row_of_no_numbers_has_codes_of_no_numbers() -> None:
     codes, _ = quantise_rows(x)
     assert codes[0].float().isnan().any() and not codes[1].float().isnan().any()
     assert codes[1].float().max() == LARGEST
-
-
-@only_with_the_compiler
-def test_the_kernel_compiles_for_hopper_without_local_memory() -> None:
-    from tllm_spec.kernels.quantise_rows_triton import quantise_rows_kernel
-
-    types = {"x": "*bf16", "norm_weight": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32"}
-    constants = {"LARGEST": LARGEST, "SMALLEST_SCALE": SMALLEST_SCALE, "PDL": True}
-    for size, block, num_warps in ((4096, 4096, 8), (28672, 32768, 16)):
-        code = compiled_for_hopper(
-            quantise_rows_kernel,
-            types | {"eps": "fp32", "bound": "fp32"},
-            constants | {"SIZE": size, "BLOCK": block, "magnitudes": None},
-            num_warps=num_warps,
-        )
-        assert ".local" not in code.asm["ptx"] and code.asm["cubin"]

@@ -133,6 +133,7 @@ def test_interpreted_what_does_not_fit_is_not_written_past_the_memory(device: st
     assert not lines.counts.any() and not any(each.any() for each in memory)
 
 
+@pytest.mark.thinned
 @only_with_the_compiler
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_kernel_compiles_for_hopper_and_moves_16_bytes_at_a_time(packed: bool) -> None:

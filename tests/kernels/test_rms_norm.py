@@ -71,6 +71,37 @@ def test_the_kernel_equals_the_formula_and_its_reference(
 
 
 @on_each_kernel_device
+@on_each_dtype
+def test_a_weight_in_float32_is_not_rounded(dtype: torch.dtype, device: str) -> None:
+    x, _ = arguments((5, 100), dtype, device)
+    weight = arguments((5, 100), torch.float32, device)[1]
+    output = rms_norm(x, weight, EPS)
+    check(output, x, weight)
+    reference = rms_norm.reference(x, weight, EPS)
+    assert reference.dtype == dtype
+    check_like_the_reference(output, reference)
+
+
+@on_each_kernel_device
+@on_each_dtype
+def test_the_rounded_norm_is_added_in_place(dtype: torch.dtype, device: str) -> None:
+    x, weight = arguments((5, 100), dtype, device)
+    wide = arguments((5, 300), dtype, device, seed=1)[0]
+    total, before = wide[:, 100:200], wide.clone()
+    normed = rms_norm(x, weight, EPS)
+    wanted = stored(before[:, 100:200].float() + normed.float(), dtype)
+    assert rms_norm(x, weight, EPS, total) is total
+    # In float32 a GPU multiplies by the weight and adds with one rounding.
+    tolerance = 1e-6 if dtype == torch.float32 else 0
+    torch.testing.assert_close(total, wanted, rtol=tolerance, atol=tolerance)
+    assert torch.equal(wide[:, :100], before[:, :100])
+    assert torch.equal(wide[:, 200:], before[:, 200:])
+    reference = before[:, 100:200].clone()
+    rms_norm.reference(x, weight, EPS, reference)
+    torch.testing.assert_close(total, reference, rtol=2 * ROUNDING[dtype], atol=4e-2)
+
+
+@on_each_kernel_device
 @pytest.mark.parametrize("size", [192, 4096, 1000])
 @on_each_dtype
 def test_the_kernel_equals_torch_bit_for_bit_if_the_sum_of_squares_is_exact(

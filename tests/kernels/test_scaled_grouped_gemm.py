@@ -2,21 +2,17 @@
 experts that are hit are read, and that a row has the same bits in every batch. Under Triton's
 interpreter in a subprocess, and on a CUDA device (`-m gpu`) with the shapes of models."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import (
     INTERPRETED,
     ROUNDING,
     on_each_kernel_device,
     only_outside_the_interpreter,
-    only_with_the_compiler,
 )
 from tests.kernels.test_grouped_gemm import QWEN3, V3, Shape
 from tllm_spec.kernels.grouped_gemm import (
@@ -161,6 +157,7 @@ def test_the_kernel_equals_the_formula(shape: Shape, dtype: torch.dtype, device:
         check_both(problem(shape, num_tokens, dtype, device))
 
 
+@pytest.mark.slow
 @on_each_kernel_device
 def test_the_bounds_tell_a_misplaced_scale(device: str) -> None:
     p = problem(Shape(3, 2, 300, 140 if INTERPRETED else 260), 9, torch.bfloat16, device)
@@ -223,29 +220,6 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(device: str, exact_dots: N
     expected = p.layer().view(100, 2, -1)
     for tokens in (slice(99, 100), slice(3, 9), slice(10, 50)):  # smaller blocks
         assert torch.equal(p.of(tokens).layer().view(-1, 2, 136), expected[tokens])
-
-
-@only_with_the_compiler
-@pytest.mark.parametrize(
-    "rows", [16, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (32, 64, 128))]
-)
-def test_every_tiling_fits_hopper_and_uses_the_same_kind_of_instruction(rows: int) -> None:
-    from tllm_spec.kernels.grouped_gemm_triton import grouped_gemm_kernel
-
-    types = {"x": "*bf16", "weight": "*fp8e4nv", "scales": "*fp32", "output": "*bf16"}
-    types |= dict.fromkeys(("order", "blocks", "num_blocks"), "*i32")
-    tiling = SCALED_OF_ROWS[rows]
-    for gated in (True, False):
-        sizes = (QWEN3.hidden, QWEN3.inner) if gated else (QWEN3.inner, QWEN3.hidden)
-        constants: dict[str, Any] = {"IN": sizes[0], "OUT": sizes[1], "TOP_K": 8, "GATED": gated}
-        constants |= {"WIDEN": False, "PDL": True, "input_weights": None, "BLOCK_ROWS": rows}
-        constants |= {"BLOCK_OUT": tiling.outputs, "BLOCK_IN": tiling.inputs}
-        options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-        code = compiled_for_hopper(grouped_gemm_kernel, types, constants, **options)
-        ptx = code.asm["ptx"]
-        found = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx))
-        assert tiling.rows == rows and found == {f"m64n{rows}k16"} and "mma.sync" not in ptx
-        assert code.metadata.shared <= 227 << 10
 
 
 @pytest.mark.gpu

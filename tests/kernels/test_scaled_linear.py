@@ -2,20 +2,16 @@
 the same bits in every batch. Under Triton's interpreter in a subprocess, and on a CUDA device
 (`-m gpu`) with the shapes of models."""
 
-import re
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import (
     INTERPRETED,
     ROUNDING,
     on_each_kernel_device,
-    only_with_the_compiler,
 )
 from tllm_spec.kernels.batch_invariant_linear import Tiling
 from tllm_spec.kernels.scaled_linear import (
@@ -236,29 +232,6 @@ def test_only_many_rows_that_may_differ_between_batches_are_multiplied_in_slices
             found = scaled_linear(p.x, p.weight, scales, p.bias, add_to=total, invariant=invariant)
             expected = slices if is_sliced and not invariant else kernels
             assert found is total and torch.equal(total, expected)
-
-
-@only_with_the_compiler
-@pytest.mark.parametrize(
-    "num_rows", [1, *(pytest.param(number, marks=pytest.mark.slow) for number in (17, 64, 4096))]
-)
-def test_every_tiling_fits_hopper_and_uses_the_same_kind_of_instruction(num_rows: int) -> None:
-    from tllm_spec.kernels.scaled_linear_triton import scaled_linear_kernel
-
-    tiling = tiling_of(num_rows, torch.bfloat16)
-    constants: dict[str, Any] = {"IN": 4096, "OUT": 4096, "SPREADS": False, "ADDS": True}
-    constants |= {"WIDEN": False, "CHUNK": 1024, "PDL": True, "BLOCK": BLOCK}
-    constants |= {"bias": None, "x_scales": None}
-    constants |= {"BLOCK_ROWS": tiling.rows, "BLOCK_OUT": tiling.outputs}
-    types = {"x": "*bf16", "weight": "*fp8e4nv", "scales": "*fp32", "output": "*bf16"}
-    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-    strides = ("x_stride", "output_stride")
-    code = compiled_for_hopper(scaled_linear_kernel, types, constants, strides, **options)
-    ptx = code.asm["ptx"]
-    found = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx))
-    assert found == {f"m64n{tiling.rows}k16"} and "mma.sync" not in ptx
-    assert code.metadata.shared <= 227 << 10
-    assert "cp.async" in ptx and "cvt.rn.bf16.f16" not in ptx  # of one eighth of the throughput
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@ Hopper what was measured. Compiling needs no device."""
 
 import ast
 import functools
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,23 +15,20 @@ from tests.kernels.hopper import HOPPER
 from tests.kernels.interpreter import only_outside_the_interpreter, only_with_the_compiler
 from tests.kernels.launches import FIRST_WITH_FP8, LIMITS, Launch, launches_of, use_gpu
 from tllm_spec.kernels import (
-    grouped_gemm,
-    latent_attention,
     nvrtc,
     paged_prefill,
-    scaled_linear,
     small_m_gemm,
     window_attention_cuda,
 )
-from tllm_spec.kernels.batch_invariant_linear import Tiling
-from tllm_spec.kernels.latent_attention import TileShape
 from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes, stages_that_fit
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 WITH_LESS = [capability for capability, limit in LIMITS.items() if limit < HOPPER_BYTES >> 10]
 GEMMS = ("linears", "scaled_linears", "experts", "scaled_experts", "heads")
 LINEARS = ("fp8_linears", "int4_linears")
-TILED = (*GEMMS, *LINEARS, "windows", "invariant_attention", "latents", "invariant_latents")
+ATTENTION = ("windows", "invariant_attention", "latents", "invariant_latents")
+OVER_CODES = tuple(f"{name} over codes" for name in ATTENTION)
+TILED = (*GEMMS, *LINEARS, *ATTENTION, *OVER_CODES)
 SMALL = ("choices", "trees", "chains", "layers", "mixtures", "scaled_weights", "sums")
 
 
@@ -58,31 +56,8 @@ def test_a_pipeline_has_fewer_stages_only_where_they_do_not_fit() -> None:
     assert stages_that_fit(4, 1 << 20, HOPPER_BYTES) == 4
 
 
-@only_outside_the_interpreter
-def test_hoppers_tilings_are_those_that_were_measured() -> None:
-    """`python -m benchmarks.fp8_kernels linear`, `benchmarks.moe tilings`, `benchmarks.deepseek
-    tiles`."""
-    of_rows = {
-        16: Tiling(16, 64, 4, 5),
-        32: Tiling(32, 64, 4, 5),
-        64: Tiling(64, 128, 8, 4),
-        4096: Tiling(128, 128, 8, 4),
-    }
-    for rows, tiling in of_rows.items():
-        assert scaled_linear.tiling_of(rows, torch.bfloat16, HOPPER_BYTES) == tiling
-    tables = [(1 << 20, grouped_gemm.LARGE), *grouped_gemm.TILINGS]
-    for rows, tilings in tables:
-        arguments = (rows * 8, 8, torch.bfloat16)
-        assert grouped_gemm.tilings_of(*arguments, False, HOPPER_BYTES) == tilings
-        scaled = grouped_gemm.tilings_of(*arguments, True, HOPPER_BYTES)
-        own = grouped_gemm.SCALED_OF_ROWS[tilings.gate_up.rows]
-        assert scaled.gate_up == scaled.down == own
-    for shape in (TileShape(16, 64, 8, 3), TileShape(64, 64, 8, 2), TileShape(32, 32, 4, 3)):
-        assert latent_attention._fitting(shape, 576, 2, HOPPER_BYTES) == shape
-
-
 @only_with_the_compiler
-@pytest.mark.parametrize("name", [name for name in TILED if name != "latents"])
+@pytest.mark.parametrize("name", [name for name in TILED if not name.startswith("latents")])
 @pytest.mark.parametrize("capability", WITH_LESS)
 def test_with_less_shared_memory_only_stages_differ(capability: int, name: str) -> None:
     """So the sums have the same order, and a row's bits depend on as little as on Hopper. Windows
@@ -121,7 +96,23 @@ def test_the_pipelines_of_gemms_fit(capability: int, name: str) -> None:
         assert made.options["num_stages"] >= 2, "nothing would be in flight"
 
 
+@only_with_the_compiler
+@pytest.mark.parametrize(
+    "name", ["linears", *(pytest.param(name, marks=pytest.mark.slow) for name in GEMMS[1:-1])]
+)
+def test_gemms_of_any_number_of_rows_have_one_kind_of_instruction_on_hopper(name: str) -> None:
+    found = [made for made in launches(name, HOPPER) if made.types.get("x") == "*bf16"]
+    assert len(found) > 2
+    for made in found:
+        ptx = made.compiled(HOPPER).asm["ptx"]
+        kinds = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx))
+        assert kinds == {f"m64n{made.constants['BLOCK_ROWS']}k16"} and "mma.sync" not in ptx
+        # FP8 weights are converted without an instruction of one eighth of the throughput.
+        assert "cp.async" in ptx and "cvt.rn.bf16.f16" not in ptx
+
+
 # Launches that did not fit with Hopper's tilings. By call: a part of the key.
+@pytest.mark.thinned(3)
 @only_with_the_compiler
 @pytest.mark.parametrize(
     ("capability", "name", "part"),

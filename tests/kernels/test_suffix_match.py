@@ -4,8 +4,7 @@ slow loop."""
 import pytest
 import torch
 
-from tests.kernels.hopper import compiled_for_hopper
-from tests.kernels.interpreter import on_each_kernel_device, only_with_the_compiler
+from tests.kernels.interpreter import on_each_kernel_device
 from tllm_spec.kernels.suffix_match import append_tokens, match_suffixes
 
 NUM_SLOTS, MAX_LEN = 5, 40
@@ -111,16 +110,3 @@ def test_emitted_tokens_are_appended_to_the_texts(device: str) -> None:
         [6, 0, 99, 99, 99, 99],
         [7, 8, 99, 99, 81, 82],  # the row ends
     ]
-
-
-@only_with_the_compiler
-def test_the_kernels_compile_for_hopper() -> None:
-    from tllm_spec.kernels.suffix_match_triton import BLOCK, _append, _match
-
-    types = {"texts": "*i32"} | dict.fromkeys(("slots", "kv_lens", "tokens", "lens"), "*i64")
-    sizes = {"width": 5, "PDL": True}
-    assert compiled_for_hopper(_append, types, sizes | {"block": 8}, num_warps=1).asm["cubin"]
-    types |= dict.fromkeys(("drafts", "num_drafts", "lengths"), "*i64")
-    sizes |= {"width_block": 8, "block": BLOCK}
-    code = compiled_for_hopper(_match, types, sizes, num_warps=8)
-    assert ".local" not in code.asm["ptx"] and code.asm["cubin"]

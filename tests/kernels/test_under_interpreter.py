@@ -1,4 +1,4 @@
-"""Runs the tests of the Triton kernels, and of what uses them, under Triton's interpreter. Many
+"""Runs the tests of the Triton kernels, and of what uses them, under Triton's interpreter. All
 files share a subprocess: importing torch and Triton takes longer than most of their tests."""
 
 from pathlib import Path
@@ -9,69 +9,65 @@ import torch
 from tests.kernels.interpreter import check_files_under_the_interpreter
 from tllm_spec.kernels.triton_support import has_kernels
 
-# By subprocess, of about equal time: each file's least number of tests. A file of another folder
-# than this one has its folder's name.
-GROUPS: tuple[dict[str, int], ...] = (
-    {
-        "batch_invariant_attention": 15,
-        "rms_norm": 30,
-        "silu_and_mul": 23,
-        "row_copies": 90,
-        "token_mask": 6,
-        "window_attention": 31,
-        "window_rows": 12,
-        "draft_input": 28,
-        "slot_windows": 12,
-        "tree_attention": 9,
-        "batch_invariant_tree": 3,
-        "lossless/deterministic": 2,
-        "latent_attention": 21,
-        "latent_write": 10,
-        "head_gemm": 24,
-        "rank_sum": 10,
-        "scaled_linear": 19,
-        "scaled_linear_slices": 6,
-        "quantise_rows": 9,
-        "fp8_linear": 8,
-        "int4_linear": 17,
-        "dequantise": 5,
-    },
-    {
-        "moe_routing": 21,
-        "moe_permute": 10,
-        "grouped_gemm": 11,
-        "scaled_grouped_gemm": 9,
-        "moe_combine": 15,
-        "slot_trees": 12,
-        "draft_beams": 6,
-        "top_tokens": 15,
-        "move_kv": 18,
-        "path_ranks": 3,
-        "suffix_match": 11,
-        "draft_sources": 5,
-        "filter_cut": 11,
-        "batch_invariant_linear": 13,
-        "rotary_write": 23,
-        "send_results": 10,
-        "attention/triton": 7,
-        "attention/tree": 10,
-        "attention/batch_invariant": 7,
-        "batch_invariant_latent": 13,
-    },
+# Each has at least one test there. A file of another folder than this one has its folder's name.
+NAMES = (
+    "batch_invariant_attention",
+    "rms_norm",
+    "silu_and_mul",
+    "row_copies",
+    "token_mask",
+    "window_attention",
+    "window_rows",
+    "draft_input",
+    "slot_windows",
+    "tree_attention",
+    "batch_invariant_tree",
+    "lossless/deterministic",
+    "latent_attention",
+    "latent_write",
+    "head_gemm",
+    "rank_sum",
+    "scaled_linear",
+    "scaled_linear_slices",
+    "quantise_rows",
+    "fp8_linear",
+    "int4_linear",
+    "dequantise",
+    "moe_routing",
+    "moe_permute",
+    "grouped_gemm",
+    "scaled_grouped_gemm",
+    "moe_combine",
+    "slot_trees",
+    "draft_beams",
+    "top_tokens",
+    "move_kv",
+    "path_ranks",
+    "suffix_match",
+    "draft_sources",
+    "filter_cut",
+    "batch_invariant_linear",
+    "rotary_write",
+    "send_results",
+    "widen_pages",
+    "attention/triton",
+    "attention/fp8_pool",
+    "attention/fp8_latents",
+    "attention/tree",
+    "attention/batch_invariant",
+    "batch_invariant_latent",
 )
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: next(iter(group)))
-def test_the_kernels_pass_under_tritons_interpreter(group: dict[str, int]) -> None:
+def test_the_kernels_pass_under_tritons_interpreter() -> None:
+    """One combination of each test's parameters."""
     assert not has_kernels(torch.device("cpu")), "only the subprocess runs the interpreter"
-    check_files_under_the_interpreter({path_of(name): number for name, number in group.items()})
+    check_files_under_the_interpreter(list(map(path_of, NAMES)))
 
 
 @pytest.mark.slow
 def test_what_is_slow_passes_under_tritons_interpreter() -> None:
-    numbers = {path_of(name): 0 for group in GROUPS for name in group}
-    numbers[path_of("lossless/deterministic")] = 2
-    check_files_under_the_interpreter(numbers, "-m", "slow and not gpu")
+    check_files_under_the_interpreter(list(map(path_of, NAMES)), "-m", "slow and not gpu")
 
 
 def path_of(name: str) -> str:

@@ -16,8 +16,8 @@ TURNS = ((9, 0), (1, 9), (0, 9), (2, 0), (0, 0), (2, 1))
 class AdversarialDrafter(Drafter):
     """Drafts from the known texts, by the turn of the request."""
 
-    def __init__(self, texts: dict[tuple[int, ...], list[int]]) -> None:
-        self._texts = texts  # prompt -> output
+    def __init__(self, texts: dict[tuple[int, ...], list[int]], vocab_size: int = 2048) -> None:
+        self._texts, self._vocab_size = texts, vocab_size  # prompt -> output
 
     def prepare_draft_tokens(
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
@@ -27,7 +27,7 @@ class AdversarialDrafter(Drafter):
             text = self._texts[tuple(request.tokens[: request.prompt_len])]
             rest = text[request.num_output_tokens :]
             drafts = rest[:num_right] + [
-                (token + 1) % 2048 for token in rest[num_right : num_right + num_wrong]
+                (token + 1) % self._vocab_size for token in rest[num_right : num_right + num_wrong]
             ]
             if drafts:  # else the placeholders stay as they are: nothing to propose
                 self._set(request, drafts[: request.num_drafts_wanted])
@@ -44,7 +44,7 @@ class AdversarialTreeDrafter(AdversarialDrafter):
         if request.num_output_tokens % 5 == 0:
             request.py_draft_tokens = drafts
             return
-        wrong = [(token + 7) % 2048 for token in drafts]
+        wrong = [(token + 7) % self._vocab_size for token in drafts]
         if request.num_output_tokens % 2:
             paths = [[*drafts[:i], wrong[i]] for i in range(len(drafts))]
             request.py_draft_tokens = [*paths, drafts]  # type: ignore[list-item] # a list of paths

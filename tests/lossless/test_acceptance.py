@@ -39,15 +39,13 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     },
 }
 
-LONG_ONLY = ("prefix_of_another", "preemption_without_reuse")  # slow
-QUICK = [name for name in SITUATIONS if name not in LONG_ONLY]
-
-
-def is_quick(mode: str, situation: str) -> bool:
-    """One situation of each mode."""
-    return situation in QUICK and (MODES_HERE.index(mode) + QUICK.index(situation)) % 3 == 0
-
-
+# The other combinations are slow.
+QUICK = (
+    ("eagle3", "prefix_hit"),
+    ("eagle3_tree", "preemption"),
+    ("draft_target", "chunked_prefill"),
+    ("draft_target_one_model", "prefix_of_another"),
+)
 # What was served before: whole prompts, and others that share all but their last tokens. A draft
 # head's KV at the last common place is another for another continuation.
 CACHED: dict[str, tuple[Callable[[list[int]], list[int]], ...]] = {
@@ -105,7 +103,9 @@ def undisturbed(long_prompts: list[list[int]]) -> Callable[..., SpeculativeStats
 @pytest.mark.parametrize(
     ("mode", "situation"),
     [
-        pytest.param(mode, situation, marks=[] if is_quick(mode, situation) else [pytest.mark.slow])
+        pytest.param(
+            *(mode, situation), marks=[] if (mode, situation) in QUICK else [pytest.mark.slow]
+        )
         for mode in MODES_HERE
         for situation in SITUATIONS
     ],
@@ -147,9 +147,9 @@ def test_prefix_hits_chunks_and_preemption_do_not_change_acceptance(
         assert stats == expected
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
-    "mode", ["draft_target", "draft_target_one_model", "eagle3", "eagle3_two_model"]
+    "mode", ["eagle3", "eagle3_two_model", "draft_target", "draft_target_one_model"]
 )
 def test_a_second_turn_is_drafted_for_as_if_it_were_the_first(
     long_prompts: list[list[int]], mode: str
@@ -171,6 +171,7 @@ def test_a_second_turn_is_drafted_for_as_if_it_were_the_first(
     assert found[0] == found[1]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "mode", ["draft_target", "draft_target_one_model", "eagle3", "eagle3_two_model"]
 )
@@ -183,7 +184,7 @@ def test_overlap_changes_no_draft(undisturbed: Callable[..., SpeculativeStats], 
 @pytest.mark.parametrize(
     ("one_model", "two_model"),
     [
-        ("draft_target_one_model", "draft_target"),
+        pytest.param("draft_target_one_model", "draft_target", marks=pytest.mark.slow),
         ("draft_target_one_model_tree", "draft_target_tree"),
         ("eagle3", "eagle3_two_model"),
         pytest.param("eagle3_tree", "eagle3_two_model_tree", marks=pytest.mark.slow),
@@ -221,7 +222,7 @@ def test_the_zoos_head_reaches_its_trained_acceptance(
     assert stats.acceptance_length >= 2.7
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("mode", ["eagle3", "draft_target_one_model"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_tree_of_16_nodes_is_accepted_further_than_a_chain_of_its_depth(
@@ -262,6 +263,7 @@ def test_a_tree_of_ngrams_is_accepted_further_than_chains_of_the_oldest_and_the_
     assert found["tree"] >= 1.03 * max(found["oldest"], found["newest"])
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", ["draft_target", "draft_target_one_model"])
 def test_a_model_that_drafts_for_itself_is_accepted_nearly_always(
     long_prompts: list[list[int]], mode: str

@@ -9,7 +9,6 @@ import pytest
 
 from tests.executor.harness import Harness, ScriptedDrafter, output_of
 from tests.lossless.cases import Case, assert_same, generate
-from tests.lossless.drafters import AdversarialDrafter
 from tests.lossless.engines import MODES, engine, tiny_engine
 from tests.lossless.oracle import Oracle
 from tllm_spec.executor.building import rounds
@@ -130,7 +129,7 @@ def test_another_tier_in_every_round_changes_no_text(
     assert all(0 < rate < 1 for rate in estimate)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize(("mode", "overlap"), RUNS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_strategy_moves_between_draft_lengths_and_changes_no_text(
@@ -167,20 +166,11 @@ def test_a_strategy_moves_between_draft_lengths_and_changes_no_text(
 def test_sampled_texts_are_those_of_plain_decoding_while_tiers_change(
     cases: list[Case],
     plain: list[RequestOutput],
-    known_texts: dict[tuple[int, ...], list[int]],
     oracle: Callable[[], Oracle],
     mode: str,
     overlap: bool,
 ) -> None:
-    if mode == "user_provided":
-        own = {
-            "decoding_type": "User_Provided",
-            "drafter": AdversarialDrafter(known_texts),
-            "max_draft_len": 5,
-        }
-        options: dict[str, Any] = {"speculative_config": own | {"adaptive": {}}}
-    else:
-        options = engine(mode, 5, overlap=overlap, adaptive={})
+    options = engine(mode, 5, overlap=overlap, adaptive={})
     with LLM("zoo:llama", max_batch_size=8, **options) as llm:
         lengths = cycle([5, 0, 2, 5, 1, 0, 0, 3, *[0] * 18])
         llm._executor.parts.draft_len_for = lambda *_: next(lengths)

@@ -7,51 +7,22 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lossless.small_models import (
+    NGRAM,
+    ON_GPU,
+    PLAIN,
+    PROMPTS,
+    SETTINGS,
+    TREES,
+    by_default,
+    plain_texts,
+    texts,
+    write_head,
+)
 from tests.models.deepseek import save_deepseek
-from tests.models.helpers import random_tokens
 from tests.models.mtp_reference import export_modules, save_predictable
-from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
-
-# With a public pool the second time finds the text of the first.
-NGRAM = {"decoding_type": "NGram", "max_draft_len": 3, "is_public_pool": True}
-# The first two share 12 tokens.
-SHARED = random_tokens(12, seed=9)
-PROMPTS = [
-    SHARED + random_tokens(7, seed=1),
-    SHARED + random_tokens(5, seed=2),
-    random_tokens(5, seed=3) * 4,
-    random_tokens(18, seed=4),
-]
-PLAIN = {"kv_cache_config": {"enable_block_reuse": False}, "disable_overlap_scheduler": True}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "undisturbed": {"kv_cache_config": {"enable_block_reuse": False}},
-    "prefix_reuse": {"kv_cache_config": {"tokens_per_block": 4}},
-    "chunks": {
-        "kv_cache_config": {"tokens_per_block": 4},
-        "enable_chunked_prefill": True,
-        "max_num_tokens": 12,
-    },
-    "preemption": {"kv_cache_config": {"tokens_per_block": 4, "max_tokens": 84}},
-}
-
-
-def texts(folder: Path, **options: Any) -> tuple[list[list[int]], float]:
-    """Each prompt's tokens, greedy and sampled, twice, so that the second finds its prefix cached;
-    and the most accepted drafts per round."""
-    params = [
-        SamplingParams(max_tokens=24, ignore_eos=True, seed=i, temperature=0.3 * (i % 2))
-        for i in range(len(PROMPTS))
-    ]
-    sizes = {"skip_tokenizer_init": True, "max_batch_size": 3, "max_seq_len": 64}
-    with LLM(str(folder), **(sizes | options)) as llm:
-        found = llm.generate(PROMPTS, params) + llm.generate(PROMPTS, params)
-        llm.check_integrity()
-    lengths = [
-        each.speculative_decoding.acceptance_length for each in found if each.speculative_decoding
-    ]
-    return [each.outputs[0].token_ids for each in found], max(lengths, default=1.0)
 
 
 @pytest.fixture(scope="module", params=["DeepseekV2", "DeepseekV3"])
@@ -63,12 +34,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> list[list[int]]:
-    found, _ = texts(folder, max_batch_size=1, **PLAIN)
-    assert len({tuple(tokens) for tokens in found}) == len(PROMPTS)
-    return found
+    return plain_texts(folder)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_latent_attention_gives_plain_text_with_and_without_drafts(
     setting: str, folder: Path, plain: list[list[int]]
@@ -92,10 +61,17 @@ def plain_of_mtp(with_mtp: Path) -> list[list[int]]:
     return texts(with_mtp, max_batch_size=1, **PLAIN)[0]
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("one_model", [True, False])
-@pytest.mark.parametrize(("is_vanilla", "draft_len"), [(False, 3), (True, 2)])
+@pytest.mark.parametrize(
+    ("one_model", "is_vanilla", "draft_len", "setting"),
+    by_default(
+        [
+            (True, False, 3, "prefix_reuse"),
+            (False, True, 2, "chunks"),
+            (True, True, 2, "preemption"),
+        ],
+        *((True, False), (False, True), (3, 2), SETTINGS),
+    ),
+)
 def test_the_models_own_modules_draft_and_leave_the_text_alone(
     one_model: bool,
     is_vanilla: bool,
@@ -115,32 +91,13 @@ def test_the_models_own_modules_draft_and_leave_the_text_alone(
     assert acceptance_length > 1.3
 
 
-TREES: dict[str, dict[str, Any]] = {
-    "dynamic": {
-        "max_draft_len": 3,
-        "use_dynamic_tree": True,
-        "dynamic_tree_max_topK": 3,
-        "max_total_draft_tokens": 8,
-    },
-    "static": {"eagle_choices": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
-}
-
-
-# Every pair of two of them is in the default run.
-on_trees = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("tree", "one_model", "setting"),
-    [
-        pytest.param(
-            *(tree, one_model, setting), marks=[pytest.mark.slow] if (i + j + k) % 3 else []
-        )
-        for i, tree in enumerate(TREES)
-        for j, one_model in enumerate((True, False))
-        for k, setting in enumerate(SETTINGS)
-    ],
+    by_default(
+        [("dynamic", True, "chunks"), ("static", False, "prefix_reuse")],
+        *(TREES, (True, False), SETTINGS),
+    ),
 )
-
-
-@on_trees
 def test_trees_of_the_models_own_module_leave_the_text_alone(
     tree: str, one_model: bool, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
 ) -> None:
@@ -150,10 +107,10 @@ def test_trees_of_the_models_own_module_leave_the_text_alone(
     assert acceptance_length > 1.5
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("one_model", [True, False])
-@pytest.mark.parametrize("is_vanilla", [True, False])
+@pytest.mark.parametrize(
+    ("is_vanilla", "one_model", "setting"),
+    by_default([(False, True, "preemption")], (True, False), (True, False), SETTINGS),
+)
 def test_matches_next_to_the_models_own_modules_leave_the_text_alone(
     is_vanilla: bool, one_model: bool, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
 ) -> None:
@@ -169,9 +126,9 @@ def test_matches_next_to_the_models_own_modules_leave_the_text_alone(
     assert acceptance_length > 1.3
 
 
-@pytest.mark.thinned
-@pytest.mark.parametrize("one_model", [True, False])
-@pytest.mark.parametrize("is_vanilla", [True, False])
+@pytest.mark.parametrize(
+    ("is_vanilla", "one_model"), by_default([(True, False)], (True, False), (True, False))
+)
 def test_exported_modules_draft_as_those_of_the_checkpoint(
     is_vanilla: bool, one_model: bool, plain_of_mtp: list[list[int]], tmp_path: Path
 ) -> None:
@@ -207,7 +164,7 @@ def test_mtp_and_exported_modules_need_each_other(with_mtp: Path, tmp_path: Path
             LLM(str(folder), skip_tokenizer_init=True, speculative_config=spec)
 
 
-@pytest.mark.parametrize("one_model", [True, False])
+@pytest.mark.parametrize("one_model", by_default([(True,)], (True, False)))
 def test_trees_of_a_module_for_each_step_leave_the_text_alone(
     one_model: bool, with_mtp: Path, plain_of_mtp: list[list[int]]
 ) -> None:
@@ -220,6 +177,7 @@ def test_trees_of_a_module_for_each_step_leave_the_text_alone(
     assert acceptance_length > 1.3
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("one_model", "setting"), [(True, "prefix_reuse"), (False, "preemption")])
 def test_a_draft_model_with_latents_drafts_trees_for_a_target_with_latents(
     one_model: bool, setting: str, folder: Path, plain: list[list[int]]
@@ -237,101 +195,61 @@ def test_a_draft_model_with_latents_drafts_trees_for_a_target_with_latents(
     assert acceptance_length > 2.5
 
 
-@pytest.mark.thinned
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("one_model", [True, False])
-def test_an_eagle3_head_with_heads_of_its_own_shares_the_page_numbers_of_a_latent_cache(
-    one_model: bool, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]], tmp_path: Path
-) -> None:
-    check_eagle3({"max_draft_len": 2}, one_model, setting, with_mtp, plain_of_mtp, tmp_path)
+DRAFTS = {"chain": {"max_draft_len": 2}} | TREES
 
 
 @pytest.mark.parametrize(
-    ("tree", "one_model", "setting"),
-    [
-        pytest.param(
-            *(tree, one_model, setting), marks=[pytest.mark.slow] if k != 2 * i + j else []
-        )
-        for i, tree in enumerate(TREES)
-        for j, one_model in enumerate((True, False))
-        for k, setting in enumerate(SETTINGS)
-    ],
+    ("drafts", "one_model", "setting"),
+    by_default(
+        [
+            ("chain", True, "preemption"),
+            ("chain", False, "prefix_reuse"),
+            ("dynamic", False, "chunks"),
+        ],
+        *(DRAFTS, (True, False), SETTINGS),
+    ),
 )
-def test_trees_of_an_eagle3_head_leave_the_text_of_a_latent_target_alone(
-    tree: str,
+def test_an_eagle3_head_with_heads_of_its_own_shares_the_page_numbers_of_a_latent_cache(
+    drafts: str,
     one_model: bool,
     setting: str,
     with_mtp: Path,
     plain_of_mtp: list[list[int]],
     tmp_path: Path,
 ) -> None:
-    check_eagle3(TREES[tree], one_model, setting, with_mtp, plain_of_mtp, tmp_path)
-
-
-def check_eagle3(
-    drafts: dict[str, Any],
-    one_model: bool,
-    setting: str,
-    with_mtp: Path,
-    plain_of_mtp: list[list[int]],
-    tmp_path: Path,
-) -> None:
-    head = write_tiny_eagle3(
-        tmp_path, hidden_size=64, vocab_size=128, draft_vocab_size=100, num_captured=2
-    )
     eagle3 = {
         "decoding_type": "Eagle3",
-        "speculative_model": str(head),
+        "speculative_model": str(write_head(tmp_path)),
         "eagle3_layers_to_capture": [0, 2],
         "eagle3_one_model": one_model,
-        **drafts,
+        **DRAFTS[drafts],
     }
     found, _ = texts(with_mtp, speculative_config=eagle3, **SETTINGS[setting])
     assert found == plain_of_mtp
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("setting", ["undisturbed", "prefix_reuse", "chunks"])
-@pytest.mark.parametrize("is_vanilla", [False, True])
-@pytest.mark.parametrize("one_model", [None, True, False])
-def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
-    one_model: bool | None,
-    is_vanilla: bool,
-    setting: str,
-    with_mtp: Path,
-    plain_of_mtp: list[list[int]],
-) -> None:
-    mtp = {
-        "decoding_type": "MTP",
-        "max_draft_len": 2,
-        "mtp_eagle_one_model": one_model,
-        "use_mtp_vanilla": is_vanilla,
-    }
-    spec = None if one_model is None else mtp
-    options = {"device": "cuda", "dtype": "float32", "cuda_graph_config": {"batch_sizes": [1, 3]}}
-    found, acceptance_length = texts(
-        with_mtp, speculative_config=spec, **(SETTINGS[setting] | options)
-    )
-    assert found == plain_of_mtp
-    assert one_model is None or acceptance_length > 1.3
+DRAFTS_ON_GPU: dict[str, dict[str, Any]] = {
+    "chain": {"max_draft_len": 2},
+    "vanilla": {"max_draft_len": 2, "use_mtp_vanilla": True},
+    **TREES,
+}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("setting", ["undisturbed", "prefix_reuse", "chunks"])
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("drafts", ["plain", *DRAFTS_ON_GPU])
 @pytest.mark.parametrize("one_model", [True, False])
-def test_trees_on_a_gpu_with_cuda_graphs_give_the_text_of_the_cpu(
-    one_model: bool, tree: str, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
+def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
+    one_model: bool, drafts: str, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
 ) -> None:
-    mtp = {"decoding_type": "MTP", "mtp_eagle_one_model": one_model} | TREES[tree]
-    options = {"device": "cuda", "dtype": "float32", "cuda_graph_config": {"batch_sizes": [1, 3]}}
+    mtp = {"decoding_type": "MTP", "mtp_eagle_one_model": one_model}
+    spec = None if drafts == "plain" else mtp | DRAFTS_ON_GPU[drafts]
     found, acceptance_length = texts(
-        with_mtp, speculative_config=mtp, **(SETTINGS[setting] | options)
+        with_mtp, speculative_config=spec, **(SETTINGS[setting] | ON_GPU)
     )
     assert found == plain_of_mtp
-    assert acceptance_length > 1.5
+    assert spec is None or acceptance_length > (1.5 if drafts in TREES else 1.3)
 
 
 @pytest.mark.gpu

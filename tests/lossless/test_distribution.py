@@ -22,7 +22,7 @@ from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput, SpeculativeStats
 from tllm_spec.sampling_params import SamplingParams
 
-VOCAB, NUM_SEEDS, OUTPUT_LEN, NUM_CELLS = 512, 1500, 6, 50
+VOCAB, NUM_SEEDS, OUTPUT_LEN, NUM_CELLS = 512, 1000, 6, 50
 PROMPT = [7, 300, 41]
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 1.0},
@@ -138,7 +138,7 @@ def assert_drawn_from(
         pytest.param(True, "plain", 3, True, marks=pytest.mark.slow),
         pytest.param(True, "filtered", 3, False, marks=pytest.mark.slow),
         (True, "filtered", 2, True),
-        (False, "plain", 3, True),
+        pytest.param(False, "plain", 3, True, marks=pytest.mark.slow),
         pytest.param(False, "filtered", 2, False, marks=pytest.mark.slow),
     ],
 )
@@ -170,9 +170,9 @@ TREES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("tree", "way", "lengths"),
     [
-        ("dynamic", "plain", ()),
+        pytest.param("dynamic", "plain", (), marks=pytest.mark.slow),
         pytest.param("static", "filtered", (), marks=pytest.mark.slow),
-        pytest.param("dynamic", "filtered", MOVING, marks=pytest.mark.slow),
+        ("dynamic", "filtered", MOVING),
     ],
 )
 def test_rejection_sampling_on_a_tree_draws_from_the_targets_probabilities(
@@ -199,7 +199,8 @@ def test_lower_thresholds_accept_more_and_change_the_distribution(
         )
 
 
-@pytest.mark.parametrize("one_model", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("one_model", [True, False])
 def test_rejection_sampling_draws_from_the_targets_probabilities_while_tiers_change(
     folders: tuple[Path, Path], models: list[Any], one_model: bool
 ) -> None:
@@ -228,7 +229,7 @@ def flat(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, head
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("rejection", [True, False])
 @pytest.mark.parametrize("one_model", [True, False])
 def test_a_head_with_a_reduced_vocabulary_leaves_the_targets_probabilities_alone(
@@ -254,9 +255,8 @@ def test_a_head_with_a_reduced_vocabulary_leaves_the_targets_probabilities_alone
     assert_drawn_from(model, outputs, params, lambda texts: known.expand(1, 1, -1))
 
 
-@pytest.mark.parametrize(
-    "how", ["one_model", "two_model", pytest.param("tree", marks=pytest.mark.slow)]
-)
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("how", ["one_model", "two_model", "tree"])
 def test_a_token_map_leaves_the_targets_probabilities_alone(
     folders: tuple[Path, Path], models: list[Any], tmp_path: Path, how: str
 ) -> None:

@@ -126,8 +126,14 @@ class Run:
 
 # Each is made of two that are not slow.
 COMBINED = (
+    "draft_target_onnxruntime",
+    "eagle3_two_model_tree",
+    "eagle_two_model_tree",
+    "draft_target_one_model_tree",
     "eagle_tree",
     "eagle_two_model",
+    "eagle_static",
+    "eagle_map",
     "eagle_map_tree",
     "draft_target_map",
     "draft_target_one_model_map",

@@ -108,7 +108,7 @@ def test_short_grammars_end_where_they_should(plain: list[CompletionOutput]) -> 
 
 # `tests/executor/test_guided_rounds.py` has both in its default run.
 LONG_ONLY = (
-    *("draft_target_one_model", "eagle3_two_model", "sa"),
+    *("draft_target_one_model", "eagle3_two_model", "sa", "ngram", "draft_target"),
     *("draft_target_one_model_sa", "eagle3_two_model_sa"),
 )
 
@@ -219,6 +219,7 @@ def test_preempted_and_reused_requests_keep_their_place_in_the_grammar(
 AMBIGUOUS = "root ::= s\ns ::= [a-z ] | s s | s s s | s s s s"
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", ["plain", "ngram", "eagle3", "eagle3_tree"])
 def test_a_slow_grammar_fails_its_own_requests_and_is_refused_from_then_on(
     mode: str, monkeypatch: pytest.MonkeyPatch

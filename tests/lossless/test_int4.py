@@ -28,7 +28,7 @@ from tllm_spec.outputs import RequestOutput
 from tllm_spec.text.tokenizer import Tokenizer
 
 MODES = ("plain", "ngram", "ngram_tree", "draft_target", "eagle3", "eagle3_tree")
-BY_DEFAULT = ("plain", "ngram", "eagle3")
+BY_DEFAULT = ("eagle3",)
 
 
 @pytest.fixture(scope="module")

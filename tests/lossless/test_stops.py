@@ -15,8 +15,10 @@ from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.text.tokenizer import Tokenizer
 
-ENGINES = [("known", length) for length in (1, 2, 4, 6)] + [
-    ("itself", length) for length in (1, 3, 5, 7)
+ENGINES = [
+    pytest.param(engine, marks=[] if engine[1] in (3, 4) else [pytest.mark.slow])
+    for engine in [("known", length) for length in (1, 2, 4, 6)]
+    + [("itself", length) for length in (1, 3, 5, 7)]
 ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.executor.harness import Harness, all_pages_are_back, output_of
-from tests.lossless.engines import LONG_ONLY, MODES, tiny_engine
+from tests.lossless.engines import MODES, tiny_engine
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
@@ -26,8 +26,7 @@ BUSY: dict[str, Any] = {
 }
 
 
-QUICK = [mode for mode in MODES if mode not in LONG_ONLY]
-QUICK += [f"{mode} in turn" for mode in ("plain", "eagle3")]
+QUICK = ("ngram_tree", "draft_target", "eagle3_tree", "eagle3 in turn")
 
 
 def quick_or_slow(names: Iterable[str]) -> list[Any]:
@@ -36,7 +35,7 @@ def quick_or_slow(names: Iterable[str]) -> list[Any]:
 
 def with_threads() -> list[Any]:
     """Threads do not see how drafts are made."""
-    quick = ("plain", "eagle3")
+    quick = ("eagle3",)
     return [pytest.param(mode, marks=[] if mode in quick else [pytest.mark.slow]) for mode in MODES]
 
 

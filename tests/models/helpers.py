@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,28 @@ class PagedRunner:
 
     def rewind(self, request: int, count: int) -> None:
         self.lengths[request] -= count
+
+
+def assert_logits_in_all_ways(
+    folder: Path, kind: type[HeadsBackend], expected: torch.Tensor, tokens: list[int]
+) -> None:
+    """Logits `[64, V]` of 64 tokens as a prompt, in chunks, one by one, in windows of 8, and, after
+    a rewind, in a window next to a shorter prompt."""
+    runner = PagedRunner(load(folder), num_pages=128)
+    use(runner, kind)
+
+    def check(found: torch.Tensor, start: int = 0) -> None:
+        torch.testing.assert_close(found, expected[start : start + len(found)], rtol=0, atol=1e-4)
+
+    check(runner.step({0: tokens})[0])
+    parts = [*pairwise((0, 3, 14, 25, 64))]
+    check(torch.cat([runner.step({1: tokens[start:end]})[1] for start, end in parts]))
+    check(torch.cat([runner.step(windows={2: [token]})[2] for token in tokens]))
+    check(torch.cat([runner.step(windows={3: tokens[i : i + 8]})[3] for i in range(0, 64, 8)]))
+    runner.rewind(3, 11)
+    mixed = runner.step({4: tokens[:30]}, {3: tokens[53:61]})
+    check(mixed[3], 53)
+    check(mixed[4])
 
 
 def use(runner: PagedRunner, kind: type[HeadsBackend]) -> None:

@@ -227,6 +227,89 @@ MAVERICK: Raw = SCOUT | {
         "use_qk_norm": False,
     }
 }
+GEMMA3_270M: Raw = {
+    "_sliding_window_pattern": 6,
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "eos_token_id": 1,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 640,
+    "intermediate_size": 2048,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": 512,
+    "torch_dtype": "bfloat16",
+    "use_bidirectional_attention": False,
+    "vocab_size": 262144,
+}
+GEMMA3_4B: Raw = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+GEMMA3_27B: Raw = GEMMA3_4B | {
+    "text_config": GEMMA3_4B["text_config"]
+    | {
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 168,
+    }
+}
+PHI4_MINI: Raw = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 199999,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "model_type": "phi3",
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "long_factor": [1.0 + i for i in range(48)],
+        "short_factor": [1.0] * 48,
+        "type": "longrope",
+    },
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 200064,
+}
+GEMMA3 = {"Gemma-3-270m": GEMMA3_270M, "Gemma-3-4b": GEMMA3_4B, "Gemma-3-27b": GEMMA3_27B}
 PUBLISHED = {
     "DeepSeek-V2-Lite": V2_LITE,
     "DeepSeek-V2": V2,

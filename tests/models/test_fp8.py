@@ -108,6 +108,7 @@ def test_exported_modules_keep_fp8_as_modelopts_file_and_the_names_of_scales_say
     assert found["steps.0.mlp.experts.gate_up"].dtype == FP8
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("sizes", "granularity"),
     [((2, 1), "block"), ((4, 1), "block"), ((2, 2), "block"), ((4, 1), "row"), ((2, 2), "tensor")],

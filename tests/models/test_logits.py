@@ -67,6 +67,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MODELS)
 def test_prefill_chunks_single_tokens_and_windows_equal_transformers(
     name: str, tmp_path: Path

@@ -18,6 +18,7 @@ from tests.models.helpers import (
     save_checkpoint,
     use,
 )
+from tests.models.test_gemma3 import save_gemma3
 from tests.models.test_llama4 import save_llama4
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.interface import AttentionMetadata, HeadsBackend
@@ -36,6 +37,7 @@ LLAMA4: dict[str, Any] = {
 SAVERS: dict[str, Callable[[Path], Any]] = {
     "Llama": lambda folder: save_checkpoint(folder, "Llama"),
     "Llama4": lambda folder: save_llama4(folder, **LLAMA4),
+    "Gemma3": lambda folder: save_gemma3(folder, sliding_window=5),
 }
 
 

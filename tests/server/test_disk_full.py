@@ -34,6 +34,7 @@ def output() -> RequestOutput:
     return RequestOutput(0, None, [1], [CompletionOutput(0)], metrics, finished=True)
 
 
+@pytest.mark.slow
 @needs_full
 def test_a_server_whose_log_is_on_a_full_disk_answers_and_ends_with_status_0(
     tmp_path: Path,

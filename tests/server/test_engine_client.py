@@ -46,6 +46,7 @@ def texts_of(output: RequestOutput) -> list[tuple[object, ...]]:
 STOPPING = {"temperature": 0.0, "max_tokens": 60}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     "params",

@@ -219,7 +219,8 @@ def test_when_the_engine_dies_streams_get_an_error_and_the_status_is_not_zero(
         assert not is_running(front)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_when_a_rank_dies_the_error_of_a_stream_names_it(rank: int, tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     with ServedProcess(tmp_path, "--tp_size", "2") as served:
@@ -303,11 +304,12 @@ def test_children_end_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
         wait_for(lambda: not any(map(is_running, children)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"max_seq_len": 100_000}, "Error: max_seq_len = 100000 exceeds the model's"),
-        pytest.param(
+        (
             {
                 "speculative_config": {
                     "decoding_type": "Draft_Target",
@@ -316,7 +318,6 @@ def test_children_end_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
                 }
             },
             "'/none' is neither an existing local folder",
-            marks=pytest.mark.slow,
         ),
     ],
 )

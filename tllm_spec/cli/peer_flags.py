@@ -80,6 +80,7 @@ PEER_FLAGS = (
     PeerOption("--load_format", str, "load_format", _weights),
     PeerOption("--scheduling_policy", str, "scheduler_config.waiting_queue_policy"),
     PeerOption("--stream_interval", int, "stream_interval"),
+    PeerOption("--language_model_only", bool, "language_model_only"),
     PeerOption("--async_scheduling/--no_async_scheduling", bool, "disable_overlap_scheduler", not_),
     PeerOption("--attention_backend", str, "attn_backend", _attention),
     PeerOption("--guided_decoding_backend --grammar_backend", str, "guided_decoding_backend"),

@@ -68,3 +68,11 @@ def _ranges(lower: Mapping[int, int]) -> str:
     first, *others = [*batch_sizes, f"{starts[-1]} and more"]
     texts = [f"{lower[start]} for {sizes}" for start, sizes in zip(starts[1:], others, strict=True)]
     return ", ".join([f"{lower[starts[0]]} drafts for {first} requests", *texts])
+
+
+def draft_len_limits(
+    schedule: dict[int, int] | None, max_concurrency: int | None
+) -> dict[int, int]:
+    """The most drafts by batch size: the entry of the largest key not above it, if there is one. Of
+    the two options only one is set."""
+    return schedule or ({max_concurrency + 1: 0} if max_concurrency else {})

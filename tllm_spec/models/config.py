@@ -3,6 +3,7 @@
 Both spellings are read: transformers 4.x (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5.x
 (`rope_parameters`, `dtype`). A missing key has the default of transformers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,14 @@ from tllm_spec.models.formats.fp8_formats import Fp8Format
 from tllm_spec.models.formats.fp8_readers import QUANTIZATION_KEYS, fp8_format
 from tllm_spec.models.formats.int4_formats import Int4Format
 from tllm_spec.models.formats.int4_readers import int4_format
+from tllm_spec.models.formats.kv_cache_formats import KVCacheSetting, kv_cache_setting
+from tllm_spec.models.gemma3_config import (
+    GEMMA3,
+    GEMMA3_DEFAULTS,
+    Gemma3Config,
+    flat_gemma3,
+    gemma3_config,
+)
 from tllm_spec.models.llama4_config import (
     LLAMA4_DEFAULTS,
     Llama4Config,
@@ -33,6 +42,8 @@ from tllm_spec.models.llama4_config import (
 )
 from tllm_spec.models.moe_config import MOE_DEFAULTS, moe_config, sparse_layers
 from tllm_spec.models.moe_shape import MoEConfig
+from tllm_spec.models.phi3_config import PHI3, PHI3_DEFAULTS, flat_phi3
+from tllm_spec.models.rope_config import RopeConfig, rope_config
 
 # The defaults of each architecture's configuration class in transformers.
 _COMMON = {
@@ -70,36 +81,19 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     | MOE_DEFAULTS["Qwen3MoeForCausalLM"],
     "Llama4ForCausalLM": _COMMON | LLAMA4_DEFAULTS,
     "Llama4ForConditionalGeneration": _COMMON | LLAMA4_DEFAULTS,
+    **dict.fromkeys(GEMMA3, GEMMA3_DEFAULTS),
+    PHI3: PHI3_DEFAULTS,
 } | DEEPSEEK_DEFAULTS
 _LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
-_NO_BIAS = ("MistralForCausalLM", "MixtralForCausalLM")
-_O_BIAS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *_LLAMA4)
-# The keys that a rope_type needs. yarn without a factor has the ratio of the two lengths.
-_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": (),
+# What brings a file into the keys of the other architectures.
+_FLAT: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    **dict.fromkeys(_LLAMA4, flat_llama4),
+    **dict.fromkeys(GEMMA3, flat_gemma3),
+    PHI3: flat_phi3,
 }
+_NO_BIAS = ("MistralForCausalLM", "MixtralForCausalLM", PHI3)
+_O_BIAS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *_LLAMA4, *GEMMA3)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding; `rotary.py` says which fields a `kind` uses."""
-
-    kind: str
-    theta: float
-    original_max_positions: int
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
 
 
 @dataclass(frozen=True)
@@ -132,6 +126,7 @@ class ModelConfig:
     sparse_layers: frozenset[int]
     """The layers that have experts instead of a dense MLP."""
     llama4: Llama4Config | None
+    gemma3: Gemma3Config | None
     mla: MLAConfig | None
     """Latent attention instead of heads with keys and values of their own."""
     num_nextn_layers: int
@@ -140,6 +135,8 @@ class ModelConfig:
     """How the checkpoint stores FP8 weights; None: it has none."""
     int4: Int4Format | None
     """How the checkpoint stores 4-bit weights; None: it has none."""
+    kv_cache: KVCacheSetting | None
+    """What the checkpoint says of the KV cache; None: nothing."""
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "ModelConfig":
@@ -166,30 +163,24 @@ class ModelConfig:
     def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
         """The same, from the parsed file alone."""
         architecture = _architecture(raw)
-        raw = flat_llama4(raw) if architecture in _LLAMA4 else raw
+        raw = _FLAT.get(architecture, dict)(raw)
         raw = with_defaults(raw, _DEFAULTS[architecture])
         is_deepseek = architecture in DEEPSEEK_DEFAULTS
         _refuse_unserved(raw)
         bias = bool(raw.get("attention_bias"))
         num_heads = int(required(raw, "num_attention_heads"))
-        hidden_size = int(required(raw, "hidden_size"))
-        if not raw.get("head_dim") and hidden_size % num_heads:
-            raise ValueError(
-                f"hidden_size is {hidden_size}; without head_dim, it must be a multiple of "
-                f"num_attention_heads, which is {num_heads}."
-            )
         sliding = _sliding_layers(raw, architecture)
         config = cls(
             architecture=architecture,
             vocab_size=int(required(raw, "vocab_size")),
-            hidden_size=hidden_size,
+            hidden_size=int(required(raw, "hidden_size")),
             intermediate_size=int(required(raw, "intermediate_size")),
             num_layers=int(required(raw, "num_hidden_layers")),
             num_heads=num_heads,
             num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
-            head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
+            head_dim=_head_dim(raw),
             rms_norm_eps=float(raw["rms_norm_eps"]),
-            rope=_rope(raw),
+            rope=rope_config(raw, is_phi3=architecture == PHI3),
             max_position_embeddings=int(raw["max_position_embeddings"]),
             sliding_window=raw["sliding_window"] if sliding else None,
             sliding_layers=sliding,
@@ -197,12 +188,13 @@ class ModelConfig:
             qkv_bias=_qkv_bias(raw, architecture),
             o_bias=bias and architecture in _O_BIAS,
             mlp_bias=bool(raw.get("mlp_bias")) and architecture == "LlamaForCausalLM",
-            qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+            qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *GEMMA3)
             or (architecture in _LLAMA4 and bool(raw["use_qk_norm"])),
             hidden_act=raw["hidden_act"],
             dtype=_dtype(raw),
             eos_token_ids=_token_ids(raw.get("eos_token_id")),
             llama4=llama4_config(raw) if architecture in _LLAMA4 else None,
+            gemma3=gemma3_config(raw) if architecture in GEMMA3 else None,
             moe=deepseek_moe(raw) if is_deepseek else moe_config(architecture, raw),
             sparse_layers=deepseek_sparse_layers(raw)
             if is_deepseek
@@ -234,9 +226,20 @@ class ModelConfig:
         """Positions that the model serves: as vLLM, `max_position_embeddings`, which may be the
         length before scaling, or the scaled length if it is longer."""
         rope = self.rope
-        is_scaled = rope.kind in ("linear", "yarn")
+        # Gemma 3 has the scaled length in max_position_embeddings, and not the original one.
+        is_scaled = rope.kind in ("linear", "yarn") and self.gemma3 is None
         scaled = int(rope.factor * rope.original_max_positions) if is_scaled else 0
         return max(self.max_position_embeddings, scaled)
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether the checkpoint has more than the text model, which is all that is loaded."""
+        return self.architecture.endswith("ForConditionalGeneration")
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """All rotary embeddings, each of which has a table."""
+        return (self.rope,) if self.gemma3 is None else (self.rope, self.gemma3.local_rope)
 
     @property
     def rope_dim(self) -> int:
@@ -279,7 +282,7 @@ class ModelConfig:
             num_heads=mapping.shard(self.num_heads, "num_attention_heads"),
             num_kv_heads=mapping.shard_kv_heads(self.num_kv_heads),
             head_dim=self.head_dim,
-            scale=self.head_dim**-0.5,
+            scale=self.head_dim**-0.5 if self.gemma3 is None else self.gemma3.query_scale,
             span=span,
         )
 
@@ -293,9 +296,16 @@ class ModelConfig:
 
 
 def _weight_formats(path: Path | None, raw: dict[str, Any]) -> dict[str, Any]:
-    """The fields `fp8` and `int4`, of which at most one is not None."""
+    """The fields `fp8` and `int4`, of which at most one is not None, and `kv_cache`. Raises
+    ValueError for formats that are not served."""
     int4 = int4_format(path, raw)
-    return {"int4": int4, "fp8": None if int4 is not None else fp8_format(path, raw)}
+    fp8 = None if int4 is not None else fp8_format(path, raw)
+    if raw["architectures"][0] == "Gemma3ForConditionalGeneration" and (int4 or fp8):
+        raise ValueError(
+            "Gemma3ForConditionalGeneration has quantised weights; it is served with weights of "
+            "16 or 32 bits."
+        )
+    return {"int4": int4, "fp8": fp8, "kv_cache": kv_cache_setting(path, raw)}
 
 
 def _architecture(raw: dict[str, Any]) -> str:
@@ -306,7 +316,7 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 
 def _refuse_unserved(raw: dict[str, Any]) -> None:
-    if raw["hidden_act"] != "silu":
+    if raw["architectures"][0] not in GEMMA3 and raw["hidden_act"] != "silu":
         raise ValueError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is served.")
     unknown = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if unknown:
@@ -318,6 +328,16 @@ def _dtype(raw: dict[str, Any]) -> torch.dtype:
     if name not in _DTYPES:
         raise ValueError(f"dtype is {name!r}; accepted are {', '.join(_DTYPES)}.")
     return _DTYPES[name]
+
+
+def _head_dim(raw: dict[str, Any]) -> int:
+    hidden_size, num_heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
+    if not raw.get("head_dim") and hidden_size % num_heads:
+        raise ValueError(
+            f"hidden_size is {hidden_size}; without head_dim, it must be a multiple of "
+            f"num_attention_heads, which is {num_heads}."
+        )
+    return int(raw.get("head_dim") or hidden_size // num_heads)
 
 
 def _qkv_bias(raw: dict[str, Any], architecture: str) -> bool:
@@ -344,7 +364,7 @@ def _sliding_layers(raw: dict[str, Any], architecture: str) -> frozenset[int]:
         return frozenset()
     if window < 1:
         raise ValueError(f"sliding_window is {window}; it must be at least 1.")
-    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM", PHI3):
         return frozenset(layers)
     if types:
         return frozenset(layer for layer in layers if types[layer] == "sliding_attention")
@@ -357,39 +377,3 @@ def _sliding_layers(raw: dict[str, Any], architecture: str) -> frozenset[int]:
     if architecture == "Qwen2MoeForCausalLM":
         return frozenset(layers[:num_before:2])
     return frozenset(layers[num_before:])
-
-
-def _rope(raw: dict[str, Any]) -> RopeConfig:
-    fields: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    partial = fields.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1.0):
-        raise ValueError(f"partial_rotary_factor is {partial}; only 1.0 is served.")
-    if any(isinstance(value, dict) for value in fields.values()) or "mrope_section" in fields:
-        raise ValueError(
-            "rope_parameters differ by layer type or section; served is one set for all layers."
-        )
-    kind = fields.get("rope_type") or fields.get("type") or "default"
-    if kind not in _ROPE_NEEDS:
-        raise ValueError(f"rope_type is {kind!r}; served are {', '.join(_ROPE_NEEDS)}.")
-    absent = [key for key in _ROPE_NEEDS[kind] if fields.get(key) is None]
-    if absent:
-        raise ValueError(f"rope_type is {kind!r}, which needs {' and '.join(absent)}.")
-    max_positions = int(raw["max_position_embeddings"])
-    original = raw.get("original_max_position_embeddings") or fields.get(
-        "original_max_position_embeddings"
-    )
-    original = int(original or max_positions)
-    return RopeConfig(
-        kind=kind,
-        theta=float(fields.get("rope_theta") or required(raw, "rope_theta")),
-        original_max_positions=original,
-        factor=float(fields.get("factor") or max_positions / original),
-        low_freq_factor=float(fields.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(fields.get("high_freq_factor") or 1.0),
-        beta_fast=float(fields.get("beta_fast") or 32.0),
-        beta_slow=float(fields.get("beta_slow") or 1.0),
-        attention_factor=fields.get("attention_factor"),
-        mscale=fields.get("mscale"),
-        mscale_all_dim=fields.get("mscale_all_dim"),
-        truncate=bool(fields.get("truncate", True)),
-    )

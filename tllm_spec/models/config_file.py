@@ -71,7 +71,10 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
     ),
     (
         _Kind(f"an integer from 1 to {MAX_INT}, or null", _is_int(1)),
-        "attention_chunk_size original_max_position_embeddings truncated_vocab_size",
+        """
+        attention_chunk_size original_max_position_embeddings truncated_vocab_size
+        sliding_window_pattern _sliding_window_pattern
+        """,
     ),
     (
         _Kind(f"an integer from 0 to {MAX_SIZE}", _is_int(0, MAX_SIZE)),
@@ -101,18 +104,22 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         _Kind(f"a number from 0 to {MAX_NUMBER}", _is_number(0)),
         """
         low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mscale mscale_all_dim
-        partial_rotary_factor
+        partial_rotary_factor attn_logit_softcapping final_logit_softcapping
         """,
     ),
     (_Kind(f"a number from 1 to {MAX_NUMBER}", _is_number(1)), "factor"),
-    (_Kind(f"a number from 2 to {MAX_NUMBER}", _is_number(2)), "rope_theta"),
+    (_Kind(f"a number from 2 to {MAX_NUMBER}", _is_number(2)), "rope_theta rope_local_base_freq"),
+    (
+        _Kind(f"a number from 1 to {MAX_NUMBER}", _is_number(1), is_nullable=False),
+        "query_pre_attn_scalar",
+    ),
     (
         # Llama 4 has an integer for one of them.
         _Kind("true or false", lambda value: isinstance(value, (bool, int))),
         """
         tie_word_embeddings attention_bias mlp_bias qkv_bias bias use_qk_norm use_sliding_window
         norm_topk_prob rope_interleave attn_temperature_tuning truncate norm_before_fc fc_norm
-        use_aux_norm norm_before_residual norm_output
+        use_aux_norm norm_before_residual norm_output use_bidirectional_attention
         """,
     ),
     (
@@ -121,11 +128,18 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         dtype torch_dtype type rope_type scoring_func model_type speculators_model_type
         """,
     ),
-    (_Kind("a name", _is_text, is_nullable=False), "hidden_act topk_method"),
+    (
+        _Kind("a name", _is_text, is_nullable=False),
+        "hidden_act hidden_activation topk_method",
+    ),
     (_Kind("a list of names", _is_list_of(_is_text)), "architectures layer_types"),
     (
         _Kind("a list of layer numbers", _is_list_of(_is_int(0, MAX_LAYERS))),
         "moe_layers mlp_only_layers eagle_aux_hidden_state_layer_ids",
+    ),
+    (
+        _Kind("a list of positive numbers", _is_list_of(_is_number(1e-6))),
+        "short_factor long_factor",
     ),
     (
         _Kind("a list of 0 and 1", _is_list_of(lambda value: value in (0, 1))),
@@ -138,7 +152,13 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         ),
         "eos_token_id",
     ),
-    (_OBJECT, "rope_parameters rope_scaling text_config transformer_layer_config eagle_config"),
+    (
+        _OBJECT,
+        """
+        rope_parameters rope_scaling text_config transformer_layer_config eagle_config
+        full_attention sliding_attention
+        """,
+    ),
 )
 _KINDS = {key: kind for kind, keys in _KEYS for key in keys.split()}
 

@@ -1,6 +1,7 @@
 """Embedding and norms."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -8,7 +9,7 @@ from tllm_spec.kernels.rms_norm import rms_norm
 from tllm_spec.kernels.rotary_write import HeadWeights
 from tllm_spec.kernels.row_copies import gather_rows, gather_slice_rows
 from tllm_spec.kernels.small_m_gemm import NormWeight
-from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
+from tllm_spec.models.module import Module, Placement, StoredWeight, WeightSlot, sibling
 
 
 class Embedding(Module):
@@ -60,11 +61,43 @@ class RMSNorm(Module):
         root = torch.linalg.vector_norm(x, 2, -1, True).hypot_(self.root_eps)
         return torch.mul(x, self.scaled_weight).div_(root)
 
+    def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        """Add the norm of x `[T, H]` to `total` `[T, H]`, in place."""
+        if self.scaled_weight is None:
+            rms_norm(x, self.weight, self.eps, total)
+        else:
+            total.add_(self.forward(x))
+
     def specialize_for_cpu(self) -> None:
         """On a CPU F.rms_norm is eight ops. These four take half the time; with n = size:
         `x * (weight * sqrt(n)) / hypot(|x|, sqrt(n * eps))`."""
         self.scaled_weight = self.weight * self.size**0.5
         self.root_eps = torch.tensor((self.size * self.eps) ** 0.5)
+
+
+@dataclass(frozen=True)
+class OffsetSlot(WeightSlot):
+    """A norm's weight, of which the checkpoint has the difference from 1."""
+
+    def load(self, tensor: torch.Tensor | StoredWeight) -> None:
+        assert isinstance(tensor, torch.Tensor)  # norms are not quantised
+        super().load(tensor.float() + 1)
+
+
+def in_float32(placement: Placement) -> Placement:
+    """For weights of norms that are stored as differences from 1: in 16 bits the sum would lose
+    half of their digits."""
+    return replace(placement, dtype=torch.float32)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """With the weight 1 + w in float32 for the checkpoint's w."""
+
+    def __init__(self, size: int, eps: float, placement: Placement) -> None:
+        super().__init__(size, eps, in_float32(placement))
+
+    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        yield f"{path}.weight", OffsetSlot(self.weight, (self.size,))
 
 
 class HeadNorm(Module):
@@ -85,3 +118,16 @@ class HeadNorm(Module):
         shape = (self.weight.shape[1],)
         yield f"{sibling(path, 'q_norm')}.weight", WeightSlot(self.weight[: self.num_heads], shape)
         yield f"{sibling(path, 'k_norm')}.weight", WeightSlot(self.weight[self.num_heads :], shape)
+
+
+class OffsetHeadNorm(HeadNorm):
+    """With weights 1 + w in float32 for the checkpoint's w."""
+
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, placement: Placement
+    ) -> None:
+        super().__init__(num_heads, num_kv_heads, head_dim, eps, in_float32(placement))
+
+    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        for name, slot in super().slots(path):
+            yield name, OffsetSlot(slot.destination, slot.shape)

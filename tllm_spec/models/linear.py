@@ -172,6 +172,13 @@ class RowLinear(Linear):
             return
         self.communicator.all_reduce_into(total, self.forward(x))
 
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        """`forward`, and the sum over all ranks."""
+        output = self.forward(x)
+        if self.mapping.tp_size > 1:
+            self.communicator.all_reduce(output)
+        return output
+
     def add_part_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         """As `add_to`, of this rank only: the caller sums over the ranks."""
         super().add_to(total, x)

@@ -28,6 +28,7 @@ class Attention(Module):
     given."""
 
     projection: type[ColumnLinear] = ColumnLinear
+    head_norm: type[HeadNorm] = HeadNorm
 
     def __init__(
         self, config: ModelConfig, layer: int, placement: Placement, input_size: int | None = None
@@ -50,7 +51,7 @@ class Attention(Module):
             copies={"k_proj": copies, "v_proj": copies},
         )
         self.qk_norm: HeadNorm | None = (
-            HeadNorm(
+            self.head_norm(
                 self.num_heads, self.num_kv_heads, config.head_dim, config.rms_norm_eps, placement
             )
             if config.qk_norm
@@ -86,11 +87,13 @@ class Attention(Module):
 class MLP(Module):
     """SwiGLU."""
 
+    projection: type[ColumnLinear] = ColumnLinear
+
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         parts = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = ColumnLinear(hidden, parts, bias=bias, placement=placement)
+        self.gate_up_proj = self.projection(hidden, parts, bias=bias, placement=placement)
         self.down_proj = RowLinear(inner, hidden, bias=bias, placement=placement)
 
     def add_to(self, hidden: torch.Tensor, norm: RMSNorm) -> None:
@@ -115,15 +118,17 @@ class SelfAttention(Protocol):
 class DecoderLayer(Module):
     """Pre-norm block that adds to the residual stream, in place if all rows are wanted."""
 
+    norm_type: type[RMSNorm] = RMSNorm
     input_layernorm: RMSNorm | None
     self_attn: SelfAttention
     mlp: MLP | SparseMoE
 
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        sizes = config.hidden_size, config.rms_norm_eps, placement
+        self.input_layernorm = self.norm_type(*sizes)
         self.add_attention(config, layer, placement)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self.post_attention_layernorm = self.norm_type(*sizes)
         self.add_mlp(config, layer, placement)
 
     def add_attention(self, config: ModelConfig, layer: int, placement: Placement) -> None:
@@ -152,9 +157,13 @@ class DecoderLayer(Module):
         attended = self.self_attn.forward(hidden, self.input_layernorm, rotary, context)
         if wanted is not None:
             hidden, attended = gather_rows(hidden, wanted), gather_rows(attended, wanted)
+        self.add_branches(hidden, attended)
+        return hidden
+
+    def add_branches(self, hidden: torch.Tensor, attended: torch.Tensor) -> None:
+        """Add the output projection of attention, then the MLP, to hidden `[R, H]` in place."""
         self.self_attn.o_proj.add_to(hidden, attended)
         self.mlp.add_to(hidden, self.post_attention_layernorm)
-        return hidden
 
 
 class LlamaModel(Module):
@@ -172,18 +181,22 @@ class LlamaModel(Module):
         self.layers = nn.ModuleList(
             layer_type(config, layer, placement) for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self.norm = layer_type.norm_type(config.hidden_size, config.rms_norm_eps, placement)
         self.cos_sin = cos_sin_table(config.rope, config.rope_dim, max_positions, placement)
 
     def rotary(self, positions: torch.Tensor) -> Rotary:
         """Of one forward's rows."""
         return Rotary(self.cos_sin, positions)
 
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The residual stream before the first layer, `[T, H]`."""
+        return self.embed_tokens.forward(input_ids)
+
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
         rotary = self.rotary(positions)
-        hidden = self.embed_tokens.forward(input_ids)
+        hidden = self.embed(input_ids)
         last, spec = len(self.layers) - 1, context.spec
         for layer_id, layer in enumerate(self.layers):
             wanted = context.wanted if layer_id == last else None

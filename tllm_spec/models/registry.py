@@ -18,10 +18,12 @@ from tllm_spec.models.formats.quantised_layers import (
     prepare_quantised,
     with_quantised,
 )
+from tllm_spec.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
 from tllm_spec.models.module import Placement, specialize_for_cpu
+from tllm_spec.models.phi3 import Phi3ForCausalLM
 from tllm_spec.models.tied_output import has_own_output
 from tllm_spec.models.weights import fill_random, load_weights
 
@@ -32,11 +34,14 @@ MODELS: dict[str, type[LlamaForCausalLM]] = {
     "MistralForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": LlamaForCausalLM,
     "Qwen3ForCausalLM": LlamaForCausalLM,
+    "Phi3ForCausalLM": Phi3ForCausalLM,
     "MixtralForCausalLM": LlamaForCausalLM,
     "Qwen2MoeForCausalLM": LlamaForCausalLM,
     "Qwen3MoeForCausalLM": LlamaForCausalLM,
     "Llama4ForCausalLM": Llama4ForCausalLM,
     "Llama4ForConditionalGeneration": Llama4ForConditionalGeneration,
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
     "DeepseekV2ForCausalLM": DeepseekForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekForCausalLM,
 }
@@ -94,6 +99,7 @@ def load_model(
     device: torch.device,
     load_format: LoadFormat = "auto",
     max_positions: int,
+    max_seq_len: int | None = None,
     communicator: Communicator = SINGLE,
     batch_invariant: bool = False,
     fp8_activations: bool = True,
@@ -106,6 +112,8 @@ def load_model(
         device: where they live.
         load_format: `auto` reads safetensors, `dummy` fills random weights.
         max_positions: rows of the rotary table, which no request may exceed.
+        max_seq_len: tokens of a request without drafts, by which longrope has its factors; None:
+            what the config serves.
         communicator: this rank's, with its place.
         batch_invariant: whether a row's logits have the same bits in every batch; slower.
         fp8_activations: whether activations are quantised where the checkpoint says so.
@@ -114,6 +122,8 @@ def load_model(
         ValueError: the config or the checkpoint is not served; the message says why.
     """
     config = ModelConfig.from_pretrained(path).within(max_positions)
+    if max_seq_len is not None:
+        config = replace(config, rope=config.rope.for_length(max_seq_len))
     config = computed_as(config, fp8_activations)
     model_type = MODELS[config.architecture]
     is_tied = config.tie_word_embeddings and load_format == "auto"

@@ -1,15 +1,16 @@
 """The cosine and sine table of the rotary position embedding; `kernels/rotary_write.py` applies it.
 
 Sources of the frequencies: RoFormer (arXiv 2104.09864), linear position interpolation (arXiv
-2306.15595), YaRN (arXiv 2309.00071) and Meta's Llama 3.1 scaling. Configurations are read as
-transformers reads them."""
+2306.15595), YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753) and Meta's Llama 3.1 scaling.
+Configurations are read as transformers reads them."""
 
 import math
 
 import torch
+import torch.nn.functional as F
 
-from tllm_spec.models.config import RopeConfig
 from tllm_spec.models.module import Placement
+from tllm_spec.models.rope_config import RopeConfig
 
 
 def cos_sin_table(
@@ -17,10 +18,14 @@ def cos_sin_table(
 ) -> torch.Tensor:
     """Cosines and signed sines, `[max_positions, 2, 1, D]`, computed in float32 and rounded once.
 
-    The sines of the first half are negated, so that the rotation needs a roll and no negation."""
-    inverse_frequencies, amplitude = _frequencies(rope, head_dim)
+    The sines of the first half are negated, so that the rotation needs a roll and no negation. The
+    pairs at the end of both halves that are not rotated have the angle 0."""
+    rotated = int(head_dim * rope.partial_factor)
+    inverse_frequencies, amplitude = _frequencies(rope, rotated)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies)
     cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
+    unrotated = (head_dim - rotated) // 2
+    cos, sin = F.pad(cos, (0, unrotated), value=1.0), F.pad(sin, (0, unrotated))
     cos_sin = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
     return cos_sin[:, :, None].to(placement.device, placement.dtype)
 
@@ -32,6 +37,9 @@ def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
         return inverse / rope.factor, 1.0
     if rope.kind == "llama3":
         return _llama3(rope, inverse), 1.0
+    if rope.kind == "longrope":
+        factors = torch.tensor(rope.long_factor if rope.is_long else rope.short_factor)
+        return inverse / factors, _longrope_amplitude(rope)
     if rope.kind == "yarn":
         return _yarn(rope, inverse, head_dim), _yarn_amplitude(rope)
     return inverse, 1.0
@@ -43,6 +51,14 @@ def _llama3(rope: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
     rotations = rope.original_max_positions * inverse / (2 * math.pi)
     kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     return torch.lerp(inverse / rope.factor, inverse, kept.clamp(0, 1))
+
+
+def _longrope_amplitude(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions))
 
 
 def _yarn(rope: RopeConfig, inverse: torch.Tensor, head_dim: int) -> torch.Tensor:

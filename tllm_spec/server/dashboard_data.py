@@ -55,10 +55,6 @@ def why(state: Mapping[str, Any]) -> str:
     if decision := _explaining(state):
         where = f"decided at batch size {decision['batch_size']}"
         return f"Draft length {draft_len}, {where}: {decision['reason']}."
-    limit = limits.get("max_concurrency")
-    batch_size = state["totals"].get("latest_round", {}).get("batch_size", 0)
-    if limit is not None and batch_size > limit:
-        return f"No drafts: {batch_size} requests are more than max_concurrency = {limit}."
     if schedule := limits.get("draft_len_schedule"):
         return f"Draft length {draft_len}: draft_len_schedule = {schedule}."
     if len(controller.get("draft_lens") or ()) > 1:

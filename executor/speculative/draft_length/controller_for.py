@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from tllm_spec.config.draft_len_schedule import draft_len_limits
 from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.draft_len_limits import (
@@ -28,8 +29,7 @@ def controller_for(
     if spec.acceptance_rate_threshold is not None and spec.acceptance_rate_window_size is not None:
         gate = AcceptanceGate(spec.acceptance_rate_threshold, spec.acceptance_rate_window_size)
     limits = DraftLenLimits(
-        max_concurrency=spec.max_concurrency,
-        schedule=spec.draft_len_schedule,
+        draft_len_limits(spec.draft_len_schedule, spec.max_concurrency),
         gate=gate,
         max_num_tokens=max_num_tokens,
         max_batch_size=max_batch_size,

@@ -2,13 +2,12 @@
 
 Expected tokens come from the acceptance estimate of the slot, seconds from the round times of the
 batch size. Longer draft lengths than the one that is played are learned by probes: a few rounds of
-the next longer length, or of the smallest tree, paid from a small share of the time."""
+the next longer length, paid from a small share of the time. A tree is played when it is expected to
+win: what chains have shown says enough of it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 from math import ceil
-from operator import mul
 from typing import Any
 
 from tllm_spec.config.adaptive_config import CostModelOptions, SlotOptions
@@ -41,15 +40,6 @@ def ladder_of(options: SlotOptions, shapes: DraftShapes) -> tuple[int, ...]:
     return (*options.candidate_steps, *trees)
 
 
-def _probes(ladder: Sequence[int], shapes: DraftShapes) -> dict[int, tuple[int, ...]]:
-    """What each tier may try: the next of the ladder, and the smallest tree."""
-    tree = next((tier for tier in ladder if tier in shapes.tree_tiers), 0)
-    return {
-        tier: tuple(dict.fromkeys(each for each in (longer, tree) if each > tier))
-        for tier, longer in zip(ladder, (*ladder[1:], 0), strict=True)
-    }
-
-
 class CostModelSlot:
     """Chooses the draft length with the most expected tokens per second. Every batch size has a
     draft length of its own; acceptance is estimated from all batch sizes of the slot."""
@@ -66,7 +56,9 @@ class CostModelSlot:
         self.lower_bound, self._log, self._times = lower_bound, log, times
         self._shapes = shapes or DraftShapes.chains(options.candidate_steps[-1])
         self._ladder = ladder_of(options, self._shapes)
-        self._probes = _probes(self._ladder, self._shapes)
+        steps = options.candidate_steps
+        # What each length may try; a single length may try a tree.
+        self._longer = dict(pairwise(steps if len(steps) > 1 else self._ladder))
         self._estimate = TierEstimate(
             self._shapes, self._ladder, options.prior_acceptance, options.window_trials
         )
@@ -76,7 +68,6 @@ class CostModelSlot:
         self._tiers: dict[int, int] = {}  # the draft length of each batch size
         self._decided: dict[int, int] = {}  # since the last round: batch sizes and their max_steps
         self._probe: _Probe | None = None
-        self._last_probe = 0
         self._saved_seconds = 0.0  # for probes
 
     def steps_for(self, batch_size: int, max_steps: int) -> int:
@@ -84,14 +75,9 @@ class CostModelSlot:
             self._decide(batch_size, max_steps)
         tier, probe = self._tiers[batch_size], self._probe
         # A batch size takes part in the slot's probe if that is one of its own.
-        if probe is not None and probe.steps <= max_steps and probe.steps in self._probes_of(tier):
+        if probe is not None and probe.steps <= max_steps and probe.steps == self._longer.get(tier):
             return probe.steps
         return tier
-
-    def _probes_of(self, tier: int) -> tuple[int, ...]:
-        """The one that was not played last comes first."""
-        probes = self._probes.get(tier, ())
-        return probes[::-1] if probes and probes[0] == self._last_probe else probes
 
     def reachable(self, max_steps: int) -> set[int]:
         return {steps for steps in self._ladder if steps <= max_steps} or {0}
@@ -165,27 +151,19 @@ class CostModelSlot:
             if tier >= probe.steps or not probe.rounds_left or not probe.rounds_to_see:
                 self._probe = None
             return
+        longer = self._longer.get(tier)
+        if longer is None or longer > max_steps:
+            return
         num_rounds = min(MAX_PROBE_ROUNDS, ceil(PROBE_TRIALS / batch_size))
-        for longer in self._probes_of(tier):
-            if longer > max_steps:
-                continue
-            is_paid = self._saved_seconds >= (num_rounds + 1) * (row[longer] - row[tier])
-            if is_paid and self._may_win(row, tier, longer):
-                self._probe = _Probe(longer, num_rounds, num_rounds + SPARE_ROUNDS)
-                self._last_probe = longer
-                return
+        is_paid = self._saved_seconds >= (num_rounds + 1) * (row[longer] - row[tier])
+        if is_paid and self._may_win(row, tier, longer):
+            self._probe = _Probe(longer, num_rounds, num_rounds + SPARE_ROUNDS)
 
     def _may_win(self, row: dict[int, float], tier: int, longer: int) -> bool:
-        """Whether the longer length would be better if all that it adds were accepted; a tree if
-        half of what chains get rejected were."""
+        """Whether the longer length would be better if all that it adds were accepted."""
         expected = self._estimate.expected
-        if longer in self._shapes.tree_tiers:
-            halves = (1 - (1 - rate) / 2 for rate in self._estimate.rates)
-            reached = list(accumulate(halves, mul))
-            at_best = 1 + max(sum(reached[: self._shapes.of(longer).depth]), expected[longer])
-        else:
-            reach = expected[tier] - expected[tier - 1] if tier else 1.0
-            at_best = 1 + expected[tier] + reach * (longer - tier)
+        reach = expected[tier] - expected[tier - 1] if tier else 1.0
+        at_best = 1 + expected[tier] + reach * (longer - tier)
         now = 1 + self._drafted_share * expected[tier]
         return bool(at_best / row[longer] > now / row[tier] * self._margin)
 

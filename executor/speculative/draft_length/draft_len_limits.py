@@ -1,11 +1,11 @@
-"""Upper limits of a round's draft length: `max_concurrency`, `draft_len_schedule`, the acceptance
-gate, and the token budget of a forward. A policy chooses within them."""
+"""Upper limits of a round's draft length: by batch size, the acceptance gate, and the token budget
+of a forward. A policy chooses within them."""
 
 import logging
 import sys
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -59,26 +59,22 @@ class AcceptanceGate:
 
 
 class DraftLenLimits:
-    """The most drafts that a round may have. schedule: draft lengths by batch size. The entry of
-    the largest key not above the batch size holds; below all keys there is no limit.
-    max_concurrency: largest batch size with drafts. max_num_tokens: rows of a forward. All windows
+    """The most drafts that a round may have. by_batch_size: of `draft_len_limits`, from
+    `draft_len_schedule` or `max_concurrency`. max_num_tokens: rows of a forward. All windows
     of a round fit into it; in batches below `max_batch_size` they leave room for contexts.
     tier_within: the last tier whose windows, and those of all before it, have at most so many
     rows."""
 
     def __init__(
         self,
+        by_batch_size: Mapping[int, int] = MappingProxyType({}),
         *,
-        max_concurrency: int | None = None,
-        schedule: Mapping[int, int] | None = None,
         gate: AcceptanceGate | None = None,
         max_num_tokens: int = NO_LIMIT,
         max_batch_size: int = 0,
         tier_within: Callable[[int], int] = lambda num_rows: max(0, num_rows - 1),
     ) -> None:
-        self._max_concurrency = NO_LIMIT if max_concurrency is None else max_concurrency
-        self._sizes = sorted(schedule or {})
-        self._schedule = dict(schedule or {})
+        self._limits = sorted(by_batch_size.items())
         self._gate = gate
         self._max_num_tokens, self._max_batch_size = max_num_tokens, max_batch_size
         self._tier_within = tier_within
@@ -98,16 +94,14 @@ class DraftLenLimits:
         return most
 
     def _find_most(self, batch_size: int) -> int:
-        if batch_size > self._max_concurrency:
-            return 0
         room = NO_LIMIT
         if self._max_num_tokens != NO_LIMIT:
             rows = self._max_num_tokens
             if batch_size < self._max_batch_size:
                 rows = rows_with_contexts(rows)
             room = self._tier_within(rows // batch_size)
-        index = bisect_right(self._sizes, batch_size)
-        return min(room, self._schedule[self._sizes[index - 1]]) if index else room
+        limits = [most for size, most in self._limits if size <= batch_size]
+        return min([room, *limits[-1:]])
 
     def observe(self, num_accepted: Sequence[int], num_drafted: int) -> None:
         if self._gate is not None:
@@ -118,21 +112,16 @@ class DraftLenLimits:
         return self._gate is not None
 
     @property
-    def reachable(self) -> tuple[int, ...]:
+    def reachable(self) -> set[int]:
         """Draft lengths that a limit may impose, whether or not a ladder has them."""
-        may_be_off = self._gate is not None or self._max_concurrency != NO_LIMIT
-        return tuple(sorted({*self._schedule.values(), *([0] if may_be_off else [])}))
+        return {most for _, most in self._limits} | ({0} if self.has_gate else set())
 
     def state(self) -> dict[str, Any]:
         gate = self._gate and {
             "is_closed": self._gate.is_closed,
             "acceptance_rate": round(self._gate.rate, 4),
         }
-        return {
-            "max_concurrency": None if self._max_concurrency == NO_LIMIT else self._max_concurrency,
-            "draft_len_schedule": self._schedule or None,
-            "gate": gate,
-        }
+        return {"draft_len_schedule": dict(self._limits) or None, "gate": gate}
 
 
 def rows_with_contexts(max_num_tokens: int) -> int:

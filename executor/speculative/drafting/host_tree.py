@@ -7,11 +7,21 @@ from itertools import chain
 from operator import index
 from typing import Any, NamedTuple
 
-from tllm_spec.executor.speculative.drafting.tree_arrays import UNLIMITED, Room
 from tllm_spec.kernels.draft_layout import MAX_NODES
 
+_ROW_BITS = [1 << row for row in range(1, MAX_NODES)]
 # Rows of padding follow the root and are never accepted.
 _PADDING_BITS = [1 | 1 << row for row in range(MAX_NODES - 1)] + [1 - (1 << 63)]
+
+
+class Room(NamedTuple):
+    """How many children a node may have, and how many nodes a tree."""
+
+    topk: int
+    max_nodes: int
+
+
+UNLIMITED = Room(MAX_NODES, MAX_NODES)
 
 
 class HostTree(NamedTuple):
@@ -28,7 +38,7 @@ class HostTree(NamedTuple):
     def of_paths(cls, paths: Iterable[Sequence[Any]], room: Room = UNLIMITED) -> "HostTree":
         """Equal beginnings of paths become one. A path ends before a node or child for which there
         is no room. Raises TypeError for what is no token id."""
-        tokens, parents, children = list[int](), list[int](), [dict[int, int]()]
+        tokens, parents, depths, children = list[int](), list[int](), [0], [dict[int, int]()]
         for path in paths:
             node = 0
             for token in map(index, path):
@@ -38,10 +48,12 @@ class HostTree(NamedTuple):
                         break
                     tokens.append(token)
                     parents.append(node)
+                    depths.append(depths[node] + 1)
                     child = children[node][token] = len(tokens)
                     children.append({})
                 node = child
-        return cls.of_parents(tokens, parents)
+        _check_number(len(tokens))
+        return cls._in_rows(tokens, parents, depths)
 
     @classmethod
     def of_parents(cls, tokens: Sequence[Any], parents: Sequence[Any]) -> "HostTree":
@@ -50,8 +62,7 @@ class HostTree(NamedTuple):
         an earlier node, and equal children of a node."""
         if len(tokens) != len(parents):
             raise ValueError(f"{len(tokens)} tokens have {len(parents)} parents")
-        if len(tokens) >= MAX_NODES:
-            raise ValueError(f"a tree has at most {MAX_NODES - 1} tokens, not {len(tokens)}")
+        _check_number(len(tokens))
         tokens, parents = list(map(index, tokens)), list(map(index, parents))
         depths = [0]
         for node, parent in enumerate(parents, 1):
@@ -67,9 +78,24 @@ class HostTree(NamedTuple):
                 f"nodes {1 + children.index(children[repeated])} and {1 + repeated} are both "
                 f"{tokens[repeated]} after node {parents[repeated]}"
             )
-        if (ordered := sorted(depths)) != depths:
-            tokens, parents = _by_depth(tokens, parents, depths)
-        return cls(tokens, [-1, *parents], ordered, _bits(parents))
+        return cls._in_rows(tokens, parents, depths)
+
+    @classmethod
+    def _in_rows(cls, tokens: list[int], parents: list[int], depths: list[int]) -> "HostTree":
+        """A tree whose nodes are in any order, parents before their children. depths: of the root,
+        too."""
+        ordered = sorted(depths)
+        if ordered != depths:
+            nodes = sorted(range(len(depths)), key=depths.__getitem__)
+            row_of = dict(zip(nodes, range(len(nodes)), strict=True))
+            tokens = [tokens[node - 1] for node in nodes[1:]]
+            parents = [row_of[parents[node - 1]] for node in nodes[1:]]
+        bits = [1]
+        for parent, own in zip(parents, _ROW_BITS, strict=False):
+            bits.append(bits[parent] | own)
+        if len(bits) == MAX_NODES:
+            bits[-1] -= 1 << 64
+        return cls(tokens, [-1, *parents], ordered, bits)
 
     @property
     def depth(self) -> int:
@@ -101,7 +127,9 @@ def tree_of(tokens: Any, parents: Any, room: Room) -> HostTree:
 def numbers_of(
     trees: Sequence[HostTree], slot_ids: Sequence[int], width: int, padding: Sequence[int]
 ) -> "array[int]":
-    """See `Rows.numbers`."""
+    """What is sent: slots `[B]`, numbers of drafts `[B]`, tokens `[B, width - 1]`, parents, depths
+    and bits `[B, width]`, one after the other. Rows of padding follow the root and are never
+    accepted; their tokens are `padding` `[B]`."""
     return array(
         "q",
         chain(
@@ -118,21 +146,6 @@ def numbers_of(
     )
 
 
-def _by_depth(
-    tokens: list[int], parents: list[int], depths: list[int]
-) -> tuple[list[int], list[int]]:
-    """The same tree with its nodes ordered by depth. depths: of the root, too."""
-    ordered = sorted(range(1, len(depths)), key=depths.__getitem__)
-    number = [0] * len(depths)
-    for new, node in enumerate(ordered, 1):
-        number[node] = new
-    return [tokens[node - 1] for node in ordered], [number[parents[node - 1]] for node in ordered]
-
-
-def _bits(parents: list[int]) -> list[int]:
-    bits = [1]
-    for node, parent in enumerate(parents, 1):
-        bits.append(bits[parent] | 1 << node)
-    if bits[-1] >> 63:
-        bits[-1] -= 1 << 64
-    return bits
+def _check_number(num_tokens: int) -> None:
+    if num_tokens >= MAX_NODES:
+        raise ValueError(f"a tree has at most {MAX_NODES - 1} tokens, not {num_tokens}")

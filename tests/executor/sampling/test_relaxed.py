@@ -116,7 +116,7 @@ def played(model: Any, tokens: list[int], drafts: list[int], rule: RelaxedRule) 
     raise AssertionError
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("one_model", [True, False])
 def test_each_round_emits_what_the_rule_says(

@@ -81,6 +81,7 @@ def test_a_seed_gives_the_same_numbers_again_and_another_one_others() -> None:
     assert_rate(int((first == other).sum()), NUM_ROWS, 0.2**2 + 0.3**2 + 0.4**2 + 0.1**2)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("options", [{}, {"draft_target_one_model": True}])
 def test_requests_are_accepted_at_the_rates_whatever_the_models_say(
     tiny: Path, tiny_draft: Path, options: dict[str, Any]

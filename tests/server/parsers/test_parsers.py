@@ -120,6 +120,7 @@ WORDS = [
 TEXTS = st.lists(st.sampled_from(WORDS), max_size=14).map("".join)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", [None, "deepseek_r1", "qwen3"])
 @pytest.mark.parametrize("tools", sorted(TOOL_PARSERS))
 @given(text=TEXTS, data=st.data())

@@ -1,0 +1,180 @@
+"""Models and layers with experts on one GPU, with their floors.
+
+    python -m benchmarks.experts [qwen3] [v3] [mtp1] [mtp3] [layer] [latent_attention]
+
+qwen3   Qwen3-30B-A3B: plain rounds of batch 1, 8 and 64, prefill of 64 prompts, start-up
+v3      the same of a DeepSeek-V3-style model
+mtp1    its rounds with one draft of the MTP module, synthetic acceptance .8
+mtp3    its rounds with three, synthetic acceptance .8 .6 .45
+layer   a layer (router, experts, shared expert) and its two grouped GEMMs, by tokens
+latent_attention  the window kernel alone, by batch, window and context
+
+Random bf16 weights. The V3-style model is measured with a correction bias by which all tokens take
+the same experts, as with vLLM's dummy weights, and without one. The floor reads the weights, the
+experts that are really hit and the cache once at 4.45 TB/s, or computes at 790 TFLOP/s. Every call
+of a layer has weights and tokens of its own. `--device cpu` takes tiny shapes."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmarks.harness.device_time import call_us
+from benchmarks.harness.expert_rounds import qwen3, rounds_table, v3
+from benchmarks.harness.models import MATMUL_FLOPS, READ_BYTES_PER_S, WEIGHT_BYTES
+from benchmarks.harness.report import Options, Row, Subject, main, number, table
+from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.kernels.latent_attention import LatentTables, LatentWorkspace, latent_attention
+from tllm_spec.kernels.round_rows import RoundRows
+from tllm_spec.models.module import Placement
+from tllm_spec.models.moe import SparseMoE
+from tllm_spec.models.moe_shape import DEEPSEEK_NAMES, QWEN_NAMES, MoEConfig
+from tllm_spec.models.weights import fill_random
+
+ENTRY = 512 + 64  # of a token in the latent cache
+CUDA, BF16, COPIES = "cuda", torch.bfloat16, 3
+QWEN3 = MoEConfig(2048, 128, 8, 768, normalise_top_k=True)
+V3 = MoEConfig(
+    2048, 64, 8, 1408, scoring="sigmoid", normalise_top_k=True, num_groups=8, top_groups=4,
+    has_correction_bias=True, shared_intermediate_size=1408, float32_router=True,
+)  # fmt: skip
+SHAPES = {"Qwen3-30B-A3B": QWEN3, "V3-style": V3}
+TOKENS = (1, 4, 8, 32, 64, 256, 4096, 65536)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A layer, its tokens `[T, H]`, and their experts `[T, k]`."""
+
+    layer: SparseMoE
+    x: torch.Tensor
+    experts: torch.Tensor
+
+    @property
+    def num_hit(self) -> int:
+        return len(self.experts.unique())
+
+
+def layers_of(config: MoEConfig) -> list[SparseMoE]:
+    names = DEEPSEEK_NAMES if config.has_correction_bias else QWEN_NAMES
+    placement = Placement(BF16, torch.device(CUDA), SINGLE_RANK)
+    layers = [SparseMoE(config, placement, names) for _ in range(COPIES)]
+    for seed, layer in enumerate(layers):
+        fill_random(layer, seed)
+    return layers
+
+
+def calls_of(layers: Sequence[SparseMoE], num_tokens: int, same: bool) -> list[Call]:
+    """`same`: a large correction bias makes all tokens take the same experts."""
+    calls = []
+    for layer in layers:
+        bias = layer.router.e_score_correction_bias
+        if bias is not None:
+            bias.zero_()
+            bias[: layer.config.top_k] = 100.0 * same
+        x = torch.randn(num_tokens, layer.config.hidden_size, device=CUDA, dtype=BF16)
+        calls.append(Call(layer, x, layer.router.route(x)[0]))
+    return calls
+
+
+def floor_us(call: Call, *, shared: bool) -> float:
+    """`shared`: with the shared expert."""
+    config, num_tokens = call.layer.config, len(call.x)
+    own = config.shared_intermediate_size * shared * (1 - config.num_shared)
+    features = call.num_hit * config.intermediate_size + own
+    num_bytes = 3 * config.hidden_size * features * 2
+    taken = config.routing.num_taken * config.intermediate_size + own
+    flops = 2 * num_tokens * 3 * config.hidden_size * taken
+    return max(num_bytes / READ_BYTES_PER_S, flops / MATMUL_FLOPS) * 1e6
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def layer(options: Options) -> Iterator[Row]:
+    for name, config in SHAPES.items():
+        layers = layers_of(config)
+        for num_tokens in (1, 64, 4096) if options.quick else TOKENS:
+            for same in (False, True) if config.has_correction_bias else (False,):
+                calls = calls_of(layers, num_tokens, same)
+                sides: dict[str, list[Callable[[], object]]] = {
+                    "layer": [partial(c.layer.forward, c.x) for c in calls],
+                    "gemms": [partial(c.layer.experts.forward, c.x, c.experts) for c in calls],
+                }
+                yield {
+                    "shape": name, "tokens": num_tokens, "same": same,
+                    "hit": mean([call.num_hit for call in calls]),
+                    "floor": mean([floor_us(call, shared=True) for call in calls]),
+                    "gemms_floor": mean([floor_us(call, shared=False) for call in calls]),
+                } | call_us(sides)  # fmt: skip
+        del layers
+        torch.cuda.empty_cache()
+
+
+def layer_table(rows: Sequence[Row]) -> list[str]:
+    titles = ("shape, experts taken", "tokens", "experts hit", "layer, µs", "its floor",
+              "permutation and GEMMs, µs", "their floor", "of the floor")  # fmt: skip
+    lines = []
+    for row in rows:
+        taken = "the same" if row["same"] else "spread"
+        keys = ("hit", "layer", "floor", "gemms", "gemms_floor")
+        figures = [number(float(row[key])) for key in keys]
+        share = f"{row['gemms'] / row['gemms_floor']:.2f}x"
+        lines.append([f"{row['shape']}, {taken}", number(row["tokens"]), *figures, share])
+    return table(titles, lines)
+
+
+def latent_attention_us(options: Options) -> Iterator[Row]:
+    for batch, context in ((1, 1024), (8, 1024), (64, 1024), (1, 16384), (64, 8192)):
+        for window in (1, 2, 4):
+            calls = attention_calls(batch, context, window, options.device)
+            floor = batch * context * ENTRY * WEIGHT_BYTES / READ_BYTES_PER_S * 1e6
+            row = {"batch": batch, "context": context, "window": window, "floor": floor}
+            yield row | call_us({"us": calls})
+
+
+def attention_calls(
+    batch: int, context: int, window: int, device: str
+) -> list[Callable[[], torch.Tensor]]:
+    """Of three layers of the V3-style shape."""
+    heads, rank, nope, page, on_device = 16, 512, 128, 32, {"device": device, "dtype": BF16}
+    pages = -(-context // page)
+    workspace = LatentWorkspace.allocate(rank, torch.device(device))
+    tables = torch.randperm(batch * pages, device=device).view(batch, -1).int()
+    lens = torch.full((batch,), context, dtype=torch.int32, device=device)
+    given = LatentTables(RoundRows.rectangle(len(lens), window), tables, lens)
+    q_latent = torch.randn(heads, batch * window, rank, **on_device)
+    q = torch.randn(batch * window, heads, nope + ENTRY - rank, **on_device)
+    layers = [torch.randn(batch * pages, page, ENTRY, **on_device) for _ in range(3)]
+    return [
+        partial(latent_attention, q_latent, q, layer, given, 0.1, workspace) for layer in layers
+    ]
+
+
+def attention_table(rows: Sequence[Row]) -> list[str]:
+    keys = ("batch", "context", "window")
+    lines = [
+        [*(number(row[key]) for key in keys), number(row["us"]), number(row["floor"])]
+        for row in rows
+    ]
+    return table((*keys, "µs", "floor"), lines)
+
+
+SUBJECTS = (
+    Subject("qwen3", "Qwen3-30B-A3B", qwen3, rounds_table),
+    Subject("v3", "V3-style, plain", v3(0), rounds_table),
+    Subject("mtp1", "V3-style, MTP with 1 draft", v3(1), rounds_table),
+    Subject("mtp3", "V3-style, MTP with 3 drafts", v3(3), rounds_table),
+    Subject("layer", "Layers of experts", layer, layer_table, needs_cuda=True),
+    Subject(
+        "latent_attention", "Latent attention", latent_attention_us, attention_table,
+        needs_cuda=True,
+    ),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        sys.exit(main(SUBJECTS, __doc__))

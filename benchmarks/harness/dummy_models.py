@@ -1,0 +1,82 @@
+"""Further models without weights that speed is measured on, their tiny forms for a CPU, and engines
+of any of them."""
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.engine import Rounds
+from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, RATES, TINY, Config
+
+TINY_LLAMA: Config = {**LLAMA_8B, **TINY, "num_hidden_layers": 7}
+TINY_EAGLE3: Config = {**EAGLE3_8B, **TINY, "draft_vocab_size": 256}
+QWEN3_30B: Config = {
+    "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "hidden_size": 2048,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "max_position_embeddings": 40960, "rope_theta": 1000000.0,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+TINY_QWEN3: Config = QWEN3_30B | {
+    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "torch_dtype": "float32",
+}  # fmt: skip
+V3_STYLE: Config = {
+    "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 129280, "hidden_size": 2048,
+    "intermediate_size": 10944, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+    "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 16384, "torch_dtype": "bfloat16",
+}  # fmt: skip
+TINY_V3: Config = V3_STYLE | {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 16,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 32, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def dummy_engine(
+    target: Config,
+    *,
+    batch_sizes: Sequence[int],
+    prompt_len: int,
+    device: str,
+    room: int = 512,
+    speculation: Mapping[str, Any] | None = None,
+    head: Config | None = None,
+    **options: Any,
+) -> Rounds:
+    """An engine of random weights. room: tokens that a request may generate in a round each. head:
+    of EAGLE-3, with `speculation`'s draft length and the synthetic acceptance of RATES."""
+    draft_len = 0 if speculation is None else speculation["max_draft_len"]
+    kv_cache = {"enable_block_reuse": False} | ({"max_tokens": 8192} if device == "cpu" else {})
+    with tempfile.TemporaryDirectory() as name:
+        for part, config in (("target", target), ("draft", head or {})):
+            Path(name, part).mkdir()
+            Path(name, part, "config.json").write_text(json.dumps(config))
+        if head is not None:
+            speculation = {
+                "decoding_type": "Eagle3",
+                "speculative_model": str(Path(name, "draft")),
+                "load_format": "dummy",
+                "synthetic_acceptance_rates": RATES[:draft_len],
+            } | dict(speculation or {})
+        own = {
+            "kv_cache_config": kv_cache,
+            "cuda_graph_config": {"batch_sizes": list(batch_sizes)},
+            "speculative_config": speculation,
+        }
+        return Rounds(
+            str(Path(name, "target")),
+            max_batch_size=max(batch_sizes),
+            max_seq_len=prompt_len + room * (1 + draft_len),
+            device=device,
+            load_format="dummy",
+            **own | options,
+        )

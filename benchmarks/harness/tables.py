@@ -1,0 +1,77 @@
+"""The tables of docs/ and README.md, from benchmarks/results/. Measures nothing.
+
+    python -m benchmarks.harness.tables [--write]     # prints them; or puts them into the documents
+
+In a document a table stands right after a heading of its title, its command, and where it was
+measured: the device, and the commit at which the result was recorded."""
+
+import re
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from benchmarks.h200_parts.figures import Figure, headline, summary
+from benchmarks.harness.report import ROOT, Row, load
+
+NAMES = (
+    "performance.md", "../README.md", "performance-moe.md", "performance-trees.md",
+    "performance-serving.md", "guided-decoding.md", "scaling.md", "quantization.md", "adaptive.md",
+)  # fmt: skip
+DOCUMENTS = tuple((ROOT / "docs" / name).resolve() for name in NAMES)
+SCRIPTS = (
+    "adaptive", "cpu", "experts", "fp8", "gpu_kernels", "guided", "ngram", "rounds", "serving_load",
+    "several_devices",
+)  # fmt: skip
+
+
+def all_tables() -> dict[str, list[str]]:
+    """Where it was measured, and the table, by title and command."""
+    h200 = load("h200")
+    figures = [Figure(**figure) for figure in h200["figures"]]
+    quick = "`python -m benchmarks.h200 --quick`"
+    found = {
+        f"Next to vLLM and SGLang: {quick}": _block(h200["about"], headline(figures)),
+        f"Bars and floors: {quick}": _block(h200["about"], summary(figures)),
+    }
+    for name in SCRIPTS:
+        results, subjects = load(name), import_module(f"benchmarks.{name}").SUBJECTS
+        for subject in subjects:
+            if subject.name in results:
+                one = f" {subject.name}" if len(subjects) > 1 else ""
+                title = f"{subject.title}: `python -m benchmarks.{name}{one}`"
+                result = results[subject.name]
+                found[title] = _block(result["about"], subject.table(result["rows"]))
+    return found
+
+
+def _block(about: Row, lines: list[str]) -> list[str]:
+    device = str(about.get("device", "")).removeprefix("NVIDIA ")
+    where = [each for each in (device, about.get("commit")) if each]
+    return [f"({', '.join(where)})", *lines]
+
+
+def filled(document: str) -> str:
+    """The document with every table replaced. Raises ValueError for an unknown table."""
+    tables = all_tables()
+
+    def replace(match: re.Match[str]) -> str:
+        if match[1] not in tables:
+            raise ValueError(f"no result for {match[1]!r}: there are {', '.join(tables)}")
+        where, *lines = tables[match[1]]
+        return "\n".join([f"### {match[1]} {where}", *lines, ""])
+
+    pattern = r"^### (.*: `python -m benchmarks\..*`).*\n(?:\|.*\n)*"
+    return re.sub(pattern, replace, document, flags=re.MULTILINE)
+
+
+def main(arguments: Sequence[str]) -> None:
+    if "--write" in arguments:
+        for file in DOCUMENTS:
+            file.write_text(filled(file.read_text(encoding="utf-8")), encoding="utf-8")
+        return
+    for title, (where, *lines) in all_tables().items():
+        print("\n".join([f"### {title} {where}", *lines, ""]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,163 @@
+"""Phi-3: logits of transformers with short and long factors of longrope, with a part of a head
+rotated, and with a window; slices of fused tensors; refusals."""
+
+import json
+import shutil
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.models.fp8_checkpoint import quantise
+from tests.models.helpers import (
+    CPU,
+    MAX_POSITIONS,
+    PagedRunner,
+    load,
+    random_tokens,
+    reference_logits,
+    save_checkpoint,
+    use,
+)
+from tests.models.int4_checkpoint import Case, quantise_int4
+from tests.models.published import PHI4_MINI
+from tllm_spec.attention.batch_invariant import BatchInvariantAttention
+from tllm_spec.attention.interface import HeadsBackend
+from tllm_spec.attention.triton import TritonAttention
+from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.module import Placement
+from tllm_spec.models.registry import MODELS
+from tllm_spec.models.weights import load_weights
+
+ORIGINAL = 24
+# A head has 16 elements, of which 12 are rotated.
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0],
+    "original_max_position_embeddings": ORIGINAL,
+}
+LONG = {"rope_parameters": LONGROPE, "original_max_position_embeddings": ORIGINAL}
+MODELS_OF: dict[str, dict[str, Any]] = {
+    "Phi-3-mini": {},
+    "a window": {"sliding_window": 7},
+    "Phi-4-mini": LONG,
+    "a part rotated, a window": {
+        "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        "sliding_window": 7,
+    },
+}
+
+
+def save(folder: Path, name: str = "Phi-4-mini", **more: Any) -> Any:
+    return save_checkpoint(folder, "Phi3", pad_token_id=0, **(MODELS_OF[name] | more))
+
+
+@pytest.mark.parametrize("name", MODELS_OF)
+@pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, BatchInvariantAttention])
+def test_logits_equal_transformers(kind: type[HeadsBackend], name: str, tmp_path: Path) -> None:
+    tokens = random_tokens(MAX_POSITIONS, seed=3)
+    expected = reference_logits(save(tmp_path, name), tokens)
+    runner = PagedRunner(load(tmp_path), num_pages=128)
+    use(runner, kind)
+
+    def check(found: torch.Tensor) -> None:
+        torch.testing.assert_close(found, expected[: len(found)], rtol=0, atol=1e-4)
+
+    check(runner.step({0: tokens})[0])
+    parts = [*pairwise((0, 3, 14, 25, 64))]
+    check(torch.cat([runner.step({1: tokens[start:end]})[1] for start, end in parts]))
+    check(torch.cat([runner.step(windows={3: tokens[i : i + 8]})[3] for i in range(0, 64, 8)]))
+
+
+def test_factors_are_chosen_by_the_longest_request_and_not_by_its_drafts(tmp_path: Path) -> None:
+    tokens = random_tokens(ORIGINAL, seed=3)
+    expected = reference_logits(save(tmp_path), tokens)  # short, since the text is
+    found = []
+    for max_seq_len in (ORIGINAL, ORIGINAL + 1):
+        model = load(tmp_path, max_positions=ORIGINAL + 9, max_seq_len=max_seq_len)
+        found.append(PagedRunner(model).step({0: tokens})[0])
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-4)
+    assert (found[1] - expected).abs().max() > 1e-2
+
+
+def test_slices_of_ranks_are_together_the_checkpoints_tensors(tmp_path: Path) -> None:
+    save(tmp_path)
+    config, whole = ModelConfig.from_pretrained(tmp_path), load(tmp_path)
+    parts = {"qkv_proj": [64, 32, 32], "gate_up_proj": [96, 96]}
+    slices: dict[str, list[torch.Tensor]] = {name: [] for name in parts}
+    for rank in range(2):
+        placement = Placement(torch.float32, CPU, Mapping(rank, 2, 2))
+        model = MODELS[config.architecture](config, MAX_POSITIONS, placement)
+        load_weights(model, tmp_path)
+        layer = model.model.layers[1]
+        slices["qkv_proj"].append(layer.self_attn.qkv_proj.full_weight())
+        slices["gate_up_proj"].append(layer.mlp.gate_up_proj.full_weight())
+    modules = dict(whole.named_modules())
+    for name, sizes in parts.items():
+        block = "self_attn" if name == "qkv_proj" else "mlp"
+        weight = modules[f"model.layers.1.{block}.{name}"].full_weight()
+        halves = [each.split([size // 2 for size in sizes]) for each in slices[name]]
+        joined = [torch.cat(pair) for pair in zip(*halves, strict=True)]
+        assert torch.equal(torch.cat(joined), weight)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_weights_give_the_logits_of_their_values(bits: int, tmp_path: Path) -> None:
+    save(tmp_path / "quantised")
+    shutil.copytree(tmp_path / "quantised", tmp_path / "plain")
+    change = quantise if bits == 8 else partial(quantise_int4, case=Case("gptq"))
+    save_file(change(tmp_path / "quantised"), tmp_path / "plain" / "model.safetensors")
+    models = [load(tmp_path / name) for name in ("quantised", "plain")]
+    assert (models[0].config.fp8 or models[0].config.int4) is not None
+    found, expected = (PagedRunner(model).step({0: random_tokens(40)})[0] for model in models)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_published_config_of_phi_4_mini_is_read() -> None:
+    config = ModelConfig.from_dict(PHI4_MINI)
+    assert (config.head_dim, config.rope.partial_factor, config.rope.kind) == (
+        128,
+        0.75,
+        "longrope",
+    )
+    assert config.rope.kind == "longrope" and config.rope.is_long
+    assert not config.rope.for_length(4096).is_long
+    assert config.rope.factor == 32 and config.rope.original_max_positions == 4096
+    assert config.tie_word_embeddings and config.eos_token_ids == (199999,)
+    assert config.max_positions == 131072
+    assert config.within(131072).sliding_window is None
+    su = PHI4_MINI["rope_scaling"] | {"type": "su"}
+    assert ModelConfig.from_dict(PHI4_MINI | {"rope_scaling": su}) == config
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "factors": ({"rope_scaling": LONGROPE}, "short_factor has 6 entries; it must have 48"),
+    "share": ({"partial_rotary_factor": 0.7}, "partial_rotary_factor is 0.7; of 128 elements"),
+    "linear": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "rope_type is 'linear'; served are default, longrope",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_served_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    change, message = REFUSED[case]
+    (tmp_path / "config.json").write_text(json.dumps(PHI4_MINI | change))
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_pretrained(tmp_path)
+
+
+def test_longrope_of_other_models_is_refused() -> None:
+    raw = PHI4_MINI | {"architectures": ["LlamaForCausalLM"], "partial_rotary_factor": None}
+    with pytest.raises(ValueError, match="rope_type is 'longrope'; served are default, linear"):
+        ModelConfig.from_dict(raw)

@@ -1,0 +1,49 @@
+"""Phi-3's `config.json` in the keys that other architectures have."""
+
+from typing import Any
+
+from tllm_spec.models.config_file import required, with_defaults
+
+PHI3 = "Phi3ForCausalLM"
+PHI3_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "eos_token_id": 32000,
+}
+_LONGROPE = ("su", "yarn", "longrope")  # older names of the same
+
+
+def flat_phi3(raw: dict[str, Any]) -> dict[str, Any]:
+    """With defaults, and one name of longrope. Raises ValueError unless a part of a head's elements
+    is rotated in pairs, of which each has a factor of longrope."""
+    flat = with_defaults(raw, PHI3_DEFAULTS)
+    fields = flat.get("rope_scaling") or flat.get("rope_parameters") or {}
+    share = fields.get("partial_rotary_factor") or flat.get("partial_rotary_factor") or 1.0
+    fields = fields | {"partial_rotary_factor": share}
+    size = required(flat, "hidden_size") // required(flat, "num_attention_heads")
+    head_dim = flat.get("head_dim") or size
+    rotated = int(head_dim * share)
+    if rotated % 2 or not 0 < rotated <= head_dim:
+        raise ValueError(
+            f"partial_rotary_factor is {share}; of {head_dim} elements a head, an even number must "
+            "be rotated."
+        )
+    if (fields.get("rope_type") or fields.get("type")) in _LONGROPE:
+        fields["rope_type"] = "longrope"
+        pairs = rotated // 2
+        for key in ("short_factor", "long_factor"):
+            if len(fields.get(key) or ()) != pairs:
+                raise ValueError(
+                    f"{key} has {len(fields.get(key) or ())} entries; it must have {pairs}, one "
+                    "for each pair of elements that is rotated."
+                )
+    return flat | {"rope_parameters": fields, "rope_scaling": None}
