@@ -162,5 +162,5 @@ def test_the_memory_plan_counts_the_texts(tiny: Path, tiny_draft: Path, head: Pa
             one_model(tiny_draft, head, "eagle3", **own) for own in (LEARNED, {"sa_config": None})
         )
     ]
-    more = reserved_bytes(plans[0], None) - reserved_bytes(plans[1], None)
+    more = reserved_bytes(plans[0], None, ()) - reserved_bytes(plans[1], None, ())
     assert more == 9 * plans[0].max_len * 4
