@@ -14,7 +14,7 @@ from tllm_spec.kernels import (
     fp8_linear,
     grouped_gemm,
     head_gemm,
-    int4_linear,
+    int4_weights,
     latent_attention,
     quantise_rows,
     scaled_linear,
@@ -73,11 +73,12 @@ def scaled_linears() -> None:
 def int4_linears() -> None:
     for (inputs, outputs), dtype, rows in product(LINEAR_SHAPES, FLOATS, NUM_ROWS):
         for group in (32, 128):
-            half = int4_linear.half_of(group)
-            codes = empty(outputs, -(-inputs // (2 * half)) * half, dtype=torch.uint8)
-            scales = float32(outputs, -(-inputs // group))
-            own = codes, scales, float32(*scales.shape), group
-            int4_linear.int4_linear(empty(rows, inputs, dtype=dtype), *own)
+            codes = empty(outputs, int4_weights.row_bytes(inputs), dtype=torch.uint8)
+            words = int32(outputs, -(-inputs // group))
+            x = empty(rows, inputs, dtype=dtype)
+            for each in (words, words.float())[: 1 + (group == 32)]:
+                for invariant in (False, True):
+                    scaled_linear.scaled_linear(x, codes, each, group=group, invariant=invariant)
 
 
 def fp8_linears() -> None:

@@ -156,7 +156,7 @@ def test_every_tiling_fits_hopper_and_runs_on_fp8_tensor_cores(num_rows: int) ->
     tiling = tiling_of(num_rows, FP8)
     constants: dict[str, Any] = {"IN": 4096, "OUT": 4096, "SPREADS": False, "ADDS": True}
     constants |= {"WIDEN": False, "CHUNK": 1024, "PDL": True, "bias": None, "BLOCK": BLOCK}
-    constants |= {"BLOCK_ROWS": tiling.rows, "BLOCK_OUT": tiling.outputs}
+    constants |= {"GROUP": 0, "BLOCK_ROWS": tiling.rows, "BLOCK_OUT": tiling.outputs}
     types = {"x": "*fp8e4nv", "weight": "*fp8e4nv", "scales": "*fp32", "output": "*bf16"}
     types["x_scales"] = "*fp32"
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}

@@ -74,7 +74,6 @@ def test_a_projection_waits_before_it_lets_the_next_kernel_be_set_up() -> None:
     kernels = pdl_kernels()
     for name in (
         "scaled_linear_triton.scaled_linear_kernel",
-        "int4_linear_triton.int4_linear_kernel",
         "batch_invariant_linear_triton.add_chunks_kernel",
     ):
         first = [ast.unparse(statement) for statement in statements(kernels[name])[:2]]

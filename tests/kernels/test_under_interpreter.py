@@ -31,7 +31,7 @@ NAMES = (
     "scaled_linear_slices",
     "quantise_rows",
     "fp8_linear",
-    "int4_linear",
+    "int4_weights",
     "dequantise",
     "moe_routing",
     "moe_permute",

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import torch
 
+from tllm_spec.kernels.int4_weights import group_words
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.checkpoint import checkpoint_tensors, listed
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.fp8_tensors import fp8_tensors
+from tllm_spec.models.formats.int4_packings import SYMMETRIC_ZERO
 from tllm_spec.models.formats.int4_tensors import int4_tensors
 from tllm_spec.models.layers import HeadNorm, RMSNorm
 from tllm_spec.models.module import Module, StoredWeight, WeightSlot
@@ -20,7 +22,6 @@ from tllm_spec.models.tied_output import EMBEDDING, OUTPUT, stored_pair
 FP8_AT_ONCE = 1 << 26  # random elements
 # After the name of a quantised parameter.
 SCALES = "_scales"
-ZEROS = "_zeros"
 ORDER = "_order"
 CODES_DEVIATION = 4.61  # of equally frequent codes of 4 bits
 NO_REMEDIES: Mapping[str, str] = {}
@@ -99,7 +100,7 @@ def fill_random(model: Module, seed: int = 0) -> None:
                 parameter.fill_(1.0)
             elif name.endswith(ORDER):
                 torch.arange(len(parameter), out=parameter)
-            elif not name.endswith((SCALES, ZEROS)):
+            elif not name.endswith(SCALES):
                 generator = torch.Generator(parameter.device).manual_seed(seed)
                 _fill_normal(parameter, own.get(name + SCALES), generator)
                 seed += 1
@@ -112,7 +113,8 @@ def _fill_normal(
     if parameter.dtype == torch.uint8:
         assert scales is not None
         parameter.random_(0, 256, generator=generator)
-        scales.fill_((2 * parameter.shape[-1]) ** -0.5 / CODES_DEVIATION)
+        scale = (2 * parameter.shape[-1]) ** -0.5 / CODES_DEVIATION
+        scales.copy_(group_words(torch.tensor(scale), torch.tensor(SYMMETRIC_ZERO)))
         return
     deviation = parameter.shape[-1] ** -0.5
     if scales is None:

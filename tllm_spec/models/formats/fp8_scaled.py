@@ -83,22 +83,40 @@ class ScaledTensors(WeightFormat):
         return dequantised(self.weight, self.scales, self.dtype)
 
 
-class ScaledWeight(ScaledTensors, FewRowsFormat):
-    """More than 256 rows are multiplied by the weight that was dequantised to 16 bits just
-    before. So the order of sums depends on the number of rows."""
+class ScaledGemms(FewRowsFormat):
+    """GEMMs of a weight with scales, in FP8 or 4 bits. More than 256 rows are multiplied by the
+    weight that was dequantised to 16 bits just before. So the order of sums depends on the number
+    of rows."""
+
+    scales: nn.Parameter
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return scaled_linear(x, self.weight, self.scales, self.bias, invariant=False)
+        return self._rows(x)
 
     def add_rows_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        scaled_linear(x, self.weight, self.scales, self.bias, add_to=total, invariant=False)
+        self._rows(x, total)
+
+    def _rows(self, x: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+        own = self.weight, self.scales, self.bias
+        return scaled_linear(x, *own, group=self.group, add_to=total, invariant=False)
 
 
-class BatchInvariantScaledWeight(ScaledTensors):
+class BatchInvariantScaledGemms(WeightFormat):
     """A row's result has the same bits in every batch."""
 
+    scales: nn.Parameter
+
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return scaled_linear(x, self.weight, self.scales, self.bias)
+        return scaled_linear(x, self.weight, self.scales, self.bias, group=self.group)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        scaled_linear(x, self.weight, self.scales, self.bias, add_to=total)
+        own = self.weight, self.scales, self.bias
+        scaled_linear(x, *own, group=self.group, add_to=total)
+
+
+class ScaledWeight(ScaledTensors, ScaledGemms):
+    """An FP8 weight."""
+
+
+class BatchInvariantScaledWeight(ScaledTensors, BatchInvariantScaledGemms):
+    """An FP8 weight for `deterministic: true`."""
