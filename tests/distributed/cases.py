@@ -202,7 +202,7 @@ SMALL_CACHE = {
 }
 SMALL_PAGES = {"kv_cache_config": {"tokens_per_block": 8}}
 CASES: dict[str, Case] = {
-    "eagle3": speculating("eagle3-sa"),
+    "eagle3-sa": speculating("eagle3-sa"),
     "adaptive-draft-model": Case(
         options={"speculative_config": DRAFT_MODEL | {"adaptive": {}}}, accepts=True
     ),
