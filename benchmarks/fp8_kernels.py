@@ -4,7 +4,8 @@
 
 linear   scaled_linear's kernel and torch's GEMM with bf16 weights, of an 8B Llama's layers; for
          many rows also slices of FP8 weights that are dequantised before torch multiplies them;
-         activations in FP8 with one scale a token, quantised with the norm before them
+         activations in FP8, quantised with the norm before them: with one scale a token, and with
+         one for each 128 inputs of a token
 int4     the same layers with weights of 4 bits in groups of 128: small_m_gemm for up to 8 rows, and
          scaled_linear's kernel and slices
 experts  the two grouped GEMMs of Qwen3-30B-A3B's and DeepSeek V3's experts in FP8 and in bf16
@@ -23,6 +24,8 @@ import torch.nn.functional as F
 from benchmarks.harness.device_time import call_us
 from benchmarks.harness.models import MATMUL_FLOPS, READ_BYTES_PER_S
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
+from tllm_spec.kernels.cublas_lt import CublasLt, shared_library
+from tllm_spec.kernels.fp8_gemms import Fp8Gemms, tile_scales
 from tllm_spec.kernels.fp8_linear import fp8_linear
 from tllm_spec.kernels.grouped_gemm import block_rows_of, down, gate_up_silu
 from tllm_spec.kernels.int4_weights import group_words
@@ -55,10 +58,14 @@ def floor_us(num_weights: float, rows_per_weight: float, bits: int = 8) -> float
 
 
 def linear(options: Options) -> Iterator[Row]:
+    library = shared_library()
+    assert library is not None
+    gemms = Fp8Gemms(CublasLt(library, torch.device(CUDA)))
     for name, shape in SHAPES.items():
         count = max(2, WEIGHTS_BYTES // (shape[0] * shape[1]))
         weights = [torch.empty(shape, dtype=BF16, device=CUDA).normal_() for _ in range(count)]
         scaled = [quantised(weight) for weight in weights]
+        tiles = tile_scales(scaled[0][1])
         for rows in (1, 8, 256) if options.quick else ROWS:
             x = torch.randn(rows, shape[1], device=CUDA, dtype=BF16)
             sides: dict[str, list[Callable[[], object]]] = {
@@ -66,7 +73,14 @@ def linear(options: Options) -> Iterator[Row]:
                 "bf16": [partial(F.linear, x, weight) for weight in weights],
             }
             norm = NormWeight(torch.ones(shape[1], device=CUDA, dtype=BF16), 1e-5)
-            sides["activations"] = [partial(by_token, x, norm, *pair) for pair in scaled]
+            sides["activations"] = [
+                partial(in_fp8, x, norm, weight, scales[:, :1].contiguous(), None, gemms)
+                for weight, scales in scaled
+            ]
+            sides["blocks"] = [
+                partial(in_fp8, x, norm, weight, scales.t().contiguous().t(), tiles, gemms)
+                for weight, scales in scaled
+            ]
             if rows >= SLICED_FROM:
                 sides["slices"] = [partial(sliced, x, *pair) for pair in scaled]
             floor = floor_us(shape[0] * shape[1], rows)
@@ -108,10 +122,19 @@ def codes(features: int, inputs: int) -> Pair:
     return stored, group_words(scales, torch.full_like(scales, 8))
 
 
-def by_token(
-    x: torch.Tensor, norm: NormWeight, weight: torch.Tensor, scales: torch.Tensor
+def in_fp8(
+    x: torch.Tensor,
+    norm: NormWeight,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    tiles: torch.Tensor | None,
+    gemms: Fp8Gemms,
 ) -> torch.Tensor:
-    return fp8_linear(*quantise_rows(x, norm), weight, scales, x.dtype)
+    codes = quantise_rows(x, norm, in_blocks=scales.shape[1] > 1)
+    output = x.new_empty(len(x), len(weight))
+    if gemms.run(*codes, weight, scales, tiles, None, output, adds=False):
+        return output
+    return fp8_linear(*codes, weight, scales, x.dtype)
 
 
 def sliced(
@@ -156,7 +179,7 @@ def both(
 
 
 def linear_table(rows: Sequence[Row]) -> list[str]:
-    columns = ("fp8", "slices", "activations", "bf16", "floor")
+    columns = ("fp8", "slices", "activations", "blocks", "bf16", "floor")
     lines = [
         [row["layer"], number(row["rows"]),
          *(number(row[key]) if key in row else "–" for key in columns),

@@ -158,18 +158,22 @@ def launch_scaled_linear(
     *,
     spreads: bool,
     adds: bool,
-    x_scales: torch.Tensor | None = None,
     group: int = 0,
 ) -> None:
     """spreads: whether each chunk of a tile has its own program, if there are several. The chunks'
     sums are then written and read again as float32. adds: whether to add to what `output` holds.
-    x_scales: `[T]` float32, contiguous, of rows in FP8 (fp8_linear.py). group: as in
-    `scaled_linear`."""
+    group: as in `scaled_linear`."""
     from tllm_spec.kernels.batch_invariant_linear_triton import add_chunks_kernel
     from tllm_spec.kernels.scaled_linear_triton import scaled_linear_kernel
 
-    _check(x, weight, scales, output, x_scales, group)
     (num_rows, in_features), out_features = x.shape, weight.shape[0]
+    if group:
+        check_int4(weight, scales, group, in_features)
+    else:
+        check_scaled(weight, scales)
+        assert weight.shape[1] == in_features
+    assert x.stride(1) == 1 == output.stride(1)
+    assert output.shape == (num_rows, out_features) and output.dtype == x.dtype
     programs = INT4_PROGRAMS if group else MIN_PROGRAMS
     chunk, pdl = chunk_of(out_features, in_features, programs), programmatic_launch(x.device)
     num_chunks = -(-in_features // chunk)
@@ -180,7 +184,7 @@ def launch_scaled_linear(
         parts = torch.empty(shape, dtype=torch.float32, device=x.device)
     tiles = -(-num_rows // tiling.rows) * -(-out_features // tiling.outputs)
     scaled_linear_kernel[(tiles, num_chunks if spreads else 1)](
-        x, x.stride(0), None if spreads else x_scales, weight, scales, None if spreads else bias,
+        x, x.stride(0), weight, scales, None if spreads else bias,
         parts, parts.stride(-2), num_rows, in_features,
         IN=in_features,
         OUT=out_features,
@@ -198,28 +202,6 @@ def launch_scaled_linear(
     )  # fmt: skip
     if spreads:
         add_chunks_kernel[(num_rows, -(-out_features // OUTPUTS_ADDED))](
-            parts, x_scales, bias, output, output.stride(0), num_rows,
+            parts, None, bias, output, output.stride(0), num_rows,
             OUT=out_features, CHUNKS=num_chunks, ADDS=adds, BLOCK=OUTPUTS_ADDED, **pdl,
         )  # fmt: skip
-
-
-def _check(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    output: torch.Tensor,
-    x_scales: torch.Tensor | None,
-    group: int,
-) -> None:
-    """Asserts what `launch_scaled_linear` needs."""
-    if group:
-        check_int4(weight, scales, group, x.shape[1])
-    else:
-        check_scaled(weight, scales)
-        assert weight.shape[1] == x.shape[1]
-    assert x.stride(1) == 1 == output.stride(1)
-    assert output.shape == (len(x), len(weight)) and (
-        x_scales is not None or output.dtype == x.dtype
-    )
-    assert (x_scales is not None) == (x.dtype == weight.dtype)
-    assert x_scales is None or x_scales.is_contiguous()

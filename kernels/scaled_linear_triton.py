@@ -17,14 +17,12 @@ def add_scaled_dot(
     total: tl.tensor, w: tl.tensor, x: tl.tensor, scale: tl.tensor, WIDEN: tl.constexpr
 ) -> tl.tensor:
     """`total + scale * (w x)` for a block of inputs. w: `[outputs, BLOCK]` in FP8; x: `[BLOCK,
-    rows]`, also in FP8 or of 16 or 32 bits; scale: `[outputs]`."""
-    if WIDEN or x.dtype != tl.float8e4nv:
-        # By way of float32: the direct conversion to bfloat16 has an eighth of the throughput.
-        w = w.to(tl.float32)
-        if WIDEN:
-            x = x.to(tl.float32)
-        w = w.to(x.dtype)
-    product = tl.dot(w, x, input_precision="ieee")
+    rows]`; scale: `[outputs]`."""
+    # By way of float32: the direct conversion to bfloat16 has an eighth of the throughput.
+    w = w.to(tl.float32)
+    if WIDEN:
+        x = x.to(tl.float32)
+    product = tl.dot(w.to(x.dtype), x, input_precision="ieee")
     # An explicit FMA has the same bits wherever the compiler might contract and where not.
     return tl.fma(product, tl.broadcast_to(scale[:, None], total.shape), total)
 
@@ -104,7 +102,6 @@ def _sum_chunks(
 def scaled_linear_kernel(
     x: tl.tensor,
     x_stride: tl.tensor,
-    x_scales: tl.tensor,
     weight: tl.tensor,
     scales: tl.tensor,
     bias: tl.tensor,
@@ -125,8 +122,8 @@ def scaled_linear_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """Grid (tiles, chunks or 1). With SPREADS the output is `[chunks, T, N]` float32, without the
-    bias and the scales of rows in FP8. With ADDS the result is added to what the output holds. Of a
-    4-bit weight GROUP inputs share a word; GROUP is 0 for FP8.
+    bias. With ADDS the result is added to what the output holds. Of a 4-bit weight GROUP inputs
+    share a word; GROUP is 0 for FP8.
 
     `num_inputs` is IN, but not a compile-time constant, so that the loop is pipelined for any
     size."""
@@ -145,9 +142,6 @@ def scaled_linear_kernel(
     )  # fmt: skip
     if SPREADS:
         output += tl.program_id(1).to(tl.int64) * num_rows * OUT
-    if x_scales is not None:
-        x_scale = tl.load(x_scales + rows, mask=real_row, other=0.0)
-        total = tl.fma(total, tl.broadcast_to(x_scale[None, :], total.shape), 0.0)
     if bias is not None:
         total += tl.load(bias + outs, mask=outs < OUT, other=0.0).to(tl.float32)[:, None]
     pointers = output + rows.to(tl.int64)[None, :] * output_stride + outs[:, None]

@@ -84,9 +84,13 @@ def int4_linears() -> None:
 def fp8_linears() -> None:
     for (inputs, outputs), rows in product(LINEAR_SHAPES, NUM_ROWS):
         x, weight = empty(rows, inputs), empty(outputs, inputs, dtype=FP8)
-        codes, scales = quantise_rows.quantise_rows(x, NormWeight(empty(inputs), 1e-6))
-        own = codes, scales, weight, scales_of(weight), x.dtype
-        fp8_linear.fp8_linear(*own, bias=empty(outputs))
+        quantise_rows.quantise_rows(empty(rows, 2 * inputs), gated=True)
+        for in_blocks in (False, True):
+            norm = NormWeight(empty(inputs), 1e-6)
+            codes, scales = quantise_rows.quantise_rows(x, norm, in_blocks=in_blocks)
+            own = scales_of(weight) if in_blocks else float32(outputs, 1)
+            operands = codes, scales, weight, own, x.dtype
+            fp8_linear.fp8_linear(*operands, bias=empty(outputs))
 
 
 # Experts, experts of a token, hidden size, inner size: Qwen3-30B-A3B, DeepSeek V2 Lite, Mixtral.

@@ -265,7 +265,7 @@ def test_every_tiling_fits_hopper_and_uses_the_same_kind_of_instruction(
 
     tiling = int4_tiling_of(num_rows, 28672, torch.bfloat16)
     constants: dict[str, Any] = {"IN": 4096, "OUT": 4096, "SPREADS": False, "ADDS": True}
-    constants |= {"WIDEN": False, "CHUNK": 1024, "PDL": True, "bias": None, "x_scales": None}
+    constants |= {"WIDEN": False, "CHUNK": 1024, "PDL": True, "bias": None}
     constants |= {"GROUP": group, "BLOCK": BLOCK}
     constants |= {"BLOCK_ROWS": tiling.rows, "BLOCK_OUT": tiling.outputs}
     types = {"x": "*bf16", "weight": "*u8", "scales": "*i32", "output": "*bf16"}

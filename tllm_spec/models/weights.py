@@ -23,6 +23,7 @@ FP8_AT_ONCE = 1 << 26  # random elements
 # After the name of a quantised parameter.
 SCALES = "_scales"
 ORDER = "_order"
+INPUT_SCALE, DUMMY_INPUT_SCALE = "input_scale", 2.0**-6  # of activations up to 7
 CODES_DEVIATION = 4.61  # of equally frequent codes of 4 bits
 NO_REMEDIES: Mapping[str, str] = {}
 UNTIED = (
@@ -98,6 +99,8 @@ def fill_random(model: Module, seed: int = 0) -> None:
         for name, parameter in own.items():
             if isinstance(module, (RMSNorm, HeadNorm)):
                 parameter.fill_(1.0)
+            elif name == INPUT_SCALE:
+                parameter.fill_(DUMMY_INPUT_SCALE)
             elif name.endswith(ORDER):
                 torch.arange(len(parameter), out=parameter)
             elif not name.endswith(SCALES):

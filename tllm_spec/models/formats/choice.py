@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from tllm_spec.models.formats.fp8_per_token import PerTokenWeight
+from tllm_spec.models.formats.fp8_activations import QuantisedActivations
 from tllm_spec.models.formats.fp8_scaled import BatchInvariantScaledWeight, ScaledWeight
 from tllm_spec.models.formats.int4 import BatchInvariantInt4Weight, Int4Weight
 from tllm_spec.models.formats.plain import BatchInvariantWeight, CpuWeight, CudaWeight, PlainWeight
@@ -15,7 +15,7 @@ def choose_format(
 ) -> WeightFormat:
     """The format of the placement's weights, with new tensors."""
     if placement.activations is not None:
-        return PerTokenWeight(out_features, in_features, placement, bias)
+        return QuantisedActivations(out_features, in_features, placement, bias)
     if placement.int4 is not None:
         codes = BatchInvariantInt4Weight if placement.batch_invariant else Int4Weight
         return codes(out_features, in_features, placement, bias)

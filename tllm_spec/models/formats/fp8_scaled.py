@@ -21,6 +21,8 @@ class Fp8Tensor:
 
     weight: torch.Tensor
     scales: torch.Tensor
+    input_scale: torch.Tensor | None = None
+    """`[]` float32: the static scale of its activations, if they have one."""
 
     @property
     def shape(self) -> torch.Size:
@@ -32,7 +34,8 @@ class Fp8Tensor:
 
 @dataclass(frozen=True)
 class ScaledSlot(WeightSlot):
-    """Also where the scales of an FP8 tensor go, `[N, ceil(K / 128)]` of this rank."""
+    """Also where the scales of an FP8 tensor go, `[N, ceil(K / 128)]` of this rank, or if all of a
+    row are equal `[N, 1]`."""
 
     dtypes, is_quantised = (), True
     scales: torch.Tensor | None = None
@@ -43,7 +46,7 @@ class ScaledSlot(WeightSlot):
             return
         assert isinstance(tensor, Fp8Tensor)  # other layers have been made plain
         self.destination.copy_(self.own(tensor.weight))
-        self.scales.copy_(self.own(tensor.scales, BLOCK))
+        self.scales.copy_(self.own(tensor.scales, BLOCK)[:, : self.scales.shape[1]])
 
 
 def scaled_parameters(

@@ -36,7 +36,8 @@ class WeightFormat(ABC):
     weight: nn.Parameter
     """`[N, K]`, or the packed codes of 4-bit weights."""
     scales: nn.Parameter | None = None
-    """Of quantised weights: float32 `[N, ceil(K / 128)]` in FP8, `group_words` of 4 bits."""
+    """Scales of quantised weights: float32 `[N, ceil(K / 128)]` or `[N, 1]` in FP8, `group_words`
+    of 4 bits."""
     group: int = 0
     """Inputs that share a scale of 4-bit weights."""
     bias: nn.Parameter | None
@@ -74,6 +75,12 @@ class WeightFormat(ABC):
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         """Add the outputs for x `[T, K]` to `total` `[T, N]`, in place."""
         total.add_(self.multiply(x))
+
+    def add_gated_to(
+        self, total: torch.Tensor, gate_up: "WeightFormat", x: torch.Tensor, norm: RMSNorm | None
+    ) -> None:
+        """`add_to` for `gate_up.gated(x, norm)`, which may be fused."""
+        self.add_to(total, gate_up.gated(x, norm))
 
     @abstractmethod
     def full_weight(self) -> torch.Tensor:
