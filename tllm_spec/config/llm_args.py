@@ -59,9 +59,9 @@ class LlmArgs(ConfigModel):
     """Everything that `LLM(model, **kwargs)` takes."""
 
     model: PathText
-    """A local folder in Hugging Face's format, or a zoo name such as `zoo:llama`."""
+    """A local folder in Hugging Face's format, a GGUF file, or a zoo name such as `zoo:llama`."""
     tokenizer: Any = None
-    """Folder of the tokenizer, or a transformers tokenizer. null: the model's."""
+    """Folder or GGUF file of the tokenizer, or a transformers tokenizer. null: the model's."""
     skip_tokenizer_init: bool = False
     """No tokenizer: prompts are token ids, and outputs have no text."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -347,8 +347,8 @@ class DraftModelDecodingConfig(DecodingBaseConfig):
     """The options of the decoding types that have draft weights."""
 
     speculative_model: PathText
-    """Folder of the draft model or head, or a zoo name. `speculative_model_dir` is its old name,
-    `speculative_draft_model_path` SGLang's."""
+    """Folder of the draft model or head, GGUF file of a model, or zoo name. `speculative_model_dir`
+    is its old name, `speculative_draft_model_path` SGLang's."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` fills the draft weights with random numbers."""
     speculative_token_map: PathText | None = None

@@ -13,11 +13,13 @@ from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.checkpoint import checkpoint_tensors, listed
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.fp8_tensors import fp8_tensors
+from tllm_spec.models.formats.gguf_tensors import gguf_tensors
 from tllm_spec.models.formats.int4_packings import SYMMETRIC_ZERO
 from tllm_spec.models.formats.int4_tensors import int4_tensors
 from tllm_spec.models.layers import HeadNorm, RMSNorm
 from tllm_spec.models.module import Module, StoredWeight, WeightSlot
 from tllm_spec.models.tied_output import EMBEDDING, OUTPUT, stored_pair
+from tllm_spec.zoo.registry import is_gguf
 
 FP8_AT_ONCE = 1 << 26  # random elements
 # After the name of a quantised parameter.
@@ -60,6 +62,8 @@ def stored_tensors(
 ) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
     """The tensors of a checkpoint whose names are wanted. Raises ValueError for a file that is
     missing or not readable."""
+    if is_gguf(path):
+        return gguf_tensors(path, wants)
     if config.int4 is not None:
         return int4_tensors(path, config.int4, wants)
     if config.fp8 is None:

@@ -106,7 +106,7 @@ def _is_packed(settings: Mapping[str, Any]) -> bool:
     groups = settings.get("config_groups")
     own = groups.values() if isinstance(groups, Mapping) else ()
     formats = [group.get("format") for group in own if isinstance(group, Mapping)]
-    return bool({_PACKED, _MXFP4} & {settings.get("format"), *formats})
+    return any(name in (_PACKED, _MXFP4) for name in [settings.get("format"), *formats])
 
 
 def _read_compressed(settings: Mapping[str, Any], reasons: list[str]) -> Int4Format:
