@@ -44,6 +44,7 @@ NAMES = (
     "move_kv",
     "path_ranks",
     "suffix_match",
+    "draft_sources",
     "filter_cut",
     "batch_invariant_linear",
     "rotary_write",
