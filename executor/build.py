@@ -4,7 +4,7 @@ Order: weights of target and draft, then KV pools of the size that the memory pl
 rest. The larger steps have a module each in `building/`."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,16 @@ from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.building.draft_backend import check_draft_backend
 from tllm_spec.executor.building.engines import Engines, build_engines
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.building.rounds import build_controller
+from tllm_spec.executor.building.rounds import (
+    capture_graphs,
+    graph_sizes,
+    time_rounds,
+    tune_gemms,
+    warm_up,
+)
 from tllm_spec.executor.device.device_choice import cpu_threads, on_device, on_threads
 from tllm_spec.executor.draft_watch import DraftWatch
+from tllm_spec.executor.engine.memory_plan import TorchModel
 from tllm_spec.executor.iteration_stats import IterationStats, RoundLog
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
 from tllm_spec.executor.ranks import agreed, queue_of, rank_facts
@@ -90,7 +97,7 @@ def _build(
     runner = RoundRunner(engines.target, sampler, speculation.round_end)
     num_threads = cpu_threads(engines.target.model)
     with torch.inference_mode(), on_threads(num_threads):
-        controller = build_controller(plan, runner, engines.models)
+        controller = prepare_rounds(plan, runner, engines.models)
 
     def blame() -> list[LlmRequest] | None:
         for each in (sampler.host_edits.blame, sampler.grammar_masks.work.blame):
@@ -130,6 +137,19 @@ def _build(
         plan.config,
         _limits(plan, tokenizer, scheduler),
     )
+
+
+def prepare_rounds(
+    plan: BuildPlan, runner: RoundRunner, models: Sequence[TorchModel]
+) -> AdaptiveController:
+    """Everything that comes before the first round. Returns the controller of the draft length,
+    which knows how long rounds take if it compares times."""
+    sizes = graph_sizes(plan, runner)
+    keys = plan.round_keys(sizes)
+    tune_gemms(plan, models, keys)
+    capture_graphs(plan, runner, keys)
+    warm_up(plan, runner, keys)
+    return plan.controller(sizes, time_rounds(plan, runner, sizes))
 
 
 def _ranks(plan: BuildPlan, engines: Engines) -> list[Any]:
