@@ -104,8 +104,9 @@ def build_engines(plan: BuildPlan) -> Engines:
     draft_kv = None
     if draft is not None and layers is None:
         layers = _draft_layers(plan, draft, memory[number:])
-        options = {"extra_kv_tokens": plan.draft_kv_tokens, "has_draft_layers": True}
-        draft_kv = _manager(DraftKVManager, plan, memory[number:], 0, **options)
+        options = {"extra_kv_tokens": plan.extra_kv_tokens.own_pages, "has_draft_layers": True}
+        lookahead = layers.net.lookahead
+        draft_kv = _manager(DraftKVManager, plan, memory[number:], lookahead, **options)
     with_heads = (each.head if isinstance(each, HeadNetwork) else each for each in models)
     in_torch = [model for model in with_heads if not isinstance(model, DraftNetwork)]
     return Engines(engine, kv, layers, draft_kv, in_torch)
@@ -230,8 +231,8 @@ def _build_target(
         KVCacheManager,
         plan,
         memory,
-        lookahead=int(spec is not None),
-        extra_kv_tokens=plan.extra_kv_tokens,
+        lookahead=0 if layers is None else layers.net.lookahead,
+        extra_kv_tokens=plan.extra_kv_tokens.target_pages,
         has_draft_layers=layers is not None,
     )
     groups = []

@@ -3,6 +3,7 @@ executor's parts it constructs the slots only."""
 
 import logging
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from tllm_spec.attention.choice import choose_backend
 from tllm_spec.config.draft_len_schedule import draft_len_limits
@@ -27,6 +28,15 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
+
+
+class ExtraKVTokens(NamedTuple):
+    """KV entries of a request after those of its tokens that a draft network takes to draft (see
+    docs/drafting.md): on the target's pages, of drafts after the first one (of beams, those of
+    every step), or on pages of its own, where drafts are trees."""
+
+    target_pages: int
+    own_pages: int
 
 
 class BuildPlan:
@@ -100,13 +110,14 @@ class BuildPlan:
         return may_overlap and not self.args.disable_overlap_scheduler
 
     @property
-    def extra_kv_tokens(self) -> int:
-        """KV entries after those of the emitted tokens that drafts after the first one take: of
-        beams, those of every step."""
-        plan = self.draft_plan
-        if plan is None or not plan.shares_pages:
-            return 0
-        return self.shapes.longest.num_read + (0 if plan.is_head else 1)
+    def extra_kv_tokens(self) -> ExtraKVTokens:
+        plan, longest = self.draft_plan, self.shapes.longest
+        if plan is None:
+            return ExtraKVTokens(0, 0)
+        if plan.shares_pages:
+            return ExtraKVTokens(longest.num_read + (0 if plan.is_head else 1), 0)
+        trees = max(longest.num_read, longest.path) + 1
+        return ExtraKVTokens(0, trees if self.shapes.has_trees else 0)
 
     def controller(
         self, graph_batch_sizes: Iterable[int] | None = None, round_times: RoundTimes | None = None
@@ -165,16 +176,9 @@ class BuildPlan:
         more whole round where rounds are scheduled before the one before is read."""
         longest = self.shapes.longest
         in_flight = longest.path if self.max_in_flight else 0
-        after = longest.num_nodes, longest.depth + self.extra_kv_tokens, self.draft_kv_tokens
+        extra = self.extra_kv_tokens
+        after = longest.num_nodes, longest.depth + extra.target_pages, extra.own_pages
         return in_flight + max(after)
-
-    @property
-    def draft_kv_tokens(self) -> int:
-        """The same in the cache of a draft model with pages of its own, where drafts are trees."""
-        is_separate = self.draft_plan is not None and not self.draft_plan.shares_pages
-        longest = self.shapes.longest
-        has_any = is_separate and self.shapes.has_trees
-        return max(longest.num_read, longest.path) + 1 if has_any else 0
 
     @property
     def span_room(self) -> SpanRoom:
