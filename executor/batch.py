@@ -19,7 +19,7 @@ class ScheduledBatch:
     generation_requests: list[LlmRequest] = field(default_factory=list)
     # Those of the context requests that were given a slot in this round.
     joining: list[LlmRequest] = field(default_factory=list)
-    # Of the drafts in every generation window of this round, padding included.
+    # The drafts in every generation window of this round have this shape, padding included.
     shape: DraftShape = NO_DRAFTS
     # Whether a request that takes no drafts has one row in the forward instead of a whole window.
     is_ragged: bool = False
@@ -27,7 +27,7 @@ class ScheduledBatch:
     num_steps: int = 0
     # The longest draft that the drafter was asked for; it may have made fewer.
     num_asked: int = 0
-    # Of the drafts that a drafter on the device makes in this round for the next one.
+    # A drafter on the device makes drafts of this shape in this round for the next one.
     new_shape: DraftShape = NO_DRAFTS
     # Where rounds choose between chains and trees: the lower of the tiers of these windows and of
     # the drafts in them, and whether they differ.

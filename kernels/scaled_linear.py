@@ -22,7 +22,7 @@ from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes, s
 
 # Outputs of a tile of few rows, from which the chunks follow.
 OUTPUTS = 64
-# Of few rows: nearly two per multiprocessor of an H100 or H200.
+# A GEMM of few rows has so many: nearly two per multiprocessor of an H100 or H200.
 MIN_PROGRAMS = 256
 MIN_CHUNK = 1024  # fewer blocks would not fill a program's pipeline
 # The kernel converts a weight once for each tile, of 128 rows at most. Slices are converted once

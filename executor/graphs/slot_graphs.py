@@ -43,7 +43,7 @@ class GraphKey:
 
     @property
     def row_counts(self) -> set[int]:
-        """Of the forwards of such a round: the windows, what was emitted, and each draft step."""
+        """Rows of each forward of such a round: the windows, what was emitted, each draft step."""
         shape = self.shape
         return {self.batch_size * n for n in (1, shape.window, shape.path, shape.num_beams)}
 

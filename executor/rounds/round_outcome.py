@@ -12,7 +12,7 @@ class RoundOutcome:
     """Filled by `RoundReader`. seconds: None if the round has no comparable time."""
 
     seconds: float | None
-    # Of every request that drafts were wanted for.
+    # One number for every request that wanted drafts.
     num_accepted: list[int] = field(default_factory=list)
     ranks: list[list[int]] = field(default_factory=list)  # of the same; see `path_ranks`
     num_drafted: int = 0  # really proposed for those

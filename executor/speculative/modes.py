@@ -96,13 +96,13 @@ class DraftModel:
     path: str | None  # None: MTP modules in the target's checkpoint
     load_format: LoadFormat
     is_head: bool  # reads hidden states of the target
-    # Of the target, for a head; None: the head's own choice or the default.
+    # Layers of the target that a head reads; None: the head's own choice or the default.
     capture_layers: tuple[int, ...] | None = None
     shares_pages: bool = True  # its layers are extra layers of the target's pages
     splits_rounds: bool = False  # it drafts in the tails of split rounds, on the two-model path
     num_modules: int = 0  # of MTP, which are loaded as the target is
     backend: DraftBackend = "torch"
-    # Of heads with a folder of their own. The first is that of a folder which does not say.
+    # Kinds of heads with a folder of their own; a folder that does not say has the first.
     head_kinds: tuple[HeadKind, ...] = ()
     token_map: str | None = None  # a file: the tokens that are drafted; None: all
 

@@ -92,7 +92,7 @@ class DraftShapes:
         return cls([chain_of(length) for length in range(max_draft_len + 1)])
 
     def fitting(self, length: int, *, is_chain: bool) -> DraftShape:
-        """Of a round whose longest draft has that length, and which may have no branches."""
+        """The shape of a round whose longest draft has that length; it may have no branches."""
         return chain_of(length) if is_chain and self.narrows else self.of(length)
 
     def tier_within(self, num_rows: int) -> int:

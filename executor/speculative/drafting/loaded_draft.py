@@ -170,7 +170,7 @@ def blank_head(plan: DraftModel, target: CausalLM, device: torch.device) -> nn.M
 
 
 def _captured_layers(plan: DraftModel, folder: Path, num_layers: int) -> tuple[int, ...]:
-    """Of an EAGLE-3 head. Raises ValueError if the target lacks them."""
+    """The layers that an EAGLE-3 head reads. Raises ValueError if the target lacks them."""
     layers = plan.capture_layers or Eagle3Config.from_pretrained(folder).capture_layers
     layers = layers or default_capture_layers(num_layers)
     outside = [layer for layer in layers if not 0 <= layer < num_layers]

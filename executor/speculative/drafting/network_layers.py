@@ -98,8 +98,8 @@ class NetworkLayers:
         wanted: torch.Tensor | None = None,
         step: int = 0,
     ) -> torch.Tensor:
-        """Of chunks the rows that are wanted are those that are patched. Of each window one row is
-        wanted, or none of all; wanted None: its only row."""
+        """Returns the patched rows of chunks, and one row of each window: none if `wanted` is
+        empty, the only row if it is None."""
         num_before = sum(len(chunk.tokens) for chunk in chunks)
         if state is None:
             num_rows = num_before + (0 if windows is None else windows.token_ids.numel())

@@ -54,7 +54,7 @@ class TreeDrafting:
         pool = BeamPool.allocate(len(growth.kv_lens), topk, shape.depth, state.device)
         beams = first_beams(pool, *growth.candidates(0, state))
         for step in range(1, shape.depth):
-            # Of the first beams all K continue the same row.
+            # The K first beams all continue the same row.
             parents = (beams.rows if step > 1 else beams.rows // topk).flatten()
             num_before = (step - 1) * topk
             state = growth.read(step, beams.tokens, beams.bits, num_before, state, parents)

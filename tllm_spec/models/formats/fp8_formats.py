@@ -82,7 +82,7 @@ class Fp8Format:
     granularity: Granularity
     """The weights that share a scale."""
     scale_suffix: str
-    """Of a scale's name, after the weight's: `_scale` or `_scale_inv`."""
+    """What a scale's name adds to the weight's: `_scale` or `_scale_inv`."""
     ignored: ModuleNames = ModuleNames()
     """Modules without FP8 weights."""
     targets: ModuleNames | None = None
