@@ -119,7 +119,7 @@ def _build(
         drafter=speculation.drafter,
         sampler=sampler,
         controller=controller,
-        draft_len_for=_draft_len_for(controller, communicator),
+        tier_for=_tier_for(controller, communicator),
         blame=blame,
         draft_watch=DraftWatch(speculation.causes),
         max_in_flight=plan.max_in_flight,
@@ -163,12 +163,10 @@ def _ranks(plan: BuildPlan, engines: Engines) -> list[Any]:
     return plan.communicator.gather(facts)
 
 
-def _draft_len_for(
-    controller: AdaptiveController, communicator: Communicator
-) -> Callable[[int], int]:
+def _tier_for(controller: AdaptiveController, communicator: Communicator) -> Callable[[int], int]:
     if not controller.compares_times:
-        return controller.steps_for
-    return agreed(communicator, controller.steps_for)  # each rank has a clock of its own
+        return controller.tier_for
+    return agreed(communicator, controller.tier_for)  # each rank has a clock of its own
 
 
 def _limits(plan: BuildPlan, tokenizer: Tokenizer | None, scheduler: Scheduler) -> RequestLimits:

@@ -120,7 +120,7 @@ def test_the_present_tree_is_shown_with_its_shape_and_what_it_was_chosen_by(
     options = {"speculative_config": spec, "max_batch_size": 2, "max_seq_len": 128}
     with LLM(tiny, skip_tokenizer_init=True, **options) as llm:
         parts = llm._executor.parts
-        parts.draft_len_for = parts.controller.steps_for = lambda *_: 4
+        parts.tier_for = parts.controller.tier_for = lambda *_: 4
         llm.generate([1, 2, 3], {"max_tokens": 40}, use_tqdm=False)
         state = info_of(llm)["internal_states"][0]
         load = llm._executor.load()

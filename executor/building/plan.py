@@ -10,7 +10,7 @@ from tllm_spec.config.draft_len_schedule import draft_len_limits
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.executor.building.draft_lens import draft_lens_of_rounds
+from tllm_spec.executor.building.draft_lens import tiers_of_rounds
 from tllm_spec.executor.device.device_choice import pick_device, pick_dtype
 from tllm_spec.executor.graphs.context_graphs import context_rows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
@@ -155,10 +155,10 @@ class BuildPlan:
 
     def round_keys(self, sizes: Iterable[int]) -> list[GraphKey]:
         """Graphs of these batch sizes for every round that there can be."""
-        draft_lens = draft_lens_of_rounds(self.controller(), self.spec)
-        keys = graph_keys(sizes, draft_lens, self.shapes.of)
+        tiers = tiers_of_rounds(self.controller(), self.spec)
+        keys = graph_keys(sizes, tiers, self.shapes.of)
         if self.shapes.narrows:
-            keys += graph_keys(sizes, lambda size: draft_lens(size) - {0}, chain_of)
+            keys += graph_keys(sizes, lambda size: tiers(size) - {0}, chain_of)
         return [key for key in keys if key.num_tokens <= self.args.max_num_tokens]
 
     @property

@@ -40,7 +40,7 @@ def tune_gemms(plan: BuildPlan, models: Sequence[TorchModel], keys: Sequence[Gra
     tune_linears(models, row_counts, plan.device, plan.communicator)
 
 
-def capture_graphs(plan: BuildPlan, runner: RoundRunner, keys: Sequence[GraphKey]) -> None:
+def capture_graphs(plan: BuildPlan, runner: RoundRunner, keys: list[GraphKey]) -> None:
     """Captures the graphs of contexts, and those of the rounds in `keys`."""
     pool = GraphPool(plan.device, plan.communicator.minimum)
     plan.communicator.before_close(pool.release)

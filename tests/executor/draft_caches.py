@@ -260,7 +260,7 @@ def assert_cached_pages_are_whole(harness: Harness) -> int:
 
 def with_lengths(harness: Harness, lengths: Iterator[int] | int) -> None:
     """Sets the draft lengths of the rounds to come."""
-    harness.parts.draft_len_for = lambda *_: lengths if isinstance(lengths, int) else next(lengths)
+    harness.parts.tier_for = lambda *_: lengths if isinstance(lengths, int) else next(lengths)
 
 
 def count_forwards(harness: Harness) -> list[int]:

@@ -140,7 +140,7 @@ class AdaptiveConfig:
         return tuple({tree.shape: None for own in options for tree in own.candidate_trees or ()})
 
     @property
-    def middle_steps(self) -> int:
+    def middle_draft_len(self) -> int:
         """The middle of all ladders: `strategy: ema` begins there if no option says otherwise."""
         return self.draft_lens[len(self.draft_lens) // 2]
 
