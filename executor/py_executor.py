@@ -389,7 +389,7 @@ class PyExecutor:
                 "topk": shape.topk,
             },
             "draft_warning": self.parts.draft_watch.warning,
-            "kv_cache": self.parts.kv.cache.state(),
+            "kv_cache": self.parts.kv.state(),
             "totals": self.totals.state([*queues.running, *queues.waiting]),
             "controller": controller.state(),
             "ranks": list(self.parts.ranks),

@@ -16,12 +16,15 @@ then its ancestors, then itself. So it has the bits of the same token in a chain
 A tile's tokens share the blocks before the region; the others are loaded for each token."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.key_spans import KeySpan, KeySpans
+from tllm_spec.kernels.kv_codes import CODES, UNSCALED, KVScales
 from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.tree_mask import TreeMask, TreePaths
 from tllm_spec.kernels.window_attention import plain_window_attention
@@ -61,6 +64,19 @@ class QueryTiles:
         counts = (length - offsets).clamp_max(size)
         parts = (offsets + row, offsets + start, counts, torch.full_like(offsets, request))
         return cls(torch.stack(parts), min(length, size))
+
+    @classmethod
+    def of_chunks(
+        cls, lens: Sequence[int], kv_lens: Sequence[int], size: int, device: torch.device
+    ) -> "list[QueryTiles]":
+        """The context chunks of a forward, which are its first rows and requests. They have `lens`
+        tokens each, the last ones of `kv_lens`."""
+        ends = accumulate(lens)
+        chunks = enumerate(zip(lens, kv_lens, ends, strict=True))
+        return [
+            cls.of_chunk(end - length, kv_len - length, length, request, size, device)
+            for request, (length, kv_len, end) in chunks
+        ]
 
     @classmethod
     def of_windows(
@@ -128,8 +144,9 @@ def batch_invariant_attention(
     block_tables: torch.Tensor,
     tiles: QueryTiles,
     scale: float,
-    results: SplitResults,
+    results: SplitResults | None,
     span: KeySpan | None = None,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """Each query attends to the keys of its request up to its own position, or to its path.
 
@@ -139,17 +156,18 @@ def batch_invariant_attention(
     Args:
         q: `[T, Hq, D]`, the last dimension contiguous; every row is in one tile.
         layer: `[2, pages, page_size, Hkv, D]`, contiguous, page_size a power of two; keys at 0,
-        values at 1.
+            values at 1; of q's dtype or CODES.
         block_tables: `[R, P]` int32, on the device.
         tiles: of the rows of q.
         scale: factor of the scores before the softmax.
-        results: workspace; overwritten.
+        results: workspace; overwritten. None: a program computes all splits of its tile.
         span: the keys that a query sees. None: all up to its own.
+        scales: of codes.
 
     Returns:
         `[T, Hq * D]`.
     """
-    return plain_batch_invariant_attention(q, layer, block_tables, tiles, scale, span)
+    return plain_batch_invariant_attention(q, layer, block_tables, tiles, scale, span, scales)
 
 
 def spread_attention(
@@ -158,19 +176,21 @@ def spread_attention(
     block_tables: torch.Tensor,
     tiles: QueryTiles,
     scale: float,
-    results: SplitResults,
+    results: SplitResults | None,
     span: KeySpan | None = None,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """The kernels of `batch_invariant_attention`."""
     (num_rows, heads, _), (page_size, kv_heads) = q.shape, layer.shape[2:4]
     num_splits = -(-block_tables.shape[1] * page_size // SPLIT_KEYS)
     spreads = (
-        num_splits > 1
+        results is not None
+        and num_splits > 1
         and tiles.table.shape[1] * kv_heads < ENOUGH_PROGRAMS
         and num_rows * heads * num_splits <= MAX_PARTIAL_ROWS
     )
     own_results = results if spreads else None
-    return launch_attention(q, layer, block_tables, tiles, scale, own_results, span)
+    return launch_attention(q, layer, block_tables, tiles, scale, own_results, span, scales)
 
 
 def launch_attention(
@@ -181,6 +201,7 @@ def launch_attention(
     scale: float,
     results: SplitResults | None,
     span: KeySpan | None = None,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """results: spread splits over programs, or None: a program computes all splits of its tile."""
     from tllm_spec.kernels.batch_invariant_attention_triton import attention_kernel, join_kernel
@@ -202,8 +223,9 @@ def launch_attention(
         *(q, layer, block_tables, tiles.table),
         results.outputs if results else output,
         results.log_sums if results else None,
-        scale * math.log2(math.e),
+        scale * scales.key * math.log2(math.e),
         *(*q.stride()[:2], layer.stride(0), block_tables.stride(0), *lengths, *own_paths),
+        scales.value,
         GROUP=group,
         KV_HEADS=kv_heads,
         PAGE_SIZE=page_size,
@@ -219,6 +241,8 @@ def launch_attention(
     if results is not None:
         join_kernel[(heads, tiles.max_tokens, num_tiles)](
             *(results.outputs, results.log_sums, tiles.table, output, *lengths, own_paths[1]),
+            scales.value,
+            HAS_CODES=layer.dtype == CODES,
             TREE=paths is not None,
             **fixed,
         )
@@ -232,11 +256,12 @@ def plain_batch_invariant_attention(
     tiles: QueryTiles,
     scale: float,
     span: KeySpan | None = None,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """Reference of `batch_invariant_attention` with another order of sums. Computes each token as a
     window of its own."""
     if tiles.paths is not None:
-        return _plain_trees(q, layer, block_tables, tiles, tiles.paths, scale, span)
+        return _plain_trees(q, layer, block_tables, tiles, tiles.paths, scale, span, scales)
     first, start, count, request = tiles.table.long()
     owner = torch.arange(len(count), device=q.device).repeat_interleave(count)
     offset = torch.arange(len(owner), device=q.device) - (count.cumsum(0) - count)[owner]
@@ -245,7 +270,7 @@ def plain_batch_invariant_attention(
     spans = None if span is None else KeySpans(span, lengths.long() - 1)
     alone = RoundRows.rectangle(len(rows), 1)
     found = plain_window_attention(
-        q[rows], layer, alone, block_tables[request[owner]], lengths, scale, spans=spans
+        q[rows], layer, alone, block_tables[request[owner]], lengths, scale, None, spans, scales
     )
     return torch.empty_like(found).index_copy_(0, rows, found)
 
@@ -258,6 +283,7 @@ def _plain_trees(
     paths: TreePaths,
     scale: float,
     span: KeySpan | None,
+    scales: KVScales,
 ) -> torch.Tensor:
     mask, batch, spans = paths.mask, len(paths.mask.bits), None
     _, start, _, request = tiles.table.view(4, batch, -1)[:, :, 0]
@@ -267,4 +293,4 @@ def _plain_trees(
         spans = KeySpans(span, positions.long().flatten())
         mask = spans.cut(mask)
     tables = block_tables[request]
-    return plain_window_attention(q, layer, rows, tables, kv_lens, scale, mask, spans)
+    return plain_window_attention(q, layer, rows, tables, kv_lens, scale, mask, spans, scales)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tllm_spec.kernels.key_spans_triton import first_key
+from tllm_spec.kernels.kv_codes_triton import widened
 
 _LENGTHS = ["max_len", "num_splits", "num_tiles"]
 
@@ -43,14 +44,15 @@ def _add_block(
     pointers = layer + (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
     # Values after the end may be NaN, and 0 * NaN is NaN, so they must be loaded as zeros.
     present = own[:, None] & (dims < HEAD_DIM)[None, :]
-    keys = tl.load(pointers, mask=present, other=0.0).to(queries.dtype)
+    keys = widened(tl.load(pointers, mask=present, other=0.0), queries.dtype)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * log2_scale
     scores = tl.where(seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: no key seen so far
     weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(top - base)
-    values = tl.load(pointers + value_offset, mask=present, other=0.0).to(queries.dtype)
+    values = tl.load(pointers + value_offset, mask=present, other=0.0)
+    values = widened(values, queries.dtype)
     total = total * decay + tl.sum(weights, 1)
     mixed = tl.dot(
         weights.to(queries.dtype), values, mixed * decay[:, None], input_precision="ieee"
@@ -229,8 +231,8 @@ def attention_kernel(
     output: tl.tensor, log_sums: tl.tensor, log2_scale: tl.tensor,
     token_stride: tl.tensor, head_stride: tl.tensor, value_offset: tl.tensor,
     table_stride: tl.tensor, max_len: tl.tensor, num_splits: tl.tensor, num_tiles: tl.tensor,
-    paths: tl.tensor, path_lens: tl.tensor, region: tl.tensor, TREE: tl.constexpr,
-    SPAN: tl.constexpr,
+    paths: tl.tensor, path_lens: tl.tensor, region: tl.tensor,
+    value_scale: tl.tensor, TREE: tl.constexpr, SPAN: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     SPREADS: tl.constexpr, WIDEN: tl.constexpr, SPLIT_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -258,7 +260,7 @@ def attention_kernel(
     heads = kv_head * GROUP + rows % GROUP
     real = (tokens < count)[:, None] & (dims < HEAD_DIM)[None, :]
     token_offsets = (first_row + tokens).to(tl.int64)[:, None] * token_stride
-    dot_type: tl.constexpr = tl.float32 if WIDEN else layer.dtype.element_ty
+    dot_type: tl.constexpr = tl.float32 if WIDEN else q.dtype.element_ty
     queries = tl.load(
         q + token_offsets + (heads * head_stride)[:, None] + dims, mask=real, other=0.0
     ).to(dot_type)
@@ -278,6 +280,8 @@ def attention_kernel(
             first_row, count, start, length, log2_scale, value_offset,
             TREE, SPAN, KV_HEADS, HEAD_DIM, PAGE_SIZE, SPLIT_KEYS, BLOCK_M, BLOCK_N, BLOCK_D,
         )
+        if layer.dtype.element_ty == tl.float8e4nv:
+            mean *= value_scale
     pointers = output + out_rows[:, None] * HEAD_DIM + dims[None, :]
     tl.store(pointers, mean.to(output.dtype.element_ty), mask=real)
 # fmt: on
@@ -293,6 +297,8 @@ def join_kernel(
     num_splits: tl.tensor,
     num_tiles: tl.tensor,
     path_lens: tl.tensor,
+    value_scale: tl.tensor,
+    HAS_CODES: tl.constexpr,
     TREE: tl.constexpr,
     SPAN: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -324,4 +330,6 @@ def join_kernel(
         total = total * decay + weight
         mean = mean * decay + own * weight
     mean = tl.div_rn(mean, tl.where(total == 0.0, 1.0, total))
+    if HAS_CODES:
+        mean *= value_scale
     tl.store(output + row * HEAD_DIM + dims, mean.to(output.dtype.element_ty), mask=real)

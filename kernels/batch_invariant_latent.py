@@ -16,6 +16,7 @@ from tllm_spec.kernels.batch_invariant_attention import (
     SplitResults,
 )
 from tllm_spec.kernels.dispatch import with_kernel
+from tllm_spec.kernels.kv_codes import CODES, UNSCALED, KVScales
 from tllm_spec.kernels.latent_attention import LatentTables, plain_latent_attention
 from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.window_splits import power_of_two
@@ -37,6 +38,7 @@ def batch_invariant_latent(
     tiles: QueryTiles,
     scale: float,
     results: SplitResults,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """Each query attends to the keys of its request up to its own position, or to its path. A query
     before position 0, which only a row of graph padding can have, gives zeros.
@@ -44,16 +46,18 @@ def batch_invariant_latent(
     Args:
         q_latent: `[T, H, R]`, contiguous: the queries times the key projection.
         q: `[T, H, N + P]`, contiguous; of each head the last P elements are read, rotated.
-        layer: `[pages, page_size, R + P]`, contiguous, page_size a power of two.
+        layer: `[pages, page_size, R + P]`, contiguous, page_size a power of two; of q's dtype or
+            CODES.
         block_tables: `[B, P]` int32, on the device.
         tiles: of the rows, with at most `tokens_per_tile` tokens, of trees TREE_TOKENS.
         scale: factor of the scores before the softmax.
         results: workspace; overwritten.
+        scales: of codes.
 
     Returns:
         `[T, H, R]`: weighted latents.
     """
-    return plain_batch_invariant_latent(q_latent, q, layer, block_tables, tiles, scale)
+    return plain_batch_invariant_latent(q_latent, q, layer, block_tables, tiles, scale, scales)
 
 
 def spread_latent(
@@ -64,6 +68,7 @@ def spread_latent(
     tiles: QueryTiles,
     scale: float,
     results: SplitResults,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """The kernels of `batch_invariant_latent`."""
     num_rows, heads, _ = q_latent.shape
@@ -72,7 +77,7 @@ def spread_latent(
     fits = num_rows * heads * num_splits <= len(results.outputs)
     spreads = num_splits > 1 and programs < ENOUGH_PROGRAMS and fits
     return launch_latent(
-        q_latent, q, layer, block_tables, tiles, scale, results if spreads else None
+        q_latent, q, layer, block_tables, tiles, scale, results if spreads else None, scales
     )
 
 
@@ -84,6 +89,7 @@ def launch_latent(
     tiles: QueryTiles,
     scale: float,
     results: SplitResults | None,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """results: spread splits over programs, or None: a program computes all splits of its tile."""
     from tllm_spec.kernels.batch_invariant_attention_triton import join_kernel
@@ -93,7 +99,7 @@ def launch_latent(
         assert tensor.is_contiguous()
     assert tiles.table.dtype == torch.int32 and block_tables.stride(1) == 1
     (_, heads, rank), (_, page_size, width) = q_latent.shape, layer.shape
-    num_tiles, paths, is_wide = tiles.table.shape[1], tiles.paths, layer.element_size() > 2
+    num_tiles, paths, is_wide = tiles.table.shape[1], tiles.paths, q.element_size() > 2
     own_paths = (None, None, 0) if paths is None else (paths.keys, paths.lens, paths.mask.length)
     max_len = block_tables.shape[1] * page_size
     lengths = (max_len, -(-max_len // SPLIT_KEYS), num_tiles)
@@ -102,7 +108,8 @@ def launch_latent(
         *(q_latent, q, layer, block_tables, tiles.table),
         results.outputs if results else output,
         results.log_sums if results else None,
-        *(scale * math.log2(math.e), block_tables.stride(0), *lengths, *own_paths),
+        *(scale * scales.key * math.log2(math.e), block_tables.stride(0), *lengths, *own_paths),
+        scales.key,
         TREE=paths is not None,
         SPREADS=results is not None,
         HEADS=heads,
@@ -124,6 +131,8 @@ def launch_latent(
     if results is not None:
         join_kernel[(heads, tiles.max_tokens, num_tiles)](
             *(results.outputs, results.log_sums, tiles.table, output, *lengths, own_paths[1]),
+            scales.key,
+            HAS_CODES=layer.dtype == CODES,
             TREE=paths is not None,
             SPAN=0,
             HEAD_DIM=rank,
@@ -141,6 +150,7 @@ def plain_batch_invariant_latent(
     block_tables: torch.Tensor,
     tiles: QueryTiles,
     scale: float,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """Reference of `batch_invariant_latent` with another order of sums."""
     first, start, count, request = tiles.table.long()
@@ -150,9 +160,9 @@ def plain_batch_invariant_latent(
         lens = (start[one] + mask.length).to(torch.int32)
         trees = RoundRows.rectangle(*mask.bits.shape)
         tables = LatentTables(trees, block_tables[request[one]], lens, mask)
-        return plain_latent_attention(q_latent.transpose(0, 1), q, layer, tables, scale).transpose(
-            0, 1
-        )
+        return plain_latent_attention(
+            q_latent.transpose(0, 1), q, layer, tables, scale, scales
+        ).transpose(0, 1)
     owner = torch.arange(len(count), device=q.device).repeat_interleave(count)
     offset = torch.arange(len(owner), device=q.device) - (count.cumsum(0) - count)[owner]
     rows = first[owner] + offset
@@ -160,6 +170,6 @@ def plain_batch_invariant_latent(
     alone = RoundRows.rectangle(len(rows), 1)
     tables = LatentTables(alone, block_tables[request[owner]], lens)
     found = plain_latent_attention(
-        q_latent[rows].transpose(0, 1), q[rows], layer, tables, scale
+        q_latent[rows].transpose(0, 1), q[rows], layer, tables, scale, scales
     ).transpose(0, 1)
     return torch.empty_like(q_latent).index_copy_(0, rows, found)

@@ -68,10 +68,10 @@ def latent_kernel(
     q_latent: tl.tensor, q: tl.tensor, layer: tl.tensor, block_tables: tl.tensor, tiles: tl.tensor,
     output: tl.tensor, log_sums: tl.tensor, log2_scale: tl.tensor, table_stride: tl.tensor,
     max_len: tl.tensor, num_splits: tl.tensor, num_tiles: tl.tensor, paths: tl.tensor,
-    path_lens: tl.tensor, region: tl.tensor, TREE: tl.constexpr, SPREADS: tl.constexpr,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WIDEN: tl.constexpr, SPLIT_KEYS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    path_lens: tl.tensor, region: tl.tensor, latent_scale: tl.tensor, TREE: tl.constexpr,
+    SPREADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, RANK: tl.constexpr,
+    ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDEN: tl.constexpr, SPLIT_KEYS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ) -> None:
     """Grid (blocks of heads, splits or 1, tiles). The last tiles of a chunk have the most keys, so
     they start first."""
@@ -93,7 +93,7 @@ def latent_kernel(
 
     is_real = (tokens < count) & (heads < HEADS)
     rows = (first_row + tokens) * HEADS + heads
-    dot_type: tl.constexpr = tl.float32 if WIDEN else layer.dtype.element_ty
+    dot_type: tl.constexpr = tl.float32 if WIDEN else q.dtype.element_ty
     absorbed, rotated = load_queries(
         q_latent, q, rows, rows, is_real, RANK, ROPE, HEAD_DIM, BLOCK_R, BLOCK_P,
     )
@@ -112,6 +112,8 @@ def latent_kernel(
             absorbed, rotated, positions, layer, table, path, start, length, log2_scale, TREE,
             RANK, ROPE, PAGE_SIZE, SPLIT_KEYS, BLOCK_M, BLOCK_N, BLOCK_R, BLOCK_P,
         )
+        if layer.dtype.element_ty == tl.float8e4nv:
+            mean *= latent_scale
     targets = output + rows[:, None] * RANK + ranks[None, :]
     real = is_real[:, None] & (ranks < RANK)[None, :]
     tl.store(targets, mean.to(output.dtype.element_ty), mask=real)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tllm_spec.kernels.dispatch import with_kernel
+from tllm_spec.kernels.kv_codes import CODES, UNSCALED, KVScales
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes
@@ -81,6 +82,7 @@ def latent_attention(
     tables: LatentTables,
     scale: float,
     workspace: LatentWorkspace,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """The queries of request b are its last tokens, up to token kv_lens[b] - 1. Each attends to the
     keys up to its own, or to those that `tables.tree` names.
@@ -91,15 +93,17 @@ def latent_attention(
     Args:
         q_latent: `[H, T, R]`, contiguous: the queries times the key projection.
         q: `[T, H, N + P]`, contiguous; of each head the last P elements are read, rotated.
-        layer: `[pages, page_size, R + P]`, contiguous, page_size a power of two.
+        layer: `[pages, page_size, R + P]`, contiguous, page_size a power of two; of q's dtype or
+            CODES.
         tables: of the windows.
         scale: factor of the scores before the softmax.
         workspace: for partial results; overwritten.
+        scales: of codes.
 
     Returns:
         `[H, T, R]`, contiguous: weighted latents.
     """
-    return plain_latent_attention(q_latent, q, layer, tables, scale)
+    return plain_latent_attention(q_latent, q, layer, tables, scale, scales)
 
 
 def launch_latent_attention(
@@ -109,14 +113,16 @@ def launch_latent_attention(
     tables: LatentTables,
     scale: float,
     workspace: LatentWorkspace,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """The kernels of `latent_attention`."""
     for tensor in (q_latent, q, layer):
-        assert tensor.is_contiguous() and tensor.dtype == layer.dtype
+        assert tensor.is_contiguous() and tensor.dtype in (q.dtype, layer.dtype)
+    assert q_latent.dtype == q.dtype and layer.dtype in (q.dtype, CODES)
     assert tables.block_tables.stride(1) == 1 and tables.kv_lens.stride(0) == 1
     assert tables.block_tables.dtype == tables.kv_lens.dtype == torch.int32
     assert tables.rows.offsets is None or tables.tree is None
-    return _launch(q_latent, q, layer, tables, scale, workspace)
+    return _launch(q_latent, q, layer, tables, scale, workspace, scales)
 
 
 @dataclass(frozen=True)
@@ -168,6 +174,7 @@ def _launch(
     tables: LatentTables,
     scale: float,
     workspace: LatentWorkspace,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     from tllm_spec.kernels.latent_attention_triton import attention_kernel
 
@@ -176,18 +183,19 @@ def _launch(
     batch, window, tree = tables.rows.num_requests, tables.rows.window, tables.tree
     rows = heads * window
     block_r, block_p = power_of_two(rank), max(16, power_of_two(width - rank))
-    shape = _tile_shape(rows, batch, workspace.num_processors, layer.element_size())
+    shape = _tile_shape(rows, batch, workspace.num_processors, q.element_size())
     shared = shared_memory_bytes(q.device)
-    shape = _fitting(shape, block_r + block_p, layer.element_size(), shared)
+    shape = _fitting(shape, block_r + block_p, q.element_size(), shared)
     block_m, block_n = shape.rows, shape.keys
     num_tiles, max_len = -(-rows // block_m), tables.block_tables.shape[1] * page_size
     splits = workspace.num_splits(batch * num_tiles, batch * rows, max_len)
     attention_kernel[(num_tiles, batch, splits)](
         *(q_latent, q, layer, tables.block_tables, tables.block_tables.stride(0)),
-        *(tables.kv_lens, max_len, num_tokens, scale * math.log2(math.e), output),
+        *(tables.kv_lens, max_len, num_tokens, scale * scales.key * math.log2(math.e), output),
         *(workspace.outputs, workspace.log_sums, splits),
         *((None, 0) if tree is None else (tree.bits, tree.length)),
         tables.rows.offsets,
+        scales.key,
         **programmatic_launch(q.device),
         TREE=tree is not None,
         RAGGED=tables.rows.offsets is not None,
@@ -246,6 +254,7 @@ def plain_latent_attention(
     layer: torch.Tensor,
     tables: LatentTables,
     scale: float,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """Reference of `latent_attention`, in float32."""
     rank, (_, page_size, width) = q_latent.shape[2], layer.shape
@@ -263,8 +272,8 @@ def plain_latent_attention(
     else:
         seen = tables.tree.visible(tables.kv_lens, keys)
     hidden = ~seen | absent[:, None]  # [B, W, L]
-    scores = torch.einsum("bwhd,bld->hbwl", queries, entries) * scale
+    scores = torch.einsum("bwhd,bld->hbwl", queries, entries) * (scale * scales.key)
     # The softmax of a row without keys is NaN; it becomes zeros.
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0)
-    mixed = torch.einsum("hbwl,blr->bwhr", weights, entries[..., :rank])
+    mixed = torch.einsum("hbwl,blr->bwhr", weights, entries[..., :rank]) * scales.key
     return own.flat(mixed).transpose(0, 1).to(q.dtype).contiguous()

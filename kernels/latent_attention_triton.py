@@ -10,6 +10,7 @@ The windows have WINDOW tokens each, or, if RAGGED, as many as `offsets` say, at
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.kv_codes_triton import widened
 from tllm_spec.kernels.programmatic_launch_triton import (
     begin,
     launch_dependents,
@@ -79,11 +80,12 @@ def latent_scores(
     slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
     entries = layer + slots[:, None] * (RANK + ROPE)
     real = own[:, None] & (ranks < RANK)[None, :]
-    latents = tl.load(entries + ranks[None, :], mask=real, other=0.0).to(absorbed.dtype)
+    latents = tl.load(entries + ranks[None, :], mask=real, other=0.0)
+    latents = widened(latents, absorbed.dtype)
     real_ropes = own[:, None] & (ropes < ROPE)[None, :]
     shared = tl.load(entries + RANK + ropes[None, :], mask=real_ropes, other=0.0)
     scores = tl.dot(absorbed, tl.trans(latents), input_precision="ieee")
-    shared = tl.trans(shared.to(absorbed.dtype))
+    shared = tl.trans(widened(shared, absorbed.dtype))
     return latents, tl.dot(rotated, shared, scores, input_precision="ieee")
 
 
@@ -155,7 +157,8 @@ def attention_kernel(
     table_stride: tl.tensor, kv_lens: tl.tensor, max_len: tl.tensor, num_tokens: tl.tensor,
     log2_scale: tl.tensor, output: tl.tensor, partials: tl.tensor, log_sums: tl.tensor,
     num_splits: tl.tensor, tree_bits: tl.tensor, tree_len: tl.tensor, offsets: tl.tensor,
-    TREE: tl.constexpr, RAGGED: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    latent_scale: tl.tensor, TREE: tl.constexpr, RAGGED: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
@@ -170,7 +173,7 @@ def attention_kernel(
     width = tl.load(offsets + request + 1) - tl.load(offsets + request) if RAGGED else WINDOW
     if RAGGED and tile * BLOCK_M >= width * HEADS:  # a tile without rows
         return
-    dot_type: tl.constexpr = tl.float32 if WIDEN else layer.dtype.element_ty
+    dot_type: tl.constexpr = tl.float32 if WIDEN else q.dtype.element_ty
     tile_rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     real_rows = tile_rows < width * HEADS
     new, heads = tile_rows // HEADS, tile_rows % HEADS
@@ -189,6 +192,8 @@ def attention_kernel(
         BLOCK_R, BLOCK_P, TREE,
     )
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    if layer.dtype.element_ty == tl.float8e4nv:
+        result *= latent_scale
     ranks = tl.arange(0, BLOCK_R)
     real = real_rows[:, None] & (ranks < RANK)[None, :]
     if SPLITS and num_used > 1:

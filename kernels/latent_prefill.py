@@ -12,6 +12,8 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
+from tllm_spec.kernels.kv_codes import UNSCALED, KVScales, times
+
 # Keys and values are expanded for at most so many tokens at a time.
 MAX_EXPANDED_TOKENS = 8192
 
@@ -61,24 +63,26 @@ def expand(entries: torch.Tensor, up: torch.Tensor, nope: int) -> tuple[torch.Te
 
 def expanded_attention(
     q: torch.Tensor, layer: torch.Tensor, up: torch.Tensor, parts: tuple[ExpandedPart, ...],
-    scale: float, out: torch.Tensor,
+    scale: float, out: torch.Tensor, scales: KVScales = UNSCALED,
 ) -> None:  # fmt: skip
     """Attention of context chunks whose latents are in the pool.
 
     Args:
         q: `[T, H, N + P]`, rotated.
-        layer: `[pages, page_size, R + P]`.
+        layer: `[pages, page_size, R + P]`, of q's dtype or CODES.
         up: `[H, N + V, R]`.
         parts: in order; several parts of the same rows have different keys.
         scale: factor of the scores before the softmax.
         out: `[T, H, V]`, any stride between rows; the rows of the parts are written.
+        scales: of codes.
     """
+    scale *= scales.key
     flat, nope = layer.view(-1, layer.shape[-1]), q.shape[-1] - (layer.shape[-1] - up.shape[-1])
     before: torch.Tensor | None = None
     for index, part in enumerate(parts):
         is_joined = index > 0 and parts[index - 1].rows == part.rows
         goes_on = index + 1 < len(parts) and parts[index + 1].rows == part.rows
-        keys, values = expand(flat.index_select(0, part.slots), up, nope)
+        keys, values = expand(flat.index_select(0, part.slots).to(q.dtype), up, nope)
         own, log_sums = q[part.rows], None
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
             result, log_sums = _flash_attention(own, keys, values, part, scale)
@@ -92,7 +96,7 @@ def expanded_attention(
             old, new = ((sums - total).exp().t()[..., None] for sums in (before, log_sums))
             result = out[part.rows] * old + result * new
             log_sums = total
-        out[part.rows] = result
+        out[part.rows] = result if goes_on else times(result, scales.key)
         before = log_sums
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.kernels.dispatch import with_kernel
+from tllm_spec.kernels.kv_codes import UNSCALED, KVScales, encoded, movable
 from tllm_spec.kernels.rms_norm import rms_norm
 from tllm_spec.kernels.rotary_write import Rotary, plain_rotate
 
@@ -31,6 +32,7 @@ def latent_write(
     kv_slots: torch.Tensor,
     layer: torch.Tensor,
     norm: LatentNorm,
+    scales: KVScales = UNSCALED,
 ) -> None:
     """Write the normed latents and the rotated keys into the pool; rotate q in place.
 
@@ -40,14 +42,17 @@ def latent_write(
             but the pool is written.
         rotary: of these rows, for P elements.
         kv_slots: `[T]` int64: page * page_size + offset.
-        layer: `[pages, page_size, R + P]`, contiguous, of latent's dtype.
+        layer: `[pages, page_size, R + P]`, contiguous, of latent's dtype or CODES.
         norm: of the latent.
+        scales: of codes.
     """
     size = len(norm.weight)
     key = latent[:, None, size:].clone()
     plain_rotate(key, rotary)
     normed = rms_norm.reference(latent[:, :size], norm.weight, norm.eps)
     entries = torch.cat((normed, key[:, 0]), -1)
-    layer.view(-1, layer.shape[-1]).index_copy_(0, kv_slots, entries)
+    if entries.dtype != layer.dtype:
+        entries = encoded(entries, scales.key)
+    movable(layer).view(-1, layer.shape[-1]).index_copy_(0, kv_slots, movable(entries))
     if q is not None:
         plain_rotate(q[..., size - layer.shape[-1] :], rotary)

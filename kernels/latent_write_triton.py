@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.kv_codes import CODES, UNSCALED, KVScales
+from tllm_spec.kernels.kv_codes_triton import encoded
 from tllm_spec.kernels.latent_write import LatentNorm
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
@@ -23,12 +25,13 @@ def latent_write_triton(
     kv_slots: torch.Tensor,
     layer: torch.Tensor,
     norm: LatentNorm,
+    scales: KVScales = UNSCALED,
 ) -> None:
     """See `latent_write`."""
     table, positions = rotary.table, rotary.positions
     num_rows, size, rope_dim = len(latent), len(norm.weight), table.shape[3]
     assert latent.shape[1] == layer.shape[2] == size + rope_dim and latent.stride(1) == 1
-    assert layer.is_contiguous() and layer.dtype == latent.dtype
+    assert layer.is_contiguous() and layer.dtype in (latent.dtype, CODES)
     assert positions.shape == kv_slots.shape == (num_rows,)
     assert positions.is_contiguous() and kv_slots.is_contiguous() and table.is_contiguous()
     assert q is None or q.is_contiguous()
@@ -46,6 +49,7 @@ def latent_write_triton(
         layer,
         norm.weight,
         norm.eps,
+        1 / scales.key,
         SIZE=size,
         HALF=half,
         NUM_HEADS=num_heads,
@@ -69,6 +73,7 @@ def latent_write_kernel(
     layer: tl.tensor,
     norm_weight: tl.tensor,
     eps: tl.tensor,
+    inverse_scale: tl.tensor,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -87,6 +92,8 @@ def latent_write_kernel(
     cosines = table + tl.load(positions + row) * (4 * HALF) + pairs
     cos = tl.load(cosines, mask=own, other=0.0).to(tl.float32)
     sin = tl.load(cosines + 3 * HALF, mask=own, other=0.0).to(tl.float32)  # not negated
+    stored: tl.constexpr = layer.dtype.element_ty
+    own_type: tl.constexpr = latent.dtype.element_ty
     if part == 0:
         columns = tl.arange(0, BLOCK_SIZE)
         real = columns < SIZE
@@ -96,12 +103,15 @@ def latent_write_kernel(
         mean_square = tl.div_rn(tl.sum(values * values, 0), SIZE * 1.0)
         normed = values * tl.rsqrt(mean_square + eps) * weights
         target = layer + tl.load(kv_slots + row) * (SIZE + 2 * HALF)
-        tl.store(target + columns, normed.to(layer.dtype.element_ty), mask=real)
+        entry = encoded(normed.to(own_type), inverse_scale, stored)
+        tl.store(target + columns, entry, mask=real)
         low = tl.load(source + SIZE + pairs, mask=own, other=0.0).to(tl.float32)
         high = tl.load(source + SIZE + HALF + pairs, mask=own, other=0.0).to(tl.float32)
         new_low, new_high = low * cos - high * sin, high * cos + low * sin
-        tl.store(target + SIZE + pairs, new_low.to(layer.dtype.element_ty), mask=own)
-        tl.store(target + SIZE + HALF + pairs, new_high.to(layer.dtype.element_ty), mask=own)
+        low = encoded(new_low.to(own_type), inverse_scale, stored)
+        high = encoded(new_high.to(own_type), inverse_scale, stored)
+        tl.store(target + SIZE + pairs, low, mask=own)
+        tl.store(target + SIZE + HALF + pairs, high, mask=own)
     elif NUM_HEADS > 0:  # there are no queries otherwise, not even a pointer
         heads = (part - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         real_pairs = (heads < NUM_HEADS)[:, None] & own[None, :]

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from tllm_spec.kernels.kv_codes import UNSCALED, KVScales
+
 # A plan is copied to the device from pinned memory in stream order. With overlap the host is one
 # forward ahead of the device, and must not overwrite memory that the previous copy still reads.
 NUM_PLANS = 2
@@ -120,9 +122,17 @@ class PagedPrefill:
         self._fill(self._wrappers[index], rows, self._copied[index])
         return self._wrappers[index]
 
-    def run(self, plan: Any, q: torch.Tensor, layer: torch.Tensor, out: torch.Tensor) -> None:
-        """q `[T, Hq, D]`, any stride between rows; out `[T, Hq, D]`, contiguous, overwritten."""
-        plan.run(q, (layer[0], layer[1]), out=out)
+    def run(
+        self,
+        plan: Any,
+        q: torch.Tensor,
+        layer: torch.Tensor,
+        out: torch.Tensor,
+        scales: KVScales = UNSCALED,
+    ) -> None:
+        """q `[T, Hq, D]`, any stride between rows; out `[T, Hq, D]`, contiguous, overwritten.
+        scales: of numbers that were codes."""
+        plan.run(q, (layer[0], layer[1]), out=out, k_scale=scales.key, v_scale=scales.value)
 
     def in_place(self, limits: PrefillLimits) -> "PrefillInPlace | None":
         """Plans for CUDA graphs; None if the kernels read a part of the plan on the host."""
@@ -206,6 +216,7 @@ def plain_paged_prefill(
     scale: float,
     out: torch.Tensor,
     window: int | None = None,
+    scales: KVScales = UNSCALED,
 ) -> None:
     """Reference of `PagedPrefill`, computed in float32; same arguments."""
     page_size, kv_heads, head_dim = layer.shape[2:]
@@ -226,7 +237,8 @@ def plain_paged_prefill(
         hidden = keys_before < 0
         if window is not None:
             hidden |= keys_before >= window
-        scores = (q[first:end].float().transpose(0, 1) @ keys.mT * scale).masked_fill(
-            hidden, -torch.inf
-        )
-        out[first:end] = (scores.softmax(-1) @ values).transpose(0, 1).to(q.dtype)
+        scores = (
+            q[first:end].float().transpose(0, 1) @ keys.mT * (scale * scales.key)
+        ).masked_fill(hidden, -torch.inf)
+        mixed = scores.softmax(-1) @ values * scales.value
+        out[first:end] = mixed.transpose(0, 1).to(q.dtype)

@@ -50,7 +50,7 @@ def quantise_rows_triton(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _on_grid(values: tl.tensor) -> tl.tensor:
+def on_grid(values: tl.tensor) -> tl.tensor:
     """float32 values up to 448 rounded to the nearest of E4M3's numbers, ties to even: those of a
     binade from 2^e on are 2^(e - 3) apart, below 2^-6 2^-9."""
     exponent = (values.to(tl.int32, bitcast=True) >> 23) & 0xFF
@@ -97,4 +97,4 @@ def quantise_rows_kernel(
     quotients = tl.div_rn(values, tl.broadcast_to(scale, [BLOCK]))
     # A NaN stays one.
     bounded = tl.clamp(quotients, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(codes + row * SIZE + columns, _on_grid(bounded).to(tl.float8e4nv), mask=real)
+    tl.store(codes + row * SIZE + columns, on_grid(bounded).to(tl.float8e4nv), mask=real)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.kernels.dispatch import with_kernel
+from tllm_spec.kernels.kv_codes import UNSCALED, KVScales, encoded, movable
 from tllm_spec.kernels.row_copies import gather_rows
 
 
@@ -58,6 +59,7 @@ def rotary_write(
     kv_slots: torch.Tensor,
     layer: torch.Tensor,
     norm: HeadWeights | None = None,
+    scales: KVScales = UNSCALED,
 ) -> None:
     """Norm and rotate q and k of `qkv` in place; write k and v into the pool.
 
@@ -65,14 +67,16 @@ def rotary_write(
         qkv: `[T, Hq + 2 * Hkv, D]`, contiguous, D even; heads of q, then k, then v.
         rotary: of these rows.
         kv_slots: `[T]` int64: page * page_size + offset.
-        layer: `[2, pages, page_size, Hkv, D]`, contiguous, of qkv's dtype; keys at 0, values at 1.
+        layer: `[2, pages, page_size, Hkv, D]`, contiguous, of qkv's dtype or CODES; keys at 0,
+            values at 1.
         norm: before the rotation, or None.
+        scales: of codes.
     """
     num_rows, num_heads, head_dim = qkv.shape
     kv_heads = layer.shape[3]
     plain_rotate(qkv[:, : num_heads - kv_heads], rotary, norm)
     kv = qkv[:, num_heads - 2 * kv_heads :].view(num_rows, 2, kv_heads, head_dim)
-    plain_write_kv(kv, kv_slots, layer)
+    plain_write_kv(kv, kv_slots, layer, scales)
 
 
 def plain_rotate(q_and_k: torch.Tensor, rotary: Rotary, norm: HeadWeights | None = None) -> None:
@@ -91,6 +95,14 @@ def plain_rotate(q_and_k: torch.Tensor, rotary: Rotary, norm: HeadWeights | None
         q_and_k.copy_(heads)
 
 
-def plain_write_kv(kv: torch.Tensor, kv_slots: torch.Tensor, layer: torch.Tensor) -> None:
-    """Write kv `[T, 2, Hkv, D]` into slots `[T]` of `layer` `[2, pages, page_size, Hkv, D]`."""
-    layer.view(2, -1, *layer.shape[3:]).index_copy_(1, kv_slots, kv.transpose(0, 1))
+def plain_write_kv(
+    kv: torch.Tensor, kv_slots: torch.Tensor, layer: torch.Tensor, scales: KVScales = UNSCALED
+) -> torch.Tensor:
+    """Write kv `[T, 2, Hkv, D]` into slots `[T]` of `layer` `[2, pages, page_size, Hkv, D]`.
+    Returns what was written, `[2, T, Hkv, D]`."""
+    stored = kv.transpose(0, 1)
+    if kv.dtype != layer.dtype:
+        keys, values = stored
+        stored = torch.stack((encoded(keys, scales.key), encoded(values, scales.value)))
+    movable(layer).view(2, -1, *layer.shape[3:]).index_copy_(1, kv_slots, movable(stored))
+    return stored

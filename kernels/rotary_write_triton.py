@@ -4,14 +4,16 @@ imports Triton.
 A program takes whole heads, so it has read both elements of each rotated pair before it overwrites
 one.
 
-V is copied exactly, and the pool gets the same K as `qkv`. The rotation may use a fused
-multiply-add, and the norm's sum has another order than the reference's. So float32 results may
-differ by a few units in the last place, and 16-bit results by one."""
+V is copied exactly, and the pool gets the same K as `qkv`, or the codes of both. The rotation may
+use a fused multiply-add, and the norm's sum has another order than the reference's. So float32
+results may differ by a few units in the last place, and 16-bit results by one."""
 
 import torch
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.kv_codes import CODES, UNSCALED, KVScales
+from tllm_spec.kernels.kv_codes_triton import encoded
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary
@@ -26,6 +28,7 @@ def rotary_write_triton(
     kv_slots: torch.Tensor,
     layer: torch.Tensor,
     norm: HeadWeights | None = None,
+    scales: KVScales = UNSCALED,
 ) -> None:
     """See `rotary_write`."""
     table, positions = rotary.table, rotary.positions
@@ -34,7 +37,7 @@ def rotary_write_triton(
     assert (
         head_dim % 2 == 0
         and layer.shape[4] == table.shape[3] == head_dim
-        and qkv.dtype == layer.dtype
+        and layer.dtype in (qkv.dtype, CODES)
     )
     for tensor in (qkv, table, positions, kv_slots, layer):
         assert tensor.is_contiguous()
@@ -52,6 +55,8 @@ def rotary_write_triton(
         layer.stride(0),
         norm_weight,
         eps,
+        1 / scales.key,
+        1 / scales.value,
         HAS_NORM=norm_weight is not None,
         Q_HEADS=num_heads - 2 * kv_heads,
         KV_HEADS=kv_heads,
@@ -73,6 +78,8 @@ def rotary_write_kernel(
     value_offset: tl.tensor,
     norm_weight: tl.tensor,
     eps: tl.tensor,
+    inverse_key_scale: tl.tensor,
+    inverse_value_scale: tl.tensor,
     HAS_NORM: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -91,10 +98,8 @@ def rotary_write_kernel(
     real = (heads < Q_HEADS + 2 * KV_HEADS) & real_dims
     is_rotated = (heads < Q_HEADS + KV_HEADS) & real_dims  # q and k
     pointers = qkv + (row * (Q_HEADS + 2 * KV_HEADS) + heads) * (2 * HALF) + dims
-    old_low, old_high = (
-        tl.load(pointers, mask=real, other=0.0),
-        tl.load(pointers + HALF, mask=real, other=0.0),
-    )
+    old_low = tl.load(pointers, mask=real, other=0.0)
+    old_high = tl.load(pointers + HALF, mask=real, other=0.0)
     low, high = old_low.to(tl.float32), old_high.to(tl.float32)
     if HAS_NORM:
         sum_square = tl.sum(low * low, 1, keep_dims=True) + tl.sum(high * high, 1, keep_dims=True)
@@ -109,12 +114,9 @@ def rotary_write_kernel(
     cos_high = tl.load(cosines + HALF, mask=real_dims, other=0.0).to(tl.float32)
     sin_low = tl.load(sines, mask=real_dims, other=0.0).to(tl.float32)
     sin_high = tl.load(sines + HALF, mask=real_dims, other=0.0).to(tl.float32)
-    new_low = tl.where(
-        is_rotated, (low * cos_low + high * sin_low).to(qkv.dtype.element_ty), old_low
-    )
-    new_high = tl.where(
-        is_rotated, (high * cos_high + low * sin_high).to(qkv.dtype.element_ty), old_high
-    )
+    own_type: tl.constexpr = qkv.dtype.element_ty
+    new_low = tl.where(is_rotated, (low * cos_low + high * sin_low).to(own_type), old_low)
+    new_high = tl.where(is_rotated, (high * cos_high + low * sin_high).to(own_type), old_high)
     tl.store(pointers, new_low, mask=is_rotated)
     tl.store(pointers + HALF, new_high, mask=is_rotated)
 
@@ -122,5 +124,7 @@ def rotary_write_kernel(
     kv_heads = slot * KV_HEADS + heads - Q_HEADS - half * KV_HEADS
     targets = layer + half * value_offset + kv_heads * (2 * HALF) + dims
     kept = real & (heads >= Q_HEADS)
-    tl.store(targets, new_low, mask=kept)
-    tl.store(targets + HALF, new_high, mask=kept)
+    inverse_scale = tl.where(half == 0, inverse_key_scale, inverse_value_scale)
+    stored: tl.constexpr = layer.dtype.element_ty
+    tl.store(targets, encoded(new_low, inverse_scale, stored), mask=kept)
+    tl.store(targets + HALF, encoded(new_high, inverse_scale, stored), mask=kept)

@@ -47,6 +47,19 @@ __device__ inline void widen_fp8(u32 four, u32& first, u32& second) {
 #endif
 }
 
+// The same of bytes 0 and 2, and of bytes 1 and 3.
+__device__ inline void widen_fp8_alternating(u32 four, u32& even, u32& odd) {
+#if BFLOAT16
+    const u32 factor = 0x7b807b80;  // as above
+    const u32 pairs[2] = {four << 8 & 0x80008000 | four << 4 & 0x07f007f0,
+                          four & 0x80008000 | four >> 4 & 0x07f007f0};
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(even) : "r"(pairs[0]), "r"(factor));
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(odd) : "r"(pairs[1]), "r"(factor));
+#else
+    widen_fp8(__byte_perm(four, 0, 0x3120), even, odd);
+#endif
+}
+
 #if BFLOAT16
 #define MMA_TYPES "f32.bf16.bf16.f32"
 #else

@@ -21,8 +21,9 @@
 // are read together use different banks.
 //
 // Compiler options define BFLOAT16 (otherwise float16), HEAD_DIM (64 or 128), ROW_TILES (of 16 rows
-// each), WARPS, DEPTH (tiles of a warp's ring), CTAS (least number per multiprocessor) and TREE
-// (whether rows see the keys of a tree's region by their bits).
+// each), WARPS, DEPTH (tiles of a warp's ring), CTAS (least number per multiprocessor), TREE
+// (whether rows see the keys of a tree's region by their bits) and CODES (whether the pool has E4M3
+// numbers, which become 16-bit numbers, exactly, on the way from shared memory to tensor cores).
 
 #include "tensor_core.cuh"
 #include "window_stage.cuh"
@@ -89,18 +90,35 @@ struct Mixture {
             for (int i = 0; i < HEAD_DIM / 2; ++i)
                 mixed[tile][i / 4][i % 4] *= decay[tile][i / 2 % 2];
     }
+    // Of codes, columns 16 i to 16 i + 15 are in mixed[2 i], the even ones, and mixed[2 i + 1].
     __device__ void add(
         const u32 (&weights)[ROW_TILES][4], const uint4* values, int lane, int last_row) {
         const int row = min(lane % 16, last_row);
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 16; ++i) {
+        for (int i = 0; i < STORED_PIECES / 2; ++i) {
             u32 blocks[4];
-            load_transposed_blocks(blocks, values + swizzled(row, 2 * i + lane / 16));
+            load_transposed_blocks(blocks, values + stored_place(row, 2 * i + lane / 16));
+#if CODES
+#pragma unroll
+            for (int piece = 0; piece < 2; ++piece) {
+                // A register has two columns of two keys. Bytes 0 and 2 are the even column.
+                u32 even[2], odd[2];
+                widen_fp8_alternating(blocks[2 * piece], even[0], odd[0]);
+                widen_fp8_alternating(blocks[2 * piece + 1], even[1], odd[1]);
+                const int first = 4 * i + 2 * piece;
+#pragma unroll
+                for (int tile = 0; tile < ROW_TILES; ++tile) {
+                    multiply(mixed[tile][first], weights[tile], even[0], even[1]);
+                    multiply(mixed[tile][first + 1], weights[tile], odd[0], odd[1]);
+                }
+            }
+#else
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; ++tile) {
                 multiply(mixed[tile][2 * i], weights[tile], blocks[0], blocks[1]);
                 multiply(mixed[tile][2 * i + 1], weights[tile], blocks[2], blocks[3]);
             }
+#endif
         }
     }
 };
@@ -112,9 +130,27 @@ __device__ inline void multiply_keys(
     for (int i = 0; i < 8 * ROW_TILES; ++i) scores[i / 8][i / 4 % 2][i % 4] = 0.0f;
     const int row = min(lane / 16 * 8 + lane % 8, last_row);
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 16; ++i) {
+    for (int i = 0; i < STORED_PIECES / 2; ++i) {
         u32 blocks[4];
-        load_blocks(blocks, keys + swizzled(row, 2 * i + lane / 8 % 2));
+        load_blocks(blocks, keys + stored_place(row, 2 * i + lane / 8 % 2));
+#if CODES
+#pragma unroll
+        for (int piece = 0; piece < 2; ++piece) {
+            // A thread has four neighbouring elements of a key: the even ones are pair lane % 4 in
+            // the order of `store_query`, the odd ones pair 4 + lane % 4.
+            u32 low[2], high[2];
+            widen_fp8_alternating(blocks[piece], low[0], low[1]);
+            widen_fp8_alternating(blocks[2 + piece], high[0], high[1]);
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; ++tile) {
+                u32 query[4];
+                const int query_row = 16 * tile + lane % 16;
+                load_blocks(query, queries + swizzled(query_row, 4 * i + 2 * piece + lane / 16));
+                multiply(scores[tile][0], query, low[0], low[1]);
+                multiply(scores[tile][1], query, high[0], high[1]);
+            }
+        }
+#else
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; ++tile) {
             u32 query[4];
@@ -122,6 +158,7 @@ __device__ inline void multiply_keys(
             multiply(scores[tile][0], query, blocks[0], blocks[1]);
             multiply(scores[tile][1], query, blocks[2], blocks[3]);
         }
+#endif
     }
 }
 
@@ -155,13 +192,25 @@ struct Sums {
                 tops[warp * ROWS + row] = mixture.top[i / 2][i % 2];
                 totals[warp * ROWS + row] = total;
             }
+            const int first = i % 2 * 2;
+#if CODES
+            float* target = mixed + (warp * ROWS + row) * SUM_STRIDE + lane % 4 * 4;
+#pragma unroll
+            for (int block = 0; block < HEAD_DIM / 16; ++block) {
+                const float(&even)[4] = mixture.mixed[i / 2][2 * block];
+                const float(&odd)[4] = mixture.mixed[i / 2][2 * block + 1];
+                *reinterpret_cast<float4*>(target + block * 16) =
+                    make_float4(even[first], odd[first], even[first + 1], odd[first + 1]);
+            }
+#else
             float* target = mixed + (warp * ROWS + row) * SUM_STRIDE + lane % 4 * 2;
 #pragma unroll
             for (int block = 0; block < HEAD_DIM / 8; ++block) {
                 const float(&sum)[4] = mixture.mixed[i / 2][block];
                 *reinterpret_cast<float2*>(target + block * 8) =
-                    make_float2(sum[i % 2 * 2], sum[i % 2 * 2 + 1]);
+                    make_float2(sum[first], sum[first + 1]);
             }
+#endif
         }
     }
 };
@@ -197,11 +246,14 @@ __device__ inline i64 output_row(const Windows& w, const Part& part, int row) {
     return token * w.heads() + part.kv_head * w.group + row % w.group;
 }
 
-__device__ inline float inverse(float total) { return total == 0.0f ? 1.0f : 1.0f / total; }
+__device__ inline float inverse(const Windows& w, float total) {
+    const float factor = total == 0.0f ? 1.0f : 1.0f / total;
+    return CODES ? factor * w.value_scale : factor;
+}
 
 __device__ inline void write(
     const Windows& w, const Part& part, int row, int column, float4 sum, float total) {
-    const float factor = inverse(total);
+    const float factor = inverse(w, total);
     const uint2 four =
         make_uint2(pack(sum.x * factor, sum.y * factor), pack(sum.z * factor, sum.w * factor));
     *reinterpret_cast<uint2*>(w.out + output_row(w, part, row) * HEAD_DIM + column) = four;
@@ -209,7 +261,7 @@ __device__ inline void write(
 
 __device__ inline void write_partial(
     const Windows& w, const Part& part, int row, int column, float4 sum, float top, float total) {
-    const float factor = inverse(total);
+    const float factor = inverse(w, total);
     const i64 partial_row = output_row(w, part, row) * w.splits + part.split;
     *reinterpret_cast<float4*>(w.partials + partial_row * HEAD_DIM + column) =
         make_float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor);
@@ -297,7 +349,7 @@ __device__ inline void attend_to_window(
         return column >= first && column <= min(row / w.group, w.window - 1);
     });
     mixture.weigh(scores, w.scale, weights);
-    mixture.add(weights, own_keys + w.window * PIECES, lane, w.window - 1);
+    mixture.add(weights, own_keys + w.window * STORED_PIECES, lane, w.window - 1);
 }
 
 // Grid: tiles (a KV head of a request each) times splits.
@@ -312,7 +364,7 @@ window_attention(const __grid_constant__ Windows w) {
     if (in_cluster) cluster_arrive();
     extern __shared__ uint4 shared[];
     uint4 *queries = shared + WARPS * DEPTH * TILE, *own_keys = queries + ROWS * PIECES;
-    float* tops = reinterpret_cast<float*>(own_keys + 2 * w.window * PIECES);
+    float* tops = reinterpret_cast<float*>(own_keys + 2 * w.window * STORED_PIECES);
     float* received = tops + 2 * WARPS * ROWS;
     float* received_tops = received + ROWS * HEAD_DIM;
     const Sums sums = {reinterpret_cast<float*>(shared), tops, tops + WARPS * ROWS,

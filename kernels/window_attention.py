@@ -18,6 +18,7 @@ import torch
 
 from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.key_spans import KeySpans
+from tllm_spec.kernels.kv_codes import CODES, UNSCALED, KVScales
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
 from tllm_spec.kernels.round_rows import RoundRows
@@ -78,6 +79,7 @@ def window_attention(
     scale: float,
     workspace: WindowWorkspace,
     norm: HeadWeights | None = None,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """The queries of request b are its last tokens, up to token kv_lens[b] - 1. Each attends to the
     keys up to its own, or to those that `tables.tree` names, with `tables.spans` to those of its
@@ -91,21 +93,22 @@ def window_attention(
     Args:
         qkv: `[T, Hq + 2 * Hkv, D]`, contiguous, D even, as projected; may be overwritten.
         cos_sin: `[T, 2, 1, D]`, contiguous: rows of the rotary table (`Rotary.cos_sin`).
-        layer: `[2, pages, page_size, Hkv, D]`, contiguous, of qkv's dtype, page_size a power of
-            two; keys at 0, values at 1.
+        layer: `[2, pages, page_size, Hkv, D]`, contiguous, of qkv's dtype or CODES, page_size a
+            power of two; keys at 0, values at 1.
         tables: of the windows.
         scale: factor of the scores before the softmax.
         workspace: for partial results; overwritten.
         norm: RMSNorm of each head of q and k before the rotation, or None.
+        scales: of codes.
 
     Returns:
         `[T, Hq * D]`.
     """
     rotary = Rotary(cos_sin, torch.arange(len(cos_sin), device=cos_sin.device))
-    rotary_write.reference(qkv, rotary, tables.kv_slots, layer, norm)
+    rotary_write.reference(qkv, rotary, tables.kv_slots, layer, norm, scales)
     q = qkv[:, : qkv.shape[1] - 2 * layer.shape[3]]
     lengths, masks = (tables.block_tables, tables.kv_lens), (tables.tree, tables.spans)
-    return plain_window_attention(q, layer, tables.rows, *lengths, scale, *masks)
+    return plain_window_attention(q, layer, tables.rows, *lengths, scale, *masks, scales)
 
 
 def launch_window_attention(
@@ -116,9 +119,10 @@ def launch_window_attention(
     scale: float,
     workspace: WindowWorkspace,
     norm: HeadWeights | None = None,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """The kernels of `window_attention`."""
-    assert qkv.is_contiguous() and layer.is_contiguous() and qkv.dtype == layer.dtype
+    assert qkv.is_contiguous() and layer.is_contiguous() and layer.dtype in (qkv.dtype, CODES)
     assert cos_sin.is_contiguous() and tables.kv_slots.is_contiguous()
     assert tables.block_tables.stride(1) == 1 and tables.kv_lens.stride(0) == 1
     assert tables.block_tables.dtype == tables.kv_lens.dtype == torch.int32
@@ -130,7 +134,7 @@ def launch_window_attention(
     assert offsets is None or (offsets.dtype == torch.int32 and offsets.is_contiguous())
     assert norm is None or norm.weight.is_contiguous()
     assert tables.spans is None or tables.spans.positions.is_contiguous()
-    call = _Call(qkv, cos_sin, layer, tables, scale, workspace, norm)
+    call = _Call(qkv, cos_sin, layer, tables, scale, workspace, norm, scales)
     windows, layout = call.windows(), None
     is_served = tables.spans is None and offsets is None
     if is_served and serves(qkv, cos_sin, call.weights[0], layer):
@@ -149,6 +153,7 @@ class _Call:
     scale: float
     workspace: WindowWorkspace
     norm: HeadWeights | None
+    scales: KVScales
 
     @property
     def tree(self) -> tuple[torch.Tensor | None, int]:
@@ -170,8 +175,8 @@ class _Call:
     def windows(self) -> WindowSizes:
         (_, all_heads, head_dim), (page_size, kv_heads) = self.qkv.shape, self.layer.shape[2:4]
         rows, max_len = self.tables.rows, self.tables.block_tables.shape[1] * page_size
-        group = all_heads // kv_heads - 2
-        return WindowSizes(rows.num_requests, rows.window, group, kv_heads, head_dim, max_len)
+        sizes = all_heads // kv_heads - 2, kv_heads, head_dim, max_len
+        return WindowSizes(rows.num_requests, rows.window, *sizes, self.layer.dtype == CODES)
 
     def output(self, windows: WindowSizes) -> torch.Tensor:
         heads = windows.kv_heads * windows.group
@@ -186,7 +191,7 @@ def _launch_cuda(call: _Call, windows: WindowSizes, layout: Layout) -> torch.Ten
         *(tables.block_tables, tables.kv_lens, tables.kv_slots, tables.num_padding, tree_bits),
         *((None, None) if layout.in_clusters else (workspace.outputs, workspace.log_sums)),
     )
-    launch(operands, windows, layout, call.scale, eps, offset)
+    launch(operands, windows, layout, call.scale, eps, offset, call.scales)
     if not layout.in_clusters:
         splits = Splits(layout.splits, layout.min_keys, True, False)
         # The splits share all keys that were in the pool before, those of a tree's region too.
@@ -199,7 +204,7 @@ def _launch_triton(call: _Call, windows: WindowSizes) -> torch.Tensor:
 
     qkv, layer, tables, workspace = call.qkv, call.layer, call.tables, call.workspace
     (tree_bits, offset), (positions, span) = call.tree, call.spans
-    output, log2_scale = call.output(windows), call.scale * math.log2(math.e)
+    output, log2_scale = call.output(windows), call.scale * call.scales.key * math.log2(math.e)
     rows, block_d = windows.window * windows.group, power_of_two(windows.head_dim)
     block_m = min(MAX_TILE_ROWS, max(16, power_of_two(rows)))
     num_tiles = windows.kv_heads * -(-rows // block_m)
@@ -215,6 +220,7 @@ def _launch_triton(call: _Call, windows: WindowSizes) -> torch.Tensor:
         *(qkv, call.cos_sin, *call.weights, layer, layer.stride(0), tables.kv_slots, *lengths),
         *(log2_scale, output, *partials, splits.number, splits.min_keys, tables.num_padding),
         *(tree_bits, offset, positions, tables.rows.offsets),
+        *(1 / call.scales.key, 1 / call.scales.value, call.scales.value),
         **programmatic_launch(qkv.device),
         SPAN=span,
         TREE=tree_bits is not None,
@@ -284,6 +290,7 @@ def plain_window_attention(
     scale: float,
     tree: TreeMask | None = None,
     spans: KeySpans | None = None,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """Reference of the attention in `window_attention`, in float32. q: `[T, Hq, D]`, after norm and
     rotation; the pool holds the windows' keys and values already. The others are as in
@@ -307,8 +314,10 @@ def plain_window_attention(
     hidden = hidden.repeat_interleave(heads // kv_heads, dim=1)[:, None]  # [B, 1, W * G, L]
     shape = rows.num_requests, rows.window, kv_heads, -1, head_dim
     queries = rows.padded(q.float()).view(shape).transpose(1, 2).flatten(2, 3)
-    scores = (queries @ cached[0].mT * scale).masked_fill(hidden, -torch.inf)
+    scores = (queries @ cached[0].mT * (scale * scales.key)).masked_fill(hidden, -torch.inf)
     # The softmax of a row without keys is NaN; it becomes zeros.
     weights = scores.softmax(dim=-1).masked_fill(hidden, 0)
-    mixed = (weights @ cached[1]).view(-1, kv_heads, rows.window, heads // kv_heads, head_dim)
+    mixed = (weights @ cached[1] * scales.value).view(
+        -1, kv_heads, rows.window, heads // kv_heads, head_dim
+    )
     return rows.flat(mixed.transpose(1, 2)).reshape(len(q), heads * head_dim).to(q.dtype)

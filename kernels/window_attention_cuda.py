@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.kernels import nvrtc
+from tllm_spec.kernels.kv_codes import CODES, KVScales
 from tllm_spec.kernels.window_splits import MAX_LONG_SPLITS, MIN_KEYS_PER_LONG_SPLIT
 
 HEAD_DIMS = (64, 128)
@@ -29,9 +30,7 @@ CLUSTERS_SHARE = 3 / 4
 # share a multiprocessor: how many depends on the registers, so on the row tiles.
 FEW_WARPS, MANY_WARPS = 8, 4
 MANY_CTAS = {1: (4, 3, 2), 2: (2,)}
-# Least tiles of a warp's ring, by row tiles: the warp's sums are stored there at the end.
-# MAX_RING_BYTES limits the bytes in flight.
-MIN_DEPTH = {1: 3, 2: 5}
+# Limits the bytes in flight.
 MAX_RING_BYTES = 20 << 10
 # If CTAs fill less than this share of the multiprocessors, requests longer than MAX_SLOW_KEYS are
 # faster in the Triton kernel, which splits further.
@@ -42,7 +41,8 @@ PROCESSOR_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
 
 @dataclass(frozen=True)
 class WindowSizes:
-    """Sizes of a launch. max_len: tokens that the block table has room for."""
+    """Sizes of a launch. max_len: tokens that the block table has room for; has_codes: whether
+    keys and values are in FP8."""
 
     batch: int
     window: int
@@ -50,6 +50,18 @@ class WindowSizes:
     kv_heads: int
     head_dim: int
     max_len: int
+    has_codes: bool = False
+
+    @property
+    def tile_bytes(self) -> int:
+        """Keys or values of a block."""
+        return BLOCK_KEYS * self.head_dim * (1 if self.has_codes else 2)
+
+    @property
+    def least_depth(self) -> int:
+        """Tiles of a warp's ring at least: the warp's sums are stored there at the end."""
+        sums = 4 * TILE_ROWS * self.row_tiles * (self.head_dim + 8)
+        return -(-sums // self.tile_bytes)
 
     @property
     def tiles(self) -> int:
@@ -100,9 +112,10 @@ def programs_of(windows: WindowSizes) -> tuple[Program, ...]:
     tiles, then those for many."""
     few = Program(FEW_WARPS, 1, _depth(windows, MAX_SPLITS, FEW_WARPS, 1))
     depths = {ctas: _depth(windows, 1, MANY_WARPS, ctas) for ctas in MANY_CTAS[windows.row_tiles]}
-    least = MIN_DEPTH[windows.row_tiles]
     return few, *(
-        Program(MANY_WARPS, ctas, depth) for ctas, depth in depths.items() if depth >= least
+        Program(MANY_WARPS, ctas, depth)
+        for ctas, depth in depths.items()
+        if depth >= windows.least_depth
     )
 
 
@@ -124,16 +137,18 @@ def _layout_of_many(
     split, as in the Triton kernel."""
     tiles = windows.tiles
     room = max_partial_rows // (tiles * windows.window * windows.group)
-    splits = max(1, min(MAX_LONG_SPLITS, (windows.max_len - 1) // MIN_KEYS_PER_LONG_SPLIT, room))
+    # Of equal bytes.
+    min_keys = MIN_KEYS_PER_LONG_SPLIT * (2 if windows.has_codes else 1)
+    splits = max(1, min(MAX_LONG_SPLITS, (windows.max_len - 1) // min_keys, room))
     chosen = min(
         programs, key=lambda program: -(-tiles // (program.ctas * processors)) * program.ctas
     )
-    return Layout(chosen, splits, splits == 1, MIN_KEYS_PER_LONG_SPLIT)
+    return Layout(chosen, splits, splits == 1, min_keys)
 
 
 def _depth(windows: WindowSizes, cluster: int, warps: int, ctas: int) -> int:
     left = PROCESSOR_BYTES // ctas - RESERVED_BYTES - shared_bytes(windows, cluster, warps, 0)
-    return min(MAX_RING_BYTES, left // warps) // (2 * BLOCK_KEYS * windows.head_dim)
+    return min(MAX_RING_BYTES, left // warps) // windows.tile_bytes
 
 
 def shared_bytes(windows: WindowSizes, cluster: int, warps: int, depth: int) -> int:
@@ -141,8 +156,9 @@ def shared_bytes(windows: WindowSizes, cluster: int, warps: int, depth: int) -> 
     from other CTAs."""
     rows, head_dim = TILE_ROWS * windows.row_tiles, windows.head_dim
     received = rows * (head_dim + 2 * cluster) if cluster > 1 else 0
-    halves = warps * depth * BLOCK_KEYS * head_dim + (rows + 2 * windows.window) * head_dim
-    return 2 * halves + 4 * (2 * warps * rows + received)
+    own = 2 * windows.window * windows.tile_bytes // BLOCK_KEYS
+    tiles = warps * depth * windows.tile_bytes + 2 * rows * head_dim + own
+    return tiles + 4 * (2 * warps * rows + received)
 
 
 def serves(
@@ -153,6 +169,7 @@ def serves(
         qkv.is_cuda
         and qkv.dtype in (torch.bfloat16, torch.float16)
         and cos_sin.dtype == qkv.dtype
+        and layer.dtype in (qkv.dtype, CODES)
         and (norm_weight is None or norm_weight.dtype == qkv.dtype)
         and qkv.shape[-1] in HEAD_DIMS
         and layer.shape[2] >= BLOCK_KEYS
@@ -191,6 +208,7 @@ class _Arguments(ctypes.Structure):
         ),
         *((name, ctypes.c_int) for name in ("page_shift", "tiles", "splits", "min_keys", "offset")),
         *((name, ctypes.c_float) for name in ("scale", "eps")),
+        *((f"{name}_scale", ctypes.c_float) for name in ("inverse_key", "inverse_value", "value")),
     )
 
 
@@ -201,21 +219,25 @@ def launch(
     scale: float,
     eps: float,
     offset: int,
+    scales: KVScales,
 ) -> None:
-    """scale: factor of the scores before the softmax; eps: of the norm; offset: of a tree."""
+    """scale: factor of the scores before the softmax; eps: of the norm; offset: of a tree; scales:
+    of codes."""
     device, page_size = operands.qkv.device.index or 0, operands.layer.shape[2]
     addresses = (None if one is None else one.data_ptr() for one in vars(operands).values())
     strides = operands.layer.stride(0), operands.block_tables.stride(0)
     argument = _Arguments(
         *(*addresses, *strides, windows.max_len, windows.window, windows.group, windows.kv_heads),
         *(page_size.bit_length() - 1, windows.tiles, layout.splits, layout.min_keys, offset),
-        *(scale * math.log2(math.e), eps),
+        *(scale * scales.key * math.log2(math.e), eps),
+        *(1 / scales.key, 1 / scales.value, scales.value),
     )
     program, cluster = layout.program, layout.splits if layout.in_clusters else 1
     shared = shared_bytes(windows, cluster, program.warps, program.depth)
     shape = nvrtc.Launch(windows.tiles * layout.splits, 32 * program.warps, cluster, shared)
     in_tree = operands.tree_bits is not None
-    source = Source(operands.qkv.dtype, windows.head_dim, windows.row_tiles, in_tree)
+    sizes = windows.head_dim, windows.row_tiles
+    source = Source(operands.qkv.dtype, *sizes, in_tree, windows.has_codes)
     kernel = _kernels(device, source, programs_of(windows))[program]
     kernel.launch(shape, torch.cuda.current_stream(device).cuda_stream, argument)
 
@@ -228,6 +250,7 @@ class Source:
     head_dim: int
     row_tiles: int
     in_tree: bool
+    has_codes: bool = False
 
     def macros(self, program: Program) -> tuple[tuple[str, int], ...]:
         return (
@@ -235,6 +258,7 @@ class Source:
             ("HEAD_DIM", self.head_dim),
             ("ROW_TILES", self.row_tiles),
             ("TREE", self.in_tree),
+            ("CODES", self.has_codes),
             ("WARPS", program.warps),
             ("DEPTH", program.depth),
             ("CTAS", program.ctas),

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from tllm_spec.kernels.key_spans_triton import first_key
+from tllm_spec.kernels.kv_codes_triton import encoded, widened
 from tllm_spec.kernels.programmatic_launch_triton import launch_dependents, wait_for_previous
 from tllm_spec.kernels.tree_mask_triton import is_set
 from tllm_spec.kernels.window_splits_triton import LENGTHS, OFFSETS, shares
@@ -141,7 +142,7 @@ def _attend(
         pointers = layer + (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
         # Values beyond the length may be NaN, and 0 * NaN is NaN, so they must be loaded as zeros.
         present = own[:, None] & (dims < HEAD_DIM)[None, :]
-        keys = tl.load(pointers, mask=present, other=0.0).to(queries.dtype)
+        keys = widened(tl.load(pointers, mask=present, other=0.0), queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * log2_scale
         seen = own[None, :]
         if IN_TREE:
@@ -149,7 +150,8 @@ def _attend(
         elif SPAN:
             seen = seen & (positions[None, :] >= first_keys[:, None])
         scores = tl.where(seen, scores, float("-inf"))
-        values = tl.load(pointers + value_offset, mask=present, other=0.0).to(queries.dtype)
+        values = tl.load(pointers + value_offset, mask=present, other=0.0)
+        values = widened(values, queries.dtype)
         top, total, mixed = _add_keys(top, total, mixed, scores, values)
     return top, total, mixed
 
@@ -210,6 +212,8 @@ def _window_keys(
     first_row: tl.tensor,
     width: tl.tensor,
     kv_head: tl.tensor,
+    key_inverse: tl.tensor,
+    value_inverse: tl.tensor,
     HAS_NORM: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -218,7 +222,7 @@ def _window_keys(
     BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """The keys of the window's `width` rows after norm and rotation, and their values,
-    `[BLOCK_W, D]`; padding rows are zeros. Also writes them into the pool."""
+    `[BLOCK_W, D]`, as the pool stores them; padding rows are zeros. Also writes them there."""
     num_heads: tl.constexpr = KV_HEADS * (GROUP + 2)
     new, dims = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_D)
     is_own = (new < width) & (new >= width - num_own)
@@ -240,6 +244,8 @@ def _window_keys(
     value_offsets = (tokens * num_heads + heads + KV_HEADS) * HEAD_DIM
     values = tl.load(qkv + value_offsets[:, None] + dims[None, :], mask=own, other=0.0)
     slots = tl.load(kv_slots + tokens, mask=is_own, other=0)
+    keys = encoded(keys, key_inverse, layer.dtype.element_ty)
+    values = encoded(values, value_inverse, layer.dtype.element_ty)
     targets = layer + ((slots * KV_HEADS + kv_head) * HEAD_DIM)[:, None] + dims[None, :]
     tl.store(targets, keys, mask=own)
     tl.store(targets + value_offset, values, mask=own)
@@ -254,19 +260,23 @@ def _store(
     rows: tl.tensor,
     dims: tl.tensor,
     real_rows: tl.tensor,
-    real: tl.tensor,
     split: tl.tensor,
     num_splits: tl.tensor,
     num_used: tl.tensor,
     output: tl.tensor,
     partials: tl.tensor,
     log_sums: tl.tensor,
+    value_scale: tl.tensor,
+    layer: tl.tensor,
     SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ) -> None:
     """Writes the softmax of a split to the output's rows, or, if others follow, to their partial
     results."""
+    real = real_rows[:, None] & (dims < HEAD_DIM)[None, :]
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    if layer.dtype.element_ty == tl.float8e4nv:
+        result *= value_scale
     if SPLITS and num_used > 1:
         rows = rows * num_splits + split
         tl.store(log_sums + rows, top + tl.log2(total), mask=real_rows)
@@ -284,11 +294,12 @@ def attention_kernel(
     kv_lens: tl.tensor, max_len: tl.tensor, log2_scale: tl.tensor, output: tl.tensor,
     partials: tl.tensor, log_sums: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor,
     num_padding: tl.tensor, tree_bits: tl.tensor, offset: tl.tensor, positions: tl.tensor,
-    offsets: tl.tensor, SPAN: tl.constexpr, TREE: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    PADDED: tl.constexpr, RAGGED: tl.constexpr, HAS_NORM: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
-    BLOCK_D: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+    offsets: tl.tensor, key_inverse: tl.tensor, value_inverse: tl.tensor, value_scale: tl.tensor,
+    SPAN: tl.constexpr, TREE: tl.constexpr, HAS_OFFSET: tl.constexpr, PADDED: tl.constexpr,
+    RAGGED: tl.constexpr, HAS_NORM: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
+    WIDEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """Grid (KV heads * tiles of rows, requests, splits): adjacent programs read the heads of the
     same keys, and splits that may have no keys come last."""
@@ -303,13 +314,12 @@ def attention_kernel(
     wait_for_previous(PDL)
     if RAGGED and tile // KV_HEADS * BLOCK_M >= num_own * GROUP:  # a tile without rows
         return
-    dot_type: tl.constexpr = tl.float32 if WIDEN else layer.dtype.element_ty
+    dot_type: tl.constexpr = tl.float32 if WIDEN else qkv.dtype.element_ty
     kv_head, dims = tile % KV_HEADS, tl.arange(0, BLOCK_D)
     rows = tile // KV_HEADS * BLOCK_M + tl.arange(0, BLOCK_M)
     width = num_own if RAGGED else WINDOW
-    real_rows = rows < width * GROUP
-    real = real_rows[:, None] & (dims < HEAD_DIM)[None, :]
     first_row = tl.load(offsets + request) if RAGGED else request * WINDOW
+    real_rows = rows < width * GROUP
     tokens, heads = first_row + rows // GROUP, kv_head * GROUP + rows % GROUP
     queries = _rotated(
         qkv, cos_sin, norm_weights, eps, tokens, heads, real_rows,
@@ -326,15 +336,16 @@ def attention_kernel(
     if is_last:
         keys, values = _window_keys(
             qkv, cos_sin, norm_weights, eps, layer, value_offset, kv_slots, num_own, first_row,
-            width, kv_head, HAS_NORM, GROUP, KV_HEADS, HEAD_DIM, BLOCK_W, BLOCK_D,
+            width, kv_head, key_inverse, value_inverse, HAS_NORM, GROUP, KV_HEADS, HEAD_DIM,
+            BLOCK_W, BLOCK_D,
         )
         scores = _masked(
-            tl.dot(queries, tl.trans(keys.to(dot_type)), input_precision="ieee") * log2_scale,
+            tl.dot(queries, tl.trans(widened(keys, dot_type)), input_precision="ieee") * log2_scale,
             bits, offset, rows // GROUP, num_own, kv_len, first_keys, width, BLOCK_W, TREE, SPAN,
         )
-        top, total, mixed = _add_keys(top, total, mixed, scores, values.to(dot_type))
+        top, total, mixed = _add_keys(top, total, mixed, scores, widened(values, dot_type))
     _store(
-        top, total, mixed, tokens * (KV_HEADS * GROUP) + heads, dims, real_rows, real, split,
-        num_splits, num_used, output, partials, log_sums, SPLITS, HEAD_DIM,
+        top, total, mixed, tokens * (KV_HEADS * GROUP) + heads, dims, real_rows, split,
+        num_splits, num_used, output, partials, log_sums, value_scale, layer, SPLITS, HEAD_DIM,
     )
 # fmt: on

@@ -60,6 +60,48 @@ struct HeadPieces {
     }
 };
 
+#if CODES
+// Of every 16 elements of a query first the even ones, then the odd ones, as `multiply_keys` has
+// those of a key.
+__device__ inline void store_query(uint4* queries, int row, int piece, uint4 pairs) {
+    const int first = piece & ~1, half = piece & 1;
+    const u32 EVEN = 0x5410, ODD = 0x7632;
+    reinterpret_cast<uint2*>(queries + swizzled(row, first))[half] = make_uint2(
+        __byte_perm(pairs.x, pairs.y, EVEN), __byte_perm(pairs.z, pairs.w, EVEN));
+    reinterpret_cast<uint2*>(queries + swizzled(row, first + 1))[half] = make_uint2(
+        __byte_perm(pairs.x, pairs.y, ODD), __byte_perm(pairs.z, pairs.w, ODD));
+}
+
+// Two numbers times `inverse_scale` to the nearest E4M3 numbers, ties to even; they saturate.
+__device__ inline u32 code_pair(u32 pair, float inverse_scale) {
+    const float2 numbers = unpack(pair);
+    u16 codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+        : "=h"(codes) : "f"(numbers.y * inverse_scale), "f"(numbers.x * inverse_scale));
+    return codes;
+}
+
+// What the pool has of a piece.
+typedef uint2 OwnPiece;
+__device__ inline OwnPiece stored(uint4 numbers, float inverse_scale) {
+    return make_uint2(
+        code_pair(numbers.x, inverse_scale) | code_pair(numbers.y, inverse_scale) << 16,
+        code_pair(numbers.z, inverse_scale) | code_pair(numbers.w, inverse_scale) << 16);
+}
+__device__ inline OwnPiece& own_place(uint4* tile, int line, int piece) {
+    return reinterpret_cast<uint2*>(tile + stored_place(line, piece / 2))[piece % 2];
+}
+#else
+__device__ inline void store_query(uint4* queries, int row, int piece, uint4 pairs) {
+    queries[swizzled(row, piece)] = pairs;
+}
+typedef uint4 OwnPiece;
+__device__ inline OwnPiece stored(uint4 numbers, float) { return numbers; }
+__device__ inline OwnPiece& own_place(uint4* tile, int line, int piece) {
+    return tile[swizzled(line, piece)];
+}
+#endif
+
 // Writes the window's queries into shared memory, and its keys and values there and into the pool.
 __device__ inline void stage_window(
     const Windows& w, const Part& part, uint4* queries, uint4* own_keys) {
@@ -88,21 +130,23 @@ __device__ inline void stage_window(
         head.load(w, first_token + row / w.group, query_head, is_real);
         head.rotate(w, rotated);
         if (row < ROWS) {
-            queries[swizzled(row, piece)] = rotated[0];
-            queries[swizzled(row, piece + LANES)] = rotated[1];
+            store_query(queries, row, piece, rotated[0]);
+            store_query(queries, row, piece + LANES, rotated[1]);
         }
     }
     key.rotate(w, rotated);
     if (!has_key) return;
-    u16* target = w.layer + slot * w.token_stride() + part.kv_head * HEAD_DIM;
+    Stored* target = w.layer + slot * w.token_stride() + part.kv_head * HEAD_DIM;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int at = piece + half * LANES;
-        own_keys[swizzled(line, at)] = rotated[half];
-        own_keys[w.window * PIECES + swizzled(line, at)] = values[half];
+        const OwnPiece own_key = stored(rotated[half], w.inverse_key_scale);
+        const OwnPiece own_value = stored(values[half], w.inverse_value_scale);
+        own_place(own_keys, line, at) = own_key;
+        own_place(own_keys + w.window * STORED_PIECES, line, at) = own_value;
         if (is_own) {
-            reinterpret_cast<uint4*>(target)[at] = rotated[half];
-            reinterpret_cast<uint4*>(target + w.value_offset)[at] = values[half];
+            reinterpret_cast<OwnPiece*>(target)[at] = own_key;
+            reinterpret_cast<OwnPiece*>(target + w.value_offset)[at] = own_value;
         }
     }
 }

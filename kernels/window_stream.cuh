@@ -6,31 +6,42 @@
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int PIECE = 8, PIECES = HEAD_DIM / PIECE;  // elements of a piece, pieces of a row
-constexpr int KEYS = 16, TILE = KEYS * PIECES;  // keys of a block, pieces of its keys or its values
+#if CODES
+typedef unsigned char Stored;  // what the pool has: E4M3 numbers
+#else
+typedef u16 Stored;
+#endif
+constexpr int STORED_PIECE = 16 / sizeof(Stored), STORED_PIECES = HEAD_DIM / STORED_PIECE;
+constexpr int KEYS = 16, TILE = KEYS * STORED_PIECES;  // of a block; pieces of its keys or values
 constexpr int ROWS = 16 * ROW_TILES;
-constexpr int COPY_ROWS = 32 / PIECES, COPIES = KEYS / COPY_ROWS;  // rows of a warp's copy
+constexpr int COPY_ROWS = 32 / STORED_PIECES, COPIES = KEYS / COPY_ROWS;  // rows of a warp's copy
 constexpr int SUM_STRIDE = HEAD_DIM + 8;  // + 8: rows that are written together use different banks
 
 // Writes zeros and does not read the source where `is_present` is false.
-__device__ inline void copy_piece(uint4* destination, const u16* source, bool is_present) {
+__device__ inline void copy_piece(uint4* destination, const Stored* source, bool is_present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
         :: "r"(shared_address(destination)), "l"(source), "r"(is_present ? 16 : 0) : "memory");
 }
 
 // Index of a piece in a tile, swizzled: the 8 rows that are read together use different banks.
 __device__ inline int swizzled(int row, int piece) { return row * PIECES + (piece ^ row % 8); }
+// The same of a tile as the pool stores it. With 4 pieces two rows share 128 bytes.
+__device__ inline int stored_place(int row, int piece) {
+    return row * STORED_PIECES + (piece ^ (STORED_PIECES < 8 ? row / 2 % 4 : row % 8));
+}
 
 // Same layout as _Arguments in window_attention_cuda.py.
 struct Windows {
     const u16 *qkv, *cos_sin, *norm_weight;
-    u16 *layer, *out;
+    Stored *layer;
+    u16 *out;
     const int *block_tables, *kv_lens;
     const i64 *kv_slots, *num_padding, *tree_bits;
     float *partials, *log_sums;  // null if the splits of a tile form a cluster
     i64 value_offset;
     int table_stride, max_len, window, group, kv_heads, page_shift, tiles, splits, min_keys;
     int offset;  // keys of a tree's region before the window
-    float scale, eps;
+    float scale, eps, inverse_key_scale, inverse_value_scale, value_scale;
 
     __device__ bool in_clusters() const { return partials == nullptr; }
     __device__ int heads() const { return kv_heads * group; }
@@ -71,7 +82,7 @@ struct Stream {
     uint4* ring;
     int lane, first, block, num_blocks, pages, fetched, taken;
     bool is_value;
-    const u16* source;
+    const Stored* source;
 
     __device__ Stream(const Windows& w, const Part& part, uint4* ring, int warp, int lane)
         : w(w), part(part), ring(ring), lane(lane), first(part.first_block + warp), block(first),
@@ -90,19 +101,19 @@ struct Stream {
         }
         const i64 page = __shfl_sync(~0u, pages, num_blocks % 32);
         const i64 first = (page << w.page_shift) + (block * KEYS & (1 << w.page_shift) - 1);
-        source = w.layer + (first + lane / PIECES) * w.token_stride() + part.kv_head * HEAD_DIM +
-            lane % PIECES * PIECE;
+        source = w.layer + (first + lane / STORED_PIECES) * w.token_stride() +
+            part.kv_head * HEAD_DIM + lane % STORED_PIECES * STORED_PIECE;
     }
     __device__ void fetch() {
         if (block < part.end_block) {
             if (!is_value) locate();
-            const u16* from = is_value ? source + w.value_offset : source;
+            const Stored* from = is_value ? source + w.value_offset : source;
             uint4* to = ring + fetched * TILE;
             const int num_present = part.num_old - block * KEYS;
 #pragma unroll
             for (int i = 0; i < COPIES; ++i) {
-                const int row = lane / PIECES + i * COPY_ROWS;
-                copy_piece(to + swizzled(row, lane % PIECES),
+                const int row = lane / STORED_PIECES + i * COPY_ROWS;
+                copy_piece(to + stored_place(row, lane % STORED_PIECES),
                            from + i * COPY_ROWS * w.token_stride(), row < num_present);
             }
             if (is_value) {

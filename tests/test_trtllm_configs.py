@@ -28,7 +28,7 @@ CURATED = {
         cuda_graph_config: {enable_padding: true, max_batch_size: 1024}
         kv_cache_config: {dtype: fp8, free_gpu_memory_fraction: 0.9}
         """,
-        {"kv_cache_config.dtype"},
+        set(),
     ),
     "qwen3": (
         """
@@ -77,6 +77,7 @@ CURATED = {
 WITHOUT_EFFECT = {
     "gpt-oss-latency": ["moe_config", "num_postprocess_workers", "trust_remote_code"],
     "deepseek-r1-latency": ["moe_config", "trust_remote_code"],
+    "llama-3.3-70b": ["trust_remote_code"],
 }
 
 

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from tllm_spec.attention.choice import create_backend, create_batch_invariant
 from tllm_spec.attention.geometry import LayerGroup
 from tllm_spec.attention.interface import AttentionBackend
-from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.draft_network.network import DraftNetwork, HeadNetwork
 from tllm_spec.executor.building.draft_backend import (
@@ -17,6 +16,7 @@ from tllm_spec.executor.building.draft_backend import (
     load_head_network,
     load_network,
 )
+from tllm_spec.executor.building.kv_formats import check_kv_cache, draft_format, target_format
 from tllm_spec.executor.building.memory import check_free_memory, reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device.device_choice import pick_dtype
@@ -75,6 +75,7 @@ class Engines:
 def build_engines(plan: BuildPlan) -> Engines:
     """Weights first; then every pool has as many pages as the memory left allows. Raises ValueError
     for checkpoints that cannot be served."""
+    check_kv_cache(plan)
     check_free_memory(plan)
     start = monotonic()
     logger.info("loading weights: %s", plan.args.model)
@@ -93,12 +94,16 @@ def build_engines(plan: BuildPlan) -> Engines:
         plan.max_len,
         plan.span_room,
         plan.communicator,
-        reserved_bytes(plan, draft),
+        reserved_bytes(plan, draft, groups),
     )
     num_pages = [plan.communicator.minimum(pages) for pages in num_pages]
     check_pool(draft, max(num_pages) * plan.page_size)
-    for pages in num_pages[:number]:
-        logger.info("KV cache: %d pages of %d tokens", pages - DUMMY_PAGES, plan.page_size)
+    for own, pages in zip(of_target, num_pages, strict=False):
+        size = own.page_bytes(plan.page_size) // plan.page_size
+        logger.info(
+            "KV cache: %d pages of %d tokens, %d bytes a token",
+            *(pages - DUMMY_PAGES, plan.page_size, size),
+        )
     memory = [_memory(plan, own, pages) for own, pages in zip(groups, num_pages, strict=True)]
     engine, kv, layers = _build_target(plan, target, memory[:number], draft)
     draft_kv = None
@@ -173,11 +178,12 @@ def _plan_groups(
     plan: BuildPlan, target: CausalLM, draft: LoadedDraft | None
 ) -> tuple[list[GroupPlan], list[GroupPlan]]:
     """The groups of the target's cache, and those of a draft model's own."""
-    groups = own_groups(target.config.layer_groups(plan.mapping), KVFormat(target.dtype))
+    kv_format = target_format(plan, target)
+    groups = own_groups(target.config.layer_groups(plan.mapping), kv_format)
     if draft is None:
         return groups, []
     layers = draft.net.config.layer_groups(plan.mapping)
-    of_draft = draft_group(layers, KVFormat(draft.net.dtype))
+    of_draft = draft_group(layers, draft_format(plan, draft, kv_format))
     if not draft.plan.shares_pages:
         return groups, [of_draft]
     return with_draft(groups, of_draft), []

@@ -1,6 +1,7 @@
 """Memory that is allocated in addition to weights, pools and activations, so that the pools leave
 room for it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device.device_choice import pick_dtype
 from tllm_spec.executor.engine.free_memory import GIB, free_bytes
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
+from tllm_spec.executor.engine.page_plan import GroupPlan
 from tllm_spec.executor.sampling.grammar_masks import mask_words
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.loaded_draft import (
@@ -26,17 +28,16 @@ from tllm_spec.models.registry import blank_model, weight_bytes
 from tllm_spec.zoo.registry import resolve_model
 
 
-def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
+def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None, groups: Sequence[GroupPlan]) -> int:
     """Workspaces of attention and of GEMMs, CUDA graphs, and what is kept for every slot: the
     backlog of a draft network on the target's pages; a draft network's distributions for rejection
     sampling; texts."""
-    configs = [plan.config, *([draft.net.config] if draft else [])]
     num_bytes = sum(
         workspace_bytes(
-            plan.attention, group.geometry, plan.dtype, plans_latents=plan.plans_latents
+            plan.attention, pool.geometry, pool.kv_format, plans_latents=plan.plans_latents
         )
-        for config in configs
-        for group in config.layer_groups(plan.mapping)
+        for group in groups
+        for pool in group.pools
     )
     if plan.device.type == "cuda" and not plan.args.deterministic:
         num_bytes += WORKSPACE_BYTES

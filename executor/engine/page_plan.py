@@ -34,13 +34,18 @@ class GroupPlan:
 
 def own_groups(layers: Sequence[LayerGroup], kv_format: KVFormat) -> list[GroupPlan]:
     """A target's: one for each layer group."""
-    return [GroupPlan((PoolPlan(own.geometry, kv_format),), own.geometry.span) for own in layers]
+    return [GroupPlan((_pool_plan(own, kv_format),), own.geometry.span) for own in layers]
 
 
 def draft_group(layers: Sequence[LayerGroup], kv_format: KVFormat) -> GroupPlan:
     """A draft network's: all layers have the same pages and keep them, since what the network has
     read may be far behind the target."""
-    return GroupPlan(tuple(PoolPlan(own.geometry, kv_format) for own in layers), None)
+    return GroupPlan(tuple(_pool_plan(own, kv_format) for own in layers), None)
+
+
+def _pool_plan(own: LayerGroup, kv_format: KVFormat) -> PoolPlan:
+    """kv_format: of all layers of the model."""
+    return PoolPlan(own.geometry, kv_format.of_layers(own.layers))
 
 
 def with_draft(groups: list[GroupPlan], draft: GroupPlan) -> list[GroupPlan]:

@@ -76,6 +76,8 @@ class ContextGraphs:
         size = next((size for size in self._sizes if size >= num_rows), None)
         if size is None or len(chunks) > MAX_CHUNKS:
             return None
+        if not self._plans.fits([*(chunk.end for chunk in chunks), size - num_rows]):
+            return None
         self._send(chunks, size)
         captured = self._graphs[size]
         captured.graph.replay()

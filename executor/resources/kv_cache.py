@@ -5,6 +5,7 @@ cycle."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
@@ -77,6 +78,15 @@ class KVCacheManager(ResourceManager):
         self._roomy: Sequence[LlmRequest] = ()
         self._room = -1
         self._settled: tuple[DraftShape, Sequence[LlmRequest]] = (NO_DRAFTS, ())
+
+    def state(self) -> dict[str, Any]:
+        """Counts of pages as plain values, the type of the target's keys and values, and the bytes
+        of a token on this rank, those of draft layers on the same pages included."""
+        pools = [pool for group in self.groups for pool in group.pools]
+        kv_format = pools[0].kv_format
+        dtype = "fp8" if kv_format.scales else str(kv_format.dtype).removeprefix("torch.")
+        num_bytes = sum(pool.data.nbytes // (pool.num_pages * pool.page_size) for pool in pools)
+        return {**self.cache.state(), "dtype": dtype, "bytes_per_token": num_bytes}
 
     @property
     def num_groups(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tllm_spec.config.import_path import import_path_of
+from tllm_spec.config.kv_cache_config import KVCacheType
 from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
     DraftBackend,
@@ -105,6 +106,8 @@ class DraftModel:
     # Kinds of heads with a folder of their own; a folder that does not say has the first.
     head_kinds: tuple[HeadKind, ...] = ()
     token_map: str | None = None  # a file: the tokens that are drafted; None: all
+    # Of a draft model's own cache; None: as kv_cache_config says.
+    kv_cache_dtype: KVCacheType | None = None
 
 
 @dataclass(frozen=True)
@@ -216,6 +219,7 @@ def _draft_target_model(config: DecodingBaseConfig) -> DraftModel:
         config.load_format,
         is_head=False,
         shares_pages=config.draft_target_one_model,
+        kv_cache_dtype=config.kv_cache_dtype,
         backend=config.draft_backend,
         token_map=config.speculative_token_map,
     )

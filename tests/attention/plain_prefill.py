@@ -3,6 +3,7 @@
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.kernels.kv_codes import UNSCALED, KVScales
 from tllm_spec.kernels.paged_prefill import PrefillLimits, PrefillRows, plain_paged_prefill
 
 
@@ -22,10 +23,11 @@ class PlainPrefill:
         q: torch.Tensor,
         layer: torch.Tensor,
         out: torch.Tensor,
+        scales: KVScales = UNSCALED,
     ) -> None:
         rows = plan.rows if isinstance(plan, PlainInPlace) else plan
         assert rows.num_rows == len(q)
-        plain_paged_prefill(q, layer, rows, self.scale, out, self.window)
+        plain_paged_prefill(q, layer, rows, self.scale, out, self.window, scales)
 
     def in_place(self, limits: PrefillLimits) -> "PlainInPlace | None":
         return PlainInPlace(limits)

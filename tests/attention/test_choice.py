@@ -16,11 +16,14 @@ from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.attention.wide_pages import MAX_TOKENS
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.build import build_executor
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.engine.page_plan import own_groups
 from tllm_spec.kernels.key_spans import KeySpan
+from tllm_spec.kernels.kv_codes import UNSCALED
 from tllm_spec.kernels.paged_prefill import NUM_PLANS, PLAN_BYTES, PagedPrefill
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -135,14 +138,19 @@ def test_an_engine_refuses_a_backend_before_it_loads_weights(shape: Path) -> Non
 
 
 def test_memory_planning_counts_the_workspace(shape: Path) -> None:
-    planned = [
-        reserved_bytes(BuildPlan(LlmArgs.from_kwargs(shape, device="cpu", attn_backend=name)), None)
+    plans = [
+        BuildPlan(LlmArgs.from_kwargs(shape, device="cpu", attn_backend=name))
         for name in ("VANILLA", "TRITON")
     ]
+    wide, codes = KVFormat(torch.bfloat16), KVFormat(torch.bfloat16, (UNSCALED,))
+    groups = own_groups(plans[0].config.layer_groups(plans[0].mapping), wide)
+    planned = [reserved_bytes(plan, None, groups) for plan in plans]
     geometry = AttentionGeometry(1, 1, 1, 8, 1.0)
-    assert planned[1] - planned[0] == TritonAttention.workspace_bytes(geometry) > 0
-    more = FlashInferAttention.workspace_bytes(geometry) - TritonAttention.workspace_bytes(geometry)
-    assert more == NUM_PLANS * PLAN_BYTES
+    triton, flashinfer = TritonAttention.workspace_bytes, FlashInferAttention.workspace_bytes
+    assert planned[1] - planned[0] == triton(geometry, wide) == triton(geometry, codes) > 0
+    assert flashinfer(geometry, wide) - triton(geometry, wide) == NUM_PLANS * PLAN_BYTES
+    copied = 2 * MAX_TOKENS * geometry.head_dim * 2
+    assert flashinfer(geometry, codes) - flashinfer(geometry, wide) == copied
 
 
 @pytest.mark.parametrize(
@@ -195,5 +203,5 @@ def test_layers_with_chunks_run_triton_where_flashinfer_was_chosen(
     own_kind = TritonAttention if is_replaced else kind
     assert type(create_backend(kind, geometry, pool)) is own_kind
     assert len(caplog.messages) == is_replaced
-    num_bytes = workspace_bytes(kind, geometry, torch.bfloat16)
-    assert num_bytes == own_kind.workspace_bytes(geometry)
+    num_bytes = workspace_bytes(kind, geometry, kv_format)
+    assert num_bytes == own_kind.workspace_bytes(geometry, kv_format)

@@ -16,6 +16,7 @@ from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.kernels.key_spans import KeySpan
+from tllm_spec.kernels.kv_codes import KVScales, encoded
 from tllm_spec.kernels.paged_prefill import PrefillLimits, PrefillRows
 from tllm_spec.kernels.rotary_write import Rotary
 
@@ -34,6 +35,8 @@ class Batch:
     kv_lens: tuple[int, ...] = ()
     window: int = 1
     span: KeySpan | None = None
+    scales: KVScales | None = None
+    """Of a pool of FP8 codes; None: it has numbers."""
 
 
 BATCHES = {
@@ -46,6 +49,7 @@ BATCHES = {
     "a chunk and single tokens": Batch(((33, 5),), (64, 65)),
     "a sliding window": Batch(((0, 300), (250, 129)), (40, 5, 200), 4, KeySpan(100, slides=True)),
     "a sliding window that ends in a page": Batch(((500, 7),), span=KeySpan(45, slides=True)),
+    "codes": Batch(((0, 7), (250, 129)), (40, 5, 200), 4, scales=KVScales(0.013, 0.021)),
 }
 
 
@@ -62,6 +66,7 @@ class Forward:
     ) -> None:
         self.device, generator = torch.device(device), torch.Generator().manual_seed(seed)
         self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        self.scales = batch.scales
         heads, kv_heads, head_dim = shape
         self.geometry, self.page_size = (
             AttentionGeometry(LAYERS, *shape, 0.7 * head_dim**-0.5, batch.span),
@@ -110,10 +115,14 @@ class Forward:
             self.geometry,
             num_pages=self.num_pages,
             page_size=self.page_size,
-            kv_format=KVFormat(self.dtype),
+            kv_format=KVFormat(self.dtype, self.scales and (self.scales,) * LAYERS),
             device=self.device,
         )
-        pool.data.copy_(self.pool_data.view_as(pool.data))
+        data = self.pool_data.view_as(pool.data)
+        if self.scales is not None:
+            parts = zip(data.unbind(1), (self.scales.key, self.scales.value), strict=True)
+            data = torch.stack([encoded(*part) for part in parts], dim=1)
+        pool.data.copy_(data)
         return pool
 
     def backend(self) -> FlashInferAttention:
@@ -147,9 +156,10 @@ def test_every_kind_of_batch_equals_vanilla(
     forward.check(forward.run(backend))
     vanilla = VanillaAttention(forward.geometry, forward.pool())
     forward.run(vanilla)
-    torch.testing.assert_close(
-        backend.pool.data, vanilla.pool.data, equal_nan=True, rtol=1e-2, atol=1e-3
-    )  # keys up to a rounding
+    # Keys up to a rounding; a code may be the next one.
+    errors = {"rtol": 1e-2, "atol": 1e-3} if forward.scales is None else {"rtol": 1 / 7, "atol": 1}
+    pools = backend.pool.data.float(), vanilla.pool.data.float()
+    torch.testing.assert_close(*pools, equal_nan=True, **errors)
 
 
 @pytest.mark.gpu
@@ -201,7 +211,7 @@ def sharing_one_prefill(forwards: list[Forward]) -> list[FlashInferAttention]:
     """A backend with its own pool for each forward; the plans are those of one backend."""
     backends = [forward.backend() for forward in forwards]
     for backend in backends:
-        backend._prefill = backends[0]._prefill
+        backend._prefill, backend._wide = backends[0]._prefill, backends[0]._wide
     return backends
 
 
@@ -260,16 +270,20 @@ def test_a_row_does_not_depend_on_the_rest_of_the_batch() -> None:
 
 
 IN_PLACE = (Batch(((90, 40), (0, 200), (7, 2))), BATCHES["three requests"], Batch(((0, 1),)))
+CODES_IN_PLACE = tuple(replace(batch, scales=KVScales(0.013, 0.021)) for batch in IN_PLACE)
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("batches", [IN_PLACE, CODES_IN_PLACE], ids=["", "codes"])
 @torch.inference_mode()
-def test_a_plan_in_place_runs_what_was_planned_last(device: str) -> None:
+def test_a_plan_in_place_runs_what_was_planned_last(
+    batches: tuple[Batch, ...], device: str
+) -> None:
     """A graph captured with the plan of one batch replays others, padded to its number of rows and
     chunks."""
     if device == "cuda" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("Hopper's kernels")
-    forwards = [Forward(batch, device, seed=i) for i, batch in enumerate(IN_PLACE)]
+    forwards = [Forward(batch, device, seed=i) for i, batch in enumerate(batches)]
     num_rows = max(len(forward.qkv) for forward in forwards)
     backends = sharing_one_prefill(forwards)
     plans = backends[0].context_plans(PrefillLimits(num_rows, 4, 50))
@@ -317,4 +331,5 @@ def test_memory_planning_knows_what_the_backend_allocates() -> None:
     before = torch.cuda.memory_allocated()
     backend = FlashInferAttention(forward.geometry, pool)
     allocated = torch.cuda.memory_allocated() - before
-    assert allocated == pytest.approx(backend.workspace_bytes(forward.geometry), rel=0.01)
+    expected = backend.workspace_bytes(forward.geometry, pool.kv_format)
+    assert allocated == pytest.approx(expected, rel=0.01)

@@ -191,8 +191,9 @@ def test_where_flashinfer_has_no_kernels_the_windows_run_triton_with_a_warning(
 
 
 def test_memory_planning_knows_the_workspaces_of_flashinfers_kernels() -> None:
+    kv_format = KVFormat(torch.bfloat16)
     planned = [
-        workspace_bytes(FlashInferAttention, DEEPSEEK, torch.bfloat16, plans_latents=plans)
+        workspace_bytes(FlashInferAttention, DEEPSEEK, kv_format, plans_latents=plans)
         for plans in (False, True)
     ]
     assert planned[1] - planned[0] == WORKSPACE_BYTES + PLAN_BYTES

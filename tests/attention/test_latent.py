@@ -21,6 +21,7 @@ from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.latent import LatentBackend, LatentInputs, TritonLatent, VanillaLatent
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.kernels.kv_codes import UNSCALED, KVScales, encoded
 from tllm_spec.kernels.latent_attention import MAX_PARTIAL_ROWS
 from tllm_spec.kernels.latent_prefill import MAX_EXPANDED_TOKENS
 from tllm_spec.kernels.latent_write import LatentNorm
@@ -38,9 +39,16 @@ NUM_DRAFTS, SEQ_LENS = 3, (10, 7)
 
 class Problem:
     """Requests with random latents in shuffled pages; everything else in the pool is NaN. The
-    tokens of each request that are not cached yet are the rows of a forward."""
+    tokens of each request that are not cached yet are the rows of a forward. With a `scale` the
+    pool has FP8 codes."""
 
-    def __init__(self, kv_lens: list[int], new: list[int], num_contexts: int = 0) -> None:
+    def __init__(
+        self,
+        kv_lens: list[int],
+        new: list[int],
+        num_contexts: int = 0,
+        scale: float | None = None,
+    ) -> None:
         generator = torch.Generator().manual_seed(3)
 
         def random(*shape: int) -> torch.Tensor:
@@ -48,6 +56,7 @@ class Problem:
 
         width = max(-(-length // PAGE_SIZE) for length in kv_lens)
         self.kv_lens, self.new, self.num_contexts = kv_lens, new, num_contexts
+        self.scale = scale
         self.tree: TreeMask | None = None
         tables = torch.randperm(len(kv_lens) * width, generator=generator).view(-1, width)
         self.tables = tables.to(torch.int32)
@@ -71,7 +80,14 @@ class Problem:
         key = key[:, None].clone()
         plain_rotate(key, Rotary(self.cos_sin, torch.arange(len(key), device=key.device)))
         normed = rms_norm.reference(latent, self.norm.weight, self.norm.eps)
-        return torch.cat((normed, key[:, 0]), 1)
+        entries = torch.cat((normed, key[:, 0]), 1)
+        return entries if self.scale is None else encoded(entries, self.scale).float() * self.scale
+
+    @property
+    def kv_format(self) -> KVFormat:
+        """Layer 1 runs."""
+        scales = None if self.scale is None else (UNSCALED, KVScales(self.scale))
+        return KVFormat(self.up.dtype, scales)
 
     def metadata(self) -> AttentionMetadata:
         starts = [length - count for length, count in zip(self.kv_lens, self.new, strict=True)]
@@ -104,14 +120,15 @@ class Problem:
             GEOMETRY,
             num_pages=self.tables.numel(),
             page_size=PAGE_SIZE,
-            kv_format=KVFormat(self.up.dtype),
+            kv_format=self.kv_format,
             device=self.up.device,
         )
         pool.data.fill_(torch.nan)
         flat = pool.data[1].flatten(0, 1)
         for request, count in enumerate(self.new):
             cached = self.entries(request)[: self.kv_lens[request] - count]
-            flat[self.slots(request, 0)[: len(cached)]] = cached
+            slots = self.slots(request, 0)[: len(cached)]
+            flat[slots] = cached if self.scale is None else encoded(cached, self.scale)
         metadata, backend = self.metadata(), kind(GEOMETRY, pool)
         latent = [x[len(x) - n :] for x, n in zip(self.latents, self.new, strict=True)]
         inputs = LatentInputs(torch.cat(self.queries), torch.cat(latent), self.norm, self.up)
@@ -120,6 +137,8 @@ class Problem:
         self.rotated = inputs.q
         for request in range(len(self.new)):
             written = flat[self.slots(request, 0)]
+            if self.scale is not None:
+                written = written.float() * self.scale
             expected = self.entries(request)
             torch.testing.assert_close(written, expected, rtol=tolerance, atol=tolerance)
         return output.view(-1, HEADS, VALUE)
@@ -301,7 +320,7 @@ def test_the_layout_decides_which_backend_runs(
         device=torch.device("cpu"),
     )
     assert type(create_backend(kind, GEOMETRY, pool)) is latent
-    planned = workspace_bytes(kind, GEOMETRY, torch.float32)
+    planned = workspace_bytes(kind, GEOMETRY, KVFormat(torch.float32))
     elements = HEADS * (NOPE + VALUE + 2 * (NOPE + ROPE)) + RANK + ROPE
     partials = MAX_PARTIAL_ROWS * (RANK + 1) * 4 * (latent is TritonLatent)
     assert planned == MAX_EXPANDED_TOKENS * elements * 4 + partials

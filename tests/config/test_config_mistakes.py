@@ -59,9 +59,18 @@ from tllm_spec.config.speculative_config import CONFIG_OF_TYPE
             ["kv_cache_config.max_toekns = 3", "did you mean max_tok"],
         ),
         (
-            {"kv_cache_config": {"dtype": "fp8"}},
-            ["kv_cache_config.dtype = 'fp8'", "accepted: 'auto'"],
+            {"kv_cache_config": {"dtype": "nvfp4"}},
+            ["kv_cache_config.dtype = 'nvfp4'", "a scale for every 16 numbers", "or 'fp8'"],
         ),
+        (
+            {"kv_cache_config": {"dtype": "int8"}},
+            ["kv_cache_config.dtype = 'int8'", "scales that follow the text", "'auto' or 'fp8'"],
+        ),
+        (
+            {"kv_cache_config": {"dtype": "bfloat16"}},
+            ["kv_cache_config.dtype = 'bfloat16'", "'fp8' or 'model'"],
+        ),
+        ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype = 'fp8'", "use kv_cache_config.dtype"]),
         (
             {"scheduler_config": {"waiting_queue_policy": "x"}},
             ["scheduler_config.waiting_queue_policy", "'fcfs'"],

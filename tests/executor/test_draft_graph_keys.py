@@ -19,12 +19,14 @@ from tests.executor.draft_graphs import (
 from tests.executor.graph_rounds import keys_of_build
 from tests.executor.harness import Harness
 from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.draft_lens import RoundTimer
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
+from tllm_spec.executor.engine.page_plan import own_groups
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.dummy_contexts import ContextLimits
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
@@ -124,19 +126,24 @@ def test_the_memory_plan_counts_the_captured_graphs_and_their_buffers(
     net: Any = SimpleNamespace(config=plan.config)
     draft = LoadedDraft(plan.draft_plan, net, None)
     [group] = plan.config.layer_groups(plan.mapping)
-    workspaces = 2 * plan.attention.workspace_bytes(group.geometry)
+    kv_format = KVFormat(plan.dtype)
+    groups = 2 * own_groups([group], kv_format)
+    workspaces = 2 * plan.attention.workspace_bytes(group.geometry, kv_format)
     # Greedy and sampled, whole (unless rounds are split) and tails; and forwards.
     num_graphs = 2 * (2 * 2 * forms + 2 + 2 * len(drafts_of))
     left_bytes = 8 * (1 + 3) * (plan.config.hidden_size + 1 + 64 // 32) * 4
     if plan.draft_plan.shares_pages:
         num_graphs += 2  # of reading the backlog
         left_bytes += DraftBacklog.num_bytes(plan.slots.dummy_slot + 1, None)
-    assert reserved_bytes(plan, draft) - workspaces == num_graphs * BYTES_A_GRAPH + left_bytes
+    assert (
+        reserved_bytes(plan, draft, groups) - workspaces == num_graphs * BYTES_A_GRAPH + left_bytes
+    )
     unguided = BuildPlan(
         LlmArgs.from_kwargs(tiny, max_seq_len=256, guided_decoding_backend=None, **options)
     )
     of_masks = 2 * 2 * 2 * (forms - 1) * BYTES_A_GRAPH + 8 * (1 + 3) * (1 + 64 // 32) * 4
-    assert reserved_bytes(plan, draft) - reserved_bytes(unguided, draft) == of_masks
+    reserved = [reserved_bytes(each, draft, groups) for each in (plan, unguided)]
+    assert reserved[0] - reserved[1] == of_masks
     rounds = keys_of_build(tiny, **options)
     assert {key.draft_len for key in rounds} == {0, 3}
     if drafts_of:

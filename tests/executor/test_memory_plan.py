@@ -23,6 +23,7 @@ from tllm_spec.executor.engine.memory_plan import DUMMY_PAGES, plan_num_pages, r
 from tllm_spec.executor.engine.page_plan import GroupPlan, PoolPlan
 from tllm_spec.executor.resources.kv_cache import SpanRoom
 from tllm_spec.kernels.key_spans import KeySpan
+from tllm_spec.kernels.kv_codes import UNSCALED
 from tllm_spec.kernels.scaled_linear_slices import MAX_BYTES
 from tllm_spec.llm import LLM
 from tllm_spec.models.formats.plain import CpuWeight
@@ -79,6 +80,24 @@ def test_groups_share_the_memory_by_what_the_longest_request_holds_of_each(
     groups = [GROUP, replace(GROUP, span=KeySpan(64, slides=True))]
     found = plan_num_pages(args, groups, [model], 2048, ROOM)
     assert [number - DUMMY_PAGES for number in found] == num_pages
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_a_cache_in_fp8_has_as_many_more_tokens_as_its_numbers_are_smaller(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, factor: int
+) -> None:
+    args = LlmArgs(model="m", max_num_tokens=64, kv_cache_config={"free_gpu_memory_fraction": 1.0})
+    model = model_of(8, 8, 8, dtype)
+    free = round_bytes(args, [model]) + 100 * PAGE_BYTES
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    wide, codes = (
+        GroupPlan((PoolPlan(GEOMETRY, KVFormat(dtype, scales)),), None)
+        for scales in (None, (UNSCALED,))
+    )
+    pages = [plan_num_pages(args, [own], [model], 2048, ROOM) for own in (wide, codes)]
+    number, more = (own[0] - DUMMY_PAGES for own in pages)
+    assert more == factor * number
 
 
 def test_a_slice_of_an_fp8_weight_has_room() -> None:

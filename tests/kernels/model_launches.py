@@ -169,14 +169,15 @@ KINDS = (
 )
 
 
-def windows() -> None:
+def windows(*, has_codes: bool) -> None:
     for shape, window, batch, dtype in product(ATTENTION_SHAPES, WINDOWS, (1, 64), FLOATS):
         q_heads, kv_heads, head_dim = shape
         workspace = window_splits.WindowWorkspace(
             float32(1 << 15, head_dim), float32(1 << 15), PROCESSORS, 3 * PROCESSORS
         )
         qkv = empty(batch * window, q_heads + 2 * kv_heads, head_dim, dtype=dtype)
-        layer = empty(2, 4096, PAGE_SIZE, kv_heads, head_dim, dtype=dtype)
+        stored = FP8 if has_codes else dtype
+        layer = empty(2, 4096, PAGE_SIZE, kv_heads, head_dim, dtype=stored)
         cos_sin = empty(batch * window, 2, 1, head_dim, dtype=dtype)
         norm = HeadWeights(empty(q_heads + kv_heads, head_dim, dtype=dtype), 1e-6)
         # Masks take no shared memory, so one shape has all kinds.
@@ -187,7 +188,7 @@ def windows() -> None:
             )  # fmt: skip
 
 
-def invariant_attention() -> None:
+def invariant_attention(*, has_codes: bool) -> None:
     for shape, dtype, span, in_tree, batch in product(
         ATTENTION_SHAPES, FLOATS, (None, CHUNKS, SLIDING), (False, True), (1, 200)
     ):
@@ -196,7 +197,8 @@ def invariant_attention() -> None:
         q_heads, kv_heads, head_dim = shape
         size = batch_invariant_attention.tokens_per_tile(q_heads // kv_heads)
         q = empty(batch * size, q_heads, head_dim, dtype=dtype)
-        layer = empty(2, 4096, PAGE_SIZE, kv_heads, head_dim, dtype=dtype)
+        stored = FP8 if has_codes else dtype
+        layer = empty(2, 4096, PAGE_SIZE, kv_heads, head_dim, dtype=stored)
         paths = tree_paths(batch, size) if in_tree else None
         tiles = batch_invariant_attention.QueryTiles(int32(4, batch), size, paths)
         results = batch_invariant_attention.SplitResults.allocate(head_dim, META)
@@ -214,7 +216,7 @@ def tree_paths(batch: int, window: int) -> TreePaths:
 LATENT_SHAPES = ((128, 512, 64, 192), (16, 512, 64, 192))
 
 
-def latents() -> None:
+def latents(*, has_codes: bool) -> None:
     for (number, rank, rope, head_dim), dtype, window, batch, kind in product(
         LATENT_SHAPES, FLOATS, (1, 2, 4), (1, 256), (PLAIN, Kind(in_tree=True), RAGGED)
     ):
@@ -229,14 +231,14 @@ def latents() -> None:
         latent_attention.latent_attention(
             empty(number, batch * window, rank, dtype=dtype),
             empty(batch * window, number, head_dim, dtype=dtype),
-            empty(4096, PAGE_SIZE, rank + rope, dtype=dtype),
+            empty(4096, PAGE_SIZE, rank + rope, dtype=FP8 if has_codes else dtype),
             tables,
             0.1,
             workspace,
         )
 
 
-def invariant_latents() -> None:
+def invariant_latents(*, has_codes: bool) -> None:
     for (number, rank, rope, head_dim), dtype, in_tree, batch in product(
         LATENT_SHAPES, FLOATS, (False, True), (1, 600)
     ):
@@ -246,7 +248,7 @@ def invariant_latents() -> None:
         batch_invariant_latent.batch_invariant_latent(
             empty(batch * size, number, rank, dtype=dtype),
             empty(batch * size, number, head_dim, dtype=dtype),
-            empty(4096, PAGE_SIZE, rank + rope, dtype=dtype),
+            empty(4096, PAGE_SIZE, rank + rope, dtype=FP8 if has_codes else dtype),
             int32(batch, 128),
             tiles,
             0.1,
@@ -262,8 +264,12 @@ CALLS: dict[str, Callable[[], None]] = {
     "experts": lambda: experts(scaled=False),
     "scaled_experts": lambda: experts(scaled=True),
     "heads": heads,
-    "windows": windows,
-    "invariant_attention": invariant_attention,
-    "latents": latents,
-    "invariant_latents": invariant_latents,
+    "windows": lambda: windows(has_codes=False),
+    "invariant_attention": lambda: invariant_attention(has_codes=False),
+    "latents": lambda: latents(has_codes=False),
+    "invariant_latents": lambda: invariant_latents(has_codes=False),
+    "windows over codes": lambda: windows(has_codes=True),
+    "invariant_attention over codes": lambda: invariant_attention(has_codes=True),
+    "latents over codes": lambda: latents(has_codes=True),
+    "invariant_latents over codes": lambda: invariant_latents(has_codes=True),
 }

@@ -14,6 +14,7 @@ from tllm_spec.kernels.draft_beams import add_last, first_beams, grow, select
 from tllm_spec.kernels.draft_input import DraftInputNorms, draft_input
 from tllm_spec.kernels.filter_cut import filter_cut
 from tllm_spec.kernels.gumbel import gumbel_noise
+from tllm_spec.kernels.kv_codes import CODES
 from tllm_spec.kernels.latent_write import LatentNorm, latent_write
 from tllm_spec.kernels.moe_combine import moe_combine
 from tllm_spec.kernels.move_kv import move_kv
@@ -37,6 +38,7 @@ from tllm_spec.kernels.slot_windows import accept_windows, write_drafts
 from tllm_spec.kernels.suffix_match import append_tokens, match_suffixes
 from tllm_spec.kernels.token_mask import mask_tokens
 from tllm_spec.kernels.top_tokens import top_tokens
+from tllm_spec.kernels.widen_pages import widen_pages
 from tllm_spec.kernels.window_rows import window_rows
 
 BATCH, VOCABULARY, HIDDEN = 8, 128256, 4096
@@ -111,14 +113,20 @@ def layers() -> None:
         draft_input(rows, x, x, DraftInputNorms(weight, weight, 1e-6), rotary, int64(2))
         draft_input(None, x, x, None, rotary)
         layer = empty(2, 4096, 32, 8, head_dim, dtype=dtype)
+        codes = empty(*layer.shape, dtype=CODES)
+        widen_pages(codes, int32(64), None, layer)
+        widen_pages(codes, int32(64), int32(1), layer)
         for norm in (None, HeadWeights(empty(40, head_dim, dtype=dtype), 1e-6)):
             qkv = empty(BATCH, 48, head_dim, dtype=dtype)
             rotary_write(qkv, rotary, rows, layer, norm)
+            rotary_write(qkv, rotary, rows, codes, norm)
         latent, ropes = empty(BATCH, 576, dtype=dtype), empty(8192, 2, 1, 64, dtype=dtype)
         for q in (None, empty(BATCH, 128, 192, dtype=dtype)):
             pool = empty(4096, 32, 576, dtype=dtype)
             own_norm = LatentNorm(empty(512, dtype=dtype), 1e-6)
             latent_write(latent, q, Rotary(ropes, rows), rows, pool, own_norm)
+            entries = empty(*pool.shape, dtype=CODES)
+            latent_write(latent, q, Rotary(ropes, rows), rows, entries, own_norm)
         gather_rows(x, rows)
         gather_slice_rows(x, rows, 4)
         copy_rows(x, x)

@@ -11,6 +11,7 @@ import torch
 from tests.kernels.interpreter import on_each_kernel_device
 from tests.kernels.window_problem import TOLERANCE, Case, Problem
 from tllm_spec.kernels.key_spans import KeySpan
+from tllm_spec.kernels.kv_codes import CODES, KVScales
 from tllm_spec.kernels.rotary_write import plain_write_kv
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.kernels.window_splits import (
@@ -85,6 +86,9 @@ CASES = {
         num_programs=24,
         span=KeySpan(700, slides=False),
     ),
+    "splits of codes": Case(
+        (5, 600), 5, 4, 24, 32, padding=(2,), num_programs=16, scales=KVScales(0.013, 0.021)
+    ),
 }
 
 
@@ -118,11 +122,15 @@ def test_norm_rotation_and_kv_writes_equal_the_reference(
         each.rotate(normed=normed)
     output, expected = problem.attend(), reference.attend_plainly()
     rounding = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[problem.case.dtype]
+    if problem.layer.dtype == CODES:  # a key that was rounded differently may have the next code
+        rounding = 1 / 7
     real = len(problem.case.kv_lens)
     torch.testing.assert_close(output[:real], expected[:real], rtol=3 * rounding, atol=3 * rounding)
     written = problem.tables.kv_slots[: real * problem.case.window]
     for mine, its in zip(problem.layer.flatten(1, 2), reference.layer.flatten(1, 2), strict=True):
-        torch.testing.assert_close(mine[written], its[written], rtol=rounding, atol=rounding)
+        own = mine[written].float(), its[written].float()
+        torch.testing.assert_close(*own, rtol=rounding, atol=rounding)
+        assert problem.layer.dtype != CODES or (own[0] != own[1]).sum() <= 0.01 * own[0].numel()
 
 
 @on_each_kernel_device

@@ -8,6 +8,7 @@ import torch
 
 from tests.kernels.row_counts import ragged_rows
 from tllm_spec.kernels.key_spans import KeySpan, KeySpans
+from tllm_spec.kernels.kv_codes import UNSCALED, KVScales, encoded
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
 from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.window_attention import (
@@ -22,7 +23,8 @@ from tllm_spec.kernels.window_splits import WindowWorkspace
 class Case:
     """`padding`: kv_lens of the rows of graph padding. `num_programs`: programs that fill the
     device; with more than there are tiles the keys are split. `spare_pages`: columns of the block
-    table beyond the longest request. `span`: the keys that rows see."""
+    table beyond the longest request. `span`: the keys that rows see. `scales`: of a pool of codes;
+    UNSCALED: it has numbers."""
 
     kv_lens: tuple[int, ...]
     window: int
@@ -35,6 +37,7 @@ class Case:
     spare_pages: int = 0
     dtype: torch.dtype = torch.float32
     span: KeySpan | None = None
+    scales: KVScales = UNSCALED
 
     def first_key(self, position: int) -> int:
         """The first key that a query sees."""
@@ -80,8 +83,13 @@ class Problem:
                 layer[:, pages[token // size], token % size] = kv[:, token]
             for row, token in enumerate(range(length - window, length)):
                 kv_slots[request, row] = pages[token // size] * size + token % size
-            self.kv.append(kv.double())
+            self.kv.append(self.as_stored(kv).double())
         tables[len(case.kv_lens) :, :width] = 0
+        if case.scales != UNSCALED:
+            keys, values = layer
+            layer = torch.stack(
+                (encoded(keys, case.scales.key), encoded(values, case.scales.value))
+            )
         self.qkv, self.layer = qkv.to(device), layer.to(device)
         self.num_heads = heads
         self.tables = WindowTables(
@@ -99,6 +107,14 @@ class Problem:
         )
         self.cos_sin[:, 0] = 1
         self.norm: HeadWeights | None = None
+
+    def as_stored(self, kv: torch.Tensor) -> torch.Tensor:
+        """Keys and values `[2, ...]`, rounded to what the pool holds."""
+        scales = self.case.scales
+        if scales == UNSCALED:
+            return kv
+        pairs = zip(kv, (scales.key, scales.value), strict=True)
+        return torch.stack([encoded(own, scale).float() * scale for own, scale in pairs])
 
     def rotate(self, *, normed: bool) -> None:
         """From now on heads are rotated, and normed before if `normed`."""
@@ -130,7 +146,14 @@ class Problem:
         workspace = workspace or self.workspace()
         qkv = self.qkv.flatten(0, 1)
         output = window_attention(
-            qkv, self.cos_sin, self.layer, self.tables, self.scale, workspace, self.norm
+            qkv,
+            self.cos_sin,
+            self.layer,
+            self.tables,
+            self.scale,
+            workspace,
+            self.norm,
+            self.case.scales,
         )
         return output.view(*self.qkv.shape[:2], -1)
 
@@ -138,7 +161,12 @@ class Problem:
         """Writes into the pool, and rotates the heads of `qkv` in place."""
         rotary = Rotary(self.cos_sin, torch.arange(len(self.cos_sin), device=self.qkv.device))
         rotary_write.reference(
-            self.qkv.flatten(0, 1), rotary, self.tables.kv_slots, self.layer, self.norm
+            self.qkv.flatten(0, 1),
+            rotary,
+            self.tables.kv_slots,
+            self.layer,
+            self.norm,
+            self.case.scales,
         )
         output = plain_window_attention(
             self.qkv[:, :, : self.num_heads].flatten(0, 1),
@@ -149,6 +177,7 @@ class Problem:
             self.scale,
             self.tables.tree,
             self.tables.spans,
+            self.case.scales,
         )
         return output.view(*self.qkv.shape[:2], -1)
 

@@ -50,6 +50,11 @@ ON_GPU: dict[str, Any] = {
 }
 
 
+def over_codes(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with an FP8 KV cache."""
+    return options | {"kv_cache_config": options["kv_cache_config"] | {"dtype": "fp8"}}
+
+
 def texts(folder: Path, **options: Any) -> tuple[list[list[int]], float]:
     """Each prompt's tokens, greedy and sampled, twice, so that the second finds its prefix cached;
     and the most accepted drafts per round."""

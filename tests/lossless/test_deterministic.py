@@ -37,6 +37,7 @@ RUNS_OF_KIND = {
     "experts": DISTURBED,
     "chunks": DISTURBED,
     "fp8 activations": DISTURBED,
+    "fp8 cache": DISTURBED,
     "4-bit weights": DISTURBED,
     "latents": {
         "in chunks, with drafts": IN_CHUNKS
@@ -104,7 +105,6 @@ def outputs_of(model: Path, batch_size: int, **options: Any) -> list[RequestOutp
     kept = {
         "max_batch_size": batch_size,
         "max_seq_len": 80,
-        "kv_cache_config": {"enable_block_reuse": False},
     }
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_p": 0.8}, {"temperature": 0.7}]
     params = [
@@ -145,10 +145,11 @@ def test_every_bit_is_that_of_a_request_alone(kind: str, tmp_path: Path, exact_d
 
 
 def check_every_bit(kind: str, model: Path) -> None:
-    alone = outputs_of(model, 1)
+    cache = {"enable_block_reuse": False, "dtype": "fp8" if kind == "fp8 cache" else "model"}
+    alone = outputs_of(model, 1, kv_cache_config=cache)
     assert all(one.error is None and one.outputs[0].length == NUM_TOKENS for one in alone)
     for name, options in RUNS_OF_KIND[kind].items():
-        others = outputs_of(model, 3, **options)
+        others = outputs_of(model, 3, kv_cache_config=cache, **options)
         for one, other in zip(alone, others, strict=True):
             assert one.outputs[0].token_ids == other.outputs[0].token_ids, name
             assert one.outputs[0].logprobs == other.outputs[0].logprobs, name

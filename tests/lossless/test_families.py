@@ -11,9 +11,11 @@ import torch
 from tests.lossless.small_models import (
     NGRAM,
     ON_GPU,
+    PLAIN,
     SETTINGS,
     TREES,
     by_default,
+    over_codes,
     plain_texts,
     texts,
     write_head,
@@ -76,6 +78,25 @@ def test_the_text_is_the_same_with_and_without_drafts_of_ngram(
     assert without == plain[model]
     found, acceptance_length = texts(folders[model], speculative_config=NGRAM, **BACKENDS[setting])
     assert found == plain[model]
+    assert acceptance_length > 1.1, "no draft was accepted"
+
+
+@pytest.mark.parametrize(
+    ("model", "setting"),
+    [
+        ("Llama4", "triton"),
+        ("Qwen2", "chunks"),
+        pytest.param("Mistral", "preemption", marks=pytest.mark.slow),
+        pytest.param("Qwen2", "triton", marks=pytest.mark.slow),
+    ],
+)
+def test_drafts_leave_the_text_over_an_fp8_cache_alone(
+    model: str, setting: str, folders: dict[str, Path]
+) -> None:
+    alone, _ = texts(folders[model], max_batch_size=1, **over_codes(PLAIN))
+    options = over_codes(BACKENDS[setting])
+    found, acceptance_length = texts(folders[model], speculative_config=NGRAM, **options)
+    assert found == alone
     assert acceptance_length > 1.1, "no draft was accepted"
 
 

@@ -18,7 +18,7 @@ from tllm_spec.kernels.batch_invariant_attention import (
     batch_invariant_attention,
     tokens_per_tile,
 )
-from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
+from tllm_spec.kernels.rotary_write import HeadWeights, Rotary
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,9 @@ class BatchInvariantAttention(HeadsBackend):
         self._results = SplitResults.allocate(geometry.head_dim, pool.data.device)
 
     def plan(self, metadata: AttentionMetadata) -> BatchInvariantPlan:
-        size, row = self._tile_tokens, 0
-        device, parts = metadata.kv_slots.device, []
-        lengths = zip(metadata.context_lens, metadata.context_kv_lens, strict=True)
-        for request, (length, kv_len) in enumerate(lengths):
-            parts.append(QueryTiles.of_chunk(row, kv_len - length, length, request, size, device))
-            row += length
+        size, row = self._tile_tokens, sum(metadata.context_lens)
+        lengths = metadata.context_lens, metadata.context_kv_lens
+        parts = QueryTiles.of_chunks(*lengths, size, metadata.kv_slots.device)
         first = len(parts)
         trees, num_rows = None, len(metadata.kv_slots)
         if batch := metadata.rows.num_requests:
@@ -75,7 +72,7 @@ class BatchInvariantAttention(HeadsBackend):
         norm: HeadWeights | None = None,
     ) -> torch.Tensor:
         assert isinstance(plan, BatchInvariantPlan)
-        rotary_write(qkv, rotary, plan.kv_slots, self._layers[layer], norm)
+        self.write(layer, qkv, rotary, plan, norm)
         q, _ = self.split(qkv)
         outputs = [
             batch_invariant_attention(
@@ -86,6 +83,7 @@ class BatchInvariantAttention(HeadsBackend):
                 self.geometry.scale,
                 self._results,
                 self.geometry.span,
+                self.pool.kv_format.scales_of(layer),
             )
             for rows, tiles in plan.launches
         ]

@@ -71,7 +71,7 @@ class BatchInvariantLatent(TritonLatent):
             head_gemm(own[..., : geometry.nope_dim], keys, absorbed, batch_invariant=True)
             mixed = batch_invariant_latent(
                 *(absorbed, own, self._layers[layer], plan.block_tables, tiles),
-                *(geometry.scale, results),
+                *(geometry.scale, results, self.pool.kv_format.scales_of(layer)),
             )
             head_gemm(mixed, values.mT, output[rows], batch_invariant=True)
         return output.flatten(1)

@@ -12,6 +12,7 @@ from tllm_spec.attention.flashinfer import DTYPES, HEAD_DIMS, FlashInferAttentio
 from tllm_spec.attention.flashinfer_latent import FlashInferLatent
 from tllm_spec.attention.geometry import AttentionGeometry, Geometry, LatentGeometry
 from tllm_spec.attention.interface import AttentionBackend, HeadsBackend
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.latent import LatentBackend, TritonLatent, VanillaLatent
 from tllm_spec.attention.triton import TritonAttention
@@ -93,7 +94,7 @@ def _create_latent(
 ) -> LatentBackend:
     if not plans_latents:
         return _latent_kind(kind)(geometry, pool)
-    reason = FlashInferLatent.why_not(geometry, pool.kv_format.dtype)
+    reason = FlashInferLatent.why_not(geometry, pool.kv_format)
     if reason is None:
         try:
             return FlashInferLatent(geometry, pool)
@@ -114,16 +115,20 @@ def create_batch_invariant(geometry: Geometry, pool: KVPool) -> AttentionBackend
 
 
 def workspace_bytes(
-    kind: type[HeadsBackend], geometry: Geometry, dtype: torch.dtype, *, plans_latents: bool = False
+    kind: type[HeadsBackend],
+    geometry: Geometry,
+    kv_format: KVFormat,
+    *,
+    plans_latents: bool = False,
 ) -> int:
     """What `create_backend` allocates besides the pool, for memory planning."""
     if isinstance(geometry, LatentGeometry):
-        if plans_latents and FlashInferLatent.why_not(geometry, dtype) is None:
-            return FlashInferLatent.workspace_bytes(geometry, dtype)
-        return _latent_kind(kind).workspace_bytes(geometry, dtype)
+        if plans_latents and FlashInferLatent.why_not(geometry, kv_format) is None:
+            return FlashInferLatent.workspace_bytes(geometry, kv_format.dtype)
+        return _latent_kind(kind).workspace_bytes(geometry, kv_format.dtype)
     assert isinstance(geometry, AttentionGeometry)
     is_triton = _is_chunked(geometry) and kind is FlashInferAttention
-    return (TritonAttention if is_triton else kind).workspace_bytes(geometry)
+    return (TritonAttention if is_triton else kind).workspace_bytes(geometry, kv_format)
 
 
 def _is_chunked(geometry: AttentionGeometry) -> bool:

@@ -2,7 +2,8 @@
 
 A forward without chunks is the same as TRITON's, in CUDA graphs too. Context chunks are planned
 once per forward from lengths on the host; page numbers stay on the device. On Hopper, CUDA graphs
-of context chunks share a plan that is updated in place."""
+of context chunks share a plan that is updated in place. FP8 codes are widened into a bounded copy
+first; chunks whose requests have more pages run as in TRITON."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +13,11 @@ import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, ContextPlans
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.triton import TritonAttention, TritonPlan
+from tllm_spec.attention.wide_pages import PageList, WidePages
+from tllm_spec.kernels.kv_codes import UNSCALED, KVScales
 from tllm_spec.kernels.paged_prefill import (
     NUM_PLANS,
     PLAN_BYTES,
@@ -21,7 +25,7 @@ from tllm_spec.kernels.paged_prefill import (
     PrefillLimits,
     PrefillRows,
 )
-from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
+from tllm_spec.kernels.rotary_write import HeadWeights, Rotary
 
 HEAD_DIMS = (64, 128, 256)  # that FlashInfer has kernels for
 DTYPES = (torch.bfloat16, torch.float16)
@@ -31,7 +35,14 @@ class Prefill(Protocol):
     """`PagedPrefill`, or its reference implementation in tests."""
 
     def plan(self, rows: PrefillRows) -> Any: ...
-    def run(self, plan: Any, q: torch.Tensor, layer: torch.Tensor, out: torch.Tensor) -> None: ...
+    def run(
+        self,
+        plan: Any,
+        q: torch.Tensor,
+        layer: torch.Tensor,
+        out: torch.Tensor,
+        scales: KVScales = UNSCALED,
+    ) -> None: ...
     def in_place(self, limits: PrefillLimits) -> "InPlace | None": ...
 
 
@@ -47,22 +58,42 @@ class FlashInferPlan(TritonPlan):
 
     num_rows: int
     prefill: Any
+    page_list: PageList | None
+    """The pages of the chunks, if the pool has codes."""
 
 
 class FlashInferContexts(ContextPlans):
     """A fixed number of chunks; their plan is updated in place."""
 
-    def __init__(self, prefill: InPlace, limits: PrefillLimits, page_size: int) -> None:
+    def __init__(
+        self, prefill: InPlace, limits: PrefillLimits, page_size: int, wide: WidePages | None
+    ) -> None:
         self._prefill, self._limits, self._page_size = prefill, limits, page_size
         self._plan: Any = None
+        self._wide, self._page_list = wide, None
+        if wide is not None:
+            self._page_list = wide.page_list(limits.num_chunks * limits.max_pages)
+
+    def fits(self, kv_lens: Sequence[int]) -> bool:
+        if self._page_list is None:
+            return True
+        num_pages = sum(-(-length // self._page_size) for length in kv_lens)
+        return num_pages <= len(self._page_list.pages)
 
     def update(self, lens: Sequence[int], kv_lens: Sequence[int], pages: torch.Tensor) -> None:
         assert len(lens) == self._limits.num_chunks
-        self._plan = self._prefill.plan(PrefillRows.of_pages(lens, kv_lens, pages, self._page_size))
+        rows = PrefillRows.of_pages(lens, kv_lens, pages, self._page_size)
+        if self._wide is not None:
+            assert self._page_list is not None and self._page_list.count is not None
+            self._page_list.pages[: len(pages)].copy_(pages)
+            self._page_list.count.fill_(len(pages))
+            rows = self._wide.rows(rows)
+        self._plan = self._prefill.plan(rows)
 
     def for_graph(self, kv_slots: torch.Tensor) -> FlashInferPlan:
         assert self._plan is not None
-        return FlashInferPlan(kv_slots, (), None, None, len(kv_slots), self._plan)
+        parts = len(kv_slots), self._plan, self._page_list
+        return FlashInferPlan(kv_slots, (), None, None, None, *parts)
 
 
 class FlashInferAttention(TritonAttention):
@@ -75,17 +106,25 @@ class FlashInferAttention(TritonAttention):
         super().__init__(geometry, pool)
         span = geometry.span
         assert span is None or span.slides
+        has_codes = pool.kv_format.scales is not None
+        self._wide = WidePages(pool) if has_codes else None
         self._prefill = prefill or PagedPrefill(
-            self._layers[0], geometry.num_heads, geometry.scale, span.size if span else None
+            self._layers[0] if self._wide is None else self._wide.layer,
+            geometry.num_heads,
+            geometry.scale,
+            span.size if span else None,
         )
 
     @classmethod
-    def workspace_bytes(cls, geometry: AttentionGeometry) -> int:
-        return super().workspace_bytes(geometry) + NUM_PLANS * PLAN_BYTES
+    def workspace_bytes(cls, geometry: AttentionGeometry, kv_format: KVFormat) -> int:
+        wide_bytes = WidePages.num_bytes(geometry, kv_format)
+        return super().workspace_bytes(geometry, kv_format) + NUM_PLANS * PLAN_BYTES + wide_bytes
 
     def context_plans(self, limits: PrefillLimits) -> FlashInferContexts | None:
         prefill = self._prefill.in_place(limits)
-        return None if prefill is None else FlashInferContexts(prefill, limits, self.pool.page_size)
+        if prefill is None:
+            return None
+        return FlashInferContexts(prefill, limits, self.pool.page_size, self._wide)
 
     def plan(self, metadata: AttentionMetadata) -> TritonPlan:
         if not metadata.context_lens:
@@ -96,10 +135,14 @@ class FlashInferAttention(TritonAttention):
             metadata.block_tables,
             self.pool.page_size,
         )
-        windows = self._plan_windows(metadata)
-        return FlashInferPlan(
-            metadata.kv_slots, (), None, windows, rows.num_rows, self._prefill.plan(rows)
-        )
+        page_list = None
+        if self._wide is not None:
+            if len(rows.pages) > self._wide.num_pages:
+                return super().plan(metadata)
+            rows, page_list = self._wide.rows(rows), PageList(rows.pages)
+        windows, prefill = self._plan_windows(metadata), self._prefill.plan(rows)
+        parts = rows.num_rows, prefill, page_list
+        return FlashInferPlan(metadata.kv_slots, (), None, windows, None, *parts)
 
     def run(
         self,
@@ -112,16 +155,19 @@ class FlashInferAttention(TritonAttention):
         if not isinstance(plan, FlashInferPlan):
             return super().run(layer, qkv, rotary, plan, norm)
         num_rows = plan.num_rows
-        rotary_write(
-            qkv[:num_rows],
-            rotary.first(num_rows),
-            plan.kv_slots[:num_rows],
-            self._layers[layer],
-            norm,
-        )
+        own = AttentionPlan(plan.kv_slots[:num_rows])
+        self.write(layer, qkv[:num_rows], rotary.first(num_rows), own, norm)
+        keys_and_values = self._layers[layer]
+        if self._wide is not None:
+            assert plan.page_list is not None
+            self._wide.fill(keys_and_values, plan.page_list)
+            keys_and_values = self._wide.layer
         q, _ = self.split(qkv)
         output = q.new_empty(q.shape)
-        self._prefill.run(plan.prefill, q[:num_rows], self._layers[layer], output[:num_rows])
+        self._prefill.run(
+            *(plan.prefill, q[:num_rows], keys_and_values, output[:num_rows]),
+            self.pool.kv_format.scales_of(layer),
+        )
         output = output.flatten(1)
         if plan.windows is not None:
             output[num_rows:] = self._run_windows(layer, qkv, rotary, plan.windows, norm)

@@ -8,6 +8,7 @@ import torch
 
 from tllm_spec.attention.geometry import LatentGeometry
 from tllm_spec.attention.interface import AttentionMetadata
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.latent import LatentWindows, TritonLatent
 from tllm_spec.kernels.planned_latent import (
@@ -45,12 +46,14 @@ class FlashInferLatent(TritonLatent):
         return super().workspace_bytes(geometry, dtype) + WORKSPACE_BYTES + PLAN_BYTES
 
     @staticmethod
-    def why_not(geometry: LatentGeometry, dtype: torch.dtype) -> str | None:
+    def why_not(geometry: LatentGeometry, kv_format: KVFormat) -> str | None:
         """Why FlashInfer has no kernels for this attention; None: it has."""
+        if kv_format.scales is not None:
+            return "its MLA kernels read no FP8 KV cache"
         dims = geometry.latent_dim, geometry.rope_dim
-        if dims == (LATENT_DIM, ROPE_DIM) and dtype in DTYPES:
+        if dims == (LATENT_DIM, ROPE_DIM) and kv_format.dtype in DTYPES:
             return None
-        name = str(dtype).removeprefix("torch.")
+        name = str(kv_format.dtype).removeprefix("torch.")
         return (
             f"FlashInfer has MLA kernels of {LATENT_DIM} + {ROPE_DIM} elements in bfloat16 and "
             f"float16, and the model has {dims[0]} + {dims[1]} in {name}"

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.kernels.paged_prefill import PrefillLimits
@@ -70,6 +71,9 @@ class ContextPlans(Protocol):
     """A plan of context chunks in memory with fixed addresses, so that a CUDA graph can hold their
     forward."""
 
+    def fits(self, kv_lens: Sequence[int]) -> bool:
+        """Whether chunks of requests with so many tokens can be planned."""
+
     def update(self, lens: Sequence[int], kv_lens: Sequence[int], pages: torch.Tensor) -> None:
         """The next replay runs chunks of `lens` tokens, as many as the limits say, and no windows.
         kv_lens: as `context_kv_lens`. pages: int32, on the device: the pages that hold the first
@@ -108,7 +112,7 @@ class HeadsBackend(AttentionBackend):
         self.geometry = geometry
 
     @classmethod
-    def workspace_bytes(cls, geometry: AttentionGeometry) -> int:
+    def workspace_bytes(cls, geometry: AttentionGeometry, kv_format: KVFormat) -> int:
         """Device memory that each instance allocates besides the pool, for memory planning."""
         return 0
 
@@ -152,7 +156,8 @@ class HeadsBackend(AttentionBackend):
     ) -> None:
         """The part of `run` before attention, with the same arguments: for rows whose outputs are
         not needed."""
-        rotary_write(qkv, rotary, plan.kv_slots, self.pool.data[layer], norm)
+        scales = self.pool.kv_format.scales_of(layer)
+        rotary_write(qkv, rotary, plan.kv_slots, self.pool.data[layer], norm, scales)
 
 
 @dataclass(frozen=True)

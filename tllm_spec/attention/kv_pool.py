@@ -8,6 +8,7 @@ import torch
 
 from tllm_spec.attention.geometry import Geometry
 from tllm_spec.attention.kv_format import KVFormat
+from tllm_spec.kernels.kv_codes import movable
 
 
 class KVPool:
@@ -27,12 +28,12 @@ class KVPool:
     ) -> None:
         layout = geometry.layout
         shape = (geometry.num_layers, *layout.layer_shape(num_pages, page_size))
-        self.data = _zeros(shape, kv_format.dtype, device)
+        self.data = _zeros(shape, kv_format.stored, device)
         self.kv_format = kv_format
         self.num_pages = num_pages
         self.page_size = page_size
         self._page_dim = 1 + layout.page_dim
-        self.planes = self.data.flatten(0, layout.page_dim).flatten(3)
+        self.planes = movable(self.data).flatten(0, layout.page_dim).flatten(3)
         """A view, `[planes, pages, page_size, width]`: what each layer has of every token, a plane
         for its keys and one for its values, or one for its latents."""
 
@@ -40,7 +41,7 @@ class KVPool:
     def page_bytes(geometry: Geometry, page_size: int, kv_format: KVFormat) -> int:
         """Bytes of one page over all layers, for memory planning."""
         layer = math.prod(geometry.layout.layer_shape(1, page_size))
-        return geometry.num_layers * layer * kv_format.dtype.itemsize
+        return geometry.num_layers * layer * kv_format.stored.itemsize
 
     def copy_page(self, source: int, destination: int) -> None:
         """Copy one page in all layers: a prefix that matches part of a page continues on a copy."""

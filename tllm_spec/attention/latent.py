@@ -15,6 +15,7 @@ from tllm_spec.attention.geometry import LatentGeometry
 from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, AttentionPlan
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.kernels.head_gemm import head_gemm
+from tllm_spec.kernels.kv_codes import times
 from tllm_spec.kernels.latent_attention import (
     MAX_PARTIAL_ROWS,
     LatentTables,
@@ -86,9 +87,11 @@ class LatentBackend(AttentionBackend):
         all keys of the row's request. Returns `[T, H * V]`."""
         assert isinstance(plan, LatentPlan)
         self.write(layer, inputs.latent, inputs.norm, rotary, plan, inputs.q)
-        geometry, q = self.geometry, inputs.q
+        geometry, q, scales = self.geometry, inputs.q, self.pool.kv_format.scales_of(layer)
         output = q.new_empty(len(q), geometry.num_heads, geometry.value_dim)
-        expanded_attention(q, self._layers[layer], inputs.up, plan.contexts, geometry.scale, output)
+        expanded_attention(
+            q, self._layers[layer], inputs.up, plan.contexts, geometry.scale, output, scales
+        )
         if plan.windows is not None:
             first, nope = plan.windows.first, geometry.nope_dim
             own = q[first:]
@@ -110,7 +113,8 @@ class LatentBackend(AttentionBackend):
     ) -> None:
         """The part of `run` before attention. q: None for rows whose outputs are not needed."""
         latent = self._stored(latent, plan)
-        latent_write(latent, q, rotary, plan.kv_slots, self._layers[layer], norm)
+        scales = self.pool.kv_format.scales_of(layer)
+        latent_write(latent, q, rotary, plan.kv_slots, self._layers[layer], norm, scales)
 
     def _stored(self, latent: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """The latents that go into the pool."""
@@ -203,7 +207,8 @@ class VanillaLatent(LatentBackend):
             hidden = keys > queries[:, :, None]
         else:
             hidden = ~metadata.tree.visible(kv_lens, keys)
-        mask = torch.zeros_like(hidden, dtype=self.pool.data.dtype).masked_fill_(hidden, -torch.inf)
+        mask = torch.zeros_like(hidden, dtype=self.pool.kv_format.dtype)
+        mask = mask.masked_fill_(hidden, -torch.inf)
         mask = mask[:, None, :, None].expand(batch, 1, window, heads, length).flatten(2, 3)
         first = sum(metadata.context_lens)
         return LatentWindows(first, LatentTables(rows, block_tables, kv_lens), slots, mask)
@@ -215,15 +220,17 @@ class VanillaLatent(LatentBackend):
         (heads, _, rank), nope, rows = q_latent.shape, self.geometry.nope_dim, plan.tables.rows
         queries = rows.padded(torch.cat((q_latent.transpose(0, 1), q[..., nope:]), -1))
         entries = self._layers[layer].flatten(0, 1).index_select(0, plan.slots)
+        entries, scale = entries.to(q.dtype), self.pool.kv_format.scales_of(layer).key
         entries = entries.view(rows.num_requests, 1, -1, entries.shape[-1])
         mixed = F.scaled_dot_product_attention(
             queries.flatten(1, 2).unsqueeze(1),
             entries,
             entries[..., :rank],
             plan.mask,
-            scale=self.geometry.scale,
+            scale=self.geometry.scale * scale,
         )
-        return rows.flat(mixed.view(rows.num_requests, rows.window, heads, rank)).transpose(0, 1)
+        mixed = times(mixed.view(rows.num_requests, rows.window, heads, rank), scale)
+        return rows.flat(mixed).transpose(0, 1)
 
 
 class TritonLatent(LatentBackend):
@@ -255,7 +262,8 @@ class TritonLatent(LatentBackend):
         self, layer: int, q_latent: torch.Tensor, q: torch.Tensor, plan: LatentWindows
     ) -> torch.Tensor:
         return latent_attention(
-            q_latent, q, self._layers[layer], plan.tables, self.geometry.scale, self._workspace
+            *(q_latent, q, self._layers[layer], plan.tables, self.geometry.scale, self._workspace),
+            self.pool.kv_format.scales_of(layer),
         )
 
 

@@ -1,5 +1,6 @@
 """TRITON: generation windows run a kernel that reads lengths and block tables from the device;
-context chunks run as in VANILLA. Without Triton the kernels' plain-torch references run.
+context chunks run as in VANILLA, or over FP8 codes in the batch-invariant kernel. Without Triton
+the kernels' plain-torch references run.
 
 A plan without context chunks depends on no length, so a CUDA graph can hold its forward. Before a
 capture, a forward of the same shape must have run: kernels are compiled at their first launch."""
@@ -10,9 +11,15 @@ import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan
+from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention, VanillaPlan
-from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
+from tllm_spec.kernels.batch_invariant_attention import (
+    QueryTiles,
+    batch_invariant_attention,
+    tokens_per_tile,
+)
+from tllm_spec.kernels.rotary_write import HeadWeights, Rotary
 from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.window_attention import WindowTables, window_attention
 from tllm_spec.kernels.window_splits import MAX_PARTIAL_ROWS, WindowWorkspace
@@ -27,10 +34,22 @@ class WindowPlan:
 
 
 @dataclass(frozen=True)
+class CodeChunks:
+    """All context chunks, in the first `num_rows` rows."""
+
+    num_rows: int
+    block_tables: torch.Tensor
+    """[C + B, P] int32."""
+    tiles: QueryTiles
+
+
+@dataclass(frozen=True)
 class TritonPlan(VanillaPlan):
     """VANILLA's chunks, and `windows` instead of its generation plan."""
 
     windows: WindowPlan | None
+    code_chunks: CodeChunks | None
+    """Instead of VANILLA's chunks, if the pool has codes."""
 
 
 class TritonAttention(VanillaAttention):
@@ -44,12 +63,16 @@ class TritonAttention(VanillaAttention):
         self._workspace = WindowWorkspace.allocate(geometry.head_dim, pool.data.device)
 
     @classmethod
-    def workspace_bytes(cls, geometry: AttentionGeometry) -> int:
+    def workspace_bytes(cls, geometry: AttentionGeometry, kv_format: KVFormat) -> int:
         return MAX_PARTIAL_ROWS * (geometry.head_dim + 1) * torch.float32.itemsize
 
     def plan(self, metadata: AttentionMetadata) -> TritonPlan:
+        windows = self._plan_windows(metadata)
+        if metadata.context_lens and self.pool.kv_format.scales is not None:
+            chunks = self._plan_code_chunks(metadata)
+            return TritonPlan(metadata.kv_slots, (), None, windows, chunks)
         contexts = super().plan(replace(metadata, rows=RoundRows.rectangle(0, 1))).contexts
-        return TritonPlan(metadata.kv_slots, contexts, None, self._plan_windows(metadata))
+        return TritonPlan(metadata.kv_slots, contexts, None, windows, None)
 
     def run(
         self,
@@ -63,14 +86,30 @@ class TritonAttention(VanillaAttention):
         windows = plan.windows
         if windows is None or windows.first:
             first = len(qkv) if windows is None else windows.first
-            rotary_write(
-                qkv[:first], rotary.first(first), plan.kv_slots[:first], self._layers[layer], norm
+            self.write(
+                layer, qkv[:first], rotary.first(first), AttentionPlan(plan.kv_slots[:first]), norm
             )
         q, kv = self.split(qkv)
         outputs = [self._run_context(layer, q, kv, context) for context in plan.contexts]
+        if plan.code_chunks is not None:
+            outputs.append(self._run_code_chunks(layer, q, plan.code_chunks))
         if windows is not None:
             outputs.append(self._run_windows(layer, qkv, rotary, windows, norm))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _plan_code_chunks(self, metadata: AttentionMetadata) -> CodeChunks:
+        lens, group = metadata.context_lens, self.geometry.num_heads // self.geometry.num_kv_heads
+        tiles = QueryTiles.of_chunks(
+            lens, metadata.context_kv_lens, tokens_per_tile(group), metadata.kv_slots.device
+        )
+        return CodeChunks(sum(lens), metadata.block_tables, QueryTiles.joined(tiles))
+
+    def _run_code_chunks(self, layer: int, q: torch.Tensor, chunks: CodeChunks) -> torch.Tensor:
+        geometry = self.geometry
+        return batch_invariant_attention(
+            *(q[: chunks.num_rows], self._layers[layer], chunks.block_tables, chunks.tiles),
+            *(geometry.scale, None, geometry.span, self.pool.kv_format.scales_of(layer)),
+        )
 
     def _plan_windows(self, metadata: AttentionMetadata) -> WindowPlan | None:
         batch = metadata.rows.num_requests
@@ -107,4 +146,5 @@ class TritonAttention(VanillaAttention):
             self.geometry.scale,
             self._workspace,
             norm,
+            self.pool.kv_format.scales_of(layer),
         )

@@ -20,7 +20,8 @@ from tllm_spec.attention.interface import (
 )
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.kernels.key_spans import KeySpans
-from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotate
+from tllm_spec.kernels.kv_codes import times
+from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotate, plain_write_kv
 from tllm_spec.kernels.round_rows import RoundRows
 
 
@@ -45,11 +46,13 @@ class GenerationPlan:
     kv_rows: torch.Tensor
     """[2 * B * L] row indices into the flat layer: all keys, then all values."""
     gathered: torch.Tensor
-    """[2 * B * L, Hkv * D]: the rows at `kv_rows`; every layer overwrites it."""
+    """[2 * B * L, Hkv * D]: the rows at `kv_rows`, as stored; every layer overwrites it."""
+    widened: torch.Tensor
+    """`gathered` in the model's type: a tensor of its own for codes."""
     keys: torch.Tensor
-    """[B, Hkv, L, D], a view of `gathered`."""
+    """[B, Hkv, L, D], a view of `widened`."""
     values: torch.Tensor
-    """[B, Hkv, L, D], a view of `gathered`."""
+    """[B, Hkv, L, D], a view of `widened`."""
     mask: torch.Tensor
     """[B, 1, W * G, L], added to the scores."""
 
@@ -71,7 +74,6 @@ class VanillaAttention(HeadsBackend):
         super().__init__(geometry, pool)
         heads, head_dim = geometry.num_kv_heads, geometry.head_dim
         self._num_slots = pool.num_pages * pool.page_size
-        self._slots = [layer.view(2, self._num_slots, heads, head_dim) for layer in pool.data]
         self._rows = [layer.view(2 * self._num_slots, heads * head_dim) for layer in pool.data]
         self._group = geometry.num_heads // heads
 
@@ -99,7 +101,9 @@ class VanillaAttention(HeadsBackend):
             # A masked key counts zero times, and zero times NaN is NaN: a draft whose keys and
             # values are NaN would spoil the rows before it. Its own row is NaN by its query.
             kv[plan.generation.first :].nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
-        self._slots[layer].index_copy_(1, plan.kv_slots, kv.transpose(0, 1))
+        scales = self.pool.kv_format.scales_of(layer)
+        stored = plain_write_kv(kv, plan.kv_slots, self.pool.data[layer], scales)
+        kv = stored.to(q.dtype).transpose(0, 1)
         outputs = [self._run_context(layer, q, kv, context) for context in plan.contexts]
         if plan.generation is not None:
             outputs.append(self._run_generation(layer, q, plan.generation))
@@ -146,8 +150,10 @@ class VanillaAttention(HeadsBackend):
             # Keys before these may have no page any more.
             own_keys = torch.maximum(own_keys, first_keys.amin(1, keepdim=True))
         kv_rows = self._kv_rows(self._slots_of(metadata.block_tables[-batch:], own_keys))
-        gathered = self.pool.data.new_empty(2 * batch * length, heads * head_dim)
-        cached = gathered.view(2, batch, length, heads, head_dim).transpose(2, 3)
+        gathered = widened = self.pool.data.new_empty(2 * batch * length, heads * head_dim)
+        if (dtype := self.pool.kv_format.dtype) != gathered.dtype:
+            widened = torch.empty_like(gathered, dtype=dtype)
+        cached = widened.view(2, batch, length, heads, head_dim).transpose(2, 3)
         tree = metadata.tree
         if tree is None:
             firsts = metadata.kv_lens[-batch:] - rows.counts
@@ -162,7 +168,7 @@ class VanillaAttention(HeadsBackend):
         mask = mask.expand(batch, 1, window, group, length).reshape(
             batch, 1, window * group, length
         )
-        return GenerationPlan(first, rows, kv_rows, gathered, cached[0], cached[1], mask)
+        return GenerationPlan(first, rows, kv_rows, gathered, widened, cached[0], cached[1], mask)
 
     def _spans(self, metadata: AttentionMetadata, first: int) -> KeySpans | None:
         """The spans of the windows, which start at row `first`."""
@@ -180,7 +186,8 @@ class VanillaAttention(HeadsBackend):
         return torch.cat((keys, keys + self._num_slots))
 
     def _additive_mask(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(hidden, dtype=self.pool.data.dtype).masked_fill_(hidden, -torch.inf)
+        mask = torch.zeros_like(hidden, dtype=self.pool.kv_format.dtype)
+        return mask.masked_fill_(hidden, -torch.inf)
 
     def _run_context(
         self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: ContextPlan
@@ -190,6 +197,8 @@ class VanillaAttention(HeadsBackend):
             kv = kv[plan.rows].transpose(0, 1)
         else:
             kv = self._rows[layer].index_select(0, plan.kv_rows).view(2, -1, *kv.shape[2:])
+            kv = kv.to(q.dtype)
+        scales = self.pool.kv_format.scales_of(layer)
         keys, values = kv.transpose(1, 2)[:, None].unbind(0)
         output = F.scaled_dot_product_attention(
             q,
@@ -197,15 +206,18 @@ class VanillaAttention(HeadsBackend):
             values,
             plan.mask,
             is_causal=plan.mask is None,
-            scale=self.geometry.scale,
+            scale=self.geometry.scale * scales.key,
             enable_gqa=True,
         )
-        return output[0].transpose(0, 1).flatten(1)
+        return times(output[0].transpose(0, 1).flatten(1), scales.value)
 
     def _run_generation(self, layer: int, q: torch.Tensor, plan: GenerationPlan) -> torch.Tensor:
         batch, heads, _, head_dim = plan.keys.shape
         window, group = plan.rows.window, self._group
         torch.index_select(self._rows[layer], 0, plan.kv_rows, out=plan.gathered)
+        if plan.widened is not plan.gathered:
+            plan.widened.copy_(plan.gathered)
+        scales = self.pool.kv_format.scales_of(layer)
         if plan.first:
             q = q[plan.first :]
         if window == 1:
@@ -214,9 +226,9 @@ class VanillaAttention(HeadsBackend):
             q = plan.rows.padded(q).view(batch, window, heads, group, head_dim)
             q = q.transpose(1, 2).flatten(2, 3)
         output = F.scaled_dot_product_attention(
-            q, plan.keys, plan.values, plan.mask, scale=self.geometry.scale
+            q, plan.keys, plan.values, plan.mask, scale=self.geometry.scale * scales.key
         )
         if window > 1:
             output = output.view(batch, heads, window, group, head_dim).transpose(1, 2)
             output = plan.rows.flat(output)
-        return output.reshape(plan.rows.num_rows, -1)
+        return times(output.reshape(plan.rows.num_rows, -1), scales.value)

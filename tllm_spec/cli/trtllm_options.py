@@ -55,6 +55,11 @@ class PeerOption(NamedTuple):
         return self.flags.split()[0].partition("/")[0].removeprefix("--")
 
 
+def _kv_cache_dtype(dtype: str) -> str:
+    """vLLM and SGLang call the same type `fp8_e4m3`."""
+    return "fp8" if dtype == "fp8_e4m3" else dtype
+
+
 ENGINE_OPTIONS = (
     PeerOption("--backend", str, "backend"),
     PeerOption("--tensor_parallel_size --tp_size --tp", int, "tensor_parallel_size"),
@@ -65,7 +70,7 @@ ENGINE_OPTIONS = (
     PeerOption("--gpus_per_node", int, "gpus_per_node"),
     PeerOption("--enable_attention_dp", bool, "enable_attention_dp"),
     PeerOption("--max_beam_width --beam_width", int, "max_beam_width"),
-    PeerOption("--kv_cache_dtype", str, "kv_cache_config.dtype"),
+    PeerOption("--kv_cache_dtype", str, "kv_cache_config.dtype", _kv_cache_dtype),
     PeerOption("--moe_backend", str, "moe_config.backend"),
     PeerOption("--num_postprocess_workers", int, "num_postprocess_workers"),
     PeerOption("--trust_remote_code", bool, "trust_remote_code"),

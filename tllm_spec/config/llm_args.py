@@ -24,8 +24,9 @@ from pydantic import (
 from tllm_spec.config.config_base import ConfigError, ConfigModel, check_keys
 from tllm_spec.config.cuda_graph_config import CudaGraphConfig as CudaGraphConfig
 from tllm_spec.config.import_path import import_also_from
+from tllm_spec.config.kv_cache_config import FRACTION
+from tllm_spec.config.kv_cache_config import KvCacheConfig as KvCacheConfig
 from tllm_spec.config.not_served import (
-    KV_CACHE_NOT_SERVED,
     LLM_NOT_SERVED,
 )
 from tllm_spec.config.option_checks import NotServed, shown
@@ -43,39 +44,9 @@ logger = logging.getLogger(__name__)
 
 MAX_DETERMINISTIC_RANKS = 2  # a sum of two is the same in any order
 # A name of trtllm-serve's flags that is found in its YAML files, too.
-FRACTION, FRACTION_FLAG = "free_gpu_memory_fraction", "kv_cache_free_gpu_memory_fraction"
+FRACTION_FLAG = "kv_cache_free_gpu_memory_fraction"
 # Options of `speculative_config` that may be import paths.
 CODE = ("drafter", "resource_manager")
-
-
-class KvCacheConfig(ConfigModel):
-    """The paged KV cache and its prefix reuse."""
-
-    enable_block_reuse: bool = True
-    """Requests whose prompts begin alike share pages."""
-    enable_partial_reuse: bool = True
-    """A page of which only a part matches is copied and used up to there."""
-    max_tokens: PositiveInt | None = None
-    """Tokens that the cache holds, at most. null: no limit but the memory."""
-    free_gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share that the cache may take of the GPU memory that is free after loading the models. No
-    effect on a CPU."""
-    tokens_per_block: PositiveInt = 32
-    """Tokens of one page, a power of two."""
-
-    not_served: ClassVar[Mapping[str, NotServed]] = KV_CACHE_NOT_SERVED
-
-    @field_validator("free_gpu_memory_fraction", mode="before")
-    @classmethod
-    def _null_means_default(cls, fraction: object) -> object:
-        return cls.model_fields[FRACTION].default if fraction is None else fraction
-
-    @field_validator("tokens_per_block")
-    @classmethod
-    def _check_power_of_two(cls, tokens_per_block: int) -> int:
-        if tokens_per_block & (tokens_per_block - 1):
-            raise ValueError("must be a power of two")
-        return tokens_per_block
 
 
 def _device_name(device: object) -> object:

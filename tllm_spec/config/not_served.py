@@ -127,7 +127,7 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "generation_config": NotServed(("trtllm",), "sampling defaults come from SamplingParams only"),
     "iter_stats_max_iterations": NotServed((None,), "use max_stats_len"),
     "kv_cache_compression_config": NotServed((None,), ALL_TOKENS),
-    "kv_cache_dtype": NotServed(("auto",), "the cache has the model's own dtype"),
+    "kv_cache_dtype": NotServed(("auto",), "use kv_cache_config.dtype"),
     "kv_connector_config": NotServed((None,), "the KV cache stays in one process"),
     "lora_config": NotServed((None,), NO_LORA),
     "max_beam_width": NotServed((None, 1), NO_BEAMS),
@@ -180,7 +180,11 @@ KV_CACHE_NOT_SERVED: Mapping[str, NotServed] = {
     "cross_kv_cache_fraction": NotServed((None,), "there are no encoders"),
     "disk_cache_path": NotServed((None,), "evicted pages are not kept on disk"),
     "disk_cache_size": NotServed((None, 0), "evicted pages are not kept on disk"),
-    "dtype": NotServed(("auto",), "the cache has the model's own dtype"),
+    "dtype": NotServed(
+        ("auto", "fp8", "model"),
+        "a cache of 4 bits (nvfp4) needs a scale for every 16 numbers, and one of int8 scales that "
+        "follow the text; codes here have a constant scale for each layer",
+    ),
     "enable_swa_scratch_reuse": NotServed((False,), ALL_TOKENS),
     "event_buffer_max_size": NotServed((0,), NO_KV_EVENTS),
     "host_cache_size": NotServed((None, 0), NO_HOST_CACHE),

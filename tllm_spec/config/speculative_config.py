@@ -25,9 +25,14 @@ from tllm_spec.config.host_draft_config import NGramDecodingConfig as NGramDecod
 from tllm_spec.config.host_draft_config import (
     UserProvidedDecodingConfig as UserProvidedDecodingConfig,
 )
+from tllm_spec.config.kv_cache_config import KVCacheType
 from tllm_spec.config.option_checks import NotServed, many_unknown, shown, unknown_options
 from tllm_spec.config.peer_options import SPECULATIVE_PEERS, with_our_names
-from tllm_spec.config.speculative_base import DECODING_NOT_SERVED, PathText, RelaxedRule
+from tllm_spec.config.speculative_base import (
+    DECODING_NOT_SERVED,
+    PathText,
+    RelaxedRule,
+)
 from tllm_spec.config.speculative_base import DecodingBaseConfig as DecodingBaseConfig
 from tllm_spec.config.speculative_base import DraftModelDecodingConfig as DraftModelDecodingConfig
 
@@ -78,6 +83,8 @@ def _check_backend(config: DraftModelDecodingConfig, backend: DraftBackend, one_
         reasons.append("its network drafts chains, not trees")
     if config.speculative_token_map is not None:
         reasons.append("its network has no token map")
+    if getattr(config, "kv_cache_dtype", None) == "fp8":
+        reasons.append("its network reads no FP8 KV cache")
     if reasons:
         raise ValueError(
             f"draft_backend = {backend!r} is refused: {'; '.join(reasons)}; accepted: 'torch'"
@@ -96,6 +103,8 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfi
     draft_backend: DraftBackend = "torch"
     """What runs the draft model's network. `tensorrt` builds an engine at the first start and keeps
     it on disk; `onnxruntime` is for CPUs."""
+    kv_cache_dtype: KVCacheType | None = None
+    """Type of the draft model's own KV cache, as `kv_cache_config.dtype`, which null stands for."""
 
     @model_validator(mode="after")
     def _check_draft_backend(self) -> DraftTargetDecodingConfig:

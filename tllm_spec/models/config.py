@@ -26,6 +26,7 @@ from tllm_spec.models.formats.fp8_formats import Fp8Format
 from tllm_spec.models.formats.fp8_readers import QUANTIZATION_KEYS, fp8_format
 from tllm_spec.models.formats.int4_formats import Int4Format
 from tllm_spec.models.formats.int4_readers import int4_format
+from tllm_spec.models.formats.kv_cache_formats import KVCacheSetting, kv_cache_setting
 from tllm_spec.models.gemma3_config import (
     GEMMA3,
     GEMMA3_DEFAULTS,
@@ -134,6 +135,8 @@ class ModelConfig:
     """How the checkpoint stores FP8 weights; None: it has none."""
     int4: Int4Format | None
     """How the checkpoint stores 4-bit weights; None: it has none."""
+    kv_cache: KVCacheSetting | None
+    """What the checkpoint says of the KV cache; None: nothing."""
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "ModelConfig":
@@ -293,8 +296,8 @@ class ModelConfig:
 
 
 def _weight_formats(path: Path | None, raw: dict[str, Any]) -> dict[str, Any]:
-    """The fields `fp8` and `int4`, of which at most one is not None. Raises ValueError for formats
-    that are not served."""
+    """The fields `fp8` and `int4`, of which at most one is not None, and `kv_cache`. Raises
+    ValueError for formats that are not served."""
     int4 = int4_format(path, raw)
     fp8 = None if int4 is not None else fp8_format(path, raw)
     if raw["architectures"][0] == "Gemma3ForConditionalGeneration" and (int4 or fp8):
@@ -302,7 +305,7 @@ def _weight_formats(path: Path | None, raw: dict[str, Any]) -> dict[str, Any]:
             "Gemma3ForConditionalGeneration has quantised weights; it is served with weights of "
             "16 or 32 bits."
         )
-    return {"int4": int4, "fp8": fp8}
+    return {"int4": int4, "fp8": fp8, "kv_cache": kv_cache_setting(path, raw)}
 
 
 def _architecture(raw: dict[str, Any]) -> str:

@@ -14,7 +14,8 @@ they list the modules that kept 16 bits:
 | ModelOpt | hf_quant_config.json, `quant_method: modelopt` | `weight_scale` | the same |
 | FBGEMM (Meta) | `quant_method: fbgemm_fp8` | `weight_scale` | rows |
 
-Static scales of activations and scales of the KV cache are left out."""
+Static scales of activations are left out, and those of the KV cache are read by
+kv_cache_formats.py."""
 
 import re
 from dataclasses import dataclass, field
@@ -90,8 +91,8 @@ class Fp8Format:
     activations: TokenScales | None = None
     """None: the model computes with activations of its own type."""
     unused: tuple[str, ...] = field(default=(), compare=False)
-    """What the configuration says of activations and of the KV cache, and why it is not used: a
-    sentence for each. It does not change how weights are read."""
+    """What the configuration says of activations, and why it is not used: a sentence for each. It
+    does not change how weights are read."""
 
     def keeps(self, module: str) -> bool:
         """Whether the configuration gives the linear layer `module`, such as

@@ -38,10 +38,7 @@ def fp8_format(path: Path | None, raw: Mapping[str, Any]) -> Fp8Format | None:
     Raises:
         ValueError: it is quantized in a way that is not served; all reasons are named.
     """
-    quantization = next((raw[key] for key in QUANTIZATION_KEYS if raw.get(key)), None)
-    source, method = "quantization_config of config.json", None
-    if path is not None and (path / MODELOPT_FILE).is_file():
-        quantization, source, method = read_json(path / MODELOPT_FILE), MODELOPT_FILE, "modelopt"
+    quantization, source, method = quantization_settings(path, raw)
     if not quantization:
         return None
     if not isinstance(quantization, Mapping):
@@ -67,14 +64,19 @@ def fp8_format(path: Path | None, raw: Mapping[str, Any]) -> Fp8Format | None:
     return Fp8Format(read.granularity, suffix, ignored, targets, read.activations, unused)
 
 
+def quantization_settings(path: Path | None, raw: Mapping[str, Any]) -> tuple[Any, str, str | None]:
+    """What describes the quantisation, which file it is from, and the `quant_method` that this file
+    stands for."""
+    if path is not None and (path / MODELOPT_FILE).is_file():
+        return read_json(path / MODELOPT_FILE), MODELOPT_FILE, "modelopt"
+    found = next((raw[key] for key in QUANTIZATION_KEYS if raw.get(key)), None)
+    return found, "quantization_config of config.json", None
+
+
 def unused_settings(quantization: Mapping[str, Any]) -> Iterator[str]:
-    """At most a sentence for the KV cache and one for activations. Dynamic scales of activations
-    need no word: the checkpoint has none."""
+    """At most a sentence for activations. Their dynamic scales need no word: the checkpoint has
+    none."""
     settings = quantization.get("quantization") or quantization
-    for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
-        if str(settings.get(key) or "none").lower() != "none":
-            yield f"{key} is not used: the KV cache has the model's own type"
-            break
     groups = (settings.get("config_groups") or {}).items()
     static = {
         "activation_scheme = 'static'": settings.get("activation_scheme") == "static",

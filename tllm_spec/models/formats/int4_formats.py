@@ -12,7 +12,7 @@ In every format `weight = (code - zero) * scale`, with codes of 0 to 15:
 Without zero points they are 8.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from tllm_spec.models.formats.fp8_formats import ModuleNames, lists_quantised
@@ -40,8 +40,6 @@ class Int4Format:
     """Modules without 4-bit weights."""
     targets: ModuleNames | None = None
     """Other modules have none either; None: any may have them."""
-    unused: tuple[str, ...] = field(default=(), compare=False)
-    """What the configuration says of the KV cache, and why it is not used."""
 
     def keeps(self, module: str) -> bool:
         """Whether the configuration gives the linear layer `module` 4-bit weights."""

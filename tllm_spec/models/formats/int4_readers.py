@@ -11,7 +11,6 @@ from tllm_spec.models.formats.fp8_readers import (
     module_names,
     target_names,
     unserved,
-    unused_settings,
     wrong_types,
 )
 from tllm_spec.models.formats.int4_formats import Int4Format, Int4Groups, Packing
@@ -128,9 +127,8 @@ def _read_compressed(settings: Mapping[str, Any], reasons: list[str]) -> Int4For
         if weights.get("strategy") == "group":
             size = _group_size(weights, "group_size", reasons)
     ignored = module_names(list(settings.get("ignore") or ()), "ignored modules", reasons)
-    unused = tuple(unused_settings(settings))
     is_ordered = actorder in ("group", True) and size > 0
-    return Int4Format(Int4Groups(size, is_ordered), "compressed", ignored, targets, unused)
+    return Int4Format(Int4Groups(size, is_ordered), "compressed", ignored, targets)
 
 
 # The settings of weights. Of `actorder` only "group", once called true, changes what is stored.

@@ -95,7 +95,7 @@ def prepare_quantised(
 
 def log_quantised(path: Path, config: ModelConfig, placement: Placement) -> None:
     """How linear layers with quantised weights are computed, and what the checkpoint in the folder
-    `path` says of activations and of the KV cache without an effect."""
+    `path` says of activations without an effect."""
     form = config.fp8 or config.int4
     if form is None:
         return
@@ -106,7 +106,7 @@ def log_quantised(path: Path, config: ModelConfig, placement: Placement) -> None
         logger.info("%s: activations are quantised to FP8 by token (W8A8)%s", path, experts)
     elif placement.fp8 is not None:
         logger.info("%s: activations have the model's type next to FP8 weights (W8A16)", path)
-    for sentence in form.unused:
+    for sentence in config.fp8.unused if config.fp8 else ():
         logger.info("%s: %s", path, sentence)
 
 

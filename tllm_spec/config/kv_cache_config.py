@@ -1,0 +1,49 @@
+"""The options of the KV cache, named as in TensorRT-LLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, PositiveInt, field_validator
+
+from tllm_spec.config.config_base import ConfigModel
+from tllm_spec.config.not_served import KV_CACHE_NOT_SERVED
+from tllm_spec.config.option_checks import NotServed
+
+FRACTION = "free_gpu_memory_fraction"
+KVCacheType = Literal["auto", "fp8", "model"]
+
+
+class KvCacheConfig(ConfigModel):
+    """The paged KV cache and its prefix reuse."""
+
+    enable_block_reuse: bool = True
+    """Requests whose prompts begin alike share pages."""
+    enable_partial_reuse: bool = True
+    """A page of which only a part matches is copied and used up to there."""
+    max_tokens: PositiveInt | None = None
+    """Tokens that the cache holds, at most. null: no limit but the memory."""
+    free_gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share that the cache may take of the GPU memory that is free after loading the models. No
+    effect on a CPU."""
+    tokens_per_block: PositiveInt = 32
+    """Tokens of one page, a power of two."""
+    dtype: KVCacheType = "auto"
+    """Type of keys, values and MLA's latents. `fp8` (E4M3) takes half of 16 bits, with the
+    checkpoint's scales or 1.0. `model`: the model's own type. `auto`: `fp8` where the checkpoint
+    asks for it, otherwise `model`. See `docs/quantization.md`."""
+
+    not_served: ClassVar[Mapping[str, NotServed]] = KV_CACHE_NOT_SERVED
+
+    @field_validator("free_gpu_memory_fraction", mode="before")
+    @classmethod
+    def _null_means_default(cls, fraction: object) -> object:
+        return cls.model_fields[FRACTION].default if fraction is None else fraction
+
+    @field_validator("tokens_per_block")
+    @classmethod
+    def _check_power_of_two(cls, tokens_per_block: int) -> int:
+        if tokens_per_block & (tokens_per_block - 1):
+            raise ValueError("must be a power of two")
+        return tokens_per_block
