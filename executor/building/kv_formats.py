@@ -35,14 +35,14 @@ def check_kv_cache(plan: BuildPlan) -> None:
 
 
 def target_format(plan: BuildPlan, target: CausalLM) -> KVFormat:
-    """Of all layers of the target."""
+    """The KV format of all layers of the target."""
     args, folder = plan.args, resolve_model(plan.args.model)
     return _own_format(plan, target, folder, args.kv_cache_config.dtype, args.load_format)
 
 
 def draft_format(plan: BuildPlan, draft: LoadedDraft, of_target: KVFormat) -> KVFormat:
-    """Of all layers of a draft network. Heads and MTP modules follow their target, a draft model
-    has its own options; networks outside of torch read numbers of their own type."""
+    """The KV format of all layers of a draft network. Heads and MTP modules follow their target,
+    a draft model has its own options; networks outside of torch read numbers of their own type."""
     net, own = draft.net, draft.plan
     if isinstance(net, DraftNetwork):
         return KVFormat(net.dtype)

@@ -106,7 +106,7 @@ class DraftModel:
     # Kinds of heads with a folder of their own; a folder that does not say has the first.
     head_kinds: tuple[HeadKind, ...] = ()
     token_map: str | None = None  # a file: the tokens that are drafted; None: all
-    # Of a draft model's own cache; None: as kv_cache_config says.
+    # A draft model's own cache has this type; None: as kv_cache_config says.
     kv_cache_dtype: KVCacheType | None = None
 
 
