@@ -33,8 +33,9 @@ def checkpoints(args: LlmArgs) -> dict[str, str]:
 
 
 def fingerprint(model: str) -> str:
-    """Hashes the folder's text files, and its weights' sizes, headers and samples of their bytes,
-    since all of them would take minutes; all of a file; "absent" if there is neither."""
+    """Of the folder's text files, and of its weights: their sizes, their headers, and samples of
+    their bytes, since all of them would take minutes. Of a file: of all of it. "absent" if there is
+    neither."""
     if (file := resolve_file(model)).is_file():
         return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     try:
