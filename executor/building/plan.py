@@ -21,7 +21,7 @@ from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveControl
 from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
 from tllm_spec.executor.speculative.draft_length.draft_len_limits import rows_with_contexts
 from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
-from tllm_spec.executor.speculative.modes import draft_model_of
+from tllm_spec.executor.speculative.modes import draft_plan_of
 from tllm_spec.kernels.nvrtc import why_unavailable
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.models.config import ModelConfig
@@ -66,7 +66,7 @@ class BuildPlan:
                 f"{self.max_seq_len}"
             )
         self.shapes = self.spec.shapes if self.spec else DraftShapes.chains(0)
-        self.draft_plan = draft_model_of(self.spec)
+        self.draft_plan = draft_plan_of(self.spec)
         self.dtype = pick_dtype(args.dtype, self.config.dtype, self.device)
         self.config = self.config.within(self.max_len)
         self.attention = choose_backend(

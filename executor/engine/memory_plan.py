@@ -11,7 +11,7 @@ import torch
 from tllm_spec.config.draft_shape import NO_DRAFTS
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.draft_network.network import DraftNetwork
+from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.executor.engine.free_memory import GIB, free_bytes, machine_bytes
 from tllm_spec.executor.engine.page_plan import GroupPlan, divide
 from tllm_spec.executor.resources.kv_cache import SpanRoom
@@ -31,7 +31,7 @@ DUMMY_PAGES = 1
 BYTES_A_GRAPH = 16 << 20
 
 TorchModel = CausalLM | DraftHead | NextnModules
-ServedModel = TorchModel | DraftNetwork
+ServedModel = TorchModel | ExternalDraft
 
 
 def plan_num_pages(

@@ -356,7 +356,7 @@ def test_memory_is_reserved_for_the_backlog_and_its_graphs(
         draft = None
         if plans[0].draft_plan is not None:
             draft = load_draft(plans[0], harness.parts.runner.engine.model)
-        reserved.append(reserved_bytes(plans[0], draft))
+        reserved.append(reserved_bytes(plans[0], draft, ()))
     backlog = backlog_of(harness)
     assert backlog._rings.states is not None and draft is not None
     rings = (backlog._rings.tokens, backlog._rings.states, backlog._num_due)
@@ -368,4 +368,4 @@ def test_memory_is_reserved_for_the_backlog_and_its_graphs(
     words = plans[1].config.hidden_size + 1 + 64 // 32  # a hidden state, a mask and its number
     left_bytes = max(key.num_tokens for key in keys) * words * 4
     of_graphs = (of_rounds + of_reading) * BYTES_A_GRAPH
-    assert reserved_bytes(plans[1], draft) - reserved[1] == of_graphs + left_bytes
+    assert reserved_bytes(plans[1], draft, ()) - reserved[1] == of_graphs + left_bytes

@@ -1,4 +1,4 @@
-"""A draft model whose network runs outside torch, on torch's memory."""
+"""Draft models and heads whose network runs outside torch, on torch's memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +27,9 @@ class Network(Protocol):
 
 
 @dataclass(frozen=True)
-class DraftNetwork:
+class ExternalDraft:
+    """A draft model whose network runs outside torch."""
+
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
@@ -40,7 +42,7 @@ class DraftNetwork:
 
 
 @dataclass(frozen=True)
-class HeadNetwork(DraftNetwork):
+class ExternalHead(ExternalDraft):
     """A head whose layers run in the network. `head`: what is left to torch, which is `fuse`."""
 
     head: DraftHead
