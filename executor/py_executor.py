@@ -80,12 +80,12 @@ class ExecutorParts:
 
 
 class Load(NamedTuple):
-    """Requests now, the latest round's draft length or tree, and since the start rounds (counted
+    """Requests now, the latest round's tier by name, and since the start rounds (counted
     once for each request) and the tokens that they emitted."""
 
     num_running: int
     num_waiting: int
-    draft_len: int | str | None
+    tier_name: int | str | None
     request_rounds: int
     emitted_tokens: int
 

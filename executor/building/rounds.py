@@ -4,8 +4,8 @@ CUDA graphs captured, kernels warmed up, and rounds timed."""
 import logging
 from collections.abc import Sequence
 
-from tllm_spec.executor.building.draft_lens import EAGER_SIZES, RoundTimer
 from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.building.tiers import EAGER_SIZES, RoundTimer
 from tllm_spec.executor.building.warm_up import WarmUp
 from tllm_spec.executor.engine.memory_plan import TorchModel
 from tllm_spec.executor.graphs.dummy_contexts import ContextLimits

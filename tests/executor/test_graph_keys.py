@@ -12,7 +12,7 @@ from tests.executor.graph_rounds import (
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config.llm_args import CudaGraphConfig
 from tllm_spec.config.speculative_config import NGramDecodingConfig
-from tllm_spec.executor.building.draft_lens import tiers_of_rounds
+from tllm_spec.executor.building.tiers import tiers_of_rounds
 from tllm_spec.executor.graphs.slot_graphs import graph_keys
 from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
 
