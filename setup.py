@@ -7,6 +7,7 @@ from setuptools import find_namespace_packages, setup
 SERVER = ["fastapi>=0.110", "uvicorn>=0.29", "prometheus-client>=0.20", "msgpack>=1.0.5"]
 PARALLEL = ["mpi4py>=4", "mpich>=4.2; platform_system == 'Linux'"]
 GUIDED = ["xgrammar>=0.2.7,<0.3"]
+GGUF = ["gguf>=0.17"]
 PLOT = ["matplotlib>=3.8"]
 OTEL = ["opentelemetry-sdk>=1.25", "opentelemetry-exporter-otlp-proto-http>=1.25"]
 # For draft_backend.
@@ -15,12 +16,14 @@ TENSORRT = ["tensorrt>=10.13.2"]
 CUDA = ["cuda-python>=12.6", "flashinfer-python>=0.6.4"]
 DEV = [
     *GUIDED,
+    *GGUF,
     *PLOT,
     *OTEL,
     *PARALLEL,
     *ONNXRUNTIME,
     # Its builder needs no GPU: tests build the network that tensorrt would run.
     "tensorrt-rtx>=1.7; platform_system == 'Linux' and platform_machine == 'x86_64'",
+    "accelerate>=1.1",  # transformers needs it for GGUF files, with which tests compare
     "pytest>=8",
     "pytest-xdist>=3.5",
     "hypothesis>=6.100",
@@ -66,6 +69,7 @@ setup(
     extras_require={
         "cuda": CUDA,
         "guided": GUIDED,
+        "gguf": GGUF,
         "plot": PLOT,
         "otel": OTEL,
         "parallel": PARALLEL[:1],

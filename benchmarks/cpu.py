@@ -1,7 +1,8 @@
 """This engine against transformers' `generate`, speculation against plain decoding, and acceptance,
 on a CPU.
 
-    python -m benchmarks.cpu [transformers] [sampling] [trees] [--quick] [--output result.json]
+    python -m benchmarks.cpu [transformers] [sampling] [trees] [matches] [--quick]
+        [--output result.json]
 
 transformers  held-out prompts of 256 tokens, 128 new tokens, float32, greedy. The zoo runs on one
               thread, which is also transformers' faster setting for it; a random-weight Llama of
@@ -12,7 +13,11 @@ sampling      acceptance of Draft/Target at temperature 0.8 by how drafts are dr
               that of argmax drafts
 trees         acceptance length of draft trees, with 4 children a node, against chains of the same
               depth, greedy and at temperature 0.8: 40 prompts. NGram's chain is the newest
-              continuation. Bar: an EAGLE-3 tree of 16 drafts at least 1.10 of the chain"""
+              continuation. Bar: an EAGLE-3 tree of 16 drafts at least 1.10 of the chain
+matches       tokens a round of EAGLE-3, SA and both together (`sa_config`) with 5 drafts: 16 edits
+              of held-out code, and 16 pieces of such code as it is
+              (benchmarks/harness/edited_code.py). Bars: 1.25 of EAGLE-3 and 1.02 of SA on edits,
+              0.99 of EAGLE-3 on the code as it is"""
 
 import statistics
 import sys
@@ -27,6 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness.acceptance import DRAFT_TARGET, sampling, sampling_table, trees, trees_table
+from benchmarks.harness.edited_code import matches, matches_table
 from benchmarks.harness.engine import in_turns
 from benchmarks.harness.report import Options, Row, Subject, main, table
 from tllm_spec import LLM, SamplingParams
@@ -207,6 +213,7 @@ SUBJECTS = (
     Subject("transformers", "This engine and transformers", against_transformers, ratios_table),
     Subject("sampling", "Draft/Target at temperature 0.8", sampling, sampling_table),
     Subject("trees", "Trees and chains of depth 4", trees, trees_table),
+    Subject("matches", "Matches in the text next to an EAGLE-3 head", matches, matches_table),
 )
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
 """Rounds of models with FP8 or 4-bit weights, next to the same models in bf16.
 
-    python -m benchmarks.fp8 [llama-8b] [activations] [int4] [qwen3-30b] [v3]
+    python -m benchmarks.fp8 [llama-8b] [activations] [blocks] [int4] [qwen3-30b] [v3]
 
 llama-8b     plain rounds, and EAGLE-3 with 3 drafts, whose head is bf16
-activations  the same with activations in FP8, too
+activations  the same with activations in FP8, too, with one scale a token
+blocks       the same with a scale for each 128 inputs of a token
 int4         the same with weights of 4 bits in groups of 128, as AWQ has them
 qwen3-30b    plain rounds of a model with 128 experts
 v3           plain rounds of the DeepSeek-V3-style model, whose routers spread the tokens
 
 Random weights, prompts of 1,024 tokens, greedy, synthetic acceptance; FP8 with blocks of 128 x 128,
-and next to activations in FP8 with one scale a row.
+and next to activations with one scale a token with one scale a row.
 The output layer, the embedding and routers are bf16. Both sides of a row are engines of one run.
 `prefill` is milliseconds for 8 prompts. `--device cpu` takes tiny shapes: shows that it runs."""
 
@@ -35,7 +36,8 @@ from benchmarks.harness.expert_rounds import SPREAD, set_bias
 from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, Config
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
 
-QUANTIZATION = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+WEIGHTS_ONLY = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 BY_TOKEN = {"quant_method": "fbgemm_fp8"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 DRAFT_LEN, ROUNDS, TIMINGS, NUM_PROMPTS = 3, 40, 3, 8
@@ -109,7 +111,7 @@ def subject(
     name: str,
     title: str,
     *shapes: Any,
-    quantization: dict[str, Any] = QUANTIZATION,
+    quantization: dict[str, Any] = BLOCKS,
     column: str = "FP8",
 ) -> Subject:
     run: Callable[[Options], Iterator[Row]] = partial(compared, quantization, *shapes, name=column)
@@ -118,8 +120,9 @@ def subject(
 
 OF_8B = (LLAMA_8B, TINY_LLAMA, (None, EAGLE3_8B))
 SUBJECTS = (
-    subject("llama-8b", "8B in FP8", *OF_8B),
+    subject("llama-8b", "8B in FP8", *OF_8B, quantization=WEIGHTS_ONLY),
     subject("activations", "8B with activations in FP8", *OF_8B, quantization=BY_TOKEN),
+    subject("blocks", "8B with activations in FP8 in blocks", *OF_8B),
     subject("int4", "8B in 4 bits", *OF_8B, quantization=AWQ, column="INT4"),
     subject("qwen3-30b", "Qwen3 30B-A3B in FP8", QWEN3_30B, TINY_QWEN3, (None,)),
     subject("v3", "V3-style in FP8", V3_STYLE, TINY_V3, (None,)),

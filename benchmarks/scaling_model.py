@@ -3,7 +3,7 @@ GPU; `docs/scaling.md` explains it.
 
     python -m benchmarks.scaling_model [check] [plain] [eagle3]
 
-check    next to the rounds measured in benchmarks/results: on one H200, on one and two H100
+check    next to the rounds in benchmarks/results: on one and four H200, and on one and two H100
 plain    milliseconds of a plain round on 1 to 16 devices
 eagle3   tokens per second of one request with EAGLE-3, and its best draft length
 """
@@ -17,10 +17,11 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from statistics import mean
 
-from benchmarks.harness.cost_model import H100, H200
-from benchmarks.harness.report import Options, Row, Subject, load, main, table
+from benchmarks.harness.cost_model import H100, H200, CostModel
+from benchmarks.harness.report import Options, Row, Subject, load, main, numbers, table
 from benchmarks.harness.scaling_shapes import (
     LLAMA_8B,
+    LLAMA_70B,
     LLAMA_70B_HALF,
     QWEN3_30B,
     SHAPES,
@@ -34,24 +35,27 @@ ACCEPTANCE = 0.7  # of a draft, after accepted ones
 
 @dataclass(frozen=True)
 class Checked:
-    """A measured round, in milliseconds, and what the model says."""
+    """A measured round, in milliseconds, and what the model says. `device`: the kind."""
 
     what: str
     batch: int
     measured: float
     predicted: float
     devices: int = 1
+    device: str = "H200"
 
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
 
 
-ON_H100 = {  # by the name of a job
+ON_SEVERAL = {  # by the name of a job
     "llama-8b": LLAMA_8B,
+    "llama-70b": LLAMA_70B,
     "llama-70b of 40 layers": LLAMA_70B_HALF,
     "V3-style": V3_STYLE,
 }
+KINDS = {"NVIDIA H100 80GB HBM3": ("H100", H100), "NVIDIA H200": ("H200", H200)}
 CHECK_CONTEXT = 1150  # prompts of 1,024 tokens, in the middle of the timed rounds
 
 
@@ -96,32 +100,45 @@ def _checked_experts(subject: str, shape: Shape, shared: int) -> Iterator[Checke
             yield Checked(f"{shape.name}{found[2]}", batch, row["value"], 1e3 * seconds)
 
 
-def checked_on_h100() -> Iterator[Checked]:
-    """Of `benchmarks.several_devices`, without the rounds whose sums were not chosen by size."""
-    found = load("several_devices")
-    rows = [row for subject in found.values() for row in subject["rows"] if "ms" in row]
-    for row in rows:
-        model, kind, *fixed = row["job"].split(", ")
-        if fixed or model not in ON_H100:
-            continue
-        shape, batch, context, devices = ON_H100[model], row["batch"], row["context"], row["ranks"]
-        draft_len = int(kind.partition("K=")[2] or 0)
-        parts = devices if kind == "ep" else 1
-        seconds = H100.eagle3_seconds(shape, batch, draft_len, context, devices, parts)
-        yield Checked(f"{shape.name}, {kind}, H100", batch, row["ms"], 1e3 * seconds, devices)
+def checked_on_several() -> Iterator[Checked]:
+    """Of `benchmarks.several_devices` on one and two H100 and on four H200, without the rounds
+    whose sums were not chosen by size."""
+    for file in ("several_devices", "several_devices_ranks_4"):
+        for subject in load(file).values():
+            name, model = KINDS[subject["about"]["device"]]
+            for row in (row for row in subject["rows"] if "ms" in row):
+                job, kind, *fixed_sums = row["job"].split(", ")
+                if not fixed_sums:
+                    yield _checked_on_several(row, ON_SEVERAL[job], kind, name, model)
+
+
+def _checked_on_several(row: Row, shape: Shape, kind: str, name: str, model: CostModel) -> Checked:
+    batch, devices = row["batch"], row["ranks"]
+    draft_len = int(kind.partition("K=")[2] or 0)
+    parts = devices if kind == "ep" else 1
+    seconds = model.eagle3_seconds(shape, batch, draft_len, row["context"], devices, parts)
+    return Checked(f"{shape.name}, {kind}", batch, row["ms"], 1e3 * seconds, devices, name)
 
 
 def check(options: Options) -> Iterator[Row]:
-    yield from map(asdict, (*checked(), *checked_on_h100()))
+    yield from map(asdict, (*checked(), *checked_on_several()))
 
 
 def check_table(rows: Sequence[Row]) -> list[str]:
+    """A line for the batch sizes of each kind of round."""
+    kinds: dict[tuple[str, str], list[Checked]] = {}
+    for each in (Checked(**row) for row in rows):
+        kinds.setdefault((f"{each.devices} {each.device}", each.what), []).append(each)
+    cells = [
+        [
+            *(what, devices, numbers(each.batch for each in found)),
+            numbers(each.measured for each in found),
+            numbers(each.predicted for each in found),
+            " / ".join(f"{each.error:+.0%}" for each in found),
+        ]
+        for (devices, what), found in kinds.items()
+    ]
     titles = ("round", "devices", "batch", "measured, ms", "model, ms", "error")
-    cells = []
-    for row in rows:
-        each = Checked(**row)
-        ms = f"{each.measured:.2f}", f"{each.predicted:.2f}", f"{each.error:+.0%}"
-        cells.append([each.what, str(each.devices), str(each.batch), *ms])
     return table(titles, cells)
 
 

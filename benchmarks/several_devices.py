@@ -108,9 +108,10 @@ def tables(rows: Sequence[Row]) -> list[str]:
     """Sums by size; rounds by job and batch size; a line for each job that failed."""
     by_size = [row for row in rows if "bytes" in row]
     sums = [
-        [f"{row['bytes']:,}", number(row["nccl_us"]), number(row["one_shot_us"])] for row in by_size
+        [str(row["ranks"]), f"{row['bytes']:,}", number(row["nccl_us"]), number(row["one_shot_us"])]
+        for row in by_size
     ]
-    lines = table(("bytes", "NCCL, µs", "one-shot, µs"), sums) if sums else []
+    lines = table(("GPUs", "bytes", "NCCL, µs", "one-shot, µs"), sums) if sums else []
     if any("batch" in row for row in rows):
         lines += rounds_table(rows)
     failed = (row for row in rows if "status" in row)
@@ -153,10 +154,10 @@ def subject(name: str, title: str) -> Subject:
 
 
 SUBJECTS = (
-    subject("sums", "Sums over two GPUs"),
-    subject("llama-8b", "8B, one and two GPUs"),
-    subject("llama-70b", "70B, one and two GPUs"),
-    subject("v3", "V3-style, one and two GPUs"),
+    subject("sums", "Sums over several GPUs"),
+    subject("llama-8b", "8B on several GPUs"),
+    subject("llama-70b", "70B on several GPUs"),
+    subject("v3", "V3-style on several GPUs"),
 )
 
 if __name__ == "__main__":

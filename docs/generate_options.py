@@ -19,6 +19,7 @@ from tllm_spec.cli import bench, serve
 from tllm_spec.config.adaptive_config import AdaptiveConfig, CostModelOptions, EmaOptions
 from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
 from tllm_spec.config.llm_args import CudaGraphConfig, KvCacheConfig, LlmArgs
+from tllm_spec.config.matched_drafts_config import MatchedDraftsConfig, SAEnhancerConfig
 from tllm_spec.config.scheduler_config import SchedulerConfig
 from tllm_spec.config.speculative_base import DecodingBaseConfig, DraftModelDecodingConfig
 from tllm_spec.config.speculative_config import CONFIG_OF_TYPE, EagleHeadDecodingConfig
@@ -65,6 +66,8 @@ def page() -> str:
     parts.append(table(model_rows(DecodingBaseConfig)))
     parts += ["For `Draft_Target`, `Eagle` and `Eagle3`:\n"]
     parts.append(table(model_rows(DraftModelDecodingConfig, own=True)))
+    parts += ["For `Draft_Target`, `Eagle`, `Eagle3` and `MTP`:\n"]
+    parts.append(table(model_rows(MatchedDraftsConfig, own=True)))
     parts += ["For draft trees of `Draft_Target`, `Eagle`, `Eagle3` and `MTP`:\n"]
     parts.append(table(model_rows(DraftTreeDecodingConfig, own=True)))
     parts += ["For `Eagle` and `Eagle3`:\n"]
@@ -74,6 +77,8 @@ def page() -> str:
         parts += [f"#### `decoding_type: {name}`\n", f"{inspect.getdoc(decoding)}\n"]
         if rows := list(model_rows(decoding, own=True)):
             parts.append(table(rows))
+    parts += ["#### `sa_config`\n", f"{inspect.getdoc(SAEnhancerConfig)}\n"]
+    parts.append(table(model_rows(SAEnhancerConfig)))
     for strategy, options in (("cost_model", CostModelOptions), ("ema", EmaOptions)):
         parts += [
             f"#### `adaptive` with `strategy: {strategy}`\n",

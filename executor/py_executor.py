@@ -393,4 +393,5 @@ class PyExecutor:
             "totals": self.totals.state([*queues.running, *queues.waiting]),
             "controller": controller.state(),
             "ranks": list(self.parts.ranks),
+            **self.parts.runner.round_end.state(),
         }

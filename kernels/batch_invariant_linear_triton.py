@@ -119,9 +119,11 @@ def add_chunks_kernel(
     ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
+    ROUNDS: tl.constexpr = False,
 ) -> None:
     """Grid (rows, blocks of outputs). Adds the chunks in order, multiplies the sum by the row's
-    scale if there are any, and adds the bias, and with ADDS what the output holds."""
+    scale if there are any, and adds the bias, and with ADDS what the output holds; with ROUNDS it
+    rounds before."""
     wait_for_previous(PDL)
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -135,6 +137,8 @@ def add_chunks_kernel(
     if bias is not None:
         total += tl.load(bias + outs, mask=real, other=0.0).to(tl.float32)
     pointers = output + row * output_stride + outs
+    if ROUNDS:
+        total = total.to(output.dtype.element_ty).to(tl.float32)
     if ADDS:
         total += tl.load(pointers, mask=real, other=0.0).to(tl.float32)
     tl.store(pointers, total.to(output.dtype.element_ty), mask=real)

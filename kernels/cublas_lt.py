@@ -8,6 +8,7 @@ import ctypes
 import functools
 import weakref
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -15,15 +16,29 @@ import torch
 WORKSPACE_BYTES = 32 << 20
 ALIGNMENT = 16  # bytes; algorithms may assume it of every row
 DATA_TYPES = {torch.float16: 2, torch.bfloat16: 14}  # CUDA_R_16F, CUDA_R_16BF
+_FP8 = 28  # CUDA_R_8F_E4M3
 _FLOAT, _COMPUTE_FLOAT = 0, 68  # CUDA_R_32F, CUBLAS_COMPUTE_32F
 _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER, _BIAS_TYPE = 3, 7, 8, 26  # CUBLASLT_MATMUL_DESC_...
 _ADDS_BIAS = 4  # CUBLASLT_EPILOGUE_BIAS
+# CUBLASLT_MATMUL_DESC_...: of A and B.
+_SCALE_POINTERS, _FAST_SUMS, _SCALE_MODES = (17, 18), 25, (31, 32)
 _MAX_WORKSPACE, _REDUCTIONS, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # CUBLASLT_MATMUL_PREF_...
 # CUBLASLT_REDUCTION_SCHEME_...: none, or partial sums that are added in float32.
 _NO_REDUCTION, _FLOAT_REDUCTION = 0, 2
 _SPLITS, _REDUCTION, _CLUSTER = 2, 3, 8  # CUBLASLT_ALGO_CONFIG_...
 # CTAs of a cluster along the rows of W and of x, to CUBLASLT_CLUSTER_SHAPE_...
 CLUSTERS = {(1, 1): 2, (2, 1): 3, (4, 1): 4, (1, 2): 5, (2, 2): 6, (1, 4): 8}
+
+
+class Scaling(Enum):
+    """What shares a float32 scale, of the FP8 weight and of x: CUBLASLT_MATMUL_MATRIX_SCALE_..."""
+
+    ROWS = 3, 3
+    """`[N]` and `[T]`."""
+    BLOCKS = 4, 4
+    """Blocks of 128 inputs of a row: `[ceil(K / 128), N]` and `[ceil(K / 128), T]`."""
+    TILES = 5, 4
+    """Of the weight 128 x 128: `[ceil(N / 128), K / 128]`, whose rows have a multiple of 4."""
 
 
 class _Algorithm(ctypes.Structure):
@@ -126,8 +141,9 @@ class CublasLt:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of `x W^T` with `[T, K]` and `[N, K]`; strides between rows in elements. adds: whether
-    the result is added to the output."""
+    """Sizes of `x W^T` with `[T, K]` and `[N, K]`; strides between rows in elements. dtype: of the
+    output, and unless there is a scaling of weight and x, which are FP8 then. adds: whether the
+    result is added to the output."""
 
     rows: int
     in_features: int
@@ -137,6 +153,7 @@ class Sizes:
     dtype: torch.dtype
     has_bias: bool = False
     adds: bool = False
+    scaling: Scaling | None = None
 
     @property
     def output_bytes(self) -> int:
@@ -153,18 +170,31 @@ class Plan:
         self._lt, self._beta = lt, _ONE_POINTER if sizes.adds else _ZERO_POINTER
         self._operation, self._layouts = ctypes.c_void_p(), [ctypes.c_void_p() for _ in range(3)]
         data_type = DATA_TYPES[sizes.dtype]
+        input_type = data_type if sizes.scaling is None else _FP8
         lt.call("MatmulDescCreate", ctypes.byref(self._operation), _COMPUTE_FLOAT, _FLOAT)
         lt.free_with(self, "MatmulDescDestroy", self._operation)
         lt.set("MatmulDesc", self._operation, _TRANSPOSE_A, ctypes.c_int32(1))
         if sizes.has_bias:
             lt.set("MatmulDesc", self._operation, _EPILOGUE, ctypes.c_uint32(_ADDS_BIAS))
             lt.set("MatmulDesc", self._operation, _BIAS_TYPE, ctypes.c_int32(data_type))
-        weight = (sizes.in_features, sizes.out_features, sizes.in_features)
-        x = (sizes.in_features, sizes.rows, sizes.x_stride)
-        output = (sizes.out_features, sizes.rows, sizes.output_stride)
+        if sizes.scaling is not None:
+            # Tensor cores sum with fewer bits than float32; without it the library adds their sums
+            # of 128 inputs in float32.
+            lt.set("MatmulDesc", self._operation, _FAST_SUMS, ctypes.c_int8(0))
+            for attribute, mode in zip(_SCALE_MODES, sizes.scaling.value, strict=True):
+                lt.set("MatmulDesc", self._operation, attribute, ctypes.c_int32(mode))
+            self._set_scales(lt.workspace, lt.workspace)  # without any there are no algorithms
+        weight = (input_type, sizes.in_features, sizes.out_features, sizes.in_features)
+        x = (input_type, sizes.in_features, sizes.rows, sizes.x_stride)
+        output = (data_type, sizes.out_features, sizes.rows, sizes.output_stride)
         for layout, described in zip(self._layouts, (weight, x, output), strict=True):
-            lt.call("MatrixLayoutCreate", ctypes.byref(layout), data_type, *described)
+            lt.call("MatrixLayoutCreate", ctypes.byref(layout), *described)
             lt.free_with(self, "MatrixLayoutDestroy", layout)
+
+    def _set_scales(self, *scales: torch.Tensor) -> None:
+        for attribute, scale in zip(_SCALE_POINTERS, scales, strict=True):
+            address = ctypes.c_void_p(scale.data_ptr())
+            self._lt.set("MatmulDesc", self._operation, attribute, address)
 
     @property
     def _descriptors(self) -> list[ctypes.c_void_p]:
@@ -215,14 +245,17 @@ class Plan:
         output: torch.Tensor,
         *,
         bias: torch.Tensor | None = None,
+        scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        """`output = x W^T + bias`, or `+=`, on the current stream.
+        """`output = x W^T + bias`, or `+=`, on the current stream. scales: of weight and x.
 
         Raises RuntimeError if the library refuses.
         """
         lt, (weights, rows, outputs) = self._lt, self._layouts
         if bias is not None:
             lt.set("MatmulDesc", self._operation, _BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
+        if scales is not None:
+            self._set_scales(*scales)
         lt.call(
             "Matmul",
             lt.handle,

@@ -4,7 +4,8 @@ this hides most of the launch latency. It does not change results.
 
 Rules:
 
-- `scaled_linear`'s kernels wait first, and then let the next kernel be set up.
+- `scaled_linear`'s kernels wait first, and then let the next kernel be set up. So does
+  `fp8_linear`'s, which before fetches weights, that no kernel writes, into the L2 cache.
 - Every other PDL kernel starts with `begin` (programmatic_launch_triton.py). It waits before
   anything is read or written, and lets the next kernel be set up. Kernels without PDL wait as
   usual.

@@ -1,10 +1,11 @@
-"""Many rows by an FP8 weight, with torch's GEMM: a slice of the weight's rows is dequantised to a
-scratch tensor, multiplied, and followed by the next slice. Most weights are one slice: on an H100,
-slices that stay in the L2 cache were not faster."""
+"""Many rows by a quantised weight, with torch's GEMM: a slice of the weight's rows is dequantised
+to a scratch tensor, multiplied, and followed by the next slice. Most weights are one slice: on an
+H100, slices that stay in the L2 cache were not faster."""
 
 import torch
 
 from tllm_spec.kernels.dequantise import dequantise_rows
+from tllm_spec.kernels.int4_weights import dequantise_int4
 
 MAX_BYTES = 128 << 20  # of each scratch tensor: a slice's weights, and its float32 sums
 SLICE_OUTPUTS = 128  # a slice has a multiple of them
@@ -28,6 +29,7 @@ def multiply_slices(
     size: int,
     *,
     adds: bool,
+    group: int = 0,
 ) -> None:
     """Inputs and outputs are `launch_scaled_linear`'s. size: rows of the weight in a slice.
 
@@ -41,7 +43,10 @@ def multiply_slices(
         own = slice(first, first + size)
         part = output[:, own]  # torch passes its row stride to cuBLAS, so nothing is copied
         matrix = scratch[: part.shape[1]]
-        dequantise_rows(weight[own], scales[own], matrix)
+        if group:
+            dequantise_int4(weight[own], scales[own], group, matrix)
+        else:
+            dequantise_rows(weight[own], scales[own], matrix)
         if not adds and bias is None:
             torch.mm(x, matrix.t(), out=part)
             continue

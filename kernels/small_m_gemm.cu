@@ -23,26 +23,22 @@
 // W is converted in registers, exactly, and the sums of a block are multiplied by its rows' scales.
 // The scales of a step lie in the ring next to its weights.
 //
-// Compiler options define BFLOAT16 (otherwise float16: x, and W unless it is FP8), FP8 (whether W
-// is), STEP_COLUMNS (a multiple of a block's, at most 32 pieces) and DEPTH.
+// W may also have codes of 4 bits, as int4_weights.py stores them: a byte has the codes of two
+// columns that are 64 apart. A word for each row and each GROUP columns has the scale and the zero
+// point. A code minus its zero point is a 16-bit number without rounding, and so is an E2M1 number.
+// All columns of one instruction belong to one group.
+//
+// Compiler options define BFLOAT16 (otherwise float16: x, and W of 16 bits), BITS of a number of W
+// (16, 8 for FP8, or 4), GROUP (columns that share a scale; 0 for 16 bits), E2M1 (whether codes of
+// 4 bits are such numbers), STEP_COLUMNS (a multiple of a block's, at most 32 pieces) and DEPTH.
 
-#include "tensor_core.cuh"
-
-#if FP8
-typedef unsigned char Weight;
-#else
-typedef u16 Weight;
-#endif
+#include "small_m_block.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int PIECE = 8;                              // elements of x in 16 bytes
-constexpr int WEIGHT_PIECE = 16 / sizeof(Weight);     // and of W
-constexpr int PIECES_PER_ROW = 8, BLOCK_PIECES = 16 * PIECES_PER_ROW;
-constexpr int BLOCK_COLUMNS = PIECES_PER_ROW * WEIGHT_PIECE;  // a block has 16 rows of W
-constexpr int BLOCKS = STEP_COLUMNS / BLOCK_COLUMNS;          // of a step
-constexpr int TOKEN_PIECES = BLOCK_COLUMNS / PIECE;           // of a row of x in a block
 constexpr int STEP_PIECES = BLOCKS * BLOCK_PIECES;
-constexpr int STEP_SCALES = FP8 ? 16 * BLOCKS : 0;
+constexpr int STEP_SCALES = 16 * ROW_SCALES;
+constexpr int LANE_SCALES = ROW_SCALES > 1 ? ROW_SCALES / 2 : 1;  // that a lane copies
+constexpr int SCALE_PIECE = LANE_SCALES < 4 ? LANE_SCALES : 4;    // at a time
 constexpr int LANES_PER_ROW = STEP_COLUMNS / WEIGHT_PIECE, ROWS_PER_COPY = 32 / LANES_PER_ROW;
 constexpr int COPIES = 16 / ROWS_PER_COPY;
 constexpr int TOKENS = 8;                 // most rows of x: the n of the tensor cores' m16n8k16
@@ -64,16 +60,9 @@ __device__ inline void copy_piece(uint4* destination, const Weight* source) {
         :: "r"(shared_address(destination)), "l"(source) : "memory");
 }
 
-__device__ inline void copy_scale(float* destination, const float* source) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
-        :: "r"(shared_address(destination)), "l"(source) : "memory");
-}
-
-// Where a row's piece of x lies. A piece of FP8 weights meets two of x: the first ones of a block
-// come before the second ones, so that threads that read together use different banks.
-__device__ inline int place(int piece) {
-    if (!FP8) return piece;
-    return piece & ~15 | (piece & 1) << 3 | (piece & 15) >> 1;
+__device__ inline void copy_scales(float* destination, const float* source) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
+        :: "r"(shared_address(destination)), "l"(source), "n"(4 * SCALE_PIECE) : "memory");
 }
 
 // Same layout as _Arguments in small_m_gemm.py.
@@ -164,7 +153,7 @@ __device__ inline void stage_tokens(
                 }
                 batch[i] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
             }
-            tokens[i * stride + place(piece)] = batch[i];
+            tokens[i * stride + place(piece)] = paired(batch[i]);
         }
     }
     if (normed) {
@@ -251,11 +240,11 @@ struct WorkerSum {
 struct Stream {
     const Gemm& p;
     const Part& part;
-    uint4* ring;  // [DEPTH][BLOCKS][16][8] pieces; piece c of row r is stored at c ^ (r % 8)
-    float* scale_ring;  // [DEPTH][BLOCKS][16]
+    uint4* ring;  // [DEPTH][BLOCKS][16][8] pieces; piece c of row r is stored at c ^ swizzle(r)
+    float* scale_ring;  // [DEPTH][16][ROW_SCALES]
     int lane, tile, step;
     const Weight* rows[COPIES];
-    const float* scale;  // of the row lane % 16, in block lane / 16 of the first step
+    const float* scale;  // of row lane % 16, in half lane / 16 of the first step
 
     // The row of W that is row `row` of the warp's 16. Rows past the end read the last row; their
     // sums are not written.
@@ -271,11 +260,20 @@ struct Stream {
         for (int i = 0; i < COPIES; ++i) {
             const int row = lane / LANES_PER_ROW + ROWS_PER_COPY * i;
             const int column = part.first_column + lane % LANES_PER_ROW * WEIGHT_PIECE;
-            rows[i] = p.weight + weight_row(row) * p.in_features + column;
+            rows[i] = p.weight + (weight_row(row) * p.in_features + column) / PER_WEIGHT;
         }
-        if (FP8)
-            scale = p.scales + weight_row(lane % 16) * (p.in_features / BLOCK_COLUMNS)
-                + part.first_column / BLOCK_COLUMNS + lane / 16;
+#if GROUP
+        scale = p.scales + weight_row(lane % 16) * (p.in_features / GROUP)
+            + part.first_column / GROUP + lane / 16 * LANE_SCALES;
+#endif
+    }
+    __device__ void fetch_scales(int slot) {
+        if (lane * LANE_SCALES >= STEP_SCALES) return;
+        const int first = lane % 16 * ROW_SCALES + lane / 16 * LANE_SCALES;
+        float* destination = scale_ring + slot * STEP_SCALES + first;
+#pragma unroll
+        for (int i = 0; i < LANE_SCALES; i += SCALE_PIECE)
+            copy_scales(destination + i, scale + step * ROW_SCALES + i);
     }
     __device__ void fetch(int slot) {
         if (tile < p.num_tiles) {
@@ -284,10 +282,10 @@ struct Stream {
                 const int row = lane / LANES_PER_ROW + ROWS_PER_COPY * i;
                 const int block_row = lane % LANES_PER_ROW / 8 * 16 + row;
                 uint4* piece = ring + slot * STEP_PIECES + block_row * PIECES_PER_ROW;
-                copy_piece(piece + (lane % 8 ^ row % 8), rows[i] + step * STEP_COLUMNS);
+                const Weight* source = rows[i] + step * (STEP_COLUMNS / PER_WEIGHT);
+                copy_piece(piece + (lane % 8 ^ swizzle(row)), source);
             }
-            if (lane < STEP_SCALES)
-                copy_scale(scale_ring + slot * STEP_SCALES + lane, scale + step * BLOCKS);
+            if (GROUP) fetch_scales(slot);
             step += part.column_groups;
             if (step >= part.num_steps) {
                 step = part.column_group;
@@ -298,43 +296,6 @@ struct Stream {
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
 };
-
-// Accumulates a block: 16 rows of W by the rows of x. `weights`: the thread's row of W,
-// with `swizzle` its number; `pieces`: its quad's of x; `scales`: of the thread's row and of the
-// 8th row after it.
-__device__ inline void multiply_block(
-    float (&sums)[4], const uint4* weights, const uint4* pieces, int quad, int swizzle,
-    const float* scales) {
-#if FP8
-    float partial[4] = {};
-#pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-        const int piece = (2 * quad + odd) ^ swizzle;
-        const uint4 a = weights[piece], b = weights[8 * PIECES_PER_ROW + piece];
-        const uint4 c = pieces[odd], d = pieces[8 + odd];
-        const u32 low[4] = {a.x, a.y, a.z, a.w}, high[4] = {b.x, b.y, b.z, b.w};
-        const u32 pairs[8] = {c.x, c.y, c.z, c.w, d.x, d.y, d.z, d.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            u32 rows[4];
-            widen_fp8(low[i], rows[0], rows[2]);
-            widen_fp8(high[i], rows[1], rows[3]);
-            multiply(partial, rows, pairs[2 * i], pairs[2 * i + 1]);
-        }
-    }
-    for (int i = 0; i < 4; ++i) sums[i] = fmaf(partial[i], scales[i / 2 * 8], sums[i]);
-#else
-#pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-        const int piece = (2 * quad + odd) ^ swizzle;
-        const uint4 a = weights[piece], b = weights[8 * PIECES_PER_ROW + piece];
-        const uint4 c = pieces[odd];
-        const u32 low[4] = {a.x, b.x, a.y, b.y}, high[4] = {a.z, b.z, a.w, b.w};
-        multiply(sums, low, c.x, c.y);
-        multiply(sums, high, c.z, c.w);
-    }
-#endif
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 small_m_gemm(const __grid_constant__ Gemm p) {
@@ -377,8 +338,9 @@ small_m_gemm(const __grid_constant__ Gemm p) {
                 const uint4* weights =
                     ring + slot * STEP_PIECES + block * BLOCK_PIECES + row * PIECES_PER_ROW;
                 const uint4* pieces = token + (step * BLOCKS + block) * TOKEN_PIECES + 2 * quad;
-                const float* scales = scale_ring + slot * STEP_SCALES + block * 16 + row;
-                multiply_block(sums, weights, pieces, quad, row, scales);
+                const float* scales = scale_ring + slot * STEP_SCALES + row * ROW_SCALES
+                    + block * (ROW_SCALES / BLOCKS);
+                multiply_block(sums, weights, pieces, quad, swizzle(row), scales);
             }
             slot = slot == DEPTH - 1 ? 0 : slot + 1;
         }

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.kernels import nvrtc
+from tllm_spec.kernels.int4_weights import check_int4
 from tllm_spec.kernels.rms_norm import rms_norm
-from tllm_spec.kernels.scaled_linear import check_scaled, scaled_linear
+from tllm_spec.kernels.scaled_linear import BLOCK, check_scaled, scaled_linear
 from tllm_spec.kernels.silu_and_mul import silu_and_mul
-from tllm_spec.kernels.small_m_plan import MAX_ROWS, plan, splits_that_fit
+from tllm_spec.kernels.small_m_plan import MAX_ROWS, WIDE, Stored, plan, splits_that_fit
 
 FP8 = torch.float8_e4m3fn
 
@@ -36,6 +37,7 @@ def small_m_gemm(
     weight: torch.Tensor,
     *,
     scales: torch.Tensor | None = None,
+    group: int = 0,
     bias: torch.Tensor | None = None,
     norm: NormWeight | None = None,
     gated: bool = False,
@@ -46,8 +48,10 @@ def small_m_gemm(
 
     Args:
         x: `[T, K]`, any stride between rows.
-        weight: `[N, K]`, contiguous, of the type of x, or FP8 with scales.
-        scales: `[N, ceil(K / 128)]` float32, contiguous (scaled_linear.py).
+        weight: `[N, K]`, contiguous, of the type of x, or FP8 with scales, or packed codes of 4
+            bits with words (int4_weights.py).
+        scales: of FP8 `[N, ceil(K / 128)]` float32, or words `[N, ceil(K / group)]`.
+        group: inputs that share a word of codes of 4 bits.
         bias: `[N]`.
         norm: of x, or None.
         gated: the output is `[T, N / 2]`.
@@ -60,17 +64,27 @@ def small_m_gemm(
     if norm is not None and (x.dtype == torch.float16 or norm.weight.dtype != x.dtype):
         # In float16 x times the norm's weight, without the division, could overflow.
         x, norm = rms_norm(x, norm.weight, norm.eps), None
-    _launch(x, weight, scales, bias, norm, gated, add_to, output)
+    _launch(x, weight, scales, group, bias, norm, gated, add_to, output)
     return output
 
 
-def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def stored_as(weight: torch.Tensor, scales: torch.Tensor | None, group: int) -> Stored:
+    if scales is None:
+        return WIDE
+    if weight.dtype == FP8:
+        return Stored(8, BLOCK)
+    return Stored(4, group, scales.dtype == torch.float32)
+
+
+def serves(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None = None, group: int = 0
+) -> bool:
     """Whether the kernel supports the device, type and sizes."""
     return (
         x.is_cuda
         and 0 < x.shape[0] <= MAX_ROWS
         and x.dtype in (torch.bfloat16, torch.float16)
-        and bool(splits_that_fit(x.shape[0], weight.shape[1], weight.dtype == FP8))
+        and bool(splits_that_fit(x.shape[0], x.shape[1], stored_as(weight, scales, group)))
         and nvrtc.why_unavailable(x.device.index or 0) is None
     )
 
@@ -99,6 +113,7 @@ def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
     scales: torch.Tensor | None,
+    group: int,
     bias: torch.Tensor | None,
     norm: NormWeight | None,
     gated: bool,
@@ -106,18 +121,21 @@ def _launch(
     output: torch.Tensor,
 ) -> None:
     assert x.stride(1) == output.stride(1) == 1 and weight.is_contiguous()
-    assert (scales is not None) == (weight.dtype == FP8)
-    if scales is not None:
+    stored = stored_as(weight, scales, group)
+    assert (scales is not None) == (stored.bits < 16)
+    if scales is not None and stored.bits == 8:
         check_scaled(weight, scales)
+    elif scales is not None:
+        check_int4(weight, scales, group, x.shape[1])
     (rows, features), device = output.shape, x.device.index or 0
-    prepared = plan(device, x.dtype, rows, weight.shape[1], features, gated, scales is not None)
+    prepared = plan(device, x.dtype, rows, x.shape[1], features, gated, stored)
     norm_weight = None if norm is None else norm.weight
     operands = (x, bias, norm_weight, add_to, weight, scales, output)
     addresses = (None if tensor is None else tensor.data_ptr() for tensor in operands)
     tiles = prepared.tiles
     arguments = _Arguments(
         *addresses,
-        *(*weight.shape, x.stride(0), output.stride(0)),
+        *(weight.shape[0], x.shape[1], x.stride(0), output.stride(0)),
         *(rows, tiles.number, tiles.row_groups, tiles.splits, gated),
         0.0 if norm is None else norm.eps,
     )
@@ -131,6 +149,7 @@ def plain_small_m_gemm(
     weight: torch.Tensor,
     *,
     scales: torch.Tensor | None = None,
+    group: int = 0,
     bias: torch.Tensor | None = None,
     norm: NormWeight | None = None,
     gated: bool = False,
@@ -142,7 +161,7 @@ def plain_small_m_gemm(
     if scales is None:
         output = torch.nn.functional.linear(x, weight, bias)
     else:
-        output = scaled_linear.reference(x, weight, scales, bias)
+        output = scaled_linear.reference(x, weight, scales, bias, group=group)
     if gated:
         output = silu_and_mul.reference(output)
     return output if add_to is None else add_to.add_(output)

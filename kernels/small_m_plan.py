@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.kernels import nvrtc
-from tllm_spec.kernels.scaled_linear import BLOCK
 
 MAX_ROWS = 8
 WARPS = 8
@@ -37,20 +36,33 @@ class Tiles:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """How the kernel reads weights: 16 bits, or fewer with 4 bytes for the scale of a group."""
+
+    bits: int = 16
+    group: int = 0
+    """Columns that share a scale; 0: there are none."""
+    is_e2m1: bool = False
+    """Whether codes of 4 bits are E2M1 numbers."""
+
+    def row_bytes(self, columns: int) -> int:
+        return columns * self.bits // 8 + (4 * (columns // self.group) if self.group else 0)
+
+
+WIDE = Stored()
+
+
+@dataclass(frozen=True)
 class Ring:
-    """Per warp: `depth` steps of 16 rows x `step_columns` columns of the weights. `is_fp8`: with
-    scales."""
+    """Per warp: `depth` steps of 16 rows x `step_columns` columns of the weights."""
 
     depth: int
     step_columns: int
-    is_fp8: bool = False
+    stored: Stored = WIDE
 
     @property
     def bytes_of_all(self) -> int:
-        row_bytes = self.step_columns * (1 if self.is_fp8 else 2)
-        if self.is_fp8:
-            row_bytes += 4 * (self.step_columns // BLOCK)
-        return WARPS * self.depth * 16 * row_bytes
+        return WARPS * self.depth * 16 * self.stored.row_bytes(self.step_columns)
 
 
 @dataclass(frozen=True)
@@ -70,12 +82,12 @@ def plan(
     in_features: int,
     features: int,
     gated: bool,
-    is_fp8: bool,
+    stored: Stored,
 ) -> Plan:
     """dtype: of x; features: columns of the output. `splits_that_fit` must not be empty."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    tiles = tiles_of(rows, in_features, features, gated, processors, is_fp8)
-    ring = ring_of(rows, in_features, tiles.splits, is_fp8)
+    tiles = tiles_of(rows, in_features, features, gated, processors, stored)
+    ring = ring_of(rows, in_features, tiles.splits, stored)
     assert ring is not None
     grid = min(tiles.number, processors // tiles.splits) * tiles.splits
     shared = shared_bytes(rows, in_features, tiles.splits, ring)
@@ -84,11 +96,11 @@ def plan(
 
 
 def tiles_of(
-    rows: int, in_features: int, features: int, gated: bool, processors: int, is_fp8: bool = False
+    rows: int, in_features: int, features: int, gated: bool, processors: int, stored: Stored = WIDE
 ) -> Tiles:
     """The largest tiles with which the busiest multiprocessor has about the least work."""
     found: list[tuple[float, Tiles]] = []
-    for splits in splits_that_fit(rows, in_features, is_fp8):
+    for splits in splits_that_fit(rows, in_features, stored):
         for row_groups in ROW_GROUPS:
             number = -(-features // (row_groups * (8 if gated else 16)))
             most = -(-number // min(number, processors // splits)) * row_groups / splits
@@ -98,18 +110,18 @@ def tiles_of(
 
 
 @functools.cache
-def splits_that_fit(rows: int, in_features: int, is_fp8: bool = False) -> tuple[int, ...]:
-    fitting = (splits for splits in SPLITS if ring_of(rows, in_features, splits, is_fp8))
+def splits_that_fit(rows: int, in_features: int, stored: Stored = WIDE) -> tuple[int, ...]:
+    fitting = (splits for splits in SPLITS if ring_of(rows, in_features, splits, stored))
     return tuple(fitting)
 
 
-def ring_of(rows: int, in_features: int, splits: int, is_fp8: bool = False) -> Ring | None:
+def ring_of(rows: int, in_features: int, splits: int, stored: Stored = WIDE) -> Ring | None:
     """The ring with the longest steps, as deep as shared memory allows; None if none fits."""
     left = nvrtc.SHARED_BYTES - shared_bytes(rows, in_features, splits, Ring(0, 0))
-    for columns in (size // (1 if is_fp8 else 2) for size in STEP_BYTES):
-        depth = min(MAX_RING_BYTES, left) // Ring(1, columns, is_fp8).bytes_of_all
+    for columns in (8 * size // stored.bits for size in STEP_BYTES):
+        depth = min(MAX_RING_BYTES, left) // Ring(1, columns, stored).bytes_of_all
         if in_features % (splits * columns) == 0 and depth >= MIN_DEPTH:
-            return Ring(depth, columns, is_fp8)
+            return Ring(depth, columns, stored)
     return None
 
 
@@ -122,7 +134,9 @@ def definitions(dtype: torch.dtype, ring: Ring) -> tuple[tuple[str, int], ...]:
     """Macros of the source."""
     return (
         ("BFLOAT16", dtype == torch.bfloat16),
-        ("FP8", ring.is_fp8),
+        ("BITS", ring.stored.bits),
+        ("GROUP", ring.stored.group),
+        ("E2M1", ring.stored.is_e2m1),
         ("STEP_COLUMNS", ring.step_columns),
         ("DEPTH", ring.depth),
     )

@@ -2,9 +2,21 @@
 and the longest match of each text's end. On CUDA one Triton kernel each, elsewhere the plain-torch
 references."""
 
+from typing import NamedTuple
+
 import torch
 
 from tllm_spec.kernels.dispatch import with_kernel
+
+
+class Matches(NamedTuple):
+    """What follows the matches of the ends of B texts: drafts `[B, K]`, how many of them are
+    proposed (all, or none without a match), and how many tokens match; the latter `[B]`, all
+    int64."""
+
+    drafts: torch.Tensor
+    num_drafts: torch.Tensor
+    lengths: torch.Tensor
 
 
 @with_kernel("suffix_match_triton.append_tokens_triton")
@@ -38,15 +50,11 @@ def match_suffixes(
     kv_lens: torch.Tensor,
     draft_len: int,
     max_match: int,
-    min_match: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Matches:
     """For each of slots `[B]` the longest end of its text, of at most `max_match` tokens, that also
     ends earlier, and of equally long ones the last. Drafts are what follows there. A match that
-    overlaps the end goes on as a copy of the drafts. texts, slots, kv_lens: as `append_tokens`.
-
-    Returns drafts `[B, draft_len]` int64, and how many of them are proposed, `[B]` int64: all, or
-    none where the match has fewer than `min_match` tokens. Without a match they are the text's last
-    token."""
+    overlaps the end goes on as a copy of the drafts; without a match they are the text's last
+    token. texts, slots, kv_lens: as `append_tokens`."""
     ends = kv_lens.index_select(0, slots).clamp_max(texts.shape[1] - 1).unsqueeze(1)
     own = texts.index_select(0, slots)[:, : int(ends.max()) + 1].to(torch.int64)
     positions = torch.arange(own.shape[1], device=own.device)
@@ -62,5 +70,5 @@ def match_suffixes(
     best = scores.argmax(dim=1, keepdim=True)
     firsts = torch.where(ends > 0, best + 1, 0)
     columns = torch.arange(draft_len, device=own.device) % (ends + 1 - firsts)
-    is_long = lens.gather(1, best).squeeze(1) >= min_match
-    return own.gather(1, firsts + columns), is_long * draft_len
+    lengths = lens.gather(1, best).squeeze(1)
+    return Matches(own.gather(1, firsts + columns), (lengths > 0) * draft_len, lengths)

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
+from tllm_spec.kernels.suffix_match import Matches
 
 BLOCK = 4096  # positions that are compared at a time
 
@@ -42,12 +43,11 @@ def match_suffixes_triton(
     kv_lens: torch.Tensor,
     draft_len: int,
     max_match: int,
-    min_match: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Matches:
     """See `match_suffixes`."""
     assert texts.stride(1) == 1
     drafts = torch.empty((len(slots), draft_len), dtype=torch.int64, device=slots.device)
-    num_drafts = torch.empty_like(slots)
+    num_drafts, lengths = torch.empty_like(slots), torch.empty_like(slots)
     _match[(len(slots),)](
         texts,
         texts.stride(0),
@@ -56,15 +56,15 @@ def match_suffixes_triton(
         kv_lens,
         drafts,
         num_drafts,
+        lengths,
         max_match,
-        min_match,
         draft_len,
         triton.next_power_of_2(draft_len),
         BLOCK,
         **programmatic_launch(slots.device),
         num_warps=8,
     )
-    return drafts, num_drafts
+    return Matches(drafts, num_drafts, lengths)
 
 
 @triton.jit(do_not_specialize=["stride", "max_len"])  # type: ignore[untyped-decorator]  # triton has no types
@@ -82,10 +82,10 @@ def _append(
     tl.store(texts + slot * stride + position, tl.maximum(token, 0).to(tl.int32), mask=is_new)
 
 
-@triton.jit(do_not_specialize=["stride", "max_len", "max_match", "min_match"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["stride", "max_len", "max_match"])  # type: ignore[untyped-decorator]  # triton has no types
 def _match(
     texts: tl.tensor, stride: tl.tensor, max_len: tl.tensor, slots: tl.tensor, kv_lens: tl.tensor,
-    drafts: tl.tensor, num_drafts: tl.tensor, max_match: tl.tensor, min_match: tl.tensor,
+    drafts: tl.tensor, num_drafts: tl.tensor, lengths: tl.tensor, max_match: tl.tensor,
     width: tl.constexpr, width_block: tl.constexpr, block: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """`best` is the length of the best match in its high half, and in its low half where the drafts
@@ -117,4 +117,6 @@ def _match(
     is_draft = column < width
     token = tl.load(text + start + column % (end + 1 - start), mask=is_draft, other=0)
     tl.store(drafts + request * width + column, token.to(tl.int64), mask=is_draft)
-    tl.store(num_drafts + request, tl.where(best // 4294967296 >= min_match, width, 0))
+    length = best // 4294967296
+    tl.store(num_drafts + request, tl.where(length > 0, width, 0))
+    tl.store(lengths + request, length)

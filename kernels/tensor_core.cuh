@@ -60,6 +60,43 @@ __device__ inline void widen_fp8_alternating(u32 four, u32& even, u32& odd) {
 #endif
 }
 
+// A group's word of 4-bit weights: a float32 whose last 4 bits are the zero point.
+__device__ inline float int4_scale(u32 word) { return __uint_as_float(word & ~15u); }
+
+// Two 16-bit floats, which are the smallest of those with whole numbers as last bits, each plus the
+// group's zero point.
+#if BFLOAT16
+constexpr u32 WHOLE = 0x43004300;  // 128
+#else
+constexpr u32 WHOLE = 0x64006400;  // 1024
+#endif
+__device__ inline u32 int4_zero(u32 word) { return WHOLE | (word & 15) * 0x00010001; }
+
+// The codes in bits 0 to 3 and 16 to 19, less the zero point, as two 16-bit floats, exactly.
+__device__ inline u32 widen_int4(u32 codes, u32 zero) {
+    const u32 sum = WHOLE | codes & 0x000f000f;
+    u32 pair;
+#if BFLOAT16
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(sum), "r"(zero));
+#else
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(sum), "r"(zero));
+#endif
+    return pair;
+}
+
+// The same of E2M1 codes. Their bits, moved to those of a 16-bit float, lack a power of two.
+__device__ inline u32 widen_e2m1(u32 codes) {
+    u32 pair;
+#if BFLOAT16
+    const u32 small = (codes & 0x00080008) << 12 | (codes & 0x00070007) << 6;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(small), "r"(0x7e807e80));  // 2^126
+#else
+    const u32 small = (codes & 0x00080008) << 12 | (codes & 0x00070007) << 9;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(small), "r"(0x74007400));  // 2^14
+#endif
+    return pair;
+}
+
 #if BFLOAT16
 #define MMA_TYPES "f32.bf16.bf16.f32"
 #else

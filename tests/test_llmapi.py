@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import tllm_spec
-from tests.decoding_options import ngram, speculate
+from tests.decoding_options import speculate
 from tests.test_import_time import loaded_after
 from tllm_spec import llmapi
 from tllm_spec.config.llm_args import LlmArgs
@@ -64,7 +64,6 @@ def test_a_class_that_is_not_served_says_so_when_it_is_used(name: str) -> None:
         ("TorchCompileConfig", {"torch_compile_config": {}}),
         ("MedusaDecodingConfig", speculate({"decoding_type": "Medusa"})),
         ("SaveHiddenStatesDecodingConfig", speculate({"decoding_type": "SaveState"})),
-        ("SAEnhancerConfig", speculate(ngram(sa_config={}))),
         ("DynamicBatchConfig", {"scheduler_config": {"dynamic_batch_config": {}}}),
         ("BlockReuseConfig", {"kv_cache_config": {"block_reuse_config": {}}}),
     ],

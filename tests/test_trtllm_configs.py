@@ -181,7 +181,8 @@ def test_the_old_name_of_the_draft_length_is_enough() -> None:
     ("options", "sentence"),
     [
         (ngram(max_total_draft_tokens=8), "max_total_draft_tokens = 8 is refused: drafts are"),
-        (ngram(use_sa_spec=True), "use_sa_spec = True is refused"),
+        (ngram(use_sa_spec=True), "use_sa_spec = True is refused: .*; use sa_config"),
+        (ngram(sa_config={}), "sa_config = {} is refused: only drafts of a draft network"),
         (
             ngram(prompt_lookup_num_tokens=3),
             "prompt_lookup_num_tokens = 3 means max_draft_len = 3, which is given as 4",

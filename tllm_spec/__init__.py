@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tllm_spec.config.speculative_config import MTPDecodingConfig as MTPDecodingConfig
     from tllm_spec.config.speculative_config import NGramDecodingConfig as NGramDecodingConfig
     from tllm_spec.config.speculative_config import SADecodingConfig as SADecodingConfig
+    from tllm_spec.config.speculative_config import SAEnhancerConfig as SAEnhancerConfig
     from tllm_spec.config.speculative_config import (
         UserProvidedDecodingConfig as UserProvidedDecodingConfig,
     )
@@ -46,6 +47,7 @@ _HOME = {
     "RequestOutput": "outputs",
     "NGramDecodingConfig": "config.speculative_config",
     "SADecodingConfig": "config.speculative_config",
+    "SAEnhancerConfig": "config.speculative_config",
     "DraftTargetDecodingConfig": "config.speculative_config",
     "Eagle3DecodingConfig": "config.speculative_config",
     "EagleDecodingConfig": "config.speculative_config",

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tllm_spec import RequestError as RequestError
     from tllm_spec import RequestOutput as RequestOutput
     from tllm_spec import SADecodingConfig as SADecodingConfig
+    from tllm_spec import SAEnhancerConfig as SAEnhancerConfig
     from tllm_spec import SamplingParams as SamplingParams
     from tllm_spec import SchedulerConfig as SchedulerConfig
     from tllm_spec import UserProvidedDecodingConfig as UserProvidedDecodingConfig
@@ -109,7 +110,6 @@ OPTION_OF: Mapping[str, str] = {
     "RayPlacementConfig": "ray_placement_config",
     "ReorderRequestPolicyConfig": "reorder_policy_config",
     "RocketSparseAttentionConfig": "sparse_attention_config",
-    "SAEnhancerConfig": "sa_config",
     "SchedulingParams": "scheduling_params",
     "SkipSoftmaxAttentionConfig": "sparse_attention_config",
     "TorchCompileConfig": "torch_compile_config",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tllm_spec import __version__
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.zoo.registry import resolve_file, resolve_model
+from tllm_spec.zoo.registry import is_gguf, resolve_file, resolve_model
 
 # Their versions decide about bits of tensors, or about what a grammar or a stop string matches.
 PACKAGES = ("torch", "triton", "flashinfer-python", "tokenizers", "transformers", "xgrammar")
@@ -34,9 +34,12 @@ def checkpoints(args: LlmArgs) -> dict[str, str]:
 
 def fingerprint(model: str) -> str:
     """Of the folder's text files, and of its weights: their sizes, their headers, and samples of
-    their bytes, since all of them would take minutes. Of a file: of all of it. "absent" if there is
-    neither."""
-    if (file := resolve_file(model)).is_file():
+    their bytes, since all of them would take minutes. Of a GGUF file: the same. Of another file: of
+    all of it. "absent" if there is none."""
+    file = resolve_file(model)
+    if is_gguf(file):
+        return hashlib.sha256(f"{file.stat().st_size} ".encode() + _samples(file)).hexdigest()[:16]
+    if file.is_file():
         return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     try:
         folder = resolve_model(model)

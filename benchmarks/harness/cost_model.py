@@ -23,16 +23,19 @@ class CostModel:
     latent_bandwidth: float = 2.0e12  # of latents, which every head reads
     layer_seconds: float = 21.9e-6  # of a layer's launches and small kernels
     expert_seconds: float = 12.6e-6  # of a router and the order of its tokens
+    # Where ranks have parts of the experts: leaving out the others' rows, and a shared expert that
+    # is a layer of its own. Fitted to the rounds of two H100 and four H200 with parts.
+    parts_seconds: float = 30e-6
     latent_seconds: float = 14.7e-6  # of a layer's projections to latents and back
-    row_seconds: float = 5.6e-6  # of a row of logits: choosing a token
+    row_seconds: float = 5.6e-6  # of a row of logits of 128,256 columns: choosing a token
     flops: float = 0.848e15
     memory: float = 130e9  # bytes for weights and KV cache
-    # Of sums in a CUDA graph, fitted to `benchmarks.several_devices sums` on two H100: what a
-    # device sends to each other one at once, and what it sends around NCCL's ring.
+    # Of sums in a CUDA graph, fitted to `benchmarks.several_devices sums` on two H100: a device
+    # sends to each other one at once. NCCL's took the same time on four H200.
     one_shot_seconds: float = 2.4e-6
     one_shot_bandwidth: float = 122e9
-    ring_seconds: float = 8.0e-6
-    ring_bandwidth: float = 95e9
+    nccl_seconds: float = 8.0e-6
+    nccl_bandwidth: float = 95e9  # bytes of the tensor, not of what is sent
     # Between hosts (InfiniBand): assumptions, not measured.
     network_seconds: float = 25e-6
     network_bandwidth: float = 45e9
@@ -43,15 +46,21 @@ class CostModel:
         multiplying = 2 * elements * rows / self.flops
         return float((reading**2 + multiplying**2) ** 0.5)
 
+    def one_shot_sum(self, num_bytes: float, devices: int) -> float:
+        return self.one_shot_seconds + (devices - 1) * num_bytes / self.one_shot_bandwidth
+
+    def nccl_sum(self, num_bytes: float) -> float:
+        """Of two to eight devices: more devices send more, over more links at once."""
+        return self.nccl_seconds + num_bytes / self.nccl_bandwidth
+
     def all_reduce_seconds(self, num_bytes: float, devices: int) -> float:
-        """Within a host one step, or a ring where that is shorter; between hosts a ring of hosts on
+        """Within a host one step, or NCCL's where that is shorter; between hosts a ring of hosts on
         top."""
         local = min(devices, HOST_SIZE)
         if local == 1:
             return 0.0
-        one_shot = self.one_shot_seconds + (local - 1) * num_bytes / self.one_shot_bandwidth
-        ring = self.ring_seconds + 2 * (local - 1) / local * num_bytes / self.ring_bandwidth
-        seconds, hosts = min(one_shot, ring), devices // local
+        one_shot, nccl = self.one_shot_sum(num_bytes, local), self.nccl_sum(num_bytes)
+        seconds, hosts = min(one_shot, nccl), devices // local
         if hosts > 1:
             sent = 2 * (hosts - 1) / hosts * num_bytes / local
             seconds += self.network_seconds + sent / self.network_bandwidth
@@ -82,7 +91,8 @@ class CostModel:
             read = hit * shape.expert / (devices / expert_parts)
             rows_of_expert = rows * shape.top_k / expert_parts / hit
             expert_size = shape.expert_bytes(devices // expert_parts)
-            sparse = self.expert_seconds + self.gemm_seconds(read, rows_of_expert, expert_size)
+            sparse = self.expert_seconds + (expert_parts > 1) * self.parts_seconds
+            sparse += self.gemm_seconds(read, rows_of_expert, expert_size)
             sparse += self.gemm_seconds(shape.shared / devices, rows, size)
         summed = self.all_reduce_seconds(2 * rows * shape.hidden, devices)
         seconds = shape.layers * (layer + 2 * summed) + shape.sparse_layers * sparse
@@ -111,11 +121,11 @@ class CostModel:
         return target + fuse + first + (draft_len - 1) * step
 
     def _output_seconds(self, shape: Shape, vocab: int, rows: int, devices: int) -> float:
-        """The output layer (bf16), the choice of tokens, and the exchange of each rank's best, 8
-        bytes a row."""
+        """The output layer (bf16), the choice of tokens among each rank's columns, and the exchange
+        of each rank's best, 8 bytes a row."""
         exchanged = self.all_reduce_seconds(8 * rows, devices)
         seconds = self.gemm_seconds(vocab * shape.hidden / devices, rows, 2)
-        return seconds + exchanged + rows * self.row_seconds * vocab / 128256
+        return seconds + exchanged + rows * self.row_seconds * vocab / devices / 128256
 
     def _head_seconds(
         self, shape: Shape, rows: int, batch: int, context: float, devices: int

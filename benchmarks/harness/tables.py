@@ -1,26 +1,30 @@
-"""The tables of docs/ and README.md, from benchmarks/results/. Measures nothing.
+"""The tables of docs/ and README.md, from benchmarks/results/ and the cost model. Measures nothing.
 
     python -m benchmarks.harness.tables [--write]     # prints them; or puts them into the documents
 
 In a document a table stands right after a heading of its title, its command, and where it was
-measured: the device, and the commit at which the result was recorded."""
+measured: the device, and the commit at which the result was recorded. The cost model's are
+"computed"."""
 
 import re
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 
+from benchmarks import scaling_model
 from benchmarks.h200_parts.figures import Figure, headline, summary
-from benchmarks.harness.report import ROOT, Row, load
+from benchmarks.harness.report import ROOT, Options, Row, load
 
 NAMES = (
     "performance.md", "../README.md", "performance-moe.md", "performance-trees.md",
     "performance-serving.md", "guided-decoding.md", "scaling.md", "quantization.md", "adaptive.md",
 )  # fmt: skip
 DOCUMENTS = tuple((ROOT / "docs" / name).resolve() for name in NAMES)
-SCRIPTS = (
+# A run with options has a result file of its own, such as several_devices_ranks_4.json.
+RUNS = (
     "adaptive", "cpu", "experts", "fp8", "gpu_kernels", "guided", "ngram", "rounds", "serving_load",
-    "several_devices",
+    "several_devices", "several_devices --ranks 4",
 )  # fmt: skip
 
 
@@ -33,14 +37,27 @@ def all_tables() -> dict[str, list[str]]:
         f"Next to vLLM and SGLang: {quick}": _block(h200["about"], headline(figures)),
         f"Bars and floors: {quick}": _block(h200["about"], summary(figures)),
     }
-    for name in SCRIPTS:
-        results, subjects = load(name), import_module(f"benchmarks.{name}").SUBJECTS
+    for run in RUNS:
+        name, *options = run.split(maxsplit=1)
+        results = load(re.sub(r"\W+", "_", run))
+        subjects = import_module(f"benchmarks.{name}").SUBJECTS
         for subject in subjects:
             if subject.name in results:
-                one = f" {subject.name}" if len(subjects) > 1 else ""
-                title = f"{subject.title}: `python -m benchmarks.{name}{one}`"
+                one = [subject.name] if len(subjects) > 1 else []
+                command = " ".join(["python -m", f"benchmarks.{name}", *one, *options])
                 result = results[subject.name]
-                found[title] = _block(result["about"], subject.table(result["rows"]))
+                lines = subject.table(result["rows"])
+                found[f"{subject.title}: `{command}`"] = _block(result["about"], lines)
+    return found | _model_tables()
+
+
+@cache
+def _model_tables() -> dict[str, list[str]]:
+    found, options = {}, Options(quick=False, device="cpu", shape="zoo")
+    for subject in scaling_model.SUBJECTS:
+        command = f"`python -m benchmarks.scaling_model {subject.name}`"
+        lines = subject.table(list(subject.run(options)))
+        found[f"{subject.title}: {command}"] = _block({"device": "computed"}, lines)
     return found
 
 

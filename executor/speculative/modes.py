@@ -9,6 +9,11 @@ from typing import Any
 
 from tllm_spec.config.import_path import import_path_of
 from tllm_spec.config.kv_cache_config import KVCacheType
+from tllm_spec.config.matched_drafts_config import (
+    MAX_MATCH,
+    MatchedDraftsConfig,
+    SAEnhancerConfig,
+)
 from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
     DraftBackend,
@@ -36,6 +41,7 @@ from tllm_spec.executor.speculative.drafting.external_layers import ExternalMode
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.host_tree import UNLIMITED, Room
 from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
+from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
 from tllm_spec.executor.speculative.drafting.ngram import (
@@ -112,12 +118,10 @@ class DraftPlan:
 
 @dataclass(frozen=True)
 class Mode:
-    """One `decoding_type`. `draft_plan`: which draft weights it loads; None: none.
-    `num_bytes(num_slots, max_len)`: device memory that it keeps for the slots."""
+    """One `decoding_type`. `draft_model`: which draft weights it loads; None: none."""
 
     build: Callable[[DecodingBaseConfig, Surroundings], Speculation]
-    draft_plan: Callable[[DecodingBaseConfig], DraftPlan] | None = None
-    num_bytes: Callable[[int, int], int] = lambda num_slots, max_len: 0
+    draft_model: Callable[[DecodingBaseConfig], DraftModel] | None = None
 
 
 def _build_ngram(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
@@ -189,8 +193,22 @@ def _build_network(config: DecodingBaseConfig, around: Surroundings) -> Speculat
         drafter = ModelDrafter(layers, kv, slots, groups, sampling, max_num_tokens)
         return Speculation(drafter, [kv], round_end=drafter)
     backlog = DraftBacklog(layers, slots, around.max_num_tokens)
-    proposer = NetworkProposer(layers, slots, sampling, backlog)
+    network = NetworkProposer(layers, slots, sampling, backlog)
+    proposer = _with_matches(network, config, around)
     return _in_rounds(proposer, around, splits_rounds=draft.splits_rounds)
+
+
+def _with_matches(
+    network: NetworkProposer, config: DecodingBaseConfig, around: Surroundings
+) -> Proposer:
+    if (own := _sa_config(config)) is None:
+        return network
+    match = SuffixMatch(around.slots, around.max_len, MAX_MATCH)
+    return MatchOrNetwork(network, match, around.slots, own.threshold)
+
+
+def _sa_config(config: DecodingBaseConfig) -> SAEnhancerConfig | None:
+    return config.sa_config if isinstance(config, MatchedDraftsConfig) else None
 
 
 def _in_rounds(
@@ -255,11 +273,11 @@ def _mtp_module(config: DecodingBaseConfig) -> DraftPlan:
 _MODES: dict[type[DecodingBaseConfig], Mode] = {
     NGramDecodingConfig: Mode(_build_ngram),
     UserProvidedDecodingConfig: Mode(_build_user_provided),
-    DraftTargetDecodingConfig: Mode(_build_network, draft_plan=_draft_target_model),
-    Eagle3DecodingConfig: Mode(_build_network, draft_plan=_eagle_head),
-    EagleDecodingConfig: Mode(_build_network, draft_plan=_eagle_head),
-    SADecodingConfig: Mode(_build_suffix_match, num_bytes=SuffixMatch.num_bytes),
-    MTPDecodingConfig: Mode(_build_network, draft_plan=_mtp_module),
+    DraftTargetDecodingConfig: Mode(_build_network, draft_model=_draft_target_model),
+    Eagle3DecodingConfig: Mode(_build_network, draft_model=_eagle_head),
+    EagleDecodingConfig: Mode(_build_network, draft_model=_eagle_head),
+    SADecodingConfig: Mode(_build_suffix_match),
+    MTPDecodingConfig: Mode(_build_network, draft_model=_mtp_module),
 }
 
 
@@ -270,8 +288,12 @@ def draft_plan_of(config: DecodingBaseConfig | None) -> DraftPlan | None:
 
 
 def slot_bytes_of(config: DecodingBaseConfig | None, num_slots: int, max_len: int) -> int:
-    """See `Mode.num_bytes`."""
-    return _MODES[type(config)].num_bytes(num_slots, max_len) if config is not None else 0
+    """Device memory that the mode keeps for the slots, for texts of at most `max_len` tokens."""
+    if config is None or not (
+        isinstance(config, SADecodingConfig) or _sa_config(config) is not None
+    ):
+        return 0
+    return SuffixMatch.num_bytes(num_slots, max_len)
 
 
 def build_speculation(config: DecodingBaseConfig | None, around: Surroundings) -> Speculation:

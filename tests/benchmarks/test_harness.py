@@ -103,6 +103,7 @@ def test_idle_time_of_a_round_of_two_graphs_is_before_and_between_them() -> None
         (experts, "mtp1", 4),
         pytest.param(cpu, "sampling", 3, marks=pytest.mark.slow),
         pytest.param(cpu, "trees", 4, marks=pytest.mark.slow),
+        pytest.param(cpu, "matches", 8, marks=pytest.mark.slow),
         (rounds, "trees", 2),
         pytest.param(cpu, "transformers", 7, marks=pytest.mark.slow),
     ],
@@ -134,7 +135,7 @@ def test_a_subject_that_needs_a_gpu_is_refused_without_one(
 
 
 @pytest.mark.parametrize(
-    ("document", "num_tables"), list(zip(DOCUMENTS, (13, 1, 6, 4, 1, 2, 4, 1, 1), strict=True))
+    ("document", "num_tables"), list(zip(DOCUMENTS, (13, 1, 6, 4, 1, 2, 11, 1, 1), strict=True))
 )
 def test_a_document_shows_the_tables_of_the_results(document: Path, num_tables: int) -> None:
     text = document.read_text(encoding="utf-8")

@@ -4,7 +4,13 @@ from collections.abc import AsyncIterator, Generator
 from typing import Any, ClassVar
 
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculativeStats
+from tllm_spec.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SpeculativeStats,
+)
 from tllm_spec.sampling_params import SamplingParams
 
 WRONG_DRAFT_LEN = 7  # an engine with this draft length has a wrong token at output position 2
@@ -100,6 +106,9 @@ class FakeLLM:
         output = make_output(len(prompt), params.max_tokens or 0, stats=stats)
         if spec and spec.max_draft_len == WRONG_DRAFT_LEN:
             output.outputs[0].token_ids[2] = -1
+        if params.prompt_logprobs:
+            predicted = ({token: Logprob(-1.0, 1)} for token in output.prompt_token_ids[1:])
+            output.outputs[0].prompt_logprobs = [None, *predicted]
         if prompt[0] == FAILING_TOKEN:
             output.error = "the prompt is too long"
         return FakeHandle(self, output)

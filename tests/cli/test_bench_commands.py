@@ -353,3 +353,25 @@ def test_a_yaml_file_that_names_another_model_is_refused(dataset: Path, tmp_path
     result = run("throughput", "--dataset", dataset, "--config", other)
     assert (result.exit_code, FakeLLM.made) == (1, [])
     assert "model = 'zoo:llama-draft'" in result.output
+
+
+def test_compare_says_how_close_another_model_is(dataset: Path, tmp_path: Path) -> None:
+    """Its texts may differ; those of one model may not."""
+    plain, wrong = write_yaml(tmp_path, "plain", "{}"), ngram(tmp_path, "wrong", WRONG_DRAFT_LEN)
+    options = ["--dataset", dataset, "--num_requests", 2, "--with_model", "zoo:llama-draft"]
+    report = tmp_path / "report.json"
+    result = run("compare", plain, ngram(tmp_path), *options, "--report_json", report)
+    assert result.exit_code == 0, result.output
+    models = [llm.args.model for llm in FakeLLM.made]
+    assert models == ["zoo:llama", "zoo:llama", "zoo:llama-draft", "zoo:llama-draft"]
+    assert FakeLLM.made[0].args.kv_cache_config.free_gpu_memory_fraction == 0.9 / 4
+    found = json.loads(report.read_text())
+    assert [row["configuration"] for row in found["configurations"]] == [
+        *("plain", "ngram", "plain (zoo:llama-draft)", "ngram (zoo:llama-draft)")
+    ]
+    assert [row["configuration"] for row in found["models"]] == ["plain", "plain (zoo:llama-draft)"]
+    assert "equal tokens" in result.output and "100.0%" in result.output
+    assert "the same 2 texts in every run with each model." in result.output
+    assert run("compare", plain, wrong, *options).exit_code == 1
+    result = run("compare", plain, "--dataset", dataset, "--with_model", "zoo:no")
+    assert result.exit_code == 1 and "model 'zoo:no' is neither" in result.output

@@ -44,6 +44,7 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "draft-model": DRAFT_MODEL,
     "draft-model-one-model": DRAFT_MODEL | {"draft_target_one_model": True},
     "draft-model-token-map": DRAFT_MODEL | TOKEN_MAP,
+    "eagle3-sa": EAGLE3 | {"sa_config": {}},
     "eagle3-tree": EAGLE3 | TREE,
     "eagle3-tree-two-model": EAGLE3 | TREE | {"eagle3_one_model": False},
     "eagle3-static-tree": EAGLE3 | {"eagle_choices": CHOICES},
@@ -201,7 +202,7 @@ SMALL_CACHE = {
 }
 SMALL_PAGES = {"kv_cache_config": {"tokens_per_block": 8}}
 CASES: dict[str, Case] = {
-    "eagle3": speculating("eagle3"),
+    "eagle3-sa": speculating("eagle3-sa"),
     "adaptive-draft-model": Case(
         options={"speculative_config": DRAFT_MODEL | {"adaptive": {}}}, accepts=True
     ),
@@ -261,6 +262,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "mtp-two-model": MTP | {"mtp_eagle_one_model": False},
     "vanilla-mtp": VANILLA_MTP,
     "vanilla-mtp-two-model": VANILLA_MTP | {"mtp_eagle_one_model": False},
+    "mtp-sa": MTP | {"sa_config": {}},
     "mtp-tree": MTP | TREE,
     "mtp-relaxed": MTP | RELAXED,
     "eagle3": TINY_EAGLE3,

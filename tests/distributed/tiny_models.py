@@ -42,8 +42,9 @@ def save_eagle(folder: Path) -> None:
 
 
 def save_fp8(folder: Path) -> None:
+    """Activations have scales of blocks, next to experts that leave them alone."""
     save_checkpoint(folder, "Qwen3Moe", **IN_FP8)
-    quantise(folder)
+    quantise(folder, granularity="deepseek")
 
 
 def save_fp8_by_token(folder: Path) -> None:

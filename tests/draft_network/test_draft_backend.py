@@ -16,7 +16,6 @@ from tests.draft_network.head_pairs import load_head, load_target
 from tests.executor.draft_caches import proposer_of
 from tests.executor.harness import Harness
 from tests.models.helpers import save_checkpoint
-from tests.models.int4_checkpoint import Case, quantise_int4
 from tests.models.tiny_eagle import write_tiny_eagle
 from tests.test_layout import PACKAGE_FILES
 from tllm_spec.config.draft_shape import chain_of
@@ -34,6 +33,7 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 from tllm_spec.executor.speculative.modes import draft_plan_of
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.zoo.quantise import Style, quantise
 from tllm_spec.zoo.registry import resolve_model
 
 LIBRARIES = ("onnx", "onnxruntime", "tensorrt", "tensorrt_rtx")
@@ -220,7 +220,7 @@ def test_onnxruntime_is_refused_with_every_reason_at_once(tmp_path: Path) -> Non
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])
 def test_a_draft_model_in_4_bits_is_refused(backend: str, tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "Llama")
-    quantise_int4(tmp_path, Case("awq"))
+    quantise(tmp_path, Style("awq"))
     with pytest.raises(ValueError, match="16 or 32 bits, and the draft model's have 4"):
         harness(tmp_path, backend)
 

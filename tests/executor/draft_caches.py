@@ -18,7 +18,8 @@ from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
 from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, HeadNet
-from tllm_spec.executor.speculative.drafting.external_layers import ExternalHeadLayers
+from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
+from tllm_spec.executor.speculative.drafting.network_layers import NetworkLayers
 from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.kernels.gumbel import gumbel_noise
@@ -68,9 +69,12 @@ def one_model(
     draft: Path, head: Path, mode: str, draft_len: int = 3, **options: Any
 ) -> dict[str, Any]:
     """Keyword arguments of a mode whose drafts share the target's pages, of `plain`, or of a draft
-    model with pages of its own. With the ending `_tree` it drafts trees."""
+    model with pages of its own. With the ending `_tree` it drafts trees, with `_sa` also
+    from matches in the text."""
     if mode.endswith("_tree"):
         mode, options = mode.removesuffix("_tree"), TREE | options
+    if mode.endswith("_sa"):
+        mode, options = mode.removesuffix("_sa"), {"sa_config": {}} | options
     if mode == "plain":
         return {}
     if mode == "sa":
@@ -106,8 +110,12 @@ def submit_traffic(harness: Harness, random: Random, number: int) -> list[LlmReq
 
 def proposer_of(harness: Harness) -> NetworkProposer:
     worker = harness.parts.runner.round_end
-    assert isinstance(worker, DraftWorker) and isinstance(worker.proposer, NetworkProposer)
-    return worker.proposer
+    assert isinstance(worker, DraftWorker)
+    proposer = worker.proposer
+    if isinstance(proposer, MatchOrNetwork):
+        proposer = proposer.network
+    assert isinstance(proposer, NetworkProposer)
+    return proposer
 
 
 def draft_place(harness: Harness) -> tuple[int, KVPool]:

@@ -19,6 +19,8 @@ from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import SampledTokens
 
+MODES_HERE = [*MODES, "eagle3_sa", "eagle3_two_model_sa"]
+
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -26,7 +28,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES_HERE)
 def test_on_a_gpu_rounds_without_drafts_are_graphs_of_draft_length_0(
     tiny: Path, tiny_draft: Path, head: Path, mode: str
 ) -> None:
@@ -47,7 +49,7 @@ def test_on_a_gpu_rounds_without_drafts_are_graphs_of_draft_length_0(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES_HERE)
 def test_on_a_gpu_a_replayed_round_is_the_eager_one(
     tiny: Path, tiny_draft: Path, head: Path, mode: str, is_sampled: bool
 ) -> None:
@@ -72,7 +74,7 @@ def test_on_a_gpu_a_replayed_round_is_the_eager_one(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES_HERE)
 def test_on_a_gpu_the_dummy_slot_of_padded_batches_does_not_grow(
     tiny: Path, tiny_draft: Path, head: Path, mode: str
 ) -> None:

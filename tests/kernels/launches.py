@@ -83,7 +83,8 @@ class Launch:
 def launch_of(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Launch:
     """What Triton would compile for these arguments: it makes constants of None and of 1."""
     names = kernel.arg_names
-    values = dict(zip(names, arguments, strict=False))
+    values = {each.name: each.default for each in kernel.params if each.has_default}
+    values |= zip(names, arguments, strict=False)
     values |= {name: value for name, value in keywords.items() if name in names}
     assert len(values) == len(names), f"{set(names) - set(values)} of {kernel} are missing"
     types, constants, divisible = {}, {}, []

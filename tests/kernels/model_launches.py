@@ -14,7 +14,7 @@ from tllm_spec.kernels import (
     fp8_linear,
     grouped_gemm,
     head_gemm,
-    int4_linear,
+    int4_weights,
     latent_attention,
     quantise_rows,
     scaled_linear,
@@ -73,19 +73,24 @@ def scaled_linears() -> None:
 def int4_linears() -> None:
     for (inputs, outputs), dtype, rows in product(LINEAR_SHAPES, FLOATS, NUM_ROWS):
         for group in (32, 128):
-            half = int4_linear.half_of(group)
-            codes = empty(outputs, -(-inputs // (2 * half)) * half, dtype=torch.uint8)
-            scales = float32(outputs, -(-inputs // group))
-            own = codes, scales, float32(*scales.shape), group
-            int4_linear.int4_linear(empty(rows, inputs, dtype=dtype), *own)
+            codes = empty(outputs, int4_weights.row_bytes(inputs), dtype=torch.uint8)
+            words = int32(outputs, -(-inputs // group))
+            x = empty(rows, inputs, dtype=dtype)
+            for each in (words, words.float())[: 1 + (group == 32)]:
+                for invariant in (False, True):
+                    scaled_linear.scaled_linear(x, codes, each, group=group, invariant=invariant)
 
 
 def fp8_linears() -> None:
     for (inputs, outputs), rows in product(LINEAR_SHAPES, NUM_ROWS):
         x, weight = empty(rows, inputs), empty(outputs, inputs, dtype=FP8)
-        codes, scales = quantise_rows.quantise_rows(x, NormWeight(empty(inputs), 1e-6))
-        own = codes, scales, weight, scales_of(weight), x.dtype
-        fp8_linear.fp8_linear(*own, bias=empty(outputs))
+        quantise_rows.quantise_rows(empty(rows, 2 * inputs), gated=True)
+        for in_blocks in (False, True):
+            norm = NormWeight(empty(inputs), 1e-6)
+            codes, scales = quantise_rows.quantise_rows(x, norm, in_blocks=in_blocks)
+            own = scales_of(weight) if in_blocks else float32(outputs, 1)
+            operands = codes, scales, weight, own, x.dtype
+            fp8_linear.fp8_linear(*operands, bias=empty(outputs))
 
 
 # Experts, experts of a token, hidden size, inner size: Qwen3-30B-A3B, DeepSeek V2 Lite, Mixtral.

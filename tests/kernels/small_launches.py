@@ -7,11 +7,13 @@ import torch
 
 from tests.kernels.launches import META
 from tests.kernels.model_launches import FLOATS, FP8, empty, float32, int32, int64, scales_of
-from tllm_spec.kernels import dequantise, moe_permute, moe_routing
+from tllm_spec.executor.speculative.drafting.match_or_network import new_sources
+from tllm_spec.kernels import dequantise, int4_weights, moe_permute, moe_routing
 from tllm_spec.kernels.beam_pool import BeamPool, Beams, DraftTree
 from tllm_spec.kernels.choose_token import choose_best, choose_draft, offer_token
 from tllm_spec.kernels.draft_beams import add_last, first_beams, grow, select
 from tllm_spec.kernels.draft_input import DraftInputNorms, draft_input
+from tllm_spec.kernels.draft_sources import choose_drafts, observe_drafts
 from tllm_spec.kernels.filter_cut import filter_cut
 from tllm_spec.kernels.gumbel import gumbel_noise
 from tllm_spec.kernels.kv_codes import CODES
@@ -97,6 +99,9 @@ def chains() -> None:
     texts = int32(64, 4096)
     append_tokens(texts, slots, int64(64), tokens, slots)
     match_suffixes(texts, slots, int64(64), 3, 64)
+    sources = new_sources(65, 3, None, slots.device)
+    observe_drafts(sources, slots, tokens, slots, True)
+    choose_drafts(sources, slots, int64(64, 3), int64(64, 3), slots)
 
 
 def layers() -> None:
@@ -155,6 +160,9 @@ def scaled_weights() -> None:
     for dtype, inputs in product(FLOATS, (4096, 1040)):
         weight = empty(4096, inputs, dtype=FP8)
         dequantise.dequantise_rows(weight, scales_of(weight), empty(4096, inputs, dtype=dtype))
+        stored = empty(4096, int4_weights.row_bytes(inputs), dtype=torch.uint8)
+        for words in (int32(4096, -(-inputs // 32)), float32(4096, -(-inputs // 32))):
+            int4_weights.dequantise_int4(stored, words, 32, empty(4096, inputs, dtype=dtype))
 
 
 def sums() -> None:

@@ -17,9 +17,9 @@ from tests.kernels.interpreter import (
     only_outside_the_interpreter,
     only_with_the_compiler,
 )
-from tllm_spec.kernels.fp8_linear import fp8_linear
+from tllm_spec.kernels.dequantise import BLOCK
+from tllm_spec.kernels.fp8_linear import fp8_linear, launch_fp8_linear, tiling_of
 from tllm_spec.kernels.quantise_rows import quantise_rows
-from tllm_spec.kernels.scaled_linear import BLOCK, launch_scaled_linear, tiling_of
 from tllm_spec.kernels.triton_support import has_kernels
 
 FP8 = torch.float8_e4m3fn
@@ -27,6 +27,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 on_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # Inputs and outputs: less than a block; an incomplete block; several chunks, the last incomplete.
 SHAPES = [(64, 48), (200, 257), (2120, 70)]
+# Whether 128 inputs of a row share a scale, of activations and of the weight; otherwise all do.
+BLOCKS = [(False, False), (False, True), (True, True), (True, False)]
+on_each_scaling = pytest.mark.parametrize("in_blocks", BLOCKS, ids=str)
 # Of float32 sums, and of a block on Hopper's FP8 tensor cores, by the sum of magnitudes.
 SUM_ERROR = 4e-6 if INTERPRETED else 2.0**-12
 
@@ -42,12 +45,18 @@ class Problem:
 
     def run(self, rows: slice = slice(None), **options: Any) -> torch.Tensor:
         return fp8_linear(
-            self.codes[rows], self.code_scales[rows], self.weight, self.scales, self.bias.dtype,
-            **options,
+            self.codes[rows], self.code_scales[:, rows].contiguous(), self.weight, self.scales,
+            self.bias.dtype, **options,
         )  # fmt: skip
 
 
-def problem(num_rows: int, shape: tuple[int, int], dtype: torch.dtype, device: str) -> Problem:
+def problem(
+    num_rows: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: str,
+    in_blocks: tuple[bool, bool] = (False, True),
+) -> Problem:
     generator = torch.Generator(device).manual_seed(7)
     inputs, outputs = shape
 
@@ -55,12 +64,14 @@ def problem(num_rows: int, shape: tuple[int, int], dtype: torch.dtype, device: s
         return torch.randn(size, generator=generator, device=device)
 
     exponents = torch.arange(num_rows, device=device) % 9 - 8
-    codes, code_scales = quantise_rows(normal(num_rows, inputs) * exponents.exp2()[:, None])
+    x = normal(num_rows, inputs) * exponents.exp2()[:, None]
+    x *= (torch.arange(inputs, device=device) // BLOCK % 5).exp2()
+    codes, code_scales = quantise_rows(x, in_blocks=in_blocks[0])
     return Problem(
         codes,
         code_scales,
         normal(outputs, inputs).to(FP8),
-        normal(outputs, -(-inputs // BLOCK)).exp(),
+        normal(-(-inputs // BLOCK) if in_blocks[1] else 1, outputs).exp().t(),
         normal(outputs).to(dtype),
         normal(num_rows, outputs).to(dtype),
     )
@@ -68,28 +79,43 @@ def problem(num_rows: int, shape: tuple[int, int], dtype: torch.dtype, device: s
 
 def formula(p: Problem, *, magnitudes: bool = False) -> torch.Tensor:
     """In float64; of all numbers' magnitudes."""
-    scales = p.scales.double().repeat_interleave(BLOCK, 1)[:, : p.weight.shape[1]]
-    weight = p.weight.double() * scales
-    x = p.codes.double() * p.code_scales.double()[:, None]
+    inputs = p.weight.shape[1]
+    blocks = (
+        p.scales.expand(-1, -(-inputs // BLOCK)),
+        p.code_scales.t().expand(-1, -(-inputs // BLOCK)),
+    )
+    of_weight, of_x = (each.double().repeat_interleave(BLOCK, 1)[:, :inputs] for each in blocks)
+    weight, x = p.weight.double() * of_weight, p.codes.double() * of_x
     return x.abs() @ weight.abs().t() if magnitudes else x @ weight.t()
 
 
 def check(
-    output: torch.Tensor, p: Problem, *added: torch.Tensor, sum_error: float = SUM_ERROR
+    output: torch.Tensor,
+    p: Problem,
+    bias: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
+    *,
+    sum_error: float = SUM_ERROR,
 ) -> None:
+    """total: what the rounded result was added to, and the sum rounded."""
     expected, sums = formula(p), formula(p, magnitudes=True)
-    for other in added:
-        expected, sums = expected + other.double(), sums + other.double().abs()
+    if bias is not None:
+        expected, sums = expected + bias.double(), sums + bias.double().abs()
     bound = ROUNDING[p.bias.dtype] * expected.abs() + sum_error * sums
+    if total is not None:
+        expected = expected + total.double()
+        bound += ROUNDING[p.bias.dtype] * (expected.abs() + bound)
     assert output.dtype == p.bias.dtype and output.shape == expected.shape
     assert ((output.double() - expected).abs() <= bound).all()
 
 
 @only_outside_the_interpreter
-@on_each_dtype
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_reference_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    p = problem(3, shape, dtype, "cpu")
+@on_each_scaling
+@pytest.mark.parametrize(("shape", "dtype"), list(zip(SHAPES, DTYPES, strict=True)), ids=str)
+def test_the_reference_equals_the_formula(
+    shape: tuple[int, int], dtype: torch.dtype, in_blocks: tuple[bool, bool]
+) -> None:
+    p = problem(3, shape, dtype, "cpu", in_blocks)
     check(p.run(), p, sum_error=1e-12)
     total = p.total.clone()
     assert p.run(bias=p.bias, add_to=total) is total
@@ -105,16 +131,18 @@ def test_a_row_of_the_reference_has_the_same_bits_in_every_batch() -> None:
         assert torch.equal(p.run(rows, bias=p.bias), expected[rows])
 
 
-@pytest.mark.thinned
 @on_each_kernel_device
-@on_each_dtype
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "in_blocks"),
+    list(zip((*SHAPES, SHAPES[1]), (*DTYPES, torch.bfloat16), BLOCKS, strict=True)),
+    ids=str,
+)
 def test_the_kernel_equals_the_formula(
-    shape: tuple[int, int], dtype: torch.dtype, device: str
+    shape: tuple[int, int], dtype: torch.dtype, in_blocks: tuple[bool, bool], device: str
 ) -> None:
     assert has_kernels(torch.device(device))
     for num_rows in (1, 70):
-        p = problem(num_rows, shape, dtype, device)
+        p = problem(num_rows, shape, dtype, device, in_blocks)
         check(p.run(bias=p.bias), p, p.bias)
     total = p.total.clone()
     assert p.run(bias=p.bias, add_to=total) is total
@@ -123,17 +151,22 @@ def test_the_kernel_equals_the_formula(
 
 
 @on_each_kernel_device
-@pytest.mark.parametrize(("shape", "dtype"), list(zip(SHAPES, DTYPES, strict=True)), ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "in_blocks"),
+    list(zip(SHAPES, DTYPES, (BLOCKS[2], BLOCKS[1], BLOCKS[0]), strict=True)),
+    ids=str,
+)
 def test_spreading_chunks_over_programs_changes_no_bit(
-    shape: tuple[int, int], dtype: torch.dtype, device: str
+    shape: tuple[int, int], dtype: torch.dtype, in_blocks: tuple[bool, bool], device: str
 ) -> None:
     for num_rows in (1, 20):
-        p = problem(num_rows, shape, dtype, device)
+        p = problem(num_rows, shape, dtype, device, in_blocks)
         found = [p.total.clone(), p.total.clone()]
         for total, spreads in zip(found, (False, True), strict=True):
-            launch_scaled_linear(
-                p.codes, p.weight, p.scales, p.bias, total, tiling_of(num_rows, dtype),
-                spreads=spreads, adds=True, x_scales=p.code_scales,
+            launch_fp8_linear(
+                p.codes, p.code_scales, p.weight, p.scales, p.bias, total,
+                tiling_of(num_rows, in_blocks[0]),
+                spreads=spreads, adds=True,
             )  # fmt: skip
         assert torch.equal(*found)
 
@@ -147,34 +180,42 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(device: str, exact_dots: N
 
 
 @only_with_the_compiler
+@pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize(
-    "num_rows", [1, *(pytest.param(number, marks=pytest.mark.slow) for number in (17, 64, 4096))]
+    "num_rows",
+    [1, *(pytest.param(number, marks=pytest.mark.slow) for number in (17, 64, 512, 4096))],
 )
-def test_every_tiling_fits_hopper_and_runs_on_fp8_tensor_cores(num_rows: int) -> None:
-    from tllm_spec.kernels.scaled_linear_triton import scaled_linear_kernel
+def test_every_tiling_fits_hopper_and_runs_on_fp8_tensor_cores(
+    num_rows: int, in_blocks: bool
+) -> None:
+    from tllm_spec.kernels.fp8_linear_triton import fp8_linear_kernel
 
-    tiling = tiling_of(num_rows, FP8)
+    tiling = tiling_of(num_rows, in_blocks)
     constants: dict[str, Any] = {"IN": 4096, "OUT": 4096, "SPREADS": False, "ADDS": True}
     constants |= {"WIDEN": False, "CHUNK": 1024, "PDL": True, "bias": None, "BLOCK": BLOCK}
-    constants |= {"BLOCK_ROWS": tiling.rows, "BLOCK_OUT": tiling.outputs}
+    constants |= {"BLOCK_ROWS": tiling.rows, "BLOCK_OUT": tiling.outputs, "FETCHED": 4}
+    constants |= {"X_BLOCKS": in_blocks, "W_BLOCKS": in_blocks}
     types = {"x": "*fp8e4nv", "weight": "*fp8e4nv", "scales": "*fp32", "output": "*bf16"}
     types["x_scales"] = "*fp32"
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-    strides = ("x_stride", "output_stride")
-    code = compiled_for_hopper(scaled_linear_kernel, types, constants, strides, **options)
+    strides = ("scales_block_stride", "output_stride")
+    code = compiled_for_hopper(fp8_linear_kernel, types, constants, strides, **options)
     ptx = code.asm["ptx"]
     found = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)\.f32\.(\w+)\.(\w+)", ptx))
     assert found == {(f"m64n{tiling.rows}k32", "e4m3", "e4m3")} and "mma.sync" not in ptx
     assert code.metadata.shared <= 227 << 10 and ".local" not in ptx
     # Each block's product starts at 0, and is added to the float32 sum outside the tensor cores.
-    assert "fma.rn.f32" in ptx
+    assert ("fma.rn.f32" if in_blocks else "add.f32") in ptx
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
 @pytest.mark.parametrize("shape", [(4096, 6144), (14336, 4096), (200, 257)], ids=str)
-def test_the_number_of_rows_changes_no_bit_of_a_row(shape: tuple[int, int]) -> None:
-    p = problem(4096, shape, torch.bfloat16, "cuda")
+@pytest.mark.parametrize("in_blocks", [BLOCKS[0], BLOCKS[2]], ids=str)
+def test_the_number_of_rows_changes_no_bit_of_a_row(
+    shape: tuple[int, int], in_blocks: tuple[bool, bool]
+) -> None:
+    p = problem(4096, shape, torch.bfloat16, "cuda", in_blocks)
     expected = p.run(bias=p.bias)
     check(expected, p, p.bias)
     for number in (*range(1, 140), 200, 257, 300, 1024):

@@ -1,6 +1,8 @@
 """Activations in FP8: codes and scales have the same bits from the kernel and the reference, and
 for any number of rows."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from tests.kernels.interpreter import (
 )
 from tllm_spec.kernels.quantise_rows import LARGEST, SMALLEST_SCALE, quantise_rows
 from tllm_spec.kernels.rms_norm import rms_norm
+from tllm_spec.kernels.silu_and_mul import silu_and_mul
 from tllm_spec.kernels.small_m_gemm import NormWeight
 from tllm_spec.kernels.triton_support import has_kernels
 
@@ -61,7 +64,7 @@ def nearest(x: torch.Tensor) -> torch.Tensor:
 
 def test_the_reference_rounds_to_the_nearest_code_and_of_two_to_the_even_one() -> None:
     codes, scales = quantise_rows.reference(ties())
-    assert scales.tolist() == [1.0]
+    assert scales.tolist() == [[1.0]]
     assert torch.equal(codes.float(), nearest(ties()))
 
 
@@ -69,15 +72,34 @@ def test_the_reference_rounds_to_the_nearest_code_and_of_two_to_the_even_one() -
 def test_a_scale_is_the_largest_magnitude_by_448() -> None:
     x = torch.tensor([[1.0, -896.0, 3.0], [0.0, 0.0, 0.0], [14.0, 7.0, -0.125]])
     codes, scales = quantise_rows(x)
-    assert scales.tolist() == [2.0, SMALLEST_SCALE, 14.0 / 448]
+    assert scales.tolist() == [[2.0, SMALLEST_SCALE, 14.0 / 448]]
     assert codes.float().tolist() == [[0.5, -448.0, 1.5], [0, 0, 0], [448.0, 224.0, -4.0]]
+
+
+@only_outside_the_interpreter
+def test_blocks_of_128_inputs_have_scales_of_their_own() -> None:
+    x = rows_of(3, 300)
+    codes, scales = quantise_rows(x, in_blocks=True)
+    assert scales.shape == (3, 3)
+    for block, own in enumerate((slice(0, 128), slice(128, 256), slice(256, 300))):
+        expected = quantise_rows(x[:, own])
+        assert torch.equal(bits(codes[:, own]), bits(expected[0]))
+        assert torch.equal(scales[block], expected[1][0])
+
+
+@only_outside_the_interpreter
+def test_a_static_scale_is_that_of_every_row() -> None:
+    x = torch.tensor([[1.0, -2.0, 0.5], [300.0, 0.0, -1e-9]])
+    codes, scales = quantise_rows(x, scale=torch.tensor(0.5))
+    assert scales.tolist() == [[0.5, 0.5]]
+    assert codes.float().tolist() == [[2.0, -4.0, 1.0], [448.0, 0.0, -0.0]]
 
 
 @only_outside_the_interpreter
 def test_values_above_the_bound_saturate() -> None:
     x = torch.tensor([[2000.0, -600.0, 1200.0], [1.0, -2.0, 0.5]])
     codes, scales = quantise_rows(x, bound=1200.0)
-    assert torch.equal(scales, torch.tensor([1200.0, 2.0]) / 448)
+    assert torch.equal(scales[0], torch.tensor([1200.0, 2.0]) / 448)
     assert codes[0].float().tolist() == [448.0, -224.0, 448.0] and codes[1, 1] == -448.0
 
 
@@ -85,25 +107,31 @@ def test_values_above_the_bound_saturate() -> None:
 def test_a_slice_of_rows_has_the_codes_of_the_whole_rows() -> None:
     x = rows_of(9, 200)
     codes, scales = quantise_rows(x)
-    largest = x.float().abs().amax(1)
+    largest = torch.stack([x[:, :100].abs().amax(1), x[:, 100:].abs().amax(1)], 1).float()
     for own in (slice(0, 100), slice(100, 200)):
         found = quantise_rows(x[:, own], magnitudes=largest)
         assert torch.equal(bits(found[0]), bits(codes[:, own])) and torch.equal(found[1], scales)
 
 
 @only_outside_the_interpreter
-@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("form", ["plain", "norm", "gated", "in_blocks", "scale"])
 @on_each_dtype
 def test_a_row_of_the_reference_has_the_same_bits_in_every_batch(
-    dtype: torch.dtype, has_norm: bool
+    dtype: torch.dtype, form: str
 ) -> None:
     weight = torch.randn(192, generator=torch.Generator().manual_seed(1)).to(dtype)
-    norm = NormWeight(weight, 1e-6) if has_norm else None
-    codes, scales = quantise_rows(rows_of(1024, 192, dtype), norm)
+    options: dict[str, Any] = {
+        "plain": {},
+        "norm": {"norm": NormWeight(weight, 1e-6)},
+        "gated": {"gated": True},
+        "in_blocks": {"in_blocks": True},
+        "scale": {"scale": torch.tensor(0.03)},
+    }[form]
+    codes, scales = quantise_rows(rows_of(1024, 192, dtype), **options)
     for number in NUMBERS:
-        found = quantise_rows(rows_of(number, 192, dtype), norm)
+        found = quantise_rows(rows_of(number, 192, dtype), **options)
         assert torch.equal(bits(found[0]), bits(codes[:number]))
-        assert torch.equal(found[1], scales[:number])
+        assert torch.equal(found[1], scales[:, :number])
 
 
 @on_each_kernel_device
@@ -117,7 +145,14 @@ def test_the_kernels_codes_and_scales_are_the_references_bit_for_bit(
         rows = rows_of(number, size, dtype, device)
         if INTERPRETED and number > 9:
             rows = rows[:: number // 8]
-        for options in ({}, {"bound": 3.0}, {"magnitudes": rows.float().abs().amax(1) * 2}):
+        scale = torch.tensor(0.01, device=device)
+        for options in (
+            {},
+            {"bound": 3.0},
+            {"magnitudes": rows.float().abs() * 2},
+            {"in_blocks": True},
+            {"scale": scale},
+        ):
             codes, scales = quantise_rows(rows, **options)
             expected = quantise_rows.reference(rows, **options)
             assert codes.dtype == FP8 and torch.equal(bits(codes), bits(expected[0]))
@@ -127,7 +162,7 @@ def test_the_kernels_codes_and_scales_are_the_references_bit_for_bit(
 @on_each_kernel_device
 def test_the_kernel_rounds_to_the_nearest_code_and_of_two_to_the_even_one(device: str) -> None:
     codes, scales = quantise_rows(ties().to(device))
-    assert scales.tolist() == [1.0]
+    assert scales.tolist() == [[1.0]]
     assert torch.equal(codes.float().cpu(), nearest(ties()))
     assert quantise_rows(ties().to(device)[:0])[0].shape == (0, ties().shape[1])
 
@@ -154,6 +189,16 @@ def test_the_kernels_norm_is_rounded_as_a_layer_of_its_own(dtype: torch.dtype, d
     found = quantise_rows(x, NormWeight(weight, 1e-6))
     expected = quantise_rows(normed)
     assert torch.equal(bits(found[0]), bits(expected[0])) and torch.equal(found[1], expected[1])
+
+
+@on_each_kernel_device
+def test_the_kernels_swiglu_is_rounded_as_a_layer_of_its_own(device: str) -> None:
+    x = rows_of(9, 320, torch.float32, device)
+    for options in ({}, {"in_blocks": True}):
+        found = quantise_rows(x, gated=True, **options)
+        expected = quantise_rows(silu_and_mul(x), **options)
+        assert torch.equal(bits(found[0]), bits(expected[0]))
+        assert torch.equal(found[1], expected[1])
 
 
 @pytest.mark.gpu

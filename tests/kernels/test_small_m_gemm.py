@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from tllm_spec.kernels import nvrtc, small_m_plan
 from tllm_spec.kernels import small_m_gemm as module
+from tllm_spec.kernels.int4_weights import GROUPS, group_words, int4_dequantised, packed
 from tllm_spec.kernels.scaled_linear import BLOCK
 from tllm_spec.kernels.small_m_gemm import (
     FP8,
@@ -19,7 +20,7 @@ from tllm_spec.kernels.small_m_gemm import (
     serves,
     small_m_gemm,
 )
-from tllm_spec.kernels.small_m_plan import MAX_ROWS, Ring
+from tllm_spec.kernels.small_m_plan import MAX_ROWS, WIDE, Ring, Stored
 
 EPS = 1e-5
 # norm, gated, adds, bias
@@ -34,6 +35,8 @@ FORMS = [
         "everything": (True, True, True, True),
     }.items()
 ]
+SCALED = Stored(8, BLOCK)
+CODES = (*(Stored(4, group) for group in GROUPS), Stored(4, 32, is_e2m1=True))
 on_each_form = pytest.mark.parametrize(("norm", "gated", "adds", "has_bias"), FORMS)
 
 
@@ -46,7 +49,7 @@ class Case:
         form: tuple[bool, bool, bool, bool],
         dtype: torch.dtype,
         device: str,
-        is_fp8: bool = False,
+        stored: Stored = WIDE,
     ) -> None:
         (rows, in_features, out_features), (norm, gated, adds, has_bias) = sizes, form
         generator = torch.Generator().manual_seed(rows + in_features + out_features)
@@ -56,12 +59,25 @@ class Case:
 
         self.x = random(rows, 2 * in_features)[:, in_features:]
         self.weight = random(out_features, in_features) / in_features**0.5
-        self.scales = None
-        if is_fp8:
-            self.weight = (random(out_features, in_features) * 8).to(FP8)
+        self.scales, self.group = None, stored.group if stored.bits == 4 else 0
+        numbers = self.weight
+        if stored.group:
             # A scale that were another row's or block's would show.
-            scales = torch.randn(out_features, -(-in_features // BLOCK), generator=generator)
+            scales = torch.randn(out_features, -(-in_features // stored.group), generator=generator)
             self.scales = scales.abs().to(device) / (8 * in_features**0.5)
+        if stored.bits == 8:
+            self.weight = (random(out_features, in_features) * 8).to(FP8)
+            by_input = self.scales.double().repeat_interleave(BLOCK, 1)
+            numbers = self.weight.double() * by_input[:, :in_features]
+        elif stored.bits == 4:
+            codes, zeros = (
+                torch.randint(0, 16, size, generator=generator, dtype=torch.uint8).to(device)
+                for size in ((out_features, in_features), scales.shape)
+            )
+            words = self.scales if stored.is_e2m1 else group_words(self.scales, zeros)
+            self.weight, self.scales = packed(codes), words
+            numbers = int4_dequantised(codes, self.scales, self.group, torch.float64)
+        self.numbers = numbers.double()
         self.bias = random(out_features) if has_bias else None
         self.norm = NormWeight(random(in_features), EPS) if norm else None
         self.gated = gated
@@ -72,11 +88,7 @@ class Case:
         x = self.x.double()
         if self.norm is not None:
             x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * self.norm.weight.double()
-        weight = self.weight.double()
-        if self.scales is not None:
-            by_input = self.scales.double().repeat_interleave(BLOCK, 1)
-            weight *= by_input[:, : weight.shape[1]]
-        output = F.linear(x, weight, None if self.bias is None else self.bias.double())
+        output = F.linear(x, self.numbers, None if self.bias is None else self.bias.double())
         if self.gated:
             gate, up = output.chunk(2, -1)
             output = F.silu(gate) * up
@@ -85,7 +97,7 @@ class Case:
     def run(self, function: object = small_m_gemm) -> torch.Tensor:
         assert callable(function)
         options = {"bias": self.bias, "norm": self.norm, "gated": self.gated, "add_to": self.total}
-        options["scales"] = self.scales
+        options |= {"scales": self.scales, "group": self.group}
         output = function(self.x, self.weight, **options)
         assert isinstance(output, torch.Tensor)
         assert self.total is None or output is self.total
@@ -97,14 +109,19 @@ def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @on_each_form
-@pytest.mark.parametrize("is_fp8", [False, True], ids=["wide", "fp8"])
+@pytest.mark.parametrize("stored", [WIDE, SCALED, CODES[0]], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 64, 48), (3, 192, 1000), (8, 320, 36)], ids=str)
 def test_the_reference_equals_the_formula_and_adds_in_place(
-    sizes: tuple[int, int, int], is_fp8: bool, norm: bool, gated: bool, adds: bool, has_bias: bool
+    sizes: tuple[int, int, int],
+    stored: Stored,
+    norm: bool,
+    gated: bool,
+    adds: bool,
+    has_bias: bool,
 ) -> None:
-    case = Case(sizes, (norm, gated, adds, has_bias), torch.float32, "cpu", is_fp8)
+    case = Case(sizes, (norm, gated, adds, has_bias), torch.float32, "cpu", stored)
     expected = case.expected()
-    assert not serves(case.x, case.weight)
+    assert not serves(case.x, case.weight, case.scales, case.group)
     assert relative_error(case.run(plain_small_m_gemm), expected) < 1e-6
 
 
@@ -112,7 +129,15 @@ def test_the_reference_equals_the_formula_and_adds_in_place(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "ring",
-    [Ring(5, 128), Ring(small_m_plan.MIN_DEPTH, 64), Ring(4, 256, True), Ring(5, 128, True)],
+    [
+        *(
+            Ring(5, 128),
+            Ring(small_m_plan.MIN_DEPTH, 64),
+            Ring(4, 256, SCALED),
+            Ring(5, 128, SCALED),
+        ),
+        *(Ring(3, columns, codes) for codes in CODES for columns in (512, 256)),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
@@ -142,24 +167,25 @@ def test_the_kernels_argument_has_the_same_fields_in_python_and_cuda() -> None:
 
 def test_a_compile_error_contains_the_compilers_log() -> None:
     with pytest.raises(
-        RuntimeError, match=r"small_m_gemm\.cu does not compile with .*sm_90.*\n.*STEP_COLUMNS"
+        RuntimeError, match=r"small_m_gemm\.cu does not compile with .*sm_90.*\n.*BITS"
     ):
         nvrtc.compile_source("small_m_gemm.cu", "sm_90")
 
 
 @pytest.mark.parametrize(
-    ("in_features", "is_fp8"),
-    [(size, False) for size in (64, 320, 2048, 4096, 8192, 12288, 14336)]
-    + [(size, True) for size in (128, 640, 2048, 4096, 8192, 12288, 14336)],
+    ("in_features", "stored"),
+    [(size, WIDE) for size in (64, 320, 2048, 4096, 8192, 12288, 14336)]
+    + [(size, SCALED) for size in (128, 640, 2048, 4096, 8192, 12288, 14336)]
+    + [(size, each) for size in (256, 2048, 3584, 4096, 8192, 14336) for each in CODES],
 )
 @pytest.mark.parametrize("rows", [1, 4, MAX_ROWS])
 def test_common_widths_fit_into_shared_memory_with_a_deep_enough_ring(
-    rows: int, in_features: int, is_fp8: bool
+    rows: int, in_features: int, stored: Stored
 ) -> None:
-    fitting = small_m_plan.splits_that_fit(rows, in_features, is_fp8)
+    fitting = small_m_plan.splits_that_fit(rows, in_features, stored)
     assert fitting
     for splits in fitting:
-        ring = small_m_plan.ring_of(rows, in_features, splits, is_fp8)
+        ring = small_m_plan.ring_of(rows, in_features, splits, stored)
         assert ring is not None and ring.depth >= small_m_plan.MIN_DEPTH
         assert ring.bytes_of_all <= small_m_plan.MAX_RING_BYTES
         assert small_m_plan.shared_bytes(rows, in_features, splits, ring) <= nvrtc.SHARED_BYTES
@@ -169,7 +195,7 @@ def test_common_widths_fit_into_shared_memory_with_a_deep_enough_ring(
 def test_widths_that_do_not_fit_have_no_plan() -> None:
     assert small_m_plan.splits_that_fit(MAX_ROWS, 28672) == ()  # 229 KB of x in each of two CTAs
     assert small_m_plan.splits_that_fit(1, 100) == ()  # no whole steps
-    assert small_m_plan.splits_that_fit(1, 64, True) == ()  # less than a block
+    assert small_m_plan.splits_that_fit(1, 64, SCALED) == ()  # less than a block
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -194,17 +220,18 @@ def test_tiles_cover_the_output_once_and_balance_the_multiprocessors(
 @on_each_form
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("in_features", "out_features", "is_fp8"),
+    ("in_features", "out_features", "stored"),
     [
-        *((4096, 6144, False), (14336, 4096, False), (12288, 4096, False), (64, 48, False)),
-        *((192, 1000, False), (128, 50258, False), (320, 512, False)),
-        *((4096, 6144, True), (14336, 4096, True), (128, 50258, True), (640, 1000, True)),
+        *((4096, 6144, WIDE), (14336, 4096, WIDE), (12288, 4096, WIDE), (64, 48, WIDE)),
+        *((192, 1000, WIDE), (128, 50258, WIDE), (320, 512, WIDE)),
+        *((4096, 6144, SCALED), (14336, 4096, SCALED), (128, 50258, SCALED), (640, 1000, SCALED)),
+        *((*sizes, each) for sizes in ((4096, 6144), (14336, 4096), (256, 1000)) for each in CODES),
     ],
 )
 def test_the_kernel_is_as_accurate_as_its_reference(
     in_features: int,
     out_features: int,
-    is_fp8: bool,
+    stored: Stored,
     dtype: torch.dtype,
     norm: bool,
     gated: bool,
@@ -213,9 +240,9 @@ def test_the_kernel_is_as_accurate_as_its_reference(
 ) -> None:
     for rows in (1, 2, 5, 8):
         sizes, form = (rows, in_features, out_features), (norm, gated, adds, has_bias)
-        case, again = (Case(sizes, form, dtype, "cuda", is_fp8) for _ in range(2))
+        case, again = (Case(sizes, form, dtype, "cuda", stored) for _ in range(2))
         expected = case.expected()
-        assert serves(case.x, case.weight)
+        assert serves(case.x, case.weight, case.scales, case.group)
         error, of_reference = (
             relative_error(case.run(), expected),
             relative_error(again.run(plain_small_m_gemm), expected),
@@ -237,12 +264,13 @@ def test_only_the_residual_stream_is_written() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_fp8", [False, True], ids=["wide", "fp8"])
-def test_a_row_has_the_same_bits_with_any_number_of_rows(is_fp8: bool) -> None:
-    case = Case((8, 4096, 4096), (True, False, False, False), torch.bfloat16, "cuda", is_fp8)
+@pytest.mark.parametrize("stored", [WIDE, SCALED, CODES[2]], ids=str)
+def test_a_row_has_the_same_bits_with_any_number_of_rows(stored: Stored) -> None:
+    case = Case((8, 4096, 4096), (True, False, False, False), torch.bfloat16, "cuda", stored)
     together = case.run()
     for rows in range(1, 8):
-        alone = small_m_gemm(case.x[:rows], case.weight, scales=case.scales, norm=case.norm)
+        own = {"scales": case.scales, "group": case.group, "norm": case.norm}
+        alone = small_m_gemm(case.x[:rows], case.weight, **own)
         assert torch.equal(alone, together[:rows])
 
 
@@ -260,6 +288,20 @@ def test_every_fp8_number_is_converted_exactly(dtype: torch.dtype) -> None:
     found = small_m_gemm(x, weight.view(FP8), scales=scales)
     values = codes.view(FP8).float() * scales.gather(1, columns[:, None] // BLOCK)[:, 0]
     assert torch.equal(found, values.to(dtype).expand(2, -1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("stored", CODES, ids=str)
+def test_every_code_is_converted_exactly_with_its_scale_and_zero_point(
+    stored: Stored, dtype: torch.dtype
+) -> None:
+    """With 8 rows of the identity at a time as x the output is 8 columns of the weight."""
+    case = Case((8, 512, 200), (False,) * 4, dtype, "cuda", stored)
+    identity = torch.eye(512, dtype=dtype, device="cuda")
+    for rows in identity.split(8):
+        found = small_m_gemm(rows, case.weight, scales=case.scales, group=case.group)
+        assert torch.equal(found.double(), (rows.double() @ case.numbers.t()).to(dtype).double())
 
 
 @pytest.mark.gpu

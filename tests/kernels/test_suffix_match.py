@@ -54,9 +54,8 @@ def test_drafts_follow_the_last_of_the_longest_matches(
 ) -> None:
     texts, kv_lens = tables_of([[1, 1, 1], text])
     slots = torch.tensor([1])
-    for min_match, num_drafts in ((max(length, 1), 4 if length else 0), (length + 1, 0)):
-        found, numbers = match_suffixes(texts, slots, kv_lens, 4, max_match, min_match)
-        assert found.tolist() == [drafts] and numbers.tolist() == [num_drafts]
+    found = match_suffixes(texts, slots, kv_lens, 4, max_match)
+    assert [each.tolist() for each in found] == [[drafts], [4 if length else 0], [length]]
     assert drafts_of(text, 4, max_match) == (drafts, length)
 
 
@@ -76,13 +75,14 @@ def test_the_drafts_are_those_of_a_slow_loop(device: str, max_match: int, draft_
         texts = random_texts(seed, MAX_LEN)
         tables, kv_lens = (each.to(device) for each in tables_of(texts))
         slots = torch.tensor([3, 0, 5, 3])
-        arguments = tables, slots.to(device), kv_lens, draft_len, max_match, 2
-        found, numbers = match_suffixes(*arguments)
-        for each, other in zip((found, numbers), match_suffixes.reference(*arguments), strict=True):
+        arguments = tables, slots.to(device), kv_lens, draft_len, max_match
+        found = match_suffixes(*arguments)
+        for each, other in zip(found, match_suffixes.reference(*arguments), strict=True):
             assert torch.equal(each, other)
         expected = [drafts_of(texts[slot], draft_len, max_match) for slot in slots.tolist()]
-        assert found.tolist() == [drafts for drafts, _ in expected]
-        assert numbers.tolist() == [draft_len * (length >= 2) for _, length in expected]
+        assert found.drafts.tolist() == [drafts for drafts, _ in expected]
+        assert found.num_drafts.tolist() == [draft_len * (length > 0) for _, length in expected]
+        assert found.lengths.tolist() == [length for _, length in expected]
 
 
 @on_each_kernel_device
@@ -93,8 +93,8 @@ def test_a_long_text_is_searched_to_its_beginning(device: str) -> None:
     text[-6:] = text[20:26] = torch.arange(50, 56)
     texts, kv_lens = text.to(torch.int32).unsqueeze(0).to(device), torch.tensor([9_999])
     slots = torch.tensor([0]).to(device)
-    found, numbers = match_suffixes(texts, slots, kv_lens.to(device), 3, 64, 6)
-    assert found.tolist() == [text[26:29].tolist()] and numbers.tolist() == [3]
+    found = match_suffixes(texts, slots, kv_lens.to(device), 3, 64)
+    assert [each.tolist() for each in found] == [[text[26:29].tolist()], [3], [6]]
 
 
 @on_each_kernel_device

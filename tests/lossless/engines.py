@@ -40,6 +40,14 @@ TREES = ("eagle3", "eagle3_two_model", "draft_target_one_model", "draft_target",
 MODES |= {f"{mode}_tree": (MODES[mode] or {}) | DYNAMIC_TREE for mode in TREES}
 MODES["eagle3_static"] = MODES["eagle3"]
 MODES["sa"] = {"decoding_type": "SA"}
+SA_CONFIGS: dict[str, dict[str, Any]] = {
+    "eagle3": {},
+    "eagle3_two_model": {"threshold": 2},
+    "draft_target_one_model": {"threshold": 3},
+}
+MODES |= {
+    f"{mode}_sa": (MODES[mode] or {}) | {"sa_config": own} for mode, own in SA_CONFIGS.items()
+}
 # Modes that the default run has in `test_equality` only: each is like another one that it has.
 LONG_ONLY = (
     "eagle3_two_model_tree",
@@ -49,6 +57,7 @@ LONG_ONLY = (
     "eagle3_onnxruntime",
     "eagle3_static",
     "sa",
+    *(f"{mode}_sa" for mode in SA_CONFIGS),
 )
 ON_GPU = tuple(mode for mode in MODES if not mode.endswith("_onnxruntime"))
 OVERLAPPING = tuple(mode for mode in MODES if not mode.startswith("ngram"))

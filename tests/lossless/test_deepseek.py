@@ -108,6 +108,25 @@ def test_trees_of_the_models_own_module_leave_the_text_alone(
 
 
 @pytest.mark.parametrize(
+    ("is_vanilla", "one_model", "setting"),
+    by_default([(False, True, "preemption")], (True, False), (True, False), SETTINGS),
+)
+def test_matches_next_to_the_models_own_modules_leave_the_text_alone(
+    is_vanilla: bool, one_model: bool, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
+) -> None:
+    mtp = {
+        "decoding_type": "MTP",
+        "max_draft_len": 2,
+        "mtp_eagle_one_model": one_model,
+        "use_mtp_vanilla": is_vanilla,
+        "sa_config": {"threshold": 1},
+    }
+    found, acceptance_length = texts(with_mtp, speculative_config=mtp, **SETTINGS[setting])
+    assert found == plain_of_mtp
+    assert acceptance_length > 1.3
+
+
+@pytest.mark.parametrize(
     ("is_vanilla", "one_model"), by_default([(True, False)], (True, False), (True, False))
 )
 def test_exported_modules_draft_as_those_of_the_checkpoint(

@@ -15,13 +15,15 @@ from tests.kernels.interpreter import (
 )
 from tests.models.fp8_checkpoint import quantise
 from tests.models.helpers import save_checkpoint
-from tests.models.int4_checkpoint import Case, keeping_int4, quantise_int4
+from tests.models.int4_checkpoint import keeping_int4
 from tests.models.mtp_reference import save_with_mtp
 from tests.models.test_llama4 import save_llama4
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.zoo.quantise import Style
+from tllm_spec.zoo.quantise import quantise as write_copy
 
 NGRAM = {"decoding_type": "NGram", "max_draft_len": 3}
 # Ends of prompts are repeated, so that n-grams are found. One is longer than a chunk.
@@ -137,7 +139,7 @@ def test_every_bit_is_that_of_a_request_alone(kind: str, tmp_path: Path, exact_d
         quantise(tmp_path, granularity="row")
     elif kind == "4-bit weights":
         save_checkpoint(tmp_path, "Llama", **SMALL)
-        quantise_int4(tmp_path, Case("gptq", is_ordered=True))
+        write_copy(tmp_path, Style("gptq", is_ordered=True))
     elif kind == "latents":
         save_with_mtp(tmp_path, vocab_size=48, max_position_embeddings=80, **SMALL_LATENTS)
     with keeping_int4():

@@ -70,6 +70,7 @@ FITTED: dict[str, dict[str, Any]] = {
     "draft_target_map": DRAFT_TARGET | MAP,
     "draft_target_map_tree": DRAFT_TARGET | MAP | DYNAMIC_TREE,
     "draft_target_one_model_map": DRAFT_TARGET | MAP | {"draft_target_one_model": True},
+    "eagle_sa": EAGLE | {"sa_config": {}},
 }
 # Acceptance lengths that every draft length of a mode reaches: there were drafts, and some were
 # right.
@@ -101,6 +102,10 @@ FLOORS = {
     "draft_target_one_model_map": 1.2,
     "eagle3_onnxruntime": 1.3,
     "sa": 1.02,
+    "eagle3_sa": 1.3,
+    "eagle3_two_model_sa": 1.3,
+    "draft_target_one_model_sa": 1.3,
+    "eagle_sa": 1.3,
 }
 
 
@@ -132,6 +137,7 @@ COMBINED = (
     "eagle_map_tree",
     "draft_target_map",
     "draft_target_one_model_map",
+    "eagle_sa",
 )
 
 

@@ -21,11 +21,11 @@ from tests.lossless.cases import (
 from tests.lossless.engines import DRAFT_MODEL, engine
 from tests.lossless.oracle import Oracle
 from tests.lossless.test_fp8 import PLAIN, copied
-from tests.models.int4_checkpoint import Case as Packed
-from tests.models.int4_checkpoint import keeping_int4, quantise_int4
+from tests.models.int4_checkpoint import keeping_int4
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.text.tokenizer import Tokenizer
+from tllm_spec.zoo.quantise import Style, quantise
 
 MODES = ("plain", "ngram", "ngram_tree", "draft_target", "eagle3", "eagle3_tree")
 BY_DEFAULT = ("eagle3",)
@@ -35,8 +35,8 @@ BY_DEFAULT = ("eagle3",)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The zoo's target and draft model in 4 bits, and the target's own values."""
     root = tmp_path_factory.mktemp("int4")
-    values = quantise_int4(copied("zoo:llama", root / "llama"), Packed("gptq", is_ordered=True))
-    quantise_int4(copied(DRAFT_MODEL, root / "draft"), Packed("awq"))
+    values = quantise(copied("zoo:llama", root / "llama"), Style("gptq", is_ordered=True))
+    quantise(copied(DRAFT_MODEL, root / "draft"), Style("awq"))
     copied("zoo:llama", root / "plain")
     save_file(values, root / "plain" / "model.safetensors", metadata={"format": "pt"})
     return root

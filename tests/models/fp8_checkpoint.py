@@ -1,5 +1,6 @@
 """Turns the projections of a checkpoint into FP8, with a scale for each tensor, each row or each
-block of 128 x 128. Those with a scale for each row ask for activations in FP8."""
+block of 128 x 128, in the formats of different producers. `tensor` and `block` leave activations
+alone, the others ask for FP8."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -20,13 +21,39 @@ TILES = {
     "row": (1, None),
     "bounded": (1, None),
     "block": (BLOCK, BLOCK),
+    "deepseek": (BLOCK, BLOCK),
+    "autofp8": (None, None),
+    "autofp8 static": (None, None),
+    "modelopt": (None, None),
+    "compressed": (1, None),
 }
+_EIGHT_BITS = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}
+
+
+def compressed(strategy: str, activations: dict[str, Any] | None) -> dict[str, Any]:
+    """A quantization_config of llm-compressor."""
+    weights = _EIGHT_BITS | {"strategy": strategy}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+    }
+
+
 QUANTIZATION: dict[str, dict[str, Any]] = {
-    "tensor": {"quant_method": "fp8"},
+    "tensor": compressed("tensor", None),
     "row": {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
     "bounded": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
-    "block": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]},
+    "block": {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
+    "deepseek": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]},
+    "autofp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "autofp8 static": {"quant_method": "fp8", "activation_scheme": "static"},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8"},
+    "compressed": compressed("channel", _EIGHT_BITS | {"strategy": "tensor"}),
 }
+STATIC = ("autofp8 static", "modelopt", "compressed")
+INPUT_SCALES = (0.011, 0.02, 0.014)  # of activations up to 5 and more
 Tensors = dict[str, torch.Tensor]
 
 
@@ -51,7 +78,8 @@ def tiled(
     whole = scale.repeat_interleave(rows, 0)[: weight.shape[0]]
     whole = whole.repeat_interleave(columns, 1)[:, : weight.shape[1]]
     stored = (weight / whole).to(torch.float8_e4m3fn)
-    return stored, scale.view(()) if granularity == "tensor" else scale, stored.float() * whole
+    of_tensor = TILES[granularity] == (None, None)
+    return stored, scale.view(()) if of_tensor else scale, stored.float() * whole
 
 
 def quantise(
@@ -63,10 +91,13 @@ def quantise(
     what `save_file` writes for a checkpoint of the same values without FP8."""
     tensors = load_file(folder / "model.safetensors")
     stored: Tensors = {}
-    suffix = "_scale_inv" if granularity == "block" else "_scale"
-    for name, tensor in list(tensors.items()):
+    suffix = "_scale_inv" if granularity in ("block", "deepseek") else "_scale"
+    for index, (name, tensor) in enumerate(list(tensors.items())):
         if wants(name):
             stored[name], stored[name + suffix], tensors[name] = tiled(tensor.float(), granularity)
+            if granularity in STATIC:
+                scale = torch.tensor(INPUT_SCALES[index % len(INPUT_SCALES)])
+                stored[f"{name.removesuffix('.weight')}.input_scale"] = scale
         else:
             stored[name] = tensor
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})

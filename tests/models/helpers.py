@@ -49,7 +49,8 @@ def save_checkpoint(
         "max_position_embeddings": MAX_POSITIONS,
         "sliding_window": None,
     }
-    settings = getattr(transformers, f"{architecture}Config")(**(sizes | config))
+    kind = "Gemma3Text" if architecture == "Gemma3" else architecture
+    settings = getattr(transformers, f"{kind}Config")(**(sizes | config))
     model = getattr(transformers, f"{architecture}ForCausalLM")(settings).eval()
     generator = torch.Generator().manual_seed(1)
     biases = [item for item in model.named_buffers() if item[0].endswith("correction_bias")]

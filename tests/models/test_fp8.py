@@ -154,7 +154,8 @@ def values(slot: WeightSlot) -> torch.Tensor:
     if not isinstance(slot, ScaledSlot):
         return slot.destination.float()
     assert slot.scales is not None
-    return Fp8Tensor(slot.destination, slot.scales).dequantised(torch.float32)
+    columns = -(-slot.destination.shape[1] // 128)
+    return Fp8Tensor(slot.destination, slot.scales.expand(-1, columns)).dequantised(torch.float32)
 
 
 def test_a_layer_that_the_checkpoint_has_in_16_bits_keeps_them(tmp_path: Path) -> None:
@@ -221,7 +222,7 @@ def test_dummy_weights_of_ignored_modules_have_16_bits(tmp_path: Path) -> None:
     FAMILIES["llama"](tmp_path)
     quantise(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
-    raw["quantization_config"]["modules_to_not_convert"] = ["self_attn", "layers.0.mlp.up_proj"]
+    raw["quantization_config"]["exclude_modules"] = ["self_attn", "layers.0.mlp.up_proj"]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     (tmp_path / "model.safetensors").unlink()
     names = fp8_names(load(tmp_path, load_format="dummy"))

@@ -2,11 +2,14 @@
 
 import json
 import logging
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.models.fp8_checkpoint import quantise
 from tests.models.fp8_transcription import transcribed
@@ -21,9 +24,8 @@ from tests.models.helpers import (
 from tests.models.test_fp8 import FAMILIES, SIZES, save_both
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
-from tllm_spec.kernels.quantise_rows import quantise_rows
-from tllm_spec.models.formats.fp8_formats import TokenScales
-from tllm_spec.models.formats.fp8_per_token import PerTokenWeight
+from tllm_spec.models.formats.fp8_activations import QuantisedActivations
+from tllm_spec.models.formats.fp8_formats import ActivationScales
 from tllm_spec.models.formats.fp8_scaled import Fp8Tensor
 from tllm_spec.models.formats.plain import PlainWeight
 from tllm_spec.models.layers import RMSNorm
@@ -32,7 +34,9 @@ from tllm_spec.models.module import Module, Placement
 from tllm_spec.models.weights import weight_table
 
 TOKENS = random_tokens(40)
-PLACEMENT = Placement(torch.float32, CPU, SINGLE_RANK, activations=TokenScales())
+PLACEMENT = Placement(torch.float32, CPU, SINGLE_RANK, activations=ActivationScales())
+KINDS = (ActivationScales("token"), ActivationScales("block"), ActivationScales("tensor"))
+on_each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.shared_by)
 
 
 def log_probabilities(folder: Path, **options: Any) -> torch.Tensor:
@@ -51,12 +55,15 @@ def formats_of(model: Module) -> dict[str, type]:
     return {path.rpartition(".")[2]: kind for path, kind in found.items()}
 
 
-@pytest.mark.parametrize("granularity", ["row", "bounded"])
+@pytest.mark.parametrize(
+    "granularity",
+    ["row", "bounded", "deepseek", "autofp8", "autofp8 static", "modelopt", "compressed"],
+)
 @torch.inference_mode()
 def test_log_probabilities_are_those_of_a_plain_transcription(
     granularity: str, tmp_path: Path
 ) -> None:
-    bound = None if granularity == "row" else 1.5
+    bound = 1.5 if granularity == "bounded" else None
     reference = save_checkpoint(tmp_path, "Llama", mlp_bias=True, **SIZES)
     quantise(tmp_path, granularity=granularity)
     if bound is not None:
@@ -71,7 +78,7 @@ def test_log_probabilities_are_those_of_a_plain_transcription(
     assert effect > 0.005
     # A sum that is rounded otherwise may give another code, with an effect on all later tokens.
     errors = (found - expected).abs()
-    assert errors.mean() < 0.02 * effect and errors[:10].max() < 1e-4
+    assert errors.mean() < 0.3 * effect and errors[:10].max() < 1e-4
 
 
 @torch.inference_mode()
@@ -92,7 +99,9 @@ def test_one_line_says_that_activations_are_quantised(
     with caplog.at_level(logging.INFO):
         load(path)
     (line,) = (each.message for each in caplog.records if "W8A" in each.message)
-    assert line.startswith(f"{path}: activations are quantised to FP8 by token (W8A8); experts")
+    assert line.startswith(
+        f"{path}: activations are quantised to FP8 with one dynamic scale a token (W8A8); experts"
+    )
 
 
 def test_experts_and_what_the_checkpoint_has_in_16_bits_do_not_quantise_activations(
@@ -102,7 +111,7 @@ def test_experts_and_what_the_checkpoint_has_in_16_bits_do_not_quantise_activati
     quantise(tmp_path, lambda name: "o_proj" not in name and "_proj" in name, "row")
     model = load(tmp_path)
     kinds = formats_of(model)
-    assert kinds["qkv_proj"] is PerTokenWeight
+    assert kinds["qkv_proj"] is QuantisedActivations
     assert all(issubclass(kinds[name], PlainWeight) for name in ("o_proj", "gate", "lm_head"))
     experts = model.get_submodule("model.layers.0.mlp.experts")
     assert experts.gate_up_scales is None and experts.gate_up.dtype == torch.float32
@@ -112,7 +121,7 @@ def test_dummy_weights_are_normal(tmp_path: Path) -> None:
     path, _ = save_both("llama", tmp_path, "row")
     (path / "model.safetensors").unlink()
     down = load(path, load_format="dummy").get_submodule("model.layers.0.mlp.down_proj")
-    assert isinstance(down, Linear) and isinstance(down.weight_format, PerTokenWeight)
+    assert isinstance(down, Linear) and isinstance(down.weight_format, QuantisedActivations)
     assert torch.equal(down.weight, down.weight.to(torch.float8_e4m3fn).double())
     assert abs(down.full_weight().std() * down.weight.shape[1] ** 0.5 - 1) < 0.1
 
@@ -128,14 +137,16 @@ def filled(layer: Linear) -> Linear:
         inputs = slot.shape[1]
         scales = torch.rand(len(values), 1, generator=generator) * inputs**-0.5
         weight = values.to(torch.float8_e4m3fn)
-        slot.load(Fp8Tensor(weight, scales.expand(-1, -(-inputs // 128))))
+        slot.load(Fp8Tensor(weight, scales.expand(-1, -(-inputs // 128)), torch.tensor(0.01)))
     return layer
 
 
+@on_each_kind
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_in_every_batch() -> None:
-    parts = {"gate": 48, "up": 48}
-    layer = filled(ColumnLinear(192, parts, bias=True, placement=PLACEMENT))
+def test_a_row_has_the_same_bits_in_every_batch(kind: ActivationScales) -> None:
+    parts, placement = {"gate": 48, "up": 48}, replace(PLACEMENT, activations=kind)
+    layer = filled(ColumnLinear(192, parts, bias=True, placement=placement))
+    down = filled(RowLinear(48, 96, bias=False, placement=placement))
     norm = RMSNorm(192, 1e-6, PLACEMENT)
     norm.weight.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(2))
     x = torch.randn(1024, 192, generator=torch.Generator().manual_seed(3))
@@ -144,13 +155,17 @@ def test_a_row_has_the_same_bits_in_every_batch() -> None:
     def outputs(number: int) -> tuple[torch.Tensor, ...]:
         added = total[:number].clone()
         layer.add_to(added, x[:number])
-        own = x[:number]
-        return layer.forward(own), layer.forward(own, norm), layer.gated(own, norm), added
+        own, fused = x[:number], total[:number].clone()
+        down.add_gated_to(fused, layer, own, norm)
+        return layer.forward(own), layer.forward(own, norm), layer.gated(own, norm), added, fused
 
     expected = outputs(1024)
     for number in (1, 8, 9, 256):
         for found, whole in zip(outputs(number), expected, strict=True):
             assert torch.equal(found, whole[:number])
+    apart = total.clone()
+    down.add_to(apart, layer.gated(x, norm))
+    assert torch.equal(expected[-1], apart)
 
 
 class Gathering(Communicator):
@@ -164,10 +179,14 @@ class Gathering(Communicator):
         return self.values
 
 
+@on_each_kind
 @torch.inference_mode()
-def test_ranks_with_slices_of_the_inputs_have_the_codes_of_the_whole_rows() -> None:
-    x = torch.randn(9, 200, generator=torch.Generator().manual_seed(3))
-    whole = filled(RowLinear(200, 24, bias=False, placement=PLACEMENT))
+def test_ranks_with_slices_of_the_inputs_have_the_codes_of_the_whole_rows(
+    kind: ActivationScales,
+) -> None:
+    size = 256 if kind.shared_by == "block" else 200
+    x = torch.randn(9, size, generator=torch.Generator().manual_seed(3))
+    whole = filled(RowLinear(size, 24, bias=False, placement=replace(PLACEMENT, activations=kind)))
     expected = whole.forward(x)
     largest = torch.stack([part.abs().amax(1) for part in x.chunk(2, 1)], 1)
     parts, codes = [], []
@@ -178,14 +197,52 @@ def test_ranks_with_slices_of_the_inputs_have_the_codes_of_the_whole_rows() -> N
             CPU,
             gathering.mapping,
             communicator=cast(Communicator, gathering),
-            activations=TokenScales(),
+            activations=kind,
         )
-        layer = filled(RowLinear(200, 24, bias=False, placement=placement))
+        layer = filled(RowLinear(size, 24, bias=False, placement=placement))
         parts.append(layer.forward(own))
-        codes.append(layer.weight_format._quantised(own, None)[0])
+        codes.append(layer.weight_format._quantised(own)[0])
     torch.testing.assert_close(sum(parts), expected, rtol=1e-5, atol=1e-5)
-    whole_codes = quantise_rows(x)[0]
+    whole_codes = whole.weight_format._quantised(x)[0]
     assert torch.equal(torch.cat(codes, 1).view(torch.uint8), whole_codes.view(torch.uint8))
+
+
+def test_slices_that_cut_a_block_of_activations_are_refused_with_the_sizes_that_work() -> None:
+    placement = replace(PLACEMENT, mapping=Mapping(0, 3, 3), activations=KINDS[1], fp8="block")
+    RowLinear(768, 24, bias=False, placement=placement)
+    message = (
+        "tensor_parallel_size is 4; a layer has 768 inputs, of which 128 share a scale of "
+        "activations, and a device needs whole blocks: with 1, 2, 3, 6 devices it has."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        RowLinear(768, 24, bias=False, placement=replace(placement, mapping=Mapping(0, 4, 4)))
+
+
+def test_layers_that_share_an_input_use_the_largest_of_their_static_scales(
+    tmp_path: Path,
+) -> None:
+    FAMILIES["llama"](tmp_path)
+    quantise(tmp_path, granularity="modelopt")
+    qkv = load(tmp_path).get_submodule("model.layers.1.self_attn.qkv_proj")
+    stored = load_file(tmp_path / "model.safetensors")
+    scales = [stored[f"model.layers.1.self_attn.{part}_proj.input_scale"] for part in "qkv"]
+    assert len(set(map(float, scales))) > 1
+    assert isinstance(qkv, Linear) and qkv.input_scale == max(scales)
+
+
+def test_a_missing_static_scale_is_named(tmp_path: Path) -> None:
+    FAMILIES["llama"](tmp_path)
+    quantise(tmp_path, granularity="modelopt")
+    stored = load_file(tmp_path / "model.safetensors")
+    del stored["model.layers.0.mlp.up_proj.input_scale"]
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj has no input_scale"):
+        load(tmp_path)
+    load(tmp_path, fp8_activations=False)
+    stored["model.layers.0.mlp.up_proj.input_scale"] = torch.tensor(0.0)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"up_proj\.input_scale is 0\.0; it must be a number"):
+        load(tmp_path)
 
 
 def test_weights_with_one_scale_a_tensor_quantise_activations_too(tmp_path: Path) -> None:
@@ -201,4 +258,4 @@ def test_weights_with_one_scale_a_tensor_quantise_activations_too(tmp_path: Path
         "config_groups": {"group_0": group},
     }
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert formats_of(load(tmp_path))["qkv_proj"] is PerTokenWeight
+    assert formats_of(load(tmp_path))["qkv_proj"] is QuantisedActivations

@@ -24,7 +24,7 @@ from tests.models.published_fp8 import (
     compressed,
 )
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.formats.fp8_formats import Fp8Format, TokenScales
+from tllm_spec.models.formats.fp8_formats import ActivationScales, Fp8Format
 from tllm_spec.models.formats.fp8_readers import fp8_format
 
 LAYER = "model.layers.5"
@@ -202,7 +202,11 @@ def test_a_checkpoint_with_a_quantised_cache_only_has_no_fp8_weights(cache_only:
     assert not any(found.keeps(f"{LAYER}.{module}") for module in ATTENTION)
 
 
-ACTIVATIONS = "activations are not quantised (W8A16)"
+GROUP, NO_GROUP = (
+    "input_activations of config_groups",
+    "activations are not quantised (W8A16)",
+)
+TOKENS, BLOCK_SCALES, STATIC = map(ActivationScales, ("token", "block", "tensor"))
 
 
 @pytest.mark.parametrize(
@@ -212,19 +216,13 @@ ACTIVATIONS = "activations are not quantised (W8A16)"
         (BLOCKS | {"kv_cache_scheme": None, "activation_scheme": "dynamic"}, []),
         (
             FP8 | {"activation_scheme": "static", "kv_cache_scheme": "static"},
-            [("activation_scheme = 'static'", ACTIVATIONS)],
+            [],
         ),
         (CACHE_ONLY, []),
-        (
-            compressed("tensor", "float-quantized"),
-            [("config_groups.group_0.input_activations (static)", ACTIVATIONS)],
-        ),
-        (changed_group(input_activations={"dynamic": True}), []),
+        (compressed("tensor", "float-quantized"), []),
+        (changed_group(input_activations={"dynamic": True}), [(GROUP, NO_GROUP)]),
         (changed_group(input_activations=None), []),
-        (
-            NVIDIA_FP8 | MODELOPT,
-            [("the static input_scale of quant_algo 'FP8'", ACTIVATIONS)],
-        ),
+        (NVIDIA_FP8 | MODELOPT, []),
         (MODELOPT | {"quant_algo": "FP8_PB_WO", "kv_cache_quant_algo": "NONE"}, []),
         (LLAMA_405B_FP8["quantization_config"], []),
     ],
@@ -239,21 +237,32 @@ def test_what_is_not_used_is_said_with_the_reason(
 @pytest.mark.parametrize(
     ("quantization", "activations"),
     [
-        (LLAMA_405B_FP8["quantization_config"], TokenScales(1200.0)),
-        ({"quant_method": "fbgemm_fp8"}, TokenScales()),
-        (LLAMA_FP8_DYNAMIC["quantization_config"], TokenScales()),
-        (changed_group(input_activations=BY_TOKEN), TokenScales()),
-        (MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, TokenScales()),
-        (MODELOPT | {"quant_algo": "FP8"}, None),
+        (LLAMA_405B_FP8["quantization_config"], ActivationScales("token", 1200.0)),
+        ({"quant_method": "fbgemm_fp8"}, TOKENS),
+        (LLAMA_FP8_DYNAMIC["quantization_config"], TOKENS),
+        (changed_group(input_activations=BY_TOKEN), TOKENS),
+        (MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, TOKENS),
+        (MODELOPT | {"quant_algo": "FP8"}, STATIC),
+        (MODELOPT | {"quant_algo": "FP8_PB_WO"}, None),
+        (MODELOPT | {"quant_algo": "FP8_BLOCK_SCALES"}, BLOCK_SCALES),
+        (compressed("tensor", "float-quantized"), STATIC),
         (changed_group(input_activations=BY_TOKEN | {"dynamic": False}), None),
-        (changed_group(input_activations=BY_TOKEN | {"strategy": "tensor"}), None),
+        # One scale for all tokens of a batch would let requests change each other's text.
+        (changed_group(input_activations=BY_TOKEN | {"strategy": "tensor"}), TOKENS),
+        (changed_group(input_activations=BY_TOKEN | {"num_bits": 4}), None),
+        (changed_group(input_activations=BY_TOKEN | {"strategy": "group"}), None),
+        (
+            changed_group(input_activations=BY_TOKEN | {"strategy": "group", "group_size": 128}),
+            BLOCK_SCALES,
+        ),
         (changed_group(input_activations=None), None),
-        (FP8, None),
-        (BLOCKS, None),
+        (FP8, TOKENS),
+        (FP8 | {"activation_scheme": "static"}, STATIC),
+        (BLOCKS, BLOCK_SCALES),
     ],
 )
-def test_only_one_dynamic_scale_a_token_quantises_activations(
-    quantization: Raw, activations: TokenScales | None
+def test_the_configuration_says_how_activations_are_quantised(
+    quantization: Raw, activations: ActivationScales | None
 ) -> None:
     assert format_of(quantization).activations == activations
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.fp8_checkpoint import is_projection, keeping_fp8, quantise
+from tests.models.fp8_checkpoint import compressed, is_projection, keeping_fp8, quantise
 from tests.models.helpers import CPU, PagedRunner, load, random_tokens
 from tests.models.mtp_reference import export_modules, save_with_mtp
 from tests.models.test_fp8 import FAMILIES, fp8_names, save_both
-from tests.models.test_fp8_formats import ACTIVATIONS
+from tests.models.test_fp8_formats import GROUP, NO_GROUP
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
@@ -120,7 +120,10 @@ def test_settings_without_an_effect_are_named_once_a_checkpoint(
     save_with_mtp(target)
     quantise(target)
     raw = json.loads((target / "config.json").read_text())
-    raw["quantization_config"] |= {"activation_scheme": "static"}
+    # Activations in 8-bit integers.
+    raw["quantization_config"] = compressed("block", {"type": "int", "num_bits": 8})
+    (group,) = raw["quantization_config"]["config_groups"].values()
+    group["weights"]["block_structure"] = [128, 128]
     (target / "config.json").write_text(json.dumps(raw))
 
     def said() -> list[tuple[int, str]]:
@@ -130,8 +133,7 @@ def test_settings_without_an_effect_are_named_once_a_checkpoint(
 
     model = load(target)
     assert isinstance(model, DeepseekForCausalLM)
-    (activations,) = said()
-    assert activations[0] == logging.INFO and ACTIVATIONS in activations[1]
+    assert said() == [(logging.INFO, f"{target}: {GROUP} is not used: {NO_GROUP}")]
     load_nextn(target, model, "auto")
     assert said() == []
     export_modules(target, exported)

@@ -24,7 +24,6 @@ from tests.models.helpers import (
     reference_logits,
     use,
 )
-from tests.models.int4_checkpoint import Case, quantise_int4
 from tests.models.published import GEMMA3, GEMMA3_4B, GEMMA3_270M, Raw
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.interface import HeadsBackend
@@ -37,6 +36,8 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.gemma3 import Gemma3Model
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.zoo.quantise import Style
+from tllm_spec.zoo.quantise import quantise as quantise_int4
 
 WINDOW = 7
 TYPES = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
@@ -327,7 +328,7 @@ def test_quantised_weights_of_a_text_model_give_the_logits_of_their_values(
     sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
     save_gemma3(tmp_path / "quantised", **sizes)
     shutil.copytree(tmp_path / "quantised", tmp_path / "plain")
-    change = quantise if bits == 8 else partial(quantise_int4, case=Case("gptq"))
+    change = quantise if bits == 8 else partial(quantise_int4, style=Style("gptq"))
     save_file(change(tmp_path / "quantised"), tmp_path / "plain" / "model.safetensors")
     models = [load(tmp_path / name) for name in ("quantised", "plain")]
     assert (models[0].config.fp8 or models[0].config.int4) is not None

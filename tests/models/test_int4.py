@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.deepseek import save_deepseek
-from tests.models.fp8_checkpoint import is_projection
 from tests.models.helpers import CPU, PagedRunner, load, random_tokens, save_checkpoint
-from tests.models.int4_checkpoint import Case, awq_words, keeping_int4, quantise_int4, words
+from tests.models.int4_checkpoint import keeping_int4
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.formats.int4 import Int4Slot
@@ -24,21 +23,23 @@ from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
 from tllm_spec.models.module import Placement
 from tllm_spec.models.registry import MODELS, check_shards
 from tllm_spec.models.weights import stored_tensors, weight_table
+from tllm_spec.zoo.quantise import Style, awq_words, is_projection, quantise, words
 
 TOKENS = random_tokens(20)
 CASES = (
-    Case("awq"),
-    Case("awq", 64, symmetric=True),
-    Case("awq", 0),
-    Case("gptq", 64),
-    Case("gptq", 128, symmetric=True),
-    Case("gptq", 0),
-    Case("gptq_v2"),
-    Case("gptq", is_ordered=True),
-    Case("compressed", symmetric=True),
-    Case("compressed", 128),
-    Case("compressed", 0),
-    Case("compressed", is_ordered=True),
+    Style("awq"),
+    Style("awq", 64, symmetric=True),
+    Style("awq", 0),
+    Style("gptq", 64),
+    Style("gptq", 128, symmetric=True),
+    Style("gptq", 0),
+    Style("gptq_v2"),
+    Style("gptq", is_ordered=True),
+    Style("compressed", symmetric=True),
+    Style("compressed", 128),
+    Style("compressed", 0),
+    Style("compressed", is_ordered=True),
+    Style("mxfp4"),
 )
 # Groups of 128 of which the last is short, and blocks that are.
 SIZES = {"hidden_size": 128, "intermediate_size": 160}
@@ -51,12 +52,12 @@ def int4_on_cpu() -> Iterator[Mock]:
 
 
 def save(
-    folder: Path, case: Case, sizes: dict[str, int] = SIZES, **config: Any
+    folder: Path, case: Style, sizes: dict[str, int] = SIZES, **config: Any
 ) -> tuple[Path, Path]:
     """A Llama in 4 bits, and the same values in float32."""
     save_checkpoint(folder / "plain", "Llama", **sizes, **config)
     shutil.copytree(folder / "plain", folder / "int4")
-    values = quantise_int4(folder / "int4", case)
+    values = quantise(folder / "int4", case)
     save_file(values, folder / "plain" / "model.safetensors")
     return folder / "int4", folder / "plain"
 
@@ -67,7 +68,7 @@ def int4_names(model: CausalLM) -> set[str]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_4_bit_checkpoint_gives_the_logits_of_its_dequantised_weights(
-    case: Case, tmp_path: Path
+    case: Style, tmp_path: Path
 ) -> None:
     size = 256 if case.group == 128 else 160
     sizes = {"hidden_size": 128, "intermediate_size": size if case.group != 64 else 192}
@@ -92,7 +93,7 @@ def test_a_4_bit_checkpoint_gives_the_logits_of_its_dequantised_weights(
 
 
 @pytest.mark.parametrize("case", CASES[:8:7], ids=str)
-def test_a_cpu_dequantises_at_load(case: Case, tmp_path: Path, int4_on_cpu: Mock) -> None:
+def test_a_cpu_dequantises_at_load(case: Style, tmp_path: Path, int4_on_cpu: Mock) -> None:
     int4_on_cpu.side_effect = lambda device: False
     found, expected = (dict(load(path).named_parameters()) for path in save(tmp_path, case))
     assert found.keys() == expected.keys()
@@ -114,7 +115,7 @@ def test_layers_that_the_checkpoint_leaves_out_keep_their_weights(
         )
         return (is_projection(name) or name == "lm_head.weight") and not left_out
 
-    values = quantise_int4(tmp_path / "int4", Case(packing), wants)
+    values = quantise(tmp_path / "int4", Style(packing), wants)
     save_file(values, tmp_path / "plain" / "model.safetensors")
     models = [load(tmp_path / name) for name in ("int4", "plain")]
     found, expected = (PagedRunner(model).step({0: TOKENS})[0] for model in models)
@@ -132,7 +133,7 @@ def test_experts_and_latents_are_dequantised(architecture: str, tmp_path: Path) 
     else:
         save_deepseek(tmp_path / "plain", architecture)
     shutil.copytree(tmp_path / "plain", tmp_path / "int4")
-    values = quantise_int4(tmp_path / "int4", Case("awq", 0))
+    values = quantise(tmp_path / "int4", Style("awq", 0))
     save_file(values, tmp_path / "plain" / "model.safetensors")
     models = [load(tmp_path / name) for name in ("int4", "plain")]
     found, expected = (PagedRunner(model).step({0: TOKENS})[0] for model in models)
@@ -143,7 +144,7 @@ def test_experts_and_latents_are_dequantised(architecture: str, tmp_path: Path) 
 
 
 def test_dummy_weights_have_the_size_of_others(tmp_path: Path) -> None:
-    path, _ = save(tmp_path, Case("gptq", 32, is_ordered=True))
+    path, _ = save(tmp_path, Style("gptq", 32, is_ordered=True))
     model = load(path, load_format="dummy")
     weight = model.get_submodule("model.layers.0.mlp.down_proj")
     assert isinstance(weight, Linear)
@@ -153,7 +154,7 @@ def test_dummy_weights_have_the_size_of_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[8], CASES[10]], ids=str)
 def test_ranks_have_whole_groups_of_codes_scales_and_zero_points(
-    case: Case, tmp_path: Path
+    case: Style, tmp_path: Path
 ) -> None:
     path, _ = save(tmp_path, case, {"hidden_size": 128, "intermediate_size": 192})
     whole = load(path)
@@ -182,12 +183,12 @@ def test_ranks_have_whole_groups_of_codes_scales_and_zero_points(
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        (Case("awq", 32), "96 inputs in groups of 32, .* with 1, 3 devices"),
-        (Case("gptq", 32, is_ordered=True), "desc_act .actorder. .* served on one device"),
+        (Style("awq", 32), "96 inputs in groups of 32, .* with 1, 3 devices"),
+        (Style("gptq", 32, is_ordered=True), "desc_act .actorder. .* served on one device"),
     ],
 )
 def test_slices_that_cut_a_group_are_refused_with_the_sizes_that_work(
-    case: Case, message: str, tmp_path: Path
+    case: Style, message: str, tmp_path: Path
 ) -> None:
     path, _ = save(tmp_path, case, {"hidden_size": 64, "intermediate_size": 96})
     with pytest.raises(ValueError, match=f"tensor_parallel_size is 2; .*{message}"):
@@ -222,26 +223,26 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("case", "changed", "message"),
     [
-        (Case("awq"), {"scales": None}, f"has no {Q_PROJ}.scales for {Q_PROJ}.qweight"),
-        (Case("awq"), {"qweight": None}, f"next to no qweight: {Q_PROJ}.qzeros, {Q_PROJ}.scales"),
-        (Case("awq"), {"scales": torch.ones(2, 128)}, f"scales of {Q_PROJ} are .128, 2."),
-        (Case("awq"), {"qzeros": torch.ones(4, 16)}, f"{Q_PROJ}.qzeros is torch.float32"),
+        (Style("awq"), {"scales": None}, f"has no {Q_PROJ}.scales for {Q_PROJ}.qweight"),
+        (Style("awq"), {"qweight": None}, f"next to no qweight: {Q_PROJ}.qzeros, {Q_PROJ}.scales"),
+        (Style("awq"), {"scales": torch.ones(2, 128)}, f"scales of {Q_PROJ} are .128, 2."),
+        (Style("awq"), {"qzeros": torch.ones(4, 16)}, f"{Q_PROJ}.qzeros is torch.float32"),
         (
-            Case("gptq"),
+            Style("gptq"),
             {"g_idx": torch.arange(128).int() % 4},
             f"g_idx of {Q_PROJ} has other groups",
         ),
         (
-            Case("gptq", is_ordered=True),
+            Style("gptq", is_ordered=True),
             {"g_idx": torch.zeros(128).int()},
             f"g_idx of {Q_PROJ} does not have 32 inputs in each group",
         ),
         (
-            Case("gptq", is_ordered=True),
+            Style("gptq", is_ordered=True),
             {"g_idx": torch.arange(128).int() % 4},
             "g_idx of model.layers.0.self_attn.._proj is not that of the layers",
         ),
-        (Case("awq"), {"other": torch.ones(1)}, f"surplus {Q_PROJ}.other"),
+        (Style("awq"), {"other": torch.ones(1)}, f"surplus {Q_PROJ}.other"),
     ],
     ids=(
         "no scales",
@@ -255,7 +256,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
     ),
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(
-    case: Case, changed: dict[str, torch.Tensor | None], message: str, tmp_path: Path
+    case: Style, changed: dict[str, torch.Tensor | None], message: str, tmp_path: Path
 ) -> None:
     path, _ = save(tmp_path, case)
     tensors = load_file(path / "model.safetensors")
@@ -269,20 +270,21 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "AWQ of 8 bits": (Case("awq").quantization | {"bits": 8}, "bits is 8 .served: 4"),
-    "GPTQ of 3 bits": (Case("gptq").quantization | {"bits": 3}, "bits is 3 .served: 4"),
-    "another layout": (Case("awq").quantization | {"version": "gemv"}, "version is 'gemv'"),
-    "Marlin": (Case("gptq").quantization | {"checkpoint_format": "marlin"}, "format is 'marlin'"),
+    "AWQ of 8 bits": (Style("awq").quantization | {"bits": 8}, "bits is 8 .served: 4"),
+    "GPTQ of 3 bits": (Style("gptq").quantization | {"bits": 3}, "bits is 3 .served: 4"),
+    "another layout": (Style("awq").quantization | {"version": "gemv"}, "version is 'gemv'"),
+    "Marlin": (Style("gptq").quantization | {"checkpoint_format": "marlin"}, "format is 'marlin'"),
     "groups of 16": (
-        Case("gptq").quantization | {"group_size": 16},
+        Style("gptq").quantization | {"group_size": 16},
         "group_size is 16 .served: 32, 64, 128 or -1",
     ),
+    "MXFP4 in other groups": (Style("mxfp4", 64).quantization, "group_size is 64 .served: 32"),
     "settings of single modules": (
-        Case("gptq").quantization | {"dynamic": {"+:.*mlp.*": {"bits": 8}}},
+        Style("gptq").quantization | {"dynamic": {"+:.*mlp.*": {"bits": 8}}},
         r"dynamic has other settings for '\+:",
     ),
 }
-PACKED = Case("compressed").quantization
+PACKED = Style("compressed").quantization
 for name, own, text in (
     ("8 bits", {"num_bits": 8}, "num_bits is 8 .served: 4"),
     ("floats", {"type": "float"}, "type is 'float'"),
@@ -298,7 +300,7 @@ REFUSED["W4A8"] = (PACKED | {"config_groups": {"group_0": quantised}}, "input_ac
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_checkpoints_of_these_methods_are_refused_by_name(name: str, tmp_path: Path) -> None:
     quantization, message = REFUSED[name]
-    path, _ = save(tmp_path, Case("awq"))
+    path, _ = save(tmp_path, Style("awq"))
     raw = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(raw | {"quantization_config": quantization}))
     with pytest.raises(ValueError, match=f"{message}.*Of checkpoints with integer weights those"):
@@ -306,7 +308,7 @@ def test_other_checkpoints_of_these_methods_are_refused_by_name(name: str, tmp_p
 
 
 def test_old_gptq_repositories_describe_the_weights_in_a_file_of_their_own(tmp_path: Path) -> None:
-    path, plain = save(tmp_path, Case("gptq", 64))
+    path, plain = save(tmp_path, Style("gptq", 64))
     raw = json.loads((path / "config.json").read_text())
     settings = raw.pop("quantization_config")
     (path / "config.json").write_text(json.dumps(raw))

@@ -23,7 +23,6 @@ from tests.models.helpers import (
     save_checkpoint,
     use,
 )
-from tests.models.int4_checkpoint import Case, quantise_int4
 from tests.models.published import PHI4_MINI
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.interface import HeadsBackend
@@ -34,6 +33,8 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.module import Placement
 from tllm_spec.models.registry import MODELS
 from tllm_spec.models.weights import load_weights
+from tllm_spec.zoo.quantise import Style
+from tllm_spec.zoo.quantise import quantise as quantise_int4
 
 ORIGINAL = 24
 # A head has 16 elements, of which 12 are rotated.
@@ -114,7 +115,7 @@ def test_slices_of_ranks_are_together_the_checkpoints_tensors(tmp_path: Path) ->
 def test_quantised_weights_give_the_logits_of_their_values(bits: int, tmp_path: Path) -> None:
     save(tmp_path / "quantised")
     shutil.copytree(tmp_path / "quantised", tmp_path / "plain")
-    change = quantise if bits == 8 else partial(quantise_int4, case=Case("gptq"))
+    change = quantise if bits == 8 else partial(quantise_int4, style=Style("gptq"))
     save_file(change(tmp_path / "quantised"), tmp_path / "plain" / "model.safetensors")
     models = [load(tmp_path / name) for name in ("quantised", "plain")]
     assert (models[0].config.fp8 or models[0].config.int4) is not None

@@ -89,10 +89,12 @@ def differences(
     contestants: Sequence[Contestant], requests: Sequence[BenchRequest]
 ) -> list[Difference]:
     """Texts that differ from those of the baseline's first run: one entry for each configuration
-    and request."""
-    expected = [token_ids(output) for output in contestants[0].runs[0].outputs]
+    and request. The baseline is the first configuration of the same model."""
+    baselines: dict[str, Contestant] = {}
     found: dict[tuple[str, int], Difference] = {}
     for contestant in contestants:
+        baseline = baselines.setdefault(contestant.llm.args.model, contestant)
+        expected = [token_ids(output) for output in baseline.runs[0].outputs]
         for run in contestant.runs:
             for request, wanted, output in zip(requests, expected, run.outputs, strict=True):
                 if found_at := first_difference(wanted, token_ids(output)):

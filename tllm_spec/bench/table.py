@@ -82,6 +82,22 @@ def _comparison_row(row: dict[str, Any], times: Sequence[str]) -> list[str]:
     ]
 
 
+def format_fidelity(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Nothing without rows."""
+    header = ["configuration", "equal tokens", "equal first choices", "perplexity"]
+    shares = "equal_tokens", "equal_choices"
+    lines = (
+        [
+            row["configuration"],
+            *("-" if row[key] is None else f"{row[key]:.1%}" for key in shares),
+            "-" if row["perplexity"] is None else f"{row['perplexity']:.4f}",
+        ]
+        for row in rows
+    )
+    if rows:
+        yield format_table(header, lines)
+
+
 def format_speedups(times: dict[str, float], rows: Sequence[dict[str, Any]]) -> str:
     """`times`: seconds of a plain round, of one that verifies `draft_len` drafts made at no cost,
     and of one with the drafter's."""

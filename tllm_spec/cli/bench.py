@@ -6,6 +6,7 @@ Only the command line is here. `tllm_spec.bench` does the work and is imported w
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from tllm_spec.cli.trtllm_options import (
     trtllm_options,
     version_option,
 )
+from tllm_spec.zoo.registry import resolve_model
 
 if TYPE_CHECKING:
     from tllm_spec.bench.options import WorkloadOptions
@@ -73,7 +75,9 @@ class FriendlyGroup(click.Group):
     epilog="Options may be spelled with - or _. TensorRT-LLM's other options are accepted with the "
     "values that this engine supports, and refused with the reason otherwise.",
 )
-@click.option("--model", "-m", help="A checkpoint's folder or a zoo model, such as zoo:llama.")
+@click.option(
+    "--model", "-m", help="A checkpoint's folder, a GGUF file, or a zoo model, such as zoo:llama."
+)
 @click.option(
     "--model_path",
     help="The checkpoint's folder, when --model is only the name for reports. [default: --model]",
@@ -112,6 +116,14 @@ main.add_command(serve)
 
 def _sweep(context: click.Context, option: click.Parameter, text: str) -> list[int]:
     return [CONCURRENCY(each, option, context) for each in text.split(",")]
+
+
+def _existing_model(
+    context: click.Context, option: click.Parameter, value: str | None
+) -> str | None:
+    if value is not None:
+        resolve_model(value)
+    return value
 
 
 def _one_at_a_time(context: click.Context, option: click.Parameter, value: int) -> int:
@@ -205,7 +217,7 @@ def measure(
 
 
 def read_options(
-    model: Model, yaml_paths: list[Path | None], options: dict[str, Any]
+    model: Model, yaml_paths: Sequence[Path | None], options: dict[str, Any]
 ) -> "tuple[WorkloadOptions, list[dict[str, Any]]]":
     """The workload, and LLM's keyword arguments for each YAML file. Raises ValueError with every
     option and key that is refused."""
@@ -249,6 +261,13 @@ def read_options(
 @click.option(
     "--allow_differences", is_flag=True, help="Exit with status 0 even when texts differ."
 )
+@click.option(
+    "--with_model",
+    callback=_existing_model,
+    help="Another model, such as a quantised copy. Every YAML file runs with both, and a table has "
+    "the shares of equal tokens in their outputs and of equal first choices in the prompts, and "
+    "the perplexities of the prompts.",
+)
 @bench_options.report_json_option
 @bench_options.plot_option
 @click.pass_obj
@@ -256,6 +275,7 @@ def compare(
     model: Model,
     /,
     configs: tuple[Path, ...],
+    with_model: str | None,
     concurrency: list[int],
     streaming: bool,
     repeat: int,
@@ -270,42 +290,62 @@ def compare(
 
     All engines are in memory together and take turns. Prompts stay in the prefix cache from run to
     run unless a file sets `kv_cache_config.enable_block_reuse: false`, so mostly decoding is
-    compared. Exits with status 1 when a text differs from the baseline's at the same concurrency.
+    compared. Exits with status 1 when texts of a model differ at the same concurrency.
     """
     from tllm_spec.bench.compare import Contestant, comparison, differences, run_in_turn
+    from tllm_spec.bench.fidelity import fidelity
     from tllm_spec.bench.plot import comparison_curves, draw, image, title_of
-    from tllm_spec.bench.table import format_comparison, format_texts
+    from tllm_spec.bench.table import format_comparison, format_fidelity, format_texts
     from tllm_spec.llm import LLM
 
-    workload, arguments = read_options(model, list(configs), options)
+    paths = [model.path, *([with_model] if with_model else [])]
+    workload, arguments = read_options(model, configs * len(paths), options)
+    entrants = entrants_of(paths, configs)
     requests = workload.requests()
     sampling = workload.sampling(requests)
     rows, found = [], []
     with ExitStack() as stack:
-        engines = [stack.enter_context(LLM(model.path, **each)) for each in arguments]
+        engines = [
+            stack.enter_context(LLM(path, **each))
+            for (path, _), each in zip(entrants, arguments, strict=True)
+        ]
         for limit in concurrency:
             contestants = [
                 Contestant(name, engine, limit)
-                for name, engine in zip(names_of(configs), engines, strict=True)
+                for (_, name), engine in zip(entrants, engines, strict=True)
             ]
             run_in_turn(contestants, requests, sampling, repeat, warmup, streaming)
             rows += comparison(contestants, streaming)
             found += differences(contestants, requests)
-        outputs = contestants[0].runs[0].outputs
-        texts = list(format_texts(outputs[:show_text], engines[0].tokenizer))
-    click.echo("\n".join([*texts, format_comparison(rows), *map(str, found)]))
+        models = fidelity(contestants[:: len(configs)], requests) if with_model else []
+        outputs = contestants[0].runs[0].outputs[:show_text]
+        shown = [*format_texts(outputs, engines[0].tokenizer), format_comparison(rows)]
+    click.echo("\n".join([*shown, *format_fidelity(models), *map(str, found)]))
     if plot is not None:
         write_bytes(plot, image(draw(comparison_curves(rows), title_of(model.name)), plot.suffix))
-    write_json(report_json, {"configurations": rows, "differences": [vars(each) for each in found]})
+    lists = {"configurations": rows, "differences": [vars(each) for each in found]}
+    write_json(report_json, lists | {"models": models})
     if found and not allow_differences:
         raise SystemExit(1)
     if not found:
-        click.echo(equal_texts(names_of(configs), len(requests), repeat, len(concurrency)))
+        sizes = len(requests), repeat, len(concurrency), len(paths)
+        click.echo(equal_texts(names_of(configs), *sizes))
 
 
-def equal_texts(names: Sequence[str], num_texts: int, repeat: int, num_concurrencies: int) -> str:
+def entrants_of(paths: Sequence[str], configs: Sequence[Path]) -> list[tuple[str, str]]:
+    """Every model with every file: the model's path, and the configuration's name."""
+    return [
+        (path, name if path == paths[0] else f"{name} ({Path(path).name})")
+        for path, name in product(paths, names_of(configs))
+    ]
+
+
+def equal_texts(
+    names: Sequence[str], num_texts: int, repeat: int, num_concurrencies: int, num_models: int
+) -> str:
     """The sentence on a comparison that found no difference."""
-    where = "" if num_concurrencies == 1 else " at each concurrency"
+    where = " with each model" if num_models > 1 else ""
+    where += " at each concurrency" if num_concurrencies > 1 else ""
     if len(names) == repeat == 1:
         return (
             f"No texts were compared: {names[0]} ran once{where}. A second file or --repeat 2 "

@@ -256,8 +256,8 @@ def read_args(model: str, flags: Flags, yaml_path: str | None) -> LlmArgs:
 
 
 def _name_of(model: str) -> str:
-    """A folder is served under its own name, a zoo model under the name as given."""
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    """A folder or file is served under its own name, a zoo model under the name as given."""
+    return Path(model).resolve().name if Path(model).exists() else model
 
 
 if __name__ == "__main__":

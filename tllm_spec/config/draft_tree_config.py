@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, PositiveInt, model_validator
 
 from tllm_spec.config.config_base import ConfigError
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, DraftShapes, chain_of
-from tllm_spec.config.speculative_base import DecodingBaseConfig
+from tllm_spec.config.matched_drafts_config import MatchedDraftsConfig
 
 MAX_TOPK = 16
 MAX_NODES = 63  # without the root: a row's ancestors are bits of an int64
@@ -19,7 +19,7 @@ MAX_BEAM_KEYS = 64  # of the draft network's forwards of one round, for the same
 
 SGLANG_TOPK = "speculative_eagle_topk"
 TREE_ALIASES: Mapping[str, str] = {
-    **DecodingBaseConfig.aliases,
+    **MatchedDraftsConfig.aliases,
     SGLANG_TOPK: "dynamic_tree_max_topK",
 }
 
@@ -84,7 +84,7 @@ def chain_or_tree(options: Mapping[str, Any], renamed: dict[str, Any]) -> None:
             renamed.pop("dynamic_tree_max_topK")
 
 
-class DraftTreeDecodingConfig(DecodingBaseConfig):
+class DraftTreeDecodingConfig(MatchedDraftsConfig):
     """The options of the decoding types whose draft weights may draft trees."""
 
     use_dynamic_tree: bool = False

@@ -26,6 +26,7 @@ HOST_DRAFTS_NOT_SERVED: Mapping[str, NotServed] = {
     "speculative_model": NotServed((None,), NO_DRAFT_MODEL),
     "load_format": NotServed((None,), NO_DRAFT_MODEL),
     "speculative_token_map": NotServed((None,), NO_DRAFT_MODEL),
+    "sa_config": NotServed((None,), "only drafts of a draft network are combined with matches"),
     "use_rejection_sampling": NotServed((False,), NO_DRAFT_PROBABILITY),
     "draft_sampling": NotServed(("coupled",), NO_DRAFT_PROBABILITY),
 }

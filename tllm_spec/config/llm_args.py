@@ -59,9 +59,9 @@ class LlmArgs(ConfigModel):
     """Everything that `LLM(model, **kwargs)` takes."""
 
     model: PathText
-    """A local folder in Hugging Face's format, or a zoo name such as `zoo:llama`."""
+    """A local folder in Hugging Face's format, a GGUF file, or a zoo name such as `zoo:llama`."""
     tokenizer: Any = None
-    """Folder of the tokenizer, or a transformers tokenizer. null: the model's."""
+    """Folder or GGUF file of the tokenizer, or a transformers tokenizer. null: the model's."""
     skip_tokenizer_init: bool = False
     """No tokenizer: prompts are token ids, and outputs have no text."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -82,8 +82,8 @@ class LlmArgs(ConfigModel):
     """Batch-invariant kernels: text and log probabilities do not depend on batch, draft length,
     prompt chunks, prefix hits or preemption. Slower; CUDA only; on two devices at most."""
     fp8_activations: bool = True
-    """Whether activations are quantised to FP8 where a checkpoint with FP8 weights asks for one
-    dynamic scale a token. `false`: only its weights are in FP8."""
+    """Whether activations are quantised to FP8 where a checkpoint with FP8 weights asks for it.
+    `false`: only its weights are in FP8."""
 
     max_batch_size: Annotated[PositiveInt, Field(le=1 << 16)] = 2048
     """Requests that decode together, at most."""

@@ -27,7 +27,7 @@ NO_GATE = (
     "it is one of TensorRT-LLM's older names; use acceptance_rate_threshold with "
     "acceptance_rate_window_size"
 )
-NO_SUFFIX_AUTOMATON = "drafts are not combined with those of a suffix automaton"
+OLD_SA_NAME = "it is one of TensorRT-LLM's older names; use sa_config"
 NO_BENCHMARK = "synthetic acceptance is for benchmarks and changes the text"
 
 DECODING_NOT_SERVED: Mapping[str, NotServed] = {
@@ -52,13 +52,12 @@ DECODING_NOT_SERVED: Mapping[str, NotServed] = {
     "enable_penalty": NotServed((True, False), "penalties always work with speculation"),
     "advanced_sampling_mode": NotServed(("full",), "no sampling filter is left out"),
     "moe_backend": NotServed((None, "AUTO"), "only dense draft models are served"),
-    "sa_config": NotServed((None,), NO_SUFFIX_AUTOMATON),
-    "sa_spec_threshold": NotServed((None, 4), NO_SUFFIX_AUTOMATON),
+    "sa_spec_threshold": NotServed((None, 4), OLD_SA_NAME),
     "spec_dec_variant": NotServed((None,), "decoding_type names the method"),
     "speculative_model_subfolder": NotServed(
         (None, ""), "speculative_model is the folder that has config.json"
     ),
-    "use_sa_spec": NotServed((False,), NO_SUFFIX_AUTOMATON),
+    "use_sa_spec": NotServed((False,), OLD_SA_NAME),
 }
 
 
@@ -348,8 +347,8 @@ class DraftModelDecodingConfig(DecodingBaseConfig):
     """The options of the decoding types that have draft weights."""
 
     speculative_model: PathText
-    """Folder of the draft model or head, or a zoo name. `speculative_model_dir` is its old name,
-    `speculative_draft_model_path` SGLang's."""
+    """Folder of the draft model or head, GGUF file of a model, or zoo name. `speculative_model_dir`
+    is its old name, `speculative_draft_model_path` SGLang's."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` fills the draft weights with random numbers."""
     speculative_token_map: PathText | None = None

@@ -26,6 +26,8 @@ from tllm_spec.config.host_draft_config import (
     UserProvidedDecodingConfig as UserProvidedDecodingConfig,
 )
 from tllm_spec.config.kv_cache_config import KVCacheType
+from tllm_spec.config.matched_drafts_config import MAX_MATCH, POOL_NOT_SERVED
+from tllm_spec.config.matched_drafts_config import SAEnhancerConfig as SAEnhancerConfig
 from tllm_spec.config.option_checks import NotServed, many_unknown, shown, unknown_options
 from tllm_spec.config.peer_options import SPECULATIVE_PEERS, with_our_names
 from tllm_spec.config.speculative_base import (
@@ -55,12 +57,7 @@ EAGLE_NOT_SERVED: Mapping[str, NotServed] = {
     ),
     "posterior_threshold": NotServed((None,), "drafts are not accepted for being merely likely"),
 }
-MAX_MATCH = 64  # tokens of a text's end, as in TensorRT-LLM's pool
-SA_NOT_SERVED: Mapping[str, NotServed] = {
-    **HOST_DRAFTS_NOT_SERVED,
-    "enable_global_pool": NotServed((False,), "a request is drafted for from its own text only"),
-    "global_pool_size": NotServed((None,), "there is no pool: a request has its own text only"),
-}
+SA_NOT_SERVED: Mapping[str, NotServed] = {**HOST_DRAFTS_NOT_SERVED, **POOL_NOT_SERVED}
 RELAXED_OPTIONS = frozenset(
     ("relaxed_topk", "relaxed_delta", "begin_thinking_phase_token", "end_thinking_phase_token")
 )
@@ -109,6 +106,12 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfi
     @model_validator(mode="after")
     def _check_draft_backend(self) -> DraftTargetDecodingConfig:
         _check_backend(self, self.draft_backend, "draft_target_one_model")
+        if self.sa_config is not None and not self.draft_target_one_model:
+            raise ValueError(
+                "sa_config is refused with draft_target_one_model = False: drafts are chosen in "
+                "the target's round, after the draft model has made its own; accepted: None, or "
+                "draft_target_one_model: true"
+            )
         return self
 
     @property

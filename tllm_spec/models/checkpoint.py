@@ -9,7 +9,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tllm_spec.config.option_checks import shown
+from tllm_spec.models.formats.gguf_tensors import gguf_names
 from tllm_spec.models.json_file import read_json
+from tllm_spec.zoo.registry import is_gguf
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -37,6 +39,8 @@ def checkpoint_files(path: Path) -> list[Path]:
 def checkpoint_names(path: Path) -> list[str]:
     """The names of the checkpoint's tensors; none without a checkpoint. Raises ValueError for a
     file that is not readable."""
+    if is_gguf(path):
+        return gguf_names(path)
     if (path / SINGLE).is_file():
         with _opened(path / SINGLE) as checkpoint:
             return list(checkpoint.keys())

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tllm_spec.config.option_checks import shown
+from tllm_spec.models.formats.gguf_config import gguf_config
+from tllm_spec.models.formats.gguf_file import read_gguf
 from tllm_spec.models.json_file import read_json
+from tllm_spec.zoo.registry import is_gguf
 
 CONFIG = "config.json"
 MAX_INT = 2**31 - 1
@@ -164,14 +167,20 @@ _KINDS = {key: kind for kind, keys in _KEYS for key in keys.split()}
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The object in `path/config.json`. Raises ValueError if the file is missing or unreadable, or
-    if a value that is used has a wrong type; all of them are named."""
+    """The object in `path/config.json`, or what a GGUF file says in its stead. Raises ValueError if
+    the file is missing or unreadable, or if a value that is used has a wrong type; all of them are
+    named."""
+    if is_gguf(path):
+        return _checked(path, gguf_config(read_gguf(path)))
     return read_checked(path / CONFIG)
 
 
 def read_checked(file: Path) -> dict[str, Any]:
     """The same of any file with keys of a configuration, such as generation_config.json."""
-    raw = read_json(file)
+    return _checked(file, read_json(file))
+
+
+def _checked(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
     if mistakes := list(_mistakes(raw, "")):
         raise ValueError(f"{file}: {'; '.join(mistakes)}.")
     return raw

@@ -44,7 +44,8 @@ class Experts(Module):
         inner = self.mapping.shard_expert(config.intermediate_size)
         self.first = self.num_routed * self.mapping.ep_rank
         self.gate_up, self.gate_up_scales = _parameters(placement, number, 2 * inner, hidden)
-        own = placement.of_inputs(inner, config.intermediate_size)
+        # Experts do not quantise activations.
+        own = replace(placement, activations=None).of_inputs(inner, config.intermediate_size)
         self.down, self.down_scales = _parameters(own, number, hidden, inner)
 
     def forward(

@@ -8,7 +8,9 @@ from typing import Any
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a model's folder. Raises ValueError for anything else."""
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; a model is a folder in Hugging Face's format.")
+        raise ValueError(
+            f"{path} does not exist; a model is a folder in Hugging Face's format, or a .gguf file."
+        )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

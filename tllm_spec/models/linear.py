@@ -172,6 +172,15 @@ class RowLinear(Linear):
             return
         self.communicator.all_reduce_into(total, self.forward(x))
 
+    def add_gated_to(
+        self, total: torch.Tensor, gate_up: Linear, x: torch.Tensor, norm: RMSNorm
+    ) -> None:
+        """`add_to` for `gate_up.gated(x, norm)`."""
+        if self.mapping.tp_size == 1:
+            self.weight_format.add_gated_to(total, gate_up.weight_format, x, norm)
+        else:
+            self.add_to(total, gate_up.gated(x, norm))
+
     def summed(self, x: torch.Tensor) -> torch.Tensor:
         """`forward`, and the sum over all ranks."""
         output = self.forward(x)

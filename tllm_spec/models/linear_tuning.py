@@ -13,9 +13,11 @@ from torch import nn
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.kernels.cublas_lt import ALGORITHM_BYTES, DATA_TYPES, CublasLt, shared_library
 from tllm_spec.kernels.disk_cache import cache_folder
+from tllm_spec.kernels.fp8_gemms import Fp8Gemms
 from tllm_spec.kernels.linear_table import read_table, table_path, write_table
 from tllm_spec.kernels.linear_tuner import GemmGroup, tune_missing
 from tllm_spec.kernels.tuned_linear import TunedGemms
+from tllm_spec.models.formats.fp8_activations import QuantisedActivations
 from tllm_spec.models.formats.plain import CudaWeight
 from tllm_spec.models.linear import Linear, RowLinear
 
@@ -31,17 +33,23 @@ def tune_linears(
     device: torch.device,
     communicator: Communicator = SINGLE,
 ) -> None:
-    """Does nothing without CUDA. Only layers of `CudaWeight` are tuned. Waits for the device. Rank
-    0 chooses for all ranks, so that a layer that all have puts out the same bits on each."""
+    """Does nothing without CUDA. Only layers of `CudaWeight` are tuned; those with activations in
+    FP8 use the library without. Waits for the device. Rank 0 chooses for all ranks, so that a layer
+    that all have puts out the same bits on each."""
     layers = [layer for model in models for layer in model.modules() if isinstance(layer, Linear)]
+    in_fp8 = [layer for layer in layers if isinstance(layer.weight_format, QuantisedActivations)]
     layers = [layer for layer in layers if _is_worth_it(layer)]
-    if device.type != "cuda" or not layers:
+    if device.type != "cuda" or not layers + in_fp8:
         return
     library = shared_library()
     if library is None:
         logger.info("libcublasLt was not found: linear layers run torch's choice of algorithm")
         return
     start, lt = monotonic(), CublasLt(library, device)
+    gemms = Fp8Gemms(lt)
+    for layer in in_fp8:
+        assert isinstance(layer.weight_format, QuantisedActivations)
+        layer.weight_format.use_library(gemms)
     name = torch.cuda.get_device_name(device)
     path = table_path(cache_folder(), name, lt.version, torch.__version__)
     table = read_table(path, ALGORITHM_BYTES)

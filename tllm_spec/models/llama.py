@@ -98,7 +98,7 @@ class MLP(Module):
 
     def add_to(self, hidden: torch.Tensor, norm: RMSNorm) -> None:
         """Add the output for `norm(hidden)` to hidden `[T, H]` in place."""
-        self.down_proj.add_to(hidden, self.gate_up_proj.gated(hidden, norm))
+        self.down_proj.add_gated_to(hidden, self.gate_up_proj, hidden, norm)
 
 
 class SelfAttention(Protocol):

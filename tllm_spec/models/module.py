@@ -10,7 +10,7 @@ from torch import nn
 
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.distributed.mapping import Mapping
-from tllm_spec.models.formats.fp8_formats import BLOCK, Granularity, TokenScales
+from tllm_spec.models.formats.fp8_formats import BLOCK, ActivationScales, Granularity
 from tllm_spec.models.formats.int4_formats import Int4Groups
 
 
@@ -27,7 +27,7 @@ class Placement:
     fp8: Granularity | None = None
     """What shares a scale in the checkpoint's FP8 weights that stay so; None: all weights are of
     `dtype`."""
-    activations: TokenScales | None = None
+    activations: ActivationScales | None = None
     """How linear layers with weights in FP8 quantise activations; None: not."""
     int4: Int4Groups | None = None
     """The groups of 4-bit weights that stay so; None: there are none, or they do not."""
@@ -41,9 +41,11 @@ class Placement:
 
     def of_inputs(self, size: int, full: int) -> "Placement":
         """For weights with a rank's `size` of `full` inputs. If they do not end with a block whose
-        weights share a scale, this would belong to two ranks, so the weights are not FP8. The scale
-        of a tensor or row belongs to all ranks."""
-        is_cut = self.fp8 == "block" and size < full and size % BLOCK > 0
+        weights share a scale, this would belong to two ranks, so the weights are not FP8, or if
+        activations have blocks as well, the layer refuses. The scale of a tensor or row belongs to
+        all ranks."""
+        in_blocks = self.activations is not None and self.activations.shared_by == "block"
+        is_cut = self.fp8 == "block" and size < full and size % BLOCK > 0 and not in_blocks
         return replace(self.wide if is_cut else self, splits_inputs=size < full)
 
     def parameter(self, *shape: int, column_major: bool = False) -> nn.Parameter:
@@ -53,6 +55,13 @@ class Placement:
         else:
             values = torch.empty(shape, dtype=self.dtype, device=self.device)
         return nn.Parameter(values, requires_grad=False)
+
+
+def tp_sizes(inputs: int, group: int) -> str:
+    """The tensor parallel sizes with whole groups of a row-parallel layer's inputs, for errors."""
+    number, rest = divmod(inputs, group)
+    sizes = [size for size in range(1, number + 1) if not rest and number % size == 0] or [1]
+    return f"{', '.join(map(str, sizes))} devices"
 
 
 class StoredWeight(Protocol):

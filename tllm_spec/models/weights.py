@@ -8,20 +8,24 @@ from pathlib import Path
 
 import torch
 
+from tllm_spec.kernels.int4_weights import group_words
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.checkpoint import checkpoint_tensors, listed
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.fp8_tensors import fp8_tensors
+from tllm_spec.models.formats.gguf_tensors import gguf_tensors
+from tllm_spec.models.formats.int4_packings import SYMMETRIC_ZERO
 from tllm_spec.models.formats.int4_tensors import int4_tensors
 from tllm_spec.models.layers import HeadNorm, RMSNorm
 from tllm_spec.models.module import Module, StoredWeight, WeightSlot
 from tllm_spec.models.tied_output import EMBEDDING, OUTPUT, stored_pair
+from tllm_spec.zoo.registry import is_gguf
 
 FP8_AT_ONCE = 1 << 26  # random elements
 # After the name of a quantised parameter.
 SCALES = "_scales"
-ZEROS = "_zeros"
 ORDER = "_order"
+INPUT_SCALE, DUMMY_INPUT_SCALE = "input_scale", 2.0**-6  # of activations up to 7
 CODES_DEVIATION = 4.61  # of equally frequent codes of 4 bits
 NO_REMEDIES: Mapping[str, str] = {}
 UNTIED = (
@@ -58,6 +62,8 @@ def stored_tensors(
 ) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
     """The tensors of a checkpoint whose names are wanted. Raises ValueError for a file that is
     missing or not readable."""
+    if is_gguf(path):
+        return gguf_tensors(path, wants)
     if config.int4 is not None:
         return int4_tensors(path, config.int4, wants)
     if config.fp8 is None:
@@ -97,9 +103,11 @@ def fill_random(model: Module, seed: int = 0) -> None:
         for name, parameter in own.items():
             if isinstance(module, (RMSNorm, HeadNorm)):
                 parameter.fill_(1.0)
+            elif name == INPUT_SCALE:
+                parameter.fill_(DUMMY_INPUT_SCALE)
             elif name.endswith(ORDER):
                 torch.arange(len(parameter), out=parameter)
-            elif not name.endswith((SCALES, ZEROS)):
+            elif not name.endswith(SCALES):
                 generator = torch.Generator(parameter.device).manual_seed(seed)
                 _fill_normal(parameter, own.get(name + SCALES), generator)
                 seed += 1
@@ -112,7 +120,8 @@ def _fill_normal(
     if parameter.dtype == torch.uint8:
         assert scales is not None
         parameter.random_(0, 256, generator=generator)
-        scales.fill_((2 * parameter.shape[-1]) ** -0.5 / CODES_DEVIATION)
+        scale = (2 * parameter.shape[-1]) ** -0.5 / CODES_DEVIATION
+        scales.copy_(group_words(torch.tensor(scale), torch.tensor(SYMMETRIC_ZERO)))
         return
     deviation = parameter.shape[-1] ** -0.5
     if scales is None:

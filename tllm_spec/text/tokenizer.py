@@ -12,7 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from tllm_spec.zoo.registry import resolve_model
+from tllm_spec.zoo.registry import is_gguf, resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -54,21 +54,21 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a local folder or of a zoo model. Raises ValueError when there is none, and
-    for files that transformers cannot read."""
+    """The tokenizer of a local folder, a GGUF file or a zoo model. Raises ValueError when there is
+    none, and for files that transformers cannot read."""
     from transformers import AutoTokenizer  # heavy: imported only where it is needed
 
     folder = resolve_model(os.fspath(model))
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True, config=_plain_config(folder)
+            trust_remote_code=False, local_files_only=True, **_source(folder)
         )
         # Its own length is no limit here, and it would warn of index errors that cannot occur.
         tokenizer.deprecation_warnings[LONG_TEXT] = True
         tokenizer.decode(tokenizer.encode("a"))  # some mistakes show with the first text only
     except Exception as error:  # of several libraries; some raise `Exception` itself
         reason = " ".join(str(error).split())[:MAX_REASON]
-        names = ("config.json", "tokenizer.json")
+        names = () if is_gguf(folder) else ("config.json", "tokenizer.json")
         if missing := [name for name in names if not (folder / name).is_file()]:
             reason = f"it has no {' and no '.join(missing)}; transformers says: {reason}"
         elif not isinstance(error, ValueError):
@@ -83,6 +83,13 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
             f"{MAX_TEMPLATE_CHARS} characters"
         )
     return cast(Tokenizer, tokenizer)
+
+
+def _source(model: Path) -> dict[str, Any]:
+    """What AutoTokenizer reads for a folder or a GGUF file."""
+    if is_gguf(model):
+        return {"pretrained_model_name_or_path": model.parent, "gguf_file": model.name}
+    return {"pretrained_model_name_or_path": model, "config": _plain_config(model)}
 
 
 def _plain_config(folder: Path) -> Any:
@@ -108,8 +115,9 @@ def _plain_config(folder: Path) -> Any:
 
 
 def has_vocabulary(folder: Path) -> bool:
-    """Whether a model's folder has a file that a tokenizer could be made from."""
-    return any(next(folder.glob(pattern), None) for pattern in VOCABULARY_FILES)
+    """Whether a model's folder has a file that a tokenizer could be made from, or is a GGUF file,
+    which has a vocabulary inside."""
+    return is_gguf(folder) or any(next(folder.glob(pattern), None) for pattern in VOCABULARY_FILES)
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:

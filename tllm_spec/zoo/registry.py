@@ -1,8 +1,9 @@
-"""Short names of the models in the package, resolved to their folders."""
+"""Where models are: short names of those in the package, folders, and GGUF files."""
 
 from pathlib import Path
 
 ZOO_PREFIX = "zoo:"
+GGUF = ".gguf"
 NAMES = ("llama", "llama-draft", "llama-eagle3", "deepseek")
 _ZOO = Path(__file__).parent
 _FOLDERS = {f"{ZOO_PREFIX}{name}": _ZOO / name for name in NAMES}
@@ -16,17 +17,23 @@ def resolve_file(path_or_name: str) -> Path:
 
 
 def resolve_model(path_or_name: str | Path) -> Path:
-    """The local folder of a model, given by a zoo name such as `zoo:llama` or by its path.
+    """The local folder or GGUF file of a model, given by a zoo name such as `zoo:llama` or by its
+    path.
 
     Raises ValueError for anything else.
     """
     if isinstance(path_or_name, str) and path_or_name in _FOLDERS:
         return _FOLDERS[path_or_name]
-    folder = Path(path_or_name)
-    if path_or_name != "" and folder.is_dir():
-        return folder
+    path = Path(path_or_name)
+    if path_or_name != "" and (path.is_dir() or is_gguf(path)):
+        return path
     raise ValueError(
-        f"model {str(path_or_name)!r} is neither an existing local folder nor a model of the zoo; "
-        f"the zoo has {', '.join(_FOLDERS)} (models are not downloaded: pass the folder of a "
-        "checkpoint)"
+        f"model {str(path_or_name)!r} is neither an existing local folder, nor a {GGUF} file, nor "
+        f"a model of the zoo; the zoo has {', '.join(_FOLDERS)} (models are not downloaded: pass "
+        "the folder of a checkpoint)"
     )
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a model is one file in the format GGUF, by its name."""
+    return path.suffix == GGUF and path.is_file()

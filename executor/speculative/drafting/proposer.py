@@ -1,7 +1,7 @@
 """The interface of what makes drafts inside a round: a draft network, or a match in the request's
 own text."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,3 +65,7 @@ class Proposer:
     def draft_probs(self, group: RowGroup) -> torch.Tensor | None:
         """As `RoundEnd.draft_probs`."""
         return None
+
+    def state(self) -> Mapping[str, Any]:
+        """As `RoundEnd.state`."""
+        return {}

@@ -3,7 +3,7 @@ tail of a round of windows.
 
 `RoundEnd` itself drafts nothing: it serves plain decoding and drafters on the host."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,3 +98,7 @@ class RoundEnd:
         """What the drafts in the group's windows were drawn from, `[B, K, V]` over the target's
         vocabulary, for rejection sampling; None where it is not kept."""
         return None
+
+    def state(self) -> Mapping[str, Any]:
+        """Figures for `PyExecutor.state`. It may wait for the device."""
+        return {}

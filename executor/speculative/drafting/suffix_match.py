@@ -13,7 +13,7 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.proposer import DraftChains, Proposer
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
-from tllm_spec.kernels.suffix_match import append_tokens, match_suffixes
+from tllm_spec.kernels.suffix_match import Matches, append_tokens, match_suffixes
 
 
 class SuffixMatch(Proposer):
@@ -37,17 +37,26 @@ class SuffixMatch(Proposer):
         group: RowGroup,
         shape: DraftShape,
     ) -> DraftChains | None:
-        kv_lens = self._slots.kv_lens
+        self.read(contexts, windows, group)
+        if shape == NO_DRAFTS or not len(group.slots):
+            return None
+        matches = self.matches(group, shape)
+        return DraftChains(matches.drafts, matches.num_drafts)
+
+    def read(
+        self, contexts: ContextResult | None, windows: WindowResult | None, group: RowGroup
+    ) -> None:
+        """Adds to the texts what was emitted."""
         if contexts is not None and contexts.first_tokens is not None:
             self._start(contexts, contexts.first_tokens, group.slots)
         if windows is not None:
-            slots, sampled = windows.windows.slots, windows.sampled
+            slots, sampled, kv_lens = windows.windows.slots, windows.sampled, self._slots.kv_lens
             append_tokens(self._texts, slots, kv_lens, sampled.new_tokens, sampled.new_lens)
-        if shape == NO_DRAFTS or not len(group.slots):
-            return None
-        return DraftChains(
-            *match_suffixes(self._texts, group.slots, kv_lens, shape.depth, self._max_match)
-        )
+
+    def matches(self, group: RowGroup, shape: DraftShape) -> Matches:
+        """What follows the matches of the group's texts, one row each."""
+        kv_lens = self._slots.kv_lens
+        return match_suffixes(self._texts, group.slots, kv_lens, shape.depth, self._max_match)
 
     def _start(
         self, contexts: ContextResult, first_tokens: torch.Tensor, slots: torch.Tensor

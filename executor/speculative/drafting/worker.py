@@ -1,7 +1,7 @@
 """Drafts inside the target's rounds: a proposer makes them, and they are written to the next
 windows."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -59,6 +59,9 @@ class DraftWorker(RoundEnd):
 
     def draft_probs(self, group: RowGroup) -> torch.Tensor | None:
         return self.proposer.draft_probs(group)
+
+    def state(self) -> Mapping[str, Any]:
+        return self.proposer.state()
 
     def _draft(
         self,

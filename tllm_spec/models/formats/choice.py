@@ -2,9 +2,9 @@
 
 from torch import nn
 
-from tllm_spec.models.formats.fp8_per_token import PerTokenWeight
+from tllm_spec.models.formats.fp8_activations import QuantisedActivations
 from tllm_spec.models.formats.fp8_scaled import BatchInvariantScaledWeight, ScaledWeight
-from tllm_spec.models.formats.int4 import Int4Weight
+from tllm_spec.models.formats.int4 import BatchInvariantInt4Weight, Int4Weight
 from tllm_spec.models.formats.plain import BatchInvariantWeight, CpuWeight, CudaWeight, PlainWeight
 from tllm_spec.models.formats.weight_format import WeightFormat
 from tllm_spec.models.module import Placement
@@ -15,9 +15,10 @@ def choose_format(
 ) -> WeightFormat:
     """The format of the placement's weights, with new tensors."""
     if placement.activations is not None:
-        return PerTokenWeight(out_features, in_features, placement, bias)
+        return QuantisedActivations(out_features, in_features, placement, bias)
     if placement.int4 is not None:
-        return Int4Weight(out_features, in_features, placement, bias)
+        codes = BatchInvariantInt4Weight if placement.batch_invariant else Int4Weight
+        return codes(out_features, in_features, placement, bias)
     if placement.fp8 is not None:
         scaled = BatchInvariantScaledWeight if placement.batch_invariant else ScaledWeight
         return scaled(out_features, in_features, placement, bias)

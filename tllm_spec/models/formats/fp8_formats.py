@@ -14,8 +14,8 @@ they list the modules that kept 16 bits:
 | ModelOpt | hf_quant_config.json, `quant_method: modelopt` | `weight_scale` | the same |
 | FBGEMM (Meta) | `quant_method: fbgemm_fp8` | `weight_scale` | rows |
 
-Static scales of activations are left out, and those of the KV cache are read by
-kv_cache_formats.py."""
+A static scale of activations (`input_scale`) comes with the weight. Scales of the KV cache are read
+by kv_cache_formats.py."""
 
 import re
 from dataclasses import dataclass, field
@@ -30,10 +30,10 @@ Granularity = Literal["tensor", "row", "block"]
 _NEVER_QUANTISED = frozenset(
     {"lm_head", "head", "embed_tokens", "gate", "router", "shared_expert_gate", "eh_proj"}
 )
+# Last parts of names: static scales of the activations that a linear layer reads.
+INPUT_SCALES = ("input_scale", "activation_scale")
 # Last parts of names: factors of quantised activations, attention and KV caches.
-_LEFT_OUT = frozenset(
-    {"input_scale", "activation_scale", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale"}
-)
+_LEFT_OUT = frozenset({*INPUT_SCALES, "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale"})
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,14 @@ def is_left_out(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class TokenScales:
-    """Activations of linear layers are quantised to FP8 too, with one dynamic scale a token."""
+class ActivationScales:
+    """How linear layers with FP8 weights quantise activations to FP8, too (W8A8)."""
 
+    shared_by: Literal["token", "block", "tensor"] = "token"
+    """What has one scale: a token, or 128 inputs of a token, both dynamic; or all tokens, with the
+    checkpoint's static scale."""
     bound: float | None = None
-    """Magnitudes above it count as the bound, and saturate."""
+    """Of a token: magnitudes above it count as the bound, and saturate."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class Fp8Format:
     """Modules without FP8 weights."""
     targets: ModuleNames | None = None
     """Other modules have no FP8 weights either; None: any may have them."""
-    activations: TokenScales | None = None
+    activations: ActivationScales | None = None
     """None: the model computes with activations of its own type."""
     unused: tuple[str, ...] = field(default=(), compare=False)
     """What the configuration says of activations, and why it is not used: a sentence for each. It

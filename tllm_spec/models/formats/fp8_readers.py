@@ -1,7 +1,7 @@
 """Reads what config.json and ModelOpt's file say of FP8 weights, and refuses what is not served."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,10 @@ from tllm_spec.config.option_checks import shown
 from tllm_spec.models.checkpoint import checkpoint_names
 from tllm_spec.models.formats.fp8_formats import (
     BLOCK,
+    ActivationScales,
     Fp8Format,
     Granularity,
     ModuleNames,
-    TokenScales,
 )
 from tllm_spec.models.json_file import read_json
 
@@ -60,8 +60,8 @@ def fp8_format(path: Path | None, raw: Mapping[str, Any]) -> Fp8Format | None:
     if reasons:
         raise ValueError(f"{source}: {'; '.join(reasons)}. {_SERVED}")
     default = "_scale_inv" if method == "fp8" and read.granularity == "block" else "_scale"
-    suffix, unused = _scale_suffix(path, default), tuple(unused_settings(quantization))
-    return Fp8Format(read.granularity, suffix, ignored, targets, read.activations, unused)
+    suffix = _scale_suffix(path, default)
+    return Fp8Format(read.granularity, suffix, ignored, targets, read.activations, read.unused)
 
 
 def quantization_settings(path: Path | None, raw: Mapping[str, Any]) -> tuple[Any, str, str | None]:
@@ -71,23 +71,6 @@ def quantization_settings(path: Path | None, raw: Mapping[str, Any]) -> tuple[An
         return read_json(path / MODELOPT_FILE), MODELOPT_FILE, "modelopt"
     found = next((raw[key] for key in QUANTIZATION_KEYS if raw.get(key)), None)
     return found, "quantization_config of config.json", None
-
-
-def unused_settings(quantization: Mapping[str, Any]) -> Iterator[str]:
-    """At most a sentence for activations. Their dynamic scales need no word: the checkpoint has
-    none."""
-    settings = quantization.get("quantization") or quantization
-    groups = (settings.get("config_groups") or {}).items()
-    static = {
-        "activation_scheme = 'static'": settings.get("activation_scheme") == "static",
-        "the static input_scale of quant_algo 'FP8'": settings.get("quant_algo") == "FP8",
-    } | {
-        f"config_groups.{name}.input_activations (static)": True
-        for name, group in groups
-        if (group.get("input_activations") or {}).get("dynamic") is False
-    }
-    for name in [name for name, is_static in static.items() if is_static][:1]:
-        yield f"{name} is not used: activations are not quantised (W8A16)"
 
 
 _OBJECTS = ("config_groups", "input_activations", "quantization", "sparsity_config", "weights")
@@ -157,10 +140,15 @@ class _Read:
     """Why it is not served."""
     targets: list[str] | None = None
     """The modules with FP8 weights; None: all linear layers that are not ignored."""
-    activations: TokenScales | None = None
-    """None: not quantised, or with other scales than one a token, which the log names."""
+    activations: ActivationScales | None = None
+    """None: not quantised, or in a way that `unused` names."""
+    unused: tuple[str, ...] = ()
+    """What is said of activations without an effect."""
 
 
+# One dynamic scale a tensor counts as one a token: that of a batch would let requests change each
+# other's text.
+BY_TOKEN, STATIC = ActivationScales("token"), ActivationScales("tensor")
 # At most the KV cache is quantised. Its scales are left out, as in any FP8 checkpoint.
 _NO_WEIGHTS = ["*"]
 
@@ -184,14 +172,19 @@ def _read_fp8(quantization: Mapping[str, Any]) -> _Read:
             "scale_fmt": ("float", "ue8m0", None),
             "expert_dtype": ("fp8", None),
             "modules_to_convert": ([], None),
+            "activation_scheme": ("dynamic", "static", None),
         },
     )
     ignored = [
         *(quantization.get("modules_to_not_convert") or ()),
         *(quantization.get("ignored_layers") or ()),
     ]
-    granularity: Granularity = "block" if quantization.get("weight_block_size") else "tensor"
-    return _Read(granularity, ignored, reasons)
+    is_static = quantization.get("activation_scheme") == "static"
+    if quantization.get("weight_block_size"):
+        if is_static:
+            reasons.append("activation_scheme is 'static' (with weight_block_size: 'dynamic')")
+        return _Read("block", ignored, reasons, activations=ActivationScales("block"))
+    return _Read("tensor", ignored, reasons, activations=STATIC if is_static else BY_TOKEN)
 
 
 def _read_fbgemm(quantization: Mapping[str, Any]) -> _Read:
@@ -201,7 +194,7 @@ def _read_fbgemm(quantization: Mapping[str, Any]) -> _Read:
         reasons.append(f"activation_scale_ub is {bound!r} (it must be a number above 0)")
         bound = None
     ignored = list(quantization.get("modules_to_not_convert") or ())
-    return _Read("row", ignored, reasons, activations=TokenScales(bound))
+    return _Read("row", ignored, reasons, activations=ActivationScales(bound=bound))
 
 
 _STRATEGIES: dict[str, Granularity] = {"tensor": "tensor", "channel": "row", "block": "block"}
@@ -216,14 +209,24 @@ _COMPRESSED_WEIGHTS: dict[str, tuple[Any, ...]] = {
 }
 
 
-# What activations with one scale a token may say.
-_BY_TOKEN: dict[str, tuple[Any, ...]] = {
+_ACTIVATIONS: dict[str, tuple[Any, ...]] = {
     "type": ("float",),
     "num_bits": (8,),
-    "strategy": ("token",),
     "symmetric": (True, None),
-    "dynamic": (True,),
 }
+
+
+def _group_activations(group: Mapping[str, Any]) -> ActivationScales | None:
+    """None: they are not quantised, or not as it is served."""
+    settings = group.get("input_activations") or {}
+    if unserved(settings, _ACTIVATIONS):
+        return None
+    strategy, dynamic = settings.get("strategy"), settings.get("dynamic") or False
+    if strategy == "group" and dynamic is True and settings.get("group_size") == BLOCK:
+        return ActivationScales("block")
+    if strategy in ("token", "tensor") and dynamic is True:
+        return BY_TOKEN
+    return STATIC if strategy == "tensor" and dynamic is False else None
 
 
 def _read_compressed_tensors(quantization: Mapping[str, Any]) -> _Read:
@@ -237,7 +240,7 @@ def _read_compressed_tensors(quantization: Mapping[str, Any]) -> _Read:
     if len(groups) != 1:
         reasons.append(f"config_groups has {len(groups)} groups (served: 1)")
     ignored, targets = list(quantization.get("ignore") or ()), None
-    strategy, activations = None, None
+    strategy, activations, unused = None, None, tuple[str, ...]()
     for group in groups[:1]:
         reasons += unserved(group, {"format": (*_COMPRESSED_FORMATS, None)})
         targets = target_names(group, reasons)
@@ -247,10 +250,14 @@ def _read_compressed_tensors(quantization: Mapping[str, Any]) -> _Read:
         if strategy == "block":
             shapes = ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}")
             reasons += unserved(weights, {"block_structure": shapes})
-        if strategy != "block" and not unserved(group.get("input_activations") or {}, _BY_TOKEN):
-            activations = TokenScales()
+        activations = _group_activations(group)
+        if group.get("input_activations") and activations is None:
+            unused = (
+                "input_activations of config_groups is not used: activations are not quantised "
+                "(W8A16)",
+            )
     granularity = _STRATEGIES.get(str(strategy), "tensor")
-    return _Read(granularity, ignored, reasons, targets, activations)
+    return _Read(granularity, ignored, reasons, targets, activations, unused)
 
 
 def target_names(group: Mapping[str, Any], reasons: list[str]) -> list[str] | None:
@@ -266,11 +273,11 @@ def target_names(group: Mapping[str, Any], reasons: list[str]) -> list[str] | No
     return None if classes else targets
 
 
-_ALGORITHMS: dict[str, Granularity] = {
-    "FP8": "tensor",
-    "FP8_PER_CHANNEL_PER_TOKEN": "row",
-    "FP8_PB_WO": "block",
-    "FP8_BLOCK_SCALES": "block",  # TensorRT-LLM's name for it
+_ALGORITHMS: dict[str, tuple[Granularity, ActivationScales | None]] = {
+    "FP8": ("tensor", STATIC),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("row", BY_TOKEN),
+    "FP8_PB_WO": ("block", None),  # weights only
+    "FP8_BLOCK_SCALES": ("block", ActivationScales("block")),  # TensorRT-LLM's, as DeepSeek's
 }
 
 
@@ -281,7 +288,7 @@ def _read_modelopt(quantization: Mapping[str, Any]) -> _Read:
     reasons = []
     if algorithm not in _ALGORITHMS and algorithm != "NONE":
         reasons.append(f"quant_algo is {settings.get('quant_algo')!r}")
-    granularity = _ALGORITHMS.get(algorithm, "tensor")
+    granularity, activations = _ALGORITHMS.get(algorithm, ("tensor", None))
     if granularity == "block":
         reasons += unserved(settings, {"group_size": (BLOCK, None)})
     reasons += unserved(
@@ -290,8 +297,7 @@ def _read_modelopt(quantization: Mapping[str, Any]) -> _Read:
     ignored = [*(settings.get("exclude_modules") or ()), *(settings.get("ignore") or ())]
     if algorithm == "NONE":
         ignored = _NO_WEIGHTS
-    by_token = TokenScales() if algorithm == "FP8_PER_CHANNEL_PER_TOKEN" else None
-    return _Read(granularity, ignored, reasons, activations=by_token)
+    return _Read(granularity, ignored, reasons, activations=activations)
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], _Read]] = {

@@ -21,6 +21,8 @@ class Fp8Tensor:
 
     weight: torch.Tensor
     scales: torch.Tensor
+    input_scale: torch.Tensor | None = None
+    """`[]` float32: the static scale of its activations, if they have one."""
 
     @property
     def shape(self) -> torch.Size:
@@ -32,7 +34,8 @@ class Fp8Tensor:
 
 @dataclass(frozen=True)
 class ScaledSlot(WeightSlot):
-    """Also where the scales of an FP8 tensor go, `[N, ceil(K / 128)]` of this rank."""
+    """Also where the scales of an FP8 tensor go, `[N, ceil(K / 128)]` of this rank, or if all of a
+    row are equal `[N, 1]`."""
 
     dtypes, is_quantised = (), True
     scales: torch.Tensor | None = None
@@ -43,7 +46,7 @@ class ScaledSlot(WeightSlot):
             return
         assert isinstance(tensor, Fp8Tensor)  # other layers have been made plain
         self.destination.copy_(self.own(tensor.weight))
-        self.scales.copy_(self.own(tensor.scales, BLOCK))
+        self.scales.copy_(self.own(tensor.scales, BLOCK)[:, : self.scales.shape[1]])
 
 
 def scaled_parameters(
@@ -83,22 +86,40 @@ class ScaledTensors(WeightFormat):
         return dequantised(self.weight, self.scales, self.dtype)
 
 
-class ScaledWeight(ScaledTensors, FewRowsFormat):
-    """More than 256 rows are multiplied by the weight that was dequantised to 16 bits just
-    before. So the order of sums depends on the number of rows."""
+class ScaledGemms(FewRowsFormat):
+    """GEMMs of a weight with scales, in FP8 or 4 bits. More than 256 rows are multiplied by the
+    weight that was dequantised to 16 bits just before. So the order of sums depends on the number
+    of rows."""
+
+    scales: nn.Parameter
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return scaled_linear(x, self.weight, self.scales, self.bias, invariant=False)
+        return self._rows(x)
 
     def add_rows_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        scaled_linear(x, self.weight, self.scales, self.bias, add_to=total, invariant=False)
+        self._rows(x, total)
+
+    def _rows(self, x: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+        own = self.weight, self.scales, self.bias
+        return scaled_linear(x, *own, group=self.group, add_to=total, invariant=False)
 
 
-class BatchInvariantScaledWeight(ScaledTensors):
+class BatchInvariantScaledGemms(WeightFormat):
     """A row's result has the same bits in every batch."""
 
+    scales: nn.Parameter
+
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return scaled_linear(x, self.weight, self.scales, self.bias)
+        return scaled_linear(x, self.weight, self.scales, self.bias, group=self.group)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        scaled_linear(x, self.weight, self.scales, self.bias, add_to=total)
+        own = self.weight, self.scales, self.bias
+        scaled_linear(x, *own, group=self.group, add_to=total)
+
+
+class ScaledWeight(ScaledTensors, ScaledGemms):
+    """An FP8 weight."""
+
+
+class BatchInvariantScaledWeight(ScaledTensors, BatchInvariantScaledGemms):
+    """An FP8 weight for `deterministic: true`."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from tllm_spec.models.checkpoint import checkpoint_tensors
-from tllm_spec.models.formats.fp8_formats import Fp8Format
+from tllm_spec.models.formats.fp8_formats import INPUT_SCALES, Fp8Format
 from tllm_spec.models.formats.fp8_scaled import Fp8Tensor
 
 
@@ -23,8 +23,9 @@ def fp8_tensors(
         return wants(name) and not form.leaves_out(name)
 
     suffix = f".weight{form.scale_suffix}"
-    # A weight and its scale may be in different files; all scales together are small.
+    # A weight and its scales may be in different files; all scales together are small.
     scales = dict(checkpoint_tensors(path, lambda name: name.endswith(suffix) and is_wanted(name)))
+    input_scales = _input_scales(path, form, wants)
     for name, tensor in checkpoint_tensors(
         path, lambda name: not name.endswith(suffix) and is_wanted(name)
     ):
@@ -36,6 +37,26 @@ def fp8_tensors(
             raise ValueError(f"{path} has no {scale_name} for the FP8 tensor {name}.")
         rows, columns = tensor.shape
         scale = scales.pop(scale_name)
-        yield name, Fp8Tensor(tensor, form.row_scales(scale, (rows, columns), name))
+        input_scale = input_scales.get(name.removesuffix(".weight"))
+        yield name, Fp8Tensor(tensor, form.row_scales(scale, (rows, columns), name), input_scale)
     if scales:
         raise ValueError(f"{path} has scales of tensors that are not FP8: {sorted(scales)[:10]}.")
+
+
+def _input_scales(
+    path: Path, form: Fp8Format, wants: Callable[[str], bool]
+) -> dict[str, torch.Tensor]:
+    """The static scales of activations `[]`, by module."""
+    if form.activations is None or form.activations.shared_by != "tensor":
+        return {}
+
+    def is_wanted(name: str) -> bool:
+        module, _, last = name.rpartition(".")
+        return last in INPUT_SCALES and wants(f"{module}.weight")
+
+    found = {}
+    for name, scale in checkpoint_tensors(path, is_wanted):
+        if scale.numel() != 1 or not scale.is_floating_point() or not scale.item() > 0:
+            raise ValueError(f"{path}: {name} is {scale.tolist()}; it must be a number above 0.")
+        found[name.rpartition(".")[0]] = scale.float().view(())
+    return found

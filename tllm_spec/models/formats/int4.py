@@ -1,5 +1,5 @@
-"""Weights of 4 bits with a float32 scale and a zero point for each group of inputs, and activations
-of the model's dtype (W4A16): kernels/int4_linear.py."""
+"""Weights of 4 bits with a scale and a zero point for each group of inputs, and activations of the
+model's dtype (W4A16): kernels/int4_weights.py."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,19 +7,26 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tllm_spec.kernels.int4_linear import half_of, int4_dequantised, int4_linear, packed, unpacked
+from tllm_spec.kernels.int4_weights import (
+    BLOCK,
+    int4_dequantised,
+    packed,
+    row_bytes,
+    unpacked,
+)
+from tllm_spec.models.formats.fp8_scaled import BatchInvariantScaledGemms, ScaledGemms
 from tllm_spec.models.formats.int4_formats import Int4Groups
 from tllm_spec.models.formats.weight_format import Part, WeightFormat
+from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.module import Placement, StoredWeight, WeightSlot
 
 
 @dataclass(frozen=True)
 class Int4Tensor:
-    """A checkpoint's weight `[N, K]`: codes of 0 to 15, with scales and zeros `[N, G]`."""
+    """A checkpoint's weight `[N, K]`: codes of 0 to 15, with the groups' words `[N, G]`."""
 
     codes: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor
+    words: torch.Tensor
     group: int
     """Inputs that share a scale; 0: all of a row."""
     order: torch.Tensor | None = None
@@ -30,7 +37,7 @@ class Int4Tensor:
         return self.codes.shape
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
-        values = int4_dequantised(self.codes, self.scales, self.zeros, self.group, dtype)
+        values = int4_dequantised(self.codes, self.words, self.group or self.shape[1], dtype)
         return values if self.order is None else in_given_order(values, self.order)
 
 
@@ -42,26 +49,23 @@ def in_given_order(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Int4Slot(WeightSlot):
-    """Also where scales, zero points and the order of inputs go. `destination` has packed codes."""
+    """Also where the groups' words and the order of inputs go. `destination` has packed codes."""
 
     dtypes, is_quantised = (), True
-    scales: torch.Tensor | None = None
-    zeros: torch.Tensor | None = None
-    form: "Int4Weight | None" = None
+    words: torch.Tensor | None = None
+    form: "Int4Tensors | None" = None
     """The format of the whole layer."""
     module: str = ""
     """In the checkpoint, for errors."""
 
     def load(self, tensor: torch.Tensor | StoredWeight) -> None:
         assert isinstance(tensor, Int4Tensor)  # other layers have been made plain
-        assert self.form is not None and self.destination is not None
-        assert self.scales is not None and self.zeros is not None
-        group = self.form.groups.size
+        assert self.form is not None and self.destination is not None and self.words is not None
         if self.form.order is not None:
             self.form.take_order(tensor.order, self.module)
-        self.destination.copy_(packed(self._own(tensor.codes, 1), group))
-        self.scales.copy_(self._own(tensor.scales, group))
-        self.zeros.copy_(self._own(tensor.zeros, group))
+        self.destination.copy_(packed(self._own(tensor.codes, 1)))
+        # The word of a whole row belongs to each of its groups.
+        self.words.copy_(self._own(tensor.words, tensor.group).expand_as(self.words))
 
     def _own(self, tensor: torch.Tensor, inputs: int) -> torch.Tensor:
         """This rank's slice. inputs: that share a column; 0: all."""
@@ -74,8 +78,8 @@ class Int4Slot(WeightSlot):
         return tensor if self.order is None else tensor.index_select(0, self.order)
 
 
-class Int4Weight(WeightFormat):
-    """A row's result has the same bits in every batch: any number of rows runs one kernel."""
+class Int4Tensors(WeightFormat):
+    """The tensors of a weight of 4 bits. Whole rows are stored as groups with equal words."""
 
     scales: nn.Parameter
     order: nn.Parameter | None = None
@@ -85,23 +89,21 @@ class Int4Weight(WeightFormat):
         self, out_features: int, in_features: int, placement: Placement, bias: nn.Parameter | None
     ) -> None:
         assert placement.int4 is not None
-        self.groups, self.in_features = placement.int4, in_features
+        groups, self.in_features = placement.int4, in_features
+        self.group = groups.size or BLOCK
         self.bias, self.dtype = bias, placement.dtype
         if placement.splits_inputs:
-            _check_slice(in_features, placement.mapping.tp_size, self.groups)
+            _check_slice(in_features, placement.mapping.tp_size, groups)
 
-        def parameter(number: float, dtype: torch.dtype, *shape: int) -> nn.Parameter:
-            values = torch.full(shape, number, dtype=dtype, device=placement.device)
+        def parameter(dtype: torch.dtype, *shape: int) -> nn.Parameter:
+            values = torch.zeros(shape, dtype=dtype, device=placement.device)
             return nn.Parameter(values, requires_grad=False)
 
-        half = half_of(self.groups.size)
-        num_bytes = -(-in_features // (2 * half)) * half
-        per_row = -(-in_features // (self.groups.size or in_features))
-        self.weight = parameter(0, torch.uint8, out_features, num_bytes)
-        self.scales = parameter(0, torch.float32, out_features, per_row)
-        self.zeros = parameter(8, torch.float32, out_features, per_row)
-        if self.groups.is_ordered:
-            self.order = parameter(0, torch.int64, in_features)
+        self.weight = parameter(torch.uint8, out_features, row_bytes(in_features))
+        words = torch.float32 if groups.is_float else torch.int32
+        self.scales = parameter(words, out_features, -(-in_features // self.group))
+        if groups.is_ordered:
+            self.order = parameter(torch.int64, in_features)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -109,15 +111,13 @@ class Int4Weight(WeightFormat):
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from super().parameters()
-        yield "weight_zeros", self.zeros
         if self.order is not None:
             yield "weight_order", self.order
 
     def slots(self, module: str, rows: slice, part: Part) -> Iterator[tuple[str, WeightSlot]]:
         """The checkpoint's other tensors come with the weight, as an `Int4Tensor`."""
         own = self.weight[rows], part.shape, part.shard_dim, part.start, part.order
-        scales, zeros = self.scales[rows], self.zeros[rows]
-        slot = Int4Slot(*own, scales=scales, zeros=zeros, form=self, module=module)
+        slot = Int4Slot(*own, words=self.scales[rows], form=self, module=module)
         yield f"{module}.weight", slot
 
     def take_order(self, order: torch.Tensor | None, module: str) -> None:
@@ -131,22 +131,36 @@ class Int4Weight(WeightFormat):
             )
         self.order.copy_(order)
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return int4_linear(self._in_order(x), *self._tensors(), self.bias)
+    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        return super().forward(*self._in_order(x, norm))
+
+    def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        return super().gated(*self._in_order(x, norm))
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        int4_linear(self._in_order(x), *self._tensors(), self.bias, add_to=total)
+        super().add_to(total, self._in_order(x, None)[0])
+
+    def _in_order(
+        self, x: torch.Tensor, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, RMSNorm | None]:
+        """Inputs in the order of the codes, and the norm that is left to do."""
+        if self.order is None:
+            return x, norm
+        return (x if norm is None else norm.forward(x)).index_select(1, self.order), None
 
     def full_weight(self) -> torch.Tensor:
-        codes = unpacked(self.weight, self.in_features, self.groups.size)
-        values = int4_dequantised(codes, self.scales, self.zeros, self.groups.size, self.dtype)
+        codes = unpacked(self.weight, self.in_features)
+        values = int4_dequantised(codes, self.scales, self.group, self.dtype)
         return values if self.order is None else in_given_order(values, self.order)
 
-    def _in_order(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.order is None else x.index_select(1, self.order)
 
-    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        return self.weight, self.scales, self.zeros, self.groups.size
+class Int4Weight(Int4Tensors, ScaledGemms):
+    """More than 256 rows are multiplied by the weight that was dequantised to 16 bits just
+    before. So the order of sums depends on the number of rows."""
+
+
+class BatchInvariantInt4Weight(Int4Tensors, BatchInvariantScaledGemms):
+    """A row's result has the same bits in every batch."""
 
 
 def _check_slice(in_features: int, tp_size: int, groups: Int4Groups) -> None:

@@ -1,7 +1,7 @@
 """What checkpoints with 4-bit weights look like: which modules have them, and how codes, scales and
 zero points are packed.
 
-In every format `weight = (code - zero) * scale`, with codes of 0 to 15:
+With whole numbers `weight = (code - zero) * scale`, with codes of 0 to 15:
 
 | written by | described in | codes, scales | zero points |
 |---|---|---|---|
@@ -9,7 +9,8 @@ In every format `weight = (code - zero) * scale`, with codes of 0 to 15:
 | GPTQModel, AutoGPTQ | `quant_method: gptq` | `qweight`, `scales` | `qzeros`, in v1 less 1 |
 | compressed-tensors | `pack-quantized` | `weight_packed`, `weight_scale` | `weight_zero_point` |
 
-Without zero points they are 8.
+Without zero points they are 8. `mxfp4-pack-quantized` of compressed-tensors has E2M1 numbers
+instead, and scales that are powers of two.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Literal
 
 from tllm_spec.models.formats.fp8_formats import ModuleNames, lists_quantised
 
-Packing = Literal["awq", "gptq", "gptq_v2", "compressed"]
+Packing = Literal["awq", "gptq", "gptq_v2", "compressed", "mxfp4"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Int4Groups:
     """Neighbouring inputs; 0: all of a row. 32, 64 or 128."""
     is_ordered: bool = False
     """Whether groups are neighbours only in an order of the inputs that each layer has."""
+    is_float: bool = False
+    """Whether codes are E2M1 numbers (MXFP4)."""
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ class PackedTensors:
     scales: str
     optional: tuple[str, ...]
     unpack: Callable[[Tensors], Unpacked]
+    dtype: torch.dtype = torch.int32
+    """Of codes and zero points."""
 
 
 def four_bits(words: torch.Tensor) -> torch.Tensor:
@@ -78,6 +80,14 @@ def _unpack_compressed(tensors: Tensors) -> Unpacked:
     return Unpacked(codes, tensors["weight_scale"], zeros, tensors.get("weight_g_idx"))
 
 
+def _unpack_mxfp4(tensors: Tensors) -> Unpacked:
+    """`weight_packed` `[N, K / 2]`, `weight_scale` `[N, K / 32]`: exponents of E8M0, plus 127."""
+    pairs = tensors["weight_packed"]
+    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
+    exponents = tensors["weight_scale"].view(torch.uint8).int() - 127
+    return Unpacked(codes, torch.ldexp(torch.ones(exponents.shape), exponents), None)
+
+
 _GPTQ = "qweight", "scales", ("qzeros", "g_idx")
 PACKINGS: dict[Packing, PackedTensors] = {
     "awq": PackedTensors("qweight", "scales", ("qzeros",), _unpack_awq),
@@ -89,4 +99,5 @@ PACKINGS: dict[Packing, PackedTensors] = {
         ("weight_zero_point", "weight_shape", "weight_g_idx"),
         _unpack_compressed,
     ),
+    "mxfp4": PackedTensors("weight_packed", "weight_scale", (), _unpack_mxfp4, torch.uint8),
 }

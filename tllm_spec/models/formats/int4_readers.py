@@ -18,11 +18,11 @@ from tllm_spec.models.json_file import read_json
 
 GPTQ_FILE = "quantize_config.json"
 _SIZES = (32, 64, 128)
-_PACKED = "pack-quantized"
+_PACKED, _MXFP4 = "pack-quantized", "mxfp4-pack-quantized"
 _SERVED = (
     "Of checkpoints with integer weights those of 4 bits in groups of "
     f"{', '.join(map(str, _SIZES))} inputs or whole rows are served: quant_method 'awq', 'gptq', "
-    f"and 'compressed-tensors' in the format {_PACKED!r}."
+    f"and 'compressed-tensors' in the format {_PACKED!r}; also MXFP4, in its format {_MXFP4!r}."
 )
 
 
@@ -106,7 +106,7 @@ def _is_packed(settings: Mapping[str, Any]) -> bool:
     groups = settings.get("config_groups")
     own = groups.values() if isinstance(groups, Mapping) else ()
     formats = [group.get("format") for group in own if isinstance(group, Mapping)]
-    return _PACKED in (settings.get("format"), *formats)
+    return any(name in (_PACKED, _MXFP4) for name in [settings.get("format"), *formats])
 
 
 def _read_compressed(settings: Mapping[str, Any], reasons: list[str]) -> Int4Format:
@@ -116,19 +116,23 @@ def _read_compressed(settings: Mapping[str, Any], reasons: list[str]) -> Int4For
     groups = list((settings.get("config_groups") or {}).values())
     if len(groups) != 1:
         reasons.append(f"config_groups has {len(groups)} groups (served: 1)")
-    targets, size, actorder = None, 0, None
+    targets, size, actorder, is_float = None, 0, None, False
     for group in groups[:1]:
-        reasons += unserved(group, {"format": (_PACKED, None), "input_activations": (None,)})
+        is_float = _MXFP4 in (group.get("format"), settings.get("format"))
+        served = _MXFP4 if is_float else _PACKED
+        reasons += unserved(group, {"format": (served, None), "input_activations": (None,)})
         if (names := target_names(group, reasons)) is not None:
             targets = module_names(names, "targets", reasons)
         weights = group.get("weights") or {}
         actorder = weights.get("actorder")
-        reasons += unserved(weights, _COMPRESSED)
+        reasons += unserved(weights, _COMPRESSED | (_FLOAT if is_float else {}))
         if weights.get("strategy") == "group":
             size = _group_size(weights, "group_size", reasons)
     ignored = module_names(list(settings.get("ignore") or ()), "ignored modules", reasons)
     is_ordered = actorder in ("group", True) and size > 0
-    return Int4Format(Int4Groups(size, is_ordered), "compressed", ignored, targets)
+    packing: Packing = "mxfp4" if is_float else "compressed"
+    own = Int4Groups(size, is_ordered, is_float)
+    return Int4Format(own, packing, ignored, targets)
 
 
 # The settings of weights. Of `actorder` only "group", once called true, changes what is stored.
@@ -139,6 +143,14 @@ _COMPRESSED: dict[str, tuple[Any, ...]] = {
     "symmetric": (True, False, None),
     "dynamic": (False, None),
     "actorder": (None, "group", "static", "weight", "dynamic", True, False),
+}
+# What is different with MXFP4.
+_FLOAT: dict[str, tuple[Any, ...]] = {
+    "type": ("float",),
+    "strategy": ("group",),
+    "group_size": (32,),
+    "symmetric": (True, None),
+    "actorder": (None, False),
 }
 _READERS: dict[str, Callable[[Mapping[str, Any], list[str]], Int4Format]] = {
     "awq": _read_awq,

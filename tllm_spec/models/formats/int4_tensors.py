@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from tllm_spec.kernels.int4_weights import group_words
 from tllm_spec.models.checkpoint import checkpoint_tensors, listed
 from tllm_spec.models.formats.fp8_formats import is_left_out
 from tllm_spec.models.formats.int4 import Int4Tensor
@@ -44,10 +45,11 @@ def int4_tensors(
         if packing.scales not in own:
             raise ValueError(f"{path} has no {module}.{packing.scales} for {name}.")
         for kind in {packing.codes, "qzeros", "weight_zero_point"} & own.keys():
-            if own[kind].dtype != torch.int32 or own[kind].dim() != 2:
+            if own[kind].dtype != packing.dtype or own[kind].dim() != 2:
+                wanted = str(packing.dtype).removeprefix("torch.")
                 raise ValueError(
                     f"{module}.{kind} is {own[kind].dtype} of the shape {list(own[kind].shape)}; "
-                    "it must be a matrix of int32 words."
+                    f"it must be a matrix of {wanted} words."
                 )
         yield f"{module}.weight", checked(packing.unpack(own), form.groups, module)
     if parts:
@@ -72,7 +74,8 @@ def checked(found: Unpacked, groups: Int4Groups, module: str) -> Int4Tensor:
             )
     order = _input_order(found.groups, groups, in_features, module)
     codes = found.codes if order is None else found.codes[:, order]
-    return Int4Tensor(codes, found.scales, zeros, groups.size, order)
+    words = found.scales if groups.is_float else group_words(found.scales, zeros)
+    return Int4Tensor(codes, words, groups.size, order)
 
 
 def _input_order(

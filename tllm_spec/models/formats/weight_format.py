@@ -36,7 +36,10 @@ class WeightFormat(ABC):
     weight: nn.Parameter
     """`[N, K]`, or the packed codes of 4-bit weights."""
     scales: nn.Parameter | None = None
-    """Scales of quantised weights, float32: `[N, ceil(K / 128)]` in FP8, `[N, G]` in 4 bits."""
+    """Scales of quantised weights: float32 `[N, ceil(K / 128)]` or `[N, 1]` in FP8, `group_words`
+    of 4 bits."""
+    group: int = 0
+    """Inputs that share a scale of 4-bit weights."""
     bias: nn.Parameter | None
 
     @property
@@ -73,6 +76,12 @@ class WeightFormat(ABC):
         """Add the outputs for x `[T, K]` to `total` `[T, N]`, in place."""
         total.add_(self.multiply(x))
 
+    def add_gated_to(
+        self, total: torch.Tensor, gate_up: "WeightFormat", x: torch.Tensor, norm: RMSNorm | None
+    ) -> None:
+        """`add_to` for `gate_up.gated(x, norm)`, which may be fused."""
+        self.add_to(total, gate_up.gated(x, norm))
+
     @abstractmethod
     def full_weight(self) -> torch.Tensor:
         """`[N, K]` in the model's dtype."""
@@ -82,17 +91,17 @@ class FewRowsFormat(WeightFormat):
     """Up to 8 rows on CUDA run `small_m_gemm`, which fuses norm, SwiGLU and the addition."""
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        if serves(x, self.weight):
+        if serves(x, self.weight, self.scales, self.group):
             return self._few_rows(x, norm)
         return self.multiply(x if norm is None else norm.forward(x))
 
     def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        if serves(x, self.weight):
+        if serves(x, self.weight, self.scales, self.group):
             return self._few_rows(x, norm, gated=True)
         return silu_and_mul(self.multiply(x if norm is None else norm.forward(x)))
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        if serves(x, self.weight):
+        if serves(x, self.weight, self.scales, self.group):
             self._few_rows(x, add_to=total)
         else:
             self.add_rows_to(total, x)
@@ -113,6 +122,7 @@ class FewRowsFormat(WeightFormat):
             x,
             self.weight,
             scales=self.scales,
+            group=self.group,
             bias=self.bias,
             norm=None if norm is None else norm.kernel_weight,
             gated=gated,

@@ -1,0 +1,247 @@
+"""The Triton kernel of int4_weights.py, which describes inputs and outputs, and the step of 4-bit
+weights in scaled_linear_triton.py. Importing this file imports Triton."""
+
+import torch
+import triton
+import triton.language as tl
+
+from tllm_spec.kernels.int4_weights import BLOCK, check_int4
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.programmatic_launch_triton import begin
+
+BLOCKS_OF_PROGRAM, NUM_WARPS = 32, 4
+
+
+def _assembly(shift: int, magic: int, one: int, kind: str) -> tl.constexpr:
+    """Two bytes, `$1`, to two 16-bit floats, `$0`: the 4 bits from `shift` on, as the last bits of
+    the smallest of those with whole numbers there, plus the pair `$2`. Times one, since only GPUs
+    from compute capability 9.0 on add bfloat16."""
+    return tl.constexpr(f"""{{
+        .reg .b32 pair, one;
+        mov.b32 pair, {{$1, 0}};
+        prmt.b32 pair, pair, 0, 0x4140;
+        shr.u32 pair, pair, {shift};
+        lop3.b32 pair, pair, 0x000f000f, {magic:#010x}, 0xea;
+        mov.b32 one, {one:#010x};
+        fma.rn.{kind} $0, pair, one, $2;
+    }}""")
+
+
+def _float_assembly(shift: int, place: int, factor: int, kind: str) -> tl.constexpr:
+    """The same of E2M1 codes: their bits are moved to `place`, and multiplied by `factor`."""
+    return tl.constexpr(f"""{{
+        .reg .b32 pair, sign, zero, factor;
+        mov.b32 pair, {{$1, 0}};
+        prmt.b32 pair, pair, 0, 0x4140;
+        shr.u32 pair, pair, {shift};
+        and.b32 sign, pair, 0x00080008;
+        shl.b32 sign, sign, 12;
+        and.b32 pair, pair, 0x00070007;
+        shl.b32 pair, pair, {place};
+        or.b32 pair, pair, sign;
+        mov.b32 zero, 0x80008000;
+        mov.b32 factor, {factor:#010x};
+        fma.rn.{kind} $0, pair, factor, zero;
+    }}""")
+
+
+_LOW_BFLOAT16, _HIGH_BFLOAT16 = (
+    _assembly(shift, 0x43004300, 0x3F803F80, "bf16x2") for shift in (0, 4)
+)
+_LOW_FLOAT16, _HIGH_FLOAT16 = (
+    _assembly(shift, 0x64006400, 0x3C003C00, "f16x2") for shift in (0, 4)
+)
+
+# The exponents' biases are 1, 127 and 15.
+_LOW_E2M1_BFLOAT16, _HIGH_E2M1_BFLOAT16 = (
+    _float_assembly(shift, 6, 0x7E807E80, "bf16x2") for shift in (0, 4)
+)
+_LOW_E2M1_FLOAT16, _HIGH_E2M1_FLOAT16 = (
+    _float_assembly(shift, 9, 0x74007400, "f16x2") for shift in (0, 4)
+)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _e2m1(codes: tl.tensor) -> tl.tensor:
+    """E2M1 numbers of int32 codes, in float32."""
+    exponent, mantissa = codes >> 1 & 3, codes & 1
+    halves = tl.where(exponent > 0, (mantissa + 2) << (exponent - 1 & 3), mantissa)
+    return tl.where(codes & 8 != 0, -0.5, 0.5) * halves.to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _numbers(
+    codes: tl.tensor, word: tl.tensor, HIGH: tl.constexpr, dtype: tl.constexpr, WIDEN: tl.constexpr
+) -> tl.tensor:
+    """A weight without its scale in `dtype`, exactly, or in float32 with WIDEN. codes: `[outputs,
+    inputs]` uint8, of which the 4 high or low bits count; word: `[outputs]`."""
+    if WIDEN or dtype == tl.float32:
+        codes = (codes >> 4 if HIGH else codes & 15).to(tl.int32)
+        if word.dtype == tl.float32:
+            numbers = _e2m1(codes)
+        else:
+            numbers = (codes - (word & 15)[:, None]).to(tl.float32)
+    # Otherwise two numbers at a time, in a quarter of the instructions that converting them takes.
+    elif word.dtype == tl.float32:
+        if dtype == tl.bfloat16:
+            numbers = tl.inline_asm_elementwise(
+                _HIGH_E2M1_BFLOAT16 if HIGH else _LOW_E2M1_BFLOAT16,
+                "=r,h", [codes], dtype=tl.bfloat16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            numbers = tl.inline_asm_elementwise(
+                _HIGH_E2M1_FLOAT16 if HIGH else _LOW_E2M1_FLOAT16,
+                "=r,h", [codes], dtype=tl.float16, is_pure=True, pack=2,
+            )  # fmt: skip
+    elif dtype == tl.bfloat16:
+        offset = (-128 - (word & 15)).to(tl.float32).to(dtype)
+        offset = tl.broadcast_to(offset[:, None], codes.shape)
+        numbers = tl.inline_asm_elementwise(
+            _HIGH_BFLOAT16 if HIGH else _LOW_BFLOAT16,
+            "=r,h,r", [codes, offset], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        offset = tl.broadcast_to((-1024 - (word & 15)).to(dtype)[:, None], codes.shape)
+        numbers = tl.inline_asm_elementwise(
+            _HIGH_FLOAT16 if HIGH else _LOW_FLOAT16,
+            "=r,h,r", [codes, offset], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    return numbers
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _loaded(
+    x_rows: tl.tensor,
+    real_row: tl.tensor,
+    inputs: tl.tensor,
+    IN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> tl.tensor:
+    """`[inputs, rows]` of x, 0 after the last input and row."""
+    mask = real_row[None, :]
+    if IN % BLOCK != 0:
+        mask = mask & (inputs < IN)[:, None]
+    x = tl.load(x_rows + inputs[:, None], mask=mask, other=0.0)
+    return x.to(tl.float32) if WIDEN else x
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _group(
+    first: tl.tensor, IN: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """The group of the input `first`, or of the last one."""
+    return first // GROUP if IN % BLOCK == 0 else tl.minimum(first, IN - 1) // GROUP
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def add_int4_dot(
+    total: tl.tensor,
+    x_rows: tl.tensor,
+    real_row: tl.tensor,
+    w_rows: tl.tensor,
+    word_rows: tl.tensor,
+    start: tl.tensor,
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> tl.tensor:
+    """`total + w x` for the block of inputs from `start` on. total: `[outputs, rows]`; x_rows,
+    w_rows and word_rows: where the rows of x, of codes and of their groups' words begin."""
+    HALF: tl.constexpr = BLOCK // 2
+    PART: tl.constexpr = min(GROUP, HALF)
+    dtype: tl.constexpr = x_rows.dtype.element_ty
+    for part in tl.static_range(HALF // PART):
+        low = start + part * PART + tl.arange(0, PART)
+        codes = tl.load(w_rows + (start // 2 + part * PART + tl.arange(0, PART))[None, :])
+        x_low = _loaded(x_rows, real_row, low, IN, BLOCK, WIDEN)
+        x_high = _loaded(x_rows, real_row, low + HALF, IN, BLOCK, WIDEN)
+        word = tl.load(word_rows + _group(start + part * PART, IN, GROUP, BLOCK))
+        high_word = word
+        if GROUP < BLOCK:
+            high_word = tl.load(word_rows + _group(start + HALF + part * PART, IN, GROUP, BLOCK))
+        w_low = _numbers(codes, word, False, dtype, WIDEN)
+        w_high = _numbers(codes, high_word, True, dtype, WIDEN)
+        if GROUP == BLOCK:
+            product = tl.dot(w_low, x_low, input_precision="ieee")
+            product = tl.dot(w_high, x_high, product, input_precision="ieee")
+            total = _add_scaled(total, product, word)
+        else:
+            total = _add_scaled(total, tl.dot(w_low, x_low, input_precision="ieee"), word)
+            total = _add_scaled(total, tl.dot(w_high, x_high, input_precision="ieee"), high_word)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _scale(word: tl.tensor) -> tl.tensor:
+    """In float32."""
+    return word if word.dtype == tl.float32 else (word & -16).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _add_scaled(total: tl.tensor, product: tl.tensor, word: tl.tensor) -> tl.tensor:
+    """`total + product` times the scale that the word `[outputs]` of its group has."""
+    scale = _scale(word)
+    # An explicit FMA has the same bits wherever the compiler might contract and where not.
+    return tl.fma(product, tl.broadcast_to(scale[:, None], total.shape), total)
+
+
+def dequantise_int4_triton(
+    stored: torch.Tensor, words: torch.Tensor, group: int, out: torch.Tensor
+) -> None:
+    """See `dequantise_int4`."""
+    in_features = out.shape[1]
+    check_int4(stored, words, group, in_features)
+    assert len(out) == len(stored) and out.is_contiguous()
+    num_blocks = len(stored) * -(-in_features // BLOCK)
+    dequantise_int4_kernel[(-(-num_blocks // BLOCKS_OF_PROGRAM),)](
+        stored,
+        words,
+        out,
+        num_blocks,
+        IN=in_features,
+        GROUP=group,
+        BLOCK=BLOCK,
+        BLOCKS=BLOCKS_OF_PROGRAM,
+        num_warps=NUM_WARPS,
+        **programmatic_launch(out.device),
+    )
+
+
+@triton.jit(do_not_specialize=["num_blocks"])  # type: ignore[untyped-decorator]  # triton has no types
+def dequantise_int4_kernel(
+    stored: tl.tensor,
+    words: tl.tensor,
+    out: tl.tensor,
+    num_blocks: tl.tensor,
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """A program has BLOCKS of the `num_blocks` blocks of inputs; all blocks of a row follow each
+    other."""
+    begin(PDL)
+    blocks = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)).to(tl.int64)
+    HALF: tl.constexpr = BLOCK // 2
+    is_block, per_row = blocks < num_blocks, tl.cdiv(IN, BLOCK)
+    rows, firsts = blocks // per_row, blocks % per_row * BLOCK
+    within = tl.arange(0, HALF)
+    places = blocks[:, None] * HALF + within[None, :]
+    # Each code is read once: what was written should stay in the L2 cache instead.
+    codes = tl.load(
+        stored + places, mask=is_block[:, None], other=0, eviction_policy="evict_first"
+    ).to(tl.int32)
+    for half in tl.static_range(2):
+        inputs = firsts[:, None] + half * HALF + within[None, :]
+        real = is_block[:, None] & (inputs < IN)
+        groups = rows[:, None] * tl.cdiv(IN, GROUP) + inputs // GROUP
+        word, own = tl.load(words + groups, mask=real, other=0), codes >> 4 * half & 15
+        if word.dtype == tl.float32:
+            values = _e2m1(own) * word
+        else:
+            values = (own - (word & 15)).to(tl.float32) * _scale(word)
+        pointers = out + rows[:, None] * IN + inputs
+        tl.store(pointers, values.to(out.dtype.element_ty), mask=real)

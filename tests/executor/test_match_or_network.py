@@ -1,0 +1,166 @@
+"""Drafts of a network next to those of a match in the request's text: each request has those of one
+source, and the network's cache misses nothing."""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.executor.draft_caches import (
+    HOT,
+    SMALL_POOL,
+    assert_nothing_is_missing,
+    generating,
+    one_model,
+    random_lengths,
+    slow_drafters,
+    submit_traffic,
+    with_lengths,
+    write_heads,
+)
+from tests.executor.graph_rounds import num_replays, with_graphs
+from tests.executor.harness import Harness, all_pages_are_back, output_of
+from tests.kernels.test_suffix_match import drafts_of
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.executor.building.memory import reserved_bytes
+from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
+from tllm_spec.executor.speculative.drafting.worker import DraftWorker
+from tllm_spec.kernels.draft_sources import MATCH, NETWORK
+
+NO_OVERLAP = {"disable_overlap_scheduler": True}
+MODES = ["draft_target", "eagle3", "eagle3_two_model", "eagle"]
+THRESHOLD = {"sa_config": {"threshold": 1}}
+LEARNED: dict[str, Any] = {"sa_config": {}}
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_heads(tmp_path_factory.mktemp("head"))
+
+
+def proposer(harness: Harness) -> MatchOrNetwork:
+    worker = harness.parts.runner.round_end
+    assert isinstance(worker, DraftWorker) and isinstance(worker.proposer, MatchOrNetwork)
+    return worker.proposer
+
+
+def source_of_drafts(harness: Harness, request: LlmRequest, slow: Any) -> int:
+    """Checks what the request's slot has for the next round."""
+    match, length = drafts_of(request.tokens, 3, 64)
+    expected = match
+    if not length:
+        expected = slow.drafts(3, request.rules.temperature or None, request.seed)
+    slots = harness.parts.slots
+    assert slots.window[request.slot].tolist() == [request.tokens[-1], *expected]
+    assert slots.num_drafts[request.slot] == min(3, request.draft_limit)
+    return MATCH if length else NETWORK
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["undisturbed", "small_pool"])
+def test_a_long_match_takes_the_place_of_the_networks_drafts(
+    tiny: Path, tiny_draft: Path, head: Path, mode: str, options: dict[str, Any]
+) -> None:
+    """Also after prefix hits, prompts in chunks and preemptions."""
+    speculation = one_model(tiny_draft, head, mode, **THRESHOLD)
+    harness = Harness(tiny, **options, **NO_OVERLAP, **speculation)
+    plain = Harness(tiny)
+    requests, expected = (submit_traffic(each, Random(4), 20) for each in (harness, plain))
+    plain.run()
+    seen = []
+    while harness.round():
+        running = [request for request in generating(harness) if request.num_output_tokens]
+        for request, slow in zip(running, slow_drafters(harness, running), strict=True):
+            seen.append(source_of_drafts(harness, request, slow))
+        assert_nothing_is_missing(harness, *running)
+    assert list(map(output_of, requests)) == list(map(output_of, expected))
+    assert seen.count(MATCH) > 15 and seen.count(NETWORK) > 15
+    assert bool(harness.parts.scheduler.num_preemptions) == bool(options)
+    assert all_pages_are_back(harness.executor)
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("mode", ["draft_target", "eagle3", "eagle3_two_model"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_overlap_and_graphs_leave_texts_choices_and_figures_as_they_are(
+    tiny: Path, tiny_draft: Path, head: Path, eager_graphs: None, graphs: bool, mode: str
+) -> None:
+    options = {"max_batch_size": 8, **one_model(tiny_draft, head, mode, **LEARNED)}
+    harness = with_graphs(tiny, (1, 4, 8), {0, 3}, **options) if graphs else None
+    harness, in_turn = harness or Harness(tiny, **options), Harness(tiny, **options, **NO_OVERLAP)
+    plain = Harness(tiny, max_batch_size=8)
+    ours, theirs, expected = (
+        submit_traffic(each, Random(5), 14) for each in (harness, in_turn, plain)
+    )
+    for each in (harness, in_turn, plain):
+        each.run()
+    assert list(map(output_of, ours)) == list(map(output_of, expected))
+    assert list(map(output_of, theirs)) == list(map(output_of, expected))
+    assert not graphs or len(num_replays(harness)) > 2
+    figures = in_turn.executor.state()["draft_sources"]
+    assert figures["network"]["rounds"] > 10
+    rounds, accepted = (
+        sum(figures[source][name] for source in ("network", "match"))
+        for name in ("rounds", "accepted_tokens")
+    )
+    stats = [request.counters.stats() for request in theirs]
+    assert rounds == sum(sum(request.counters.by_drafted[1:]) for request in theirs)
+    # The device counts what comes after a request's end, too.
+    assert accepted >= sum(each.num_accepted_tokens for each in stats) > 5
+
+
+def test_what_repeats_itself_is_learned_to_be_copied(
+    tiny: Path, tiny_draft: Path, head: Path
+) -> None:
+    """The head is hardly ever right, and greedy texts of the tiny target end in a loop."""
+    harness = Harness(tiny, **one_model(tiny_draft, head, "eagle3", **LEARNED))
+    request = harness.submit([1, 2, 3], max_tokens=120)
+    harness.run()
+    figures = harness.executor.state()["draft_sources"]
+    assert figures["match"]["accepted_tokens"] > 40 > figures["network"]["accepted_tokens"]
+    assert request.counters.stats().acceptance_length > 1.5
+
+
+def test_a_changing_draft_length_changes_no_text(tiny: Path, tiny_draft: Path, head: Path) -> None:
+    """With lengths of 0 for as long as the network's backlog lasts, and longer."""
+    harness = Harness(tiny, **one_model(tiny_draft, head, "eagle3", **LEARNED))
+    plain = Harness(tiny)
+    with_lengths(harness, random_lengths(Random(2)))
+    requests, expected = (
+        [each.submit([i, i + 1, i], 60, temperature=HOT if i % 2 else None) for i in range(4)]
+        for each in (harness, plain)
+    )
+    harness.run()
+    plain.run()
+    assert list(map(output_of, requests)) == list(map(output_of, expected))
+
+
+def test_drafts_of_a_slots_last_request_are_not_counted_for_the_next(
+    tiny: Path, tiny_draft: Path, head: Path
+) -> None:
+    harness = Harness(tiny, max_batch_size=1, **one_model(tiny_draft, head, "eagle3", **LEARNED))
+    first, sources = harness.submit([7, 8, 7, 8], max_tokens=40), proposer(harness)._sources
+    harness.run_until(first, RequestState.GENERATION)
+    harness.round()
+    harness.queue.cancel(first.request_id)
+    with_lengths(harness, 0)
+    second = harness.submit([9, 8, 9], max_tokens=9)
+    harness.run_until(second, RequestState.GENERATION)
+    counts = sources.counts.clone()
+    harness.run()
+    assert counts.sum() > 0 and (sources.counts == counts).all()
+
+
+def test_the_memory_plan_counts_the_texts(tiny: Path, tiny_draft: Path, head: Path) -> None:
+    plans = [
+        BuildPlan(LlmArgs.from_kwargs(tiny, max_batch_size=8, cuda_graph_config=None, **options))
+        for options in (
+            one_model(tiny_draft, head, "eagle3", **own) for own in (LEARNED, {"sa_config": None})
+        )
+    ]
+    more = reserved_bytes(plans[0], None, ()) - reserved_bytes(plans[1], None, ())
+    assert more == 9 * plans[0].max_len * 4

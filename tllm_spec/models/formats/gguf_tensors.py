@@ -1,0 +1,126 @@
+"""The tensors of a GGUF file under Hugging Face's names, dequantised at load."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tllm_spec.models.formats.gguf_architectures import architecture_of, stored_name
+from tllm_spec.models.formats.gguf_config import ROPE_FACTORS
+from tllm_spec.models.formats.gguf_file import TYPES, GgufFile, TensorPlace, read_gguf
+
+logger = logging.getLogger(__name__)
+
+MISSING = "a GGUF file needs the package gguf: pip install 'tllm_spec[gguf]'"
+AT_ONCE = 1 << 20  # elements that a thread dequantises
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A stored tensor, of which nothing is read before it is dequantised."""
+
+    file: GgufFile
+    place: TensorPlace
+    num_pairs_heads: int | None
+    """Of q and k: the number of heads whose rows are stored in pairs; None: they are not."""
+    offset: int
+    """What the stored elements have too much."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.place.shape)
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """Of `shape`, on the host. Threads dequantise rows into it, so that no copy of the tensor
+        in float32 exists."""
+        rows = self.file.rows(self.place)
+        output = torch.empty(self.shape, dtype=dtype)
+        by_row = output.view(len(rows), self.shape[-1])
+        step = max(1, AT_ONCE // self.shape[-1])
+        order = self._order()
+
+        def fill(start: int) -> None:
+            chosen = slice(start, start + step)
+            own = rows[chosen] if order is None else rows[order[chosen]]
+            values = torch.from_numpy(_dequantise(own, self.place.type_number))
+            by_row[chosen] = values - self.offset if self.offset else values
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(fill, range(0, len(rows), step)))
+        return output
+
+    def _order(self) -> NDArray[np.int64] | None:
+        """The stored rows in the order of Hugging Face's, where rows that are rotated together are
+        half a head apart."""
+        if self.num_pairs_heads is None:
+            return None
+        pairs = np.arange(self.shape[0]).reshape(self.num_pairs_heads, -1, 2)
+        order: NDArray[np.int64] = pairs.swapaxes(1, 2).ravel()
+        return order
+
+
+def gguf_tensors(
+    path: Path, wants: Callable[[str], bool]
+) -> Iterator[tuple[str, torch.Tensor | GgufTensor]]:
+    """Names and tensors of the file, of those whose names are wanted. Vectors are dequantised.
+
+    Raises:
+        ValueError: the package gguf is missing, or a tensor has a type that is not served, or an
+            incomplete one.
+    """
+    if find_spec("gguf") is None:
+        raise ValueError(MISSING)
+    file = read_gguf(path)
+    for place in file.tensors.values():
+        file.rows(place)
+    _log(file)
+    heads = _num_pairs_heads(file)
+    norm_offset = int(architecture_of(file).norms_are_added_to_one)
+    for name, place in _named(file):
+        if wants(name):
+            offset = norm_offset if name.endswith("norm.weight") else 0
+            own = GgufTensor(file, place, heads.get(name[name.find("self_attn") :]), offset)
+            yield name, own if len(own.shape) > 1 else own.dequantised(torch.float32)
+
+
+def gguf_names(path: Path) -> list[str]:
+    """The names of the file's tensors in Hugging Face's format."""
+    return [name for name, _ in _named(read_gguf(path))]
+
+
+def _named(file: GgufFile) -> Iterator[tuple[str, TensorPlace]]:
+    """Without the factors of frequencies, which the configuration has."""
+    architecture = architecture_of(file)
+    for place in file.tensors.values():
+        if place.name != ROPE_FACTORS:
+            yield stored_name(place.name, architecture), place
+
+
+def _log(file: GgufFile) -> None:
+    counts = Counter(TYPES[place.type_number].name for place in file.tensors.values())
+    shown = ", ".join(f"{number} of {name}" for name, number in counts.most_common())
+    logger.info("%s: tensors are dequantised at load: %s", file.path, shown)
+
+
+def _num_pairs_heads(file: GgufFile) -> dict[str, int]:
+    """Heads of the matrices whose rows are stored in pairs, by their names in a layer."""
+    if not architecture_of(file).pairs_rotary:
+        return {}
+    key = f"{file.metadata['general.architecture']}.attention.head_count"
+    num_heads = file.metadata[key]
+    num_kv_heads = file.metadata.get(f"{key}_kv", num_heads)
+    return {"self_attn.q_proj.weight": num_heads, "self_attn.k_proj.weight": num_kv_heads}
+
+
+def _dequantise(rows: NDArray[np.uint8], type_number: int) -> NDArray[np.float32]:
+    from gguf import GGMLQuantizationType, dequantize
+
+    values: NDArray[np.float32] = dequantize(rows, GGMLQuantizationType(type_number))
+    return values
