@@ -118,10 +118,10 @@ class DraftPlan:
 
 @dataclass(frozen=True)
 class Mode:
-    """One `decoding_type`. `draft_model`: which draft weights it loads; None: none."""
+    """One `decoding_type`. `draft_plan`: which draft weights it loads; None: none."""
 
     build: Callable[[DecodingBaseConfig, Surroundings], Speculation]
-    draft_model: Callable[[DecodingBaseConfig], DraftModel] | None = None
+    draft_plan: Callable[[DecodingBaseConfig], DraftPlan] | None = None
 
 
 def _build_ngram(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
@@ -273,11 +273,11 @@ def _mtp_module(config: DecodingBaseConfig) -> DraftPlan:
 _MODES: dict[type[DecodingBaseConfig], Mode] = {
     NGramDecodingConfig: Mode(_build_ngram),
     UserProvidedDecodingConfig: Mode(_build_user_provided),
-    DraftTargetDecodingConfig: Mode(_build_network, draft_model=_draft_target_model),
-    Eagle3DecodingConfig: Mode(_build_network, draft_model=_eagle_head),
-    EagleDecodingConfig: Mode(_build_network, draft_model=_eagle_head),
+    DraftTargetDecodingConfig: Mode(_build_network, draft_plan=_draft_target_model),
+    Eagle3DecodingConfig: Mode(_build_network, draft_plan=_eagle_head),
+    EagleDecodingConfig: Mode(_build_network, draft_plan=_eagle_head),
     SADecodingConfig: Mode(_build_suffix_match),
-    MTPDecodingConfig: Mode(_build_network, draft_model=_mtp_module),
+    MTPDecodingConfig: Mode(_build_network, draft_plan=_mtp_module),
 }
 
 

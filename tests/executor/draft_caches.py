@@ -18,8 +18,8 @@ from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
 from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, HeadNet
+from tllm_spec.executor.speculative.drafting.external_layers import ExternalHeadLayers
 from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
-from tllm_spec.executor.speculative.drafting.network_layers import NetworkLayers
 from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.kernels.gumbel import gumbel_noise

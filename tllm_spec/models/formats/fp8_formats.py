@@ -76,7 +76,7 @@ class ActivationScales:
     """What has one scale: a token, or 128 inputs of a token, both dynamic; or all tokens, with the
     checkpoint's static scale."""
     bound: float | None = None
-    """Of a token: magnitudes above it count as the bound, and saturate."""
+    """A token's magnitudes above it count as the bound, and saturate."""
 
 
 @dataclass(frozen=True)
