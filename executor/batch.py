@@ -19,15 +19,15 @@ class ScheduledBatch:
     generation_requests: list[LlmRequest] = field(default_factory=list)
     # Those of the context requests that were given a slot in this round.
     joining: list[LlmRequest] = field(default_factory=list)
-    # Of the drafts in every generation window of this round, padding included.
+    # The drafts in every generation window of this round have this shape, padding included.
     shape: DraftShape = NO_DRAFTS
     # Whether a request that takes no drafts has one row in the forward instead of a whole window.
     is_ragged: bool = False
-    # The longest draft that was made for these windows; the rest of every window is padding.
-    num_steps: int = 0
-    # The longest draft that the drafter was asked for; it may have made fewer.
-    num_asked: int = 0
-    # Of the drafts that a drafter on the device makes in this round for the next one.
+    # The longest draft made for these windows has this length; the rest of each one is padding.
+    made_draft_len: int = 0
+    # The drafter was asked for drafts of this length; it may have made shorter ones.
+    asked_draft_len: int = 0
+    # A drafter on the device makes drafts of this shape in this round for the next one.
     new_shape: DraftShape = NO_DRAFTS
     # Where rounds choose between chains and trees: the lower of the tiers of these windows and of
     # the drafts in them, and whether they differ.
@@ -52,7 +52,7 @@ class ScheduledBatch:
 
     @property
     def draft_len(self) -> int:
-        """Drafts that may be accepted in one window, padding included."""
+        """The length of drafts in one window, padding included: of a tree, its depth."""
         return self.shape.depth
 
     @property

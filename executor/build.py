@@ -4,7 +4,7 @@ Order: weights of target and draft, then KV pools of the size that the memory pl
 rest. The larger steps have a module each in `building/`."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,16 @@ from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.building.draft_backend import check_draft_backend
 from tllm_spec.executor.building.engines import Engines, build_engines
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.building.rounds import build_controller
+from tllm_spec.executor.building.rounds import (
+    capture_graphs,
+    graph_sizes,
+    time_rounds,
+    tune_gemms,
+    warm_up,
+)
 from tllm_spec.executor.device.device_choice import cpu_threads, on_device, on_threads
 from tllm_spec.executor.draft_watch import DraftWatch
+from tllm_spec.executor.engine.memory_plan import TorchModel
 from tllm_spec.executor.iteration_stats import IterationStats, RoundLog
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
 from tllm_spec.executor.ranks import agreed, queue_of, rank_facts
@@ -90,7 +97,7 @@ def _build(
     runner = RoundRunner(engines.target, sampler, speculation.round_end)
     num_threads = cpu_threads(engines.target.model)
     with torch.inference_mode(), on_threads(num_threads):
-        controller = build_controller(plan, runner, engines.models)
+        controller = prepare_rounds(plan, runner, engines.models)
 
     def blame() -> list[LlmRequest] | None:
         for each in (sampler.host_edits.blame, sampler.grammar_masks.work.blame):
@@ -112,7 +119,7 @@ def _build(
         drafter=speculation.drafter,
         sampler=sampler,
         controller=controller,
-        draft_len_for=_draft_len_for(controller, communicator),
+        tier_for=_tier_for(controller, communicator),
         blame=blame,
         draft_watch=DraftWatch(speculation.causes),
         max_in_flight=plan.max_in_flight,
@@ -132,6 +139,19 @@ def _build(
     )
 
 
+def prepare_rounds(
+    plan: BuildPlan, runner: RoundRunner, models: Sequence[TorchModel]
+) -> AdaptiveController:
+    """Everything that comes before the first round. Returns the controller of the draft length,
+    which knows how long rounds take if it compares times."""
+    sizes = graph_sizes(plan, runner)
+    keys = plan.round_keys(sizes)
+    tune_gemms(plan, models, keys)
+    capture_graphs(plan, runner, keys)
+    warm_up(plan, runner, keys)
+    return plan.controller(sizes, time_rounds(plan, runner, sizes))
+
+
 def _ranks(plan: BuildPlan, engines: Engines) -> list[Any]:
     facts = rank_facts(
         plan.mapping.rank,
@@ -143,12 +163,10 @@ def _ranks(plan: BuildPlan, engines: Engines) -> list[Any]:
     return plan.communicator.gather(facts)
 
 
-def _draft_len_for(
-    controller: AdaptiveController, communicator: Communicator
-) -> Callable[[int], int]:
+def _tier_for(controller: AdaptiveController, communicator: Communicator) -> Callable[[int], int]:
     if not controller.compares_times:
-        return controller.steps_for
-    return agreed(communicator, controller.steps_for)  # each rank has a clock of its own
+        return controller.tier_for
+    return agreed(communicator, controller.tier_for)  # each rank has a clock of its own
 
 
 def _limits(plan: BuildPlan, tokenizer: Tokenizer | None, scheduler: Scheduler) -> RequestLimits:

@@ -105,7 +105,7 @@ class RoundLog:
 
 
 def _speculation_stats(outcome: RoundOutcome) -> dict[str, Any]:
-    """Of the requests that drafts were wanted for. Padding does not count."""
+    """Counts the drafts of requests that wanted any, without padding."""
     num_requests, num_accepted = len(outcome.num_accepted), sum(outcome.num_accepted)
     return {
         "numDraftTokens": outcome.num_drafted,

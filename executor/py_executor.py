@@ -62,9 +62,8 @@ class ExecutorParts:
     drafter: Drafter
     sampler: Sampler
     controller: AdaptiveController  # of the draft length
-    # The tier of the slots' shapes, which is a draft length or a tree, for a number of generating
-    # requests.
-    draft_len_for: Callable[[int], int]
+    # The tier (see `DraftShapes`) of a round with a number of generating requests.
+    tier_for: Callable[[int], int]
     # The requests whose code or drafts caused the latest exception; None: not known.
     blame: Callable[[], list[LlmRequest] | None]
     draft_watch: DraftWatch
@@ -81,12 +80,12 @@ class ExecutorParts:
 
 
 class Load(NamedTuple):
-    """Requests now, the latest round's draft length or tree, and since the start rounds (counted
+    """Requests now, the latest round's tier by name, and since the start rounds (counted
     once for each request) and the tokens that they emitted."""
 
     num_running: int
     num_waiting: int
-    draft_len: int | str | None
+    tier_name: int | str | None
     request_rounds: int
     emitted_tokens: int
 
@@ -155,7 +154,7 @@ class PyExecutor:
         if shapes.tree_tiers and batch.generation_requests:
             batch.is_transition = made != batch.shape
             lower = min(shapes.tier_of(made), shapes.tier_of(batch.shape))
-            batch.verified_tier = lower if batch.num_steps else 0
+            batch.verified_tier = lower if batch.made_draft_len else 0
 
     def _complete_before(self, batch: ScheduledBatch) -> bool:
         """Reads all rounds in flight. `batch` is scheduled: it keeps its pages, and loses the
@@ -223,7 +222,7 @@ class PyExecutor:
     def _tier(self, generating: list[LlmRequest]) -> int:
         """The controller's choice for the next round."""
         if self._speculating and any(request.draft_limit for request in generating):
-            return self.parts.draft_len_for(len(generating))
+            return self.parts.tier_for(len(generating))
         return 0
 
     def _prepare_draft_requests(self, generating: list[LlmRequest], draft_len: int) -> None:
@@ -247,7 +246,7 @@ class PyExecutor:
                     request.kv_len, request.cache_salt
                 )
         if ending := batch.last_chunk_requests:
-            batch.new_shape = self.parts.slots.shapes.of(self.parts.draft_len_for(len(ending)))
+            batch.new_shape = self.parts.slots.shapes.of(self.parts.tier_for(len(ending)))
         if batch.generation_requests:
             batch.new_shape = shape
         else:
@@ -376,7 +375,7 @@ class PyExecutor:
     def state(self) -> dict[str, Any]:
         """Queues, totals, cache and draft lengths as plain values. Between rounds only."""
         queues, controller = self.scheduler, self.parts.controller
-        tier = controller.steps_for(max(1, self.totals.latest_batch_size))
+        tier = controller.tier_for(max(1, self.totals.latest_batch_size))
         shape = self.parts.slots.shapes.of(tier)
         return {
             "num_requests_running": len(queues.running),

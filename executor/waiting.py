@@ -25,7 +25,7 @@ class WaitingRequests:
     def __init__(self, rank: Callable[[LlmRequest], Rank]) -> None:
         self._rank = rank
         self._queues: dict[Client, list[LlmRequest]] = {}
-        # Of each group and client with waiting requests: how many, and the number of turns taken
+        # Each group and client with waiting requests: their number, and the number of turns taken
         # when it began to wait or had a turn.
         self._num_waiting: Counter[Client] = Counter()
         self._since: dict[Client, int] = {}

@@ -52,7 +52,7 @@ class QueryTiles:
     max_tokens: int
     """Tokens of the largest tile."""
     paths: TreePaths | None = None
-    """Of the rows of q, if all of them are rows of trees."""
+    """The paths to the rows of q, if all of them are rows of trees."""
 
     @classmethod
     def of_chunk(

@@ -38,7 +38,7 @@ class Scaling(Enum):
     BLOCKS = 4, 4
     """Blocks of 128 inputs of a row: `[ceil(K / 128), N]` and `[ceil(K / 128), T]`."""
     TILES = 5, 4
-    """Of the weight 128 x 128: `[ceil(N / 128), K / 128]`, whose rows have a multiple of 4."""
+    """Tiles of 128 x 128 weights: `[ceil(N / 128), K / 128]`, whose rows have a multiple of 4."""
 
 
 class _Algorithm(ctypes.Structure):

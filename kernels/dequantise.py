@@ -10,7 +10,7 @@ import torch
 from tllm_spec.kernels.dispatch import with_kernel
 
 BLOCK = 128  # inputs that share a scale
-# Of a program: each of its 128 threads has two loads of 16 bytes under way.
+# A program has 128 threads, and each of them two loads of 16 bytes under way.
 BLOCKS_OF_PROGRAM, NUM_WARPS = 32, 4
 
 

@@ -108,7 +108,7 @@ class DraftLayout:
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """Of each node, in node order."""
+        """The children of each node, in node order."""
         children: list[list[int]] = [[] for _ in self.parents]
         for node, parent in enumerate(self.parents[1:], 1):
             children[parent].append(node)

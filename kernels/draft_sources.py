@@ -17,8 +17,8 @@ MAX_COUNT = 4096  # windows of a class, before all its counts are halved
 
 @dataclass(frozen=True)
 class DraftSources:
-    """Of S slots, the last of which is the dummy, and at most K drafts. Matches are in C classes:
-    class c has those of c tokens, the last class also all longer ones.
+    """What S slots, the last of which is the dummy, know of at most K drafts. Matches are in C
+    classes: class c has those of c tokens, the last class also all longer ones.
 
     pending: `[S, 2, K]` int32, the latest drafts of network and match; -1: none.
     choices: `[S, 2]` int32, the class of the latest match, and the source that was chosen.

@@ -21,7 +21,7 @@ from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes, s
 # Up to so many rows a program's tile has all of them.
 FEW_ROWS = 64
 FETCHED = 4  # blocks of weights that a program fetches while the previous kernel runs
-# Of few and of more rows: two programs per multiprocessor of an H100 or H200, or one.
+# GEMMs of few and of more rows have two programs per multiprocessor of an H100 or H200, or one.
 MIN_PROGRAMS, MIN_WIDE_PROGRAMS = 256, 128
 
 

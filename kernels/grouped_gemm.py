@@ -33,7 +33,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Tilings:
-    """Of both layers, with the same number of rows."""
+    """How both layers are tiled, with the same number of rows."""
 
     gate_up: Tiling
     down: Tiling
@@ -50,8 +50,8 @@ TILINGS = (
 )
 LARGE = Tilings(Tiling(128, 256, 64, 8, 4), Tiling(128, 256, 64, 8, 4))
 FLOAT32 = Tilings(Tiling(16, 64, 32, 4, 2), Tiling(16, 64, 32, 4, 2))  # no tensor cores
-# Of FP8 weights, with the same rows: a block of inputs at a time. Three or four programs with small
-# tiles share a multiprocessor, each with 32 KiB of weights in flight.
+# Tiles for FP8 weights by the same rows: a block of inputs at a time. Three or four programs with
+# small tiles share a multiprocessor, each with 32 KiB of weights in flight.
 SCALED_OF_ROWS = {
     16: Tiling(16, 64, BLOCK, 4, 5),
     32: Tiling(32, 64, BLOCK, 4, 5),

@@ -122,8 +122,8 @@ def _attend(
     BLOCK_P: tl.constexpr,
     TREE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Of the keys `first` to `end`: each row's highest score, the sum of its weights relative to
-    that, and the sum of the weighted latents. table: the request's block table row."""
+    """Reads the keys `first` to `end`. Returns each row's highest score, the sum of its weights
+    relative to that, and the sum of the weighted latents. table: the request's block table row."""
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)

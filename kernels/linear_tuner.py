@@ -31,7 +31,7 @@ ROUNDS = 5  # timings of the finalists and torch, alternating
 MEASURED, HEAD_START, HEAT = 100, 150, 200_000
 MAX_LAUNCHES = 6
 HOT_ROWS = 128
-# Of an H200. On a slower device everything takes longer.
+# An H200 has these rates. On a slower device everything takes longer.
 BYTES_PER_US, OPERATIONS_PER_US = 4e6, 700e6
 SHORTEST = 5  # microseconds of any launch
 # A choice must be faster than torch's by this factor; less is noise.

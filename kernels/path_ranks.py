@@ -16,7 +16,7 @@ def path_ranks(
     lens: torch.Tensor,
     width: int,
 ) -> torch.Tensor:
-    """Of the paths that `accept_trees` has accepted, `[B, D+1]` int64.
+    """Ranks of the paths that `accept_trees` has accepted, `[B, D+1]` int64.
 
     Args:
         parents: `[S, >= W]` int64 by slot, as in `accept_trees`.

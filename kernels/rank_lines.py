@@ -38,5 +38,5 @@ class RankLines:
 
     @staticmethod
     def num_bytes(ranks: int, capacity: int) -> int:
-        """Of each rank's memory."""
+        """Bytes that each rank's memory needs."""
         return 2 * ranks * capacity * LINE_BYTES

@@ -26,9 +26,9 @@ from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes, s
 
 # Outputs of a tile of few rows, from which the chunks follow.
 OUTPUTS = 64
-# Of few rows: nearly two per multiprocessor of an H100 or H200.
+# A GEMM of few rows has so many: nearly two per multiprocessor of an H100 or H200.
 MIN_PROGRAMS = 256
-# Of 4-bit weights, whose tiles take less time: from it the chunks follow.
+# A GEMM of 4-bit weights has more, since its tiles take less time: from it the chunks follow.
 INT4_PROGRAMS = 448
 WIDE_FEATURES = 16384  # with 128 of them a program, most multiprocessors have one
 MIN_CHUNK = 1024  # fewer blocks would not fill a program's pipeline

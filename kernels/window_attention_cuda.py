@@ -137,7 +137,7 @@ def _layout_of_many(
     split, as in the Triton kernel."""
     tiles = windows.tiles
     room = max_partial_rows // (tiles * windows.window * windows.group)
-    # Of equal bytes.
+    # Splits of codes and of numbers have equal bytes.
     min_keys = MIN_KEYS_PER_LONG_SPLIT * (2 if windows.has_codes else 1)
     splits = max(1, min(MAX_LONG_SPLITS, (windows.max_len - 1) // min_keys, room))
     chosen = min(

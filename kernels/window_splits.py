@@ -10,8 +10,8 @@ import torch
 PROGRAMS_PER_MULTIPROCESSOR = 3
 # Programs of two warps that run at once on a multiprocessor of an H200.
 SMALL_PROGRAMS_PER_MULTIPROCESSOR = 4
-# Of wide windows: each stages 3 blocks of keys and values, so that no more fit. A launch of more
-# would have a second wave.
+# Programs of wide windows stage 3 blocks of keys and values each, so that no more fit. A launch of
+# more would have a second wave.
 WIDE_PROGRAMS_PER_MULTIPROCESSOR = 2
 # Each split has more keys than this, in whole blocks. With fewer the fixed costs of a split (query
 # rows, partial result) outweigh reading its keys.

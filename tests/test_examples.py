@@ -65,7 +65,7 @@ def test_an_example_gives_the_text_of_plain_greedy_decoding_by_its_strategy(
         kind, tiers = STRATEGIES[path.stem]
         assert {type(slot) for slot in parts.controller._slots} == {kind}
         assert parts.controller.state()["draft_lens"] == tiers
-        assert parts.draft_len_for == parts.controller.steps_for
+        assert parts.tier_for == parts.controller.tier_for
     assert tokens == plain_tokens and all(len(each) == 8 for each in tokens)
     if path.stem in (
         "adaptive",

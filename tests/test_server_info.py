@@ -120,12 +120,12 @@ def test_the_present_tree_is_shown_with_its_shape_and_what_it_was_chosen_by(
     options = {"speculative_config": spec, "max_batch_size": 2, "max_seq_len": 128}
     with LLM(tiny, skip_tokenizer_init=True, **options) as llm:
         parts = llm._executor.parts
-        parts.draft_len_for = parts.controller.steps_for = lambda *_: 4
+        parts.tier_for = parts.controller.tier_for = lambda *_: 4
         llm.generate([1, 2, 3], {"max_tokens": 40}, use_tqdm=False)
         state = info_of(llm)["internal_states"][0]
         load = llm._executor.load()
     assert state["draft_shape"] == {"name": "2x2/4", "depth": 2, "drafts": 4, "topk": 2}
-    assert state["speculative_num_steps"] == 2 and load.draft_len == "2x2/4"
+    assert state["speculative_num_steps"] == 2 and load.tier_name == "2x2/4"
     controller = state["controller"]
     assert controller["draft_lens"] == [3, "2x2/4"]
     assert {"3", "2x2/4"} <= controller["round_ms"]["1"].keys()

@@ -33,9 +33,9 @@ def checkpoints(args: LlmArgs) -> dict[str, str]:
 
 
 def fingerprint(model: str) -> str:
-    """Of the folder's text files, and of its weights: their sizes, their headers, and samples of
-    their bytes, since all of them would take minutes. Of a GGUF file: the same. Of another file: of
-    all of it. "absent" if there is none."""
+    """Hashes the folder's text files, and its weights' sizes, headers and samples of their bytes,
+    since all of them would take minutes. A GGUF file is hashed in the same way, another file as a
+    whole. "absent" if there is none."""
     file = resolve_file(model)
     if is_gguf(file):
         return hashlib.sha256(f"{file.stat().st_size} ".encode() + _samples(file)).hexdigest()[:16]

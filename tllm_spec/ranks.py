@@ -277,7 +277,7 @@ def _requests(
     grammars: Grammars,
     message: Sequence[Any],
 ) -> list[LlmRequest]:
-    """Of a prompt, as rank 0 has them."""
+    """Makes a prompt's requests as rank 0 has them."""
     packed, stop, grammar = message
     ids = packed[0]
     states = [None] * len(ids) if grammar is None else grammars.load_states(grammar, len(ids))

@@ -1,6 +1,6 @@
 """Errors of single requests that a caller may want to tell apart from other mistakes."""
 
-# Of a request with a grammar. xgrammar does not tell beforehand that a grammar leads nowhere.
+# A request with a grammar may fail so. xgrammar does not say before that a grammar leads nowhere.
 NO_GUIDED_TOKEN = (
     "guided_decoding: no token can be chosen next: the grammar, min_tokens and the excluded words "
     "leave none (or the model's logits are not numbers)"

@@ -257,7 +257,7 @@ class Results:
 
 
 def _earlier(known: float | None, new: float | None) -> float | None:
-    """Of a moment of several samples."""
+    """The earlier one of a moment of several samples."""
     return new if known is None else known if new is None else min(known, new)
 
 

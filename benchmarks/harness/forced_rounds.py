@@ -102,20 +102,20 @@ class Counting:
         self,
         batch_size: int,
         num_accepted: Sequence[int],
-        num_steps: int,
+        verified_tier: int,
         *times: float | None,
         num_requests: int,
         **more: Any,
     ) -> bool:
-        self.count(num_requests, num_steps)
+        self.count(num_requests, verified_tier)
         self.block.counted += num_requests + sum(num_accepted)
         return self._inner.observe(
-            batch_size, num_accepted, num_steps, *times, num_requests=num_requests, **more
+            batch_size, num_accepted, verified_tier, *times, num_requests=num_requests, **more
         )
 
-    def count(self, num_requests: int, num_steps: int, rounds: int = 1) -> None:
-        self.block.rounds_by_draft_len[num_steps] += rounds
-        self.block.tokens += rounds * num_requests * self._expected_tokens[num_steps]
+    def count(self, num_requests: int, verified_tier: int, rounds: int = 1) -> None:
+        self.block.rounds_by_draft_len[verified_tier] += rounds
+        self.block.tokens += rounds * num_requests * self._expected_tokens[verified_tier]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -159,7 +159,7 @@ class ForcedRounds(Rounds):
         """Runs without drafts, and no controller observes it."""
         self._filled_with = (batch_size, prompt_len)
         parts = self.executor.parts
-        parts.controller, parts.draft_len_for = self._plain, self._plain.steps_for
+        parts.controller, parts.tier_for = self._plain, self._plain.tier_for
         super().start(batch_size, prompt_len)
 
     def has_room(self, rounds: float) -> bool:
@@ -197,7 +197,7 @@ class ForcedRounds(Rounds):
 
     def _enter(self, controller: AdaptiveController, block: Block) -> Counting:
         parts, counting = self.executor.parts, Counting(controller, self._expected_tokens)
-        parts.draft_len_for = controller.steps_for
+        parts.tier_for = controller.tier_for
         self.executor.step()
         parts.controller = counting
         self.executor.step()

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tllm_spec.draft_network.definition import NetworkModel
-from tllm_spec.draft_network.network import ALIGNMENT, DraftNetwork, HeadNetwork, Network
+from tllm_spec.draft_network.network import ALIGNMENT, ExternalDraft, ExternalHead, Network
 from tllm_spec.draft_network.tensorrt_build import EngineLimits, load_or_build, max_kv_rows
 from tllm_spec.draft_network.tensorrt_network import TensorRTNetwork
 from tllm_spec.draft_network.tensorrt_package import find_tensorrt
@@ -19,7 +19,7 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     draft_folder,
     kind_of_head,
 )
-from tllm_spec.executor.speculative.modes import DraftModel
+from tllm_spec.executor.speculative.modes import DraftPlan
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.models.eagle3_config import Eagle3Config
@@ -66,7 +66,7 @@ def check_draft_backend(plan: BuildPlan) -> None:
         )
 
 
-def load_network(plan: BuildPlan, draft: DraftModel, folder: Path) -> DraftNetwork:
+def load_network(plan: BuildPlan, draft: DraftPlan, folder: Path) -> ExternalDraft:
     """Loads the weights on the host and builds the network from them. Raises ValueError where that
     fails."""
     config = ModelConfig.from_pretrained(folder).within(plan.max_len)
@@ -79,12 +79,12 @@ def load_network(plan: BuildPlan, draft: DraftModel, folder: Path) -> DraftNetwo
         fp8_activations=False,  # the network multiplies dequantised weights
     )
     assert isinstance(model, LlamaForCausalLM)
-    return DraftNetwork(config, model.dtype, plan.device, _network(model, plan, draft))
+    return ExternalDraft(config, model.dtype, plan.device, _network(model, plan, draft))
 
 
 def load_head_network(plan: BuildPlan, loaded: LoadedDraft) -> LoadedDraft:
     """Builds the network of a loaded head. Raises ValueError where that fails."""
-    head = loaded.net
+    head = loaded.model
     assert isinstance(head, Eagle3Head)
     network = _network(head, plan, loaded.plan)
     if plan.graph_sizes and plan.device.type == "cuda" and not network.may_be_captured:
@@ -94,22 +94,22 @@ def load_head_network(plan: BuildPlan, loaded: LoadedDraft) -> LoadedDraft:
             "draft_backend: torch"
         )
     head.leave_fuse()
-    net = HeadNetwork(head.config, head.dtype, head.device, network, head)
-    return replace(loaded, net=net)
+    net = ExternalHead(head.config, head.dtype, head.device, network, head)
+    return replace(loaded, model=net)
 
 
 def check_pool(draft: LoadedDraft | None, num_rows: int) -> None:
     """Raises ValueError if TensorRT cannot address a KV pool of so many tokens."""
     if draft is None or draft.plan.backend != "tensorrt":
         return
-    if num_rows > (most := max_kv_rows(draft.net.config)):
+    if num_rows > (most := max_kv_rows(draft.model.config)):
         raise ValueError(
             f"the KV cache has {num_rows} tokens, and with draft_backend = 'tensorrt' it has at "
             f"most {most} of this drafter's; set kv_cache_config.max_tokens"
         )
 
 
-def _network(model: NetworkModel, plan: BuildPlan, draft: DraftModel) -> Network:
+def _network(model: NetworkModel, plan: BuildPlan, draft: DraftPlan) -> Network:
     return (_onnxruntime if draft.backend == "onnxruntime" else _tensorrt)(model, plan)
 
 

@@ -10,7 +10,7 @@ from tllm_spec.attention.choice import create_backend, create_batch_invariant
 from tllm_spec.attention.geometry import LayerGroup
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.draft_network.network import DraftNetwork, HeadNetwork
+from tllm_spec.draft_network.network import ExternalDraft, ExternalHead
 from tllm_spec.executor.building.draft_backend import (
     check_pool,
     load_head_network,
@@ -41,6 +41,10 @@ from tllm_spec.executor.resources.pages import PageGroup
 from tllm_spec.executor.resources.slot_state import BlockTable
 from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
+from tllm_spec.executor.speculative.drafting.external_layers import (
+    ExternalHeadLayers,
+    ExternalModelLayers,
+)
 from tllm_spec.executor.speculative.drafting.loaded_draft import (
     LoadedDraft,
     draft_folder,
@@ -48,7 +52,6 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     load_head,
     load_mtp,
 )
-from tllm_spec.executor.speculative.drafting.network_layers import NetworkLayers, NetworkModelLayers
 from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
@@ -84,7 +87,7 @@ def build_engines(plan: BuildPlan) -> Engines:
         logger.info("loading weights: the drafter's")
     draft = load_draft(plan, target) if plan.draft_plan is not None else None
     logger.info("weights took %.1f s", monotonic() - start)
-    models: list[ServedModel] = [target, *([draft.net] if draft else [])]
+    models: list[ServedModel] = [target, *([draft.model] if draft else [])]
     of_target, of_draft = _plan_groups(plan, target, draft)
     groups, number = of_target + of_draft, len(of_target)
     num_pages = plan_num_pages(
@@ -109,10 +112,11 @@ def build_engines(plan: BuildPlan) -> Engines:
     draft_kv = None
     if draft is not None and layers is None:
         layers = _draft_layers(plan, draft, memory[number:])
-        options = {"extra_kv_tokens": plan.draft_kv_tokens, "has_draft_layers": True}
-        draft_kv = _manager(DraftKVManager, plan, memory[number:], 0, **options)
-    with_heads = (each.head if isinstance(each, HeadNetwork) else each for each in models)
-    in_torch = [model for model in with_heads if not isinstance(model, DraftNetwork)]
+        options = {"extra_kv_tokens": plan.extra_kv_tokens.own_pages, "has_draft_layers": True}
+        lookahead = layers.net.lookahead
+        draft_kv = _manager(DraftKVManager, plan, memory[number:], lookahead, **options)
+    with_heads = (each.head if isinstance(each, ExternalHead) else each for each in models)
+    in_torch = [model for model in with_heads if not isinstance(model, ExternalDraft)]
     return Engines(engine, kv, layers, draft_kv, in_torch)
 
 
@@ -181,7 +185,7 @@ def _plan_groups(
     groups = own_groups(target.config.layer_groups(plan.mapping), kv_format)
     if draft is None:
         return groups, []
-    layers = draft.net.config.layer_groups(plan.mapping)
+    layers = draft.model.config.layer_groups(plan.mapping)
     of_draft = draft_group(layers, draft_format(plan, draft, kv_format))
     if not draft.plan.shares_pages:
         return groups, [of_draft]
@@ -236,8 +240,8 @@ def _build_target(
         KVCacheManager,
         plan,
         memory,
-        lookahead=int(spec is not None),
-        extra_kv_tokens=plan.extra_kv_tokens,
+        lookahead=0 if layers is None else layers.net.lookahead,
+        extra_kv_tokens=plan.extra_kv_tokens.target_pages,
         has_draft_layers=layers is not None,
     )
     groups = []
@@ -253,14 +257,14 @@ def _build_target(
 def _draft_layers(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) -> DraftLayers:
     """A draft network with the last pools of the group that keeps all, whose pages they share."""
     place = next(own for own in memory if own.span is None)
-    net, vocab_size = draft.net, plan.config.vocab_size
+    net, vocab_size = draft.model, plan.config.vocab_size
     groups = net.config.layer_groups(plan.mapping)
     pools = place.pools[-len(groups) :]
-    if isinstance(net, HeadNetwork):
+    if isinstance(net, ExternalHead):
         assert draft.spec is not None
-        return NetworkLayers(net, draft.spec, pools[0], place.rows)
-    if isinstance(net, DraftNetwork):
-        return NetworkModelLayers(net, pools[0], place.rows, vocab_size)
+        return ExternalHeadLayers(net, draft.spec, pools[0], place.rows)
+    if isinstance(net, ExternalDraft):
+        return ExternalModelLayers(net, pools[0], place.rows, vocab_size)
     backends = (_backend(plan, own, pool) for own, pool in zip(groups, pools, strict=True))
     attention = AttentionGroups([PagedGroup(backend, place.rows) for backend in backends])
     return draft.layers(attention, vocab_size)

@@ -8,7 +8,7 @@ import torch
 
 from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.config.kv_cache_config import KVCacheType
-from tllm_spec.draft_network.network import DraftNetwork
+from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft, draft_folder
 from tllm_spec.kernels.kv_codes import UNSCALED, KVScales
@@ -35,16 +35,16 @@ def check_kv_cache(plan: BuildPlan) -> None:
 
 
 def target_format(plan: BuildPlan, target: CausalLM) -> KVFormat:
-    """Of all layers of the target."""
+    """The KV format of all layers of the target."""
     args, folder = plan.args, resolve_model(plan.args.model)
     return _own_format(plan, target, folder, args.kv_cache_config.dtype, args.load_format)
 
 
 def draft_format(plan: BuildPlan, draft: LoadedDraft, of_target: KVFormat) -> KVFormat:
-    """Of all layers of a draft network. Heads and MTP modules follow their target, a draft model
-    has its own options; networks outside of torch read numbers of their own type."""
-    net, own = draft.net, draft.plan
-    if isinstance(net, DraftNetwork):
+    """The KV format of all layers of a draft network. Heads and MTP modules follow their target,
+    a draft model has its own options; networks outside of torch read numbers of their own type."""
+    net, own = draft.model, draft.plan
+    if isinstance(net, ExternalDraft):
         return KVFormat(net.dtype)
     if isinstance(net, CausalLM):
         wanted = own.kv_cache_dtype or plan.args.kv_cache_config.dtype

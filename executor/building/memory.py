@@ -91,7 +91,7 @@ def _bytes_with_table(plan: BuildPlan, model: CausalLM) -> int:
 
 
 def _slot_bytes(plan: BuildPlan, draft: LoadedDraft) -> int:
-    """Of a draft network, for all slots."""
+    """Bytes that a draft network keeps for all slots."""
     num_slots, captured = plan.slots.dummy_slot + 1, draft.spec.captured(1) if draft.spec else None
     num_bytes = DraftBacklog.num_bytes(num_slots, captured) if draft.plan.shares_pages else 0
     if plan.spec is not None and plan.spec.use_rejection_sampling and not plan.shapes.has_trees:

@@ -3,13 +3,14 @@ executor's parts it constructs the slots only."""
 
 import logging
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from tllm_spec.attention.choice import choose_backend
 from tllm_spec.config.draft_len_schedule import draft_len_limits
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.executor.building.draft_lens import draft_lens_of_rounds
+from tllm_spec.executor.building.tiers import tiers_of_rounds
 from tllm_spec.executor.device.device_choice import pick_device, pick_dtype
 from tllm_spec.executor.graphs.context_graphs import context_rows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
@@ -20,13 +21,22 @@ from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveControl
 from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
 from tllm_spec.executor.speculative.draft_length.draft_len_limits import rows_with_contexts
 from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
-from tllm_spec.executor.speculative.modes import draft_model_of
+from tllm_spec.executor.speculative.modes import draft_plan_of
 from tllm_spec.kernels.nvrtc import why_unavailable
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
+
+
+class ExtraKVTokens(NamedTuple):
+    """KV entries of a request after those of its tokens that a draft network takes to draft (see
+    docs/drafting.md): on the target's pages, of drafts after the first one (of beams, those of
+    every step), or on pages of its own, where drafts are trees."""
+
+    target_pages: int
+    own_pages: int
 
 
 class BuildPlan:
@@ -56,7 +66,7 @@ class BuildPlan:
                 f"{self.max_seq_len}"
             )
         self.shapes = self.spec.shapes if self.spec else DraftShapes.chains(0)
-        self.draft_plan = draft_model_of(self.spec)
+        self.draft_plan = draft_plan_of(self.spec)
         self.dtype = pick_dtype(args.dtype, self.config.dtype, self.device)
         self.config = self.config.within(self.max_len)
         self.attention = choose_backend(
@@ -100,13 +110,14 @@ class BuildPlan:
         return may_overlap and not self.args.disable_overlap_scheduler
 
     @property
-    def extra_kv_tokens(self) -> int:
-        """KV entries after those of the emitted tokens that drafts after the first one take: of
-        beams, those of every step."""
-        plan = self.draft_plan
-        if plan is None or not plan.shares_pages:
-            return 0
-        return self.shapes.longest.num_read + (0 if plan.is_head else 1)
+    def extra_kv_tokens(self) -> ExtraKVTokens:
+        plan, longest = self.draft_plan, self.shapes.longest
+        if plan is None:
+            return ExtraKVTokens(0, 0)
+        if plan.shares_pages:
+            return ExtraKVTokens(longest.num_read + (0 if plan.is_head else 1), 0)
+        trees = max(longest.num_read, longest.path) + 1
+        return ExtraKVTokens(0, trees if self.shapes.has_trees else 0)
 
     def controller(
         self, graph_batch_sizes: Iterable[int] | None = None, round_times: RoundTimes | None = None
@@ -144,10 +155,10 @@ class BuildPlan:
 
     def round_keys(self, sizes: Iterable[int]) -> list[GraphKey]:
         """Graphs of these batch sizes for every round that there can be."""
-        draft_lens = draft_lens_of_rounds(self.controller(), self.spec)
-        keys = graph_keys(sizes, draft_lens, self.shapes.of)
+        tiers = tiers_of_rounds(self.controller(), self.spec)
+        keys = graph_keys(sizes, tiers, self.shapes.of)
         if self.shapes.narrows:
-            keys += graph_keys(sizes, lambda size: draft_lens(size) - {0}, chain_of)
+            keys += graph_keys(sizes, lambda size: tiers(size) - {0}, chain_of)
         return [key for key in keys if key.num_tokens <= self.args.max_num_tokens]
 
     @property
@@ -165,16 +176,9 @@ class BuildPlan:
         more whole round where rounds are scheduled before the one before is read."""
         longest = self.shapes.longest
         in_flight = longest.path if self.max_in_flight else 0
-        after = longest.num_nodes, longest.depth + self.extra_kv_tokens, self.draft_kv_tokens
+        extra = self.extra_kv_tokens
+        after = longest.num_nodes, longest.depth + extra.target_pages, extra.own_pages
         return in_flight + max(after)
-
-    @property
-    def draft_kv_tokens(self) -> int:
-        """The same in the cache of a draft model with pages of its own, where drafts are trees."""
-        is_separate = self.draft_plan is not None and not self.draft_plan.shares_pages
-        longest = self.shapes.longest
-        has_any = is_separate and self.shapes.has_trees
-        return max(longest.num_read, longest.path) + 1 if has_any else 0
 
     @property
     def span_room(self) -> SpanRoom:

@@ -24,7 +24,7 @@ CHUNK_ROWS = 2048  # with windows: more than a graph of contexts holds, so one f
 CHUNK_LEN = 512  # of each chunk, so that drafts after contexts are of requests of a common length
 # Rows of short prompts: GEMMs with FP8 weights and with experts are compiled for each of them.
 SHORT_ROWS = (16, 32, 64, 128, 256)
-# Of requests with windows: Triton attends to short and to longer sequences by two kernels.
+# Lengths of requests with windows: Triton has a kernel for short sequences and one for longer.
 WINDOW_LENS = (1, 512)
 
 

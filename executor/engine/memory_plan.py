@@ -11,7 +11,7 @@ import torch
 from tllm_spec.config.draft_shape import NO_DRAFTS
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.draft_network.network import DraftNetwork
+from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.executor.engine.free_memory import GIB, free_bytes, machine_bytes
 from tllm_spec.executor.engine.page_plan import GroupPlan, divide
 from tllm_spec.executor.resources.kv_cache import SpanRoom
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 # A CPU has no memory set aside for serving; this is plenty for the models that run there.
 CPU_POOL_BYTES = 1 << 30
 DUMMY_PAGES = 1
-# Of the driver and a graph's nodes, measured. The activations of all graphs share one pool.
+# The driver and a graph's nodes take this, measured. All graphs' activations share one pool.
 BYTES_A_GRAPH = 16 << 20
 
 TorchModel = CausalLM | DraftHead | NextnModules
-ServedModel = TorchModel | DraftNetwork
+ServedModel = TorchModel | ExternalDraft
 
 
 def plan_num_pages(
@@ -89,7 +89,7 @@ def plan_num_pages(
 
 
 def _free_bytes(device: torch.device, communicator: Communicator) -> int:
-    """Of the whole device, after all ranks have loaded their weights and freed what they can."""
+    """Free memory of the device once all ranks have loaded weights and freed what they can."""
     gc.collect()  # an LLM that was shut down may be in a cycle
     torch.cuda.empty_cache()
     communicator.gather(None)  # waits for the other ranks

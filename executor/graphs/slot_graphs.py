@@ -43,7 +43,7 @@ class GraphKey:
 
     @property
     def row_counts(self) -> set[int]:
-        """Of the forwards of such a round: the windows, what was emitted, and each draft step."""
+        """Rows of each forward of such a round: the windows, what was emitted, each draft step."""
         shape = self.shape
         return {self.batch_size * n for n in (1, shape.window, shape.path, shape.num_beams)}
 
@@ -178,7 +178,7 @@ class SlotGraphs(Generic[Result]):
 
 def graph_keys(
     sizes: Iterable[int],
-    draft_lens: Callable[[int], set[int]],
+    tiers: Callable[[int], set[int]],
     shape_of: Callable[[int], DraftShape] = chain_of,
 ) -> list[GraphKey]:
     """Every combination that can occur: a graph of n requests serves all batches above the next
@@ -186,12 +186,10 @@ def graph_keys(
     keys: list[GraphKey] = []
     below = 0
     for size in sorted(sizes):
-        lengths = set().union(
-            *(draft_lens(batch_size) for batch_size in range(below + 1, size + 1))
-        )
+        served = set().union(*(tiers(batch_size) for batch_size in range(below + 1, size + 1)))
         keys += [
-            GraphKey(size, shape_of(length), sampled)
-            for length in sorted(lengths)
+            GraphKey(size, shape_of(tier), sampled)
+            for tier in sorted(served)
             for sampled in (False, True)
         ]
         below = size

@@ -17,7 +17,7 @@ from tllm_spec.executor.resources.ngram_pool import (
     NGramPool,
 )
 
-# Of an n-gram; a bound on the work of one lookup.
+# An n-gram has at most so many; this bounds the work of one lookup.
 MAX_OCCURRENCES = 8
 
 
@@ -131,6 +131,6 @@ class NGramTreePool(NGramPool):
         matches = index.matches(tokens, salt)
         if isinstance(index.older, OccurrencesIndex):
             matches += index.older.matches(tokens, salt)
-            # Of equal lengths, the newer half first.
+            # The newer half comes first among equal lengths.
             matches.sort(key=lambda match: -index.match_len(match[0], match[1], tokens))
         return [text[start : start + depth] for text, start in matches]

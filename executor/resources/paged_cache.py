@@ -350,7 +350,7 @@ class PagedCache:
     def _store_page(self, sequence: CachedSequence, index: int, key: Key) -> None:
         pages = [own.pages[index] for own in sequence.groups]
         node, left_over = self._tree.insert(sequence.end, key, pages)
-        # Of the pages of one node, none is held where the sequence has let go of its own.
+        # A node's page is not held where the sequence has let go of its own.
         self._tree.hold([node], [int(page == NO_PAGE) for page in pages])
         sequence.nodes.append(node)
         self._give_back(left_over)

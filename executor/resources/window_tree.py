@@ -28,7 +28,7 @@ class WindowTree:
         return [WindowTree(self.depth, *part) for part in zip(depths, bits, strict=True)]
 
     def of(self, requests: torch.Tensor | None) -> WindowTree:
-        """Of some of the B requests; None: of all."""
+        """The trees of some of the B requests; None: of all."""
         if requests is None:
             return self
         depths, bits = (each.index_select(0, requests) for each in (self.depths, self.bits))

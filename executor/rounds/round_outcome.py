@@ -12,7 +12,7 @@ class RoundOutcome:
     """Filled by `RoundReader`. seconds: None if the round has no comparable time."""
 
     seconds: float | None
-    # Of every request that drafts were wanted for.
+    # One number for every request that wanted drafts.
     num_accepted: list[int] = field(default_factory=list)
     ranks: list[list[int]] = field(default_factory=list)  # of the same; see `path_ranks`
     num_drafted: int = 0  # really proposed for those
@@ -22,16 +22,16 @@ class RoundOutcome:
     def report_to(self, controller: AdaptiveController, batch: ScheduledBatch) -> None:
         """The time counts only if the whole round belongs to one draft length: no context chunks,
         drafts made and verified of the same length, and no catching up of a draft model."""
-        is_pure = batch.draft_len == batch.num_steps and not batch.is_transition
+        is_pure = batch.draft_len == batch.made_draft_len and not batch.is_transition
         is_pure = is_pure and not batch.catches_up
         has_time = is_pure and not batch.context_requests
         controller.observe(
             len(batch.generation_requests),
             self.num_accepted,
-            batch.num_steps if batch.verified_tier is None else batch.verified_tier,
+            batch.made_draft_len if batch.verified_tier is None else batch.verified_tier,
             self.seconds if has_time else None,
             num_requests=self.num_requests,
             num_drafted=self.num_drafted,
-            num_asked=batch.num_asked,
+            asked_draft_len=batch.asked_draft_len,
             ranks=self.ranks,
         )

@@ -19,7 +19,7 @@ NO_TOKEN_ERROR = (
     "(-inf)"
 )
 
-# Of the tokens of a run, by request id.
+# The log probabilities of a run's tokens, by request id.
 RunLogprobs = dict[int, list[dict[int, Logprob]]]
 
 

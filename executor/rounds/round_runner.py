@@ -88,7 +88,7 @@ class RoundRunner:
 
     @property
     def graphs(self) -> WindowGraphs | None:
-        """Of rounds of generation windows."""
+        """The graphs of rounds of generation windows."""
         return self.decode.graphs
 
     def capture_graphs(

@@ -49,7 +49,7 @@ class DraftSampling:
             logits = logits.to(torch.float32).nan_to_num()
         elif logits.is_cuda:
             return self._choose_fused(group, step, logits, first), None
-        if group.sampled is None or self._mode == "greedy":
+        if group.sampled.is_empty or self._mode == "greedy":
             tokens = choose_best(logits).clamp_min(0)
             return self._target_ids(tokens), _one_hot(tokens, logits) if self.keeps_probs else None
         scaled = self._scaled(group, logits)
@@ -70,7 +70,7 @@ class DraftSampling:
         logits `[N * n, V_draft]`: n rows for each request; positions `[N]`: of the tokens. Coupled
         drafts are the best by logits / temperature + noise."""
         logits, sampled = logits[:, : self._vocab_size], group.sampled
-        if sampled is None or self._mode == "greedy":
+        if sampled.is_empty or self._mode == "greedy":
             return top_tokens(logits, topk, self._token_map)
         assert group.sampled_parameters is not None
         each = len(logits) // len(group.slots)
@@ -86,7 +86,7 @@ class DraftSampling:
             sampled.take_requests(positions),
             self._sampler.cut(group, rows, parameters.repeated(each)) if group.filtered else None,
         )
-        if subset.rows is None:
+        if subset.is_all:
             return drawn
         probs, tokens = top_tokens(logits, topk, self._token_map)
         return subset.put(probs, drawn[0]), subset.put(tokens, drawn[1])
@@ -96,7 +96,7 @@ class DraftSampling:
     ) -> torch.Tensor:
         """The same in kernels that make noise for the draft's own ids only, and write no noise to
         memory."""
-        if group.sampled is None or self._mode == "greedy":
+        if group.sampled.is_empty or self._mode == "greedy":
             return choose_draft(logits, self._token_map)
         assert group.sampled_parameters is not None
         parameters = group.sampled_parameters.each_of(group.sampled.own)
@@ -109,7 +109,7 @@ class DraftSampling:
             group.sampled.take_requests(first) + step,
             self._sampler.cut(group, rows, parameters),
         )
-        if group.sampled.requests is None:
+        if group.sampled.is_all:
             return drawn
         return group.sampled.put_requests(choose_draft(logits, self._token_map), drawn)
 
@@ -125,7 +125,7 @@ class DraftSampling:
         return tokens if self._token_map is None else self._token_map.index_select(0, tokens)
 
     def _scaled(self, group: RowGroup, logits: torch.Tensor) -> torch.Tensor:
-        assert group.sampled is not None and group.sampled_parameters is not None
+        assert group.sampled_parameters is not None
         parameters = group.sampled_parameters.each_of(group.sampled.own)
         return self._sampler.scaled(group, group.sampled.take_requests(logits), parameters)
 

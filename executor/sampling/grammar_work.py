@@ -19,8 +19,9 @@ from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.request_errors import SLOW_GRAMMAR, GrammarTooSlow
 
-# Of a processor, for the masks of a round, and for its drafts: so much, and so much more for each
-# request. The time of a clock would fail quick grammars where other processes take the processors.
+# The processor time that the masks of a round may take, and as much for its drafts: so much, and
+# so much more for each request. The time of a clock would fail quick grammars where other processes
+# take the processors.
 MAX_SECONDS, SECONDS_PER_REQUEST = 0.15, 0.002
 NUM_THREADS = 4
 MIN_FOR_THREADS = 16  # requests; the work for fewer takes less time than a forward

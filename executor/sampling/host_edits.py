@@ -58,7 +58,7 @@ class HostEdits:
 def _paths(
     request: LlmRequest, drafts: list[int], parents: list[int] | None
 ) -> dict[int, list[int]]:
-    """Of each window row that may be accepted, the drafts up to it. After the proposed drafts comes
+    """The drafts up to each window row that may be accepted. After the proposed drafts comes
     padding, which no user's code should see. drafts: of rows 1 to W-1; parents: of a tree's
     rows."""
     if parents is None:

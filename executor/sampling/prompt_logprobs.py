@@ -41,7 +41,7 @@ def collect_prompt_logprobs(
 def _entries(
     request: LlmRequest, logits: torch.Tensor, first: int
 ) -> list[dict[int, Logprob] | None]:
-    """Of the prompt tokens from `first` on, which the logits `[R, V]` predict."""
+    """Entries of the prompt tokens from `first` on, which the logits `[R, V]` predict."""
     num_best = request.rules.prompt_logprobs or 0
     tokens = torch.tensor(request.tokens[first : first + len(logits)], device=logits.device)
     values, ids = token_logprobs(log_probabilities(logits), tokens, num_best)

@@ -18,30 +18,43 @@ from tllm_spec.kernels.round_rows import RoundRows
 
 @dataclass(frozen=True)
 class Subset:
-    """Some requests of a group, by index, and their rows. None stands for all of them: nothing is
-    indexed then."""
+    """Nobody (`NOBODY`), all or some of a group's requests, and their rows. The indices are None
+    where nothing is indexed, which is so of nobody and of all."""
 
-    requests: torch.Tensor | None  # [M]
-    rows: torch.Tensor | None  # [T]: their indices in the group's rows
-    own: RoundRows  # whose these rows are
+    own: RoundRows  # whose the rows are
+    requests: torch.Tensor | None = None  # [M]
+    rows: torch.Tensor | None = None  # [T]: their indices in the group's rows
 
     @classmethod
-    def of(
+    def all_of(cls, rows: RoundRows) -> "Subset":
+        """All requests of a group with these rows."""
+        return cls(rows)
+
+    @classmethod
+    def some(
         cls, requests: torch.Tensor, own: RoundRows, offsets: torch.Tensor | None = None
     ) -> "Subset":
         """Requests `[M]` with these rows, in a group with these offsets, or in a rectangle."""
         if offsets is None or own.offsets is None:
             columns = torch.arange(own.window, device=requests.device)
-            return cls(requests, (requests.unsqueeze(1) * own.window + columns).flatten(), own)
+            return cls(own, requests, (requests.unsqueeze(1) * own.window + columns).flatten())
         shifts = offsets.index_select(0, requests) - own.offsets[:-1]
         rows = own.expand(shifts) + torch.arange(own.num_rows, device=requests.device)
-        return cls(requests, rows, own)
+        return cls(own, requests, rows)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.own.num_requests == 0
+
+    @property
+    def is_all(self) -> bool:
+        return self.requests is None and not self.is_empty
 
     def with_rows(self, each: int) -> "Subset":
         """The same requests of a group with `each` rows per request."""
         if self.requests is None:
             return self
-        return Subset.of(self.requests, RoundRows.rectangle(len(self.requests), each))
+        return Subset.some(self.requests, RoundRows.rectangle(len(self.requests), each))
 
     def take(self, logits: torch.Tensor) -> torch.Tensor:
         """These requests' rows of `[T, V]` of the group."""
@@ -60,20 +73,23 @@ class Subset:
         return rows if self.rows is None else logits.index_copy_(0, self.rows, rows)
 
 
+NOBODY = Subset(RoundRows.rectangle(0, 1))
+
+
 @dataclass
 class RowGroup:
-    """N requests and their rows. A subset that is None is empty: its step is skipped."""
+    """N requests and their rows. The step of an empty subset is skipped."""
 
     requests: list[LlmRequest]  # empty in a graph's group
     counts: list[int]  # rows of each of these
     rows: RoundRows
     slots: torch.Tensor  # [N]
-    sampled: Subset | None  # temperature > 0, or all if the group is mixed
+    sampled: Subset  # temperature > 0, or all if the group is mixed
     filtered: bool  # any of them uses top_k, top_p or min_p
-    penalised: Subset | None
-    early: Subset | None  # min_tokens
+    penalised: Subset
+    early: Subset  # min_tokens
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # row, token, value
-    with_logprobs: Subset | None
+    with_logprobs: Subset
     num_logprobs: int
     edited: list[int]  # indices of requests that `HostEdits` edits
     is_guided: bool  # any of them has a grammar
@@ -86,7 +102,8 @@ class RowGroup:
     @property
     def is_edited(self) -> bool:
         """Whether anything changes the logits before temperature and filters."""
-        return bool(self.penalised or self.bias or self.early or self.edited)
+        has_subsets = not (self.penalised.is_empty and self.early.is_empty)
+        return has_subsets or self.bias is not None or bool(self.edited)
 
 
 class RowGroups:
@@ -118,18 +135,18 @@ class RowGroups:
             counts=[],
             rows=rows,
             slots=slots,
-            sampled=Subset(None, None, rows) if sampled else None,
+            sampled=Subset.all_of(rows) if sampled else NOBODY,
             filtered=sampled,
-            penalised=None,
-            early=None,
+            penalised=NOBODY,
+            early=NOBODY,
             bias=None,
-            with_logprobs=None,
+            with_logprobs=NOBODY,
             num_logprobs=0,
             edited=[],
             is_guided=False,
             mixed=sampled,
         )
-        if group.sampled is not None:
+        if not group.sampled.is_empty:
             group.sampled_parameters = self._parameters(group, group.sampled)
         return group
 
@@ -139,7 +156,7 @@ class RowGroups:
             return self.get(group.requests, 1)
         rows = RoundRows.rectangle(len(group.slots), 1)
         parameters = group.sampled_parameters and group.sampled_parameters.each_of(group.rows)
-        sampled = group.sampled and Subset(None, None, rows)
+        sampled = NOBODY if group.sampled.is_empty else Subset.all_of(rows)
         return replace(group, rows=rows, sampled=sampled, sampled_parameters=parameters, parts=[])
 
     def parts(self, group: RowGroup, size: int) -> list[RowGroup]:
@@ -174,13 +191,13 @@ class RowGroups:
 
         all_rows = rows_of(range(len(requests)))
 
-        def subset(wanted: Callable[[DecodingRules], bool]) -> Subset | None:
+        def subset(wanted: Callable[[DecodingRules], bool]) -> Subset:
             chosen = [index for index, rules in enumerate(all_rules) if wanted(rules)]
             if not chosen:
-                return None
+                return NOBODY
             if len(chosen) == len(all_rules):
-                return Subset(None, None, all_rows)
-            return Subset.of(to_device(chosen, device), rows_of(chosen), all_rows.offsets)
+                return Subset.all_of(all_rows)
+            return Subset.some(to_device(chosen, device), rows_of(chosen), all_rows.offsets)
 
         row_counts = [window] * len(requests) if counts is None else list(counts)
         group = RowGroup(
@@ -198,9 +215,9 @@ class RowGroups:
             edited=[index for index, rules in enumerate(all_rules) if rules.needs_host_edits],
             is_guided=any(request.grammar is not None for request in requests),
         )
-        if group.sampled is not None:
+        if not group.sampled.is_empty:
             group.sampled_parameters = self._parameters(group, group.sampled)
-        if group.penalised is not None:
+        if not group.penalised.is_empty:
             group.penalties = self._parameters(group, group.penalised)
         return group
 

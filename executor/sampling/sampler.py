@@ -140,16 +140,17 @@ class Sampler:
         logprobs: LogprobRows,
     ) -> SampledTokens:
         """`_sample` of as many requests as one part may have."""
-        raw = log_probabilities(group.with_logprobs.take(logits)) if group.with_logprobs else None
+        raw = None
+        if not group.with_logprobs.is_empty:
+            raw = log_probabilities(group.with_logprobs.take(logits))
         logits = self._edit(group, logits, at)
         self.grammar_masks.apply(group, logits)
         sampled = self._emit(group, logits, at, draft_probs)
         if self._relaxed is not None:
             self._relaxed.note(group.slots, sampled.new_tokens, sampled.new_lens)
-        if group.penalised:
+        if not group.penalised.is_empty:
             self._count(group, group.penalised, sampled)
         if raw is not None:
-            assert group.with_logprobs is not None
             logprobs.add(group, raw, group.with_logprobs, sampled)
         return sampled
 
@@ -205,14 +206,14 @@ class Sampler:
         if not group.is_edited:
             return logits
         logits = logits.to(torch.float32)
-        if group.penalised:
+        if not group.penalised.is_empty:
             logits = group.penalised.put(
                 logits, self._penalise(group, group.penalised, logits, at.tree)
             )
         if group.bias is not None:
             rows, tokens, values = group.bias
             logits = logits.index_put((rows, tokens), values, accumulate=True)
-        if group.early:
+        if not group.early.is_empty:
             rows_logits = group.early.take(logits)
             slots = group.early.own.expand(group.early.take_requests(group.slots))
             positions = at.positions(group.early.own, group.early.requests)
@@ -254,17 +255,17 @@ class Sampler:
 
     def _choose(self, group: RowGroup, logits: torch.Tensor, at: RowPositions) -> torch.Tensor:
         """The target's choice of every row, `[T]`."""
-        if group.sampled is None:
+        if group.sampled.is_empty:
             return choose_best(logits)
         draw = self._draw_fused if logits.is_cuda else self._draw
         chosen = draw(group, group.sampled.take(logits), at)
-        if group.sampled.rows is None:
+        if group.sampled.is_all:
             return chosen
         return group.sampled.put(choose_best(logits), chosen)
 
     def _draw(self, group: RowGroup, logits: torch.Tensor, at: RowPositions) -> torch.Tensor:
         """Tokens of the group's sampled rows `[T, V]`."""
-        assert group.sampled is not None and group.sampled_parameters is not None
+        assert group.sampled_parameters is not None
         parameters = group.sampled_parameters
         positions = at.positions(group.sampled.own, group.sampled.requests)
         noise = gumbel_noise(parameters.integer("seed"), positions, self.state.vocab_size)
@@ -274,7 +275,7 @@ class Sampler:
 
     def _draw_fused(self, group: RowGroup, logits: torch.Tensor, at: RowPositions) -> torch.Tensor:
         """The same in kernels that write neither noise nor logits to memory."""
-        assert group.sampled is not None and group.sampled_parameters is not None
+        assert group.sampled_parameters is not None
         parameters = group.sampled_parameters
         return choose_token(
             logits,
@@ -309,7 +310,7 @@ class Sampler:
 
     def noise_at(self, group: RowGroup, positions: torch.Tensor, domain: int) -> torch.Tensor:
         """Noise at one position `[N]` of each request, for its sampled requests: `[M, V]`."""
-        assert group.sampled is not None and group.sampled_parameters is not None
+        assert group.sampled_parameters is not None
         parameters = group.sampled_parameters.each_of(group.sampled.own)
         positions = group.sampled.take_requests(positions)
         noise = gumbel_noise(parameters.integer("seed"), positions, self.state.vocab_size, domain)
@@ -317,7 +318,7 @@ class Sampler:
 
     def is_greedy(self, group: RowGroup) -> torch.Tensor:
         """Which requests of a mixed group are greedy, `[N, 1]` bool."""
-        assert group.sampled is not None and group.sampled_parameters is not None
+        assert group.sampled_parameters is not None
         own = group.sampled_parameters.each_of(group.sampled.own)
         return own.column("temperature") == 0
 
@@ -362,7 +363,7 @@ class Sampler:
         """The distribution of every row, `[T, V]`. A greedy request's has all mass on one
         token."""
         probs = one_hot_of_best(logits)
-        if group.sampled is None:
+        if group.sampled.is_empty:
             return probs
         assert group.sampled_parameters is not None
         rows = group.sampled.take(logits)

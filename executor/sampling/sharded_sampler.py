@@ -15,7 +15,7 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.grammar_masks import GrammarMasks
 from tllm_spec.executor.sampling.logprobs import LogprobRows
-from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
+from tllm_spec.executor.sampling.row_group import NOBODY, RowGroup, RowGroups
 from tllm_spec.executor.sampling.row_positions import RowPositions
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
@@ -52,7 +52,7 @@ class ShardedSampler(Sampler):
             or self._relaxed is not None
             or group.filtered
             or group.is_edited
-            or group.with_logprobs
+            or not group.with_logprobs.is_empty
         )
 
     def _sample(
@@ -71,7 +71,7 @@ class ShardedSampler(Sampler):
         if logits.shape[1] == self.state.vocab_size:  # gathered
             return super()._choose(group, logits, at)
         first, sampled = self._shard.first, group.sampled
-        if sampled is None:
+        if sampled.is_empty:
             return self._shard.best(offer_token(logits, first))
         assert group.sampled_parameters is not None
         offers = offer_token(
@@ -82,7 +82,7 @@ class ShardedSampler(Sampler):
             group.sampled_parameters.integer("seed"),
             at.positions(sampled.own, sampled.requests),
         )
-        if sampled.rows is not None:
+        if not sampled.is_all:
             offers = sampled.put(offer_token(logits, first), offers)
         return self._shard.best(offers)
 
@@ -105,10 +105,10 @@ class ShardedDraftSampling(DraftSampling):
     def choose(
         self, group: RowGroup, step: int, logits: torch.Tensor, first: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        sampled = None if self._mode == "greedy" else group.sampled
-        if self._always_gathers or (sampled is not None and group.filtered):
+        sampled = NOBODY if self._mode == "greedy" else group.sampled
+        if self._always_gathers or (group.filtered and not sampled.is_empty):
             return super().choose(group, step, self._shard.gather(logits), first)
-        if sampled is None:
+        if sampled.is_empty:
             offers = offer_token(logits, self._shard.first)
         else:
             assert group.sampled_parameters is not None
@@ -121,7 +121,7 @@ class ShardedDraftSampling(DraftSampling):
                 parameters.integer("seed"),
                 sampled.take_requests(first) + step,
             )
-            if sampled.requests is not None:
+            if not sampled.is_all:
                 greedy = offer_token(logits, self._shard.first)
                 offers = sampled.put_requests(greedy, offers)
         return self._target_ids(self._shard.best(offers).clamp_min(0)), None

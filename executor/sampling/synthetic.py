@@ -6,7 +6,7 @@ import torch
 
 from tllm_spec.kernels.slot_tables import SyntheticRates, TreeRates
 
-# Of a chain: by draft. Of trees: by depth, for every rank of a child.
+# Rates of chains are by draft, rates of trees by depth for every rank of a child.
 Rates = tuple[float, ...] | tuple[tuple[float, ...], ...]
 
 

@@ -20,9 +20,9 @@ def bytes_per_row(group: RowGroup, logits: torch.Tensor, *, rejection: bool) -> 
     """What sampling one row of the group's logits `[R, V]` allocates at most."""
     vocab_size = logits.shape[1]
     is_fused = logits.is_cuda and logits.element_size() == 2
-    if not is_fused or rejection or group.is_edited or group.with_logprobs:
+    if not is_fused or rejection or group.is_edited or not group.with_logprobs.is_empty:
         return BYTES_PER_LOGIT * vocab_size
-    if group.sampled is None:
+    if group.sampled.is_empty:
         return 0
     return logits.element_size() * vocab_size + (FILTER_BYTES_PER_ROW if group.filtered else 0)
 

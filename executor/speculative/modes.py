@@ -37,12 +37,12 @@ from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers, TorchLayers
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, NoDrafter, ReadyDrafts
+from tllm_spec.executor.speculative.drafting.external_layers import ExternalModelLayers
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.host_tree import UNLIMITED, Room
 from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
-from tllm_spec.executor.speculative.drafting.network_layers import NetworkModelLayers
 from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
 from tllm_spec.executor.speculative.drafting.ngram import (
     NGramDrafter,
@@ -97,31 +97,31 @@ class Speculation:
 
 
 @dataclass(frozen=True)
-class DraftModel:
+class DraftPlan:
     """Which draft weights are to be loaded, and where their KV goes."""
 
     path: str | None  # None: MTP modules in the target's checkpoint
     load_format: LoadFormat
     is_head: bool  # reads hidden states of the target
-    # Of the target, for a head; None: the head's own choice or the default.
+    # Layers of the target that a head reads; None: the head's own choice or the default.
     capture_layers: tuple[int, ...] | None = None
     shares_pages: bool = True  # its layers are extra layers of the target's pages
     splits_rounds: bool = False  # it drafts in the tails of split rounds, on the two-model path
     num_modules: int = 0  # of MTP, which are loaded as the target is
     backend: DraftBackend = "torch"
-    # Of heads with a folder of their own. The first is that of a folder which does not say.
+    # Kinds of heads with a folder of their own; a folder that does not say has the first.
     head_kinds: tuple[HeadKind, ...] = ()
     token_map: str | None = None  # a file: the tokens that are drafted; None: all
-    # Of a draft model's own cache; None: as kv_cache_config says.
+    # A draft model's own cache has this type; None: as kv_cache_config says.
     kv_cache_dtype: KVCacheType | None = None
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One `decoding_type`. `draft_model`: which draft weights it loads; None: none."""
+    """One `decoding_type`. `draft_plan`: which draft weights it loads; None: none."""
 
     build: Callable[[DecodingBaseConfig, Surroundings], Speculation]
-    draft_model: Callable[[DecodingBaseConfig], DraftModel] | None = None
+    draft_plan: Callable[[DecodingBaseConfig], DraftPlan] | None = None
 
 
 def _build_ngram(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
@@ -183,12 +183,12 @@ def _on_host(
 
 
 def _build_network(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
-    layers, slots, kv, draft = around.layers, around.slots, around.draft_kv, draft_model_of(config)
+    layers, slots, kv, draft = around.layers, around.slots, around.draft_kv, draft_plan_of(config)
     assert layers is not None and draft is not None
     net = layers.net
     sampling = draft_sampling_of(net.shard, around.sampler, _draws(config), net.token_map)
     if kv is not None:
-        assert isinstance(layers, TorchLayers | NetworkModelLayers)
+        assert isinstance(layers, TorchLayers | ExternalModelLayers)
         groups, max_num_tokens = around.sampler.groups, around.max_num_tokens
         drafter = ModelDrafter(layers, kv, slots, groups, sampling, max_num_tokens)
         return Speculation(drafter, [kv], round_end=drafter)
@@ -230,9 +230,9 @@ def _draws(config: DecodingBaseConfig) -> str:
     return "greedy" if config.drafts_trees else "independent"
 
 
-def _draft_target_model(config: DecodingBaseConfig) -> DraftModel:
+def _draft_target_model(config: DecodingBaseConfig) -> DraftPlan:
     assert isinstance(config, DraftTargetDecodingConfig)
-    return DraftModel(
+    return DraftPlan(
         config.speculative_model,
         config.load_format,
         is_head=False,
@@ -243,11 +243,11 @@ def _draft_target_model(config: DecodingBaseConfig) -> DraftModel:
     )
 
 
-def _eagle_head(config: DecodingBaseConfig) -> DraftModel:
+def _eagle_head(config: DecodingBaseConfig) -> DraftPlan:
     """TensorRT-LLM serves EAGLE-3 heads under both names."""
     assert isinstance(config, EagleHeadDecodingConfig)
     is_eagle3 = isinstance(config, Eagle3DecodingConfig)
-    return DraftModel(
+    return DraftPlan(
         config.speculative_model,
         config.load_format,
         is_head=True,
@@ -259,9 +259,9 @@ def _eagle_head(config: DecodingBaseConfig) -> DraftModel:
     )
 
 
-def _mtp_module(config: DecodingBaseConfig) -> DraftModel:
+def _mtp_module(config: DecodingBaseConfig) -> DraftPlan:
     assert isinstance(config, MTPDecodingConfig)
-    return DraftModel(
+    return DraftPlan(
         config.speculative_model,
         "auto",
         is_head=True,
@@ -273,18 +273,18 @@ def _mtp_module(config: DecodingBaseConfig) -> DraftModel:
 _MODES: dict[type[DecodingBaseConfig], Mode] = {
     NGramDecodingConfig: Mode(_build_ngram),
     UserProvidedDecodingConfig: Mode(_build_user_provided),
-    DraftTargetDecodingConfig: Mode(_build_network, draft_model=_draft_target_model),
-    Eagle3DecodingConfig: Mode(_build_network, draft_model=_eagle_head),
-    EagleDecodingConfig: Mode(_build_network, draft_model=_eagle_head),
+    DraftTargetDecodingConfig: Mode(_build_network, draft_plan=_draft_target_model),
+    Eagle3DecodingConfig: Mode(_build_network, draft_plan=_eagle_head),
+    EagleDecodingConfig: Mode(_build_network, draft_plan=_eagle_head),
     SADecodingConfig: Mode(_build_suffix_match),
-    MTPDecodingConfig: Mode(_build_network, draft_model=_mtp_module),
+    MTPDecodingConfig: Mode(_build_network, draft_plan=_mtp_module),
 }
 
 
-def draft_model_of(config: DecodingBaseConfig | None) -> DraftModel | None:
+def draft_plan_of(config: DecodingBaseConfig | None) -> DraftPlan | None:
     """The draft model that the mode needs, if it needs one."""
     row = _MODES[type(config)] if config is not None else None
-    return row.draft_model(config) if row and row.draft_model and config else None
+    return row.draft_plan(config) if row and row.draft_plan and config else None
 
 
 def slot_bytes_of(config: DecodingBaseConfig | None, num_slots: int, max_len: int) -> int:

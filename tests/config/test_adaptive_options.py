@@ -56,8 +56,8 @@ def test_yaml_takes_slots_by_integers_and_by_strings_of_digits(tmp_path: Path) -
     config = speculation(text, tmp_path)
     assert ladders(config) == {1: (1, 3, 7), 8: (0, 1)}
     controller = controller_for(config)
-    assert (controller.steps_for(1), controller.steps_for(8)) == (3, 1)
-    assert controller.draft_lens_at(9) == {0, 1}
+    assert (controller.tier_for(1), controller.tier_for(8)) == (3, 1)
+    assert controller.tiers_at(9) == {0, 1}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -89,7 +89,7 @@ def test_every_decoding_type_takes_it(own: dict[str, Any]) -> None:
     args = LlmArgs.from_kwargs("m", speculative_config=own | {"max_draft_len": 3, "adaptive": {}})
     assert args.speculative_config is not None
     controller = controller_for(args.speculative_config)
-    assert controller.compares_times and controller.draft_lens == (0, 1, 2, 3)
+    assert controller.compares_times and controller.tiers == (0, 1, 2, 3)
 
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
@@ -174,9 +174,9 @@ def test_a_gate_of_both_options_limits_the_draft_length() -> None:
     controller = controller_for(config)
     lengths = []
     for _ in range(3):
-        lengths.append(controller.steps_for(1))
+        lengths.append(controller.tier_for(1))
         controller.observe(1, [1], lengths[-1])
-    assert lengths == [3, 3, 0] and controller.draft_lens_at(1) == {0, 3}
+    assert lengths == [3, 3, 0] and controller.tiers_at(1) == {0, 3}
 
 
 def test_keywords_take_a_mapping_an_object_and_a_preset() -> None:

@@ -62,7 +62,7 @@ def test_the_limit_of_each_batch_size_is_the_one_that_the_keys_ask_for(keys: str
             max_draft_len=4, draft_len_schedule=schedule, draft_len_schedule_keys=keys
         )
     )
-    lengths = [controller.steps_for(batch_size) for batch_size in (1, 4, 5, 8, 9)]
+    lengths = [controller.tier_for(batch_size) for batch_size in (1, 4, 5, 8, 9)]
     assert lengths == ([4, 3, 3, 2, 2] if keys == "lower_bound" else [3, 3, 2, 2, 0])
 
 

@@ -207,7 +207,7 @@ def test_a_slot_has_its_own_trees_and_without_any_there_are_three_by_default() -
     slots = {1: {"candidate_steps": [3], "candidate_trees": TREES}, 8: {"candidate_steps": [0]}}
     slots[16] = {"candidate_steps": [0, 1], "candidate_trees": []}
     controller = controller_for(eagle3(**TREE, adaptive=slots))
-    reached = [sorted(controller.draft_lens_at(size)) for size in (1, 8, 16)]
+    reached = [sorted(controller.tiers_at(size)) for size in (1, 8, 16)]
     assert reached == [[3, 4, 5], [0, 4, 5], [0, 1]]
     large = {"max_draft_len": 5, "dynamic_tree_max_topK": 8, "max_total_draft_tokens": 31}
     default = eagle3(use_dynamic_tree=True, **large, adaptive={}).shapes

@@ -116,7 +116,7 @@ class ChangingTiers:
         self._coming = cycle(tiers if MPI.COMM_WORLD.rank == 0 else tiers[::-1])
         self.chosen = set[int]()
 
-    def steps_for(self, batch_size: int) -> int:
+    def tier_for(self, batch_size: int) -> int:
         tier = next(self._coming)
         self.chosen.add(tier)
         return tier
@@ -153,7 +153,7 @@ class Case:
             asked = stack.enter_context(keeping_fp8()) if self.in_fp8 else None
             if self.tiers:
                 changing = ChangingTiers(self.tiers)
-                patch = mock.patch.object(AdaptiveController, "steps_for", changing.steps_for)
+                patch = mock.patch.object(AdaptiveController, "tier_for", changing.tier_for)
                 stack.enter_context(patch)
             llm = stack.enter_context(LLM(model, tensor_parallel_size=num_ranks, **options))
             found = self.run(llm)

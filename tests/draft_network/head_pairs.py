@@ -13,12 +13,12 @@ from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.mapping import SINGLE_RANK
-from tllm_spec.draft_network.network import HeadNetwork, Network
+from tllm_spec.draft_network.network import ExternalHead, Network
 from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers, TorchLayers
 from tllm_spec.executor.speculative.drafting.draft_net import HeadNet
-from tllm_spec.executor.speculative.drafting.network_layers import NetworkLayers
+from tllm_spec.executor.speculative.drafting.external_layers import ExternalHeadLayers
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
@@ -137,6 +137,6 @@ def head_pair(head: Eagle3Head, network: Network) -> tuple[HeadSide, HeadSide]:
         HeadNet(head, spec), AttentionGroups([PagedGroup(VanillaAttention(geometry, pool), rows)])
     )
     own_pool, own_rows = cache_of(head)
-    draft = HeadNetwork(head.config, head.dtype, CPU, network, head)
-    network_layers = NetworkLayers(draft, spec, own_pool, own_rows)
-    return HeadSide(torch_layers, pool, size), HeadSide(network_layers, own_pool, size)
+    draft = ExternalHead(head.config, head.dtype, CPU, network, head)
+    external_layers = ExternalHeadLayers(draft, spec, own_pool, own_rows)
+    return HeadSide(torch_layers, pool, size), HeadSide(external_layers, own_pool, size)

@@ -11,14 +11,14 @@ from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.mapping import SINGLE_RANK
-from tllm_spec.draft_network.network import DraftNetwork, Network
+from tllm_spec.draft_network.network import ExternalDraft, Network
 from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import BlockTable
 from tllm_spec.executor.speculative.drafting.draft_layers import ModelLayers, TorchLayers
 from tllm_spec.executor.speculative.drafting.draft_net import CausalNet
-from tllm_spec.executor.speculative.drafting.network_layers import NetworkModelLayers
+from tllm_spec.executor.speculative.drafting.external_layers import ExternalModelLayers
 from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.registry import load_model
@@ -71,9 +71,9 @@ def network_side(
     model: LlamaForCausalLM, network: Network, input_vocab_size: int | None = None
 ) -> Side:
     pool, rows = cache_of(model)
-    draft = DraftNetwork(model.config, model.dtype, CPU, network)
+    draft = ExternalDraft(model.config, model.dtype, CPU, network)
     size = input_vocab_size or model.config.vocab_size
-    return Side(NetworkModelLayers(draft, pool, rows, size), pool)
+    return Side(ExternalModelLayers(draft, pool, rows, size), pool)
 
 
 def cache_of(model: LlamaForCausalLM | Eagle3Head) -> tuple[KVPool, RowBuilder]:

@@ -22,7 +22,7 @@ from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import DraftTargetDecodingConfig, Eagle3DecodingConfig
 from tllm_spec.draft_network import tensorrt_package
-from tllm_spec.draft_network.network import HeadNetwork
+from tllm_spec.draft_network.network import ExternalHead
 from tllm_spec.draft_network.tensorrt_build import EngineLimits
 from tllm_spec.draft_network.tensorrt_package import find_tensorrt, package_for
 from tllm_spec.executor.building import draft_backend
@@ -31,7 +31,7 @@ from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.speculative.drafting.draft_net import HeadNet
 from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
-from tllm_spec.executor.speculative.modes import draft_model_of
+from tllm_spec.executor.speculative.modes import draft_plan_of
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.zoo.quantise import Style, quantise
 from tllm_spec.zoo.registry import resolve_model
@@ -197,13 +197,13 @@ def test_a_heads_engine_that_cuda_graphs_cannot_hold_is_refused(
     plan: Any = SimpleNamespace(device=torch.device("cuda"), graph_sizes=(1, 2))
     head = load_head(resolve_model("zoo:llama-eagle3"), load_target(resolve_model("zoo:llama")), 3)
     options = {"max_draft_len": 3, "speculative_model": "d", "draft_backend": "tensorrt"}
-    draft = draft_model_of(Eagle3DecodingConfig(**options, eagle3_one_model=False))
+    draft = draft_plan_of(Eagle3DecodingConfig(**options, eagle3_one_model=False))
     assert draft is not None
     with pytest.raises(ValueError, match="set cuda_graph_config: null, or use draft_backend: torc"):
         load_head_network(plan, LoadedDraft(draft, head, None))
     plan.graph_sizes = ()
     loaded = load_head_network(plan, LoadedDraft(draft, head, None))
-    assert isinstance(loaded.net, HeadNetwork) and loaded.net.num_logits == 1024
+    assert isinstance(loaded.model, ExternalHead) and loaded.model.num_logits == 1024
 
 
 def test_onnxruntime_is_refused_with_every_reason_at_once(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_onnxruntime_is_refused_on_a_gpu_and_on_several_devices() -> None:
         args=LlmArgs.from_kwargs("zoo:llama", dtype="float32"),
         config=ModelConfig.from_pretrained(resolve_model("zoo:llama")),
         device=torch.device("cuda"),
-        draft_plan=draft_model_of(spec),
+        draft_plan=draft_plan_of(spec),
         dtype=torch.float32,
         max_len=100,
         mapping=SimpleNamespace(world_size=2),

@@ -18,8 +18,8 @@ from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
 from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, HeadNet
+from tllm_spec.executor.speculative.drafting.external_layers import ExternalHeadLayers
 from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
-from tllm_spec.executor.speculative.drafting.network_layers import NetworkLayers
 from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.kernels.gumbel import gumbel_noise
@@ -124,7 +124,7 @@ def draft_place(harness: Harness) -> tuple[int, KVPool]:
     if isinstance(layers, TorchLayers):
         pool = layers.attention.groups[0].backend.pool
     else:
-        assert isinstance(layers, NetworkLayers)
+        assert isinstance(layers, ExternalHeadLayers)
         pool = layers.pool
     groups = enumerate(harness.parts.kv.groups)
     number = next(i for i, group in groups if any(own is pool for own in group.pools))
@@ -268,14 +268,14 @@ def assert_cached_pages_are_whole(harness: Harness) -> int:
 
 def with_lengths(harness: Harness, lengths: Iterator[int] | int) -> None:
     """Sets the draft lengths of the rounds to come."""
-    harness.parts.draft_len_for = lambda *_: lengths if isinstance(lengths, int) else next(lengths)
+    harness.parts.tier_for = lambda *_: lengths if isinstance(lengths, int) else next(lengths)
 
 
 def count_forwards(harness: Harness) -> list[int]:
     """Rows of every forward of the draft network; of chunks outside torch, each is a forward."""
     rows: list[int] = []
     layers, net = proposer_of(harness)._layers, proposer_of(harness).net
-    if isinstance(layers, NetworkLayers):
+    if isinstance(layers, ExternalHeadLayers):
         run = layers._run
 
         def counted_run(windows: Windows, *others: Any) -> torch.Tensor:

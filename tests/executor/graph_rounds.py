@@ -11,8 +11,8 @@ from tests.executor.draft_caches import HOT, TREE, one_model
 from tests.executor.harness import Harness, draft_target
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.build import prepare_rounds
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.building.rounds import build_controller
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.graph_pool import GraphPool
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs, graph_keys
@@ -139,7 +139,7 @@ def keys_of_build(model: Path, **options: Any) -> list[GraphKey]:
     )
     plan.device = torch.device("cuda")
     runner: Any = recorder
-    build_controller(plan, runner, [])
+    prepare_rounds(plan, runner, [])
     return recorder.keys
 
 

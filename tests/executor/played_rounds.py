@@ -15,8 +15,8 @@ class LinearTimes(RoundTimes):
     def __init__(self, draft_ms: float, *, has_contexts: bool = False) -> None:
         self.draft_ms, self.has_contexts = draft_ms, has_contexts
 
-    def round_time(self, batch_size: int, draft_len: int) -> float:
-        return (10 + self.draft_ms * draft_len) / 1e3
+    def round_time(self, batch_size: int, tier: int) -> float:
+        return (10 + self.draft_ms * tier) / 1e3
 
 
 def controller(
@@ -37,7 +37,7 @@ def play(
     """Every request's drafts are accepted up to `num_accepted`. Returns the lengths asked for."""
     asked = []
     for _ in range(rounds):
-        steps = controls.steps_for(batch_size)
+        steps = controls.tier_for(batch_size)
         asked.append(steps)
         accepted = [min(steps, num_accepted)] * batch_size if steps else []
         controls.observe(batch_size, accepted, steps)

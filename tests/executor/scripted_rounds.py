@@ -153,7 +153,7 @@ class ScriptedEngine:
             drafter=ReadyDrafts() if draft_len else NoDrafter(),
             sampler=sampler,
             controller=AdaptiveController.fixed(draft_len),
-            draft_len_for=lambda *_: draft_len,
+            tier_for=lambda *_: draft_len,
             blame=lambda: None,
             draft_watch=DraftWatch(""),
             max_in_flight=1,

@@ -94,7 +94,7 @@ class Simulator:
 
     def _round(self, acceptance: np.ndarray) -> None:
         batch_size, outcome = len(acceptance), self.outcome
-        steps = self._controller.steps_for(batch_size)
+        steps = self._controller.tier_for(batch_size)
         verified = min(steps, self._drafts_ready)
         self._drafts_ready = steps
         # P(n or more accepted) = acceptance ** n, so a uniform number gives n; clipped to what the

@@ -116,7 +116,7 @@ class TreeSimulator:
         return outcome
 
     def _round(self, batch_size: int, first: float, outcome: Outcome) -> None:
-        tier = self._controller.steps_for(batch_size)
+        tier = self._controller.tier_for(batch_size)
         verified, is_pure = min(tier, self._made), tier == self._made
         self._made, shape = tier, self._shapes.of(verified)
         ranks = [draw(self._chance, shape, first) for _ in range(batch_size * (verified > 0))]

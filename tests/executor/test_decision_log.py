@@ -17,7 +17,7 @@ ROUNDS = 4000
 def play(controller: AdaptiveController, rounds: int, num_accepted: int) -> list[int]:
     asked = []
     for _ in range(rounds):
-        steps = controller.steps_for(1)
+        steps = controller.tier_for(1)
         asked.append(steps)
         controller.observe(1, [min(steps, num_accepted)] if steps else [], steps)
     return asked

@@ -171,12 +171,12 @@ def test_catching_up_writes_the_positions_of_the_backlog_and_no_others(
         set(map(tuple, (pool.data != old).any(-1).any(-1).any(0).any(0).nonzero().tolist()))
         for pool, old in zip(pools_of(harness), before, strict=True)
     )
-    shift = proposer_of(harness).net.shift
+    after = 1 - proposer_of(harness).net.lookahead
     cache = harness.parts.kv.cache
     due = {
         (cache.pages(request.request_id)[position // 4], position % 4)
         for request, waiting in zip(requests, (7, 4, 0), strict=True)
-        for position in range(request.kv_len + shift - waiting, request.kv_len + shift)
+        for position in range(request.kv_len + after - waiting, request.kv_len + after)
     }
     assert not target and {(page, offset) for page, offset in draft if page} == due
     assert [request.draft_backlog for request in requests] == [0, 0, 0]

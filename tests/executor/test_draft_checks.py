@@ -8,7 +8,7 @@ import pytest
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
-from tllm_spec.executor.speculative.modes import DraftModel, draft_model_of
+from tllm_spec.executor.speculative.modes import DraftPlan, draft_plan_of
 from tllm_spec.llm import LLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.text.tokenizer import load_tokenizer
@@ -41,7 +41,7 @@ def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
         LLM("zoo:llama", max_seq_len=64, speculative_config=spec)
 
 
-def draft_model(folder: Path) -> DraftModel:
+def draft_model(folder: Path) -> DraftPlan:
     args = LlmArgs(
         model="zoo:llama",
         speculative_config={
@@ -50,7 +50,7 @@ def draft_model(folder: Path) -> DraftModel:
             "speculative_model": str(folder),
         },
     )
-    draft = draft_model_of(args.speculative_config)
+    draft = draft_plan_of(args.speculative_config)
     assert draft is not None
     return draft
 

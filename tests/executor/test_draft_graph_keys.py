@@ -22,9 +22,9 @@ from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.executor.building.draft_lens import RoundTimer
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.building.tiers import RoundTimer
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
 from tllm_spec.executor.engine.page_plan import own_groups
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs

@@ -172,7 +172,7 @@ def test_a_change_of_the_draft_length_is_drafted_for_in_graphs(
     requests = []
     for harness in (watched.harness, eager):
         lengths = iter([3, *[3] * 5, *[1] * 4, *[0] * 3, *[3] * 100])
-        harness.parts.draft_len_for = lambda *_, lengths=lengths: next(lengths)
+        harness.parts.tier_for = lambda *_, lengths=lengths: next(lengths)
         requests.append([harness.submit([7, 8, 9], max_tokens=60)])
         harness.run()
     assert_same(*requests)
@@ -194,7 +194,7 @@ def test_a_draft_model_needs_a_graph_of_the_rounds_own_draft_length(
     assert {len(window) for window in windows.values()} == {4}
     assert watched.replays()[GraphKey(1, chain_of(3), False)] >= 1 and watched.eager == []
     before = watched.replays()
-    harness.parts.draft_len_for = lambda *_: 2
+    harness.parts.tier_for = lambda *_: 2
     harness.submit([7, 8, 9], max_tokens=20)
     harness.run()
     assert watched.replays() == before and len(watched.eager) > 3

@@ -75,7 +75,7 @@ def test_the_cache_follows_through_whatever_happens(
     kv, random, plan = draft_kv(harness), Random(seed), Random(seed)
     check_that_writes_are_private(harness, monkeypatch)
     draft_len = left = num_checked = 0
-    harness.parts.draft_len_for = lambda *_: draft_len
+    harness.parts.tier_for = lambda *_: draft_len
     requests: list[LlmRequest] = []
     for number in range(400):
         if not left:
@@ -125,13 +125,13 @@ def test_a_target_that_drafts_for_itself_is_always_right_whenever_drafting_resum
     options = {"disable_overlap_scheduler": not overlap, "kv_cache_config": cache}
     harness, random = Harness(tiny, **options, **draft_target(tiny, 4)), Random(5)
     lengths: list[int] = []
-    harness.parts.draft_len_for = lambda *_: lengths.pop()
+    harness.parts.tier_for = lambda *_: lengths.pop()
     requests = [harness.submit([i, *PROMPT], max_tokens=200) for i in range(3)]
     for _ in range(120):
         if not lengths:
             lengths = [random.choice((0, 1, 3, 4))] * random.choice((1, 1, 2, 9))
         harness.round()
-    harness.parts.draft_len_for = lambda *_: 4
+    harness.parts.tier_for = lambda *_: 4
     harness.run()
     for request in requests:
         stats, by_drafted = request.counters.stats(), request.counters.by_drafted
@@ -191,7 +191,7 @@ def test_a_round_that_breaks_off_leaves_the_draft_cache_usable(tiny: Path) -> No
 
     harness = Harness(tiny, max_num_tokens=40, enable_chunked_prefill=True, **draft_target(tiny, 3))
     draft_len = 0
-    harness.parts.draft_len_for = lambda *_: draft_len
+    harness.parts.tier_for = lambda *_: draft_len
     requests = [harness.submit([i, *PROMPT], max_tokens=60) for i in range(2)]
     for _ in range(8):
         harness.round()
@@ -240,7 +240,7 @@ def test_a_short_text_is_read_from_its_beginning_when_drafts_of_trees_resume(
     options = draft_target(tiny, 6, draft_len_schedule={1: 6, 2: 0}, **TREE)
     harness = Harness(tiny, disable_overlap_scheduler=not overlap, **options)
     lengths = iter((6, 6, 0, 0))
-    harness.parts.draft_len_for = lambda *_: next(lengths, 6)
+    harness.parts.tier_for = lambda *_: next(lengths, 6)
     # The target writes nothing but a token that is never drafted.
     request = harness.submit([5], max_tokens=12, logit_bias={7: 1e9})
     harness.run()
@@ -255,7 +255,7 @@ def test_rejected_drafts_give_their_draft_pages_back(
     options = draft_target(tiny_draft, 7) | {"disable_overlap_scheduler": not overlap}
     harness = Harness(tiny, kv_cache_config={"tokens_per_block": 4}, **options)
     lengths, kv = iter([7] * 8 + [1] * 100), draft_kv(harness)
-    harness.parts.draft_len_for = lambda *_: next(lengths)
+    harness.parts.tier_for = lambda *_: next(lengths)
     request = harness.submit(PROMPT, max_tokens=60)
     held = []
     while harness.round():

@@ -13,7 +13,7 @@ from tests.executor.harness import Harness, output_of
 from tests.lossless.engines import tiny_engine
 from tllm_spec.config.draft_shape import DraftShape, DraftShapes, chain_of
 from tllm_spec.config.speculative_config import NGramDecodingConfig
-from tllm_spec.executor.building.draft_lens import without_outliers
+from tllm_spec.executor.building.tiers import without_outliers
 from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
 from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
 
@@ -120,7 +120,7 @@ def test_drafts_are_not_free_next_to_batches_that_have_none(
     controller = harness.parts.controller
     controller.observe(5, [], 0)
     row = controller.state()["round_ms"]["5"]
-    assert row["4"] == pytest.approx(5 * row["0"]) and controller.steps_for(6) == 0
+    assert row["4"] == pytest.approx(5 * row["0"]) and controller.tier_for(6) == 0
 
 
 def test_start_up_times_rounds_on_as_many_threads_as_they_will_run_on(
@@ -148,13 +148,13 @@ def test_without_adaptive_nothing_is_timed(monkeypatch: pytest.MonkeyPatch, tiny
     monkeypatch.setattr("tllm_spec.executor.building.rounds.RoundTimer", None)
     for own in ({}, {"adaptive": "conservative"}):
         config = {"decoding_type": "NGram", "max_draft_len": 7, **own}
-        assert Harness(tiny, speculative_config=config).parts.controller.steps_for(1) in (3, 7)
+        assert Harness(tiny, speculative_config=config).parts.controller.tier_for(1) in (3, 7)
 
 
 def test_windows_of_a_full_batch_fit_one_forward() -> None:
     config = NGramDecodingConfig(max_draft_len=4)
     controller = controller_for(config, max_num_tokens=12)
-    assert [controller.steps_for(size) for size in (1, 2, 3, 4, 5, 6, 12, 13)] == [
+    assert [controller.tier_for(size) for size in (1, 2, 3, 4, 5, 6, 12, 13)] == [
         4,
         4,
         3,
@@ -164,14 +164,14 @@ def test_windows_of_a_full_batch_fit_one_forward() -> None:
         0,
         0,
     ]
-    assert controller.draft_lens_at(4) == {2}
+    assert controller.tiers_at(4) == {2}
     adaptive = controller_for(
         NGramDecodingConfig(max_draft_len=4, adaptive=LADDER), max_num_tokens=12
     )
-    assert [adaptive.draft_lens_at(size) for size in (2, 3, 13)] == [{0, 1, 4}, {0, 1}, {0}]
+    assert [adaptive.tiers_at(size) for size in (2, 3, 13)] == [{0, 1, 4}, {0, 1}, {0}]
     scheduled = NGramDecodingConfig(max_draft_len=4, draft_len_schedule={1: 4, 3: 2})
     limited = controller_for(scheduled, max_num_tokens=12)
-    assert [limited.steps_for(size) for size in (2, 3, 5)] == [4, 2, 1]
+    assert [limited.tier_for(size) for size in (2, 3, 5)] == [4, 2, 1]
 
 
 def test_graphs_of_an_adaptive_draft_length_end_where_a_limit_begins(
@@ -204,7 +204,7 @@ def test_times_without_graphs_are_taken_without_outliers(
     )
     harness = Harness(tiny, **tiny_engine("eagle3", drafts, 4, adaptive=LADDER))
     controls = harness.parts.controller
-    controls.steps_for(1)
+    controls.tier_for(1)
     assert controls.state()["round_ms"]["1"] == pytest.approx({"0": 1000, "1": 1500, "4": 1500})
 
 

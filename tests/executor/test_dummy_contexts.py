@@ -12,7 +12,7 @@ from tests.executor.draft_caches import one_model
 from tests.executor.harness import Harness, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
-from tllm_spec.executor.building.draft_lens import RoundTimer
+from tllm_spec.executor.building.tiers import RoundTimer
 from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.dummy_contexts import ContextLimits, DummyContexts

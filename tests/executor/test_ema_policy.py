@@ -26,9 +26,9 @@ def decisions(
     """Every round's accepted drafts are a function of the present length."""
     found = []
     for number, accept in enumerate(accepted, start=1):
-        steps = controls.steps_for(1)
+        steps = controls.tier_for(1)
         if controls.observe(1, accept(steps)):
-            found.append((number, steps, controls.steps_for(1), round(ema(controls), 4)))
+            found.append((number, steps, controls.tier_for(1), round(ema(controls), 4)))
     return found
 
 
@@ -108,7 +108,7 @@ def test_the_mixed_trace_of_batches_of_two_to_six_digits() -> None:
     emas, switches = [], []
     for number, batch in enumerate(batches, start=1):
         if controls.observe(2, list(batch)):
-            switches.append((number, controls.steps_for(2)))
+            switches.append((number, controls.tier_for(2)))
         emas.append(round(ema(controls), 6))
     first = [
         2,
@@ -149,16 +149,16 @@ def test_thresholds_lie_half_a_draft_below_a_rung(
     )
     low = int(mean)
     controls.observe(1, [low, low] if mean == low else [low, low + 1])
-    assert controls.steps_for(1) == expected
+    assert controls.tier_for(1) == expected
 
 
 def test_a_launch_value_outside_the_ladder_starts_in_its_middle() -> None:
     controls = controller([1, 3, 7], 2)
-    assert controls.steps_for(1) == 3 and ema(controls) == 2.0
+    assert controls.tier_for(1) == 3 and ema(controls) == 2.0
 
 
 def test_without_a_launch_value_the_middle_of_all_ladders_is_taken() -> None:
-    assert AdaptiveController.from_config("newest").steps_for(1) == 3
+    assert AdaptiveController.from_config("newest").tier_for(1) == 3
 
 
 def test_zero_is_left_with_any_input_and_keeps_a_known_average() -> None:
@@ -183,11 +183,11 @@ def test_an_empty_round_does_not_count() -> None:
 def test_batches_are_padded_to_graphs_before_they_find_their_slot() -> None:
     slots = {"strategy": "ema", **{low: {"candidate_steps": [low]} for low in (1, 8, 32)}}
     padded = AdaptiveController.from_config(slots, graph_batch_sizes=[1, 2, 4, 8, 16, 32])
-    assert [padded.steps_for(size) for size in (1, 4, 5, 9, 17, 33)] == [1, 1, 8, 8, 32, 32]
+    assert [padded.tier_for(size) for size in (1, 4, 5, 9, 17, 33)] == [1, 1, 8, 8, 32, 32]
     raw = AdaptiveController.from_config(slots)
-    assert [raw.steps_for(size) for size in (5, 17, 32)] == [1, 8, 32]
+    assert [raw.tier_for(size) for size in (5, 17, 32)] == [1, 8, 32]
     late = AdaptiveController.from_config({"strategy": "ema", 4: {"candidate_steps": [2]}})
-    assert late.steps_for(1) == 2
+    assert late.tier_for(1) == 2
 
 
 def test_slots_learn_from_their_own_batches_only() -> None:
@@ -197,14 +197,14 @@ def test_slots_learn_from_their_own_batches_only() -> None:
     )
     for _ in range(15):
         controls.observe(9, [3] * 9)
-    assert (controls.steps_for(7), controls.steps_for(8)) == (3, 7)
+    assert (controls.tier_for(7), controls.tier_for(8)) == (3, 7)
 
 
 def stale_after_a_rise(**keys: Any) -> float:
     fast = {"warmup_batches": 0, "update_interval": 1, "down_hysteresis": 0.0}
     controls = controller([0, 3], 0, **fast, **keys)
-    assert controls.observe(1, [0], num_steps=0) and controls.steps_for(1) == 3
-    controls.observe(1, [0], num_steps=0)  # was under way when the length rose
+    assert controls.observe(1, [0], verified_tier=0) and controls.tier_for(1) == 3
+    controls.observe(1, [0], verified_tier=0)  # was under way when the length rose
     return ema(controls)
 
 
@@ -217,14 +217,14 @@ def test_compat_counts_a_stale_round_as_the_present_length_s() -> None:
     controls = AdaptiveController.from_config(
         {**config, "1": {"candidate_steps": [0, 3]}}, initial_steps=0
     )
-    controls.observe(1, [0], num_steps=0)
-    controls.observe(1, [0], num_steps=0)
+    controls.observe(1, [0], verified_tier=0)
+    controls.observe(1, [0], verified_tier=0)
     assert ema(controls) == pytest.approx(1.6)
 
 
 def test_a_stale_round_of_a_longer_length_shows_what_the_present_one_would_have() -> None:
     fast = {"ema_alpha": 1, "warmup_batches": 0, "update_interval": 1}
     controls = controller([1, 7], 7, **fast)
-    assert controls.observe(2, [0, 0], num_steps=7) and controls.steps_for(2) == 1
-    controls.observe(2, [5, 0], num_steps=7)
+    assert controls.observe(2, [0, 0], verified_tier=7) and controls.tier_for(2) == 1
+    controls.observe(2, [5, 0], verified_tier=7)
     assert ema(controls) == 0.5

@@ -12,7 +12,7 @@ from tests.executor.graph_rounds import (
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config.llm_args import CudaGraphConfig
 from tllm_spec.config.speculative_config import NGramDecodingConfig
-from tllm_spec.executor.building.draft_lens import draft_lens_of_rounds
+from tllm_spec.executor.building.tiers import tiers_of_rounds
 from tllm_spec.executor.graphs.slot_graphs import graph_keys
 from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
 
@@ -40,10 +40,10 @@ def test_keys_are_exactly_the_combinations_that_batches_can_have(
     options: dict[str, Any], sizes: tuple[int, ...]
 ) -> None:
     spec = config(**options)
-    keys = graph_keys(sizes, controller_for(spec).draft_lens_at)
+    keys = graph_keys(sizes, controller_for(spec).tiers_at)
     padded = {n: min(size for size in sizes if size >= n) for n in range(1, 9)}
     needed = {
-        (padded[n], controller_for(spec).steps_for(n), sampled)
+        (padded[n], controller_for(spec).tier_for(n), sampled)
         for n in padded
         for sampled in (False, True)
     }
@@ -53,7 +53,7 @@ def test_keys_are_exactly_the_combinations_that_batches_can_have(
 
 def test_drafters_that_may_come_with_fewer_drafts_have_a_graph_for_every_length() -> None:
     spec = config(draft_len_schedule={1: 3, 3: 1})
-    keys = graph_keys((2, 4), draft_lens_of_rounds(controller_for(spec), spec))
+    keys = graph_keys((2, 4), tiers_of_rounds(controller_for(spec), spec))
     lengths = {size: {key.draft_len for key in keys if key.batch_size == size} for size in (2, 4)}
     assert lengths == {2: {0, 1, 2, 3}, 4: {0, 1}}
 
@@ -64,7 +64,7 @@ def test_sizes_end_where_the_schedule_changes_so_that_no_batch_pads_beyond() -> 
         8, [size - 1 for size in schedule if size > 1]
     )
     spec = config(draft_len_schedule=schedule)
-    keys = graph_keys(sizes, controller_for(spec).draft_lens_at)
+    keys = graph_keys(sizes, controller_for(spec).tiers_at)
     assert {(key.batch_size, key.draft_len) for key in keys} == {(1, 4), (5, 4), (8, 0)}
 
 

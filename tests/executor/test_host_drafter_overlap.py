@@ -78,7 +78,7 @@ def test_the_next_round_is_scheduled_in_time_and_drafted_for_when_all_tokens_are
     for place in range(3):
         harness.submit([place, *PROMPT], max_tokens=60)
     for draft_len in [3, 3, 3, 0, 0, 0, 3, 0, 3, 0, 0]:
-        harness.parts.draft_len_for = lambda *_, draft_len=draft_len: draft_len
+        harness.parts.tier_for = lambda *_, draft_len=draft_len: draft_len
         harness.round()
     assert harness.scheduled == [0] + [1] * 10
     assert harness.drafted == [0] * 4, "the first round had contexts only"
@@ -93,7 +93,7 @@ def test_disabling_overlap_reads_every_round_before_the_next_is_scheduled(
     mode: str, tiny: Path
 ) -> None:
     harness = Watched(tiny, **MODES[mode](), **NO_OVERLAP)
-    harness.parts.draft_len_for = lambda *_: 3 * (len(harness.scheduled) % 2)
+    harness.parts.tier_for = lambda *_: 3 * (len(harness.scheduled) % 2)
     harness.submit(PROMPT, max_tokens=20)
     harness.run()
     assert not any(harness.scheduled) and len(harness.scheduled) > 10
@@ -133,7 +133,7 @@ def test_draft_lengths_with_zero_among_them_change_no_text(mode: str, tiny: Path
     """Scheduled with one length, read with another, in every order."""
     harness, alone = Watched(tiny, **MODES[mode]()), Harness(tiny, **NO_OVERLAP)
     lengths = Random(4)
-    harness.parts.draft_len_for = lambda *_: lengths.choice((0, 0, 1, 3))
+    harness.parts.tier_for = lambda *_: lengths.choice((0, 0, 1, 3))
     ours, theirs = (submit_traffic(each, Random(5), 24) for each in (harness, alone))
     while harness.round():
         harness.executor.check_integrity()
@@ -209,7 +209,7 @@ def test_a_users_manager_sees_a_round_end_before_the_next_one_begins(tiny: Path)
             events.append("update")
 
     harness = Watched(tiny, **user_provided(resource_manager=Listening()))
-    harness.parts.draft_len_for = lambda *_: 3 * (len(harness.scheduled) % 3 > 0)
+    harness.parts.tier_for = lambda *_: 3 * (len(harness.scheduled) % 3 > 0)
     harness.submit(PROMPT, max_tokens=30)
     harness.run()
     assert sum(harness.scheduled) > 10

@@ -177,7 +177,7 @@ def test_a_round_that_is_scheduled_before_the_last_is_read_keeps_its_pages_and_n
     watched = Watched(RATES["seven"], may_preempt=may_preempt, num_pages=num_pages)
     watched.parts.drafts_in_flight = watched.parts.plain_in_flight = False
     random, schedule = Random(2), watched.parts.scheduler.schedule
-    watched.parts.draft_len_for = lambda *_: random.choice((0, 0, 0, 2, 7))
+    watched.parts.tier_for = lambda *_: random.choice((0, 0, 0, 2, 7))
     in_flight = Counter[str]()
 
     def watched_schedule(generating: list[LlmRequest], shape: DraftShape, **options: bool) -> Any:
@@ -321,7 +321,7 @@ def test_when_drafts_become_fewer_pages_ahead_for_them_go_back() -> None:
         return kv.held(request)[0] - kv.pages_for(kept)
 
     assert all(num_ahead(request, 1) > 0 for request in requests)
-    watched.parts.draft_len_for = lambda *_: 0
+    watched.parts.tier_for = lambda *_: 0
     for _ in range(3):
         watched.step()
     assert all(num_ahead(request, 1) <= 0 for request in requests)

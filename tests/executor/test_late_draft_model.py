@@ -84,7 +84,7 @@ def test_a_draft_model_has_read_all_it_missed_when_it_drafts(
     harness, plain = Harness(tiny, **options, **speculation), Harness(tiny, **options)
     random, seen = Random(seed), set[str]()
     draft_len, plan = 0, Random(seed)
-    harness.parts.draft_len_for = lambda *_: draft_len
+    harness.parts.tier_for = lambda *_: draft_len
     preempt = harness.parts.scheduler._preempt
 
     def watched(victim: LlmRequest, *others: Any) -> None:

@@ -50,11 +50,11 @@ def force(harness: Harness, lengths: Iterable[int]) -> list[int]:
     asked: list[int] = []
     coming = iter(lengths)
 
-    def draft_len_for(batch_size: int) -> int:
+    def tier_for(batch_size: int) -> int:
         asked.append(next(coming))
         return asked[-1]
 
-    harness.parts.draft_len_for = draft_len_for
+    harness.parts.tier_for = tier_for
     return asked
 
 
@@ -180,10 +180,10 @@ def test_missing_drafts_are_no_rejections_for_the_gate_but_count_for_ema(tiny: P
     told = Told(harness)
     for number in range(4):
         harness.submit([number + 1, 2], max_tokens=40)
-    harness.parts.draft_len_for = lambda *_: 4
+    harness.parts.tier_for = lambda *_: 4
     harness.run()
     assert not harness.parts.controller.state()["limits"]["gate"]["is_closed"]
-    shared = [each for each in told.rounds if each[0] == 4 and each[4]["num_asked"] == 4]
+    shared = [each for each in told.rounds if each[0] == 4 and each[4]["asked_draft_len"] == 4]
     assert len(shared) > 5
     for _, accepted, steps, _, more in shared:
         assert (sorted(accepted), steps, more["num_drafted"]) == ([0, 0, 0, 2], 2, 2)
@@ -199,7 +199,7 @@ def test_padding_after_a_requests_own_limit_counts_as_rejected(
     window of 4 drafts."""
     harness = Harness(tiny, **tiny_engine(mode, itself, MAX_DRAFT_LEN, adaptive=LADDER))
     told = Told(harness)
-    harness.parts.draft_len_for = lambda *_: 4
+    harness.parts.tier_for = lambda *_: 4
     for limit in (0, 1):
         harness.submit([limit + 1, 2], max_tokens=60, draft_limit=limit)
     harness.run()
@@ -209,7 +209,7 @@ def test_padding_after_a_requests_own_limit_counts_as_rejected(
         assert len(accepted) == 1 and more["num_drafted"] == 1
         assert steps == 4
     if mode == "draft_target_one_model":
-        assert harness.parts.controller.steps_for(1) <= 1
+        assert harness.parts.controller.tier_for(1) <= 1
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -245,7 +245,7 @@ def test_a_time_belongs_to_the_round_that_took_it_and_to_one_draft_length(
 
     around_reads(harness.executor, look)
     lengths = cycle([4, 4, 4, 0, 0, 0])
-    harness.parts.draft_len_for = lambda *_: next(lengths)
+    harness.parts.tier_for = lambda *_: next(lengths)
     for number in range(2):
         harness.submit([number + 1, 2], max_tokens=40)
         for _ in range(6):
@@ -274,7 +274,7 @@ def test_a_round_that_broke_off_takes_no_time_of_the_next_one(clock: Clock, tiny
     options["speculative_config"] |= {"adaptive": LADDER}
     harness = Harness(tiny, **options)
     told = Told(harness)
-    harness.parts.draft_len_for = lambda *_: 1
+    harness.parts.tier_for = lambda *_: 1
     requests = [harness.submit([number, 2], max_tokens=30) for number in (1, 2)]
     harness.run()
     assert [request.finish_reason for request in requests] == ["error", "length"]
@@ -304,8 +304,8 @@ def test_a_full_forward_makes_windows_shorter_along_the_ladder(
     assert all(steps <= longest[size] for size, _, steps, _, _ in told.rounds)
     assert {steps for _, _, steps, _, _ in told.rounds} <= {0, *ladder}
     for size in range(1, 7):
-        assert harness.parts.controller.steps_for(size) <= longest[size]
-    assert harness.parts.controller.draft_lens_at(6) == {ladder[0]}
+        assert harness.parts.controller.tier_for(size) <= longest[size]
+    assert harness.parts.controller.tiers_at(6) == {ladder[0]}
 
 
 @pytest.mark.thinned
@@ -327,7 +327,7 @@ def test_a_shorter_tier_has_fewer_rows_in_the_targets_forward(
     for number in range(3):
         harness.submit([number + 1, 2], max_tokens=200)
     for draft_len in [4, *[4, 1, 1, 0, 0, 4] * 3]:
-        harness.parts.draft_len_for = lambda *_, draft_len=draft_len: draft_len
+        harness.parts.tier_for = lambda *_, draft_len=draft_len: draft_len
         harness.round()
     assert shapes == [3 * rows for rows in [5, 2, 2, 1, 1, 5] * 3]
 

@@ -55,7 +55,7 @@ def run_lengths(harness: Harness, lengths: list[int]) -> tuple[list[int], list[i
 
     drafter.prepare_draft_tokens = watched  # type: ignore[method-assign] # a spy on this one object
     for draft_len in lengths:
-        harness.parts.draft_len_for = lambda *_, draft_len=draft_len: draft_len
+        harness.parts.tier_for = lambda *_, draft_len=draft_len: draft_len
         harness.round()
         left.append(len(rounds_in_flight(executor)))
     harness.run()
@@ -122,7 +122,7 @@ def test_disabling_overlap_also_disables_it_for_rounds_without_drafts(
     tiny: Path, draft: Path
 ) -> None:
     harness = Harness(tiny, **draft_target(draft, 3), disable_overlap_scheduler=True)
-    harness.parts.draft_len_for = lambda *_: 0
+    harness.parts.tier_for = lambda *_: 0
     harness.submit(PROMPT, max_tokens=9)
     while harness.round():
         assert not rounds_in_flight(harness.executor)

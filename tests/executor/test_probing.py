@@ -59,7 +59,7 @@ def test_a_probe_ends_even_if_the_drafter_has_no_drafts() -> None:
     play(controls, 1000, 0)
     asked = []
     for _ in range(5000):
-        asked.append(controls.steps_for(1))
+        asked.append(controls.tier_for(1))
         controls.observe(1, [], 0)
     assert 0 < sum(steps > 0 for steps in asked) < 0.1 * len(asked)
 
@@ -69,7 +69,7 @@ def test_a_longer_length_that_cannot_win_is_not_probed() -> None:
     controls = controller(draft_ms=4.0, candidate_steps=[1, 2])
     asked = []
     for number in range(6000):
-        steps = controls.steps_for(1)
+        steps = controls.tier_for(1)
         asked.append(steps)
         controls.observe(1, [int(number % 5 == 0)], steps)
     assert set(asked[500:]) == {1}
@@ -125,7 +125,7 @@ def test_rounds_of_a_probe_in_which_its_drafts_are_not_there_yet_do_not_count() 
     asked = [0]
     for _ in range(5000):
         before = asked[-1]
-        asked.append(controls.steps_for(1))
+        asked.append(controls.tier_for(1))
         verified = min(before, asked[-1])
         controls.observe(1, [0] if verified else [], verified)
     assert lengths_of_probes(asked) == {5}
@@ -148,11 +148,11 @@ def test_a_convinced_probe_becomes_the_length_and_ends_at_once() -> None:
 def test_a_batch_size_whose_limit_is_lower_takes_no_part_in_a_probe() -> None:
     controls = controller(limits=DraftLenLimits({1: 3, 4: 2}))
     play(controls, 600, 2)
-    assert settled(controls) == controls.steps_for(4) == 2
+    assert settled(controls) == controls.tier_for(4) == 2
     probed = 0
     for _ in range(5000):
         if probe_of(controls) == 3:
-            assert (controls.steps_for(1), controls.steps_for(4)) == (3, 2)
+            assert (controls.tier_for(1), controls.tier_for(4)) == (3, 2)
             probed += 1
         play(controls, 1, 2)
     assert probed > 0
@@ -165,7 +165,7 @@ def test_pausing_requests_are_expected_to_gain_from_a_longer_length_too() -> Non
         controls = controller(draft_ms=12.0, candidate_steps=[1, 2])
         asked = []
         for _ in range(3000):
-            asked.append(controls.steps_for(4))
+            asked.append(controls.tier_for(4))
             controls.observe(4, [1] * num_drafted, asked[-1])
         return set(asked[500:])
 

@@ -42,6 +42,6 @@ def test_a_single_length_tries_a_tree_that_nothing_speaks_for_yet() -> None:
     spec = Eagle3DecodingConfig(**trees.OPTIONS, adaptive=adaptive)
     table = MeasuredRoundTimes({size: dict(enumerate(row)) for size, row in trees.TIMES.items()})
     controls = controller_for(spec, graph_batch_sizes=trees.BATCH_SIZES, round_times=table)
-    assert controls.steps_for(32) == 0
+    assert controls.tier_for(32) == 0
     TreeSimulator(controls, spec.shapes, trees.TIMES, seed=7).run(32, 0.9, 8.0)
     assert controls.state()["slots"]["1"]["steps"] == {"32": "3x2/7"}

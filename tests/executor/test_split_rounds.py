@@ -104,7 +104,7 @@ def test_forward_and_tail_are_replayed_before_the_round_before_is_read(
     monkeypatch.setattr(graphs.tails, "replay", watched_replay)
     monkeypatch.setattr(ToHost, "wait", watched_wait)
     for lengths, num_rounds in (([3], 4), ([0], 3)):
-        harness.parts.draft_len_for = lambda *_, lengths=lengths: lengths[0]
+        harness.parts.tier_for = lambda *_, lengths=lengths: lengths[0]
         del events[:]
         for _ in range(num_rounds):
             harness.round()
@@ -179,12 +179,12 @@ def test_the_host_reports_the_drafts_of_the_round_before(tiny: Path, head: Path)
 
     def look(batch: ScheduledBatch) -> None:
         if batch.generation_requests:
-            reported.append((batch.draft_len, batch.num_steps))
-            assert request.py_num_draft_tokens == batch.num_steps
+            reported.append((batch.draft_len, batch.made_draft_len))
+            assert request.py_num_draft_tokens == batch.made_draft_len
 
     before_launch(harness.executor, look)
     for draft_len in (0, 0, 2, 3, 3, 1, 0, 2):
-        harness.parts.draft_len_for = lambda *_, draft_len=draft_len: draft_len
+        harness.parts.tier_for = lambda *_, draft_len=draft_len: draft_len
         harness.round()
     assert reported == [(0, 0), (2, 0), (3, 2), (3, 3), (1, 1), (0, 0), (2, 0)]
 

@@ -105,7 +105,7 @@ def test_a_changing_draft_length_leaves_the_texts_complete(tiny: Path) -> None:
     request = harness.submit([7, 8, 9, 7, 8], max_tokens=40)
     harness.run_until(request, RequestState.GENERATION)
     for number in range(14):
-        harness.parts.draft_len_for = lambda *_, number=number: lengths[number % 7]
+        harness.parts.tier_for = lambda *_, number=number: lengths[number % 7]
         harness.round()
     assert {len(drafts) for drafts in seen.values()} >= {0, 1, 2}
 

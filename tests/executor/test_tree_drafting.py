@@ -267,7 +267,7 @@ def test_a_chain_and_a_tree_that_are_chosen_accept_what_fixed_ones_accept(
     for options in (choice | {"dynamic_tree_max_topK": 4}, fixed):
         harness = Harness(tiny, **one_model(tiny_draft, head, mode, 3, **options))
         if options is not fixed:
-            harness.parts.draft_len_for = lambda *_: tier
+            harness.parts.tier_for = lambda *_: tier
         requests = [harness.submit([i, *PROMPT], 40, temperature=HOT, seed=i) for i in range(3)]
         harness.run()
         found.append([(output_of(each), each.counters.stats()) for each in requests])
@@ -291,7 +291,7 @@ def test_the_controller_learns_acceptance_by_depth_and_rank_from_accepted_paths(
     }
     speculation = one_model(tiny_draft, head, "draft_target_tree", 2, **options)
     harness = Harness(tiny, **speculation, max_seq_len=500)
-    harness.parts.draft_len_for = lambda *_: 3
+    harness.parts.tier_for = lambda *_: 3
     for seed in range(4):
         harness.submit(PROMPT, 440, temperature=HOT, seed=seed)
     harness.run()

@@ -9,6 +9,7 @@ import torch
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.build import prepare_rounds
 from tllm_spec.executor.building import plan, rounds
 
 
@@ -59,7 +60,7 @@ def test_gemms_are_tuned_for_all_row_counts_before_graphs_are_captured(
     )
     building.device = torch.device("cuda")
     runner: Any = FakeRunner(events)
-    rounds.build_controller(building, runner, [])
+    prepare_rounds(building, runner, [])
     windows = {size * window for size in (1, 2, 4, 8) for window in (1, 2, 3)}
     rows = {300, 37} | (windows if has_graphs else set())
     assert events == ([] if deterministic else [rows]) + (

@@ -97,13 +97,13 @@ def options_of(
 def chosen_lengths(harness: Harness, choose: Callable[[int], int] | None = None) -> list[int]:
     """The draft lengths of the rounds to come, as `choose` or the controller chooses them."""
     lengths: list[int] = []
-    choose = choose or harness.parts.controller.steps_for
+    choose = choose or harness.parts.controller.tier_for
 
     def chosen(batch_size: int) -> int:
         lengths.append(choose(batch_size))
         return lengths[-1]
 
-    harness.parts.draft_len_for = chosen
+    harness.parts.tier_for = chosen
     return lengths
 
 
@@ -148,7 +148,7 @@ def test_a_strategy_moves_between_draft_lengths_and_changes_no_text(
     harness.run()
     assert list(map(output_of, requests)) == tiny_plain
     assert len(set(lengths)) > 1 and max(lengths) > 0
-    assert set(lengths) <= set(harness.parts.controller.draft_lens)
+    assert set(lengths) <= set(harness.parts.controller.tiers)
     if strategy.startswith("gate"):
         assert harness.parts.controller.state()["limits"]["gate"]["is_closed"] and 0 in lengths
 
@@ -173,7 +173,7 @@ def test_sampled_texts_are_those_of_plain_decoding_while_tiers_change(
     options = engine(mode, 5, overlap=overlap, adaptive={})
     with LLM("zoo:llama", max_batch_size=8, **options) as llm:
         lengths = cycle([5, 0, 2, 5, 1, 0, 0, 3, *[0] * 18])
-        llm._executor.parts.draft_len_for = lambda *_: next(lengths)
+        llm._executor.parts.tier_for = lambda *_: next(lengths)
         outputs = generate(llm, cases, 5)
         llm.check_integrity()
     for case, output, expected in zip(cases, outputs, plain, strict=True):

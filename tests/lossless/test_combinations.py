@@ -142,14 +142,14 @@ def change_draft_len(harness: Harness, random: Random, draft_len: int) -> None:
     round."""
     coming: list[int] = []
 
-    def draft_len_for(batch_size: int) -> int:
+    def tier_for(batch_size: int) -> int:
         if not coming:
             coming.extend([random.randrange(draft_len + 1)] * random.choice((1, 1, 3)))
             coming.extend([0] * random.choice((0, 0, 2, 17)))
         rows = harness.executor.scheduler.limits.max_num_tokens // batch_size
         return min(coming.pop(), harness.parts.slots.shapes.tier_within(rows))
 
-    harness.parts.draft_len_for = draft_len_for
+    harness.parts.tier_for = tier_for
 
 
 def serve(harness: Harness, random: Random, asked: list[Asked]) -> list[LlmRequest]:

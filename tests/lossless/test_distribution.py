@@ -92,7 +92,7 @@ def sample(
     ) as llm:
         if lengths:
             coming = cycle(lengths)
-            llm._executor.parts.draft_len_for = lambda *_: next(coming)
+            llm._executor.parts.tier_for = lambda *_: next(coming)
         outputs = llm.generate(
             [PROMPT] * NUM_SEEDS,
             [replace(params, seed=seed) for seed in range(NUM_SEEDS)],
@@ -314,7 +314,7 @@ def test_a_round_after_one_without_drafts_accepts_none(indifferent: Path, overla
     spec = draft_target(indifferent, 4, use_rejection_sampling=True, draft_target_one_model=True)
     harness = Harness(indifferent, disable_overlap_scheduler=not overlap, **spec)
     lengths = cycle([4, 4, 0])
-    harness.parts.draft_len_for = lambda *_: next(lengths)
+    harness.parts.tier_for = lambda *_: next(lengths)
     request = harness.submit([1, 2, 3], 60, temperature=1.0, seed=3)
     harness.run()
     stats = request.counters.stats()

@@ -96,11 +96,11 @@ def test_a_draft_length_that_is_new_in_every_round_changes_no_text(
     harness = Harness(tiny, **tiny_engine(mode, drafts, MAX_DRAFT_LEN))
     random, chosen = Random(0), []
 
-    def draft_len_for(batch_size: int) -> int:
+    def tier_for(batch_size: int) -> int:
         chosen.append(random.randrange(MAX_DRAFT_LEN + 1))
         return chosen[-1]
 
-    harness.parts.draft_len_for = draft_len_for
+    harness.parts.tier_for = tier_for
     requests = submit_all(harness)
     harness.run()
     assert list(map(output_of, requests)) == plain
@@ -119,7 +119,7 @@ def test_drafts_are_right_again_at_once_after_rounds_without_drafts(
     options = tiny_engine(mode, drafts, MAX_DRAFT_LEN) | {"disable_overlap_scheduler": not overlap}
     harness = Harness(tiny, **options)
     lengths = cycle([4, 4, 4, *[0] * 8, 1, 4, 2, 3, *[0] * 6])
-    harness.parts.draft_len_for = lambda *_: next(lengths)
+    harness.parts.tier_for = lambda *_: next(lengths)
     requests = submit_all(harness)
     harness.run()
     assert list(map(output_of, requests)) == plain

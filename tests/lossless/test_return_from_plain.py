@@ -100,7 +100,7 @@ def rounds_after_a_pause(
     paused = Harness("zoo:llama", **options)
     seen = watch(paused)
     lengths = iter([DRAFT_LEN] * 8 + [0] * num_plain)
-    paused.parts.draft_len_for = lambda *_: next(lengths, DRAFT_LEN)
+    paused.parts.tier_for = lambda *_: next(lengths, DRAFT_LEN)
     requests = submit(paused, prompts)
     while min(len(seen.get(request.request_id, [])) for request in requests) < num_plain + 18:
         assert paused.round()
@@ -113,7 +113,7 @@ def rounds_after_a_pause(
         assert len(rounds) - end > ROUNDS_AFTER
 
     fresh = Harness("zoo:llama", **options)
-    fresh.parts.draft_len_for = lambda *_: DRAFT_LEN
+    fresh.parts.tier_for = lambda *_: DRAFT_LEN
     seen_fresh = watch(fresh)
     again = [
         request.tokens[: rounds[0].num_tokens - 1]

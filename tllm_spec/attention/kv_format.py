@@ -14,7 +14,7 @@ class KVFormat:
 
     dtype: torch.dtype
     scales: tuple[KVScales, ...] | None = None
-    """Of each of the pool's layers: the pool has FP8 codes. None: it has numbers of type
+    """One for each of the pool's layers: the pool has FP8 codes. None: it has numbers of type
     `dtype`."""
 
     @property

@@ -162,7 +162,7 @@ def read_trace(lines: Iterable[str]) -> Iterator[TraceRound]:
 
 def replay(controller: AdaptiveController, rounds: Iterable[TraceRound]) -> Iterator[ReplayedRound]:
     for number, each in enumerate(rounds, start=1):
-        steps = controller.steps_for(each.batch_size)
+        steps = controller.tier_for(each.batch_size)
         changed = controller.observe(
             each.batch_size, each.num_accepted, each.num_steps, each.seconds
         )

@@ -114,7 +114,7 @@ class Speedup:
 
     @property
     def difference(self) -> float:
-        """Of the measured speedup from the predicted one, as a share of that."""
+        """By how much the measured speedup differs from the predicted one, as a share of that."""
         return self.measured / self.predicted - 1
 
     def to_dict(self) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def world_section(args: LlmArgs) -> dict[str, Any]:
         "max_seq_len": args.max_seq_len,
         "scheduling_policy": args.scheduler_config.capacity_scheduler_policy,
         "rounds_overlap": args.why_no_overlap is None,
-        # Of a GPU's memory; a CPU has no such limit.
+        # A share of a GPU's memory; a CPU has no such limit.
         "kv_cache_percentage": None
         if is_cpu(args.device)
         else args.kv_cache_config.free_gpu_memory_fraction * 100,

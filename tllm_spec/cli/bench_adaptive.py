@@ -67,6 +67,6 @@ def adaptive_replay(
     )
     for each in replays.replay(controller, replays.read_trace(read_lines(trace))):
         if every_round or each.changed:
-            now = controller.steps_for(each.batch_size)
+            now = controller.tier_for(each.batch_size)
             click.echo(f"{each}{f' -> {now}' if each.changed else ''}")
     click.echo(json.dumps(controller.state(), indent=2))

@@ -135,13 +135,13 @@ class AdaptiveConfig:
 
     @property
     def trees(self) -> tuple[DraftShape, ...]:
-        """Of all `candidate_trees`, each once."""
+        """The shapes of all `candidate_trees`, each once."""
         options = [slot for _, slot in self.slots if isinstance(slot, CostModelOptions)]
         return tuple({tree.shape: None for own in options for tree in own.candidate_trees or ()})
 
     @property
-    def middle_steps(self) -> int:
-        """Of all ladders: what `strategy: ema` begins with unless it is told otherwise."""
+    def middle_draft_len(self) -> int:
+        """The middle of all ladders: `strategy: ema` begins there if no option says otherwise."""
         return self.draft_lens[len(self.draft_lens) // 2]
 
     def as_options(self) -> dict[int | str, Any]:

@@ -62,10 +62,10 @@ NO_DRAFTS = chain_of(0)
 
 
 class DraftShapes:
-    """The shapes that rounds may have, by tier. A tier up to the longest draft length is the shape
-    of that length. The tiers after it are `trees` to choose from, of which `longest` has at least
-    the depth, the drafts and the children. With `narrows`, rounds of trees without branches have
-    the shape of chains."""
+    """The shapes that rounds may have, by tier. A tier is a number: up to the longest draft length
+    it is that length. The tiers after it are `trees` to choose from, of which `longest` has at
+    least the depth, the drafts and the children. With `narrows`, rounds of trees without branches
+    have the shape of chains."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class DraftShapes:
         return cls([chain_of(length) for length in range(max_draft_len + 1)])
 
     def fitting(self, length: int, *, is_chain: bool) -> DraftShape:
-        """Of a round whose longest draft has that length, and which may have no branches."""
+        """The shape of a round whose longest draft has that length; it may have no branches."""
         return chain_of(length) if is_chain and self.narrows else self.of(length)
 
     def tier_within(self, num_rows: int) -> int:

@@ -121,7 +121,7 @@ class NGramDecodingConfig(DecodingBaseConfig):
 
 
 def _most_nodes(topk: int, depth: int) -> int:
-    """Of a tree, without the root."""
+    """Nodes that a tree has at most, without the root."""
     return sum(topk**level for level in range(1, depth + 1))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# Of MPICH and Intel MPI, Open MPI, and PMIx.
+# MPICH and Intel MPI, Open MPI, and PMIx set these.
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")  # of MPICH and Intel MPI, Open MPI
 # Set in ranks that Open MPI 4's mpirun has bound, and in all that Open MPI 5's has started.

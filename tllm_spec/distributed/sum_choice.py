@@ -108,7 +108,7 @@ def graph_seconds(device: torch.device) -> Callable[[Way, int], float]:
 
 
 def _seconds_in_graph(work: Callable[[], None], device: torch.device) -> float:
-    """Of one of many in a row."""
+    """Seconds of one piece of work, of many in a row."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch has no annotation
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

@@ -21,7 +21,7 @@ class VocabShard:
 
     @property
     def num_columns(self) -> int:
-        """Of all ranks."""
+        """Columns of all ranks together."""
         return self.size * self.communicator.mapping.tp_size
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A draft model whose network runs outside torch, on torch's memory."""
+"""Draft models and heads whose network runs outside torch, on torch's memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.draft_head import DraftHead
 
-# Of a tensor's address, in bytes: what TensorRT asks for. torch allocates at multiples of 512.
+# TensorRT asks for addresses at multiples of so many bytes. torch allocates at multiples of 512.
 ALIGNMENT = 256
 
 
@@ -27,7 +27,9 @@ class Network(Protocol):
 
 
 @dataclass(frozen=True)
-class DraftNetwork:
+class ExternalDraft:
+    """A draft model whose network runs outside torch."""
+
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
@@ -35,13 +37,13 @@ class DraftNetwork:
 
     @property
     def num_logits(self) -> int:
-        """Of one row."""
+        """Logits of one row."""
         return self.config.vocab_size
 
 
 @dataclass(frozen=True)
-class HeadNetwork(DraftNetwork):
-    """Of a head whose layers run in the network. `head`: what is left to torch, which is `fuse`."""
+class ExternalHead(ExternalDraft):
+    """A head whose layers run in the network. `head`: what is left to torch, which is `fuse`."""
 
     head: DraftHead
 

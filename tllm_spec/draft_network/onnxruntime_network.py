@@ -13,7 +13,7 @@ _TYPES = {torch.float32: np.float32, torch.int64: np.int64}
 
 
 class OnnxRuntimeNetwork:
-    """Of a float32 model."""
+    """Runs the network of a float32 model in onnxruntime."""
 
     may_be_captured = False
 

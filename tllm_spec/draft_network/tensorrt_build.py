@@ -120,7 +120,7 @@ def build(package: TensorRTPackage, model: NetworkModel, limits: EngineLimits) -
 
 
 def max_kv_rows(config: ModelConfig) -> int:
-    """Of a KV pool: TensorRT's limit of a tensor's elements."""
+    """Rows that a KV pool has at most: TensorRT limits a tensor's elements."""
     return int((2**31 - 1) // (config.num_kv_heads * config.head_dim))
 
 

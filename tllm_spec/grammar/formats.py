@@ -56,5 +56,5 @@ FORMATS: Mapping[str, str] = {
     ),
     "uuid": f"{_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",
 }
-# Of the standard, but not served. Others are notes, as the standard has it.
+# The standard has these, but they are not served. Others are notes, as the standard has it.
 NOT_SERVED = frozenset({"idn-email", "idn-hostname", "iri", "iri-reference", "regex"})

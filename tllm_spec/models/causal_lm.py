@@ -24,7 +24,7 @@ class CausalLM(Module, ABC):
 
     @property
     def num_logits(self) -> int:
-        """Of one row, on all ranks together."""
+        """Logits of one row, on all ranks together."""
         ids = self.draft_to_target
         return self.config.vocab_size if ids is None else len(ids)
 
@@ -35,7 +35,7 @@ class CausalLM(Module, ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters and activations."""
+        """The type of parameters and activations."""
         return next(self.parameters()).dtype
 
     @property

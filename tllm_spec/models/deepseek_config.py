@@ -68,7 +68,7 @@ class MLAConfig:
     is_interleaved: bool
     """Whether the checkpoint's rotated elements are pairs of neighbours instead of two halves."""
     scale: float
-    """Of the scores. With YaRN it includes the square of `mscale_all_dim`'s factor."""
+    """The factor of the scores. With YaRN it includes the square of `mscale_all_dim`'s factor."""
 
     def geometry(self, num_layers: int, num_heads: int, mapping: Mapping) -> LatentGeometry:
         return LatentGeometry(

@@ -86,7 +86,7 @@ class DraftHead(Module, ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters and activations: the target's."""
+        """The type of parameters and activations: the target's."""
         return self.fc.weight.dtype
 
     @property
@@ -95,7 +95,7 @@ class DraftHead(Module, ABC):
 
     @property
     def num_logits(self) -> int:
-        """Of one row, on all ranks together."""
+        """Logits of one row, on all ranks together."""
         ids = self.draft_to_target
         return self.config.vocab_size if ids is None else len(ids)
 

@@ -32,7 +32,7 @@ class Eagle3Config(ModelConfig):
     norm_output: bool
     """The next step reads the hidden state after the final norm instead of before it."""
     bias: bool
-    """Of `fc`."""
+    """Whether `fc` has one."""
 
     @property
     def output_size(self) -> int:

@@ -34,7 +34,7 @@ class EagleConfig(ModelConfig):
     """`vocab_size` is the target's: the head reads its tokens."""
 
     bias: bool | None
-    """Of `fc`; None: the checkpoint decides."""
+    """Whether `fc` has one; None: the checkpoint decides."""
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "EagleConfig":

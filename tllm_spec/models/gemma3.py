@@ -17,10 +17,10 @@ from tllm_spec.models.rotary import cos_sin_table
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Rotary(Rotary):
-    """Of layers that see all keys."""
+    """The rotary embedding of layers that see all keys."""
 
     local: Rotary
-    """Of layers with a sliding window."""
+    """The rotary embedding of layers with a sliding window."""
 
 
 class Gemma3Attention(Attention):

@@ -67,7 +67,7 @@ def flat_gemma3(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope_parameters(flat: Mapping[str, Any], kind: str, theta: str) -> dict[str, Any]:
-    """Of a kind of layers, in transformers' newer spelling."""
+    """The parameters of a kind of layers, in transformers' newer spelling."""
     fields = (flat.get("rope_parameters") or {}).get(kind) or {}
     return {"rope_type": "default", "rope_theta": flat[theta]} | fields
 

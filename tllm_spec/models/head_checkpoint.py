@@ -15,7 +15,7 @@ HeadKind = Literal["EAGLE-1/2", "EAGLE-3"]
 BIN = "pytorch_model.bin"
 # Keys of config.json that only EAGLE-3 heads have.
 _EAGLE3_KEYS = frozenset({"draft_vocab_size", "eagle_config", "speculators_model_type"})
-# Of the tensors, each kind has the first, and only EAGLE-3 has the second.
+# Each kind has the first tensor, and only EAGLE-3 has the second.
 _FC, _HIDDEN_NORM = "fc.weight", "hidden_norm.weight"
 
 

@@ -185,7 +185,7 @@ class LlamaModel(Module):
         self.cos_sin = cos_sin_table(config.rope, config.rope_dim, max_positions, placement)
 
     def rotary(self, positions: torch.Tensor) -> Rotary:
-        """Of one forward's rows."""
+        """The rotary embedding of one forward's rows."""
         return Rotary(self.cos_sin, positions)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:

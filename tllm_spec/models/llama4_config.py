@@ -53,7 +53,7 @@ class Llama4Config:
     chunk_size: int | None
     """The layers with a rotary embedding attend within chunks of so many positions."""
     temperature: Temperature | None
-    """Of the layers without one."""
+    """How the layers without a rotary embedding scale their queries."""
 
     def within(self, max_positions: int) -> "Llama4Config":
         """The same for so many positions: without chunks and temperature where they change

@@ -13,7 +13,7 @@ class MoEConfig:
     num_experts: int
     top_k: int
     intermediate_size: int
-    """Of one expert."""
+    """Width of one expert."""
     scoring: Scoring = "softmax"
     normalise_top_k: bool = False
     routed_scaling_factor: float = 1.0
@@ -23,7 +23,7 @@ class MoEConfig:
     has_correction_bias: bool = False
     """DeepSeek V3: `e_score_correction_bias` is added to the scores for the choice."""
     shared_intermediate_size: int = 0
-    """Of the expert that every token takes; 0: there is none."""
+    """Width of the expert that every token takes; 0: there is none."""
     shared_gate: bool = False
     """Qwen2-MoE: the shared expert's output is multiplied by the sigmoid of one more output."""
     apply_weight_on_input: bool = False

@@ -130,12 +130,12 @@ class NextnModules(Module):
 
     @property
     def num_logits(self) -> int:
-        """Of one row."""
+        """Logits of one row."""
         return self.config.vocab_size
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters and activations: the target's."""
+        """The type of parameters and activations: the target's."""
         return self.target.dtype
 
     @property

@@ -40,13 +40,13 @@ class RopeConfig:
     """Whether longrope has its long factors, otherwise the short ones."""
 
     def for_length(self, max_seq_len: int) -> "RopeConfig":
-        """Of requests of so many tokens: longrope has its long factors if they may be longer than
-        the original length."""
+        """The same for requests of so many tokens: longrope has its long factors if they may be
+        longer than the original length."""
         return replace(self, is_long=max_seq_len > self.original_max_positions)
 
 
 def rope_config(raw: Mapping[str, Any], *, is_phi3: bool = False) -> RopeConfig:
-    """Of a file with the keys of `ModelConfig`. is_phi3: as `flat_phi3` returns it, perhaps with
+    """Reads a file with the keys of `ModelConfig`. is_phi3: as `flat_phi3` returns it, perhaps with
     elements of a head that are not rotated. Raises ValueError for what is not served."""
     needs = _PHI3_NEEDS if is_phi3 else _ROPE_NEEDS
     fields: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}

@@ -15,7 +15,8 @@ from tllm_spec.server.refusals import RequestRefused
 
 MIB = 1 << 20
 RETRY_AFTER = 1  # seconds
-# Of JSON for one log probability, with the token's text and bytes, and for one token of a prompt.
+# JSON takes so much for one log probability, with the token's text and bytes, and for one token of
+# a prompt.
 LOGPROB_BYTES = 100
 TOKEN_BYTES = 8
 

@@ -61,7 +61,7 @@ class _Choice:
     parser: Parser
     num_calls: int = 0
     has_ended: bool = False
-    # Of the text that was last read: reasoning, content and calls.
+    # What the text that was last read has added: reasoning, content and calls.
     delta: Json = field(default_factory=dict)
 
     def read(self, text: str, *, is_last: bool, is_parallel: bool) -> Json:

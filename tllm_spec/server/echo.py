@@ -87,7 +87,7 @@ class EchoAnswer(CompletionAnswer):
         }
 
     def _offsets(self, token_ids: list[int]) -> list[int]:
-        """Of each token, the character at which its text begins."""
+        """The character at which each token's text begins."""
         detokenizer = IncrementalDetokenizer(
             self._tokenizer, skip_special_tokens=self._skip_special_tokens
         )

@@ -124,7 +124,7 @@ class EngineClient:
 
     @property
     def num_unfinished(self) -> int:
-        """Of all fronts, as far as this one knows."""
+        """Counts the samples of all fronts, as far as this one knows."""
         return max(len(self._samples), self._num_in_engine)
 
     def check_length(self, text: str | Sequence[int]) -> None:

@@ -85,7 +85,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _allowed_methods(request: Request) -> str:
-    """Of all routes with the request's path; the router names those of the first one."""
+    """Methods of all routes with the request's path; the router names the first one's only."""
     routes = [each for each in request.app.routes if each.matches(request.scope)[0] != Match.NONE]
     return ", ".join(sorted({method for each in routes for method in each.methods}))
 

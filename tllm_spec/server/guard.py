@@ -191,7 +191,7 @@ class Guard:
                 chunk, more = message.get("body", b""), message.get("more_body", False)
                 for piece in decoder.pieces(chunk):
                     self._hold(body, piece)
-                    # Of each piece as it comes: of the whole it would take long.
+                    # Each piece is counted as it comes, since counting the whole would take long.
                     num_values += sum(map(piece.count, SEPARATORS))
                     is_wide = is_wide or bool(WIDE.search(body, max(0, len(body) - len(piece) - 1)))
                     if len(piece) > len(chunk):  # a file is unpacked: others take their turn

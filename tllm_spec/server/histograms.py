@@ -98,7 +98,7 @@ class Histograms:
             self._observe(ACCEPTANCE_LENGTH, stats.acceptance_length)
 
     def read(self) -> dict[str, Histogram]:
-        """Of all fronts, by name."""
+        """The histograms of all fronts, by name."""
         numbers = [list(self._numbers)]  # not of the file, which might have been removed
         if self._folder is not None:
             others = (

@@ -10,7 +10,7 @@ from typing import Any
 from tllm_spec.server.wire import new_unpacker, pack
 
 READ_BYTES = 1 << 20
-# Of a front that does not read, after which it is cut off.
+# A front that does not read is cut off beyond this.
 MAX_BACKLOG_BYTES = 256 << 20
 
 

@@ -31,7 +31,7 @@ class LoadLog:
             "running": load.num_running,
             "waiting": load.num_waiting,
             "acceptance_length": round(num_tokens / num_rounds, 2) if num_rounds else None,
-            "draft_len": load.draft_len,
+            "draft_len": load.tier_name,
         }
         logger.info(
             "%(tokens_per_second).0f tokens/s, %(running)d running, %(waiting)d waiting, "

@@ -19,7 +19,7 @@ INCOMPLETE = {"length": "max_output_tokens"}
 
 
 class ResponseAnswer:
-    """Of one request with one sample."""
+    """The answer to one request with one sample."""
 
     def __init__(self, body: ResponsesRequest) -> None:
         self._body = body

@@ -79,7 +79,7 @@ class TextOptions(BodyModel):
     }
 
     def response_format(self) -> dict[str, Any] | None:
-        """Of a chat request."""
+        """The response format as a chat request has it."""
         given = self.format
         if given is None or given.get("type") != "json_schema":
             return given

@@ -73,7 +73,7 @@ class Running:
         self.on_end = on_end
 
     def num_tokens(self) -> tuple[int, int]:
-        """Of all prompts, and of all outputs so far."""
+        """Counts the tokens of all prompts, and of all outputs so far."""
         usage = usage_of(self.handles)
         return usage["prompt_tokens"], usage["completion_tokens"]
 
@@ -213,7 +213,7 @@ class EventStream(Response):
 
 
 def _cannot_write(data: bytes) -> bool:
-    """Of other servers' connections."""
+    """Connections of other servers write nothing this way."""
     return False
 
 

@@ -101,8 +101,9 @@ def check_choice(tools: Sequence[Tool], choice: Choice) -> None:
 
 
 def forced_schema(tools: Sequence[Tool], choice: Choice, *, is_parallel: bool) -> Json | None:
-    """Of one function's arguments, or of a list of `{"name": ..., "parameters": {...}}`. None if
-    the model may answer with text. Raises ValueError for a schema that is nested too deeply."""
+    """The schema of one function's arguments, or of a list of `{"name": ..., "parameters":
+    {...}}`. None if the model may answer with text. Raises ValueError for a schema that is nested
+    too deeply."""
     if isinstance(choice, NamedChoice):
         chosen = next(tool for tool in tools if tool.function.name == choice.function.name)
         return _arguments_schema(chosen)

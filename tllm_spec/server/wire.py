@@ -46,7 +46,7 @@ def unpack_limits(packed: dict[str, Any]) -> RequestLimits:
 
 
 def submission(requests: Sequence[LlmRequest], grammar: tuple[str, str] | None) -> list[Any]:
-    """Of one prompt's requests. grammar: kind and text."""
+    """The message that submits one prompt's requests. grammar: kind and text."""
     return ["submit", *pack_requests(requests), grammar]
 
 

@@ -30,15 +30,15 @@ class AcceptanceEstimate:
         self.rates = [prior] * num_positions
         self.expected_accepted = list(accumulate(accumulate(self.rates, mul), initial=0.0))
 
-    def observe(self, num_requests: int, num_accepted: Sequence[int], num_steps: int) -> None:
-        """num_accepted: of every request that was drafted for, with `num_steps` drafts each."""
-        has_drafts = num_steps > 0 and len(num_accepted) > 0
+    def observe(self, num_requests: int, num_accepted: Sequence[int], draft_len: int) -> None:
+        """num_accepted: of every request that was drafted for, with `draft_len` drafts each."""
+        has_drafts = draft_len > 0 and len(num_accepted) > 0
         if has_drafts:
             self._age(num_requests, max(PRIOR_TRIALS, UNSEEN_SHARE * self._window))
         else:
             self._age(max(num_requests, IDLE_REQUESTS), PRIOR_TRIALS)
         if has_drafts and self.rates:
-            self._count(num_accepted, min(num_steps, len(self.rates)))
+            self._count(num_accepted, min(draft_len, len(self.rates)))
             self._combine()
 
     def observe_counts(self, num_requests: int, counts: Sequence[tuple[int, int]]) -> None:
@@ -57,11 +57,11 @@ class AcceptanceEstimate:
                 self._reached[position] *= factor
                 self._accepted[position] *= factor
 
-    def _count(self, num_accepted: Sequence[int], num_steps: int) -> None:
+    def _count(self, num_accepted: Sequence[int], draft_len: int) -> None:
         # `bytes.count` takes a tenth of a list's time; a byte holds at most 255.
         lengths = bytes(num_accepted) if max(num_accepted) < 256 else num_accepted
         reached = len(num_accepted)
-        for position in range(num_steps):
+        for position in range(draft_len):
             if not reached:
                 break
             self._reached[position] += reached

@@ -1,9 +1,9 @@
-"""The draft length of every round: asked before drafting, told what came of it after verification.
+"""The tier of every round: asked before drafting, told what came of it after verification.
 
 It routes batch sizes to slots, holds the limits over what a slot's policy chooses, and shows what
-was decided. Draft lengths are tiers of `DraftShapes`: where there are trees to choose from, the
-numbers above the longest length are trees. Pure Python: what a tier needs on the device is prepared
-for all of `draft_lens` at start-up."""
+was decided. A tier is what a round may have (`DraftShapes`): a draft length, or where there are
+trees to choose from a number above the longest length. Pure Python: what a tier needs on the device
+is prepared for all of `tiers` at start-up."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,29 +14,29 @@ from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot, ladder_of
 from tllm_spec.executor.speculative.draft_length.decision_log import DecisionLog
 from tllm_spec.executor.speculative.draft_length.draft_len_limits import DraftLenLimits
-from tllm_spec.executor.speculative.draft_length.draft_len_policy import (
-    DraftLenPolicy,
-    FixedSteps,
-    ObservedRound,
-)
 from tllm_spec.executor.speculative.draft_length.ema_policy import AdaptiveSpeculativeParams
 from tllm_spec.executor.speculative.draft_length.round_times import (
     AssumedRoundTimes,
     CorrectedRoundTimes,
     RoundTimes,
 )
+from tllm_spec.executor.speculative.draft_length.tier_policy import (
+    FixedTier,
+    ObservedRound,
+    TierPolicy,
+)
 
 
 class AdaptiveController:
-    """Chooses the draft length of every round. A batch is padded to the next of
+    """Chooses the tier of every round. A batch is padded to the next of
     `graph_batch_sizes`, then belongs to the slot with the largest lower bound not above that, or to
     the first slot. `slots` ascend by lower bound."""
 
     def __init__(
         self,
-        slots: Sequence[DraftLenPolicy],
+        slots: Sequence[TierPolicy],
         *,
-        draft_lens: Iterable[int],
+        tiers: Iterable[int],
         graph_batch_sizes: Iterable[int] | None = None,
         limits: DraftLenLimits | None = None,
         log: DecisionLog | None = None,
@@ -50,8 +50,8 @@ class AdaptiveController:
         self._limits = limits or DraftLenLimits()
         self._log, self._times, self._name = log or DecisionLog(), times, name
         # By batch size: padded, and its slot. Looked up twice a round.
-        self._slot_of: dict[int, tuple[int, DraftLenPolicy]] = {}
-        self.draft_lens = tuple(sorted({*draft_lens, *self._limits.reachable}))
+        self._slot_of: dict[int, tuple[int, TierPolicy]] = {}
+        self.tiers = tuple(sorted({*tiers, *self._limits.reachable}))
 
     @classmethod
     def from_config(
@@ -70,19 +70,20 @@ class AdaptiveController:
         configuration."""
         if not isinstance(config, AdaptiveConfig):
             config = AdaptiveConfig.parse(config)
-        log, first = DecisionLog(), config.middle_steps if initial_steps is None else initial_steps
+        first = config.middle_draft_len if initial_steps is None else initial_steps
+        log = DecisionLog()
         shapes = shapes or DraftShapes.chains(config.draft_lens[-1])
         tiers = sorted({tier for _, options in config.slots for tier in ladder_of(options, shapes)})
         times = CorrectedRoundTimes(round_times or AssumedRoundTimes(), tiers)
 
-        def slot(lower_bound: int, options: SlotOptions) -> DraftLenPolicy:
+        def slot(lower_bound: int, options: SlotOptions) -> TierPolicy:
             if isinstance(options, EmaOptions):
                 return AdaptiveSpeculativeParams(lower_bound, options, log, first, config.compat)
             return CostModelSlot(lower_bound, options, log, times, shapes)
 
         return cls(
             [slot(*each) for each in config.slots],
-            draft_lens=tiers,
+            tiers=tiers,
             graph_batch_sizes=graph_batch_sizes,
             limits=limits,
             log=log,
@@ -93,49 +94,57 @@ class AdaptiveController:
     @classmethod
     def fixed(cls, draft_len: int, *, limits: DraftLenLimits | None = None) -> "AdaptiveController":
         """Without `adaptive`: one draft length, and the limits."""
-        return cls([FixedSteps(draft_len)], draft_lens=[draft_len], limits=limits)
+        return cls([FixedTier(draft_len)], tiers=[draft_len], limits=limits)
 
-    def steps_for(self, batch_size: int) -> int:
-        """Drafts per request in a round of `batch_size` generating requests; 0 = plain decoding."""
+    def tier_for(self, batch_size: int) -> int:
+        """The tier of a round of `batch_size` generating requests; 0 = plain decoding."""
         padded, slot = self._slot_of.get(batch_size) or self._find_slot(batch_size)
-        return slot.steps_for(padded, self._limits.max_steps(batch_size))
+        return slot.tier_for(padded, self._limits.max_tier(batch_size))
 
-    def draft_lens_at(self, batch_size: int) -> set[int]:
-        """All that `steps_for` may ever answer."""
+    def tiers_at(self, batch_size: int) -> set[int]:
+        """All that `tier_for` may ever answer."""
         _, slot = self._find_slot(batch_size)
-        lengths = slot.reachable(self._limits.max_steps_open(batch_size))
-        return lengths | {0} if self._limits.has_gate else lengths
+        tiers = slot.reachable(self._limits.max_tier_open(batch_size))
+        return tiers | {0} if self._limits.has_gate else tiers
 
     def observe(
         self,
         batch_size: int,
         num_accepted: Sequence[int],
-        num_steps: int | None = None,
+        verified_tier: int | None = None,
         seconds: float | None = None,
         *,
         num_requests: int | None = None,
         num_drafted: int | None = None,
-        num_asked: int | None = None,
+        asked_draft_len: int | None = None,
         ranks: Sequence[Sequence[int]] = (),
     ) -> bool:
-        """What a round brought. Returns whether the draft length changed for this batch size.
+        """What a round brought. Returns whether the tier changed for this batch size.
 
         num_accepted: of every request that was drafted for, which may be fewer than the batch.
-        num_steps: drafts that were verified, e.g. 0 in the round after plain decoding; None: the
-        present length. seconds: None if the round's time says nothing. num_requests: whose results
-        count, if some had ended already. num_drafted: drafts really proposed, if that is not
-        `num_steps` for each of num_accepted. num_asked: what the drafter was asked for, if it had
-        fewer than that. ranks: of every request of num_accepted, as `path_ranks` shows them."""
+        verified_tier: of the drafts that were verified, e.g. 0 in the round after plain decoding;
+        None: the present one. seconds: None if the round's time says nothing. num_requests: whose
+        results count, if some had ended already. num_drafted: drafts really proposed, if that is
+        not `verified_tier` for each of num_accepted. asked_draft_len: what the drafter was asked
+        for, if it had fewer than that. ranks: of every request of num_accepted, as `path_ranks`
+        shows them."""
         padded, slot = self._slot_of.get(batch_size) or self._find_slot(batch_size)
-        max_steps = self._limits.max_steps(batch_size)
+        max_tier = self._limits.max_tier(batch_size)
         if num_drafted is None:
-            steps = slot.steps_for(padded, max_steps) if num_steps is None else num_steps
-            num_drafted = steps * len(num_accepted)
+            tier = slot.tier_for(padded, max_tier) if verified_tier is None else verified_tier
+            num_drafted = tier * len(num_accepted)
         self._limits.observe(num_accepted, num_drafted)
         alive = batch_size if num_requests is None else num_requests
         return slot.observe(
             ObservedRound(
-                alive, padded, num_accepted, num_steps, seconds, max_steps, num_asked, ranks
+                alive,
+                padded,
+                num_accepted,
+                verified_tier,
+                seconds,
+                max_tier,
+                asked_draft_len,
+                ranks,
             )
         )
 
@@ -144,7 +153,7 @@ class AdaptiveController:
         """Whether round times matter to what it decides."""
         return any(isinstance(slot, CostModelSlot) for slot in self._slots)
 
-    def _find_slot(self, batch_size: int) -> tuple[int, DraftLenPolicy]:
+    def _find_slot(self, batch_size: int) -> tuple[int, TierPolicy]:
         sizes = self._graph_batch_sizes
         at = bisect_left(sizes, batch_size)
         padded = sizes[at] if at < len(sizes) else batch_size
@@ -155,7 +164,7 @@ class AdaptiveController:
     def state(self) -> dict[str, Any]:
         """Everything that decisions rest on, as plain values for /server_info."""
         return {
-            "draft_lens": list(map(self._name, self.draft_lens)),
+            "draft_lens": list(map(self._name, self.tiers)),
             "slots": {str(slot.lower_bound): slot.state() for slot in self._slots},
             "limits": self._limits.state(),
             "decisions": self._log.state(),

@@ -13,9 +13,9 @@ from typing import Any
 from tllm_spec.config.adaptive_config import CostModelOptions, SlotOptions
 from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.executor.speculative.draft_length.decision_log import DecisionLog, Switch
-from tllm_spec.executor.speculative.draft_length.draft_len_policy import ObservedRound
 from tllm_spec.executor.speculative.draft_length.round_times import CorrectedRoundTimes
 from tllm_spec.executor.speculative.draft_length.tier_estimate import TierEstimate
+from tllm_spec.executor.speculative.draft_length.tier_policy import ObservedRound
 
 PROBE_TRIALS = 8  # requests that a probe should see, over its rounds
 MAX_PROBE_ROUNDS = 4  # with drafts of the probed length
@@ -26,8 +26,8 @@ SHARE_ROUNDS = 8  # memory of the share of requests that are drafted for
 
 @dataclass
 class _Probe:
-    steps: int
-    rounds_to_see: int  # with drafts of this length
+    tier: int
+    rounds_to_see: int  # with drafts of this tier
     rounds_left: int  # of any kind
 
 
@@ -56,68 +56,68 @@ class CostModelSlot:
         self.lower_bound, self._log, self._times = lower_bound, log, times
         self._shapes = shapes or DraftShapes.chains(options.candidate_steps[-1])
         self._ladder = ladder_of(options, self._shapes)
-        steps = options.candidate_steps
+        lengths = options.candidate_steps
         # What each length may try; a single length may try a tree.
-        self._longer = dict(pairwise(steps if len(steps) > 1 else self._ladder))
+        self._longer = dict(pairwise(lengths if len(lengths) > 1 else self._ladder))
         self._estimate = TierEstimate(
             self._shapes, self._ladder, options.prior_acceptance, options.window_trials
         )
         # Attributes of the options are slow to read (pydantic), and each is needed in every round.
         self._margin, self._probe_share = 1 + options.switch_margin, options.probe_time_share
         self._drafted_share = 1.0  # of a batch's requests: those that pause gain nothing
-        self._tiers: dict[int, int] = {}  # the draft length of each batch size
-        self._decided: dict[int, int] = {}  # since the last round: batch sizes and their max_steps
+        self._tiers: dict[int, int] = {}  # of each batch size
+        self._decided: dict[int, int] = {}  # since the last round: batch sizes and their max_tier
         self._probe: _Probe | None = None
         self._saved_seconds = 0.0  # for probes
 
-    def steps_for(self, batch_size: int, max_steps: int) -> int:
-        if self._decided.get(batch_size) != max_steps:
-            self._decide(batch_size, max_steps)
+    def tier_for(self, batch_size: int, max_tier: int) -> int:
+        if self._decided.get(batch_size) != max_tier:
+            self._decide(batch_size, max_tier)
         tier, probe = self._tiers[batch_size], self._probe
         # A batch size takes part in the slot's probe if that is one of its own.
-        if probe is not None and probe.steps <= max_steps and probe.steps == self._longer.get(tier):
-            return probe.steps
+        if probe is not None and probe.tier <= max_tier and probe.tier == self._longer.get(tier):
+            return probe.tier
         return tier
 
-    def reachable(self, max_steps: int) -> set[int]:
-        return {steps for steps in self._ladder if steps <= max_steps} or {0}
+    def reachable(self, max_tier: int) -> set[int]:
+        return {tier for tier in self._ladder if tier <= max_tier} or {0}
 
     def observe(self, observed: ObservedRound) -> bool:
-        num_requests, batch_size, num_accepted, num_steps, seconds, max_steps, *_ = observed
-        before = self.steps_for(batch_size, max_steps)
-        steps = before if num_steps is None else num_steps
+        num_requests, batch_size, num_accepted, verified_tier, seconds, max_tier, *_ = observed
+        before = self.tier_for(batch_size, max_tier)
+        tier = before if verified_tier is None else verified_tier
         if seconds is not None:
-            self._times.observe(batch_size, steps, seconds)
+            self._times.observe(batch_size, tier, seconds)
         if num_requests:
-            self._estimate.observe(observed, steps)
-            if steps:
+            self._estimate.observe(observed, tier)
+            if tier:
                 share = len(num_accepted) / num_requests
                 self._drafted_share += (share - self._drafted_share) / SHARE_ROUNDS
-        row, tier = self._times.row(batch_size), self._tiers[batch_size]
-        if self._probe is not None and before != tier:
-            self._pay(self._probe, row[before] - row[tier], steps)
+        row, chosen = self._times.row(batch_size), self._tiers[batch_size]
+        if self._probe is not None and before != chosen:
+            self._pay(self._probe, row[before] - row[chosen], tier)
         else:
-            saved = self._saved_seconds + self._probe_share * row.get(tier, 0.0)
-            self._saved_seconds = min(saved, MAX_SAVED_ROUNDS * row.get(tier, 0.0))
+            saved = self._saved_seconds + self._probe_share * row.get(chosen, 0.0)
+            self._saved_seconds = min(saved, MAX_SAVED_ROUNDS * row.get(chosen, 0.0))
         self._decided.clear()
-        self._decide(batch_size, max_steps)
-        self._start_or_end_probe(row, batch_size, max_steps)
-        return self.steps_for(batch_size, max_steps) != before
+        self._decide(batch_size, max_tier)
+        self._start_or_end_probe(row, batch_size, max_tier)
+        return self.tier_for(batch_size, max_tier) != before
 
-    def _decide(self, batch_size: int, max_steps: int) -> None:
-        self._tiers[batch_size] = self._best(batch_size, max_steps)
-        self._decided[batch_size] = max_steps
+    def _decide(self, batch_size: int, max_tier: int) -> None:
+        self._tiers[batch_size] = self._best(batch_size, max_tier)
+        self._decided[batch_size] = max_tier
 
-    def _best(self, batch_size: int, max_steps: int) -> int:
+    def _best(self, batch_size: int, max_tier: int) -> int:
         allowed, present = self._ladder, self._tiers.get(batch_size)
-        if max_steps < allowed[-1]:
-            allowed = tuple(steps for steps in allowed if steps <= max_steps)
+        if max_tier < allowed[-1]:
+            allowed = tuple(tier for tier in allowed if tier <= max_tier)
         if not allowed:
             return self._switched(batch_size, 0, "a limit")
         row = self._times.row(batch_size)
         share, expected = self._drafted_share, self._estimate.expected
         # Tokens per second of a request, up to a common factor.
-        rates = [(1 + share * expected[steps]) / row[steps] for steps in allowed]
+        rates = [(1 + share * expected[tier]) / row[tier] for tier in allowed]
         best_rate = max(rates)
         best = allowed[rates.index(best_rate)]
         if present is None or best == present:
@@ -130,29 +130,29 @@ class CostModelSlot:
             gain = f"{best_rate / rate - 1:+.1%} tokens per second"
         return self._switched(batch_size, best, gain)
 
-    def _switched(self, batch_size: int, steps: int, why: str) -> int:
-        """Logs a change of the batch size's draft length to `steps`, and returns it."""
+    def _switched(self, batch_size: int, tier: int, why: str) -> int:
+        """Logs that the batch size changes to `tier`, which it returns."""
         present = self._tiers.get(batch_size)
-        if present not in (None, steps):
+        if present not in (None, tier):
             rates = " ".join(f"{rate:.2f}" for rate in self._estimate.rates)
             reason = f"{why}; acceptance given the drafts before {rates}"
-            names = self._shapes.name(present), self._shapes.name(steps)
+            names = self._shapes.name(present), self._shapes.name(tier)
             self._log.record(Switch(self.lower_bound, batch_size, *names, reason))
-        return steps
+        return tier
 
-    def _pay(self, probe: _Probe, extra_seconds: float, steps: int) -> None:
+    def _pay(self, probe: _Probe, extra_seconds: float, tier: int) -> None:
         self._saved_seconds -= extra_seconds
         probe.rounds_left -= 1
-        probe.rounds_to_see -= steps == probe.steps
+        probe.rounds_to_see -= tier == probe.tier
 
-    def _start_or_end_probe(self, row: dict[int, float], batch_size: int, max_steps: int) -> None:
+    def _start_or_end_probe(self, row: dict[int, float], batch_size: int, max_tier: int) -> None:
         tier, probe = self._tiers[batch_size], self._probe
         if probe is not None:
-            if tier >= probe.steps or not probe.rounds_left or not probe.rounds_to_see:
+            if tier >= probe.tier or not probe.rounds_left or not probe.rounds_to_see:
                 self._probe = None
             return
         longer = self._longer.get(tier)
-        if longer is None or longer > max_steps:
+        if longer is None or longer > max_tier:
             return
         num_rounds = min(MAX_PROBE_ROUNDS, ceil(PROBE_TRIALS / batch_size))
         is_paid = self._saved_seconds >= (num_rounds + 1) * (row[longer] - row[tier])
@@ -174,5 +174,5 @@ class CostModelSlot:
             },
             **self._estimate.state(),
             "drafted_share": round(self._drafted_share, 4),
-            "probe": self._shapes.name(self._probe.steps) if self._probe else None,
+            "probe": self._shapes.name(self._probe.tier) if self._probe else None,
         }

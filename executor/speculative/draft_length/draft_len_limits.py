@@ -59,7 +59,7 @@ class AcceptanceGate:
 
 
 class DraftLenLimits:
-    """The most drafts that a round may have. by_batch_size: of `draft_len_limits`, from
+    """The largest tier that a round may have. by_batch_size: of `draft_len_limits`, from
     `draft_len_schedule` or `max_concurrency`. max_num_tokens: rows of a forward. All windows
     of a round fit into it; in batches below `max_batch_size` they leave room for contexts.
     tier_within: the last tier whose windows, and those of all before it, have at most so many
@@ -78,15 +78,15 @@ class DraftLenLimits:
         self._gate = gate
         self._max_num_tokens, self._max_batch_size = max_num_tokens, max_batch_size
         self._tier_within = tier_within
-        self._most: dict[int, int] = {}  # by batch size: results of `max_steps_open`
+        self._most: dict[int, int] = {}  # by batch size: results of `max_tier_open`
 
-    def max_steps(self, batch_size: int) -> int:
-        """The most drafts of a round with `batch_size` generating requests."""
+    def max_tier(self, batch_size: int) -> int:
+        """The largest tier of a round with `batch_size` generating requests."""
         if self._gate is not None and self._gate.is_closed:
             return 0
-        return self.max_steps_open(batch_size)
+        return self.max_tier_open(batch_size)
 
-    def max_steps_open(self, batch_size: int) -> int:
+    def max_tier_open(self, batch_size: int) -> int:
         """The same while the gate is open."""
         most = self._most.get(batch_size)
         if most is None:
@@ -113,7 +113,7 @@ class DraftLenLimits:
 
     @property
     def reachable(self) -> set[int]:
-        """Draft lengths that a limit may impose, whether or not a ladder has them."""
+        """Tiers that a limit may impose, whether or not a ladder has them."""
         return {most for _, most in self._limits} | ({0} if self.has_gate else set())
 
     def state(self) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from typing import Any
 
 from tllm_spec.config.adaptive_config import EmaOptions
 from tllm_spec.executor.speculative.draft_length.decision_log import DecisionLog, Switch
-from tllm_spec.executor.speculative.draft_length.draft_len_policy import ObservedRound
+from tllm_spec.executor.speculative.draft_length.tier_policy import ObservedRound
 
 
 class AdaptiveSpeculativeParams:
-    """SGLang's rule for one slot, and SGLang's class name. `ema` starts at `steps - 1`. A switch
-    resets neither `ema` nor the count of rounds.
+    """SGLang's rule for one slot, and SGLang's class name. Its tiers are draft lengths. `ema`
+    starts at `draft_len - 1`. A switch resets neither `ema` nor the count of rounds.
 
     compat: every observation counts as if the present length had produced it, as in SGLang.
     Otherwise the length that produced it matters. Results of a longer one are clipped to the
@@ -32,35 +32,35 @@ class AdaptiveSpeculativeParams:
         self.lower_bound, self._options, self._log, self._compat = lower_bound, options, log, compat
         self._ladder = ladder
         self._rung = ladder.index(initial_steps) if initial_steps in ladder else len(ladder) // 2
-        self.ema = float(self.steps - 1)
+        self.ema = float(self.draft_len - 1)
         self.num_rounds = 0
 
     @property
-    def steps(self) -> int:
+    def draft_len(self) -> int:
         return self._ladder[self._rung]
 
-    def steps_for(self, batch_size: int, max_steps: int) -> int:
-        """The present length, or the longest of the ladder within `max_steps`; 0 if there is
+    def tier_for(self, batch_size: int, max_tier: int) -> int:
+        """The present length, or the longest of the ladder within `max_tier`; 0 if there is
         none."""
-        if self.steps <= max_steps:
-            return self.steps
-        return max((steps for steps in self._ladder if steps <= max_steps), default=0)
+        if self.draft_len <= max_tier:
+            return self.draft_len
+        return max((length for length in self._ladder if length <= max_tier), default=0)
 
-    def reachable(self, max_steps: int) -> set[int]:
-        return {steps for steps in self._ladder if steps <= max_steps} or {0}
+    def reachable(self, max_tier: int) -> set[int]:
+        return {length for length in self._ladder if length <= max_tier} or {0}
 
     def observe(self, observed: ObservedRound) -> bool:
-        steps = self.steps
-        num_accepted, produced_by = observed.num_accepted, observed.num_steps
-        if observed.num_asked is not None and produced_by is not None:
-            produced_by = max(produced_by, observed.num_asked)
+        draft_len = self.draft_len
+        num_accepted, produced_by = observed.num_accepted, observed.verified_tier
+        if observed.asked_draft_len is not None and produced_by is not None:
+            produced_by = max(produced_by, observed.asked_draft_len)
         if produced_by is None or self._compat:
-            produced_by = steps
-        if not num_accepted or produced_by < steps:
+            produced_by = draft_len
+        if not num_accepted or produced_by < draft_len:
             return False
-        if produced_by > steps:
-            num_accepted = [min(num, steps) for num in num_accepted]
-        if steps > 0:
+        if produced_by > draft_len:
+            num_accepted = [min(num, draft_len) for num in num_accepted]
+        if draft_len > 0:
             alpha = self._options.ema_alpha
             self.ema = (1 - alpha) * self.ema + alpha * (sum(num_accepted) / len(num_accepted))
         self.num_rounds += 1
@@ -68,14 +68,16 @@ class AdaptiveSpeculativeParams:
         if num_counted <= 0 or num_counted % self._options.update_interval:
             return False
         self._rung = self._target()
-        if self.steps == steps:
+        if self.draft_len == draft_len:
             return False
         reason = f"smoothed accepted drafts {self.ema:.2f}"
-        self._log.record(Switch(self.lower_bound, observed.batch_size, steps, self.steps, reason))
+        self._log.record(
+            Switch(self.lower_bound, observed.batch_size, draft_len, self.draft_len, reason)
+        )
         return True
 
     def _target(self) -> int:
-        if self.steps == 0:
+        if self.draft_len == 0:
             return self._up_from_zero()
         rung = self._after_falls(self._rung)
         if rung == self._rung:
@@ -116,4 +118,4 @@ class AdaptiveSpeculativeParams:
         return rung
 
     def state(self) -> dict[str, Any]:
-        return {"steps": self.steps, "ema_accept_len": self.ema, "num_rounds": self.num_rounds}
+        return {"steps": self.draft_len, "ema_accept_len": self.ema, "num_rounds": self.num_rounds}

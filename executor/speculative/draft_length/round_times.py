@@ -1,4 +1,4 @@
-"""How long a round takes, by batch size and draft length: measured at start-up, and on a GPU
+"""How long a round takes, by batch size and tier: measured at start-up, and on a GPU
 corrected while serving by what the present contexts add."""
 
 from bisect import bisect_left
@@ -16,8 +16,8 @@ class RoundTimes(Protocol):
     has_contexts: bool
     """Whether contexts were read in these rounds, so that other contexts take another time."""
 
-    def round_time(self, batch_size: int, draft_len: int) -> float:
-        """Seconds of a round with `draft_len` drafts a request; 0 = plain decoding."""
+    def round_time(self, batch_size: int, tier: int) -> float:
+        """Seconds of a round of this tier; 0 = plain decoding."""
 
 
 class AssumedRoundTimes(RoundTimes):
@@ -25,12 +25,12 @@ class AssumedRoundTimes(RoundTimes):
 
     has_contexts = False
 
-    def round_time(self, batch_size: int, draft_len: int) -> float:
-        return 1 + ASSUMED_DRAFT_COST * draft_len
+    def round_time(self, batch_size: int, tier: int) -> float:
+        return 1 + ASSUMED_DRAFT_COST * tier
 
 
 class MeasuredRoundTimes(RoundTimes):
-    """Times at some batch sizes and draft lengths; straight lines between them and beyond."""
+    """Times at some batch sizes and tiers; straight lines between them and beyond."""
 
     def __init__(
         self, seconds: Mapping[int, Mapping[int, float]], *, has_contexts: bool = False
@@ -47,7 +47,7 @@ class MeasuredRoundTimes(RoundTimes):
         anything else."""
         try:
             rows = {
-                int(size): {int(steps): float(ms) / 1e3 for steps, ms in row.items()}
+                int(size): {int(length): float(ms) / 1e3 for length, ms in row.items()}
                 for size, row in tree["round_ms"].items()
             }
         except (KeyError, TypeError, AttributeError, ValueError):
@@ -57,8 +57,8 @@ class MeasuredRoundTimes(RoundTimes):
             ) from None
         return cls(rows)
 
-    def round_time(self, batch_size: int, draft_len: int) -> float:
-        by_size = [(size, _interpolated(row, draft_len)) for size, row in self._rows.items()]
+    def round_time(self, batch_size: int, tier: int) -> float:
+        by_size = [(size, _interpolated(row, tier)) for size, row in self._rows.items()]
         return _interpolated(by_size, batch_size)
 
 
@@ -76,39 +76,39 @@ def _interpolated(points: Sequence[tuple[int, float]], at: int) -> float:
 
 class CorrectedRoundTimes:
     """Round times, corrected while serving. Contexts that differ from the measured ones add the
-    same time to all draft lengths of a batch size. It is learned from the rounds that are played.
+    same time to all tiers of a batch size. It is learned from the rounds that are played.
     Without contexts in the measured times there is no correction: a slower clock stretches all
-    lengths alike, and comparisons are between ratios."""
+    tiers alike, and comparisons are between ratios."""
 
-    def __init__(self, source: RoundTimes, draft_lens: Sequence[int]) -> None:
-        self._source, self._draft_lens = source, draft_lens
+    def __init__(self, source: RoundTimes, tiers: Sequence[int]) -> None:
+        self._source, self._tiers = source, tiers
         self._measured: dict[int, dict[int, float]] = {}
         self._rows: dict[int, dict[int, float]] = {}
         self._added: dict[int, float] = {}  # seconds, by batch size
 
     def row(self, batch_size: int) -> dict[int, float]:
-        """Seconds by draft length."""
+        """Seconds by tier."""
         row = self._rows.get(batch_size)
         if row is None:
-            row = {steps: self._source.round_time(batch_size, steps) for steps in self._draft_lens}
+            row = {tier: self._source.round_time(batch_size, tier) for tier in self._tiers}
             self._measured[batch_size] = self._rows[batch_size] = row
         return row
 
-    def observe(self, batch_size: int, draft_len: int, seconds: float) -> None:
-        expected = self.row(batch_size).get(draft_len)
+    def observe(self, batch_size: int, tier: int, seconds: float) -> None:
+        expected = self.row(batch_size).get(tier)
         if expected is None or not self._source.has_contexts:
             return
         measured = self._measured[batch_size]
-        most = MAX_CORRECTION * measured[draft_len]
+        most = MAX_CORRECTION * measured[tier]
         error = max(-most, min(seconds - expected, most))
         added = self._added.get(batch_size, 0.0) + SMOOTHING * error
         least = -MAX_CORRECTION * min(measured.values())
         added = self._added[batch_size] = max(added, least)
-        self._rows[batch_size] = {steps: time + added for steps, time in measured.items()}
+        self._rows[batch_size] = {tier: time + added for tier, time in measured.items()}
 
     def state(self, name: Callable[[int], object] = str) -> dict[str, Any]:
-        """Milliseconds as now expected, by batch size and draft length. name: of a tier."""
+        """Milliseconds as now expected, by batch size and tier. name: of a tier."""
         return {
-            str(size): {str(name(steps)): seconds * 1e3 for steps, seconds in row.items()}
+            str(size): {str(name(tier)): seconds * 1e3 for tier, seconds in row.items()}
             for size, row in sorted(self._rows.items())
         }

@@ -6,7 +6,6 @@ from typing import Any
 
 from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.executor.speculative.draft_length.acceptance_estimate import AcceptanceEstimate
-from tllm_spec.executor.speculative.draft_length.draft_len_policy import ObservedRound
 from tllm_spec.executor.speculative.draft_length.expected_path import expected_accepted
 from tllm_spec.executor.speculative.draft_length.rank_estimate import (
     RankEstimate,
@@ -14,6 +13,7 @@ from tllm_spec.executor.speculative.draft_length.rank_estimate import (
     chain_counts,
     columns_of,
 )
+from tllm_spec.executor.speculative.draft_length.tier_policy import ObservedRound
 
 REFRESH_ROUNDS = 8  # that predictions of trees may be old: they take long
 GAIN_DRAFTS = 128.0  # accepted drafts that the assumption of no gain counts for

@@ -37,9 +37,9 @@ class ChainDrafting:
         drafts: list[torch.Tensor] = []
         for step in range(shape.depth):
             if step:
-                # The draft before is at position kv_lens + step; see DraftNet.shift for its
+                # The draft before is at position kv_lens + step; see DraftNet.lookahead for its
                 # position in the draft cache.
-                first = positions[step - 1 + net.shift]
+                first = positions[step - net.lookahead]
                 window = Windows(group.slots, first, drafts[-1].unsqueeze(1), bound + step)
                 state = self._layers.forward([], window, state, step=step)
             logits = net.compute_logits(state)

@@ -133,7 +133,7 @@ class DraftBacklog:
             state = net.fuse(gather_rows(rings.states, entries.flatten()))
         windows = Windows(
             slots=slot_ids,
-            first=ends - (BACKLOG_LEN - net.shift),
+            first=ends - (BACKLOG_LEN - 1 + net.lookahead),
             token_ids=rings.tokens[entries].clamp_min_(0),
             max_kv_len=max_kv_len,
             num_padding=BACKLOG_LEN - self._num_due.index_select(0, slot_ids),

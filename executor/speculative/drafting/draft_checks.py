@@ -8,7 +8,7 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     kind_of_head,
     token_ids,
 )
-from tllm_spec.executor.speculative.modes import DraftModel
+from tllm_spec.executor.speculative.modes import DraftPlan
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
 from tllm_spec.models.eagle3_config import Eagle3Config
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _TYPES: dict[HeadKind, str] = {"EAGLE-1/2": "Eagle", "EAGLE-3": "Eagle3"}
 
 
-def check_draft(draft: DraftModel | None, tokenizer: Tokenizer | None, target: ModelConfig) -> None:
+def check_draft(draft: DraftPlan | None, tokenizer: Tokenizer | None, target: ModelConfig) -> None:
     """Raises ValueError, naming the option, when the folder has a head instead of a model, a model
     instead of a head or another kind of head, when a model's tokenizer is not the target's, when
     there is no MTP module to draft with, and for options that the head or model does not have."""
@@ -60,7 +60,7 @@ def _check_tokenizer(folder: Path, target: Tokenizer) -> None:
         raise ValueError(f"speculative_config.speculative_model: {error}") from None
 
 
-def _check_kind(draft: DraftModel, folder: Path) -> None:
+def _check_kind(draft: DraftPlan, folder: Path) -> None:
     option = f"speculative_config.speculative_model = {draft.path!r}"
     if is_exported(read_config(folder)):
         raise ValueError(f"{option} has MTP modules; use it with decoding_type: MTP")
@@ -87,7 +87,7 @@ def _check_kind(draft: DraftModel, folder: Path) -> None:
         )
 
 
-def _head_mistakes(draft: DraftModel, folder: Path, target: ModelConfig) -> list[str]:
+def _head_mistakes(draft: DraftPlan, folder: Path, target: ModelConfig) -> list[str]:
     if kind_of_head(draft, folder) == "EAGLE-3":
         size = Eagle3Config.from_pretrained(folder).output_size if draft.token_map else None
         if size in (None, target.vocab_size):
@@ -106,7 +106,7 @@ def _head_mistakes(draft: DraftModel, folder: Path, target: ModelConfig) -> list
     return found
 
 
-def _map_mistakes(draft: DraftModel, vocab_size: int) -> list[str]:
+def _map_mistakes(draft: DraftPlan, vocab_size: int) -> list[str]:
     try:
         token_ids(draft, vocab_size)
     except ValueError as error:

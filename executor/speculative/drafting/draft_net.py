@@ -18,16 +18,16 @@ from tllm_spec.models.mtp import NextnModules
 
 
 class DraftNet(ABC):
-    """A draft network. `shift`: position of a token's entry in the draft cache minus the position
-    of the token before it. 0 for a head, whose entry at j is (hidden state of token j, token j +
-    1); 1 for a model, whose entry of a token is at the token's own position.
+    """A draft network. `lookahead`: how many tokens after its own position an entry of the draft
+    cache depends on. 1 for a head, whose entry at j is (hidden state of token j, token j + 1); 0
+    for a model, whose entry of a token is at the token's own position.
 
     `reads_tokens_only`: what it has missed can be read later, from tokens. `has_one_layer`: rows
     that are not wanted need no attention. `vocab_size` is that of the logits; `token_map`
     `[vocab_size]` has the target's ids of a reduced vocabulary. `shard`: this rank's columns of the
     logits; None: all."""
 
-    shift: int
+    lookahead: int
     reads_tokens_only: bool
     has_one_layer: bool
     vocab_size: int
@@ -74,7 +74,7 @@ class DraftNet(ABC):
 class HiddenStatesNet(DraftNet):
     """A network on the hidden states that the target's forward captured in `spec`."""
 
-    shift = 0
+    lookahead = 1
     reads_tokens_only = False
 
     def __init__(self, spec: SpecMetadata) -> None:
@@ -157,7 +157,7 @@ class CausalNet(DraftNet):
     """A small causal model. `input_vocab_size` is the target's: ids outside the model's own
     vocabulary are read as its last id."""
 
-    shift = 1
+    lookahead = 0
     reads_tokens_only = True
 
     def __init__(self, model: CausalLM, input_vocab_size: int) -> None:

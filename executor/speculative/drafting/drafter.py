@@ -69,7 +69,7 @@ class ReadyDrafts(Drafter):
     ) -> None:
         batch, draft_len = scheduled_requests, scheduled_requests.draft_len
         longest = max(map(_num_ready, batch.generation_requests), default=0)
-        batch.num_steps = batch.num_asked = min(draft_len, longest)
+        batch.made_draft_len = batch.asked_draft_len = min(draft_len, longest)
         for request in batch.generation_requests:
             ready, limit = request.num_drafts_ready, request.draft_limit
             # `min` of three numbers would take longer than the rest of the loop, and most requests

@@ -54,7 +54,7 @@ class HostDrafter(Drafter):
         requests = batch.generation_requests
         placeholders = [request.py_draft_tokens for request in requests]
         wanted = [request.num_drafts_wanted for request in requests]
-        batch.num_asked = max(wanted)
+        batch.asked_draft_len = max(wanted)
         self._propose(batch)
         for request, untouched in zip(requests, placeholders, strict=True):
             if request.py_draft_tokens is untouched and not any(untouched):
@@ -133,7 +133,7 @@ class HostDrafter(Drafter):
             request.py_draft_tokens[:limit] for request, limit in zip(requests, wanted, strict=True)
         ]
         self._improve(requests, drafts, wanted, GrammarState.better_drafts)
-        draft_len = batch.num_steps = max(map(len, drafts))
+        draft_len = batch.made_draft_len = max(map(len, drafts))
         batch.shape = chain_of(draft_len)
         rows: list[int] = []  # of slot, number of drafts, padded drafts
         for request, draft in zip(requests, drafts, strict=True):

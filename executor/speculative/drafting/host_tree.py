@@ -115,8 +115,8 @@ class HostTree(NamedTuple):
 
 
 def tree_of(tokens: Any, parents: Any, room: Room) -> HostTree:
-    """Of what a drafter proposes: a list of tokens with or without parents, or of paths. Raises
-    TypeError and ValueError as `HostTree.of_parents`."""
+    """The tree that a drafter proposes: a list of tokens with or without parents, or of paths.
+    Raises TypeError and ValueError as `HostTree.of_parents`."""
     if parents is not None:
         return HostTree.of_parents(tokens, parents)
     tokens = list(tokens)

@@ -83,11 +83,11 @@ class HostTreeDrafter(HostDrafter):
         for request, tree in zip(requests, trees, strict=True):
             request.py_draft_tokens, request.py_draft_parents = tree.tokens, None
             request.py_num_draft_tokens = tree.depth
-        batch.num_steps = max(depths)
+        batch.made_draft_len = max(depths)
         batch.shape = self._slots.shapes.fitting(
-            batch.num_steps, is_chain=all(tree.is_chain for tree in trees)
+            batch.made_draft_len, is_chain=all(tree.is_chain for tree in trees)
         )
-        if batch.num_steps:
+        if batch.made_draft_len:
             # The requests' own tokens, since another token's embedding might be NaN.
             padding = [request.tokens[-1] for request in requests]
             self._send([request.slot for request in requests], padding, trees)

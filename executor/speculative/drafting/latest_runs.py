@@ -37,7 +37,7 @@ class LatestRuns:
     def windows(
         self, slot_ids: torch.Tensor, kv_lens: torch.Tensor, max_kv_len: int
     ) -> tuple[Windows, torch.Tensor]:
-        """Of slots `[B]`, and the rows of the runs' last tokens, `[B]`."""
+        """The windows of slots `[B]`, and the rows of the runs' last tokens, `[B]`."""
         lens = gather_rows(self._lens, slot_ids)
         # The dummy slot, which pads graphs, has no token before its run.
         first = (kv_lens - lens).clamp_min_(0)

@@ -8,7 +8,7 @@ from torch import nn
 
 from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_layers
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.draft_network.network import DraftNetwork
+from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.executor.engine.attention_groups import AttentionGroups
 from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
 from tllm_spec.executor.speculative.drafting.draft_net import (
@@ -17,7 +17,7 @@ from tllm_spec.executor.speculative.drafting.draft_net import (
     HeadNet,
     NextnNet,
 )
-from tllm_spec.executor.speculative.modes import DraftModel
+from tllm_spec.executor.speculative.modes import DraftPlan
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.draft_head import DraftHead, HeadSource, target_modules
@@ -40,26 +40,26 @@ class LoadedDraft:
     """A draft network that is loaded. `spec`: the hidden states that the target captures for a
     head."""
 
-    plan: DraftModel
-    net: CausalLM | DraftHead | NextnModules | DraftNetwork
+    plan: DraftPlan
+    model: CausalLM | DraftHead | NextnModules | ExternalDraft
     spec: SpecMetadata | None
 
     def layers(self, attention: AttentionGroups, vocab_size: int) -> TorchLayers:
         """A network in torch as layers on the target's pages; `vocab_size` is the target's."""
         net: DraftNet
-        if isinstance(self.net, DraftHead):
+        if isinstance(self.model, DraftHead):
             assert self.spec is not None
-            net = HeadNet(self.net, self.spec)
-        elif isinstance(self.net, NextnModules):
+            net = HeadNet(self.model, self.spec)
+        elif isinstance(self.model, NextnModules):
             assert self.spec is not None
-            net = NextnNet(self.net, self.spec)
+            net = NextnNet(self.model, self.spec)
         else:
-            assert not isinstance(self.net, DraftNetwork)
-            net = CausalNet(self.net, vocab_size)
+            assert not isinstance(self.model, ExternalDraft)
+            net = CausalNet(self.model, vocab_size)
         return TorchLayers(net, attention)
 
 
-def draft_folder(plan: DraftModel) -> Path:
+def draft_folder(plan: DraftPlan) -> Path:
     """The folder of draft weights that are not the target's. Raises ValueError with the option's
     name if it does not exist."""
     assert plan.path is not None
@@ -70,7 +70,7 @@ def draft_folder(plan: DraftModel) -> Path:
 
 
 def load_mtp(
-    plan: DraftModel,
+    plan: DraftPlan,
     target: CausalLM,
     folder: Path,
     load_format: LoadFormat,
@@ -99,12 +99,12 @@ def load_mtp(
     return LoadedDraft(plan, modules, spec)
 
 
-def kind_of_head(plan: DraftModel, folder: Path) -> HeadKind:
+def kind_of_head(plan: DraftPlan, folder: Path) -> HeadKind:
     """What the head in the folder is; one that does not say is of the mode's first kind."""
     return head_kind(folder) or plan.head_kinds[0]
 
 
-def token_ids(plan: DraftModel, vocab_size: int) -> torch.Tensor | None:
+def token_ids(plan: DraftPlan, vocab_size: int) -> torch.Tensor | None:
     """`[V_draft]`: the ids that the mode is limited to; None: all below `vocab_size`. Raises
     ValueError with the option's name for a file that is no token map."""
     if plan.token_map is None:
@@ -116,7 +116,7 @@ def token_ids(plan: DraftModel, vocab_size: int) -> torch.Tensor | None:
 
 
 def keep_tokens(
-    plan: DraftModel, net: CausalLM | DraftHead, vocab_size: int, communicator: Communicator
+    plan: DraftPlan, net: CausalLM | DraftHead, vocab_size: int, communicator: Communicator
 ) -> None:
     """Limits what `net` drafts to the mode's token map, if it has one."""
     ids = token_ids(plan, vocab_size)
@@ -126,7 +126,7 @@ def keep_tokens(
 
 
 def load_head(
-    plan: DraftModel,
+    plan: DraftPlan,
     target: CausalLM,
     *,
     max_positions: int,
@@ -149,7 +149,7 @@ def load_head(
     return LoadedDraft(plan, head, spec)
 
 
-def blank_head(plan: DraftModel, target: CausalLM, device: torch.device) -> nn.Module:
+def blank_head(plan: DraftPlan, target: CausalLM, device: torch.device) -> nn.Module:
     """A head, or MTP modules, for a blank target of `device`: the weights that are not the
     target's, as far as config.json tells of them. Raises ValueError as loading them does."""
     config, mapping = target.config, target_modules(target)[1].mapping
@@ -169,8 +169,8 @@ def blank_head(plan: DraftModel, target: CausalLM, device: torch.device) -> nn.M
     return Eagle3Head(of_eagle3, target, num_captured, 1, placement, owns)
 
 
-def _captured_layers(plan: DraftModel, folder: Path, num_layers: int) -> tuple[int, ...]:
-    """Of an EAGLE-3 head. Raises ValueError if the target lacks them."""
+def _captured_layers(plan: DraftPlan, folder: Path, num_layers: int) -> tuple[int, ...]:
+    """The layers that an EAGLE-3 head reads. Raises ValueError if the target lacks them."""
     layers = plan.capture_layers or Eagle3Config.from_pretrained(folder).capture_layers
     layers = layers or default_capture_layers(num_layers)
     outside = [layer for layer in layers if not 0 <= layer < num_layers]

@@ -72,13 +72,13 @@ class ModelDrafter(Drafter, RoundEnd):
     ) -> None:
         batch, draft_len = scheduled_requests, scheduled_requests.draft_len
         wanting = [r for r in batch.generation_requests if _wants_drafts(r)] if draft_len else []
-        batch.num_asked = draft_len if wanting else 0
+        batch.asked_draft_len = draft_len if wanting else 0
         drafting = self._kv.reserve(wanting, self._num_after(batch.shape))
         self._catch_up(batch, drafting)
         if not drafting:
             batch.shape = NO_DRAFTS
             return
-        batch.num_steps = draft_len
+        batch.made_draft_len = draft_len
         for request in drafting:
             limit = request.draft_limit
             request.py_num_draft_tokens = draft_len if draft_len <= limit else limit

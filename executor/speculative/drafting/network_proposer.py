@@ -92,7 +92,7 @@ class NetworkProposer(Proposer):
         bound = max((chunk.end for chunk in chunks), default=0)
         num_rows = sum(len(chunk.tokens) for chunk in chunks)
         if windows is not None:
-            read = windows.read(self.net.shift)
+            read = windows.read(self.net.lookahead)
             bound = max(bound, read.max_kv_len)
             captured = windows.captured_rows(num_rows)
             state = None if captured is None else self.net.state_of(captured)

@@ -39,15 +39,14 @@ class WindowResult:
     sampled: SampledTokens
     shape: DraftShape
 
-    def read(self, shift: int) -> Windows:
-        """What the target emitted, as windows of a draft network that reads it; shift: of the
-        network."""
+    def read(self, lookahead: int) -> Windows:
+        """What the target emitted, as windows of a draft network with this `lookahead`."""
         target, shape = self.windows, self.shape
         return Windows(
             target.slots,
-            target.first + shift if shift else target.first,
+            target.first if lookahead else target.first + 1,
             self.sampled.new_tokens.clamp_min(0),
-            target.max_kv_len - (shape.window - shape.path) + shift,
+            target.max_kv_len - (shape.window - shape.path) + 1 - lookahead,
             part=target.part if self.sampled.rows is None else None,
         )
 

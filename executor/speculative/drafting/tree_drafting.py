@@ -54,7 +54,7 @@ class TreeDrafting:
         pool = BeamPool.allocate(len(growth.kv_lens), topk, shape.depth, state.device)
         beams = first_beams(pool, *growth.candidates(0, state))
         for step in range(1, shape.depth):
-            # Of the first beams all K continue the same row.
+            # The K first beams all continue the same row.
             parents = (beams.rows if step > 1 else beams.rows // topk).flatten()
             num_before = (step - 1) * topk
             state = growth.read(step, beams.tokens, beams.bits, num_before, state, parents)
@@ -111,9 +111,8 @@ class _Growth:
         self.kv_lens = kv_lens
         self._layers, self._sampling = layers, sampling
         self._group, self._topk, self._bound = group, topk, bound
-        # See DraftNet.shift: a head's entry of a draft is at the position before it.
-        shift = layers.net.shift
-        self._first = kv_lens + shift if shift else kv_lens
+        # See DraftNet.lookahead: a head's entry of a draft is at the position before it.
+        self._first = kv_lens if layers.net.lookahead else kv_lens + 1
 
     def candidates(self, step: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The best next tokens after each row and their probabilities, `[N * n, K]`, best first.

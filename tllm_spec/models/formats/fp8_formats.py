@@ -76,7 +76,7 @@ class ActivationScales:
     """What has one scale: a token, or 128 inputs of a token, both dynamic; or all tokens, with the
     checkpoint's static scale."""
     bound: float | None = None
-    """Of a token: magnitudes above it count as the bound, and saturate."""
+    """A token's magnitudes above it count as the bound, and saturate."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Fp8Format:
     granularity: Granularity
     """The weights that share a scale."""
     scale_suffix: str
-    """Of a scale's name, after the weight's: `_scale` or `_scale_inv`."""
+    """What a scale's name adds to the weight's: `_scale` or `_scale_inv`."""
     ignored: ModuleNames = ModuleNames()
     """Modules without FP8 weights."""
     targets: ModuleNames | None = None

@@ -18,7 +18,7 @@ from tllm_spec.models.formats.fp8_formats import (
 from tllm_spec.models.json_file import read_json
 
 MODELOPT_FILE = "hf_quant_config.json"
-# Of config.json; the second is from early versions of compressed-tensors.
+# Keys of config.json; the second is from early versions of compressed-tensors.
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _SERVED = (
     "Of quantized checkpoints those with FP8 (E4M3) weights and one scale for a tensor, a row or a "
@@ -198,7 +198,7 @@ def _read_fbgemm(quantization: Mapping[str, Any]) -> _Read:
 
 
 _STRATEGIES: dict[str, Granularity] = {"tensor": "tensor", "channel": "row", "block": "block"}
-# Of FP8 both store the same.
+# Both store FP8 in the same way.
 _COMPRESSED_FORMATS = ("float-quantized", "naive-quantized")
 _COMPRESSED_WEIGHTS: dict[str, tuple[Any, ...]] = {
     "type": ("float",),

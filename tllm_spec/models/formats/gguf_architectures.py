@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tllm_spec.models.formats.gguf_file import GgufFile
 
-# Of tensors before `.weight` and `.bias`; those of layers follow `blk.N.` and `model.layers.N.`.
+# Names before `.weight` and `.bias`; those of layers follow `blk.N.` and `model.layers.N.`.
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _OF_LAYERS = {
     "attn_norm": "input_layernorm",

@@ -40,7 +40,7 @@ class TensorType:
     name: str
     elements: int
     num_bytes: int
-    """Of a block."""
+    """Bytes of a block."""
 
 
 # By ggml's numbers. Blocks of the K types have 256 elements in groups with scales of their own.

@@ -27,7 +27,7 @@ class GgufTensor:
     file: GgufFile
     place: TensorPlace
     num_pairs_heads: int | None
-    """Of q and k: the number of heads whose rows are stored in pairs; None: they are not."""
+    """How many heads of q or k have rows that are stored in pairs; None: they are not."""
     offset: int
     """What the stored elements have too much."""
 
@@ -36,8 +36,8 @@ class GgufTensor:
         return torch.Size(self.place.shape)
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
-        """Of `shape`, on the host. Threads dequantise rows into it, so that no copy of the tensor
-        in float32 exists."""
+        """A tensor of `shape` on the host. Threads dequantise rows into it, so that no copy of the
+        tensor in float32 exists."""
         rows = self.file.rows(self.place)
         output = torch.empty(self.shape, dtype=dtype)
         by_row = output.view(len(rows), self.shape[-1])

@@ -39,7 +39,7 @@ class PackedTensors:
     optional: tuple[str, ...]
     unpack: Callable[[Tensors], Unpacked]
     dtype: torch.dtype = torch.int32
-    """Of codes and zero points."""
+    """The type of codes and zero points."""
 
 
 def four_bits(words: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ class KVCacheSetting:
 
 
 def kv_cache_setting(path: Path | None, raw: Mapping[str, Any]) -> KVCacheSetting | None:
-    """Of the checkpoint in the folder `path`, whose config.json is `raw`; None: it has none."""
+    """What the checkpoint in the folder `path` says, whose config.json is `raw`; None: nothing."""
     quantization, _, _ = quantization_settings(path, raw)
     if not isinstance(quantization, Mapping):
         return None

@@ -57,7 +57,7 @@ class MarkedCalls(ABC):
 
     @abstractmethod
     def _unfinished(self, text: str) -> list[Piece]:
-        """Of a call without its end."""
+        """Pieces of a call without its end."""
 
     def _text(self) -> list[Piece]:
         markers = (self.start, *self.ignored)
@@ -161,5 +161,5 @@ class DeepSeekCalls(MarkedCalls):
 
 
 def _name(before: str, after: str) -> str:
-    """Of the texts around the separator. V3 writes the kind of tool before it."""
+    """The name from the texts around the separator. V3 writes the kind of tool before it."""
     return after.split("\n")[0].strip() if after.strip() else before.strip()

@@ -1,4 +1,4 @@
-"""Draft lengths at start-up: which of them need CUDA graphs, and how long rounds of each take."""
+"""Tiers at start-up: which of them need CUDA graphs, and how long rounds of each take."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,14 +16,14 @@ from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoun
 EAGER_SIZES = (1, 2, 4, 8, 16)
 
 
-def draft_lens_of_rounds(
+def tiers_of_rounds(
     controller: AdaptiveController, spec: DecodingBaseConfig | None
 ) -> Callable[[int], set[int]]:
-    """Draft lengths that rounds of a batch size can have: 0 where no request wants drafts, and any
-    shorter one where a drafter on the host may propose fewer than it was asked for."""
+    """Tiers that rounds of a batch size can have: 0 where no request wants drafts, and any shorter
+    length where a drafter on the host may propose fewer than it was asked for."""
     if spec is None or spec.overlaps:
-        return lambda batch_size: {0} | controller.draft_lens_at(batch_size)
-    return lambda batch_size: set(range(max(controller.draft_lens_at(batch_size)) + 1))
+        return lambda batch_size: {0} | controller.tiers_at(batch_size)
+    return lambda batch_size: set(range(max(controller.tiers_at(batch_size)) + 1))
 
 
 class RoundTimer:
@@ -43,23 +43,21 @@ class RoundTimer:
         self._place = dummy_slot, device
 
     def measure(self, controller: AdaptiveController, sizes: Sequence[int]) -> MeasuredRoundTimes:
-        """By batch size and draft length. With graphs, the lengths that the controller may ask for
-        at a size; without, all of them, since the sizes between are interpolated."""
+        """By batch size and tier. With graphs, the tiers that the controller may ask for at a
+        size; without, all of them, since the sizes between are interpolated."""
         has_graphs = self._runner.graphs is not None
         seconds = {
-            size: self._row(
-                size, controller.draft_lens_at(size) if has_graphs else controller.draft_lens
-            )
+            size: self._row(size, controller.tiers_at(size) if has_graphs else controller.tiers)
             for size in sizes
         }
         return MeasuredRoundTimes(seconds, has_contexts=has_graphs)
 
-    def _row(self, size: int, draft_lens: Sequence[int] | set[int]) -> dict[int, float]:
-        """Every length twice, in mirrored order, so that a drifting clock favours none."""
-        keys = {tier: GraphKey(size, self._shapes.of(tier), False) for tier in sorted(draft_lens)}
+    def _row(self, size: int, tiers: Sequence[int] | set[int]) -> dict[int, float]:
+        """Every tier twice, in mirrored order, so that a drifting clock favours none."""
+        keys = {tier: GraphKey(size, self._shapes.of(tier), False) for tier in sorted(tiers)}
         first = {tier: self._seconds(key) for tier, key in keys.items()}
         second = {tier: self._seconds(key) for tier, key in reversed(keys.items())}
-        row = {steps: (time + second[steps]) / 2 for steps, time in first.items()}
+        row = {tier: (time + second[tier]) / 2 for tier, time in first.items()}
         return row if self._runner.graphs is not None else without_outliers(row, self._shapes)
 
     def _seconds(self, key: GraphKey) -> float:

@@ -9,18 +9,18 @@ from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.draft_network.decoder import LOGITS
 from tllm_spec.draft_network.head_decoder import NEXT_STATES, STATES, WANTED
-from tllm_spec.draft_network.network import DraftNetwork, HeadNetwork
+from tllm_spec.draft_network.network import ExternalDraft, ExternalHead
 from tllm_spec.executor.engine.paged_network import PagedNetwork
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
 from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, HeadNet
 
 
-class NetworkModelNet(CausalNet):
+class ExternalModelNet(CausalNet):
     """A draft model whose states are its logits."""
 
     has_one_layer = False
 
-    def __init__(self, draft: DraftNetwork, input_vocab_size: int) -> None:
+    def __init__(self, draft: ExternalDraft, input_vocab_size: int) -> None:
         self.vocab_size = draft.num_logits
         self._last_token_id = draft.config.vocab_size - 1
         self._clamps = input_vocab_size > draft.config.vocab_size
@@ -29,16 +29,16 @@ class NetworkModelNet(CausalNet):
         return state
 
 
-class NetworkModelLayers:
+class ExternalModelLayers:
     """A draft model. A forward returns the logits after the last token of each window, in the
     model's dtype."""
 
     reads_whole_windows = True
 
     def __init__(
-        self, draft: DraftNetwork, pool: KVPool, rows: RowBuilder, input_vocab_size: int
+        self, draft: ExternalDraft, pool: KVPool, rows: RowBuilder, input_vocab_size: int
     ) -> None:
-        self.net = NetworkModelNet(draft, input_vocab_size)
+        self.net = ExternalModelNet(draft, input_vocab_size)
         self.rows = rows
         self._paged, self._dtype = PagedNetwork(draft.network, pool, rows), draft.dtype
 
@@ -68,7 +68,7 @@ class NetworkModelLayers:
         return logits
 
 
-class NetworkHeadNet(HeadNet):
+class ExternalHeadNet(HeadNet):
     """The head's part in torch. One run of the network gives states and logits, so they are passed
     on side by side: `[R, H + V_draft]`."""
 
@@ -76,15 +76,15 @@ class NetworkHeadNet(HeadNet):
         return state[:, self.head.config.hidden_size :]
 
 
-class NetworkLayers:
+class ExternalHeadLayers:
     """A head on the target's pages."""
 
     reads_whole_windows = True
 
     def __init__(
-        self, draft: HeadNetwork, spec: SpecMetadata, pool: KVPool, rows: RowBuilder
+        self, draft: ExternalHead, spec: SpecMetadata, pool: KVPool, rows: RowBuilder
     ) -> None:
-        self.net = NetworkHeadNet(draft.head, spec)
+        self.net = ExternalHeadNet(draft.head, spec)
         self.pool, self.rows = pool, rows
         self._paged = PagedNetwork(draft.network, pool, rows)
         self._size = draft.config.hidden_size
@@ -98,8 +98,8 @@ class NetworkLayers:
         wanted: torch.Tensor | None = None,
         step: int = 0,
     ) -> torch.Tensor:
-        """Of chunks the rows that are wanted are those that are patched. Of each window one row is
-        wanted, or none of all; wanted None: its only row."""
+        """Returns the patched rows of chunks, and one row of each window: none if `wanted` is
+        empty, the only row if it is None."""
         num_before = sum(len(chunk.tokens) for chunk in chunks)
         if state is None:
             num_rows = num_before + (0 if windows is None else windows.token_ids.numel())

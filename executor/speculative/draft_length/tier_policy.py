@@ -1,0 +1,58 @@
+"""What a policy for the tier is asked, and what it is told.
+
+A tier is one of `DraftShapes`: a draft length, or where trees may be chosen one of these."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+
+class ObservedRound(NamedTuple):
+    """What came of a round in which every request had the same tier."""
+
+    num_requests: int  # whose results count
+    batch_size: int  # padded to a CUDA graph: the round's time depends on it
+    num_accepted: Sequence[int]  # of every request that was drafted for
+    verified_tier: int | None  # of the drafts that were verified; None: as the policy says now
+    seconds: float | None  # None: the round's time says nothing, e.g. it had context chunks
+    max_tier: int  # what the limits allow at this batch size
+    asked_draft_len: int | None = None  # drafts that the drafter was asked for, if it had fewer
+    ranks: Sequence[Sequence[int]] = ()  # see `path_ranks`, where there are trees to choose from
+
+
+class TierPolicy(Protocol):
+    """Chooses tiers for the batch sizes of one slot, from its `lower_bound` on."""
+
+    lower_bound: int
+
+    def tier_for(self, batch_size: int, max_tier: int) -> int:
+        """The tier, at most `max_tier`; 0 = plain decoding. Asking changes no later answer."""
+
+    def reachable(self, max_tier: int) -> set[int]:
+        """All that `tier_for` may ever answer."""
+
+    def observe(self, observed: ObservedRound) -> bool:
+        """Whether the tier for this batch size changed."""
+
+    def state(self) -> dict[str, Any]:
+        """What the choice rests on, as plain values."""
+
+
+class FixedTier:
+    """One draft length for every round, shortened by limits only."""
+
+    lower_bound = 1
+
+    def __init__(self, draft_len: int) -> None:
+        self._draft_len = draft_len
+
+    def tier_for(self, batch_size: int, max_tier: int) -> int:
+        return min(self._draft_len, max_tier)
+
+    def reachable(self, max_tier: int) -> set[int]:
+        return {min(self._draft_len, max_tier)}
+
+    def observe(self, observed: ObservedRound) -> bool:
+        return False
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self._draft_len}
