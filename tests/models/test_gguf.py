@@ -209,12 +209,21 @@ def test_a_file_without_a_size_or_a_tensor_is_refused(tmp_path: Path) -> None:
             load(other)
 
 
+def without_alignment(data: bytes) -> bytes:
+    """One value more in the metadata: an alignment of 0."""
+    key = b"general.alignment"
+    value = struct.pack("<Q", len(key)) + key + struct.pack("<II", 4, 0)
+    (num_values,) = struct.unpack_from("<Q", data, 16)
+    return data[:16] + struct.pack("<Q", num_values + 1) + value + data[24:]
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (lambda data: data[: len(data) // 2], "ends after the end of the file"),
         (lambda data: data[:100], "is not a readable GGUF file"),
         (lambda data: b"", "is not a readable GGUF file"),
+        (without_alignment, "general.alignment is 0"),
         (lambda data: b"GGML" + data[4:], "does not start with GGUF"),
         (lambda data: data[:4] + struct.pack(">I", 3) + data[8:], "byte order is not little"),
         (lambda data: data[:4] + struct.pack("<I", 1) + data[8:], "its version is 1"),

@@ -119,7 +119,7 @@ def read_gguf(path: Path) -> GgufFile:
     except (OSError, ValueError, struct.error) as error:
         raise ValueError(f"{path} is not a readable GGUF file: {error}.") from error
     parts = found.metadata.get("split.count", 0)
-    if parts > 1:
+    if parts not in (0, 1):
         raise ValueError(
             f"{path} is one of {parts} parts; join them with llama.cpp's llama-gguf-split --merge."
         )
@@ -146,6 +146,8 @@ class _Header:
             metadata[key] = self.value(self.number("I"))
         places = [self.place() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"general.alignment is {alignment!r}")
         start = -(-self.position // alignment) * alignment
         tensors = {
             name: TensorPlace(name, shape, kind, start + offset)
