@@ -118,6 +118,8 @@ class FakeLLM:
         token_ids = self.tokenizer.encode(inputs) if isinstance(inputs, str) else inputs
         if not token_ids:
             raise ValueError("the prompt is empty: at least one token is needed")
+        if not 0 <= min(token_ids) <= max(token_ids) < 1 << 31:
+            raise ValueError("the prompt has token ids outside the vocabulary")
         if len(token_ids) > MAX_LEN:
             raise ContextLengthExceeded(f"the maximum context length is {MAX_LEN} tokens")
         request_id = len(self.prompts)
