@@ -138,7 +138,7 @@ class TileShape:
 
 def _tile_shape(num_rows: int, batch: int, num_processors: int, element_size: int) -> TileShape:
     """Small tiles of a short window while all fit the device at once: they read the same keys at
-    the same time, from the L2 cache. Measured by `benchmarks.deepseek tiles`."""
+    the same time, from the L2 cache."""
     if element_size > 2:
         return TileShape(16, 16, 4, 2)
     num_small = -(-num_rows // 16)
