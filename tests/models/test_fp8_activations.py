@@ -76,9 +76,11 @@ def test_log_probabilities_are_those_of_a_plain_transcription(
     weights_only = log_probabilities(tmp_path, fp8_activations=False)
     effect = (weights_only - expected).abs().mean()
     assert effect > 0.005
-    # A sum that is rounded otherwise may give another code, with an effect on all later tokens.
+    # A sum that is rounded otherwise may give another code, with an effect on all later tokens. It
+    # happens once in these tokens, with the two formats whose scales are static.
     errors = (found - expected).abs()
-    assert errors.mean() < 0.3 * effect and errors[:10].max() < 1e-4
+    share = 0.3 if granularity in ("autofp8 static", "modelopt") else 0.02
+    assert errors.mean() < share * effect and errors[:10].max() < 1e-4
 
 
 @torch.inference_mode()
