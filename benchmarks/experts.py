@@ -139,7 +139,7 @@ def latent_attention_us(options: Options) -> Iterator[Row]:
 def attention_calls(
     batch: int, context: int, window: int, device: str
 ) -> list[Callable[[], torch.Tensor]]:
-    """Of three layers of the V3-style shape."""
+    """Attention of three layers of the V3-style shape."""
     heads, rank, nope, page, on_device = 16, 512, 128, 32, {"device": device, "dtype": BF16}
     pages = -(-context // page)
     workspace = LatentWorkspace.allocate(rank, torch.device(device))

@@ -70,7 +70,7 @@ class Front:
         self.process.wait()
 
     def cpu_seconds(self) -> float:
-        """Of all its threads."""
+        """The CPU time of all its threads."""
         tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
         return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 

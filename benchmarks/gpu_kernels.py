@@ -119,7 +119,7 @@ def tree_attention(options: Options) -> Iterator[Row]:
 
 
 def random_bits(num_nodes: int) -> list[int]:
-    """Of each node of a random tree: itself and its ancestors, as an int64."""
+    """A mask of each node of a random tree: itself and its ancestors, as an int64."""
     bits: list[int] = []
     for node in range(num_nodes):
         parent = bits[int(torch.randint(node, ()))] if node else 0

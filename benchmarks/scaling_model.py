@@ -67,7 +67,7 @@ def checked() -> Iterator[Checked]:
 
 
 def _checked_llama() -> Iterator[Checked]:
-    """Of the 8B shape, from `benchmarks.h200`: plain rounds, and one-model EAGLE-3."""
+    """Rounds of the 8B shape, from `benchmarks.h200`: plain rounds, and one-model EAGLE-3."""
     for figure in load("h200")["figures"]:
         found = re.match(r"(plain|EAGLE-3 K=(\d)) round, batch (\d+)", figure["name"])
         if found:
@@ -101,7 +101,7 @@ def _checked_experts(subject: str, shape: Shape, shared: int) -> Iterator[Checke
 
 
 def checked_on_several() -> Iterator[Checked]:
-    """Of `benchmarks.several_devices` on one and two H100 and on four H200, without the rounds
+    """Rounds of `benchmarks.several_devices` on one and two H100 and on four H200, but for those
     whose sums were not chosen by size."""
     for file in ("several_devices", "several_devices_ranks_4"):
         for subject in load(file).values():

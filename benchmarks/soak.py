@@ -122,7 +122,7 @@ def memory_mib(pid: int) -> float:
 
 
 def slope(samples: Sequence[tuple[float, float]]) -> float:
-    """Of a least-squares line through (hours, MiB)."""
+    """The slope of a least-squares line through (hours, MiB)."""
     hours, sizes = zip(*samples, strict=True)
     middle, mean = fmean(hours), fmean(sizes)
     spread = sum((hour - middle) ** 2 for hour in hours)

@@ -50,7 +50,7 @@ class CostModel:
         return self.one_shot_seconds + (devices - 1) * num_bytes / self.one_shot_bandwidth
 
     def nccl_sum(self, num_bytes: float) -> float:
-        """Of two to eight devices: more devices send more, over more links at once."""
+        """The time on two to eight devices: more devices send more, over more links at once."""
         return self.nccl_seconds + num_bytes / self.nccl_bandwidth
 
     def all_reduce_seconds(self, num_bytes: float, devices: int) -> float:

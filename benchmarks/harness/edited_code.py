@@ -45,7 +45,7 @@ class Replayed:
 
 
 def edited(code: str, other: str) -> str:
-    """Of ten lines the fourth is followed by one of `other`, and the eighth left out."""
+    """In every ten lines the fourth is followed by one of `other`, and the eighth left out."""
     names = Counter(re.findall(r"\b[a-z_]{4,}\b", code))
     name = next((name for name, _ in names.most_common() if not keyword.iskeyword(name)), "None")
     lines = re.sub(rf"\b{name}\b", f"new_{name}", code).splitlines(keepends=True)

@@ -119,7 +119,7 @@ def measured(
 
 
 def set_bias(engine: Rounds, case: str) -> None:
-    """Of the target's routers and the MTP module's. Graphs read it where it lies."""
+    """Sets the bias of the routers of target and MTP module. Graphs read it where it lies."""
     runner = engine.executor.parts.runner
     parts: list[torch.nn.Module] = [runner.engine.model]
     if isinstance(runner.round_end, DraftWorker):
@@ -169,7 +169,7 @@ def qwen3_bytes(config: Config, hit: float, num_tokens: float, draft_len: int) -
 
 
 def layer_bytes(config: Config, hit: float) -> float:
-    """Of a layer with `hit` experts: projections, experts hit, the shared one and the router."""
+    """Bytes of a layer with `hit` experts: projections, experts, the shared one and the router."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     rank, latent = config["q_lora_rank"], config["kv_lora_rank"]
     rope, nope, value = (

@@ -82,8 +82,8 @@ class JsonLines:
 
 
 def fill_seconds(kind: str, grammar: str, text: str, size: int, turns: int) -> list[list[float]]:
-    """Of the masks after each character of a text, `size` tokens wide: when the grammar has just
-    been read, and again. The fastest of some turns each."""
+    """Seconds of the masks after each character of a text, `size` tokens wide: when the grammar
+    has just been read, and again. The fastest of some turns each."""
     import xgrammar
 
     words = ["<end>", *vocabulary(size - 1)]

@@ -59,7 +59,7 @@ class Job:
 
 
 def measured(job: Job, engine: Rounds) -> Iterator[Row]:
-    """Of rank 0. Traces last: a profiler makes later launches slower."""
+    """The rows of rank 0. Traces last: a profiler makes later launches slower."""
     for batch_size in job.batch_sizes:
         engine.start(batch_size, job.prompt_len)
         timings = [engine.timed(job.rounds) for _ in range(TIMINGS)]

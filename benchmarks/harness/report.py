@@ -31,7 +31,7 @@ class Options:
     more: argparse.Namespace = field(default_factory=argparse.Namespace)
 
     def numbers(self, name: str) -> list[int]:
-        """Of an option such as 1,8,64."""
+        """The numbers in an option such as 1,8,64."""
         return [int(each) for each in getattr(self.more, name).split(",")]
 
 

@@ -38,13 +38,13 @@ class Shape:
         return self.layers - self.dense_layers if self.experts else 0
 
     def expert_bytes(self, slices: int) -> float:
-        """Of an element, on average, if each expert is cut into `slices`. Slices of an FP8 down
-        projection that cut its blocks have 16 bits. No other layer of these models is cut so."""
+        """Bytes of an element, on average, if each expert is cut into `slices`. Slices of an FP8
+        down projection that cut its blocks have 16 bits. No other layer of these models is cut so."""
         is_cut = slices > 1 and self.expert_inner % (slices * BLOCK) > 0
         return (2 * self.weight_bytes + 2) / 3 if is_cut else self.weight_bytes
 
     def total_bytes(self, slices: int) -> float:
-        """Of weights on all devices, with each expert in so many slices."""
+        """Bytes of weights on all devices, with each expert in so many slices."""
         dense = self.layers * self.attention + (self.layers - self.sparse_layers) * self.mlp
         num_bytes = self.weight_bytes * (dense + self.sparse_layers * self.shared)
         experts = self.sparse_layers * self.experts * self.expert

@@ -38,7 +38,7 @@ class Timeline:
 
 
 def timeline(path: str, events: Sequence[Event], first: int, num_drawn: int) -> Timeline:
-    """Of an annotated trace. The spans are those of `num_drawn` rounds from round `first` on; a
+    """Reads an annotated trace. The spans are those of `num_drawn` rounds from round `first` on; a
     round begins when the host schedules it."""
     spans = spans_of(events)
     starts = [span.start for span in spans if span.kind == "schedule"]
@@ -65,7 +65,7 @@ def clipped(spans: Iterable[Span], start: float, end: float) -> list[Span]:
 
 
 def spans_of(events: Sequence[Event]) -> list[Span]:
-    """Of both lanes, by start."""
+    """The spans of both lanes, by start."""
     noted = [
         Span(event["name"].removeprefix(PHASE), event["ts"], event["ts"] + event["dur"])
         for event in events
