@@ -39,7 +39,8 @@ class Shape:
 
     def expert_bytes(self, slices: int) -> float:
         """Bytes of an element, on average, if each expert is cut into `slices`. Slices of an FP8
-        down projection that cut its blocks have 16 bits. No other layer of these models is cut so."""
+        down projection that cut its blocks have 16 bits. No other layer of these models is cut
+        so."""
         is_cut = slices > 1 and self.expert_inner % (slices * BLOCK) > 0
         return (2 * self.weight_bytes + 2) / 3 if is_cut else self.weight_bytes
 
