@@ -80,6 +80,8 @@ def test_the_models_own_modules_draft_and_leave_the_text_alone(
     with_mtp: Path,
     plain_of_mtp: list[list[int]],
 ) -> None:
+    if is_vanilla and draft_len > 2:
+        pytest.skip("the model has two modules, and each makes one draft")
     mtp = {
         "decoding_type": "MTP",
         "num_nextn_predict_layers": draft_len,
