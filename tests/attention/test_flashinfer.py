@@ -36,7 +36,7 @@ class Batch:
     window: int = 1
     span: KeySpan | None = None
     scales: KVScales | None = None
-    """Of a pool of FP8 codes; None: it has numbers."""
+    """The scales of a pool of FP8 codes; None: it has numbers."""
 
 
 BATCHES = {

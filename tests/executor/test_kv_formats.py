@@ -36,7 +36,7 @@ def copy(tiny: Path, tmp_path: Path) -> Path:
 
 
 def scales_of(harness: Harness, group: int = 0) -> list[tuple[KVScales, ...] | None]:
-    """Of each pool of a group: the target's, then those of draft layers on the same pages."""
+    """An entry for each pool of a group: the target's, then those of its draft layers."""
     kv = harness.executor.parts.kv
     return [pool.kv_format.scales for pool in kv.groups[group].pools]
 

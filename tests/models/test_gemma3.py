@@ -155,7 +155,7 @@ def test_in_16_bits_norms_and_embeddings_have_the_bits_of_transformers(
 
 
 def stored_logits(folder: Path, dtype: torch.dtype, tokens: list[int]) -> torch.Tensor:
-    """Of transformers' model, loaded: a conversion to 16 bits would round its frequencies, too."""
+    """Logits of transformers' loaded model: a conversion would round its frequencies, too."""
     model = transformers.Gemma3ForCausalLM.from_pretrained(folder, dtype=dtype)
     return reference_logits(model, tokens).float()
 

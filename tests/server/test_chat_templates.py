@@ -43,7 +43,7 @@ def busy_process() -> ChildProcess | None:
 def test_a_template_that_never_ends_delays_no_other_requests(
     route: str, num_chars: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a long conversation, no short ones either."""
+    """The template of a long conversation delays short ones no more than others."""
     monkeypatch.setattr(template_process, "MAX_SECONDS", 300.0)  # the test ends the process
     llm = FakeLLM()
     llm.tokenizer.chat_template = TEMPLATE
