@@ -40,7 +40,11 @@ def test_an_unknown_route_is_answered_with_openais_error_object(url: str) -> Non
 @pytest.mark.parametrize(
     ("method", "path", "reason"),
     [
-        ("POST", "/kv_cache_events", "KV cache events are not reported"),
+        (
+            "POST",
+            "/kv_cache_events",
+            "KV cache events are published by kv_cache_config.kv_events_config",
+        ),
         ("POST", "/v1/embeddings", "answers are text"),
     ],
 )
