@@ -3,7 +3,6 @@
 Tensors are copied one at a time from the memory-mapped file into the (fused, sharded) parameter, so
 the host holds no second copy. `Module.slots` says where each tensor goes."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -127,7 +126,7 @@ def _fill_normal(
             zero = torch.tensor(SYMMETRIC_ZERO)
             scales.copy_(group_words(torch.tensor(scale / CODES_DEVIATION), zero))
         else:  # of MXFP4
-            scales.fill_(2.0 ** round(math.log2(scale / E2M1_DEVIATION)))
+            scales.fill_(scale / E2M1_DEVIATION)
         return
     deviation = parameter.shape[-1] ** -0.5
     if scales is None:
