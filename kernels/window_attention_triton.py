@@ -302,12 +302,11 @@ def attention_kernel(
     output: tl.tensor, partials: tl.tensor, log_sums: tl.tensor, num_splits: tl.tensor,
     min_keys: tl.tensor, num_padding: tl.tensor, tree_bits: tl.tensor, offset: tl.tensor,
     positions: tl.tensor, offsets: tl.tensor, key_inverse: tl.tensor, value_inverse: tl.tensor,
-    value_scale: tl.tensor,
-    SPAN: tl.constexpr, TREE: tl.constexpr, HAS_OFFSET: tl.constexpr, PADDED: tl.constexpr,
-    RAGGED: tl.constexpr, HAS_NORM: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
-    WIDEN: tl.constexpr, PDL: tl.constexpr,
+    value_scale: tl.tensor, SPAN: tl.constexpr, TREE: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    PADDED: tl.constexpr, RAGGED: tl.constexpr, HAS_NORM: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """Grid (KV heads * tiles of rows, requests, splits): adjacent programs read the heads of the
     same keys, and splits that may have no keys come last."""

@@ -109,10 +109,16 @@ class TritonAttention(VanillaAttention):
     def _run_tiled_chunks(
         self, layer: int, q: torch.Tensor, chunks: TiledChunks, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        geometry = self.geometry
         return batch_invariant_attention(
-            *(q[: chunks.num_rows], self._layers[layer], chunks.block_tables, chunks.tiles),
-            *(geometry.scale, None, geometry.span, self.pool.kv_format.scales_of(layer), sinks),
+            q[: chunks.num_rows],
+            self._layers[layer],
+            chunks.block_tables,
+            chunks.tiles,
+            self.geometry.scale,
+            None,
+            self.geometry.span,
+            self.pool.kv_format.scales_of(layer),
+            sinks,
         )
 
     def _plan_windows(self, metadata: AttentionMetadata) -> WindowPlan | None:

@@ -215,7 +215,7 @@ class VanillaAttention(HeadsBackend):
             mask, rows = plan.mask, q.shape[2]
             if mask is None:
                 mask = torch.full((rows, rows), -torch.inf, dtype=q.dtype, device=q.device).triu(1)
-            by_head = q.unflatten(1, (-1, self._group))
+            by_head = q.view(1, -1, self._group, *q.shape[2:])
             parts = by_head, keys.unsqueeze(2), values.unsqueeze(2), mask, scale
             output = _attend_with_sinks(*parts, sinks.view(-1, self._group, 1, 1)).flatten(1, 2)
         return times(output[0].transpose(0, 1).flatten(1), scales.value)
