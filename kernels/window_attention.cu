@@ -22,9 +22,9 @@
 //
 // Compiler options define BFLOAT16 (otherwise float16), HEAD_DIM (64 or 128), ROW_TILES (of 16 rows
 // each), WARPS, DEPTH (tiles of a warp's ring), CTAS (least number per multiprocessor), TREE
-// (whether rows see the keys of a tree's region by their bits), SPAN (whether rows see a part of the
-// keys), SINKS (whether heads have sinks) and CODES (whether the pool has E4M3 numbers, which become
-// 16-bit numbers, exactly, on the way from shared memory to tensor cores).
+// (whether rows see the keys of a tree's region by their bits), SINKS (whether heads have sinks) and
+// CODES (whether the pool has E4M3 numbers, which become 16-bit numbers, exactly, on the way from
+// shared memory to tensor cores).
 
 #include "tensor_core.cuh"
 #include "window_mixture.cuh"
@@ -175,7 +175,7 @@ __device__ inline void load_sinks(
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; ++i) {
         const int row = 8 * i + lane / 4;
-        const float sink = __ldg(w.sinks + part.kv_head * w.group + row % w.group);
+        const float sink = __ldcg(w.sinks + part.kv_head * w.group + row % w.group);
         sinks[i / 2][i % 2] = sink * 1.44269504f;  // log2(e)
     }
 }
@@ -187,9 +187,7 @@ __device__ inline bool sees(const Windows& w, const i64* bits, int row, int key)
 
 __device__ inline void attend_to_pool(
     const Windows& w, const Part& part, Stream& stream, Mixture& mixture, const uint4* queries,
-    const i64* bits, const int* first_keys) {
-    // All rows see the keys from here on.
-    const int last_first_key = SPAN ? w.first_key(part.kv_len - 1) : 0;
+    const i64* bits) {
 #pragma unroll 1
     for (int block = stream.first; block < part.end_block; block += WARPS) {
         float scores[ROW_TILES][2][4];
@@ -197,12 +195,8 @@ __device__ inline void attend_to_pool(
         multiply_keys(scores, queries, stream.take(), stream.lane, KEYS - 1);
         const int num_present = part.num_old - block * KEYS;
         const int num_common = TREE ? num_present - w.offset : num_present;
-        if (num_common < KEYS || SPAN && block * KEYS < last_first_key)
+        if (num_common < KEYS)
             hide(scores, stream.lane, [&](int row, int column) {
-                if (SPAN && column < num_common) {
-                    const int token = min(row / w.group, w.window - 1);
-                    return block * KEYS + column >= first_keys[token];
-                }
                 if (!TREE || column < num_common) return column < num_common;
                 return column < num_present && sees(w, bits, row, column - num_common);
             });
@@ -213,7 +207,7 @@ __device__ inline void attend_to_pool(
 
 __device__ inline void attend_to_window(
     const Windows& w, const Part& part, Mixture& mixture, const uint4* queries,
-    const uint4* own_keys, const i64* bits, const int* first_keys, int lane) {
+    const uint4* own_keys, const i64* bits, int lane) {
     float scores[ROW_TILES][2][4];
     u32 weights[ROW_TILES][4];
     // Padding rows may have positions below 0.
@@ -221,9 +215,7 @@ __device__ inline void attend_to_window(
     multiply_keys(scores, queries, own_keys, lane, w.window - 1);
     hide(scores, lane, [&](int row, int column) {
         if (TREE) return column < w.window && sees(w, bits, row, w.offset + column);
-        const int token = min(row / w.group, w.window - 1);
-        if (SPAN && part.kv_len - w.window + column < first_keys[token]) return false;
-        return column >= first && column <= token;
+        return column >= first && column <= min(row / w.group, w.window - 1);
     });
     mixture.weigh(scores, w.scale, weights);
     mixture.add(weights, own_keys + w.window * STORED_PIECES, lane, w.window - 1);
@@ -261,14 +253,9 @@ window_attention(const __grid_constant__ Windows w) {
         i64* bits = reinterpret_cast<i64*>(tops);  // until the sums are stored
         if (TREE && threadIdx.x < w.window)
             bits[threadIdx.x] = w.tree_bits[part.request * w.window + threadIdx.x];
-        int* first_keys = reinterpret_cast<int*>(sums.totals);  // the same
-        if (SPAN && threadIdx.x < w.window)
-            first_keys[threadIdx.x] =
-                w.first_key(w.positions[part.request * w.window + threadIdx.x]);
         __syncthreads();
-        attend_to_pool(w, part, stream, mixture, queries, bits, first_keys);
-        if (takes_window)
-            attend_to_window(w, part, mixture, queries, own_keys, bits, first_keys, lane);
+        attend_to_pool(w, part, stream, mixture, queries, bits);
+        if (takes_window) attend_to_window(w, part, mixture, queries, own_keys, bits, lane);
         __syncthreads();  // the sums overwrite the rings
         sums.store(mixture, warp, lane);
         __syncthreads();

@@ -8,11 +8,11 @@ the heads, the device and the width of the block table. Each split takes an equa
 request's actual length.
 
 `window_attention` runs a CUDA kernel for the shapes that it supports (window_attention_cuda.py), a
-Triton kernel for others, for requests with different numbers of rows and without cuda-python, and
-the plain-torch reference without Triton."""
+Triton kernel for others, for rows that see a part of the keys, for requests with different numbers
+of rows and without cuda-python, and the plain-torch reference without Triton."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -25,7 +25,6 @@ from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.tree_mask import TreeMask
 from tllm_spec.kernels.window_attention_cuda import (
     BLOCK_KEYS,
-    MAX_SPAN,
     Layout,
     Operands,
     WindowSizes,
@@ -141,10 +140,10 @@ def launch_window_attention(
     assert tables.spans is None or tables.spans.positions.is_contiguous()
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     call = _Call(qkv, cos_sin, layer, tables, scale, workspace, norm, scales, sinks)
-    windows, layout, span = call.windows(), None, abs(call.spans[1])
-    if offsets is None and span <= MAX_SPAN and serves(qkv, cos_sin, call.weights[0], layer):
-        seen = replace(windows, max_len=min(windows.max_len, span)) if span else windows
-        layout = layout_of(seen, workspace.num_processors, len(workspace.outputs))
+    windows, layout = call.windows(), None
+    is_served = tables.spans is None and offsets is None
+    if is_served and serves(qkv, cos_sin, call.weights[0], layer):
+        layout = layout_of(windows, workspace.num_processors, len(workspace.outputs))
     return _launch_triton(call, windows) if layout is None else _launch_cuda(call, windows, layout)
 
 
@@ -191,15 +190,15 @@ class _Call:
 
 
 def _launch_cuda(call: _Call, windows: WindowSizes, layout: Layout) -> torch.Tensor:
-    (weights, eps), (tree_bits, offset), (positions, span) = call.weights, call.tree, call.spans
+    (weights, eps), (tree_bits, offset) = call.weights, call.tree
     tables, workspace, output = call.tables, call.workspace, call.output(windows)
     operands = Operands(
         *(call.qkv, call.cos_sin, weights, call.layer, output),
         *(tables.block_tables, tables.kv_lens, tables.kv_slots, tables.num_padding, tree_bits),
-        *(positions, call.sinks),
+        call.sinks,
         *((None, None) if layout.in_clusters else (workspace.outputs, workspace.log_sums)),
     )
-    launch(operands, windows, layout, call.scale, eps, offset, span, call.scales)
+    launch(operands, windows, layout, call.scale, eps, offset, call.scales)
     if not layout.in_clusters:
         splits = Splits(layout.splits, layout.min_keys, True, False)
         # The splits share all keys that were in the pool before, those of a tree's region too.

@@ -35,9 +35,6 @@ MAX_RING_BYTES = 20 << 10
 # If CTAs fill less than this share of the multiprocessors, requests longer than MAX_SLOW_KEYS are
 # faster in the Triton kernel, which splits further.
 MIN_SHARE, MAX_SLOW_KEYS = 1 / 3, 4096
-# Rows that see more keys than this use the Triton kernel: a part of the keys is not split without
-# clusters.
-MAX_SPAN = MIN_KEYS_PER_LONG_SPLIT
 # Shared memory of a multiprocessor, and the part that each CTA always takes.
 PROCESSOR_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
 
@@ -195,7 +192,6 @@ class Operands:
     kv_slots: torch.Tensor
     num_padding: torch.Tensor | None
     tree_bits: torch.Tensor | None
-    positions: torch.Tensor | None
     sinks: torch.Tensor | None
     partials: torch.Tensor | None
     log_sums: torch.Tensor | None
@@ -211,8 +207,7 @@ class _Arguments(ctypes.Structure):
             (name, ctypes.c_int)
             for name in ("table_stride", "max_len", "window", "group", "kv_heads")
         ),
-        *((name, ctypes.c_int) for name in ("page_shift", "tiles", "splits", "min_keys")),
-        *((name, ctypes.c_int) for name in ("offset", "span")),
+        *((name, ctypes.c_int) for name in ("page_shift", "tiles", "splits", "min_keys", "offset")),
         *((name, ctypes.c_float) for name in ("scale", "eps")),
         *((f"{name}_scale", ctypes.c_float) for name in ("inverse_key", "inverse_value", "value")),
     )
@@ -225,18 +220,16 @@ def launch(
     scale: float,
     eps: float,
     offset: int,
-    span: int,
     scales: KVScales,
 ) -> None:
-    """scale: factor of the scores before the softmax; eps: of the norm; offset: of a tree; span: of
-    the rows, `KeySpan.code` or 0; scales: of codes."""
+    """scale: factor of the scores before the softmax; eps: of the norm; offset: of a tree; scales:
+    of codes."""
     device, page_size = operands.qkv.device.index or 0, operands.layer.shape[2]
     addresses = (None if one is None else one.data_ptr() for one in vars(operands).values())
     strides = operands.layer.stride(0), operands.block_tables.stride(0)
     argument = _Arguments(
         *(*addresses, *strides, windows.max_len, windows.window, windows.group, windows.kv_heads),
-        *(page_size.bit_length() - 1, windows.tiles, layout.splits, layout.min_keys),
-        *(offset, span),
+        *(page_size.bit_length() - 1, windows.tiles, layout.splits, layout.min_keys, offset),
         *(scale * scales.key * math.log2(math.e), eps),
         *(1 / scales.key, 1 / scales.value, scales.value),
     )
@@ -247,7 +240,6 @@ def launch(
         *(operands.qkv.dtype, windows.head_dim, windows.row_tiles),
         in_tree=operands.tree_bits is not None,
         has_codes=windows.has_codes,
-        in_span=span != 0,
         has_sinks=operands.sinks is not None,
     )
     kernel = _kernels(device, source, programs_of(windows))[program]
@@ -263,7 +255,6 @@ class Source:
     row_tiles: int
     in_tree: bool
     has_codes: bool = False
-    in_span: bool = False
     has_sinks: bool = False
 
     def macros(self, program: Program) -> tuple[tuple[str, int], ...]:
@@ -273,7 +264,6 @@ class Source:
             ("ROW_TILES", self.row_tiles),
             ("TREE", self.in_tree),
             ("CODES", self.has_codes),
-            ("SPAN", self.in_span),
             ("SINKS", self.has_sinks),
             ("WARPS", program.warps),
             ("DEPTH", program.depth),

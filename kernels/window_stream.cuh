@@ -36,31 +36,24 @@ struct Windows {
     Stored *layer;
     u16 *out;
     const int *block_tables, *kv_lens;
-    const i64 *kv_slots, *num_padding, *tree_bits, *positions;
+    const i64 *kv_slots, *num_padding, *tree_bits;
     const float *sinks;
     float *partials, *log_sums;  // null if the splits of a tile form a cluster
     i64 value_offset;
     int table_stride, max_len, window, group, kv_heads, page_shift, tiles, splits, min_keys;
     int offset;  // keys of a tree's region before the window
-    int span;  // `KeySpan.code`
     float scale, eps, inverse_key_scale, inverse_value_scale, value_scale;
 
     __device__ bool in_clusters() const { return partials == nullptr; }
     __device__ int heads() const { return kv_heads * group; }
-    // The lowest position that a query sees.
-    __device__ int first_key(int position) const {
-        return span < 0 ? max(position + span + 1, 0) : max(position, 0) / span * span;
-    }
     __device__ i64 token_stride() const { return static_cast<i64>(kv_heads) * HEAD_DIM; }
 };
 
-// The part of the windows that this CTA computes. Blocks have 16 keys that were in the pool before,
-// with SPAN from the block of the first key that a row sees on.
+// The part of the windows that this CTA computes. Blocks have 16 keys that were in the pool before.
 // Loads before griddepcontrol.wait bypass the L1 cache, which may hold stale data of an earlier
 // kernel.
 struct Part {
-    int request, kv_head, split, kv_len, num_own, num_old, first_key, first_block, end_block;
-    int num_used;
+    int request, kv_head, split, kv_len, num_own, num_old, first_block, end_block, num_used;
 
     __device__ explicit Part(const Windows& w) {
         // Without clusters some splits may have no keys. They come last in the grid, so that they
@@ -73,15 +66,12 @@ struct Part {
         num_own = w.window -
             (w.num_padding == nullptr ? 0 : static_cast<int>(__ldcg(w.num_padding + request)));
         num_old = min(max(kv_len - num_own, 0), w.max_len);
-        // The first row has this position, and no row sees earlier keys than that one.
-        first_key = SPAN ? w.first_key(num_old - w.offset) : 0;
-        const int skipped = first_key / KEYS;
-        const int blocks = (num_old + KEYS - 1) / KEYS - skipped;
-        const int number = min(max((num_old - first_key - 1) / w.min_keys, 1), w.splits);
+        const int blocks = (num_old + KEYS - 1) / KEYS;
+        const int number = min(max((num_old - 1) / w.min_keys, 1), w.splits);
         const int share = max((blocks + number - 1) / number, 1);
         num_used = max((blocks + share - 1) / share, 1);
-        first_block = skipped + min(split * share, blocks);
-        end_block = min(first_block + share, skipped + blocks);
+        first_block = min(split * share, blocks);
+        end_block = min(first_block + share, blocks);
     }
     __device__ bool has_window() const { return split == num_used - 1; }
 };
@@ -124,9 +114,8 @@ struct Stream {
 #pragma unroll
             for (int i = 0; i < COPIES; ++i) {
                 const int row = lane / STORED_PIECES + i * COPY_ROWS;
-                const bool is_seen = !SPAN || block * KEYS + row >= part.first_key;
                 copy_piece(to + stored_place(row, lane % STORED_PIECES),
-                           from + i * COPY_ROWS * w.token_stride(), row < num_present && is_seen);
+                           from + i * COPY_ROWS * w.token_stride(), row < num_present);
             }
             if (is_value) {
                 block += WARPS;

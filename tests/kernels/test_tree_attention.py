@@ -74,23 +74,6 @@ CUDA_CASES = {
     "64 keys": (Case((64, 65, 290), 8, 4, 128, 16, dtype=BF16), 56),
     "sixteen tokens": (Case((16, 31, 400), 16, 2, 64, 16, dtype=torch.float16), 0),
     "sinks": (Case((12, 27, 64, 600), 4, 8, 64, 64, padding=(12,), dtype=BF16, has_sinks=True), 8),
-    "beams that slide": (
-        Case((24, 33, 350), 4, 8, 64, 32, dtype=BF16, span=KeySpan(9, slides=True)),
-        14,
-    ),
-    "a sliding tree with sinks": (
-        Case(
-            (8, 31, 350, 90),
-            4,
-            8,
-            64,
-            16,
-            dtype=BF16,
-            span=KeySpan(20, slides=True),
-            has_sinks=True,
-        ),
-        0,
-    ),
     "long requests": (Case((5000, 40, 9000), 4, 4, 128, 64, kv_heads=1, dtype=BF16), 33),
 }
 

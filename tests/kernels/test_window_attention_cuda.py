@@ -14,7 +14,6 @@ import torch
 from tests.kernels.window_problem import TOLERANCE, Case, Problem
 from tllm_spec.kernels import nvrtc
 from tllm_spec.kernels import window_attention_cuda as module
-from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.kernels.kv_codes import CODES, KVScales
 from tllm_spec.kernels.window_attention_cuda import (
     PROCESSOR_BYTES,
@@ -125,16 +124,16 @@ def test_unsupported_and_slower_shapes_use_the_triton_kernel() -> None:
         {"dtype": torch.float16},
         {"dtype": torch.bfloat16, "in_tree": True, "has_codes": True},
         {"dtype": torch.float16, "has_codes": True},
-        {"dtype": torch.bfloat16, "in_tree": True, "in_span": True, "has_sinks": True},
-        {"dtype": torch.bfloat16, "has_codes": True, "in_span": True, "has_sinks": True},
+        {"dtype": torch.bfloat16, "in_tree": True, "has_sinks": True},
+        {"dtype": torch.bfloat16, "has_codes": True, "has_sinks": True},
     ],
     ids=[
         "bfloat16",
         "float16",
         "tree over codes",
         "codes and float16",
-        "tree in a span with sinks",
-        "codes in a span with sinks",
+        "tree with sinks",
+        "codes with sinks",
     ],
 )
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
@@ -189,27 +188,6 @@ CASES = {
     "sinks": Case((4, 15, 17, 300), 4, 8, 64, 16, dtype=BF16, has_sinks=True),
     "sinks and codes": Case(
         (5, 300), 3, 4, 64, 32, padding=(1, 10**9), dtype=BF16, scales=SCALES, has_sinks=True
-    ),
-    "a sliding window": Case(
-        (4, 15, 16, 17, 33, 600), 4, 4, 128, 16, dtype=BF16, span=KeySpan(129, slides=True)
-    ),
-    "windows longer than the sliding window": Case(
-        (8, 40, 300), 8, 2, 64, 32, dtype=BF16, span=KeySpan(5, slides=True)
-    ),
-    "windows over a border of chunks": Case(
-        (8, 12, 19, 23, 50), 8, 2, 64, 16, dtype=BF16, span=KeySpan(15, slides=False)
-    ),
-    "a sliding window with sinks and codes": Case(
-        (4, 130, 131, 700),
-        4,
-        8,
-        64,
-        64,
-        padding=(1, 10**9),
-        dtype=BF16,
-        scales=SCALES,
-        span=KeySpan(128, slides=True),
-        has_sinks=True,
     ),
 }
 # For the two KV heads of a case: clusters of 8, 2 and 1 CTAs, and the layout for many tiles.
