@@ -9,6 +9,7 @@ from tests.kernels.launches import META
 from tests.kernels.model_launches import FLOATS, FP8, empty, float32, int32, int64, scales_of
 from tllm_spec.executor.speculative.drafting.match_or_network import new_sources
 from tllm_spec.kernels import dequantise, int4_weights, moe_permute, moe_routing
+from tllm_spec.kernels.attention_sinks import add_sinks
 from tllm_spec.kernels.beam_pool import BeamPool, Beams, DraftTree
 from tllm_spec.kernels.choose_token import choose_best, choose_draft, offer_token
 from tllm_spec.kernels.draft_beams import add_last, first_beams, grow, select
@@ -110,6 +111,7 @@ def layers() -> None:
         x, weight = empty(BATCH, HIDDEN, dtype=dtype), empty(HIDDEN, dtype=dtype)
         table, rows = empty(8192, 2, 1, head_dim, dtype=dtype), int64(BATCH)
         rms_norm(x, weight, 1e-6)
+        add_sinks(empty(BATCH, 64, 64, dtype=dtype), float32(BATCH, 64), float32(64))
         rms_norm(empty(BATCH, 18432, dtype=dtype), empty(18432, dtype=dtype), 1e-6)
         rms_norm(x, float32(HIDDEN), 1e-6, x)
         silu_and_mul(empty(BATCH, 28672, dtype=dtype))
