@@ -115,6 +115,7 @@ class Worker:
             self._ended = True
             self._run_calls(last=True)
             self._on_end(self.failure or self.why_ended)
+            self._executor.close()
             self._queue.end(self.failure)
             self._idle.set()
             del self._executor  # so that its memory is freed with the last other reference

@@ -152,6 +152,7 @@ class EngineClient:
         streaming: bool = False,
         cache_salt: str | None = None,
         client: tuple[str, ...] = (),
+        store: bool | None = None,
     ) -> RequestHandle:
         """As `LLM.generate_async`."""
         self._check_alive()
@@ -164,6 +165,7 @@ class EngineClient:
             priority=0.5,
             cache_salt=cache_salt,
             client=client,
+            store=store,
         )
         ids = made.ids
         handle = made.handle(self.tokenizer, lambda: self._in_loop(self._cancel, ids, "cancelled"))
