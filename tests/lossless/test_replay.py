@@ -9,7 +9,7 @@ import pytest
 
 from tests.lossless.cases import heldout_prompts
 from tests.lossless.engines import MODES, engine
-from tllm_spec.bench.replay import Replayed, replay
+from tllm_spec.bench.replay import Replayed, replay, why_simulated
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.llm import LLM
 from tllm_spec.recording.traffic_folder import read_records
@@ -27,7 +27,7 @@ PARAMS: list[dict[str, Any]] = [
 
 
 LEARNS = "eagle3_sa"
-DEFAULT = ("ngram", "draft_target", "eagle3", "eagle3_tree")
+DEFAULT = ("draft_target", "eagle3_tree")
 
 
 def served(folder: Path, mode: str) -> list[TrafficRecord]:
@@ -61,7 +61,7 @@ def test_counts_of_a_replay_are_those_of_serving(mode: str, tmp_path: Path) -> N
     assert found.requests == [record.stats for record in records]
 
 
-@pytest.mark.parametrize("mode", ["eagle3_tree", pytest.param("sa", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["sa", pytest.param("eagle3_tree", marks=pytest.mark.slow)])
 def test_traffic_of_plain_decoding_tells_what_a_drafter_would_have_done(
     mode: str, tmp_path: Path
 ) -> None:
@@ -72,7 +72,6 @@ def test_traffic_of_plain_decoding_tells_what_a_drafter_would_have_done(
     assert replayed([each for each, _ in pairs], mode).requests == [each.stats for _, each in pairs]
 
 
-def test_counts_that_serving_may_not_have_are_called_simulated(tmp_path: Path) -> None:
-    records = served(tmp_path / "traffic", "plain")
-    (cause,) = replayed(records[:2], LEARNS).simulated
+def test_counts_that_serving_may_not_have_are_called_simulated() -> None:
+    (cause,) = why_simulated([], LlmArgs.from_kwargs("zoo:llama", **LIMITS, **engine(LEARNS, 4)))
     assert "sa_config" in cause
