@@ -167,6 +167,7 @@ class EngineClient:
         streaming: bool = False,
         cache_salt: str | None = None,
         client: tuple[str, ...] = (),
+        store: bool | None = None,
     ) -> RequestHandle:
         """As `LLM.generate_async`."""
         self._check_alive()
@@ -177,6 +178,7 @@ class EngineClient:
             streaming=streaming,
             cache_salt=cache_salt,
             client=client,
+            store=store,
         )
         return self.start(made)
 
