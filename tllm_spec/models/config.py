@@ -43,6 +43,13 @@ from tllm_spec.models.llama4_config import (
 from tllm_spec.models.moe_config import MOE_DEFAULTS, moe_config, sparse_layers
 from tllm_spec.models.moe_shape import MoEConfig
 from tllm_spec.models.phi3_config import PHI3, PHI3_DEFAULTS, flat_phi3
+from tllm_spec.models.qwen3_next_config import (
+    QWEN3_NEXT,
+    QWEN3_NEXT_DEFAULTS,
+    DeltaConfig,
+    delta_config,
+    flat_qwen3_next,
+)
 from tllm_spec.models.rope_config import RopeConfig, rope_config
 
 # The defaults of each architecture's configuration class in transformers.
@@ -83,6 +90,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "Llama4ForConditionalGeneration": _COMMON | LLAMA4_DEFAULTS,
     **dict.fromkeys(GEMMA3, GEMMA3_DEFAULTS),
     PHI3: PHI3_DEFAULTS,
+    QWEN3_NEXT: QWEN3_NEXT_DEFAULTS,
 } | DEEPSEEK_DEFAULTS
 _LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 # What brings a file into the keys of the other architectures.
@@ -90,9 +98,14 @@ _FLAT: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     **dict.fromkeys(_LLAMA4, flat_llama4),
     **dict.fromkeys(GEMMA3, flat_gemma3),
     PHI3: flat_phi3,
+    QWEN3_NEXT: flat_qwen3_next,
 }
 _NO_BIAS = ("MistralForCausalLM", "MixtralForCausalLM", PHI3)
-_O_BIAS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *_LLAMA4, *GEMMA3)
+_O_BIAS = (
+    *("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3_NEXT),
+    *_LLAMA4,
+    *GEMMA3,
+)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -129,6 +142,8 @@ class ModelConfig:
     gemma3: Gemma3Config | None
     mla: MLAConfig | None
     """Latent attention instead of heads with keys and values of their own."""
+    delta: DeltaConfig | None
+    """Layers with a recurrent state instead of attention; None: there are none."""
     num_nextn_layers: int
     """Layers of the checkpoint that follow the decoder's and predict further tokens (MTP)."""
     fp8: Fp8Format | None
@@ -180,7 +195,9 @@ class ModelConfig:
             num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
             head_dim=_head_dim(raw),
             rms_norm_eps=float(raw["rms_norm_eps"]),
-            rope=rope_config(raw, is_phi3=architecture == PHI3),
+            rope=rope_config(
+                raw, is_phi3=architecture == PHI3, may_be_partial=architecture == QWEN3_NEXT
+            ),
             max_position_embeddings=int(raw["max_position_embeddings"]),
             sliding_window=raw["sliding_window"] if sliding else None,
             sliding_layers=sliding,
@@ -188,7 +205,7 @@ class ModelConfig:
             qkv_bias=_qkv_bias(raw, architecture),
             o_bias=bias and architecture in _O_BIAS,
             mlp_bias=bool(raw.get("mlp_bias")) and architecture == "LlamaForCausalLM",
-            qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *GEMMA3)
+            qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3_NEXT, *GEMMA3)
             or (architecture in _LLAMA4 and bool(raw["use_qk_norm"])),
             hidden_act=raw["hidden_act"],
             dtype=_dtype(raw),
@@ -200,7 +217,10 @@ class ModelConfig:
             if is_deepseek
             else sparse_layers(architecture, raw),
             mla=mla_config(architecture, raw),
-            num_nextn_layers=num_nextn_layers(raw) if is_deepseek else 0,
+            delta=delta_config(raw) if architecture == QWEN3_NEXT else None,
+            num_nextn_layers=num_nextn_layers(raw)
+            if is_deepseek or architecture == QWEN3_NEXT
+            else 0,
             **_weight_formats(None, raw),
         )
         if config.num_heads % config.num_kv_heads:
@@ -262,12 +282,15 @@ class ModelConfig:
 
     def layer_groups(self, mapping: Mapping) -> tuple[LayerGroup, ...]:
         """One rank's share of the heads: the layers in groups of equal attention, in the order of
-        each group's first layer."""
+        each group's first layer. Layers with a recurrent state are in none of them."""
         if self.mla is not None:
             geometry = self.mla.geometry(self.num_layers, self.num_heads, mapping)
             return (LayerGroup(tuple(range(self.num_layers)), geometry),)
         layers_of: dict[KeySpan | None, list[int]] = {}
+        with_state = () if self.delta is None else self.delta.layers
         for layer in range(self.num_layers):
+            if layer in with_state:
+                continue
             layers_of.setdefault(self._span(layer), []).append(layer)
         return tuple(
             LayerGroup(tuple(layers), self._geometry(mapping, len(layers), span))
@@ -300,10 +323,10 @@ def _weight_formats(path: Path | None, raw: dict[str, Any]) -> dict[str, Any]:
     ValueError for formats that are not served."""
     int4 = int4_format(path, raw)
     fp8 = None if int4 is not None else fp8_format(path, raw)
-    if raw["architectures"][0] == "Gemma3ForConditionalGeneration" and (int4 or fp8):
+    name = raw["architectures"][0]
+    if name in ("Gemma3ForConditionalGeneration", QWEN3_NEXT) and (int4 or fp8):
         raise ValueError(
-            "Gemma3ForConditionalGeneration has quantised weights; it is served with weights of "
-            "16 or 32 bits."
+            f"{name} has quantised weights; it is served with weights of 16 or 32 bits."
         )
     return {"int4": int4, "fp8": fp8, "kv_cache": kv_cache_setting(path, raw)}
 

@@ -1,0 +1,335 @@
+"""The Triton kernels of gated_delta.py, which describes inputs and outputs. Importing this file
+imports Triton.
+
+A program has some columns of the state of one head in registers. It reads them, takes the pending
+rows, writes them back, and goes on with the rows of the window, whose states are not written. So a
+round moves each state twice, whatever the number of rows: 2 * 4 * Hv * Dk * Dv bytes of a request
+and layer, 4 MiB with 32 heads of 128 * 128. The convolution of a row is repeated by the programs
+that need it; its inputs come from the L2 cache.
+
+Rows have indices relative to the request's first one: rows before it have negative ones, and are in
+the ring. A row of a tree begins with the kept state and takes all rows of its path again.
+
+No program reads an entry of the ring that another one writes: a window's rows go to entries that
+hold rejected rows, or rows before those that the convolution reads. A prompt's last rows are
+written after the prompt was read."""
+
+import torch
+import triton
+import triton.language as tl
+
+from tllm_spec.kernels.gated_delta import (
+    NORM_EPS,
+    DeltaMemory,
+    DeltaRows,
+    DeltaShape,
+    DeltaWeights,
+)
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.programmatic_launch_triton import begin
+
+_COLUMNS, _WARPS = 32, 4  # columns of a state in one program, and its warps
+_INPUTS = 1024  # of a row in one program
+
+
+def gated_delta_triton(
+    projected: torch.Tensor,
+    memory: DeltaMemory,
+    shape: DeltaShape,
+    weights: DeltaWeights,
+    rows: DeltaRows,
+) -> torch.Tensor:
+    """See `gated_delta`."""
+    num_heads, width = shape.num_value_heads, shape.value_dim
+    assert projected.stride(1) == 1 and memory.states.is_contiguous()
+    assert memory.inputs.is_contiguous() and memory.inputs.dtype == projected.dtype
+    output = projected.new_empty((len(projected), num_heads, width), dtype=torch.float32)
+    block = min(triton.next_power_of_2(width), _COLUMNS)
+    number = rows.rows.num_requests
+    common = projected, projected.stride(0), memory.inputs, rows.slots, rows.first
+    sizes = {"WINDOW": rows.rows.window, "RING": memory.inputs.shape[1], "INPUTS": shape.num_inputs}
+    launch = programmatic_launch(projected.device)
+    gated_delta_kernel[(number, num_heads, triton.cdiv(width, block))](
+        *common,
+        rows.pending,
+        rows.rows.offsets,
+        rows.tree,
+        memory.states,
+        weights.conv,
+        weights.a_log,
+        weights.dt_bias,
+        output,
+        shape.key_dim**-0.5,
+        NORM_EPS,
+        **sizes,
+        KEY_HEADS=shape.num_key_heads,
+        HEADS=num_heads,
+        KEYS=shape.key_dim,
+        VALUES=width,
+        KERNEL=shape.kernel_size,
+        BLOCK_K=triton.next_power_of_2(shape.key_dim),
+        BLOCK_V=block,
+        ARE_KEPT=rows.are_kept,
+        num_warps=_WARPS,
+        **launch,
+    )
+    if rows.are_kept:
+        taps, columns = shape.kernel_size - 1, triton.cdiv(shape.num_inputs, _INPUTS)
+        keep_inputs_kernel[(number, taps, columns)](
+            *common, rows.rows.offsets, **sizes, BLOCK=_INPUTS, num_warps=4, **launch
+        )
+    return output
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def gated_delta_kernel(
+    projected: tl.tensor,
+    row_stride: tl.tensor,
+    rings: tl.tensor,
+    slots: tl.tensor,
+    firsts: tl.tensor,
+    pendings: tl.tensor,
+    offsets: tl.tensor,
+    tree: tl.tensor,
+    states: tl.tensor,
+    conv: tl.tensor,
+    a_log: tl.tensor,
+    dt_bias: tl.tensor,
+    output: tl.tensor,
+    scale: tl.tensor,
+    eps: tl.tensor,
+    WINDOW: tl.constexpr,
+    RING: tl.constexpr,
+    INPUTS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    KERNEL: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ARE_KEPT: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (requests, value heads, blocks of a state's columns)."""
+    begin(PDL)
+    request, head, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    slot, first = tl.load(slots + request), tl.load(firsts + request)
+    pending = tl.load(pendings + request).to(tl.int32)
+    start, count = _rows_of(offsets, request, WINDOW)
+    own, ring = projected + start * row_stride, rings + slot * RING * INPUTS
+    keys, values = tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    tile = (keys[:, None] < KEYS) & (values[None, :] < VALUES)
+    places = states + (slot * HEADS + head) * KEYS * VALUES
+    places = places + keys[:, None] * VALUES + values[None, :]
+    begun = keys < tl.where(first > pending, KEYS, 0)
+    state = tl.load(places, mask=tile & begun[:, None], other=0.0)
+    a, bias = tl.exp(tl.load(a_log + head)), tl.load(dt_bias + head)
+    bits = tree
+    if tree is not None:
+        bits = tree + request * WINDOW
+    for index in range(-pending, 0):
+        state, _ = _advance(
+            state, index, own, row_stride, ring, first, None, conv, a, bias, head, keys, values,
+            scale, eps, RING, INPUTS, KEY_HEADS, HEADS, KEYS, VALUES, KERNEL,
+        )  # fmt: skip
+    if not ARE_KEPT:
+        tl.store(places, state, mask=tile)
+    kept = state
+    for row in range(count):
+        begins = row
+        if tree is not None:
+            state = kept
+            begins = 0
+        answer = tl.zeros([BLOCK_V], tl.float32)
+        for index in range(begins, row + 1):
+            if _is_before(bits, row, index):
+                state, answer = _advance(
+                    state, index, own, row_stride, ring, first, bits, conv, a, bias, head, keys,
+                    values, scale, eps, RING, INPUTS, KEY_HEADS, HEADS, KEYS, VALUES, KERNEL,
+                )  # fmt: skip
+        places_out = output + ((start + row) * HEADS + head) * VALUES + values
+        tl.store(places_out, answer, mask=values < VALUES)
+        if not ARE_KEPT:
+            _keep_row(
+                own + row * row_stride, ring + (first + row) % RING * INPUTS, head, block, keys,
+                values, KEY_HEADS, HEADS, KEYS, VALUES,
+            )  # fmt: skip
+    if ARE_KEPT:
+        tl.store(places, state, mask=tile)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def keep_inputs_kernel(
+    projected: tl.tensor,
+    row_stride: tl.tensor,
+    rings: tl.tensor,
+    slots: tl.tensor,
+    firsts: tl.tensor,
+    offsets: tl.tensor,
+    WINDOW: tl.constexpr,
+    RING: tl.constexpr,
+    INPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Writes the last rows of each prompt to the rings. Grid (requests, rows, blocks of inputs)."""
+    begin(PDL)
+    request = tl.program_id(0).to(tl.int64)
+    start, count = _rows_of(offsets, request, WINDOW)
+    row = count - 1 - tl.program_id(1)
+    if row >= 0:
+        slot, first = tl.load(slots + request), tl.load(firsts + request)
+        columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+        real = columns < INPUTS
+        values = tl.load(projected + (start + row) * row_stride + columns, mask=real)
+        place = rings + (slot * RING + (first + row) % RING) * INPUTS
+        tl.store(place + columns, values, mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _rows_of(
+    offsets: tl.tensor, request: tl.tensor, WINDOW: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The first row of a request, and how many it has."""
+    if offsets is None:
+        return request * WINDOW, WINDOW
+    else:  # noqa: RET505 - Triton compiles what follows a return
+        start = tl.load(offsets + request).to(tl.int64)
+        return start, tl.load(offsets + request + 1) - start.to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _is_before(bits: tl.tensor, row: tl.tensor, index: tl.tensor) -> tl.tensor:
+    """Whether the row is the one at `index`, or comes after it. bits: of the request's tree."""
+    if bits is None:
+        return row == index
+    else:  # noqa: RET505 - Triton compiles what follows a return
+        return ((tl.load(bits + row) >> index) & 1) != 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _before(bits: tl.tensor, index: tl.tensor) -> tl.tensor:
+    """The index of the row that the one at `index` comes after: of a tree the last one of its
+    path."""
+    result = index - 1
+    if bits is not None:
+        if index >= 0:
+            number = tl.arange(0, 64)
+            path = (tl.load(bits + index) >> number) & 1
+            result = tl.max(tl.where((path != 0) & (number < index), number, -1), 0)
+    return result
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _advance(
+    state: tl.tensor,
+    index: tl.tensor,
+    own: tl.tensor,
+    row_stride: tl.tensor,
+    ring: tl.tensor,
+    first: tl.tensor,
+    bits: tl.tensor,
+    conv: tl.tensor,
+    a: tl.tensor,
+    bias: tl.tensor,
+    head: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    scale: tl.tensor,
+    eps: tl.tensor,
+    RING: tl.constexpr,
+    INPUTS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    KERNEL: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The state `[K, V]` after the row at `index`, and the row's answer `[V]`."""
+    key_head = head // (HEADS // KEY_HEADS)
+    q_column, k_column = key_head * KEYS + keys, (KEY_HEADS + key_head) * KEYS + keys
+    v_column = 2 * KEY_HEADS * KEYS + head * VALUES + values
+    q = tl.zeros(keys.shape, tl.float32)
+    k = tl.zeros(keys.shape, tl.float32)
+    v = tl.zeros(values.shape, tl.float32)
+    gates = _source(own, row_stride, ring, first, index, RING, INPUTS)
+    beta = tl.sigmoid(tl.load(gates + head).to(tl.float32))
+    step = tl.load(gates + HEADS + head).to(tl.float32) + bias
+    tap = index
+    for back in tl.static_range(KERNEL):
+        inputs = _source(own, row_stride, ring, first, tap, RING, INPUTS) + 2 * HEADS
+        exists, weight = first + tap >= 0, conv + (KERNEL - 1 - back)
+        real_keys = keys < tl.where(exists, KEYS, 0)
+        q += _product(inputs, weight, q_column, real_keys, KERNEL)
+        k += _product(inputs, weight, k_column, real_keys, KERNEL)
+        v += _product(inputs, weight, v_column, values < tl.where(exists, VALUES, 0), KERNEL)
+        tap = _before(bits, tap)
+    q, k, v = q * tl.sigmoid(q), k * tl.sigmoid(k), v * tl.sigmoid(v)
+    q = q * (tl.rsqrt(tl.sum(q * q, 0) + eps) * scale)
+    k = k * tl.rsqrt(tl.sum(k * k, 0) + eps)
+    # Beyond 20, log(1 + exp(x)) is x in float32.
+    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(step)))
+    state = state * tl.exp(-a * step)
+    delta = (v - tl.sum(state * k[:, None], 0)) * beta
+    state = state + k[:, None] * delta[None, :]
+    return state, tl.sum(state * q[:, None], 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _source(
+    own: tl.tensor,
+    row_stride: tl.tensor,
+    ring: tl.tensor,
+    first: tl.tensor,
+    index: tl.tensor,
+    RING: tl.constexpr,
+    INPUTS: tl.constexpr,
+) -> tl.tensor:
+    """Where the inputs of a row are."""
+    place = own + index * row_stride
+    if index < 0:
+        place = ring + (first + index) % RING * INPUTS
+    return place
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _product(
+    inputs: tl.tensor,
+    weight: tl.tensor,
+    columns: tl.tensor,
+    real: tl.tensor,
+    KERNEL: tl.constexpr,
+) -> tl.tensor:
+    """Inputs of the convolution times one of its weights."""
+    x = tl.load(inputs + columns, mask=real, other=0.0).to(tl.float32)
+    return x * tl.load(weight + columns * KERNEL, mask=real, other=0.0).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _keep_row(
+    source: tl.tensor,
+    place: tl.tensor,
+    head: tl.tensor,
+    block: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+) -> None:
+    """Copies a program's part of a row's inputs: what no other program copies."""
+    group: tl.constexpr = HEADS // KEY_HEADS
+    columns = 2 * HEADS + 2 * KEY_HEADS * KEYS + head * VALUES + values
+    real = values < VALUES
+    tl.store(place + columns, tl.load(source + columns, mask=real), mask=real)
+    if block == 0:
+        tl.store(place + head, tl.load(source + head))
+        tl.store(place + HEADS + head, tl.load(source + HEADS + head))
+        if head % group == 0:
+            real = keys < KEYS
+            columns = 2 * HEADS + head // group * KEYS + keys
+            tl.store(place + columns, tl.load(source + columns, mask=real), mask=real)
+            columns += KEY_HEADS * KEYS
+            tl.store(place + columns, tl.load(source + columns, mask=real), mask=real)

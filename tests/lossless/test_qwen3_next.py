@@ -1,0 +1,123 @@
+"""Qwen3-Next through the engine, whose layers have a recurrent state or attention: drafters, trees,
+chunked prefill and preemption change no text."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lossless.drafters import AdversarialDrafter, AdversarialTreeDrafter
+from tests.lossless.small_models import (
+    NGRAM,
+    ON_GPU,
+    PROMPTS,
+    SETTINGS,
+    TREES,
+    by_default,
+    plain_texts,
+    texts,
+    write_head,
+)
+from tests.models.helpers import VOCAB_SIZE
+from tests.models.test_qwen3_next import save_qwen3_next
+
+MODES = SETTINGS | {"no overlap": SETTINGS["prefix_reuse"] | {"disable_overlap_scheduler": True}}
+KNOWN: dict[str, Any] = {"decoding_type": "User_Provided", "max_draft_len": 4}
+HEAD: dict[str, Any] = {"decoding_type": "Eagle3", "max_draft_len": 3}
+HEAD |= {"eagle3_layers_to_capture": [0, 2]}
+# With the least acceptance length of the best request: the head was not trained.
+DRAFTERS: dict[str, tuple[dict[str, Any], float]] = {
+    "ngram": (NGRAM, 1.1),
+    "ngram tree": (NGRAM | TREES["dynamic"], 1.1),
+    "sa": ({"decoding_type": "SA", "max_draft_len": 3}, 1.01),
+    "known": (KNOWN, 1.5),
+    "known tree": (KNOWN | {"max_total_draft_tokens": 8}, 1.5),
+    "head": (HEAD, 1.0),
+    "head tree": (HEAD | TREES["dynamic"], 1.0),
+    "head, two-model": (HEAD | {"eagle3_one_model": False}, 1.0),
+    "head tree, two-model": (HEAD | TREES["static"] | {"eagle3_one_model": False}, 1.0),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3_next")
+    save_qwen3_next(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_head(tmp_path_factory.mktemp("head"))
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[list[int]]:
+    return plain_texts(folder)
+
+
+def config_of(drafter: str, head: Path, plain: list[list[int]]) -> dict[str, Any]:
+    config, _ = DRAFTERS[drafter]
+    if config["decoding_type"] == "Eagle3":
+        return config | {"speculative_model": str(head)}
+    if config["decoding_type"] == "User_Provided":
+        known = {tuple(prompt): text for prompt, text in zip(PROMPTS, plain, strict=False)}
+        kind = AdversarialTreeDrafter if "tree" in drafter else AdversarialDrafter
+        return config | {"drafter": kind(known, VOCAB_SIZE)}
+    return config
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("setting", MODES)
+def test_the_text_does_not_depend_on_batch_chunks_overlap_and_preemption(
+    setting: str, folder: Path, plain: list[list[int]]
+) -> None:
+    found, _ = texts(folder, **MODES[setting])
+    assert found == plain
+
+
+@pytest.mark.parametrize(
+    ("drafter", "setting"),
+    by_default(
+        [
+            ("ngram", "preemption"),
+            ("ngram tree", "chunks"),
+            ("sa", "no overlap"),
+            ("known", "chunks"),
+            ("known tree", "preemption"),
+            ("head", "undisturbed"),
+            ("head tree, two-model", "preemption"),
+        ],
+        *(DRAFTERS, MODES),
+    ),
+)
+def test_drafts_leave_the_text_alone(
+    drafter: str, setting: str, folder: Path, head: Path, plain: list[list[int]]
+) -> None:
+    config = config_of(drafter, head, plain)
+    found, acceptance_length = texts(folder, speculative_config=config, **MODES[setting])
+    assert found == plain
+    assert acceptance_length >= DRAFTERS[drafter][1], "no draft was accepted"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("drafter", [None, *DRAFTERS])
+def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
+    drafter: str | None, folder: Path, head: Path, plain: list[list[int]]
+) -> None:
+    config = None if drafter is None else config_of(drafter, head, plain)
+    found, _ = texts(folder, speculative_config=config, **(SETTINGS["chunks"] | ON_GPU))
+    assert found == plain
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_deterministic_gives_the_same_text_with_and_without_drafts(folder: Path) -> None:
+    options = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}
+    alone, _ = texts(folder, max_batch_size=1, **(SETTINGS["undisturbed"] | options))
+    for own in (None, NGRAM):
+        for setting in ("undisturbed", "chunks"):
+            found, _ = texts(folder, speculative_config=own, **(SETTINGS[setting] | options))
+            assert found == alone
