@@ -28,6 +28,11 @@ class ModelEngine:
         )
 
     @property
+    def has_states(self) -> bool:
+        """Whether some layers have a recurrent state, which no rewind takes back."""
+        return self.attention.memory is not None
+
+    @property
     def rows(self) -> RowBuilder:
         """The rows of the first layer group."""
         return self.attention.rows

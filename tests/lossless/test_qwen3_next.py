@@ -21,6 +21,8 @@ from tests.lossless.small_models import (
 )
 from tests.models.helpers import VOCAB_SIZE
 from tests.models.test_qwen3_next import save_qwen3_next
+from tllm_spec.llm import LLM
+from tllm_spec.sampling_params import SamplingParams
 
 MODES = SETTINGS | {"no overlap": SETTINGS["prefix_reuse"] | {"disable_overlap_scheduler": True}}
 KNOWN: dict[str, Any] = {"decoding_type": "User_Provided", "max_draft_len": 4}
@@ -99,6 +101,33 @@ def test_drafts_leave_the_text_alone(
     found, acceptance_length = texts(folder, speculative_config=config, **MODES[setting])
     assert found == plain
     assert acceptance_length >= DRAFTERS[drafter][1], "no draft was accepted"
+
+
+def test_a_prompt_in_a_broken_round_is_read_again_from_its_start(
+    folder: Path, plain: list[list[int]]
+) -> None:
+    """Its chunk in that round has changed the states, and must not do so twice."""
+
+    def break_third(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(tokens) == 7:
+            raise RuntimeError("broken")
+        return logits
+
+    params = SamplingParams(max_tokens=24, ignore_eos=True, seed=0)
+    broken = SamplingParams(max_tokens=24, ignore_eos=True, logits_processor=break_third)
+    options: dict[str, Any] = SETTINGS["chunks"] | {"skip_tokenizer_init": True}
+    with LLM(str(folder), max_seq_len=64, **options) as llm:
+        first, second = llm.generate([[1, 2, 3, 4, 5], PROMPTS[0] * 2], [broken, params])
+        alone = llm.generate(PROMPTS[0] * 2, params)
+        llm.check_integrity()
+    assert "broken" in str(first.error)
+    assert second.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+def test_a_model_with_states_is_refused_as_draft_model(folder: Path) -> None:
+    own = {"decoding_type": "Draft_Target", "speculative_model": str(folder), "max_draft_len": 2}
+    with pytest.raises(ValueError, match=r"Qwen3NextForCausalLM, which is served as a target only"):
+        LLM(str(folder), skip_tokenizer_init=True, speculative_config=own)
 
 
 @pytest.mark.gpu
