@@ -46,8 +46,8 @@ def gated_delta_triton(
     output = projected.new_empty((len(projected), num_heads, width), dtype=torch.float32)
     block = min(triton.next_power_of_2(width), _COLUMNS)
     number = rows.rows.num_requests
-    common = projected, projected.stride(0), memory.inputs, rows.slots, rows.first
-    sizes = {"WINDOW": rows.rows.window, "RING": memory.inputs.shape[1], "INPUTS": shape.num_inputs}
+    common = projected, projected.stride(0), rows.rows.window, memory.inputs, rows.slots, rows.first
+    sizes = {"RING": memory.inputs.shape[1], "INPUTS": shape.num_inputs}
     launch = programmatic_launch(projected.device)
     gated_delta_kernel[(number, num_heads, triton.cdiv(width, block))](
         *common,
@@ -67,6 +67,7 @@ def gated_delta_triton(
         KEYS=shape.key_dim,
         VALUES=width,
         KERNEL=shape.kernel_size,
+        BLOCK_T=triton.next_power_of_2(shape.kernel_size),
         BLOCK_K=triton.next_power_of_2(shape.key_dim),
         BLOCK_V=block,
         ARE_KEPT=rows.are_kept,
@@ -81,10 +82,11 @@ def gated_delta_triton(
     return output
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]  # triton has no types
 def gated_delta_kernel(
     projected: tl.tensor,
     row_stride: tl.tensor,
+    window: tl.tensor,
     rings: tl.tensor,
     slots: tl.tensor,
     firsts: tl.tensor,
@@ -98,7 +100,6 @@ def gated_delta_kernel(
     output: tl.tensor,
     scale: tl.tensor,
     eps: tl.tensor,
-    WINDOW: tl.constexpr,
     RING: tl.constexpr,
     INPUTS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
@@ -106,6 +107,7 @@ def gated_delta_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     KERNEL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     ARE_KEPT: tl.constexpr,
@@ -114,9 +116,10 @@ def gated_delta_kernel(
     """Grid (requests, value heads, blocks of a state's columns)."""
     begin(PDL)
     request, head, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    row_stride = tl.cast(row_stride, tl.int64)
     slot, first = tl.load(slots + request), tl.load(firsts + request)
     pending = tl.load(pendings + request).to(tl.int32)
-    start, count = _rows_of(offsets, request, WINDOW)
+    start, count = _rows_of(offsets, request, window)
     own, ring = projected + start * row_stride, rings + slot * RING * INPUTS
     keys, values = tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
     tile = (keys[:, None] < KEYS) & (values[None, :] < VALUES)
@@ -125,13 +128,26 @@ def gated_delta_kernel(
     begun = keys < tl.where(first > pending, KEYS, 0)
     state = tl.load(places, mask=tile & begun[:, None], other=0.0)
     a, bias = tl.exp(tl.load(a_log + head)), tl.load(dt_bias + head)
+    key_head = head // (HEADS // KEY_HEADS)
+    q_column, k_column = key_head * KEYS + keys, (KEY_HEADS + key_head) * KEYS + keys
+    v_column = 2 * KEY_HEADS * KEYS + head * VALUES + values
+    weights = (
+        _weights(conv, q_column, keys < KEYS, KERNEL, BLOCK_T),
+        _weights(conv, k_column, keys < KEYS, KERNEL, BLOCK_T),
+        _weights(conv, v_column, values < VALUES, KERNEL, BLOCK_T),
+    )
+    columns = (
+        tl.where(keys < KEYS, 2 * HEADS + q_column, -1),
+        tl.where(keys < KEYS, 2 * HEADS + k_column, -1),
+        tl.where(values < VALUES, 2 * HEADS + v_column, -1),
+    )
     bits = tree
     if tree is not None:
-        bits = tree + request * WINDOW
+        bits = tree + request * window
     for index in range(-pending, 0):
         state, _ = _advance(
-            state, index, own, row_stride, ring, first, None, conv, a, bias, head, keys, values,
-            scale, eps, RING, INPUTS, KEY_HEADS, HEADS, KEYS, VALUES, KERNEL,
+            state, index, own, row_stride, ring, first, None, columns, weights, a, bias, head,
+            scale, eps, RING, INPUTS, HEADS, KERNEL, BLOCK_T,
         )  # fmt: skip
     if not ARE_KEPT:
         tl.store(places, state, mask=tile)
@@ -145,8 +161,8 @@ def gated_delta_kernel(
         for index in range(begins, row + 1):
             if _is_before(bits, row, index):
                 state, answer = _advance(
-                    state, index, own, row_stride, ring, first, bits, conv, a, bias, head, keys,
-                    values, scale, eps, RING, INPUTS, KEY_HEADS, HEADS, KEYS, VALUES, KERNEL,
+                    state, index, own, row_stride, ring, first, bits, columns, weights, a, bias,
+                    head, scale, eps, RING, INPUTS, HEADS, KERNEL, BLOCK_T,
                 )  # fmt: skip
         places_out = output + ((start + row) * HEADS + head) * VALUES + values
         tl.store(places_out, answer, mask=values < VALUES)
@@ -159,15 +175,15 @@ def gated_delta_kernel(
         tl.store(places, state, mask=tile)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]  # triton has no types
 def keep_inputs_kernel(
     projected: tl.tensor,
     row_stride: tl.tensor,
+    window: tl.tensor,
     rings: tl.tensor,
     slots: tl.tensor,
     firsts: tl.tensor,
     offsets: tl.tensor,
-    WINDOW: tl.constexpr,
     RING: tl.constexpr,
     INPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -176,7 +192,7 @@ def keep_inputs_kernel(
     """Writes the last rows of each prompt to the rings. Grid (requests, rows, blocks of inputs)."""
     begin(PDL)
     request = tl.program_id(0).to(tl.int64)
-    start, count = _rows_of(offsets, request, WINDOW)
+    start, count = _rows_of(offsets, request, window)
     row = count - 1 - tl.program_id(1)
     if row >= 0:
         slot, first = tl.load(slots + request), tl.load(firsts + request)
@@ -189,11 +205,11 @@ def keep_inputs_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _rows_of(
-    offsets: tl.tensor, request: tl.tensor, WINDOW: tl.constexpr
+    offsets: tl.tensor, request: tl.tensor, window: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
     """The first row of a request, and how many it has."""
     if offsets is None:
-        return request * WINDOW, WINDOW
+        return request * window, window
     else:  # noqa: RET505 - Triton compiles what follows a return
         start = tl.load(offsets + request).to(tl.int64)
         return start, tl.load(offsets + request + 1) - start.to(tl.int32)
@@ -209,16 +225,48 @@ def _is_before(bits: tl.tensor, row: tl.tensor, index: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _before(bits: tl.tensor, index: tl.tensor) -> tl.tensor:
-    """The index of the row that the one at `index` comes after: of a tree the last one of its
-    path."""
-    result = index - 1
+def _taps(
+    bits: tl.tensor, index: tl.tensor, KERNEL: tl.constexpr, BLOCK_T: tl.constexpr
+) -> tl.tensor:
+    """The indices of the rows that the convolution of the row at `index` reads, `[T]` int64: that
+    row and those before it, of a tree on its path."""
+    backs = tl.arange(0, BLOCK_T)
+    taps = (index - backs).to(tl.int64)
     if bits is not None:
-        if index >= 0:
-            number = tl.arange(0, 64)
-            path = (tl.load(bits + index) >> number) & 1
-            result = tl.max(tl.where((path != 0) & (number < index), number, -1), 0)
-    return result
+        tap = index
+        for back in tl.static_range(1, KERNEL):
+            before = tap - 1
+            if tap >= 0:
+                number = tl.arange(0, 64)
+                path = (tl.load(bits + tap) >> number) & 1
+                before = tl.max(tl.where((path != 0) & (number < tap), number, -1), 0)
+            tap = before
+            taps = tl.where(backs == back, tap, taps)
+    return taps
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _weights(
+    conv: tl.tensor,
+    columns: tl.tensor,
+    real: tl.tensor,
+    KERNEL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+) -> tl.tensor:
+    """The convolution's weights of some columns `[N]`, `[T, N]`, latest input first."""
+    backs = tl.arange(0, BLOCK_T)
+    places = conv + columns[None, :] * KERNEL + (KERNEL - 1 - backs)[:, None]
+    loaded = tl.load(places, mask=(backs < KERNEL)[:, None] & real[None, :], other=0.0)
+    return loaded.to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _mixed(places: tl.tensor, columns: tl.tensor, real: tl.tensor, weights: tl.tensor) -> tl.tensor:
+    """What the convolution makes of the inputs at places `[T]` in some columns `[N]`."""
+    exist = real[:, None] & (columns >= 0)[None, :]
+    x = tl.load(places[:, None] + columns[None, :], mask=exist, other=0.0).to(tl.float32)
+    total = tl.sum(x * weights, 0)
+    return total * tl.sigmoid(total)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -230,42 +278,32 @@ def _advance(
     ring: tl.tensor,
     first: tl.tensor,
     bits: tl.tensor,
-    conv: tl.tensor,
+    columns: tl.tensor,
+    weights: tl.tensor,
     a: tl.tensor,
     bias: tl.tensor,
     head: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
     scale: tl.tensor,
     eps: tl.tensor,
     RING: tl.constexpr,
     INPUTS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
     KERNEL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The state `[K, V]` after the row at `index`, and the row's answer `[V]`."""
-    key_head = head // (HEADS // KEY_HEADS)
-    q_column, k_column = key_head * KEYS + keys, (KEY_HEADS + key_head) * KEYS + keys
-    v_column = 2 * KEY_HEADS * KEYS + head * VALUES + values
-    q = tl.zeros(keys.shape, tl.float32)
-    k = tl.zeros(keys.shape, tl.float32)
-    v = tl.zeros(values.shape, tl.float32)
-    gates = _source(own, row_stride, ring, first, index, RING, INPUTS)
+    """The state `[K, V]` after the row at `index`, and the row's answer `[V]`. columns: of q, k and
+    v, below 0 where there are none; weights: theirs."""
+    taps = _taps(bits, index, KERNEL, BLOCK_T)
+    places = tl.where(taps >= 0, own + taps * row_stride, ring + (first + taps) % RING * INPUTS)
+    real = (tl.arange(0, BLOCK_T) < KERNEL) & (first + taps >= 0)
+    q = _mixed(places, columns[0], real, weights[0])
+    k = _mixed(places, columns[1], real, weights[1])
+    v = _mixed(places, columns[2], real, weights[2])
+    gates = own + index * row_stride
+    if index < 0:
+        gates = ring + (first + index) % RING * INPUTS
     beta = tl.sigmoid(tl.load(gates + head).to(tl.float32))
     step = tl.load(gates + HEADS + head).to(tl.float32) + bias
-    tap = index
-    for back in tl.static_range(KERNEL):
-        inputs = _source(own, row_stride, ring, first, tap, RING, INPUTS) + 2 * HEADS
-        exists, weight = first + tap >= 0, conv + (KERNEL - 1 - back)
-        real_keys = keys < tl.where(exists, KEYS, 0)
-        q += _product(inputs, weight, q_column, real_keys, KERNEL)
-        k += _product(inputs, weight, k_column, real_keys, KERNEL)
-        v += _product(inputs, weight, v_column, values < tl.where(exists, VALUES, 0), KERNEL)
-        tap = _before(bits, tap)
-    q, k, v = q * tl.sigmoid(q), k * tl.sigmoid(k), v * tl.sigmoid(v)
     q = q * (tl.rsqrt(tl.sum(q * q, 0) + eps) * scale)
     k = k * tl.rsqrt(tl.sum(k * k, 0) + eps)
     # Beyond 20, log(1 + exp(x)) is x in float32.
@@ -274,36 +312,6 @@ def _advance(
     delta = (v - tl.sum(state * k[:, None], 0)) * beta
     state = state + k[:, None] * delta[None, :]
     return state, tl.sum(state * q[:, None], 0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _source(
-    own: tl.tensor,
-    row_stride: tl.tensor,
-    ring: tl.tensor,
-    first: tl.tensor,
-    index: tl.tensor,
-    RING: tl.constexpr,
-    INPUTS: tl.constexpr,
-) -> tl.tensor:
-    """Where the inputs of a row are."""
-    place = own + index * row_stride
-    if index < 0:
-        place = ring + (first + index) % RING * INPUTS
-    return place
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _product(
-    inputs: tl.tensor,
-    weight: tl.tensor,
-    columns: tl.tensor,
-    real: tl.tensor,
-    KERNEL: tl.constexpr,
-) -> tl.tensor:
-    """Inputs of the convolution times one of its weights."""
-    x = tl.load(inputs + columns, mask=real, other=0.0).to(tl.float32)
-    return x * tl.load(weight + columns * KERNEL, mask=real, other=0.0).to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -328,8 +336,11 @@ def _keep_row(
         tl.store(place + head, tl.load(source + head))
         tl.store(place + HEADS + head, tl.load(source + HEADS + head))
         if head % group == 0:
-            real = keys < KEYS
-            columns = 2 * HEADS + head // group * KEYS + keys
-            tl.store(place + columns, tl.load(source + columns, mask=real), mask=real)
-            columns += KEY_HEADS * KEYS
-            tl.store(place + columns, tl.load(source + columns, mask=real), mask=real)
+            q_columns = 2 * HEADS + head // group * KEYS + keys
+            k_columns, real_keys = q_columns + KEY_HEADS * KEYS, keys < KEYS
+            q, k = (
+                tl.load(source + q_columns, mask=real_keys),
+                tl.load(source + k_columns, mask=real_keys),
+            )
+            tl.store(place + q_columns, q, mask=real_keys)
+            tl.store(place + k_columns, k, mask=real_keys)

@@ -19,8 +19,8 @@ from tests.lossless.small_models import (
     texts,
     write_head,
 )
-from tests.models.helpers import VOCAB_SIZE
-from tests.models.test_qwen3_next import save_qwen3_next
+from tests.models.helpers import VOCAB_SIZE, save_checkpoint
+from tests.models.qwen3_next import save_predictable, save_qwen3_next
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
 
@@ -28,13 +28,17 @@ MODES = SETTINGS | {"no overlap": SETTINGS["prefix_reuse"] | {"disable_overlap_s
 KNOWN: dict[str, Any] = {"decoding_type": "User_Provided", "max_draft_len": 4}
 HEAD: dict[str, Any] = {"decoding_type": "Eagle3", "max_draft_len": 3}
 HEAD |= {"eagle3_layers_to_capture": [0, 2]}
-# With the least acceptance length of the best request: the head was not trained.
+MODEL: dict[str, Any] = {"decoding_type": "Draft_Target", "max_draft_len": 3}
+# With the least acceptance length of the best request: the draft model and the head were not
+# trained.
 DRAFTERS: dict[str, tuple[dict[str, Any], float]] = {
     "ngram": (NGRAM, 1.1),
     "ngram tree": (NGRAM | TREES["dynamic"], 1.1),
     "sa": ({"decoding_type": "SA", "max_draft_len": 3}, 1.01),
     "known": (KNOWN, 1.5),
     "known tree": (KNOWN | {"max_total_draft_tokens": 8}, 1.5),
+    "draft model": (MODEL | {"draft_target_one_model": True}, 1.0),
+    "draft model tree, two-model": (MODEL | TREES["dynamic"], 1.0),
     "head": (HEAD, 1.0),
     "head tree": (HEAD | TREES["dynamic"], 1.0),
     "head, two-model": (HEAD | {"eagle3_one_model": False}, 1.0),
@@ -50,8 +54,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_head(tmp_path_factory.mktemp("head"))
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A head and a draft model, by decoding type."""
+    model = tmp_path_factory.mktemp("model")
+    save_checkpoint(model, "Llama")
+    return {"Eagle3": write_head(tmp_path_factory.mktemp("head")), "Draft_Target": model}
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +66,10 @@ def plain(folder: Path) -> list[list[int]]:
     return plain_texts(folder)
 
 
-def config_of(drafter: str, head: Path, plain: list[list[int]]) -> dict[str, Any]:
+def config_of(drafter: str, drafts: dict[str, Path], plain: list[list[int]]) -> dict[str, Any]:
     config, _ = DRAFTERS[drafter]
-    if config["decoding_type"] == "Eagle3":
-        return config | {"speculative_model": str(head)}
+    if (own := drafts.get(config["decoding_type"])) is not None:
+        return config | {"speculative_model": str(own)}
     if config["decoding_type"] == "User_Provided":
         known = {tuple(prompt): text for prompt, text in zip(PROMPTS, plain, strict=False)}
         kind = AdversarialTreeDrafter if "tree" in drafter else AdversarialDrafter
@@ -88,6 +95,7 @@ def test_the_text_does_not_depend_on_batch_chunks_overlap_and_preemption(
             ("sa", "no overlap"),
             ("known", "chunks"),
             ("known tree", "preemption"),
+            ("draft model", "chunks"),
             ("head", "undisturbed"),
             ("head tree, two-model", "preemption"),
         ],
@@ -95,12 +103,59 @@ def test_the_text_does_not_depend_on_batch_chunks_overlap_and_preemption(
     ),
 )
 def test_drafts_leave_the_text_alone(
-    drafter: str, setting: str, folder: Path, head: Path, plain: list[list[int]]
+    drafter: str, setting: str, folder: Path, drafts: dict[str, Path], plain: list[list[int]]
 ) -> None:
-    config = config_of(drafter, head, plain)
+    config = config_of(drafter, drafts, plain)
     found, acceptance_length = texts(folder, speculative_config=config, **MODES[setting])
     assert found == plain
     assert acceptance_length >= DRAFTERS[drafter][1], "no draft was accepted"
+
+
+@pytest.fixture(scope="module")
+def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mtp")
+    save_predictable(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain_of_mtp(with_mtp: Path) -> list[list[int]]:
+    return plain_texts(with_mtp)
+
+
+EVERY_ROUND: dict[Any, Any] = {
+    "strategy": "ema",
+    "update_interval": 1,
+    "warmup_batches": 0,
+    1: {"candidate_steps": [0, 1, 3]},
+}
+OWN_DRAFTS: dict[str, dict[str, Any]] = {
+    "chain": {"max_draft_len": 3},
+    "adaptive": {"max_draft_len": 3, "adaptive": EVERY_ROUND},
+    "draft lengths by batch": {"max_draft_len": 3, "draft_len_schedule": {1: 3, 2: 0, 3: 2}},
+    "matches": {"max_draft_len": 2, "sa_config": {"threshold": 1}},
+    **TREES,
+}
+
+
+@pytest.mark.parametrize(
+    ("drafts", "one_model", "setting"),
+    by_default(
+        [
+            ("chain", True, "preemption"),
+            ("draft lengths by batch", True, "chunks"),
+            ("dynamic", False, "chunks"),
+        ],
+        *(OWN_DRAFTS, (True, False), MODES),
+    ),
+)
+def test_the_models_own_layer_drafts_and_leaves_the_text_alone(
+    drafts: str, one_model: bool, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
+) -> None:
+    mtp = {"decoding_type": "MTP", "mtp_eagle_one_model": one_model} | OWN_DRAFTS[drafts]
+    found, acceptance_length = texts(with_mtp, speculative_config=mtp, **MODES[setting])
+    assert found == plain_of_mtp
+    assert acceptance_length > 1.2
 
 
 def test_a_prompt_in_a_broken_round_is_read_again_from_its_start(
@@ -134,9 +189,9 @@ def test_a_model_with_states_is_refused_as_draft_model(folder: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("drafter", [None, *DRAFTERS])
 def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
-    drafter: str | None, folder: Path, head: Path, plain: list[list[int]]
+    drafter: str | None, folder: Path, drafts: dict[str, Path], plain: list[list[int]]
 ) -> None:
-    config = None if drafter is None else config_of(drafter, head, plain)
+    config = None if drafter is None else config_of(drafter, drafts, plain)
     found, _ = texts(folder, speculative_config=config, **(SETTINGS["chunks"] | ON_GPU))
     assert found == plain
 

@@ -72,6 +72,10 @@ def flat_qwen3_next(raw: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"layer_types has {sorted(unknown)}; served are {LINEAR!r} and {FULL!r}.")
     if FULL not in types:
         raise ValueError(f"layer_types has no {FULL!r}, which at least one layer must have.")
+    if (flat["num_nextn_predict_layers"] or 0) > 1:
+        raise ValueError(
+            f"num_nextn_predict_layers is {flat['num_nextn_predict_layers']}; served are 0 and 1."
+        )
     fields = flat.get("rope_scaling") or flat.get("rope_parameters") or {}
     share = fields.get("partial_rotary_factor") or flat["partial_rotary_factor"] or 1.0
     rope = {"rope_type": "default", **fields, "partial_rotary_factor": share}
