@@ -30,6 +30,7 @@ from tllm_spec.kernels.programmatic_launch_triton import begin
 
 _COLUMNS, _WARPS = 32, 4  # columns of a state in one program, and its warps
 _INPUTS = 1024  # of a row in one program
+_EPS = tl.constexpr(NORM_EPS)
 
 
 def gated_delta_triton(
@@ -59,8 +60,6 @@ def gated_delta_triton(
         weights.a_log,
         weights.dt_bias,
         output,
-        shape.key_dim**-0.5,
-        NORM_EPS,
         **sizes,
         KEY_HEADS=shape.num_key_heads,
         HEADS=num_heads,
@@ -98,8 +97,6 @@ def gated_delta_kernel(
     a_log: tl.tensor,
     dt_bias: tl.tensor,
     output: tl.tensor,
-    scale: tl.tensor,
-    eps: tl.tensor,
     RING: tl.constexpr,
     INPUTS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
@@ -116,63 +113,77 @@ def gated_delta_kernel(
     """Grid (requests, value heads, blocks of a state's columns)."""
     begin(PDL)
     request, head, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    row_stride = tl.cast(row_stride, tl.int64)
     slot, first = tl.load(slots + request), tl.load(firsts + request)
-    pending = tl.load(pendings + request).to(tl.int32)
     start, count = _rows_of(offsets, request, window)
-    own, ring = projected + start * row_stride, rings + slot * RING * INPUTS
+    row_stride = tl.cast(row_stride, tl.int64)
+    where = (projected + start * row_stride, row_stride, rings + slot * RING * INPUTS, first)
     keys, values = tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    columns = _columns(head, keys, values, KEY_HEADS, HEADS, KEYS, VALUES)
+    layer = _layer(conv, a_log, dt_bias, columns, head, HEADS, KEYS, KERNEL, BLOCK_T)
+    places = states + (slot * HEADS + head) * KEYS * VALUES + keys[:, None] * VALUES
+    places = places + values[None, :]
     tile = (keys[:, None] < KEYS) & (values[None, :] < VALUES)
-    places = states + (slot * HEADS + head) * KEYS * VALUES
-    places = places + keys[:, None] * VALUES + values[None, :]
+    pending = tl.load(pendings + request).to(tl.int32)
     begun = keys < tl.where(first > pending, KEYS, 0)
     state = tl.load(places, mask=tile & begun[:, None], other=0.0)
-    a, bias = tl.exp(tl.load(a_log + head)), tl.load(dt_bias + head)
-    key_head = head // (HEADS // KEY_HEADS)
-    q_column, k_column = key_head * KEYS + keys, (KEY_HEADS + key_head) * KEYS + keys
-    v_column = 2 * KEY_HEADS * KEYS + head * VALUES + values
-    weights = (
-        _weights(conv, q_column, keys < KEYS, KERNEL, BLOCK_T),
-        _weights(conv, k_column, keys < KEYS, KERNEL, BLOCK_T),
-        _weights(conv, v_column, values < VALUES, KERNEL, BLOCK_T),
-    )
-    columns = (
-        tl.where(keys < KEYS, 2 * HEADS + q_column, -1),
-        tl.where(keys < KEYS, 2 * HEADS + k_column, -1),
-        tl.where(values < VALUES, 2 * HEADS + v_column, -1),
-    )
+    for index in range(-pending, 0):
+        state, _ = _advance(
+            state, index, where, None, columns, layer, RING, INPUTS, HEADS, KERNEL, BLOCK_T
+        )
+    if not ARE_KEPT:
+        tl.store(places, state, mask=tile)
     bits = tree
     if tree is not None:
         bits = tree + request * window
-    for index in range(-pending, 0):
-        state, _ = _advance(
-            state, index, own, row_stride, ring, first, None, columns, weights, a, bias, head,
-            scale, eps, RING, INPUTS, HEADS, KERNEL, BLOCK_T,
-        )  # fmt: skip
-    if not ARE_KEPT:
+    answers = output + (start * HEADS + head) * VALUES + values
+    state = _run(
+        state, count, where, bits, columns, layer, answers, block, RING, INPUTS, KEY_HEADS, HEADS,
+        VALUES, KERNEL, BLOCK_T, ARE_KEPT,
+    )  # fmt: skip
+    if ARE_KEPT:
         tl.store(places, state, mask=tile)
-    kept = state
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _run(
+    state: tl.tensor,
+    count: tl.tensor,
+    where: tl.tensor,
+    bits: tl.tensor,
+    columns: tl.tensor,
+    layer: tl.tensor,
+    answers: tl.tensor,
+    block: tl.tensor,
+    RING: tl.constexpr,
+    INPUTS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    VALUES: tl.constexpr,
+    KERNEL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    ARE_KEPT: tl.constexpr,
+) -> tl.tensor:
+    """Runs the request's rows. answers `[V]`: where those of the first row go. Returns the state
+    after the last one."""
+    own, row_stride, ring, first = where
+    kept, are_values = state, columns[2] >= 0
     for row in range(count):
         begins = row
-        if tree is not None:
+        if bits is not None:
             state = kept
             begins = 0
-        answer = tl.zeros([BLOCK_V], tl.float32)
+        answer = tl.zeros(columns[2].shape, tl.float32)
         for index in range(begins, row + 1):
             if _is_before(bits, row, index):
                 state, answer = _advance(
-                    state, index, own, row_stride, ring, first, bits, columns, weights, a, bias,
-                    head, scale, eps, RING, INPUTS, HEADS, KERNEL, BLOCK_T,
-                )  # fmt: skip
-        places_out = output + ((start + row) * HEADS + head) * VALUES + values
-        tl.store(places_out, answer, mask=values < VALUES)
+                    state, index, where, bits, columns, layer, RING, INPUTS, HEADS, KERNEL, BLOCK_T
+                )
+        tl.store(answers + row * HEADS * VALUES, answer, mask=are_values)
         if not ARE_KEPT:
-            _keep_row(
-                own + row * row_stride, ring + (first + row) % RING * INPUTS, head, block, keys,
-                values, KEY_HEADS, HEADS, KEYS, VALUES,
-            )  # fmt: skip
-    if ARE_KEPT:
-        tl.store(places, state, mask=tile)
+            place = ring + (first + row) % RING * INPUTS
+            source = own + row * row_stride
+            _keep_row(source, place, layer[5], block, columns, KEY_HEADS, HEADS)
+    return state
 
 
 @triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]  # triton has no types
@@ -246,18 +257,57 @@ def _taps(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _columns(
+    head: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Where a row's inputs have q `[K]`, k `[K]` and v `[V]` of a value head; -1: nowhere."""
+    q = 2 * HEADS + head // (HEADS // KEY_HEADS) * KEYS + keys
+    v = 2 * HEADS + 2 * KEY_HEADS * KEYS + head * VALUES + values
+    are_keys = keys < KEYS
+    k = tl.where(are_keys, q + KEY_HEADS * KEYS, -1)
+    return tl.where(are_keys, q, -1), k, tl.where(values < VALUES, v, -1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _layer(
+    conv: tl.tensor,
+    a_log: tl.tensor,
+    dt_bias: tl.tensor,
+    columns: tl.tensor,
+    head: tl.tensor,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    KERNEL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """What all rows share: weights of the columns, of the decay, the head, and q's factor."""
+    q_weights = _weights(conv, columns[0], HEADS, KERNEL, BLOCK_T)
+    k_weights = _weights(conv, columns[1], HEADS, KERNEL, BLOCK_T)
+    v_weights = _weights(conv, columns[2], HEADS, KERNEL, BLOCK_T)
+    a, bias = tl.exp(tl.load(a_log + head)), tl.load(dt_bias + head)
+    scale = tl.rsqrt(tl.full([], KEYS, tl.float32))
+    return q_weights, k_weights, v_weights, a, bias, head, scale
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _weights(
     conv: tl.tensor,
     columns: tl.tensor,
-    real: tl.tensor,
+    HEADS: tl.constexpr,
     KERNEL: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ) -> tl.tensor:
-    """The convolution's weights of some columns `[N]`, `[T, N]`, latest input first."""
+    """The convolution's weights of some columns `[N]`, `[T, N]`, of the latest input first."""
     backs = tl.arange(0, BLOCK_T)
-    places = conv + columns[None, :] * KERNEL + (KERNEL - 1 - backs)[:, None]
-    loaded = tl.load(places, mask=(backs < KERNEL)[:, None] & real[None, :], other=0.0)
-    return loaded.to(tl.float32)
+    places = conv + (columns - 2 * HEADS)[None, :] * KERNEL + (KERNEL - 1 - backs)[:, None]
+    real = (backs < KERNEL)[:, None] & (columns >= 0)[None, :]
+    return tl.load(places, mask=real, other=0.0).to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -273,39 +323,32 @@ def _mixed(places: tl.tensor, columns: tl.tensor, real: tl.tensor, weights: tl.t
 def _advance(
     state: tl.tensor,
     index: tl.tensor,
-    own: tl.tensor,
-    row_stride: tl.tensor,
-    ring: tl.tensor,
-    first: tl.tensor,
+    where: tl.tensor,
     bits: tl.tensor,
     columns: tl.tensor,
-    weights: tl.tensor,
-    a: tl.tensor,
-    bias: tl.tensor,
-    head: tl.tensor,
-    scale: tl.tensor,
-    eps: tl.tensor,
+    layer: tl.tensor,
     RING: tl.constexpr,
     INPUTS: tl.constexpr,
     HEADS: tl.constexpr,
     KERNEL: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The state `[K, V]` after the row at `index`, and the row's answer `[V]`. columns: of q, k and
-    v, below 0 where there are none; weights: theirs."""
+    """The state `[K, V]` after the row at `index`, and the row's answer `[V]`."""
+    own, row_stride, ring, first = where
+    q_weights, k_weights, v_weights, a, bias, head, scale = layer
     taps = _taps(bits, index, KERNEL, BLOCK_T)
     places = tl.where(taps >= 0, own + taps * row_stride, ring + (first + taps) % RING * INPUTS)
     real = (tl.arange(0, BLOCK_T) < KERNEL) & (first + taps >= 0)
-    q = _mixed(places, columns[0], real, weights[0])
-    k = _mixed(places, columns[1], real, weights[1])
-    v = _mixed(places, columns[2], real, weights[2])
+    q = _mixed(places, columns[0], real, q_weights)
+    k = _mixed(places, columns[1], real, k_weights)
+    v = _mixed(places, columns[2], real, v_weights)
     gates = own + index * row_stride
     if index < 0:
         gates = ring + (first + index) % RING * INPUTS
     beta = tl.sigmoid(tl.load(gates + head).to(tl.float32))
     step = tl.load(gates + HEADS + head).to(tl.float32) + bias
-    q = q * (tl.rsqrt(tl.sum(q * q, 0) + eps) * scale)
-    k = k * tl.rsqrt(tl.sum(k * k, 0) + eps)
+    q = q * (tl.rsqrt(tl.sum(q * q, 0) + _EPS) * scale)
+    k = k * tl.rsqrt(tl.sum(k * k, 0) + _EPS)
     # Beyond 20, log(1 + exp(x)) is x in float32.
     step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(step)))
     state = state * tl.exp(-a * step)
@@ -320,27 +363,16 @@ def _keep_row(
     place: tl.tensor,
     head: tl.tensor,
     block: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
+    columns: tl.tensor,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
 ) -> None:
     """Copies a program's part of a row's inputs: what no other program copies."""
-    group: tl.constexpr = HEADS // KEY_HEADS
-    columns = 2 * HEADS + 2 * KEY_HEADS * KEYS + head * VALUES + values
-    real = values < VALUES
-    tl.store(place + columns, tl.load(source + columns, mask=real), mask=real)
+    q, k, v = columns
+    tl.store(place + v, tl.load(source + v, mask=v >= 0), mask=v >= 0)
     if block == 0:
         tl.store(place + head, tl.load(source + head))
         tl.store(place + HEADS + head, tl.load(source + HEADS + head))
-        if head % group == 0:
-            q_columns = 2 * HEADS + head // group * KEYS + keys
-            k_columns, real_keys = q_columns + KEY_HEADS * KEYS, keys < KEYS
-            q, k = (
-                tl.load(source + q_columns, mask=real_keys),
-                tl.load(source + k_columns, mask=real_keys),
-            )
-            tl.store(place + q_columns, q, mask=real_keys)
-            tl.store(place + k_columns, k, mask=real_keys)
+        if head % (HEADS // KEY_HEADS) == 0:
+            tl.store(place + q, tl.load(source + q, mask=q >= 0), mask=q >= 0)
+            tl.store(place + k, tl.load(source + k, mask=k >= 0), mask=k >= 0)

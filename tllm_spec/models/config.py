@@ -14,6 +14,7 @@ from tllm_spec.attention.geometry import AttentionGeometry, LayerGroup
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.models.config_file import read_checked, read_config, required, with_defaults
+from tllm_spec.models.config_values import dtype_of, head_dim_of, sliding_layers_of, token_ids_of
 from tllm_spec.models.deepseek_config import (
     DEEPSEEK_DEFAULTS,
     MLAConfig,
@@ -106,7 +107,6 @@ _O_BIAS = (
     *_LLAMA4,
     *GEMMA3,
 )
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class ModelConfig:
         generation = path / "generation_config.json"
         if not generation.is_file():
             return config
-        more = _token_ids(read_checked(generation).get("eos_token_id"))
+        more = token_ids_of(read_checked(generation).get("eos_token_id"))
         return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
 
     @classmethod
@@ -184,7 +184,7 @@ class ModelConfig:
         _refuse_unserved(raw)
         bias = bool(raw.get("attention_bias"))
         num_heads = int(required(raw, "num_attention_heads"))
-        sliding = _sliding_layers(raw, architecture)
+        sliding = sliding_layers_of(raw, architecture)
         config = cls(
             architecture=architecture,
             vocab_size=int(required(raw, "vocab_size")),
@@ -193,7 +193,7 @@ class ModelConfig:
             num_layers=int(required(raw, "num_hidden_layers")),
             num_heads=num_heads,
             num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
-            head_dim=_head_dim(raw),
+            head_dim=head_dim_of(raw),
             rms_norm_eps=float(raw["rms_norm_eps"]),
             rope=rope_config(
                 raw, is_phi3=architecture == PHI3, may_be_partial=architecture == QWEN3_NEXT
@@ -208,8 +208,8 @@ class ModelConfig:
             qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3_NEXT, *GEMMA3)
             or (architecture in _LLAMA4 and bool(raw["use_qk_norm"])),
             hidden_act=raw["hidden_act"],
-            dtype=_dtype(raw),
-            eos_token_ids=_token_ids(raw.get("eos_token_id")),
+            dtype=dtype_of(raw),
+            eos_token_ids=token_ids_of(raw.get("eos_token_id")),
             llama4=llama4_config(raw) if architecture in _LLAMA4 else None,
             gemma3=gemma3_config(raw) if architecture in GEMMA3 else None,
             moe=deepseek_moe(raw) if is_deepseek else moe_config(architecture, raw),
@@ -346,57 +346,8 @@ def _refuse_unserved(raw: dict[str, Any]) -> None:
         raise ValueError(f"layer_types has {sorted(unknown)}; served is 'full_attention'.")
 
 
-def _dtype(raw: dict[str, Any]) -> torch.dtype:
-    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ValueError(f"dtype is {name!r}; accepted are {', '.join(_DTYPES)}.")
-    return _DTYPES[name]
-
-
-def _head_dim(raw: dict[str, Any]) -> int:
-    hidden_size, num_heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
-    if not raw.get("head_dim") and hidden_size % num_heads:
-        raise ValueError(
-            f"hidden_size is {hidden_size}; without head_dim, it must be a multiple of "
-            f"num_attention_heads, which is {num_heads}."
-        )
-    return int(raw.get("head_dim") or hidden_size // num_heads)
-
-
 def _qkv_bias(raw: dict[str, Any], architecture: str) -> bool:
     if architecture == "Qwen2MoeForCausalLM":
         return bool(raw.get("qkv_bias", True))
     has_key = bool(raw.get("attention_bias")) and architecture not in _NO_BIAS
     return architecture == "Qwen2ForCausalLM" or has_key
-
-
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _sliding_layers(raw: dict[str, Any], architecture: str) -> frozenset[int]:
-    """The layers with a sliding window, as in transformers. Raises ValueError for a window without
-    keys, and for `layer_types` of another number of layers."""
-    window, layers = raw.get("sliding_window"), range(required(raw, "num_hidden_layers"))
-    uses, types = raw.get("use_sliding_window"), raw.get("layer_types")
-    if types and len(types) != len(layers):
-        raise ValueError(f"layer_types has {len(types)} entries for {len(layers)} layers.")
-    if not window or uses is False:
-        return frozenset()
-    if window < 1:
-        raise ValueError(f"sliding_window is {window}; it must be at least 1.")
-    if architecture in ("MistralForCausalLM", "MixtralForCausalLM", PHI3):
-        return frozenset(layers)
-    if types:
-        return frozenset(layer for layer in layers if types[layer] == "sliding_attention")
-    if not uses:
-        return frozenset()
-    if architecture == "Qwen3MoeForCausalLM":
-        return frozenset(layers)
-    num_before = raw.get("max_window_layers")
-    num_before = 28 if num_before is None else num_before
-    if architecture == "Qwen2MoeForCausalLM":
-        return frozenset(layers[:num_before:2])
-    return frozenset(layers[num_before:])
