@@ -261,7 +261,7 @@ def _recurrent_memory(plan: BuildPlan, target: CausalLM) -> RecurrentMemory | No
         return None
     num_slots = plan.slots.dummy_slot + 1
     logger.info(
-        "recurrent states: %d bytes for each of %d slots",
+        "recurrent states: %d bytes for each of %d slots; cached prefixes are not reused",
         *(geometry.slot_bytes(target.dtype), num_slots),
     )
     return RecurrentMemory(geometry, num_slots, target.dtype, plan.device)

@@ -165,7 +165,8 @@ def check_nextn(config: ModelConfig, num_modules: int, exported: Path | None = N
     if exported is not None:
         if config.mla is None:
             raise ValueError(
-                "decoding_type = 'MTP' is served for DeepSeek models, and the target is a "
+                "speculative_model with decoding_type = 'MTP' is served for DeepSeek models, and "
+                "the target is a "
                 f"{config.architecture}"
             )
         available, key = exported_config(exported, config).num_layers, "num_hidden_layers"
