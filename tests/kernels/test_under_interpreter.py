@@ -14,6 +14,7 @@ NAMES = (
     "batch_invariant_attention",
     "rms_norm",
     "silu_and_mul",
+    "gated_delta",
     "row_copies",
     "token_mask",
     "attention_sinks",
