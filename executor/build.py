@@ -91,6 +91,7 @@ def _build(
     check_draft_backend(plan)
     engines = build_engines(plan)
     counts_drafts = plan.spec is not None and plan.spec.counts_on_device
+    counts_drafts |= plan.shapes.are_ragged
     slots = SlotState(plan.slots, plan.shapes, plan.device, counts_drafts=counts_drafts)
     sampler = _sampler(plan, slots, engines)
     speculation = build_speculation(plan.spec, _surroundings(plan, engines, slots, sampler))

@@ -9,7 +9,14 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from tllm_spec.config.adaptive_config import AdaptiveConfig, Probability
 from tllm_spec.config.config_base import ConfigError, ConfigModel
@@ -103,6 +110,11 @@ class DecodingBaseConfig(ConfigModel):
     Refused where drafts are made in the target's round or from its hidden states."""
     max_concurrency: PositiveInt | None = None
     """No drafts in batches of more requests than this."""
+    verify_budget: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """Rows that a request has on average in a round, its own token included. The rows of a batch go
+    to the drafts that are likeliest to be accepted, whoever's they are; a request has 1 to
+    `max_draft_len` + 1 of them. null: all requests have as many. Refused with draft trees,
+    `use_rejection_sampling` and `adaptive`."""
     draft_len_schedule_keys: Literal["lower_bound", "upper_bound"] | None = None
     """What the keys of `draft_len_schedule` are. `upper_bound` is TensorRT-LLM's reading for
     one-model decoding: each key ends a range of batch sizes, and above the largest there are no
@@ -247,6 +259,22 @@ class DecodingBaseConfig(ConfigModel):
         return self
 
     @model_validator(mode="after")
+    def _check_budget(self) -> DecodingBaseConfig:
+        if self.verify_budget is None:
+            return self
+        named = f"verify_budget = {self.verify_budget:g}"
+        if self.drafts_trees:
+            raise ValueError(f"{named} needs chains: the drafts of a tree have rows of their own")
+        if self.use_rejection_sampling:
+            raise ValueError(
+                f"{named} and use_rejection_sampling = True are exclusive: drafts that are chosen "
+                "by their probability would change the distribution of the text"
+            )
+        if self.adaptive is not None:
+            raise ValueError(f"{named} and adaptive are exclusive: each says what is verified")
+        return self
+
+    @model_validator(mode="after")
     def _check_pauses(self) -> DecodingBaseConfig:
         rounds = self.max_rejected_rounds
         if "max_rejected_rounds" not in self.model_fields_set:
@@ -320,7 +348,7 @@ class DecodingBaseConfig(ConfigModel):
     @cached_property
     def shapes(self) -> DraftShapes:
         """What a round's drafts look like, by tier."""
-        return DraftShapes.chains(self.max_draft_len)
+        return DraftShapes.chains(self.max_draft_len, self.verify_budget or 0.0)
 
     @property
     def relaxed_rule(self) -> RelaxedRule | None:
