@@ -1,5 +1,5 @@
-"""The requests of a round share its rows, and the device gives them to the drafts that are likeliest
-to be accepted: the forward has just these rows, and no text depends on how many they are."""
+"""The requests of a round share its rows, and the device gives them to the drafts that are
+likeliest to be accepted: the forward has just these rows, and no text depends on their number."""
 
 from pathlib import Path
 from random import Random
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.executor.harness import Harness, output_of
-from tests.executor.row_rounds import DRAFT_LEN, PROMPT, rows_and_batches
+from tests.executor.row_rounds import DRAFT_LEN, rows_and_batches
 from tests.lossless.engines import tiny_engine
 from tests.lossless.test_row_counts import CHAINS, SMALL_POOL, submit_all, values_of
 from tllm_spec.executor.batch import ScheduledBatch
