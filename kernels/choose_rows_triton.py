@@ -9,12 +9,14 @@ import triton
 import triton.language as tl
 
 from tllm_spec.kernels.choose_rows import (
+    EXPECTED_SCALE,
     MAX_SLOT_NUMBER,
     NUM_FEATURES,
     OFFERED,
     OFFERED_ROUNDS,
     PRIOR_DRAFTS,
     SLOT_RATE,
+    ChosenRows,
     DraftValues,
 )
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
@@ -25,22 +27,26 @@ _NUM_WARPS = 8
 
 def choose_rows_triton(
     values: DraftValues, num_drafts: torch.Tensor, slots: torch.Tensor, window: int, num_rows: int
-) -> torch.Tensor:
+) -> ChosenRows:
     """See `choose_rows`."""
-    batch, length = len(slots), window - 1
+    batch, length, num_budgets = len(slots), values.features.shape[1], len(values.budgets)
     offsets = torch.empty(batch + 1, dtype=torch.int32, device=slots.device)
-    _choose[(1,)](
+    num_verified = torch.empty_like(slots)
+    expected = slots.new_empty((batch, num_budgets))
+    _choose[(1 + num_budgets,)](
         *(values.features, values.features.stride(0), values.of_feature, values.of_slot),
-        *(values.num_idle, num_drafts, slots, offsets, batch, num_rows - batch),
+        *(values.num_idle, values.budgets, num_drafts, slots, offsets, num_verified, expected),
+        *(batch, num_rows - batch, window - 1, num_budgets),
         length,
         triton.next_power_of_2(batch),
         triton.next_power_of_2(length),
         OFFERED_ROUNDS,
         OFFERED,
+        EXPECTED_SCALE,
         **programmatic_launch(slots.device),
         num_warps=_NUM_WARPS,
     )
-    return offsets
+    return ChosenRows(offsets, num_verified, expected)
 
 
 def learn_values_triton(
@@ -80,41 +86,54 @@ def _probabilities(
     return feature, tl.sigmoid(number)
 
 
-@triton.jit(do_not_specialize=["stride", "batch", "num_more"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["stride", "batch", "num_more", "depth", "num_budgets"])  # type: ignore[untyped-decorator]  # triton has no types
 def _choose(
     features: tl.tensor,
     stride: tl.tensor,
     of_feature: tl.tensor,
     of_slot: tl.tensor,
     num_idle: tl.tensor,
+    budgets: tl.tensor,
     all_num_drafts: tl.tensor,
     slots: tl.tensor,
     offsets: tl.tensor,
+    num_verified: tl.tensor,
+    expected: tl.tensor,
     batch: tl.tensor,
     num_more: tl.tensor,
+    depth: tl.tensor,
+    num_budgets: tl.tensor,
     length: tl.constexpr,
     block_b: tl.constexpr,
     block_k: tl.constexpr,
     OFFERED_ROUNDS: tl.constexpr,
     OFFERED: tl.constexpr,
+    EXPECTED_SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """The first program chooses, each other one adds up what a budget would bring."""
     begin(PDL)
+    budget = tl.program_id(0) - 1
     request, column = tl.arange(0, block_b), tl.arange(0, block_k)
     is_own = request < batch
     slot = tl.load(slots + request, mask=is_own, other=0)
     own = tl.load(of_slot + slot, mask=is_own, other=0.0)
     num_drafts = tl.load(all_num_drafts + slot, mask=is_own, other=0).to(tl.int32)
-    num_drafts = tl.minimum(num_drafts, length)
+    if budget >= 0:
+        depth = tl.load(budgets + 2 * budget).to(tl.int32)
+        mean_more = tl.load(budgets + 2 * budget + 1) - 1
+        num_more = tl.ceil(mean_more * batch.to(tl.float32)).to(tl.int32)
+        num_more = tl.minimum(num_more, batch * depth)
     is_place = is_own[:, None] & (column < length)[None, :]
     _, chance = _probabilities(features, stride, of_feature, own, slot, column, is_place)
-    is_offered = tl.load(num_idle + slot, mask=is_own, other=0) >= OFFERED_ROUNDS - 1
-    chance = tl.where(is_offered[:, None] & (column == 0)[None, :], OFFERED, chance)
+    is_due = tl.load(num_idle + slot, mask=is_own, other=0) >= OFFERED_ROUNDS - 1
+    is_due &= budget < 0
+    chance = tl.where(is_due[:, None] & (column == 0)[None, :], OFFERED, chance)
     value = tl.cumprod(chance, 1)
     # Places without a draft come last, those that are none do not take part.
-    key = value.to(tl.int32, bitcast=True) + 1
-    key = tl.where(column[None, :] < num_drafts[:, None], key, 0)
-    key = tl.where(is_place, key, -1)
+    exists = column[None, :] < num_drafts[:, None]
+    key = tl.where(exists, value.to(tl.int32, bitcast=True) + 1, 0)
+    key = tl.where(is_place & (column < depth)[None, :], key, -1)
     low, high = 0, 0x7F000000
     while high - low > 1:  # at least num_more keys are not below `low`, fewer not below `high`
         middle = low + (high - low) // 2
@@ -126,10 +145,16 @@ def _choose(
     in_row = tl.sum(is_equal, 1)
     before = (tl.cumsum(in_row, 0) - in_row)[:, None] + tl.cumsum(is_equal, 1) - is_equal
     chosen = is_above | ((is_equal > 0) & (before < num_left))
-    count = tl.sum(chosen.to(tl.int32), 1)
-    tl.store(all_num_drafts + slot, tl.minimum(num_drafts, count).to(tl.int64), mask=is_own)
-    tl.store(offsets, 0)
-    tl.store(offsets + 1 + request, tl.cumsum(count + 1, 0), mask=is_own)
+    if budget < 0:
+        count = tl.sum(chosen.to(tl.int32), 1)
+        verified = tl.minimum(num_drafts, count).to(tl.int64)
+        tl.store(num_verified + request, verified, mask=is_own)
+        tl.store(offsets, 0)
+        tl.store(offsets + 1 + request, tl.cumsum(count + 1, 0), mask=is_own)
+    else:
+        total = tl.sum(tl.where(chosen & exists, value, 0.0), 1) * EXPECTED_SCALE
+        places = expected + request * num_budgets + budget
+        tl.store(places, (total + 0.5).to(tl.int64), mask=is_own)
 
 
 @triton.jit(do_not_specialize=["stride", "batch"])  # type: ignore[untyped-decorator]  # triton has no types

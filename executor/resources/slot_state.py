@@ -62,7 +62,9 @@ class SlotState:
         )
         self._tables = SlotTables(self.kv_lens, self.window, self.num_drafts, self.previous_token)
         self.values = (
-            DraftValues.of_slots(num_rows, max_draft_len, device) if shapes.are_ragged else None
+            DraftValues.of_slots(num_rows, max_draft_len, device, shapes.budgets)
+            if shapes.are_ragged
+            else None
         )
 
     def start(self, request: LlmRequest) -> None:
@@ -149,8 +151,9 @@ class SlotState:
     def choose_rows(self, slot_ids: torch.Tensor, window: int, num_rows: int) -> RoundRows:
         """The rows of a round's windows of slots `[B]`. Drafts without a row are not verified."""
         assert self.values is not None
-        offsets = choose_rows(self.values, self.num_drafts, slot_ids, window, num_rows)
-        return RoundRows(len(slot_ids), window, num_rows, offsets)
+        chosen = choose_rows(self.values, self.num_drafts, slot_ids, window, num_rows)
+        self.num_drafts[slot_ids] = chosen.num_verified
+        return RoundRows(len(slot_ids), window, num_rows, chosen.offsets)
 
     def learn(
         self, slot_ids: torch.Tensor, num_verified: torch.Tensor | None, new_lens: torch.Tensor

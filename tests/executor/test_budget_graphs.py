@@ -21,7 +21,9 @@ ROWS = {3, 5, 10, 20}  # of these sizes
 def submit(harness: Harness, *ways: dict[str, Any]) -> list[LlmRequest]:
     return [
         harness.submit([*PROMPT, i], 30 + 2 * i, seed=i, draft_limit=limit, **way)
-        for i, (limit, way) in enumerate(zip((DRAFT_LEN, 0, DRAFT_LEN, 2, DRAFT_LEN), ways, strict=True))
+        for i, (limit, way) in enumerate(
+            zip((DRAFT_LEN, 0, DRAFT_LEN, 2, DRAFT_LEN), ways, strict=True)
+        )
     ]
 
 

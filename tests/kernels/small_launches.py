@@ -94,7 +94,7 @@ def chains() -> None:
     for synthetic in (None, SyntheticRates(float32(3), int64(64))):
         accept_windows(tables, slots, slots, tokens, synthetic)
     write_drafts(tables, slots, int64(BATCH, 3), int64(64))
-    values = DraftValues(int32(64, 7), float32(32), float32(64), int32(64))
+    values = DraftValues(int32(64, 7), float32(32), float32(64), int32(64), float32(5, 2))
     choose_rows(values, int64(64), slots, 8, 4 * BATCH)
     learn_values(values, slots, slots, slots)
     for depths, offset in ((None, 0), (int64(BATCH, 4), 4)):

@@ -6,6 +6,7 @@ import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
 from tllm_spec.kernels.choose_rows import (
+    EXPECTED_SCALE,
     OFFERED_ROUNDS,
     DraftValues,
     choose_rows,
@@ -14,10 +15,12 @@ from tllm_spec.kernels.choose_rows import (
 )
 
 NUM_SLOTS, LENGTH = 9, 5
+BUDGETS = ((1, 1.5), (1, 2.0), (4, 2.5), (5, 6.0))
 
 
 def values_with(probs: torch.Tensor) -> DraftValues:
-    values = DraftValues.of_slots(len(probs), probs.shape[1], torch.device("cpu"))
+    device = torch.device("cpu")
+    values = DraftValues.of_slots(len(probs), probs.shape[1], device, BUDGETS)
     values.features.copy_(features_of(probs))
     return values
 
@@ -39,9 +42,10 @@ def counts(values: DraftValues, num_drafts: list[int], num_rows: int) -> list[in
     slots = torch.arange(len(num_drafts))
     drafts = torch.tensor(num_drafts)
     window = values.features.shape[1] + 1
-    offsets = choose_rows(values, drafts, slots, window, num_rows)
-    found = offsets.diff().tolist()
-    assert drafts.tolist() == [min(n, c - 1) for n, c in zip(num_drafts, found, strict=True)]
+    chosen = choose_rows(values, drafts, slots, window, num_rows)
+    found: list[int] = chosen.offsets.diff().tolist()
+    verified = [min(n, c - 1) for n, c in zip(num_drafts, found, strict=True)]
+    assert chosen.num_verified.tolist() == verified
     return found
 
 
@@ -51,6 +55,15 @@ def test_the_likeliest_drafts_have_the_rows() -> None:
     assert counts(values, [3, 3, 3], 5) == [3, 1, 1]
     assert counts(values, [3, 3, 3], 8) == [4, 1, 3]
     assert counts(values, [1, 0, 3], 5) == [2, 1, 2]
+
+
+def test_what_other_budgets_would_bring_is_expected() -> None:
+    values = values_with(torch.tensor([[0.9, 0.9], [0.2, 0.9]]))
+    first, second = (torch.tensor([0.90625, 0.21875])).tolist()  # the middles of their steps
+    chosen = choose_rows(values, torch.tensor([2, 1]), torch.arange(2), 3, 3)
+    of_budgets = [[first], [first, second], [first, first**2, second]]
+    found = (chosen.expected.sum(0) / EXPECTED_SCALE).tolist()
+    assert found == pytest.approx([*map(sum, of_budgets), sum(of_budgets[-1])], abs=1e-3)
 
 
 def test_padding_has_the_rows_that_no_draft_needs() -> None:
@@ -88,12 +101,14 @@ def test_the_kernel_chooses_like_the_reference(device: str, window: int) -> None
         values, num_drafts = random_values(seed)
         slots = torch.tensor([3, 0, 8, 5, 8, 7])
         num_rows = len(slots) + round(share * len(slots) * (window - 1))
-        there, own = moved(values, device), num_drafts.clone().to(device)
+        there, own = moved(values, device), num_drafts.to(device)
         expected = choose_rows.reference(values, num_drafts, slots, window, num_rows)
         found = choose_rows(there, own, slots.to(device), window, num_rows)
-        assert found.tolist() == expected.tolist() and found[-1] == num_rows
-        others = [slot for slot in range(NUM_SLOTS) if slot != 8]  # given twice, as padding is
-        assert own[others].tolist() == num_drafts[others].tolist()
+        assert found.offsets.tolist() == expected.offsets.tolist()
+        assert found.offsets[-1] == num_rows
+        assert found.num_verified.tolist() == expected.num_verified.tolist()
+        assert (found.expected.cpu() - expected.expected).abs().max() <= 1
+        assert expected.expected.sum(0).diff()[:2].min() > 0
 
 
 @on_each_kernel_device

@@ -103,6 +103,7 @@ class DraftShapes:
         self.narrows = narrows
         self.longest = longest or by_length[-1]
         self.has_trees = any(shape.is_tree for shape in self._all)
+        self.budgets: list[tuple[int, float]] = []
         self.are_ragged = any(shape.is_ragged for shape in self._all)
         self.tree_tiers = range(len(by_length), len(self._all))
         self._rows_each = [shape.mean_rows or shape.window for shape in self._all]
