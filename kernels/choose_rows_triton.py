@@ -86,6 +86,23 @@ def _probabilities(
     return feature, tl.sigmoid(number)
 
 
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _best(key: tl.tensor, number: tl.tensor) -> tl.tensor:
+    """Which keys are the `number` largest ones, equal ones in order. Negative keys are never."""
+    low = number * 0
+    high = low + 0x7F000000
+    for _ in range(31):  # at least `number` keys are not below `low`, fewer not below `high`
+        middle = low + (high - low) // 2
+        found = tl.sum(tl.sum((key >= middle).to(tl.int32), 1), 0)
+        low = tl.where(found >= number, middle, low)
+        high = tl.where(found >= number, high, middle)
+    is_above, is_equal = key > low, (key == low).to(tl.int32)
+    num_left = number - tl.sum(tl.sum(is_above.to(tl.int32), 1), 0)
+    in_row = tl.sum(is_equal, 1)
+    before = (tl.cumsum(in_row, 0) - in_row)[:, None] + tl.cumsum(is_equal, 1) - is_equal
+    return is_above | ((is_equal > 0) & (before < num_left))
+
+
 @triton.jit(do_not_specialize=["stride", "batch", "num_more", "depth", "num_budgets"])  # type: ignore[untyped-decorator]  # triton has no types
 def _choose(
     features: tl.tensor,
@@ -134,17 +151,7 @@ def _choose(
     exists = column[None, :] < num_drafts[:, None]
     key = tl.where(exists, value.to(tl.int32, bitcast=True) + 1, 0)
     key = tl.where(is_place & (column < depth)[None, :], key, -1)
-    low, high = 0, 0x7F000000
-    while high - low > 1:  # at least num_more keys are not below `low`, fewer not below `high`
-        middle = low + (high - low) // 2
-        number = tl.sum(tl.sum((key >= middle).to(tl.int32), 1), 0)
-        low = tl.where(number >= num_more, middle, low)
-        high = tl.where(number >= num_more, high, middle)
-    is_above, is_equal = key > low, (key == low).to(tl.int32)
-    num_left = num_more - tl.sum(tl.sum(is_above.to(tl.int32), 1), 0)
-    in_row = tl.sum(is_equal, 1)
-    before = (tl.cumsum(in_row, 0) - in_row)[:, None] + tl.cumsum(is_equal, 1) - is_equal
-    chosen = is_above | ((is_equal > 0) & (before < num_left))
+    chosen = _best(key, num_more)
     if budget < 0:
         count = tl.sum(chosen.to(tl.int32), 1)
         verified = tl.minimum(num_drafts, count).to(tl.int64)

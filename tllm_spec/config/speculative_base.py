@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -24,6 +23,8 @@ from tllm_spec.config.draft_len_schedule import checked, with_lower_bounds
 from tllm_spec.config.draft_shape import MAX_DRAFT_LEN, DraftShapes
 from tllm_spec.config.option_checks import NotServed, shown
 from tllm_spec.config.peer_options import SPECULATIVE_PEERS
+from tllm_spec.config.synthetic_rates import Rates, rate_problem
+from tllm_spec.config.verify_budget import budget_problem
 
 PathText = Annotated[
     str, BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
@@ -83,9 +84,6 @@ class RelaxedRule:
     delta: float
     begin_token: int
     end_token: int
-
-
-Rates = tuple[float, ...] | tuple[tuple[float, ...], ...]
 
 
 class DecodingBaseConfig(ConfigModel):
@@ -260,18 +258,8 @@ class DecodingBaseConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _check_budget(self) -> DecodingBaseConfig:
-        if self.verify_budget is None:
-            return self
-        named = f"verify_budget = {self.verify_budget:g}"
-        if self.drafts_trees:
-            raise ValueError(f"{named} needs chains: the drafts of a tree have rows of their own")
-        if self.use_rejection_sampling:
-            raise ValueError(
-                f"{named} and use_rejection_sampling = True are exclusive: drafts that are chosen "
-                "by their probability would change the distribution of the text"
-            )
-        if self.adaptive is not None:
-            raise ValueError(f"{named} and adaptive are exclusive: each says what is verified")
+        if problem := budget_problem(self):
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")
@@ -392,21 +380,6 @@ class DraftModelDecodingConfig(DecodingBaseConfig):
     @property
     def why_no_overlap(self) -> str | None:
         return None
-
-
-def rate_problem(rates: Rates, *, is_tree: bool) -> str | None:
-    """What is wrong with synthetic acceptance rates; None: nothing."""
-    if any(isinstance(each, tuple) != is_tree for each in rates):
-        form = "a list of probabilities for each depth" if is_tree else "one for each draft"
-        return f"of a {'tree' if is_tree else 'chain'} they are {form}"
-    numbers = [number for each in rates for number in (each if isinstance(each, tuple) else [each])]
-    if not all(0 <= number <= 1 for number in numbers):
-        return "probabilities are in 0..1"
-    if any(sum(each) > 1 + 1e-9 for each in rates if isinstance(each, tuple)):
-        return "those of one depth exclude each other, so they add up to 1 at most"
-    if not is_tree and any(later > earlier for earlier, later in pairwise(numbers)):
-        return "they cannot rise, because a draft is accepted only with all before it"
-    return None
 
 
 def _counted_root(options: Mapping[str, Any], lines: list[str]) -> list[str]:
