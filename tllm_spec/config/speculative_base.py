@@ -19,6 +19,7 @@ from pydantic import (
 
 from tllm_spec.config.adaptive_config import AdaptiveConfig, Probability
 from tllm_spec.config.config_base import ConfigError, ConfigModel
+from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
 from tllm_spec.config.draft_len_schedule import checked, with_lower_bounds
 from tllm_spec.config.draft_shape import MAX_DRAFT_LEN, DraftShapes
 from tllm_spec.config.option_checks import NotServed, shown
@@ -31,42 +32,7 @@ PathText = Annotated[
 ]
 
 SGLANG_NODES = "speculative_num_draft_tokens"  # SGLang counts the root, too
-NO_GATE = (
-    "it is one of TensorRT-LLM's older names; use acceptance_rate_threshold with "
-    "acceptance_rate_window_size"
-)
-OLD_SA_NAME = "it is one of TensorRT-LLM's older names; use sa_config"
 NO_BENCHMARK = "synthetic acceptance is for benchmarks and changes the text"
-
-DECODING_NOT_SERVED: Mapping[str, NotServed] = {
-    "acceptance_length_threshold": NotServed((None,), NO_GATE),
-    "acceptance_window": NotServed((None, 0), NO_GATE),
-    "allow_advanced_sampling": NotServed(
-        (True, False), "every sampling option works with speculation"
-    ),
-    "draft_tensor_parallel_size": NotServed(
-        (None,), "target and drafter share tensor_parallel_size"
-    ),
-    "parallel_drafting": NotServed(
-        (None, False), "a draft network makes one draft after the other"
-    ),
-    "use_heterogeneous_vocab": NotServed((None, False), "drafts are ids of the target's tokenizer"),
-    "max_batch_size": NotServed(
-        (None,), "the batch is bounded by the model's own max_batch_size", ignored=(int,)
-    ),
-    "min_runtime_draft_len": NotServed(
-        (None, 0), "draft_len_schedule and adaptive say how short drafts may become"
-    ),
-    "enable_penalty": NotServed((True, False), "penalties always work with speculation"),
-    "advanced_sampling_mode": NotServed(("full",), "no sampling filter is left out"),
-    "moe_backend": NotServed((None, "AUTO"), "only dense draft models are served"),
-    "sa_spec_threshold": NotServed((None, 4), OLD_SA_NAME),
-    "spec_dec_variant": NotServed((None,), "decoding_type names the method"),
-    "speculative_model_subfolder": NotServed(
-        (None, ""), "speculative_model is the folder that has config.json"
-    ),
-    "use_sa_spec": NotServed((False,), OLD_SA_NAME),
-}
 
 
 def _tuple_of(sequence: object) -> object:
@@ -258,7 +224,16 @@ class DecodingBaseConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _check_budget(self) -> DecodingBaseConfig:
-        if problem := budget_problem(self):
+        if self.verify_budget is None:
+            return self
+        named = f"verify_budget = {self.verify_budget:g}"
+        rejects = self.use_rejection_sampling
+        problem = budget_problem(
+            named, drafts_trees=self.drafts_trees, use_rejection_sampling=rejects
+        )
+        if self.adaptive is not None:
+            problem = f"{named} and adaptive are exclusive: each says what is verified"
+        if problem is not None:
             raise ValueError(problem)
         return self
 
