@@ -104,7 +104,7 @@ def test_the_documented_figure_and_its_sentence_are_the_recorded_trace() -> None
     rows = [
         row | {"spans": tuple(Span(**span) for span in row["spans"])} for row in recorded["rows"]
     ]
-    figure, page = ROOT / "docs/images/round-timeline.svg", ROOT / "docs/cuda-graphs.md"
+    figure, page = ROOT / "docs/images/round-timeline.svg", ROOT / "docs/kernels.md"
     assert draw([Timeline(**row) for row in rows]) == figure.read_text(encoding="utf-8")
     text = page.read_text(encoding="utf-8")
     sentence = text.partition("One H200, 8B shape, batch 1")[2].partition("\n\n")[0]
