@@ -104,8 +104,7 @@ def _build(
     check_draft(plan.draft_plan, tokenizer, plan.config)
     check_draft_backend(plan)
     engines = build_engines(plan)
-    counts_drafts = plan.spec is not None and plan.spec.counts_on_device
-    slots = SlotState(plan.slots, plan.shapes, plan.device, counts_drafts=counts_drafts)
+    slots = SlotState(plan.slots, plan.shapes, plan.device, counts_drafts=plan.counts_drafts)
     sampler = _sampler(plan, slots, engines, texts)
     speculation = build_speculation(plan.spec, _surroundings(plan, engines, slots, sampler))
     runner = RoundRunner(engines.target, sampler, speculation.round_end)

@@ -11,6 +11,7 @@ from tllm_spec.executor.speculative.drafting.match_or_network import new_sources
 from tllm_spec.kernels import dequantise, int4_weights, moe_permute, moe_routing
 from tllm_spec.kernels.attention_sinks import add_sinks
 from tllm_spec.kernels.beam_pool import BeamPool, Beams, DraftTree
+from tllm_spec.kernels.choose_rows import DraftValues, choose_rows, learn_values
 from tllm_spec.kernels.choose_token import choose_best, choose_draft, offer_token
 from tllm_spec.kernels.draft_beams import add_last, first_beams, grow, select
 from tllm_spec.kernels.draft_input import DraftInputNorms, draft_input
@@ -103,6 +104,9 @@ def chains() -> None:
     for synthetic in (None, SyntheticRates(float32(3), int64(64))):
         accept_windows(tables, slots, slots, tokens, synthetic)
     write_drafts(tables, slots, int64(BATCH, 3), int64(64))
+    values = DraftValues(int32(64, 7), float32(32), float32(64), int32(64), float32(5, 2))
+    choose_rows(values, int64(64), slots, 8, 4 * BATCH)
+    learn_values(values, slots, slots, slots)
     for depths, offset in ((None, 0), (int64(BATCH, 4), 4)):
         window_rows(int32(64, 4096), slots, slots, 4, 128, 32, depths, offset)
     send_results(int64(4, 1024), int64(1), slots, tokens)

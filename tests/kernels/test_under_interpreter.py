@@ -22,6 +22,7 @@ NAMES = (
     "window_rows",
     "draft_input",
     "slot_windows",
+    "choose_rows",
     "tree_attention",
     "batch_invariant_tree",
     "lossless/deterministic",

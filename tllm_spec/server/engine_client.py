@@ -342,6 +342,7 @@ def submission_of(
     streaming: bool,
     cache_salt: str | None,
     client: tuple[str, ...],
+    store: bool | None,
 ) -> Submission:
     # Stop strings are looked for here, so the tokens must come as they are made.
     return intake.submission(
@@ -351,6 +352,7 @@ def submission_of(
         priority=0.5,
         cache_salt=cache_salt,
         client=client,
+        store=store,
     )
 
 
