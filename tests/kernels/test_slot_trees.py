@@ -35,7 +35,7 @@ def random_tables(seed: int, width: int) -> SlotTables:
 
 
 def random_parents(seed: int, width: int) -> tuple[torch.Tensor, int]:
-    """Of a tree for each slot, and the depth of the deepest."""
+    """The parents in each slot's tree, and the depth of the deepest tree."""
     generator = random.Random(seed)
     layouts = [
         DraftLayout.from_parents(

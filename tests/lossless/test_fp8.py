@@ -44,7 +44,7 @@ def copied(model: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the zoo's target, draft model and MTP model in FP8, and of the target's own values."""
+    """Holds the zoo's target, draft model and MTP model in FP8, and the target's own values."""
     root = tmp_path_factory.mktemp("fp8")
     for model in ("zoo:llama", DRAFT_MODEL, "zoo:deepseek"):
         quantise(copied(model, root / model.removeprefix("zoo:")))
@@ -61,7 +61,7 @@ def requests(tokenizer: Tokenizer) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, requests: list[Case]) -> list[RequestOutput]:
-    """Of the dequantised weights, one request after the other."""
+    """The dequantised weights' answers, one request after the other."""
     with LLM(folder / "plain", **PLAIN) as llm:
         return generate(llm, requests, 1)
 
