@@ -1,5 +1,5 @@
-"""Models with FP8 or 4-bit weights: every drafter leaves the target's text alone, and it is the text
-of the dequantised weights."""
+"""Models with FP8 or 4-bit weights: every drafter leaves the target's text alone, and it is that of
+the dequantised weights."""
 
 import shutil
 from collections.abc import Callable
