@@ -69,10 +69,10 @@ class RadixTree:
         self._page_size = page_size
         self._lookahead = lookahead
         self._keeps_all = keeps_all
-        self.root = self._new_root()  # of requests without a salt
-        # The others live as long as there are nodes below them, which refer to them.
-        self._roots = WeakValueDictionary[str | None, Node]()
-        self._roots[None] = self.root
+        # Roots live as long as there are nodes below them, which refer to them; that of requests
+        # without a salt always.
+        self._roots = WeakValueDictionary[tuple[int, str | None], Node]()
+        self.start_version(0)
         # In each group every node whose page nobody holds, least recently used first. Where all
         # keys are kept, a child comes before its parent: paths are released leaf first, and
         # children are only added below held nodes. So the first node is always a leaf.
@@ -81,9 +81,14 @@ class RadixTree:
     def num_evictable(self, group: int = 0) -> int:
         return len(self._evictable[group])
 
+    def start_version(self, version: int) -> None:
+        """From now on nothing that was stored before is found; it stays until it is evicted."""
+        self._version, self.root = version, self._new_root()
+        self._roots[version, None] = self.root
+
     def root_of(self, salt: str | None) -> Node:
         """The empty prefix of the requests with this salt. It is never held and never evicted."""
-        return self._roots.setdefault(salt, self._new_root())
+        return self._roots.setdefault((self._version, salt), self._new_root())
 
     def _new_root(self) -> Node:
         return Node((), [NO_PAGE] * len(self._keeps_all), None)

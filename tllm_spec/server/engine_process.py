@@ -56,7 +56,9 @@ class EngineProcess:
         self._executor = built.executor
         self._grammars = Grammars.of(args, tokenizer, built.limits)
         self._worker = Worker(built.executor, built.queue, self._on_end)
-        self._port = EnginePort(built.limits, built.queue, self._grammars, self._call)
+        self._port = EnginePort(
+            built.limits, built.queue, self._grammars, self._call, partial(self._swap, args)
+        )
         self._loop = EngineLoop(
             self._port, listener, lambda: self._worker.submit(self._executor.load)
         )
@@ -84,6 +86,13 @@ class EngineProcess:
     def _call(self, name: str) -> Future[Any]:
         functions = {"state": self._state, "stats": self._take_stats, "ping": lambda: None}
         return self._worker.submit(functions[name])
+
+    def _swap(self, args: LlmArgs, folder: str, keep_cache: bool, force: bool) -> dict[str, Any]:
+        from tllm_spec.draft_swap import swap_draft_weights
+
+        return swap_draft_weights(
+            args, self._executor, self._worker, folder, keep_cache=keep_cache, force=force
+        )
 
     def _state(self) -> Any:
         from tllm_spec.server_info import plain

@@ -1,7 +1,8 @@
 """What the front processes and the engine say to each other: lists of plain values in msgpack.
 
 From a front: `["submit", ids, seeds, tokens, rules, options, grammar]`, `["cancel", ids, reason]`,
-`["call", id, name]`, `["compile", id, kind, text]`. From the engine: `["hello", limits]`,
+`["call", id, name]`, `["compile", id, kind, text]`, `["swap", id, folder, keep cache, force]`. From
+the engine: `["hello", limits]`,
 `["responses", number of unfinished requests, responses]` once a round, `["load", number]`,
 `["answer", id, value, error]`, and `["down", reason]`. No message can make the other side run
 code."""
