@@ -36,6 +36,8 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
+from tllm_spec.executor.resources.kv_event_publisher import KVEventPublisher
+from tllm_spec.executor.resources.kv_events import KVEvents
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.rounds.round_runner import RoundRunner
@@ -65,6 +67,7 @@ class BuiltExecutor:
     queue: RequestQueue
     model_config: ModelConfig
     limits: RequestLimits
+    kv_events: KVEvents | None  # with kv_events_config, on rank 0
 
     @property
     def max_seq_len(self) -> int:
@@ -102,8 +105,7 @@ def _build(
     check_draft(plan.draft_plan, tokenizer, plan.config)
     check_draft_backend(plan)
     engines = build_engines(plan)
-    counts_drafts = plan.spec is not None and plan.spec.counts_on_device
-    slots = SlotState(plan.slots, plan.shapes, plan.device, counts_drafts=counts_drafts)
+    slots = SlotState(plan.slots, plan.shapes, plan.device, counts_drafts=plan.counts_drafts)
     sampler = _sampler(plan, slots, engines, texts)
     speculation = build_speculation(plan.spec, _surroundings(plan, engines, slots, sampler))
     runner = RoundRunner(engines.target, sampler, speculation.round_end)
@@ -119,6 +121,9 @@ def _build(
 
     queue, kv = queue_of(communicator), engines.kv
     resources = [*speculation.resources, kv, plan.slots]
+    events = _kv_events(plan, kv)
+    if events is not None:
+        resources.append(events)
     scheduler = Scheduler(plan.limits, plan.slots, kv, resources)
     logs_rounds = args.print_iter_log and communicator.mapping.rank == 0
     parts = ExecutorParts(
@@ -146,7 +151,7 @@ def _build(
         ranks=_ranks(plan, engines),
     )
     limits = _limits(plan, tokenizer, scheduler)
-    return BuiltExecutor(PyExecutor(parts, respond), queue, plan.config, limits)
+    return BuiltExecutor(PyExecutor(parts, respond), queue, plan.config, limits, events)
 
 
 def prepare_rounds(
@@ -160,6 +165,16 @@ def prepare_rounds(
     capture_graphs(plan, runner, keys)
     warm_up(plan, runner, keys)
     return plan.controller(sizes, time_rounds(plan, runner, sizes))
+
+
+def _kv_events(plan: BuildPlan, kv: KVCacheManager) -> KVEvents | None:
+    config = plan.args.kv_cache_config.kv_events_config
+    if config is None or not config.enable_kv_cache_events or plan.mapping.rank:
+        return None
+    events = KVEvents(kv.cache.log_events(), config.data_parallel_rank)
+    if config.publisher == "zmq":
+        events.add_sink(KVEventPublisher(config).publish)
+    return events
 
 
 def _ranks(plan: BuildPlan, engines: Engines) -> list[Any]:

@@ -327,6 +327,9 @@ class PyExecutor:
     def _restart(self, request: LlmRequest) -> None:
         """Takes the request back to what the host has read of it."""
         request.num_drafts_ready = 0
+        if self.parts.runner.engine.has_states:  # which may have the round's tokens
+            self.scheduler.preempt(request)
+            return
         self.parts.slots.start(request)
         self.parts.kv.rewind(request, request.kv_len + self.parts.kv.extra_kv_tokens)
         self.parts.sampler.start(request)  # its token counts may include the round's tokens

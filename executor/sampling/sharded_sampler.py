@@ -21,14 +21,17 @@ from tllm_spec.executor.sampling.row_positions import RowPositions
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.kernels.choose_token import offer_token
+from tllm_spec.kernels.round_rows import RoundRows
 
 
 class ShardedRowGroups(RowGroups):
     """A graph that does not sample with filters reads the temperatures, too: filters need all
     logits, and temperatures do not."""
 
-    def of_slots(self, slots: torch.Tensor, window: int, *, sampled: bool) -> RowGroup:
-        group = super().of_slots(slots, window, sampled=True)
+    def of_slots(
+        self, slots: torch.Tensor, window: int, *, sampled: bool, rows: RoundRows | None = None
+    ) -> RowGroup:
+        group = super().of_slots(slots, window, sampled=True, rows=rows)
         return replace(group, filtered=sampled)
 
 

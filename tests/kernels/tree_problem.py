@@ -61,5 +61,5 @@ class TreeProblem(Problem):
                 for head, query in enumerate(self.qkv[request, row, : self.num_heads].cpu()):
                     kv_head = head // self.case.group
                     scores = self.scale * keys[seen, kv_head] @ query.double()
-                    results.append(scores.softmax(0) @ values[seen, kv_head])
+                    results.append(self.weights(scores, head) @ values[seen, kv_head])
         return torch.stack(results).view(len(self.kv), self.case.window, -1)
