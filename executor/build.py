@@ -17,6 +17,7 @@ from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.building.draft_backend import check_draft_backend
 from tllm_spec.executor.building.engines import Engines, build_engines
 from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.building.replaceable_weights import replaceable_weights
 from tllm_spec.executor.building.rounds import (
     capture_graphs,
     graph_sizes,
@@ -142,16 +143,12 @@ def _build(
         stream_interval=args.stream_interval,
         iteration_stats=_iteration_stats(args, scheduler, kv),
         round_log=RoundLog(scheduler) if logs_rounds else None,
+        draft_weights=replaceable_weights(plan, engines),
         recorder=_recorder(args, communicator),
         ranks=_ranks(plan, engines),
     )
-    return BuiltExecutor(
-        PyExecutor(parts, respond),
-        queue,
-        plan.config,
-        _limits(plan, tokenizer, scheduler),
-        events,
-    )
+    limits = _limits(plan, tokenizer, scheduler)
+    return BuiltExecutor(PyExecutor(parts, respond), queue, plan.config, limits, events)
 
 
 def _check(plan: BuildPlan, tokenizer: Tokenizer | None) -> None:
