@@ -84,6 +84,7 @@ class Replicas:
         streaming: bool = False,
         cache_salt: str | None = None,
         client: tuple[str, ...] = (),
+        store: bool | None = None,
     ) -> RequestHandle:
         """As `LLM.generate_async`."""
         made = submission_of(
@@ -93,6 +94,7 @@ class Replicas:
             streaming=streaming,
             cache_salt=cache_salt,
             client=client,
+            store=store,
         )
         engines = self._routable()
         hashes = self._router.hashes(made.token_ids, cache_salt)
@@ -106,6 +108,12 @@ class Replicas:
             {"engine": number, **info["internal_states"][0]} for number, info in infos.items()
         ]
         return {**next(iter(infos.values())), "internal_states": states}
+
+    def load_draft_weights(
+        self, folder: str, *, keep_cache: bool = False, force: bool = False
+    ) -> dict[str, Any]:
+        """Refused with ValueError: some engines might have the new weights, and some the old."""
+        raise ValueError("draft weights are swapped in one engine only; dp_size = 1 is accepted")
 
     def get_stats(self) -> list[dict[str, Any]]:
         """As `LLM.get_stats`: of one engine after the other."""
