@@ -7,8 +7,8 @@ from pathlib import Path
 
 PATH = Path(__file__).resolve().parents[1] / "deploy/requirements-tested.txt"
 HEADER = """\
-# Versions with which the tests have passed, on a CPU: one line a package, so that tools for bills of
-# materials can read it. Written by `make lock`.
+# Versions with which the tests have passed, on a CPU: one line a package, so that tools for bills
+# of materials can read it. Written by `make lock`.
 #   pip install -c deploy/requirements-tested.txt '.[guided]'
 """
 
