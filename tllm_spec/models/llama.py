@@ -29,6 +29,8 @@ class Attention(Module):
 
     projection: type[ColumnLinear] = ColumnLinear
     head_norm: type[HeadNorm] = HeadNorm
+    sinks: nn.Parameter | None = None
+    """`[Hq]` float32 of attention sinks, if the geometry has them."""
 
     def __init__(
         self, config: ModelConfig, layer: int, placement: Placement, input_size: int | None = None
@@ -66,7 +68,7 @@ class Attention(Module):
         hidden first."""
         heads, head_weights = self._heads(hidden, norm)
         own = context.groups[self.group]
-        return own.heads_backend.run(self.layer, heads, rotary, own.plan, head_weights)
+        return own.heads_backend.run(self.layer, heads, rotary, own.plan, head_weights, self.sinks)
 
     def write(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
