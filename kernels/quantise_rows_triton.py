@@ -39,6 +39,7 @@ def quantise_rows_triton(
         x, magnitudes = _activated(x, size)
         gated, is_split = False, True
     assert magnitudes is None or magnitudes.is_contiguous()
+    assert scale is None or scale.is_contiguous()
     num_magnitudes = 1 if magnitudes is None else magnitudes.shape[1]
     groups = triton.cdiv(size, BLOCK) if in_blocks else 1
     in_memory = num_rows + -num_rows % ROWS_TOGETHER if in_blocks else num_rows
@@ -59,6 +60,7 @@ def quantise_rows_triton(
             in_memory,
             SIZE=size,
             GATED=gated,
+            SCALE_OF_ROW=scale is not None and scale.ndim > 0,
             GROUP=BLOCK if in_blocks else block,
             MAGNITUDES=num_magnitudes,
             POWER=triton.next_power_of_2(num_magnitudes),
@@ -145,6 +147,7 @@ def quantise_rows_kernel(
     scales_stride: tl.tensor,
     SIZE: tl.constexpr,
     GATED: tl.constexpr,
+    SCALE_OF_ROW: tl.constexpr,
     GROUP: tl.constexpr,
     MAGNITUDES: tl.constexpr,
     POWER: tl.constexpr,
@@ -170,7 +173,8 @@ def quantise_rows_kernel(
         values = normed.to(x.dtype.element_ty).to(tl.float32)
     groups = tl.reshape(values, [BLOCK // GROUP, GROUP])
     if static_scale is not None:
-        scale = tl.full([BLOCK // GROUP], 0.0, tl.float32) + tl.load(static_scale)
+        own_scale = tl.load(static_scale + (row if SCALE_OF_ROW else 0))
+        scale = tl.full([BLOCK // GROUP], 0.0, tl.float32) + own_scale
     else:
         largest = tl.max(tl.abs(groups), 1)
         if magnitudes is not None:

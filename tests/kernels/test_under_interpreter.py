@@ -38,6 +38,7 @@ NAMES = (
     "moe_permute",
     "grouped_gemm",
     "scaled_grouped_gemm",
+    "quantised_grouped_gemm",
     "moe_combine",
     "slot_trees",
     "draft_beams",
