@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.models.deepseek import save_deepseek
 from tests.models.fp8_checkpoint import quantise
+from tests.models.gpt_oss import in_mxfp4, save_gpt_oss
 from tests.models.helpers import save_checkpoint
 from tests.models.mtp_reference import save_predictable
 from tests.models.test_gemma3 import save_gemma3
@@ -60,6 +61,8 @@ SAVERS = {
     "mixtral": lambda folder: save_checkpoint(folder, "Mixtral", num_local_experts=4),
     "llama4": lambda folder: save_llama4(folder, **LLAMA4),
     "gemma3": save_gemma3,
+    "gpt-oss": save_gpt_oss,
+    "gpt-oss-mxfp4": lambda folder: in_mxfp4(folder, save_gpt_oss(folder, intermediate_size=64)),
     "phi3": save_phi3,
     "deepseek-v2": lambda folder: save_deepseek(folder, "DeepseekV2", **V2),
     "deepseek-v3-strong": lambda folder: save_deepseek(folder, "DeepseekV3"),

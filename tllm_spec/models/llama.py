@@ -29,7 +29,7 @@ class Attention(Module):
 
     projection: type[ColumnLinear] = ColumnLinear
     head_norm: type[HeadNorm] = HeadNorm
-    sinks: nn.Parameter | None = None
+    sinks: nn.Parameter | None
     """`[Hq]` float32 of attention sinks, if the geometry has them."""
 
     def __init__(
@@ -59,6 +59,7 @@ class Attention(Module):
             if config.qk_norm
             else None
         )
+        self.sinks = None
         self.o_proj = RowLinear(q_size, config.hidden_size, bias=config.o_bias, placement=placement)
 
     def forward(

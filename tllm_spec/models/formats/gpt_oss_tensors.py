@@ -40,16 +40,16 @@ def gpt_oss_tensors(
     }
     if absent := {name for name in names if wants(name)} - set(checkpoint_names(path)):
         raise ValueError(f"The checkpoint in {path} has no {listed(absent)}.")
-    # Scales may be in another file than the blocks. They are mapped, not read.
-    own_scales = dict(checkpoint_tensors(path, lambda name: name in names and SCALES in name))
+    scale_names = {name for name in names if name.endswith(SCALES)}
+    # They may be in another file than the blocks. They are mapped, not read.
+    scales = dict(checkpoint_tensors(path, lambda name: name in scale_names and wants(name)))
     for name, tensor in checkpoint_tensors(
-        path, lambda name: name not in own_scales and wants(name)
+        path, lambda name: name not in scale_names and wants(name)
     ):
         if name not in names:
             yield name, tensor
         elif name.endswith(BLOCKS):
-            scales = own_scales.pop(name.removesuffix(BLOCKS) + SCALES)
-            yield from _mxfp4_experts(name, tensor, scales)
+            yield from _mxfp4_experts(name, tensor, scales[name.removesuffix(BLOCKS) + SCALES])
         else:
             yield from _experts(name, tensor)
 
