@@ -32,6 +32,8 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
+from tllm_spec.executor.resources.kv_event_publisher import KVEventPublisher
+from tllm_spec.executor.resources.kv_events import KVEvents
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.rounds.round_runner import RoundRunner
@@ -57,6 +59,7 @@ class BuiltExecutor:
     queue: RequestQueue
     model_config: ModelConfig
     limits: RequestLimits
+    kv_events: KVEvents | None  # with kv_events_config, on rank 0
 
     @property
     def max_seq_len(self) -> int:
@@ -107,6 +110,9 @@ def _build(
 
     queue, kv = queue_of(communicator), engines.kv
     resources = [*speculation.resources, kv, plan.slots]
+    events = _kv_events(plan, kv)
+    if events is not None:
+        resources.append(events)
     scheduler = Scheduler(plan.limits, plan.slots, kv, resources)
     logs_rounds = args.print_iter_log and communicator.mapping.rank == 0
     parts = ExecutorParts(
@@ -136,6 +142,7 @@ def _build(
         queue,
         plan.config,
         _limits(plan, tokenizer, scheduler),
+        events,
     )
 
 
@@ -150,6 +157,16 @@ def prepare_rounds(
     capture_graphs(plan, runner, keys)
     warm_up(plan, runner, keys)
     return plan.controller(sizes, time_rounds(plan, runner, sizes))
+
+
+def _kv_events(plan: BuildPlan, kv: KVCacheManager) -> KVEvents | None:
+    config = plan.args.kv_cache_config.kv_events_config
+    if config is None or not config.enable_kv_cache_events or plan.mapping.rank:
+        return None
+    events = KVEvents(kv.cache.log_events(), config.data_parallel_rank)
+    if config.publisher == "zmq":
+        events.add_sink(KVEventPublisher(config).publish)
+    return events
 
 
 def _ranks(plan: BuildPlan, engines: Engines) -> list[Any]:

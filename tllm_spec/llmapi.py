@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tllm_spec import EagleDecodingConfig as EagleDecodingConfig
     from tllm_spec import GuidedDecodingParams as GuidedDecodingParams
     from tllm_spec import KvCacheConfig as KvCacheConfig
+    from tllm_spec import KVEventsConfig as KVEventsConfig
     from tllm_spec import LlmArgs as LlmArgs
     from tllm_spec import MTPDecodingConfig as MTPDecodingConfig
     from tllm_spec import NGramDecodingConfig as NGramDecodingConfig
@@ -91,7 +92,6 @@ OPTION_OF: Mapping[str, str] = {
     "DisaggregatedParams": "disaggregated_params",
     "DynamicBatchConfig": "dynamic_batch_config",
     "ExtendedRuntimePerfKnobConfig": "extended_runtime_perf_knob_config",
-    "KVEventsConfig": "kv_events_config",
     "KvCacheConnectorConfig": "kv_connector_config",
     "KvCacheRetentionConfig": "kv_cache_retention_config",
     "LoRARequest": "lora_request",

@@ -54,13 +54,18 @@ def _weights(name: str) -> str:
 def speculative_mapping(text: str) -> dict[str, Any]:
     """vLLM's `--speculative-config`, a JSON object, with the names of the YAML file. Names that are
     not vLLM's are taken as they are. Raises click.BadParameter for anything but an object."""
+    return with_our_names(_json_object(text))
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """Raises click.BadParameter for anything else."""
     try:
         options = json.loads(text)
     except ValueError as error:
         raise click.BadParameter(f"{shown(text)} is not JSON: {error}") from None
     if not isinstance(options, dict):
         raise click.BadParameter(f"{shown(text)} is not a JSON object")
-    return with_our_names(options)
+    return options
 
 
 SPECULATIVE = "speculative_config"
@@ -85,6 +90,7 @@ PEER_FLAGS = (
     PeerOption("--attention_backend", str, "attn_backend", _attention),
     PeerOption("--guided_decoding_backend --grammar_backend", str, "guided_decoding_backend"),
     PeerOption("--speculative_config", speculative_mapping, SPECULATIVE),
+    PeerOption("--kv_events_config", _json_object, "kv_cache_config.kv_events_config"),
     PeerOption(
         "--enable_auto_tool_choice",
         bool,

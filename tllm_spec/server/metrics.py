@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from tllm_spec import __version__
 from tllm_spec.outputs import FinishReason
 from tllm_spec.server.histograms import HISTOGRAMS, Histograms
-from tllm_spec.server.vllm_metrics import with_aliases
+from tllm_spec.server.vllm_metrics import cache_config, with_aliases
 
 SUCCESSES = ("stop", "length")
 FAILURES = tuple(sorted({*get_args(FinishReason)} - {*SUCCESSES}))
@@ -110,11 +110,14 @@ class EngineMetrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        metrics = self._own()
-        return metrics if self._vllm_model is None else with_aliases(metrics, self._vllm_model)
-
-    def _own(self) -> Iterator[Metric]:
         state = self._info()["internal_states"][0]
+        if self._vllm_model is None:
+            yield from self._own(state)
+        else:
+            yield from with_aliases(self._own(state), self._vllm_model)
+            yield cache_config(state["kv_cache"])
+
+    def _own(self, state: Mapping[str, Any]) -> Iterator[Metric]:
         for name, (help_text, path) in GAUGES.items():
             yield GaugeMetricFamily(name, help_text, value=_at(state, path))
         for name, (help_text, path) in COUNTERS.items():

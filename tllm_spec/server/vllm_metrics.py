@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
-from prometheus_client.core import Metric
+from prometheus_client.core import InfoMetricFamily, Metric
 
 # By our name, without _total.
 ALIASES: Mapping[str, str] = {
@@ -40,3 +41,9 @@ def with_aliases(metrics: Iterable[Metric], model: str) -> Iterator[Metric]:
                 labels = {LABELS.get(key, key): value for key, value in sample.labels.items()}
                 renamed.add_sample(name, {**labels, "model_name": model}, sample.value)
             yield renamed
+
+
+def cache_config(cache: Mapping[str, Any]) -> Metric:
+    """The size of the KV cache, which routers read next to the load."""
+    sizes = {"block_size": str(cache["page_size"]), "num_gpu_blocks": str(cache["num_pages"])}
+    return InfoMetricFamily("vllm:cache_config", "Size of the KV cache", sizes)
