@@ -25,14 +25,14 @@ GATE_SLOPE = 1.702  # of gpt-oss's SwiGLU
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """One linear layer of E experts, in contiguous tensors but for scales of FP8."""
+    """One linear layer of E experts, in contiguous tensors."""
 
     weight: torch.Tensor
     """`[E, N, K]` of the type of x, or FP8; or `packed` codes of 4 bits. Of FP8 for codes of
     activations, the reference also takes float64."""
     scales: torch.Tensor | None = None
-    """Of FP8 `[E, N, ceil(K / 128)]` float32, or for codes of activations `[E, N, 1]`, with any
-    strides; words `[E, N, ceil(K / group)]` of 4 bits."""
+    """float32 `[E, N, ceil(K / 128)]` of FP8. For codes of activations also `[E, N, 1]`, in memory
+    `[E, columns, N]`. Words `[E, N, ceil(K / group)]` of 4 bits."""
     group: int = 0
     """Inputs that share a word of codes of 4 bits (int4_weights.py); 0: other weights."""
     bias: torch.Tensor | None = None
@@ -267,7 +267,6 @@ def _launch(
         0 if code_scales is None else code_scales.stride(0),
         weight,
         scales,
-        *((0, 0, 0) if scales is None else scales.stride()),
         bias,
         input_weights,
         output,
@@ -311,7 +310,8 @@ def _checked_form(x: torch.Tensor, weights: ExpertWeights, code_scales: torch.Te
     num_blocks = -(-inputs // BLOCK)
     assert weight.dtype == x.dtype == torch.float8_e4m3fn and weight.shape[2] == inputs
     assert scales.dtype == code_scales.dtype == torch.float32
-    assert scales.shape[2] in (1, num_blocks) and len(code_scales) in (1, num_blocks)
+    assert scales.shape[2] in (1, num_blocks) and scales.transpose(1, 2).is_contiguous()
+    assert len(code_scales) in (1, num_blocks)
     assert code_scales.shape[1] == len(x) and (code_scales.stride(1) == 1 or len(x) <= 1)
     return "codes"
 

@@ -75,30 +75,33 @@ def _swiglu(
     return gate / (1.0 + tl.exp(-SLOPE * gate)) * (up + 1.0)
 
 
-@triton.jit(do_not_specialize=["room", "num_inputs", "x_scales_stride"])  # type: ignore[untyped-decorator]  # triton has no types
-def grouped_gemm_kernel(
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _outputs_of_tile(
+    first: tl.tensor, OUT: tl.constexpr, GATED: tl.constexpr, BLOCK_OUT: tl.constexpr
+) -> tl.tensor:
+    """The weight's rows, `[BLOCK_OUT]`. Those past the edge repeat others and are not stored, so
+    that loads of weights need no mask."""
+    outs = tl.arange(0, BLOCK_OUT)
+    if GATED:  # the first half of a tile has gates, the second the ups of the same outputs
+        HALF: tl.constexpr = BLOCK_OUT // 2
+        return outs // HALF * OUT + (first + outs % HALF) % OUT
+    return (first + outs) % OUT
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _sum_tile(
     x: tl.tensor,
     x_scales: tl.tensor,
     x_scales_stride: tl.tensor,
+    x_row: tl.tensor,
+    real_row: tl.tensor,
     weight: tl.tensor,
     scales: tl.tensor,
-    scales_expert_stride: tl.tensor,
-    scales_stride: tl.tensor,
-    scales_block_stride: tl.tensor,
-    bias: tl.tensor,
-    input_weights: tl.tensor,
-    output: tl.tensor,
-    order: tl.tensor,
-    blocks: tl.tensor,
-    num_blocks: tl.tensor,
-    room: tl.tensor,
+    expert: tl.tensor,
+    out_row: tl.tensor,
     num_inputs: tl.tensor,
     IN: tl.constexpr,
-    OUT: tl.constexpr,
-    TOP_K: tl.constexpr,
-    GATED: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SLOPE: tl.constexpr,
+    ALL_OUT: tl.constexpr,
     GROUP: tl.constexpr,
     X_BLOCKS: tl.constexpr,
     W_BLOCKS: tl.constexpr,
@@ -106,17 +109,53 @@ def grouped_gemm_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+) -> tl.tensor:
+    """`[BLOCK_OUT, BLOCK_ROWS]` float32, without a bias. ALL_OUT: outputs of an expert."""
+    ROW: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN * (BLOCK_IN // 2) if GROUP else IN
+    x_rows = x + x_row.to(tl.int64)[None, :] * IN
+    w_rows = weight + (expert * ALL_OUT + out_row)[:, None] * ROW
+    if x_scales is not None:
+        BLOCKS: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN if W_BLOCKS else 1
+        scale_rows = scales + expert * (ALL_OUT * BLOCKS) + out_row
+        total = sum_codes(
+            x_rows, x_scales + x_row, x_scales_stride, real_row, w_rows, scale_rows, ALL_OUT,
+            0, num_inputs, IN, X_BLOCKS, W_BLOCKS, WIDEN, IN, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN,
+        )  # fmt: skip
+        if not X_BLOCKS:
+            total = scaled(total, tl.load(x_scales + x_row, mask=real_row, other=0.0)[None, :])
+    else:
+        scale_rows = None
+        if scales is not None:
+            COLUMNS: tl.constexpr = tl.cdiv(IN, GROUP if GROUP else BLOCK_IN)
+            scale_rows = scales + (expert * ALL_OUT + out_row) * COLUMNS
+        total = _sum_inputs(
+            x_rows, real_row, w_rows, scale_rows, num_inputs,
+            IN, GROUP, WIDEN, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN,
+        )  # fmt: skip
+    return total
+
+
+@triton.jit(do_not_specialize=["room", "num_inputs", "x_scales_stride"])  # type: ignore[untyped-decorator]  # triton has no types
+def grouped_gemm_kernel(
+    x: tl.tensor, x_scales: tl.tensor, x_scales_stride: tl.tensor,
+    weight: tl.tensor, scales: tl.tensor, bias: tl.tensor,
+    input_weights: tl.tensor, output: tl.tensor,
+    order: tl.tensor, blocks: tl.tensor, num_blocks: tl.tensor,
+    room: tl.tensor, num_inputs: tl.tensor,
+    IN: tl.constexpr, OUT: tl.constexpr, TOP_K: tl.constexpr,
+    GATED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr,
+    GROUP: tl.constexpr, X_BLOCKS: tl.constexpr, W_BLOCKS: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Grid (blocks of rows x tiles of outputs); a block's tiles are adjacent. `num_inputs` is IN,
     but not a compile-time constant, so that the loop is pipelined for any size. With x_scales x and
     weights are FP8. X_BLOCKS, W_BLOCKS: whether their scales belong to BLOCK_IN inputs of a row,
     not to the row."""
     begin(PDL)
-    HALF: tl.constexpr = BLOCK_OUT // 2
-    WIDTH: tl.constexpr = HALF if GATED else BLOCK_OUT
+    WIDTH: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
+    ALL_OUT: tl.constexpr = 2 * OUT if GATED else OUT
     TILES: tl.constexpr = (OUT + WIDTH - 1) // WIDTH
-    ROW: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN * (BLOCK_IN // 2) if GROUP else IN
     block, first_out = tl.program_id(0) // TILES, tl.program_id(0) % TILES * WIDTH
     number = tl.load(num_blocks)
     expert = tl.load(blocks + block).to(tl.int64)
@@ -124,41 +163,21 @@ def grouped_gemm_kernel(
     if block >= number:
         return
     rows = first + tl.arange(0, BLOCK_ROWS)
-    # Rows past the end are not read: few tokens would read as much of x as of the weights. Outputs
-    # past the edge repeat others and are not stored, so that loads of weights need no mask.
+    # Rows past the end are not read: few tokens would read as much of x as of the weights.
     real_row, row = rows < end, tl.minimum(rows, end - 1)
     assignment = tl.load(order + row)
-    outs = tl.arange(0, BLOCK_OUT)
-    if GATED:  # the first half of a tile has gates, the second the ups of the same outputs
-        out_row = outs // HALF * OUT + (first_out + outs % HALF) % OUT
-        weight_row, x_row = expert * (2 * OUT) + out_row, assignment // TOP_K
-    else:
-        out_row = (first_out + outs) % OUT
-        weight_row, x_row = expert * OUT + out_row, row
-    w_rows, x_rows = weight + weight_row[:, None] * ROW, x + x_row.to(tl.int64)[None, :] * IN
-    scale_rows = None
-    if scales is not None:
-        scale_rows = scales + expert * scales_expert_stride + out_row * scales_stride
-    if x_scales is not None:
-        total = sum_codes(
-            x_rows, x_scales + x_row, x_scales_stride, real_row, w_rows, scale_rows,
-            scales_block_stride, 0, num_inputs,
-            IN, X_BLOCKS, W_BLOCKS, WIDEN, IN, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN,
-        )  # fmt: skip
-        if not X_BLOCKS:
-            total = scaled(total, tl.load(x_scales + x_row, mask=real_row, other=0.0)[None, :])
-    else:
-        total = _sum_inputs(
-            x_rows, real_row, w_rows, scale_rows, num_inputs,
-            IN, GROUP, WIDEN, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN,
-        )  # fmt: skip
+    out_row = _outputs_of_tile(first_out, OUT, GATED, BLOCK_OUT)
+    total = _sum_tile(
+        x, x_scales, x_scales_stride, assignment // TOP_K if GATED else row, real_row,
+        weight, scales, expert, out_row, num_inputs,
+        IN, ALL_OUT, GROUP, X_BLOCKS, W_BLOCKS, WIDEN, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN,
+    )  # fmt: skip
     if bias is not None:
-        total += tl.load(bias + weight_row).to(tl.float32)[:, None]
-
+        total += tl.load(bias + expert * ALL_OUT + out_row).to(tl.float32)[:, None]
     columns, output_row = first_out + tl.arange(0, WIDTH), assignment
     if GATED:
         factor = 1.0 if input_weights is None else tl.load(input_weights + assignment)[None, :]
-        total, output_row = _swiglu(total, factor, LIMIT, SLOPE, HALF, BLOCK_ROWS), row
+        total, output_row = _swiglu(total, factor, LIMIT, SLOPE, WIDTH, BLOCK_ROWS), row
     pointers = output + output_row.to(tl.int64)[None, :] * OUT + columns[:, None]
     real = real_row[None, :] & (columns < OUT)[:, None]
     tl.store(pointers, total.to(output.dtype.element_ty), mask=real)

@@ -173,22 +173,21 @@ def quantise_rows_kernel(
         values = normed.to(x.dtype.element_ty).to(tl.float32)
     groups = tl.reshape(values, [BLOCK // GROUP, GROUP])
     if static_scale is not None:
-        own_scale = tl.load(static_scale + (row if SCALE_OF_ROW else 0))
+        own_scale = tl.load(static_scale + row * SCALE_OF_ROW)
         scale = tl.full([BLOCK // GROUP], 0.0, tl.float32) + own_scale
     else:
         largest = tl.max(tl.abs(groups), 1)
         if magnitudes is not None:
-            parts = tl.arange(0, POWER)
-            own = magnitudes + row * MAGNITUDES + parts
-            largest = tl.max(tl.load(own, mask=parts < MAGNITUDES, other=0.0), 0)
+            part = tl.arange(0, POWER)
+            own = tl.load(magnitudes + row * MAGNITUDES + part, mask=part < MAGNITUDES, other=0.0)
+            largest = tl.max(own, 0)
             largest += tl.zeros([BLOCK // GROUP], tl.float32)
         scale = tl.maximum(tl.div_rn(tl.minimum(largest, bound), LARGEST), SMALLEST_SCALE)
     if BLOCK // GROUP == 1:  # of the whole row
         if tl.program_id(1) == 0:
             tl.store(scales + row + tl.arange(0, 1), scale)
     else:
-        first = tl.program_id(1) * (BLOCK // GROUP)
-        group = first + tl.arange(0, BLOCK // GROUP)
+        group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
         tl.store(scales + group * scales_stride + row, scale, mask=group * GROUP < SIZE)
     quotients = tl.div_rn(groups, tl.broadcast_to(scale[:, None], groups.shape))
     # A NaN stays one.
