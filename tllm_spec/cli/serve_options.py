@@ -46,6 +46,15 @@ SERVER_CLICK_OPTIONS = (
         help="Processes for HTTP and text, in front of the engine's process.",
     ),
     click.option(
+        "--dp_size",
+        "--data_parallel_size",
+        "--dp",
+        type=click.IntRange(1, 64),
+        default=DEFAULTS.dp_size,
+        help="Engines, each with the whole model on a GPU of its own. A request goes to the one "
+        "that has most of its prompt in the prefix cache and is not busy.",
+    ),
+    click.option(
         "--max_queue_size",
         type=click.IntRange(0),
         default=DEFAULTS.max_queue_size,
@@ -175,6 +184,7 @@ SERVER_CLICK_OPTIONS = (
 
 SERVER_NAMES = (
     "frontends",
+    "dp_size",
     "max_queue_size",
     "max_client_choices",
     "max_request_tokens",
@@ -216,6 +226,7 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
 
         otlp_exporter(endpoint)
     return ServerOptions(
+        dp_size=given["dp_size"],
         max_body_bytes=given["max_body_mib"] * MIB,
         max_answer_bytes=given["max_answer_mib"] * MIB,
         max_connections=given["max_connections"],

@@ -107,7 +107,7 @@ class OpenAIServer:
         self._perf_metrics = PerfMetrics()
         self._traces = traces
         self._draining = draining or asyncio.Event()
-        self._admission = Admission(llm, self._options.max_queue_size)
+        self._admission = Admission(llm, self._options.max_queue_size, self._options.dp_size)
         self._answers = AnswerLimit(self._options.max_answer_bytes, llm.max_seq_len)
         self._shares = ClientShares(self._options.max_client_choices)
         self._chat_prompts = ChatPrompts(

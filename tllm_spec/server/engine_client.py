@@ -15,7 +15,7 @@ from typing import Any
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request_limits import RequestLimits
-from tllm_spec.intake import Intake
+from tllm_spec.intake import Intake, Submission
 from tllm_spec.request_errors import GrammarsUnavailable
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
@@ -99,18 +99,23 @@ class EngineClient:
         connection: EngineConnection,
         limits: RequestLimits,
         timeout: float | None = None,
+        intake: Intake | None = None,
+        on_kv_events: Callable[[bytes], None] = lambda payload: None,
     ) -> None:
-        """timeout: seconds in which the engine must answer between two rounds; None: any."""
+        """timeout: seconds in which the engine must answer between two rounds; None: any. intake:
+        one that several engines share."""
         self.args = args
         self.tokenizer: Tokenizer | None = tokenizer
         self.max_seq_len = limits.max_seq_len
-        self._intake = Intake(args, tokenizer, limits, _no_states)
+        self._intake = intake or new_intake(args, tokenizer, limits)
+        self._on_kv_events = on_kv_events
         self._loop = asyncio.get_running_loop()
         self._connection = connection
         self._samples: dict[int, RemoteSample] = {}
         self._asked: dict[int, Future[Any]] = {}
         self._question_ids = count(1)
-        self._num_in_engine = 0  # of all fronts
+        self._num_own_tokens = 0  # that the samples want
+        self._num_in_engine = self._num_tokens_in_engine = 0  # of all fronts
         self._down: str | None = None
         self._timeout = timeout
         self._is_late = False
@@ -123,9 +128,19 @@ class EngineClient:
         return self._down is None and not self._is_late
 
     @property
+    def is_running(self) -> bool:
+        """Whether the engine may still answer, late or not."""
+        return self._down is None
+
+    @property
     def num_unfinished(self) -> int:
         """Counts the samples of all fronts, as far as this one knows."""
         return max(len(self._samples), self._num_in_engine)
+
+    @property
+    def num_unfinished_tokens(self) -> int:
+        """The same in tokens: those of the prompts, and of the outputs at most."""
+        return max(self._num_own_tokens, self._num_tokens_in_engine)
 
     def check_length(self, text: str | Sequence[int]) -> None:
         """As `LLM.check_length`."""
@@ -155,22 +170,28 @@ class EngineClient:
     ) -> RequestHandle:
         """As `LLM.generate_async`."""
         self._check_alive()
-        # Stop strings are looked for here, so the tokens must come as they are made.
-        streaming = streaming or bool(sampling_params.stop_strings)
-        made = self._intake.submission(
+        made = submission_of(
+            self._intake,
             inputs,
             sampling_params,
             streaming=streaming,
-            priority=0.5,
             cache_salt=cache_salt,
             client=client,
         )
+        return self.start(made)
+
+    def start(self, made: Submission) -> RequestHandle:
+        """Sends the requests of a prompt to the engine."""
+        self._check_alive()
         ids = made.ids
         handle = made.handle(self.tokenizer, lambda: self._in_loop(self._cancel, ids, "cancelled"))
         samples = {}
         for request in made.requests:
             checker, minimum = request.stop_checker, request.rules.min_tokens
-            samples[request.request_id] = RemoteSample(handle, request.index, checker, minimum)
+            num_tokens = request.prompt_len + request.max_tokens
+            samples[request.request_id] = RemoteSample(
+                handle, request.index, num_tokens, checker, minimum
+            )
         guided = made.params.guided_decoding
         grammar = None if guided is None else (guided.source.kind, guided.source.text)
         self._in_loop(self._submit, samples, submission(made.requests, grammar))
@@ -241,6 +262,7 @@ class EngineClient:
                 sample.handle.fail(self._down)
             return
         self._samples |= samples
+        self._num_own_tokens += sum(sample.num_wanted for sample in samples.values())
         self._connection.send(message)
 
     def _cancel(self, ids: Sequence[int], reason: str) -> None:
@@ -258,10 +280,12 @@ class EngineClient:
     def _receive(self, message: Sequence[Any]) -> None:
         kind = message[0]
         if kind == "responses":
-            self._num_in_engine = message[1]
-            self._respond(message[2])
+            self._num_in_engine, self._num_tokens_in_engine = message[1], message[2]
+            self._respond(message[3])
         elif kind == "load":
-            self._num_in_engine = message[1]
+            self._num_in_engine, self._num_tokens_in_engine = message[1], message[2]
+        elif kind == "kv_events":
+            self._on_kv_events(message[1])
         elif kind == "answer":
             _, question_id, value, error = message
             answer = self._asked.pop(question_id)
@@ -282,6 +306,7 @@ class EngineClient:
             response = unpack_response(packed, sample.index)
             if response.finish_reason is not None:
                 del samples[packed[0]]
+                self._num_own_tokens -= sample.num_wanted
             checked, must_stop = sample.checked(response)
             if must_stop:
                 self._connection.send(["cancel", [packed[0]], "stop"])
@@ -295,11 +320,36 @@ class EngineClient:
         self._down = self._down or reason
         handles = {id(sample.handle): sample.handle for sample in self._samples.values()}
         self._samples.clear()
+        self._num_own_tokens = 0
         for handle in handles.values():
             handle.fail(reason)
         for answer in self._asked.values():
             answer.set_exception(RuntimeError(reason))
         self._asked.clear()
+
+
+def new_intake(args: LlmArgs, tokenizer: Tokenizer, limits: RequestLimits) -> Intake:
+    return Intake(args, tokenizer, limits, _no_states)
+
+
+def submission_of(
+    intake: Intake,
+    inputs: str | Sequence[int] | Mapping[str, Any],
+    params: SamplingParams,
+    *,
+    streaming: bool,
+    cache_salt: str | None,
+    client: tuple[str, ...],
+) -> Submission:
+    # Stop strings are looked for here, so the tokens must come as they are made.
+    return intake.submission(
+        inputs,
+        params,
+        streaming=streaming or bool(params.stop_strings),
+        priority=0.5,
+        cache_salt=cache_salt,
+        client=client,
+    )
 
 
 def _no_states(params: SamplingParams, number: int) -> list[None]:

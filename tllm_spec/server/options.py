@@ -17,6 +17,7 @@ class ServerOptions:
     None: any. trusted_proxies: addresses and networks whose X-Forwarded-For counts; "*": any.
     allowed_origins: of pages that a browser lets call the server; "*": any."""
 
+    dp_size: int = 1  # engines, each with the whole model
     max_body_bytes: int = 32 << 20
     max_answer_bytes: int = 64 << 20  # of log probabilities and echoed prompts
     max_connections: int = 4096

@@ -2,9 +2,9 @@
 
 From a front: `["submit", ids, seeds, tokens, rules, options, grammar]`, `["cancel", ids, reason]`,
 `["call", id, name]`, `["compile", id, kind, text]`. From the engine: `["hello", limits]`,
-`["responses", number of unfinished requests, responses]` once a round, `["load", number]`,
-`["answer", id, value, error]`, and `["down", reason]`. No message can make the other side run
-code."""
+`["responses", number of unfinished requests, their tokens, responses]` once a round,
+`["load", number, tokens]`, `["kv_events", batch]` of an engine of several, `["answer", id, value,
+error]`, and `["down", reason]`. No message can make the other side run code."""
 
 from __future__ import annotations
 
@@ -48,6 +48,12 @@ def unpack_limits(packed: dict[str, Any]) -> RequestLimits:
 def submission(requests: Sequence[LlmRequest], grammar: tuple[str, str] | None) -> list[Any]:
     """The message that submits one prompt's requests. grammar: kind and text."""
     return ["submit", *pack_requests(requests), grammar]
+
+
+def tokens_wanted(message: Sequence[Any]) -> int:
+    """Of each sample of a submission: the tokens of the prompt, and of the output at most."""
+    tokens, (max_tokens, *_) = message[3], message[5]
+    return len(tokens) + int(max_tokens)
 
 
 def requests_of(
