@@ -70,9 +70,11 @@ def _swiglu(
     gate, up = gate * factor, up * factor
     # exp(-gate) is infinite for gates below -88; the quotient is then -0, the right limit.
     if LIMIT is None:
-        return gate / (1.0 + tl.exp(-gate)) * up
-    gate, up = tl.minimum(gate, LIMIT), tl.clamp(up, -LIMIT, LIMIT)
-    return gate / (1.0 + tl.exp(-SLOPE * gate)) * (up + 1.0)
+        activated = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        gate, up = tl.minimum(gate, LIMIT), tl.clamp(up, -LIMIT, LIMIT)
+        activated = gate / (1.0 + tl.exp(-SLOPE * gate)) * (up + 1.0)
+    return activated
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types

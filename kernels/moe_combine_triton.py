@@ -66,7 +66,7 @@ def moe_combine_kernel(
         is_read = real
         if experts is not None:
             number = tl.load(experts + assignment) - FIRST
-            is_read = real & (number >= 0) & (number < NUMBER)
+            is_read = columns < tl.where((number >= 0) & (number < NUMBER), SIZE, 0)
         part = tl.load(parts + assignment * SIZE + columns, mask=is_read, other=0.0).to(tl.float32)
         if weights is not None:
             part *= tl.load(weights + assignment)

@@ -80,10 +80,10 @@ def _place_by_chunks(
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _own(experts: tl.tensor, FIRST: tl.constexpr, NUMBER: tl.constexpr) -> tl.tensor:
     """The rank's number of each expert; NUMBER for those of other ranks."""
-    if FIRST is None:
-        return experts
-    own = experts - FIRST
-    return tl.where((own >= 0) & (own < NUMBER), own, NUMBER)
+    if FIRST is not None:
+        experts -= FIRST
+        experts = tl.where((experts >= 0) & (experts < NUMBER), experts, NUMBER)
+    return experts
 
 
 @triton.jit(do_not_specialize=["number", "room"])  # type: ignore[untyped-decorator]  # triton has no types

@@ -100,7 +100,7 @@ __device__ inline float4 joined(
 }
 
 __device__ inline i64 output_row(const Windows& w, const Part& part, int row) {
-    const i64 token = static_cast<i64>(part.request) * w.window + row / w.group;
+    const i64 token = part.first_row + row / w.group;
     return token * w.heads() + part.kv_head * w.group + row % w.group;
 }
 
@@ -144,7 +144,7 @@ __device__ inline void send(
 
 __device__ inline void join_warps(const Windows& w, const Part& part, const Sums& sums) {
     constexpr int FOURS = HEAD_DIM / 4;
-    for (int i = threadIdx.x; i < w.window * w.group * FOURS; i += THREADS) {
+    for (int i = threadIdx.x; i < part.num_rows * w.group * FOURS; i += THREADS) {
         const int row = i / FOURS, column = i % FOURS * 4;
         float top, total;
         const float* parts = sums.mixed + row * SUM_STRIDE + column;
@@ -158,7 +158,7 @@ __device__ inline void join_warps(const Windows& w, const Part& part, const Sums
 
 __device__ inline void join_cluster(const Windows& w, const Part& part, const Sums& sums) {
     const int columns = HEAD_DIM / w.splits, fours = columns / 4;
-    for (int i = threadIdx.x; i < w.window * w.group * fours; i += THREADS) {
+    for (int i = threadIdx.x; i < part.num_rows * w.group * fours; i += THREADS) {
         const int row = i / fours, column = i % fours * 4;
         float top, total;
         const float* parts = sums.received + row * columns + column;
@@ -211,14 +211,14 @@ __device__ inline void attend_to_window(
     float scores[ROW_TILES][2][4];
     u32 weights[ROW_TILES][4];
     // Padding rows may have positions below 0.
-    const int first = w.window - min(part.num_own, part.kv_len);
-    multiply_keys(scores, queries, own_keys, lane, w.window - 1);
+    const int first = part.num_rows - min(part.num_own, part.kv_len);
+    multiply_keys(scores, queries, own_keys, lane, part.num_rows - 1);
     hide(scores, lane, [&](int row, int column) {
         if (TREE) return column < w.window && sees(w, bits, row, w.offset + column);
-        return column >= first && column <= min(row / w.group, w.window - 1);
+        return column >= first && column <= min(row / w.group, part.num_rows - 1);
     });
     mixture.weigh(scores, w.scale, weights);
-    mixture.add(weights, own_keys + w.window * STORED_PIECES, lane, w.window - 1);
+    mixture.add(weights, own_keys + w.window * STORED_PIECES, lane, part.num_rows - 1);
 }
 
 // Grid: tiles (a KV head of a request each) times splits.

@@ -8,8 +8,8 @@ the heads, the device and the width of the block table. Each split takes an equa
 request's actual length.
 
 `window_attention` runs a CUDA kernel for the shapes that it supports (window_attention_cuda.py), a
-Triton kernel for others, for rows that see a part of the keys, for requests with different numbers
-of rows and without cuda-python, and the plain-torch reference without Triton."""
+Triton kernel for others, for rows that see a part of the keys and without cuda-python, and the
+plain-torch reference without Triton."""
 
 import math
 from dataclasses import dataclass
@@ -141,8 +141,7 @@ def launch_window_attention(
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     call = _Call(qkv, cos_sin, layer, tables, scale, workspace, norm, scales, sinks)
     windows, layout = call.windows(), None
-    is_served = tables.spans is None and offsets is None
-    if is_served and serves(qkv, cos_sin, call.weights[0], layer):
+    if tables.spans is None and serves(qkv, cos_sin, call.weights[0], layer):
         layout = layout_of(windows, workspace.num_processors, len(workspace.outputs))
     return _launch_triton(call, windows) if layout is None else _launch_cuda(call, windows, layout)
 
@@ -194,8 +193,9 @@ def _launch_cuda(call: _Call, windows: WindowSizes, layout: Layout) -> torch.Ten
     tables, workspace, output = call.tables, call.workspace, call.output(windows)
     operands = Operands(
         *(call.qkv, call.cos_sin, weights, call.layer, output),
-        *(tables.block_tables, tables.kv_lens, tables.kv_slots, tables.num_padding, tree_bits),
-        call.sinks,
+        *(tables.block_tables, tables.kv_lens, tables.rows.offsets),
+        tables.kv_slots,
+        *(tables.num_padding, tree_bits, call.sinks),
         *((None, None) if layout.in_clusters else (workspace.outputs, workspace.log_sums)),
     )
     launch(operands, windows, layout, call.scale, eps, offset, call.scales)

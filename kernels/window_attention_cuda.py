@@ -189,6 +189,7 @@ class Operands:
     out: torch.Tensor
     block_tables: torch.Tensor
     kv_lens: torch.Tensor
+    offsets: torch.Tensor | None
     kv_slots: torch.Tensor
     num_padding: torch.Tensor | None
     tree_bits: torch.Tensor | None

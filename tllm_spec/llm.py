@@ -171,12 +171,14 @@ class LLM:
         priority: float = 0.5,
         cache_salt: str | None = None,
         client: tuple[str, ...] = (),
+        store: bool | None = None,
         **not_served: Any,
     ) -> RequestHandle:
         """Submits one prompt and returns at once. With `streaming` the result grows while tokens
         come, without it arrives whole. The result of a request that fails while it runs has
         `error`; reading it raises nothing. Waiting requests are taken in turn by `client`, which is
-        a name, or the names of a group and of its member.
+        a name, or the names of a group and of its member. store: whether `record_traffic` may
+        record it; None: unless it has a `cache_salt`.
 
         Raises RequestError, which is a ValueError, for a prompt or parameters that this model
         cannot serve, RuntimeError after shutdown or when the executor has died."""
@@ -190,6 +192,7 @@ class LLM:
                 priority=priority,
                 cache_salt=cache_salt,
                 client=client,
+                store=store,
             )
         result = submission.handle(self.tokenizer, self._cancel_of(submission.ids))
         for request_id in submission.ids:

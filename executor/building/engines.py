@@ -10,6 +10,7 @@ from tllm_spec.attention.choice import create_backend, create_batch_invariant
 from tllm_spec.attention.geometry import LayerGroup
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.recurrent import RecurrentMemory
 from tllm_spec.draft_network.network import ExternalDraft, ExternalHead
 from tllm_spec.executor.building.draft_backend import (
     check_pool,
@@ -251,7 +252,19 @@ def _build_target(
         else:
             backend = _backend(plan, own, place.pools[0])
         groups.append(PagedGroup(backend, place.rows))
-    return ModelEngine(target, AttentionGroups(groups), spec), kv, layers
+    states = _recurrent_memory(plan, target)
+    return ModelEngine(target, AttentionGroups(groups, states), spec), kv, layers
+
+
+def _recurrent_memory(plan: BuildPlan, target: CausalLM) -> RecurrentMemory | None:
+    if (geometry := plan.recurrent) is None:
+        return None
+    num_slots = plan.slots.dummy_slot + 1
+    logger.info(
+        "recurrent states: %d bytes for each of %d slots; cached prefixes are not reused",
+        *(geometry.slot_bytes(target.dtype), num_slots),
+    )
+    return RecurrentMemory(geometry, num_slots, target.dtype, plan.device)
 
 
 def _draft_layers(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) -> DraftLayers:
@@ -282,7 +295,7 @@ def _manager(
     cache = PagedCache(
         [own.pages for own in memory],
         plan.page_size,
-        enable_block_reuse=reuse.enable_block_reuse,
+        enable_block_reuse=reuse.enable_block_reuse and plan.recurrent is None,
         enable_partial_reuse=reuse.enable_partial_reuse,
         lookahead=lookahead,
     )

@@ -13,6 +13,7 @@ from tests.models.fp8_checkpoint import quantise
 from tests.models.gpt_oss import in_mxfp4, save_gpt_oss
 from tests.models.helpers import save_checkpoint
 from tests.models.mtp_reference import save_predictable
+from tests.models.qwen3_next import save_predictable as save_qwen3_next
 from tests.models.test_gemma3 import save_gemma3
 from tests.models.test_llama4 import save_llama4
 from tests.models.test_phi3 import save as save_phi3
@@ -45,7 +46,7 @@ def save_eagle(folder: Path) -> None:
 
 
 def save_fp8(folder: Path) -> None:
-    """Activations have scales of blocks, next to experts that leave them alone."""
+    """Activations have scales of blocks."""
     save_checkpoint(folder, "Qwen3Moe", **IN_FP8)
     quantise(folder, granularity="deepseek")
 
@@ -70,6 +71,11 @@ def save_with_text(folder: Path) -> None:
         shutil.copy(zoo / name, folder / name)
 
 
+def save_fp8_experts_by_token(folder: Path) -> None:
+    save_checkpoint(folder, "Qwen3Moe", **QWEN3)
+    quantise(folder, granularity="row")
+
+
 SAVERS = {
     "text-eight-heads": save_with_text,
     "eight-heads": lambda folder: save_checkpoint(folder, "Llama", **EIGHT_HEADS),
@@ -86,12 +92,14 @@ SAVERS = {
     "qwen3-moe": lambda folder: save_checkpoint(folder, "Qwen3Moe", **QWEN3),
     "qwen3-moe-fp8": save_fp8,
     "llama-fp8-by-token": save_fp8_by_token,
+    "qwen3-moe-fp8-by-token": save_fp8_experts_by_token,
     "mixtral": lambda folder: save_checkpoint(folder, "Mixtral", num_local_experts=4),
     "llama4": lambda folder: save_llama4(folder, **LLAMA4),
     "gemma3": save_gemma3,
     "gpt-oss": save_gpt_oss,
     "gpt-oss-mxfp4": lambda folder: in_mxfp4(folder, save_gpt_oss(folder, intermediate_size=64)),
     "phi3": save_phi3,
+    "qwen3-next": save_qwen3_next,
     "deepseek-v2": lambda folder: save_deepseek(folder, "DeepseekV2", **V2),
     "deepseek-v3-strong": lambda folder: save_deepseek(folder, "DeepseekV3"),
     "deepseek-v3": lambda folder: save_predictable(folder, num_modules=2),

@@ -2,12 +2,20 @@
 gpt-oss's SwiGLU, and that a row has the same bits in every batch. Under Triton's interpreter in a
 subprocess, and on a CUDA device (`-m gpu`) with the shapes of models."""
 
+import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.interpreter import INTERPRETED, ROUNDING, on_each_kernel_device
+from tests.kernels.hopper import compiled_for_hopper
+from tests.kernels.interpreter import (
+    INTERPRETED,
+    ROUNDING,
+    on_each_kernel_device,
+    only_with_the_compiler,
+)
 from tests.kernels.test_grouped_gemm import QWEN3, V3, Shape
 from tllm_spec.kernels.grouped_gemm import (
     CODES_OF_ROWS,
@@ -218,3 +226,33 @@ def test_the_number_of_rows_changes_no_bit_of_a_row_on_the_device(form: str, sha
         own = p.of(slice(37, 37 + number))
         found = own.output(own.inner()).view(number, shape.top_k, -1)
         assert torch.equal(found, expected[37 : 37 + number]), number
+
+
+@only_with_the_compiler
+@pytest.mark.parametrize("form", ["block", "mxfp4 32"])
+def test_the_compiled_kernel_feeds_hoppers_tensor_cores(form: str) -> None:
+    """Codes of FP8 go there as they are. 4 bits become numbers, and biases and limits are there."""
+    from tllm_spec.kernels.grouped_gemm_triton import grouped_gemm_kernel
+
+    is_codes, tiling = form in CODES, (CODES_OF_ROWS if form in CODES else INT4_OF_ROWS)[16]
+    types = dict.fromkeys(("order", "blocks", "num_blocks"), "*i32")
+    types |= dict.fromkeys(("x", "weight"), "*fp8e4nv") if is_codes else {"x": "*bf16"}
+    types |= {"scales": "*fp32", "bias": "*bf16", "output": "*bf16"}
+    types |= {"x_scales": "*fp32"} if is_codes else {"weight": "*u8"}
+    constants: dict[str, Any] = {"IN": 2048, "OUT": 768, "TOP_K": 8, "GATED": True, "SLOPE": 1.702}
+    constants |= {"LIMIT": None if is_codes else 7.0, "GROUP": 0 if is_codes else 32}
+    constants |= {"X_BLOCKS": is_codes, "W_BLOCKS": is_codes, "WIDEN": False, "PDL": True}
+    constants |= {} if is_codes else {"x_scales": None, "x_scales_stride": 0}
+    tile = {"BLOCK_ROWS": 16, "BLOCK_OUT": tiling.outputs, "BLOCK_IN": tiling.inputs}
+    code = compiled_for_hopper(
+        grouped_gemm_kernel,
+        types,
+        constants | tile | {"input_weights": None},
+        ("num_inputs",),
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    ptx = code.asm["ptx"]
+    found = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx))
+    assert found == {"m64n16k32" if is_codes else "m64n16k16"} and "mma.sync" not in ptx
+    assert "cp.async" in ptx and "ld.global.b8" not in ptx

@@ -29,7 +29,7 @@ LINEARS = ("fp8_linears", "int4_linears")
 ATTENTION = ("windows", "invariant_attention", "latents", "invariant_latents")
 OVER_CODES = tuple(f"{name} over codes" for name in ATTENTION)
 TILED = (*GEMMS, *LINEARS, *ATTENTION, *OVER_CODES)
-SMALL = ("choices", "trees", "chains", "layers", "mixtures", "scaled_weights", "sums")
+SMALL = ("choices", "trees", "chains", "layers", "mixtures", "scaled_weights", "sums", "states")
 
 
 def launches(name: str, capability: int) -> list[Launch]:

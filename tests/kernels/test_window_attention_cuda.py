@@ -300,3 +300,25 @@ def test_a_captured_launch_can_be_replayed_with_other_lengths_tables_and_rows(
             mine.copy_(new)
         graph.replay()
         other.check(output)
+
+
+ROW_COUNTS = {
+    "one tile of rows": (Case((4, 16, 33, 70, 300), 4, 4, 128, 16, dtype=torch.bfloat16), 3),
+    "two tiles of rows": (Case((8, 300, 90), 8, 4, 128, 32, dtype=torch.bfloat16), 5),
+    "heads of 64": (Case((9, 700, 40), 7, 2, 64, 64, dtype=torch.float16), 4),
+    "codes": (Case((5, 500, 60), 4, 4, 128, 16, dtype=torch.float16, scales=SCALES), 3),
+    "splits": (Case((5000, 9, 4500), 4, 4, 128, 64, kv_heads=1, dtype=torch.bfloat16), 3),
+}
+
+
+@pytest.mark.gpu
+@on_devices_of_all_sizes
+@pytest.mark.parametrize("name", ROW_COUNTS)
+def test_requests_with_different_numbers_of_rows_equal_the_formula(
+    name: str, num_processors: int
+) -> None:
+    case, step = ROW_COUNTS[name]
+    problem = CudaProblem(case, num_processors)
+    counts = [1 + step * request % case.window for request in range(len(case.kv_lens))]
+    problem.keep_last(counts)
+    problem.check_last(problem.attend(), counts)

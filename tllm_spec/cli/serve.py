@@ -93,6 +93,15 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
     "--enable_chunked_prefill", is_flag=True, help="Split long prompts over several forward passes."
 )
 @click.option(
+    "--record_traffic",
+    type=click.Path(file_okay=False),
+    help="Folder in which requests and outputs are recorded for tllm-bench replay. "
+    "[default: nothing is recorded]",
+)
+@click.option(
+    "--record_traffic_mib", type=click.IntRange(1), help="Its size in MiB, at most. [default: 1024]"
+)
+@click.option(
     "--extra_llm_api_options",
     "--config",
     type=click.Path(dir_okay=False),

@@ -20,8 +20,9 @@ MOE_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
     },
-    # `flat_gpt_oss` and `flat_llama4` fill in what is missing.
+    # `flat_gpt_oss`, `flat_qwen3_next` and `flat_llama4` fill in what is missing.
     GPT_OSS: {},
+    "Qwen3NextForCausalLM": {},
     "Llama4ForCausalLM": {},
     "Llama4ForConditionalGeneration": {},
 }
@@ -39,7 +40,8 @@ def moe_config(architecture: str, raw: dict[str, Any]) -> MoEConfig | None:
     has_one_size = is_gpt_oss or architecture == "MixtralForCausalLM"
     size = raw["intermediate_size" if has_one_size else "moe_intermediate_size"]
     is_llama4 = architecture.startswith("Llama4")
-    has_shared = is_llama4 or architecture == "Qwen2MoeForCausalLM"
+    has_gate = architecture in ("Qwen2MoeForCausalLM", "Qwen3NextForCausalLM")
+    has_shared = is_llama4 or has_gate
     config = MoEConfig(
         hidden_size=int(raw["hidden_size"]),
         num_experts=_num_experts(raw),
@@ -47,7 +49,7 @@ def moe_config(architecture: str, raw: dict[str, Any]) -> MoEConfig | None:
         intermediate_size=int(size),
         normalise_top_k=has_one_size or bool(raw.get("norm_topk_prob")),
         shared_intermediate_size=int(raw["shared_expert_intermediate_size"]) if has_shared else 0,
-        shared_gate=architecture == "Qwen2MoeForCausalLM",
+        shared_gate=has_gate,
         scoring="sigmoid" if is_llama4 else "softmax",
         apply_weight_on_input=is_llama4,
         has_bias=is_gpt_oss,

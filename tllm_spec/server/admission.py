@@ -100,6 +100,7 @@ class Admission:
                             streaming=streaming,
                             cache_salt=caller.cache_salt,
                             client=caller.client,
+                            store=caller.store,
                         )
                     )
             except ValueError:

@@ -37,6 +37,7 @@ class Engine(Protocol):
         streaming: bool = ...,
         cache_salt: str | None = ...,
         client: tuple[str, ...] = ...,
+        store: bool | None = ...,
     ) -> RequestHandle: ...
 
     def server_info(self) -> dict[str, Any]: ...

@@ -167,6 +167,7 @@ class EngineClient:
         streaming: bool = False,
         cache_salt: str | None = None,
         client: tuple[str, ...] = (),
+        store: bool | None = None,
     ) -> RequestHandle:
         """As `LLM.generate_async`."""
         self._check_alive()
@@ -177,6 +178,7 @@ class EngineClient:
             streaming=streaming,
             cache_salt=cache_salt,
             client=client,
+            store=store,
         )
         return self.start(made)
 
@@ -340,6 +342,7 @@ def submission_of(
     streaming: bool,
     cache_salt: str | None,
     client: tuple[str, ...],
+    store: bool | None,
 ) -> Submission:
     # Stop strings are looked for here, so the tokens must come as they are made.
     return intake.submission(
@@ -349,6 +352,7 @@ def submission_of(
         priority=0.5,
         cache_salt=cache_salt,
         client=client,
+        store=store,
     )
 
 

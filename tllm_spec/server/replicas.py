@@ -84,6 +84,7 @@ class Replicas:
         streaming: bool = False,
         cache_salt: str | None = None,
         client: tuple[str, ...] = (),
+        store: bool | None = None,
     ) -> RequestHandle:
         """As `LLM.generate_async`."""
         made = submission_of(
@@ -93,6 +94,7 @@ class Replicas:
             streaming=streaming,
             cache_salt=cache_salt,
             client=client,
+            store=store,
         )
         engines = self._routable()
         hashes = self._router.hashes(made.token_ids, cache_salt)
