@@ -100,6 +100,12 @@ class BuildPlan:
             logger.info("%s do not overlap: %s", which, self.why_no_overlap)
 
     @property
+    def counts_drafts(self) -> bool:
+        """Whether only the device knows how many drafts a round verifies."""
+        on_device = self.spec is not None and self.spec.counts_on_device
+        return on_device or self.shapes.are_ragged
+
+    @property
     def plans_latents(self) -> bool:
         """Whether windows over latents are planned on the host. A target with other attention has
         CUDA graphs, which its draft network must fit."""

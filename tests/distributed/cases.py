@@ -234,6 +234,10 @@ CASES: dict[str, Case] = {
     "preempted": Case(model="qwen2-moe", options=SMALL_CACHE),
     "fp8": Case("qwen3-moe-fp8", {"speculative_config": NGRAM}, in_fp8=True),
     "fp8-by-token": Case("llama-fp8-by-token", {"speculative_config": NGRAM}),
+    "fp8-experts-by-token": Case("qwen3-moe-fp8-by-token", {"speculative_config": NGRAM}),
+    "fp8-cache": Case(
+        "qwen2-moe", {"kv_cache_config": {"dtype": "fp8"}, "speculative_config": NGRAM}
+    ),
     "fp8-parts": Case("qwen3-moe-fp8", EP | {"speculative_config": NGRAM}, in_fp8=True),
 }
 # Pools are small, since the ranks may share a device.

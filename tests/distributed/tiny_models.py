@@ -45,7 +45,7 @@ def save_eagle(folder: Path) -> None:
 
 
 def save_fp8(folder: Path) -> None:
-    """Activations have scales of blocks, next to experts that leave them alone."""
+    """Activations have scales of blocks."""
     save_checkpoint(folder, "Qwen3Moe", **IN_FP8)
     quantise(folder, granularity="deepseek")
 
@@ -70,6 +70,11 @@ def save_with_text(folder: Path) -> None:
         shutil.copy(zoo / name, folder / name)
 
 
+def save_fp8_experts_by_token(folder: Path) -> None:
+    save_checkpoint(folder, "Qwen3Moe", **QWEN3)
+    quantise(folder, granularity="row")
+
+
 SAVERS = {
     "text-eight-heads": save_with_text,
     "eight-heads": lambda folder: save_checkpoint(folder, "Llama", **EIGHT_HEADS),
@@ -86,6 +91,7 @@ SAVERS = {
     "qwen3-moe": lambda folder: save_checkpoint(folder, "Qwen3Moe", **QWEN3),
     "qwen3-moe-fp8": save_fp8,
     "llama-fp8-by-token": save_fp8_by_token,
+    "qwen3-moe-fp8-by-token": save_fp8_experts_by_token,
     "mixtral": lambda folder: save_checkpoint(folder, "Mixtral", num_local_experts=4),
     "llama4": lambda folder: save_llama4(folder, **LLAMA4),
     "gemma3": save_gemma3,

@@ -9,7 +9,9 @@ from tests.kernels.launches import META
 from tests.kernels.model_launches import FLOATS, FP8, empty, float32, int32, int64, scales_of
 from tllm_spec.executor.speculative.drafting.match_or_network import new_sources
 from tllm_spec.kernels import dequantise, int4_weights, moe_permute, moe_routing
+from tllm_spec.kernels.attention_sinks import add_sinks
 from tllm_spec.kernels.beam_pool import BeamPool, Beams, DraftTree
+from tllm_spec.kernels.choose_rows import DraftValues, choose_rows, learn_values
 from tllm_spec.kernels.choose_token import choose_best, choose_draft, offer_token
 from tllm_spec.kernels.draft_beams import add_last, first_beams, grow, select
 from tllm_spec.kernels.draft_input import DraftInputNorms, draft_input
@@ -102,6 +104,9 @@ def chains() -> None:
     for synthetic in (None, SyntheticRates(float32(3), int64(64))):
         accept_windows(tables, slots, slots, tokens, synthetic)
     write_drafts(tables, slots, int64(BATCH, 3), int64(64))
+    values = DraftValues(int32(64, 7), float32(32), float32(64), int32(64), float32(5, 2))
+    choose_rows(values, int64(64), slots, 8, 4 * BATCH)
+    learn_values(values, slots, slots, slots)
     for depths, offset in ((None, 0), (int64(BATCH, 4), 4)):
         window_rows(int32(64, 4096), slots, slots, 4, 128, 32, depths, offset)
     send_results(int64(4, 1024), int64(1), slots, tokens)
@@ -119,6 +124,7 @@ def layers() -> None:
         x, weight = empty(BATCH, HIDDEN, dtype=dtype), empty(HIDDEN, dtype=dtype)
         table, rows = empty(8192, 2, 1, head_dim, dtype=dtype), int64(BATCH)
         rms_norm(x, weight, 1e-6)
+        add_sinks(empty(BATCH, 64, 64, dtype=dtype), float32(BATCH, 64), float32(64))
         rms_norm(empty(BATCH, 18432, dtype=dtype), empty(18432, dtype=dtype), 1e-6)
         rms_norm(x, float32(HIDDEN), 1e-6, x)
         silu_and_mul(empty(BATCH, 28672, dtype=dtype))

@@ -131,6 +131,7 @@ class HeadsBackend(AttentionBackend):
         rotary: Rotary,
         plan: AttentionPlan,
         norm: HeadWeights | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Normalise and rotate the rows' q and k, write their K and V into the pool, then attend
         causally to all keys of the row's request, or to those that the metadata's tree names; with
@@ -142,6 +143,7 @@ class HeadsBackend(AttentionBackend):
             rotary: of this forward's positions.
             plan: of this forward.
             norm: of each head of q and k, before the rotation; None: none.
+            sinks: `[Hq]` float32, if the geometry has sinks.
 
         Returns:
             `[T, Hq * D]`.
