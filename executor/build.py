@@ -148,13 +148,8 @@ def _build(
         recorder=_recorder(args, communicator),
         ranks=_ranks(plan, engines),
     )
-    return BuiltExecutor(
-        PyExecutor(parts, respond),
-        queue,
-        plan.config,
-        _limits(plan, tokenizer, scheduler),
-        events,
-    )
+    limits = _limits(plan, tokenizer, scheduler)
+    return BuiltExecutor(PyExecutor(parts, respond), queue, plan.config, limits, events)
 
 
 def prepare_rounds(
