@@ -17,6 +17,7 @@ from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.building.draft_backend import check_draft_backend
 from tllm_spec.executor.building.engines import Engines, build_engines
 from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.building.replaceable_weights import replaceable_weights
 from tllm_spec.executor.building.rounds import (
     capture_graphs,
     graph_sizes,
@@ -99,10 +100,7 @@ def _build(
     texts: Mapping[int, Sequence[int]] | None,
 ) -> BuiltExecutor:
     args, communicator = plan.args, plan.communicator
-    if plan.spec is not None:
-        plan.spec.check_code()
-    check_draft(plan.draft_plan, tokenizer, plan.config)
-    check_draft_backend(plan)
+    _check(plan, tokenizer)
     engines = build_engines(plan)
     slots = SlotState(plan.slots, plan.shapes, plan.device, counts_drafts=plan.counts_drafts)
     sampler = _sampler(plan, slots, engines, texts)
@@ -145,11 +143,20 @@ def _build(
         stream_interval=args.stream_interval,
         iteration_stats=_iteration_stats(args, scheduler, kv),
         round_log=RoundLog(scheduler) if logs_rounds else None,
+        draft_weights=replaceable_weights(plan, engines),
         recorder=_recorder(args, communicator),
         ranks=_ranks(plan, engines),
     )
     limits = _limits(plan, tokenizer, scheduler)
     return BuiltExecutor(PyExecutor(parts, respond), queue, plan.config, limits, events)
+
+
+def _check(plan: BuildPlan, tokenizer: Tokenizer | None) -> None:
+    """What does not need weights."""
+    if plan.spec is not None:
+        plan.spec.check_code()
+    check_draft(plan.draft_plan, tokenizer, plan.config)
+    check_draft_backend(plan)
 
 
 def prepare_rounds(

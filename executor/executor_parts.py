@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tllm_spec.executor.draft_watch import DraftWatch
+from tllm_spec.executor.draft_weights import DraftWeights
 from tllm_spec.executor.iteration_stats import IterationStats, RoundLog
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
@@ -47,6 +48,7 @@ class ExecutorParts:
     stream_interval: int = 1
     iteration_stats: IterationStats | None = None  # with enable_iter_perf_stats
     round_log: RoundLog | None = None  # with print_iter_log, on rank 0
+    draft_weights: DraftWeights | None = None  # None: they cannot be replaced
     recorder: TrafficRecorder | None = None  # with record_traffic, on rank 0
     ranks: Sequence[Mapping[str, Any]] = ()  # all of them, as `state` shows them
 

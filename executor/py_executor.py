@@ -82,6 +82,8 @@ class PyExecutor:
         """One round: launches what can run, then reads what is due. False when nothing is left to
         do."""
         self._fetch_new_requests()
+        if self.parts.draft_weights is not None:
+            self.parts.draft_weights.swap_back_if_worse()
         if self.scheduler.may_be_done():
             self._complete_rounds(0)
         generating = self.scheduler.generating()
@@ -200,6 +202,8 @@ class PyExecutor:
         batch.joining = admitted
         for request in admitted:
             if request.first_scheduled_time is None:
+                if self.parts.draft_weights is not None:
+                    self.parts.draft_weights.start(request)
                 request.cached_tokens, request.first_scheduled_time = request.kv_len, monotonic()
                 request.reported_cached_tokens = self.parts.kv.cache.reported_len(
                     request.kv_len, request.cache_salt
@@ -280,6 +284,8 @@ class PyExecutor:
                 self.totals.add_end(request)
                 if self.parts.recorder is not None:
                     self.parts.recorder.add_end(request)
+                if self.parts.draft_weights is not None:
+                    self.parts.draft_weights.add_end(request)
                 ended.append(request)
         finally:
             self._send([*growing, *ended])

@@ -43,7 +43,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.server",
     ),
     ("tllm_spec.llm",),
+    ("tllm_spec.draft_swap",),
     (
+        "tllm_spec.replay",
         "tllm_spec.ranks",
         "tllm_spec.intake",
     ),
@@ -71,6 +73,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.rounds.round_reader",
         "tllm_spec.executor.iteration_stats",
         "tllm_spec.executor.traffic_recorder",
+        "tllm_spec.executor.draft_weights",
     ),
     (
         "tllm_spec.executor.rounds.decode_step",

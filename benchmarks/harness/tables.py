@@ -1,17 +1,20 @@
-"""The tables of docs/ and README.md, from benchmarks/results/. Measures nothing.
+"""The tables of docs/ and README.md, from benchmarks/results/ and the cost model. Measures nothing.
 
     python -m benchmarks.harness.tables [--write]     # prints them; or puts them into the documents
 
 In a document a table stands right after a heading of its title, its command, and where it was
-measured: the device, and the commit at which the result was recorded."""
+measured: the device, and the commit at which the result was recorded. The cost model's are
+"computed"."""
 
 import re
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 
+from benchmarks import scaling_model
 from benchmarks.h200_parts.figures import Figure, headline, summary
-from benchmarks.harness.report import ROOT, Row, load
+from benchmarks.harness.report import ROOT, Options, Row, load
 
 NAMES = (
     "performance.md", "../README.md", "guided-decoding.md", "scaling.md", "quantization.md",
@@ -45,6 +48,16 @@ def all_tables() -> dict[str, list[str]]:
                 result = results[subject.name]
                 lines = subject.table(result["rows"])
                 found[f"{subject.title}: `{command}`"] = _block(result["about"], lines)
+    return found | _model_tables()
+
+
+@cache
+def _model_tables() -> dict[str, list[str]]:
+    found, options = {}, Options(quick=False, device="cpu", shape="zoo")
+    for subject in scaling_model.SUBJECTS:
+        command = f"`python -m benchmarks.scaling_model {subject.name}`"
+        lines = subject.table(list(subject.run(options)))
+        found[f"{subject.title}: {command}"] = _block({"device": "computed"}, lines)
     return found
 
 

@@ -53,6 +53,7 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     load_head,
     load_mtp,
 )
+from tllm_spec.executor.speculative.modes import DraftPlan
 from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
@@ -67,13 +68,15 @@ Manager = TypeVar("Manager", bound=KVCacheManager)
 @dataclass(frozen=True)
 class Engines:
     """The target with its cache, and the draft network, if there is one: `layers` on the target's
-    pages, or on those of `draft_kv`. `models`: all that run in torch."""
+    pages, or on those of `draft_kv`. `models`: all that run in torch. `draft`: the
+    draft network as it was loaded."""
 
     target: ModelEngine
     kv: KVCacheManager
     layers: DraftLayers | None
     draft_kv: DraftKVManager | None
     models: list[TorchModel]
+    draft: LoadedDraft | None
 
 
 def build_engines(plan: BuildPlan) -> Engines:
@@ -86,7 +89,7 @@ def build_engines(plan: BuildPlan) -> Engines:
     target = load_target(plan)
     if plan.draft_plan is not None:
         logger.info("loading weights: the drafter's")
-    draft = load_draft(plan, target) if plan.draft_plan is not None else None
+    draft = load_draft(plan, target, plan.draft_plan) if plan.draft_plan is not None else None
     logger.info("weights took %.1f s", monotonic() - start)
     models: list[ServedModel] = [target, *([draft.model] if draft else [])]
     of_target, of_draft = _plan_groups(plan, target, draft)
@@ -118,7 +121,7 @@ def build_engines(plan: BuildPlan) -> Engines:
         draft_kv = _manager(DraftKVManager, plan, memory[number:], lookahead, **options)
     with_heads = (each.head if isinstance(each, ExternalHead) else each for each in models)
     in_torch = [model for model in with_heads if not isinstance(model, ExternalDraft)]
-    return Engines(engine, kv, layers, draft_kv, in_torch)
+    return Engines(engine, kv, layers, draft_kv, in_torch, draft)
 
 
 def load_target(plan: BuildPlan) -> CausalLM:
@@ -128,11 +131,9 @@ def load_target(plan: BuildPlan) -> CausalLM:
     )
 
 
-def load_draft(plan: BuildPlan, target: CausalLM) -> LoadedDraft:
+def load_draft(plan: BuildPlan, target: CausalLM, draft: DraftPlan) -> LoadedDraft:
     """Never batch-invariant: with `deterministic` drafts may depend on the batch, the text does
     not."""
-    draft = plan.draft_plan
-    assert draft is not None
     if draft.num_modules:
         return load_mtp(
             draft,

@@ -203,6 +203,15 @@ class EngineClient:
         """As `LLM.server_info`. Not from the event loop: it waits for the engine."""
         return server_info(self.args, self.max_seq_len, self._ask("call", "state"))
 
+    def load_draft_weights(
+        self, folder: str, *, keep_cache: bool = False, force: bool = False
+    ) -> dict[str, Any]:
+        """As `LLM.load_draft_weights`. Not from the event loop."""
+        told: dict[str, Any] = self._ask("swap", folder, keep_cache, force)
+        if (mistake := told.get("mistake")) is not None:
+            raise ValueError(mistake)
+        return told
+
     def get_stats(self) -> list[dict[str, Any]]:
         """As `LLM.get_stats`. Not from the event loop."""
         stats: list[dict[str, Any]] = self._ask("call", "stats")
@@ -217,7 +226,7 @@ class EngineClient:
         if self._down is not None:
             raise RuntimeError(self._down)
 
-    def _ask(self, kind: str, *question: str) -> Any:
+    def _ask(self, kind: str, *question: str | bool) -> Any:
         self._check_alive()
         answer: Future[Any] = Future()
         self._in_loop(self._send_question, kind, question, answer)
@@ -272,7 +281,9 @@ class EngineClient:
         if running and self._down is None:
             self._connection.send(["cancel", running, reason])
 
-    def _send_question(self, kind: str, question: Sequence[str], answer: Future[Any]) -> None:
+    def _send_question(
+        self, kind: str, question: Sequence[str | bool], answer: Future[Any]
+    ) -> None:
         if self._down is not None:
             answer.set_exception(RuntimeError(self._down))
             return

@@ -38,7 +38,8 @@ class Entry:
 
 class EnginePort:
     """`call` runs a function, by its name in `["call", …]`, between two rounds. `["compile", …]`
-    is answered with what is wrong with the grammar, or None."""
+    is answered with what is wrong with the grammar, or None; `["swap", …]` with what
+    `load_draft_weights` returns, or a `mistake`."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class EnginePort:
         queue: RequestQueue,
         grammars: Grammars,
         call: Callable[[str], Future[Any]],
+        swap: Callable[[str, bool, bool], dict[str, Any]],
         watch: Callable[[Link], object] = lambda link: None,
         unwatch: Callable[[Link], object] = lambda link: None,
     ) -> None:
@@ -53,7 +55,8 @@ class EnginePort:
         self._limits = limits
         self._queue = queue
         self._grammars = grammars
-        self._call = call
+        self._call, self._swap = call, swap
+        self._swapping = ThreadPoolExecutor(1, thread_name_prefix="tllm-swap")  # one at a time
         self._watch, self._unwatch = watch, unwatch
         self._links: list[Link] = []
         self._entries: dict[int, Entry] = {}  # by the request's id here
@@ -142,6 +145,8 @@ class EnginePort:
         elif kind == "compile":
             _, question_id, *source = message
             self._compiling.submit(self._check_grammar, link, question_id, GrammarSource(*source))
+        elif kind == "swap":
+            self._swapping.submit(self._swap_weights, link, *message[1:])
         else:
             raise ValueError(f"unknown message {kind!r}")
 
@@ -190,6 +195,18 @@ class EnginePort:
             link.send(["answer", question_id, None, str(error)])
         else:
             link.send(["answer", question_id, None, None])
+
+    def _swap_weights(
+        self, link: Link, question_id: int, folder: str, keep_cache: bool, force: bool
+    ) -> None:
+        try:
+            told = self._swap(folder, keep_cache, force)
+        except (ValueError, OSError) as error:
+            told = {"mistake": str(error)}
+        except RuntimeError as error:  # no memory, or the executor has ended
+            link.send(["answer", question_id, None, str(error)])
+            return
+        link.send(["answer", question_id, told, None])
 
     def _put(self, message: Sequence[Any], ids: list[int], grammars: Sequence[Any]) -> None:
         requests = requests_of(message, ids, self._limits, grammars)

@@ -64,8 +64,9 @@ class EngineProcess:
         self._worker = Worker(built.executor, built.queue, self._on_end)
         self._events = built.kv_events
         self._sinks: dict[Link, Sink] = {}
+        swap = partial(self._swap, args)
         self._port = EnginePort(
-            built.limits, built.queue, self._grammars, self._call, self._watch, self._unwatch
+            built.limits, built.queue, self._grammars, self._call, swap, self._watch, self._unwatch
         )
         self._loop = EngineLoop(
             self._port, listener, lambda: self._worker.submit(self._executor.load)
@@ -106,6 +107,13 @@ class EngineProcess:
     def _call(self, name: str) -> Future[Any]:
         functions = {"state": self._state, "stats": self._take_stats, "ping": lambda: None}
         return self._worker.submit(functions[name])
+
+    def _swap(self, args: LlmArgs, folder: str, keep_cache: bool, force: bool) -> dict[str, Any]:
+        from tllm_spec.draft_swap import swap_draft_weights
+
+        return swap_draft_weights(
+            args, self._executor, self._worker, folder, keep_cache=keep_cache, force=force
+        )
 
     def _state(self) -> Any:
         from tllm_spec.server_info import plain

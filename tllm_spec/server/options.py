@@ -40,6 +40,8 @@ class ServerOptions:
     reasoning_parser: str | None = None  # of parsers/reasoning.py
     vllm_metrics: bool = False
     otlp_traces_endpoint: str | None = None  # URL to send spans to
+    draft_model_root: str | None = None  # folder of the draft weights that may be swapped in
+    draft_model_key: str | None = None  # name of the key that may do so
 
     def to_plain(self) -> dict[str, Any]:
         """For another process."""

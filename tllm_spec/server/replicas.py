@@ -109,6 +109,12 @@ class Replicas:
         ]
         return {**next(iter(infos.values())), "internal_states": states}
 
+    def load_draft_weights(
+        self, folder: str, *, keep_cache: bool = False, force: bool = False
+    ) -> dict[str, Any]:
+        """Refused with ValueError: some engines might have the new weights, and some the old."""
+        raise ValueError("draft weights are swapped in one engine only; dp_size = 1 is accepted")
+
     def get_stats(self) -> list[dict[str, Any]]:
         """As `LLM.get_stats`: of one engine after the other."""
         return [each for stats in self._ask_all(EngineClient.get_stats).values() for each in stats]

@@ -34,6 +34,7 @@ from tllm_spec.zoo.registry import resolve_model
 if TYPE_CHECKING:
     from tllm_spec.executor.response import Response
 
+MAX_BATCH_SIZE = 64  # of a replay, whatever was served: it changes no count
 STAND_IN = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -158,7 +159,10 @@ def _replayable(args: LlmArgs, spec: DecodingBaseConfig) -> LlmArgs:
             "speculative_config": spec.model_copy(update=off),
             "guided_decoding_backend": None,
             "record_traffic": None,
-            "max_batch_size": max(1, min(args.max_batch_size, args.max_num_tokens // longest)),
+            # Another engine of the process may be running, which forbids captures.
+            "cuda_graph_config": None,
+            "prefill_cuda_graph_backend": "disabled",
+            "max_batch_size": max(1, min(MAX_BATCH_SIZE, args.max_num_tokens // longest)),
         }
     )
 
