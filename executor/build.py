@@ -100,10 +100,7 @@ def _build(
     texts: Mapping[int, Sequence[int]] | None,
 ) -> BuiltExecutor:
     args, communicator = plan.args, plan.communicator
-    if plan.spec is not None:
-        plan.spec.check_code()
-    check_draft(plan.draft_plan, tokenizer, plan.config)
-    check_draft_backend(plan)
+    _check(plan, tokenizer)
     engines = build_engines(plan)
     slots = SlotState(plan.slots, plan.shapes, plan.device, counts_drafts=plan.counts_drafts)
     sampler = _sampler(plan, slots, engines, texts)
@@ -152,6 +149,14 @@ def _build(
     )
     limits = _limits(plan, tokenizer, scheduler)
     return BuiltExecutor(PyExecutor(parts, respond), queue, plan.config, limits, events)
+
+
+def _check(plan: BuildPlan, tokenizer: Tokenizer | None) -> None:
+    """What does not need weights."""
+    if plan.spec is not None:
+        plan.spec.check_code()
+    check_draft(plan.draft_plan, tokenizer, plan.config)
+    check_draft_backend(plan)
 
 
 def prepare_rounds(

@@ -132,7 +132,7 @@ OF_ALL_KINDS = (ATTENTION_SHAPES[0], torch.bfloat16, 8, 64)
 
 @dataclass(frozen=True)
 class Kind:
-    """Of a launch of windows."""
+    """Distinguishes launches of windows."""
 
     in_tree: bool = False
     offset: int = 0

@@ -5,7 +5,10 @@ From a front: `["submit", ids, seeds, tokens, rules, options, grammar]`, `["canc
 the engine: `["hello", limits]`, `["responses", number of unfinished requests, their tokens,
 responses]` once a round, `["load", number, tokens]`, `["kv_events", batch]` of an engine of
 several, `["answer", id, value, error]`, and `["down", reason]`. No message can make the other side
-run code."""
+run code.
+
+msgspec was tried: its decoder takes exactly one message and raised when a socket's read had more,
+so each connection would need frames of its own."""
 
 from __future__ import annotations
 
