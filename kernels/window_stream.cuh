@@ -37,6 +37,7 @@ struct Windows {
     u16 *out;
     const int *block_tables, *kv_lens, *offsets;  // offsets: null if windows have equal rows
     const i64 *kv_slots, *num_padding, *tree_bits;
+    const float *sinks;
     float *partials, *log_sums;  // null if the splits of a tile form a cluster
     i64 value_offset;
     int table_stride, max_len, window, group, kv_heads, page_shift, tiles, splits, min_keys;
