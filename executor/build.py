@@ -52,6 +52,7 @@ from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
 from tllm_spec.executor.speculative.modes import Surroundings, build_speculation
 from tllm_spec.executor.traffic_recorder import TrafficRecorder
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.token_map import DraftTokens
 from tllm_spec.recording.traffic_folder import TrafficFolder
 from tllm_spec.recording.traffic_record import header_of
 from tllm_spec.text.tokenizer import Tokenizer
@@ -100,8 +101,7 @@ def _build(
     texts: Mapping[int, Sequence[int]] | None,
 ) -> BuiltExecutor:
     args, communicator = plan.args, plan.communicator
-    _check(plan, tokenizer)
-    engines = build_engines(plan)
+    engines = build_engines(plan, _check(plan, tokenizer))
     slots = SlotState(plan.slots, plan.shapes, plan.device, counts_drafts=plan.counts_drafts)
     sampler = _sampler(plan, slots, engines, texts)
     speculation = build_speculation(plan.spec, _surroundings(plan, engines, slots, sampler))
@@ -143,7 +143,7 @@ def _build(
         stream_interval=args.stream_interval,
         iteration_stats=_iteration_stats(args, scheduler, kv),
         round_log=RoundLog(scheduler) if logs_rounds else None,
-        draft_weights=replaceable_weights(plan, engines),
+        draft_weights=replaceable_weights(plan, engines, tokenizer),
         recorder=_recorder(args, communicator),
         ranks=_ranks(plan, engines),
     )
@@ -151,12 +151,13 @@ def _build(
     return BuiltExecutor(PyExecutor(parts, respond), queue, plan.config, limits, events)
 
 
-def _check(plan: BuildPlan, tokenizer: Tokenizer | None) -> None:
-    """What does not need weights."""
+def _check(plan: BuildPlan, tokenizer: Tokenizer | None) -> DraftTokens | None:
+    """What does not need weights. Returns the tokens that are drafted; None: all."""
     if plan.spec is not None:
         plan.spec.check_code()
-    check_draft(plan.draft_plan, tokenizer, plan.config)
+    tokens = check_draft(plan.draft_plan, tokenizer, plan.config)
     check_draft_backend(plan)
+    return tokens
 
 
 def prepare_rounds(

@@ -128,6 +128,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "tllm_spec.distributed",
         "tllm_spec.recording",
+        "tllm_spec.text.vocabulary",
     ),
     ("tllm_spec.kernels",),
     (

@@ -59,6 +59,7 @@ from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.registry import LoadFormat, load_model
+from tllm_spec.models.token_map import DraftTokens
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -80,17 +81,18 @@ class Engines:
     draft: LoadedDraft | None
 
 
-def build_engines(plan: BuildPlan) -> Engines:
-    """Weights first; then every pool has as many pages as the memory left allows. Raises ValueError
-    for checkpoints that cannot be served."""
+def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
+    """Weights first; then every pool has as many pages as the memory left allows. tokens: that are
+    drafted; None: all. Raises ValueError for checkpoints that cannot be served."""
     check_kv_cache(plan)
     check_free_memory(plan)
     start = monotonic()
     logger.info("loading weights: %s", plan.args.model)
     target = load_target(plan)
+    draft = None
     if plan.draft_plan is not None:
         logger.info("loading weights: the drafter's")
-    draft = load_draft(plan, target, plan.draft_plan) if plan.draft_plan is not None else None
+        draft = load_draft(plan, target, plan.draft_plan, tokens)
     logger.info("weights took %.1f s", monotonic() - start)
     models: list[ServedModel] = [target, *([draft.model] if draft else [])]
     of_target, of_draft = _plan_groups(plan, target, draft)
@@ -132,7 +134,9 @@ def load_target(plan: BuildPlan) -> CausalLM:
     )
 
 
-def load_draft(plan: BuildPlan, target: CausalLM, draft: DraftPlan) -> LoadedDraft:
+def load_draft(
+    plan: BuildPlan, target: CausalLM, draft: DraftPlan, tokens: DraftTokens | None
+) -> LoadedDraft:
     """Never batch-invariant: with `deterministic` drafts may depend on the batch, the text does
     not."""
     if draft.num_modules:
@@ -150,12 +154,12 @@ def load_draft(plan: BuildPlan, target: CausalLM, draft: DraftPlan) -> LoadedDra
         if draft.backend != "torch":
             return LoadedDraft(draft, load_network(plan, draft, folder), None)
         model = _load(plan, folder, draft.load_format)
-        vocab_size = min(model.config.vocab_size, plan.config.vocab_size)
-        keep_tokens(draft, model, vocab_size, plan.communicator)
+        keep_tokens(model, tokens, plan.communicator)
         return LoadedDraft(draft, model, None)
     loaded = load_head(
         draft,
         target,
+        tokens,
         max_positions=plan.max_len,
         max_num_tokens=plan.args.max_num_tokens,
         communicator=plan.communicator,

@@ -42,7 +42,7 @@ def test_a_class_next_to_the_options_file_can_be_named_by_it(
 def test_code_that_is_missing_is_refused_before_weights_are_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tllm_spec.executor.build.build_engines", lambda plan: 1 / 0)
+    monkeypatch.setattr("tllm_spec.executor.build.build_engines", lambda *_: 1 / 0)
     spec = ngram(decoding_type="User_Provided", drafter="no_such_module:Drafter")
     with pytest.raises(ValueError, match="put it next to the YAML file, or its folder into PYTH"):
         LLM("zoo:llama", skip_tokenizer_init=True, speculative_config=spec)

@@ -28,6 +28,7 @@ NGRAM = {"decoding_type": "NGram", "max_draft_len": 4}
 TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4, "max_total_draft_tokens": 12}
 CHOICES = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 TOKEN_MAP = {"speculative_token_map": "zoo:llama-draft/token_map.json"}
+OTHER_TOKENIZER = {"speculative_model": "{folder}/other-tokenizer"}
 # For the tiny targets, and with their tokens in another order.
 EAGLE = {
     "decoding_type": "Eagle",
@@ -223,6 +224,9 @@ CASES: dict[str, Case] = {
     "draft-model-token-map-one-model": Case(
         options={"speculative_config": DRAFT_MODEL | TOKEN_MAP | {"draft_target_one_model": True}},
         accepts=True,
+    ),
+    "draft-model-other-tokenizer": Case(
+        options={"speculative_config": DRAFT_MODEL | OTHER_TOKENIZER}, accepts=True
     ),
     "cancelled": Case(
         model="qwen2-moe", options={"disable_overlap_scheduler": True}, run=generate_and_cancel

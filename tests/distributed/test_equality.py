@@ -15,10 +15,12 @@ from tests.distributed.world import EXCHANGES
 from tests.distributed.worlds import run_world
 
 pytest.importorskip("mpi4py")
+DRAFTERS = {"eagle", "eagle3", "other-tokenizer"}
 LONG = (
     "adaptive-draft-model",
     "adaptive-trees",
     "divided-experts",
+    "draft-model-other-tokenizer",
     "draft-model-token-map-one-model",
     "eagle",
     "fp8",
@@ -36,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outputs(tmp_path: Path, folder: Path, num_ranks: int, names: list[str]) -> dict[str, Any]:
-    for name in {ALL[name].model for name in names if name in ALL} | {"eagle", "eagle3"}:
+    for name in {ALL[name].model for name in names if name in ALL} | DRAFTERS:
         if not name.startswith("zoo:"):
             save_tiny(folder, name)
     results = tmp_path / "results"

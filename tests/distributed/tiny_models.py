@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tllm_spec
+from tests.lossless.other_tokenizer import write_draft_with_another_tokenizer
 from tests.models.deepseek import save_deepseek
 from tests.models.fp8_checkpoint import quantise
 from tests.models.gpt_oss import in_mxfp4, save_gpt_oss
@@ -104,6 +105,7 @@ SAVERS = {
     "deepseek-v3-strong": lambda folder: save_deepseek(folder, "DeepseekV3"),
     "deepseek-v3": lambda folder: save_predictable(folder, num_modules=2),
     "eagle": save_eagle,
+    "other-tokenizer": write_draft_with_another_tokenizer,
     "eagle3": lambda folder: write_tiny_eagle3(folder, num_captured=2, **HEAD),
 }
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.lossless.other_tokenizer import NUM_REMOVED, write_draft_with_another_tokenizer
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
 from tllm_spec.executor.speculative.modes import DraftPlan, draft_plan_of
@@ -13,6 +14,8 @@ from tllm_spec.llm import LLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.text.tokenizer import load_tokenizer
 from tllm_spec.zoo.registry import resolve_model
+
+ZOO = resolve_model("zoo:llama")
 
 
 @pytest.mark.parametrize(
@@ -41,13 +44,14 @@ def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
         LLM("zoo:llama", max_seq_len=64, speculative_config=spec)
 
 
-def draft_model(folder: Path) -> DraftPlan:
+def draft_model(folder: Path, **options: str) -> DraftPlan:
     args = LlmArgs(
         model="zoo:llama",
         speculative_config={
             "decoding_type": "Draft_Target",
             "max_draft_len": 3,
             "speculative_model": str(folder),
+            **options,
         },
     )
     draft = draft_plan_of(args.speculative_config)
@@ -67,3 +71,34 @@ def test_a_draft_model_without_a_tokenizer_is_taken_to_have_the_targets(
     problem = "speculative_config.speculative_model: no tokenizer can be loaded from"
     with pytest.raises(ValueError, match=problem):
         check_draft(draft_model(tmp_path), load_tokenizer(target), sizes)
+
+
+def test_another_tokenizer_is_mapped_by_bytes_and_refused_where_the_network_has_no_map(
+    tmp_path: Path,
+) -> None:
+    folder = write_draft_with_another_tokenizer(tmp_path / "draft")
+    target, sizes = load_tokenizer("zoo:llama"), ModelConfig.from_pretrained(ZOO)
+    tokens = check_draft(draft_model(folder), target, sizes)
+    assert tokens is not None and len(tokens.ids) == 2048 - NUM_REMOVED
+    names = load_tokenizer(str(folder)).get_vocab()
+    pairs = dict(zip(tokens.ids.tolist(), tokens.rows.tolist(), strict=True))
+    [word] = target.encode(" the")
+    assert pairs[word] == names["▁the"] and pairs[1] == names["<|endoftext|>"]
+    hot = "zoo:llama-draft/token_map.json"
+    limited = check_draft(draft_model(folder, speculative_token_map=hot), target, sizes)
+    assert limited is not None and 900 < len(limited.ids) < 1024
+    assert {*limited.ids.tolist()} < pairs.keys()
+    with pytest.raises(ValueError, match="draft_backend = 'onnxruntime' is refused: the draft mod"):
+        check_draft(draft_model(folder, draft_backend="onnxruntime"), target, sizes)
+
+
+def test_a_tokenizer_with_few_of_the_targets_tokens_is_refused_by_option_and_figure(
+    tmp_path: Path,
+) -> None:
+    folder = write_draft_with_another_tokenizer(tmp_path / "draft", num_removed=1300)
+    sizes = ModelConfig.from_pretrained(ZOO)
+    with pytest.raises(ValueError) as refusal:
+        check_draft(draft_model(folder), load_tokenizer("zoo:llama"), sizes)
+    assert "speculative_config.speculative_model: the draft model's tokenizer shares 748" in str(
+        refusal.value
+    )

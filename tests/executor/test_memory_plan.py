@@ -199,7 +199,7 @@ def test_the_weights_of_target_and_draft_are_compared_with_the_free_memory_befor
         ("zoo:deepseek", speculate("MTP"), " and the drafter's"),
     ):
         plan = BuildPlan(LlmArgs(model=model, speculative_config=spec, **options))
-        engines = build_engines(plan)
+        engines = build_engines(plan, None)
         modules = [each for network in engines.models for each in network.modules()]
         tensors = [each for network in engines.models for each in network.parameters()]
         tables = [n.model.cos_sin for n in engines.models if hasattr(n, "model")]
@@ -217,7 +217,7 @@ def test_the_weights_of_target_and_draft_are_compared_with_the_free_memory_befor
             check_free_memory(plan)
             patch.setattr(memory, "free_bytes", lambda device, size=size: size - 1)
             with pytest.raises(ValueError, match=problem):
-                build_engines(plan)
+                build_engines(plan, None)
 
 
 def test_the_free_memory_of_a_host_is_within_the_limit_of_the_process(

@@ -21,6 +21,7 @@ from tests.lossless.cases import (
 )
 from tests.lossless.fitted_eagle import write_fitted_eagle
 from tests.lossless.oracle import Oracle
+from tests.lossless.other_tokenizer import write_draft_with_another_tokenizer
 from tests.models.helpers import load
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
@@ -29,6 +30,7 @@ from tllm_spec.text.tokenizer import Tokenizer, load_tokenizer
 from tllm_spec.zoo.registry import resolve_model
 
 PROMPT_LEN = 60
+HEAD, HOT, OTHER_TOKENIZER = "head", "hot.pt", "other_tokenizer"  # of `fitted_file`
 STOPPING = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.8, ignore_eos=True, seed=7)
 
 
@@ -97,25 +99,29 @@ def known_texts(
 
 
 @pytest.fixture(scope="session")
-def fitted_files(
+def fitted_file(
     cases: list[Case], plain: list[RequestOutput], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[], tuple[Path, Path]]:
-    """An EAGLE-1/2 head that knows the cases' texts, and a token map of half of the tokens that
-    they have. Made when it is first called."""
+) -> Callable[[str], Path]:
+    """By name an EAGLE-1/2 head that knows the cases' texts, a token map of half of the tokens that
+    they have, and a draft model with another tokenizer. Made when it is first asked for."""
 
     @cache
-    def get() -> tuple[Path, Path]:
+    def get(name: str) -> Path:
+        path = tmp_path_factory.mktemp("fitted") / name
+        if name == OTHER_TOKENIZER:
+            return write_draft_with_another_tokenizer(path)
         texts = [
             case.prompt + output.outputs[0].token_ids
             for case, output in zip(cases, plain, strict=True)
         ]
-        root = tmp_path_factory.mktemp("eagle")
-        target = load(resolve_model("zoo:llama"), max_positions=512)
-        head = write_fitted_eagle(root / "head", target, texts)
+        if name == HEAD:
+            target = load(resolve_model("zoo:llama"), max_positions=512)
+            return write_fitted_eagle(path, target, texts)
+        assert name == HOT
         counts = Counter(token for text in texts for token in text)
         hot = [token for token, _ in counts.most_common(len(counts) // 2)]
-        torch.save(torch.tensor(hot), root / "hot.pt")
-        return head, root / "hot.pt"
+        torch.save(torch.tensor(hot), path)
+        return path
 
     return get
 

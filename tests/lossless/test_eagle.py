@@ -22,11 +22,11 @@ def stats_of(outputs: list[RequestOutput]) -> SpeculativeStats:
     "setting", [pytest.param("chunked_prefill", marks=pytest.mark.slow), "prefix_reuse"]
 )
 def test_chunks_prefix_hits_and_the_path_change_no_draft(
-    fitted_files: Callable[[], tuple[Path, Path]], cases: list[Case], setting: str
+    fitted_file: Callable[[str], Path], cases: list[Case], setting: str
 ) -> None:
     found = []
     for mode, own in (("eagle", "undisturbed"), ("eagle", setting), ("eagle_two_model", setting)):
-        with make_llm(Run(mode, own, 3, 8, True), {}, fitted_files) as llm:
+        with make_llm(Run(mode, own, 3, 8, True), {}, fitted_file) as llm:
             if own == "prefix_reuse":
                 leave_prefixes(llm, cases)
             found.append(stats_of(generate(llm, cases, 8)))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.lossless.cases import OUTPUT_LEN, Case, assert_same, generate
+from tests.lossless.conftest import HEAD, HOT, OTHER_TOKENIZER
 from tests.lossless.drafters import (
     AdversarialDrafter,
     AdversarialTreeDrafter,
@@ -54,11 +55,13 @@ BATCH_SIZES = {
     "preemption_of_3": (3,),
     "preemption_of_8": (8,),
 }
-EAGLE = {"decoding_type": "Eagle"}
+EAGLE = {"decoding_type": "Eagle", "speculative_model": HEAD}
 DRAFT_TARGET = {"decoding_type": "Draft_Target", "speculative_model": DRAFT_MODEL}
 TWO_MODEL = {"eagle3_one_model": False}
-MAP: dict[str, Any] = {"speculative_token_map": ""}  # the fixture's
-# Of EAGLE-1/2 heads and token maps, whose files are the fixture's.
+ONE_MODEL = {"draft_target_one_model": True}
+MAP: dict[str, Any] = {"speculative_token_map": HOT}
+OTHER = DRAFT_TARGET | {"speculative_model": OTHER_TOKENIZER}
+# With a file of `fitted_file`.
 FITTED: dict[str, dict[str, Any]] = {
     "eagle": EAGLE,
     "eagle_two_model": EAGLE | TWO_MODEL,
@@ -69,8 +72,12 @@ FITTED: dict[str, dict[str, Any]] = {
     "eagle_map_tree": EAGLE | MAP | DYNAMIC_TREE,
     "draft_target_map": DRAFT_TARGET | MAP,
     "draft_target_map_tree": DRAFT_TARGET | MAP | DYNAMIC_TREE,
-    "draft_target_one_model_map": DRAFT_TARGET | MAP | {"draft_target_one_model": True},
+    "draft_target_one_model_map": DRAFT_TARGET | MAP | ONE_MODEL,
     "eagle_sa": EAGLE | {"sa_config": {}},
+    "draft_target_other": OTHER,
+    "draft_target_other_tree": OTHER | DYNAMIC_TREE,
+    "draft_target_one_model_other": OTHER | ONE_MODEL,
+    "draft_target_one_model_other_map": OTHER | MAP | ONE_MODEL,
 }
 # Acceptance lengths that every draft length of a mode reaches: there were drafts, and some were
 # right.
@@ -106,6 +113,10 @@ FLOORS = {
     "eagle3_two_model_sa": 1.3,
     "draft_target_one_model_sa": 1.3,
     "eagle_sa": 1.3,
+    "draft_target_other": 1.3,
+    "draft_target_other_tree": 1.5,
+    "draft_target_one_model_other": 1.3,
+    "draft_target_one_model_other_map": 1.2,
 }
 
 
@@ -138,6 +149,9 @@ COMBINED = (
     "draft_target_map",
     "draft_target_one_model_map",
     "eagle_sa",
+    "draft_target_other_tree",
+    "draft_target_one_model_other",
+    "draft_target_one_model_other_map",
 )
 
 
@@ -159,14 +173,14 @@ def covering_runs() -> list[Any]:
 
 
 def make_llm(
-    run: Run, texts: dict[tuple[int, ...], list[int]], files: Callable[[], tuple[Path, Path]]
+    run: Run, texts: dict[tuple[int, ...], list[int]], file_of: Callable[[str], Path]
 ) -> LLM:
     options = SETTINGS[run.setting] | {"max_batch_size": 8}
     options["disable_overlap_scheduler"] = not run.overlap
     if run.mode in MODES:
         options |= engine(run.mode, run.draft_len, overlap=run.overlap)
     elif run.mode in FITTED:
-        options["speculative_config"] = fitted(run, *files())
+        options["speculative_config"] = fitted(run, file_of)
     else:
         kind = AdversarialTreeDrafter if run.mode.endswith("_tree") else AdversarialDrafter
         options["speculative_config"] = {
@@ -187,10 +201,11 @@ def make_llm(
     return LLM("zoo:llama", **options)
 
 
-def fitted(run: Run, head: Path, token_map: Path) -> dict[str, Any]:
-    config = {"speculative_model": str(head)} | FITTED[run.mode]
-    if "speculative_token_map" in config:
-        config["speculative_token_map"] = str(token_map)
+def fitted(run: Run, file_of: Callable[[str], Path]) -> dict[str, Any]:
+    config = {
+        option: str(file_of(value)) if value in (HEAD, HOT, OTHER_TOKENIZER) else value
+        for option, value in FITTED[run.mode].items()
+    }
     if run.mode.endswith("_static"):
         config["eagle_choices"] = static_choices(run.draft_len)
     return config | {"max_draft_len": run.draft_len}
@@ -218,10 +233,10 @@ def test_the_text_is_plain_decodings(
     cases: list[Case],
     plain: list[RequestOutput],
     known_texts: dict[tuple[int, ...], list[int]],
-    fitted_files: Callable[[], tuple[Path, Path]],
+    fitted_file: Callable[[str], Path],
     oracle: Callable[[], Oracle],
 ) -> None:
-    with make_llm(run, known_texts, fitted_files) as llm:
+    with make_llm(run, known_texts, fitted_file) as llm:
         assert llm._executor.parts.max_in_flight == run.overlap
         if run.setting.startswith("prefix_reuse"):
             leave_prefixes(llm, cases)

@@ -16,7 +16,8 @@ from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.linear import OutputLinear
 from tllm_spec.models.module import Placement
-from tllm_spec.models.token_map import read_token_map, reduced_output
+from tllm_spec.models.token_map import DraftTokens, read_token_map, reduced_output
+from tllm_spec.text.vocabulary import SharedTokens
 
 VOCAB_SIZE = 64
 IDS = [40, 7, 63, 0, 12]
@@ -147,11 +148,29 @@ def test_a_limited_model_has_the_logits_of_these_tokens_and_keeps_its_embedding(
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     whole, limited = load(folder), load(folder)
-    limited.keep_tokens(torch.tensor(IDS), Placement(limited.dtype, limited.device, Mapping()))
+    ids = torch.tensor(IDS)
+    limited.keep_tokens(DraftTokens(ids, ids), Placement(limited.dtype, limited.device, Mapping()))
     tokens = [token % VOCAB_SIZE for token in random_tokens(9)]
     logits, expected = (PagedRunner(each).step({0: tokens})[0] for each in (limited, whole))
     torch.testing.assert_close(logits, expected[:, IDS])
     assert limited.num_logits == len(IDS) and whole.num_logits == VOCAB_SIZE
+
+
+SHARED = SharedTokens({0: 5, 1: 3, 2: 3, 4: 0}, {5: 0, 3: 2, 0: 4}, unknown=7)
+
+
+def test_tokens_of_another_tokenizer_have_their_rows_and_all_others_are_read_as_unknown() -> None:
+    tokens = DraftTokens.of_shared(SHARED, 6, None)
+    assert tokens.ids.tolist() == [0, 2, 4] and tokens.rows.tolist() == [5, 3, 0]
+    assert tokens.read_as is not None and tokens.read_as.tolist() == [5, 3, 3, 7, 0, 7]
+    assert tokens.divisible(2).ids.tolist() == [0, 2] and tokens.divisible(2).read_as is not None
+
+
+def test_a_map_keeps_its_order_and_loses_what_the_other_tokenizer_lacks() -> None:
+    tokens = DraftTokens.of_shared(SHARED, 6, torch.tensor([4, 3, 1, 0]))
+    assert tokens.ids.tolist() == [4, 0] and tokens.rows.tolist() == [0, 5]
+    with pytest.raises(ValueError, match="none of the map's tokens"):
+        DraftTokens.of_shared(SHARED, 6, torch.tensor([3, 5]))
 
 
 class Rank(Communicator):

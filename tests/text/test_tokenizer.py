@@ -1,5 +1,4 @@
-"""Incremental detokenization with a byte-level (the zoo's) and a SentencePiece-like tokenizer, and
-comparison of vocabularies."""
+"""Incremental detokenization with a byte-level (the zoo's) and a SentencePiece-like tokenizer."""
 
 import json
 import shutil
@@ -7,7 +6,6 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +19,6 @@ from tllm_spec.text.tokenizer import (
     REPLACEMENT,
     IncrementalDetokenizer,
     Tokenizer,
-    check_same_vocabulary,
     load_tokenizer,
 )
 from tllm_spec.zoo.registry import resolve_model
@@ -287,38 +284,6 @@ def test_special_tokens_are_skipped_unless_asked_for() -> None:
     assert (
         IncrementalDetokenizer(byte_level(), skip_special_tokens=False).feed([1]) == "<|endoftext|>"
     )
-
-
-def test_vocabularies_are_compared_up_to_the_shorter_one() -> None:
-    longer = load_tokenizer("zoo:llama")
-    longer.add_tokens(["<extra>"])
-    check_same_vocabulary(byte_level(), longer)
-    check_same_vocabulary(longer, byte_level())
-
-
-def test_different_vocabularies_are_refused_with_the_first_differences() -> None:
-    with pytest.raises(
-        ValueError, match=r"of 262 ids differ \(id 0 is '<\|begin\|>' in the target and '<s>'"
-    ):
-        check_same_vocabulary(byte_level(), sentencepiece_like())
-
-
-def test_other_names_of_added_tokens_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """Chat models rename tokens that their base model reserves."""
-    draft = Mock(wraps=byte_level(), added_tokens_decoder=byte_level().added_tokens_decoder)
-    vocabulary = dict(byte_level().get_vocab())
-    vocabulary["<|im_end|>"] = vocabulary.pop("<|endoftext|>")
-    draft.get_vocab = lambda: vocabulary
-    check_same_vocabulary(byte_level(), draft)
-    check_same_vocabulary(draft, byte_level())
-    assert "1 of 2048 ids differ (id 1 is '<|endoftext|>' in the target and '<|im_end|>' in" in (
-        caplog.text
-    )
-
-
-def test_a_vocabulary_without_tokens_differs_from_none() -> None:
-    empty = Mock(get_vocab=dict)
-    check_same_vocabulary(byte_level(), empty)
 
 
 @pytest.mark.parametrize(

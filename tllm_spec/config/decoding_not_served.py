@@ -22,7 +22,9 @@ DECODING_NOT_SERVED: Mapping[str, NotServed] = {
     "parallel_drafting": NotServed(
         (None, False), "a draft network makes one draft after the other"
     ),
-    "use_heterogeneous_vocab": NotServed((None, False), "drafts are ids of the target's tokenizer"),
+    "use_heterogeneous_vocab": NotServed(
+        (None, True, False), "another tokenizer of a draft model is always mapped"
+    ),
     "max_batch_size": NotServed(
         (None,), "the batch is bounded by the model's own max_batch_size", ignored=(int,)
     ),

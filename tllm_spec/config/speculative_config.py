@@ -89,10 +89,10 @@ def _check_backend(config: DraftModelDecodingConfig, backend: DraftBackend, one_
 
 
 class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
-    """Drafts from a smaller model with the target's tokenizer."""
+    """Drafts from a smaller model, best with the target's tokenizer."""
 
     decoding_type: Literal["Draft_Target"] = "Draft_Target"
-    """A smaller model with the target's tokenizer."""
+    """A smaller model, best with the target's tokenizer."""
     draft_target_one_model: bool = False
     """True runs the draft model inside the target's forward: a round is one CUDA graph. False runs
     it in its own engine before the forward. Rounds overlap either way. True is the default in newer

@@ -10,7 +10,7 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.linear import OutputLinear
 from tllm_spec.models.module import Module, Placement
 from tllm_spec.models.tied_output import OUTPUT
-from tllm_spec.models.token_map import reduced_output
+from tllm_spec.models.token_map import DraftTokens, reduced_output
 
 
 class CausalLM(Module, ABC):
@@ -21,6 +21,8 @@ class CausalLM(Module, ABC):
     lm_head: OutputLinear
     draft_to_target: torch.Tensor | None = None
     """`[V_draft]` int64: of a draft model, the target's ids of its logits; None: they are equal."""
+    read_as: torch.Tensor | None = None
+    """`[V]` int64: of a draft model, its own ids of the target's; None: they are equal."""
 
     @property
     def num_logits(self) -> int:
@@ -28,10 +30,12 @@ class CausalLM(Module, ABC):
         ids = self.draft_to_target
         return self.config.vocab_size if ids is None else len(ids)
 
-    def keep_tokens(self, ids: torch.Tensor, placement: Placement) -> None:
-        """From now on the logits are those of the tokens `ids` `[V_draft]` only."""
-        self.lm_head = reduced_output(self.lm_head, ids, placement)
-        self.draft_to_target = ids.to(self.device)
+    def keep_tokens(self, tokens: DraftTokens, placement: Placement) -> None:
+        """From now on the logits are those of `tokens` only."""
+        self.lm_head = reduced_output(self.lm_head, tokens.rows, placement)
+        self.draft_to_target = tokens.ids.to(self.device)
+        if tokens.read_as is not None:
+            self.read_as = tokens.read_as.to(self.device)
 
     @property
     def dtype(self) -> torch.dtype:

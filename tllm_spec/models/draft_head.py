@@ -15,7 +15,7 @@ from tllm_spec.models.layers import Embedding
 from tllm_spec.models.linear import Linear, OutputLinear
 from tllm_spec.models.module import Module, Placement
 from tllm_spec.models.registry import LoadFormat
-from tllm_spec.models.token_map import reduced_output
+from tllm_spec.models.token_map import DraftTokens, reduced_output
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,17 @@ class DraftHead(Module, ABC):
         """The head's own output layer, or the target's."""
         return self.borrowed.lm_head if self.lm_head is None else self.lm_head
 
-    def keep_tokens(self, ids: torch.Tensor, placement: Placement) -> None:
-        """From now on only the target's tokens `ids` `[V_draft]` are drafted. Raises ValueError if
-        the head's own tokens are not the target's, or do not divide over the ranks."""
+    def keep_tokens(self, tokens: DraftTokens, placement: Placement) -> None:
+        """From now on only `tokens`, whose rows are the target's ids, are drafted. Raises
+        ValueError if the head's own tokens are not the target's, or do not divide over the
+        ranks."""
         if self.draft_to_target is not None:
             raise ValueError(
                 "speculative_token_map is refused: d2t of the head already says which tokens it "
                 "drafts; accepted: null"
             )
-        self.lm_head = reduced_output(self.output, ids, placement)
-        self.draft_to_target = ids.to(self.device)
+        self.lm_head = reduced_output(self.output, tokens.rows, placement)
+        self.draft_to_target = tokens.ids.to(self.device)
 
     @abstractmethod
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:

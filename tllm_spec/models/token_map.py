@@ -1,10 +1,12 @@
-"""FR-Spec (arXiv 2502.14856): a draft network that computes logits of the target's frequent tokens
-only. A file lists them; the position in the list is the draft's id of a token."""
+"""A draft network that computes logits of some of the target's tokens only: the frequent ones,
+which a file lists (FR-Spec, arXiv 2502.14856), or those that a draft model's other tokenizer has,
+too. The position in the list is the draft's id of a token."""
 
 import json
 import pickle
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,46 @@ from safetensors.torch import load_file
 
 from tllm_spec.models.linear import Linear, OutputLinear
 from tllm_spec.models.module import Placement, specialize_for_cpu
+from tllm_spec.text.vocabulary import SharedTokens
 
 # What the readers raise for files that are not theirs: an unpickler raises whatever it runs into.
 _UNREADABLE = (
     *(OSError, ValueError, RuntimeError, EOFError, LookupError, TypeError, AssertionError),
     *(struct.error, pickle.UnpicklingError, SafetensorError),
 )
+
+
+@dataclass(frozen=True)
+class DraftTokens:
+    """The tokens that a network drafts. ids `[V_draft]` int64: the target's; rows `[V_draft]`: of
+    the network's output layer. read_as `[V]`: the network's ids of all of the target's ids; None:
+    the ids are equal."""
+
+    ids: torch.Tensor
+    rows: torch.Tensor
+    read_as: torch.Tensor | None = None
+
+    @classmethod
+    def of_shared(
+        cls, shared: SharedTokens, vocab_size: int, limit: torch.Tensor | None
+    ) -> "DraftTokens":
+        """For a draft model with another tokenizer. vocab_size: the target's; limit: a token map.
+        Raises ValueError if none of its tokens is shared."""
+        rows, ids = torch.tensor([*shared.target_ids.items()]).T
+        read_as = torch.full((vocab_size,), shared.unknown)
+        read_as[torch.tensor([*shared.draft_ids])] = torch.tensor([*shared.draft_ids.values()])
+        if limit is not None:
+            row_of = torch.full((vocab_size,), -1).index_copy_(0, ids, rows)
+            ids = limit[row_of[limit] >= 0]
+            rows = row_of[ids]
+            if not len(ids):
+                raise ValueError("the draft model's tokenizer has none of the map's tokens")
+        return cls(ids, rows, read_as)
+
+    def divisible(self, num_ranks: int) -> "DraftTokens":
+        """Without the last tokens, so that each rank has as many."""
+        size = len(self.ids) - len(self.ids) % num_ranks
+        return DraftTokens(self.ids[:size], self.rows[:size], self.read_as)
 
 
 def read_token_map(path: Path, vocab_size: int) -> torch.Tensor:

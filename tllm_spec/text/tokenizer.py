@@ -1,5 +1,5 @@
-"""Tokens and text: loads a tokenizer, compares two vocabularies, detokenizes a growing list of
-tokens. Stop strings are in `tllm_spec.text.stop_strings`."""
+"""Tokens and text: loads a tokenizer, detokenizes a growing list of tokens. Stop strings are in
+`tllm_spec.text.stop_strings`, comparing two vocabularies in `tllm_spec.text.vocabulary`."""
 
 from __future__ import annotations
 
@@ -120,41 +120,6 @@ def has_vocabulary(folder: Path) -> bool:
     return is_gguf(folder) or any(next(folder.glob(pattern), None) for pattern in VOCABULARY_FILES)
 
 
-def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raises ValueError, with the first differences, if an id is not the same token in both.
-
-    Ids beyond the shorter vocabulary are not compared: either side may have added or padding
-    tokens. Other names of added tokens, as chat models have, are a warning: the text does not
-    depend on drafts."""
-    target_tokens = {token_id: token for token, token_id in target.get_vocab().items()}
-    draft_tokens = {token_id: token for token, token_id in draft.get_vocab().items()}
-    shared = range(min(max(target_tokens, default=-1), max(draft_tokens, default=-1)) + 1)
-    different = [i for i in shared if target_tokens.get(i) != draft_tokens.get(i)]
-    if not different:
-        return
-    examples = "; ".join(
-        f"id {i} is {target_tokens.get(i)!r} in the target and {draft_tokens.get(i)!r} in the draft"
-        for i in different[:3]
-    )
-    said = f"{len(different)} of {len(shared)} ids differ ({examples})"
-    if _added_ids(target) | _added_ids(draft) >= set(different):
-        logger.warning(
-            "the draft model's tokenizer has other names for added tokens than the target's: %s; "
-            "drafts of these tokens may be rejected more often",
-            said,
-        )
-        return
-    raise ValueError(
-        f"the draft model's tokenizer is not the target's: {said}; use a draft model that was "
-        "trained with the target's tokenizer"
-    )
-
-
-def _added_ids(tokenizer: Tokenizer) -> set[int]:
-    """Ids of special tokens, and of others that were added to the vocabulary."""
-    return set(getattr(tokenizer, "added_tokens_decoder", ()))
-
-
 def decoder_of(
     tokenizer: Tokenizer, *, skip_special_tokens: bool
 ) -> Callable[[Sequence[int]], str]:
@@ -180,12 +145,12 @@ def bytes_of_token(tokenizer: Tokenizer, token_id: int) -> bytes | None:
     name: str = cast(Any, tokenizer).convert_ids_to_tokens(token_id)
     if found := re.fullmatch("<0x([0-9A-F]{2})>", name):
         return bytes.fromhex(found[1])
-    table = _bytes_of_characters()
+    table = byte_of_character()
     return bytes(map(table.__getitem__, name)) if table.keys() >= set(name) else None
 
 
 @cache
-def _bytes_of_characters() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """A byte-level vocabulary writes each byte as a character: its own, or one above 255."""
     from tokenizers.pre_tokenizers import ByteLevel  # heavy
 

@@ -3,11 +3,9 @@
 import logging
 from pathlib import Path
 
-from tllm_spec.executor.speculative.drafting.loaded_draft import (
-    draft_folder,
-    kind_of_head,
-    token_ids,
-)
+import torch
+
+from tllm_spec.executor.speculative.drafting.loaded_draft import draft_folder, kind_of_head
 from tllm_spec.executor.speculative.modes import DraftPlan
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
@@ -15,52 +13,76 @@ from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.head_checkpoint import HeadKind, head_kind
 from tllm_spec.models.mtp import check_nextn
 from tllm_spec.models.nextn_checkpoint import is_exported
-from tllm_spec.text.tokenizer import (
-    Tokenizer,
-    check_same_vocabulary,
-    has_vocabulary,
-    load_tokenizer,
-)
+from tllm_spec.models.token_map import DraftTokens, read_token_map
+from tllm_spec.text.tokenizer import Tokenizer, has_vocabulary, load_tokenizer
+from tllm_spec.text.vocabulary import have_same_ids, shared_tokens
+from tllm_spec.zoo.registry import resolve_file
 
 logger = logging.getLogger(__name__)
 
 _TYPES: dict[HeadKind, str] = {"EAGLE-1/2": "Eagle", "EAGLE-3": "Eagle3"}
 
 
-def check_draft(draft: DraftPlan | None, tokenizer: Tokenizer | None, target: ModelConfig) -> None:
-    """Raises ValueError, naming the option, when the folder has a head instead of a model, a model
-    instead of a head or another kind of head, when a model's tokenizer is not the target's, when
-    there is no MTP module to draft with, and for options that the head or model does not have."""
+def check_draft(
+    draft: DraftPlan | None, tokenizer: Tokenizer | None, target: ModelConfig
+) -> DraftTokens | None:
+    """The tokens that are drafted; None: all, under the target's ids. Raises ValueError, naming the
+    option, when the folder has a head instead of a model, a model instead of a head or another kind
+    of head, when a model's tokenizer has too few of the target's tokens, when there is no MTP
+    module to draft with, and for options that the head or model does not have."""
     if draft is None:
-        return
+        return None
     if draft.num_modules:
         exported = None if draft.path is None else draft_folder(draft)
         check_nextn(target, draft.num_modules, exported)
-        return
+        return None
     folder = draft_folder(draft)
     _check_kind(draft, folder)
     if draft.is_head:
-        reasons = _head_mistakes(draft, folder, target)
-    else:
-        if tokenizer is not None:
-            _check_tokenizer(folder, tokenizer)
-        own = ModelConfig.from_pretrained(folder)
-        reasons = _map_mistakes(draft, min(target.vocab_size, own.vocab_size))
-        if own.delta is not None:
-            reasons.append(
-                f"speculative_config.speculative_model = {draft.path!r} is a {own.architecture}, "
-                "which is served as a target only: a draft model's layers need keys and values"
-            )
-    if reasons:
-        raise ValueError("\n".join(reasons))
+        _check_head(draft, folder, target)
+        ids = _mapped_ids(draft, target.vocab_size)
+        return None if ids is None else DraftTokens(ids, ids)
+    own = ModelConfig.from_pretrained(folder)
+    if own.delta is not None:
+        raise ValueError(
+            f"speculative_config.speculative_model = {draft.path!r} is a {own.architecture}, "
+            "which is served as a target only: a draft model's layers need keys and values"
+        )
+    return _tokens_of_model(draft, folder, tokenizer, target.vocab_size, own.vocab_size)
 
 
-def _check_tokenizer(folder: Path, target: Tokenizer) -> None:
+def _tokens_of_model(
+    draft: DraftPlan, folder: Path, tokenizer: Tokenizer | None, vocab_size: int, own_size: int
+) -> DraftTokens | None:
+    other = None if tokenizer is None else _tokenizer_of(folder)
+    if tokenizer is None or other is None or have_same_ids(tokenizer, other):
+        ids = _mapped_ids(draft, min(vocab_size, own_size))
+        return None if ids is None else DraftTokens(ids, ids)
+    if draft.backend != "torch":
+        raise ValueError(
+            f"speculative_config.draft_backend = {draft.backend!r} is refused: the draft model's "
+            "tokenizer is not the target's, and its network has no token map; accepted: 'torch'"
+        )
+    ids = _mapped_ids(draft, vocab_size)
+    try:
+        shared = shared_tokens(tokenizer, other, vocab_size, own_size)
+        tokens = DraftTokens.of_shared(shared, vocab_size, ids)
+    except ValueError as error:
+        raise ValueError(f"speculative_config.speculative_model: {error}") from None
+    logger.warning(
+        "the draft model's tokenizer is not the target's: %d tokens that both have are drafted, "
+        "and tokens that it lacks are read as its id %d",
+        *(len(tokens.ids), shared.unknown),
+    )
+    return tokens
+
+
+def _tokenizer_of(folder: Path) -> Tokenizer | None:
     if not has_vocabulary(folder):
         logger.warning("%s has no tokenizer; its token ids are taken to be the target's", folder)
-        return
+        return None
     try:
-        check_same_vocabulary(target, load_tokenizer(str(folder)))
+        return load_tokenizer(str(folder))
     except ValueError as error:
         raise ValueError(f"speculative_config.speculative_model: {error}") from None
 
@@ -92,28 +114,28 @@ def _check_kind(draft: DraftPlan, folder: Path) -> None:
         )
 
 
-def _head_mistakes(draft: DraftPlan, folder: Path, target: ModelConfig) -> list[str]:
+def _check_head(draft: DraftPlan, folder: Path, target: ModelConfig) -> None:
     if kind_of_head(draft, folder) == "EAGLE-3":
         size = Eagle3Config.from_pretrained(folder).output_size if draft.token_map else None
-        if size in (None, target.vocab_size):
-            return _map_mistakes(draft, target.vocab_size)
-        return [
-            f"speculative_config.speculative_token_map = {draft.token_map!r} is refused: the "
-            f"EAGLE-3 head has a vocabulary of its own, {size} tokens that its d2t maps to the "
-            "target's; accepted: null"
-        ]
-    found = _map_mistakes(draft, target.vocab_size)
-    if draft.capture_layers is not None:
-        found.append(
+        if size not in (None, target.vocab_size):
+            raise ValueError(
+                f"speculative_config.speculative_token_map = {draft.token_map!r} is refused: the "
+                f"EAGLE-3 head has a vocabulary of its own, {size} tokens that its d2t maps to the "
+                "target's; accepted: null"
+            )
+    elif draft.capture_layers is not None:
+        raise ValueError(
             f"eagle3_layers_to_capture = {list(draft.capture_layers)} is refused: an EAGLE-1/2 "
             "head reads the target's last hidden state only; accepted: null"
         )
-    return found
 
 
-def _map_mistakes(draft: DraftPlan, vocab_size: int) -> list[str]:
+def _mapped_ids(draft: DraftPlan, vocab_size: int) -> torch.Tensor | None:
+    """`[V_draft]`: the ids of the mode's token map, below `vocab_size`; None: it has none. Raises
+    ValueError with the option's name for a file that is no token map."""
+    if draft.token_map is None:
+        return None
     try:
-        token_ids(draft, vocab_size)
+        return read_token_map(resolve_file(draft.token_map), vocab_size)
     except ValueError as error:
-        return [str(error)]
-    return []
+        raise ValueError(f"speculative_config.speculative_token_map: {error}") from None

@@ -154,17 +154,18 @@ class NextnNet(HiddenStatesNet):
 
 
 class CausalNet(DraftNet):
-    """A small causal model. `input_vocab_size` is the target's: ids outside the model's own
-    vocabulary are read as its last id."""
+    """A small causal model. `input_vocab_size` is the target's. With another tokenizer the model's
+    `read_as` says as what ids are read; else ids outside its vocabulary are read as its last id."""
 
     lookahead = 0
     reads_tokens_only = True
+    _read_as: torch.Tensor | None = None
 
     def __init__(self, model: CausalLM, input_vocab_size: int) -> None:
         self._model = model
         self.has_one_layer = model.config.num_layers == 1
         self.vocab_size = model.num_logits
-        self.token_map = model.draft_to_target
+        self.token_map, self._read_as = model.draft_to_target, model.read_as
         self.shard = model.lm_head.shard
         self._last_token_id = model.config.vocab_size - 1
         self._clamps = input_vocab_size > model.config.vocab_size
@@ -178,6 +179,8 @@ class CausalNet(DraftNet):
 
     def known(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The ids as the model reads them."""
+        if self._read_as is not None:
+            return self._read_as[token_ids]
         return token_ids.clamp_max(self._last_token_id) if self._clamps else token_ids
 
     def forward(

@@ -31,8 +31,8 @@ from tllm_spec.models.mtp import NextnModules, load_nextn
 from tllm_spec.models.nextn_checkpoint import exported_config
 from tllm_spec.models.registry import LoadFormat, blank_placement
 from tllm_spec.models.tied_output import OUTPUT
-from tllm_spec.models.token_map import read_token_map
-from tllm_spec.zoo.registry import resolve_file, resolve_model
+from tllm_spec.models.token_map import DraftTokens
+from tllm_spec.zoo.registry import resolve_model
 
 
 @dataclass(frozen=True)
@@ -104,37 +104,30 @@ def kind_of_head(plan: DraftPlan, folder: Path) -> HeadKind:
     return head_kind(folder) or plan.head_kinds[0]
 
 
-def token_ids(plan: DraftPlan, vocab_size: int) -> torch.Tensor | None:
-    """`[V_draft]`: the ids that the mode is limited to; None: all below `vocab_size`. Raises
-    ValueError with the option's name for a file that is no token map."""
-    if plan.token_map is None:
-        return None
-    try:
-        return read_token_map(resolve_file(plan.token_map), vocab_size)
-    except ValueError as error:
-        raise ValueError(f"speculative_config.speculative_token_map: {error}") from None
-
-
 def keep_tokens(
-    plan: DraftPlan, net: CausalLM | DraftHead, vocab_size: int, communicator: Communicator
+    net: CausalLM | DraftHead, tokens: DraftTokens | None, communicator: Communicator
 ) -> None:
-    """Limits what `net` drafts to the mode's token map, if it has one."""
-    ids = token_ids(plan, vocab_size)
-    if ids is not None:
+    """Limits what `net` drafts to `tokens`; None: no limit."""
+    if tokens is not None:
         mapping = communicator.mapping
-        net.keep_tokens(ids, Placement(net.dtype, net.device, mapping, communicator=communicator))
+        if tokens.read_as is not None:
+            tokens = tokens.divisible(mapping.tp_size)
+        net.keep_tokens(
+            tokens, Placement(net.dtype, net.device, mapping, communicator=communicator)
+        )
 
 
 def load_head(
     plan: DraftPlan,
     target: CausalLM,
+    tokens: DraftTokens | None,
     *,
     max_positions: int,
     max_num_tokens: int,
     communicator: Communicator = SINGLE,
 ) -> LoadedDraft:
-    """Load an EAGLE head. Raises ValueError if the head does not fit the target, or if the target
-    lacks the layers to capture."""
+    """Load an EAGLE head. tokens: that it drafts; None: all. Raises ValueError if the head does not
+    fit the target, or if the target lacks the layers to capture."""
     folder, config = draft_folder(plan), target.config
     source = HeadSource(folder, target, plan.load_format, max_positions, communicator)
     head: DraftHead
@@ -144,7 +137,7 @@ def load_head(
     else:
         layers = (config.num_layers,)  # the final norm
         head = load_eagle_head(source)
-    keep_tokens(plan, head, config.vocab_size, communicator)
+    keep_tokens(head, tokens, communicator)
     spec = SpecMetadata(layers, config.hidden_size, max_num_tokens, target.dtype, target.device)
     return LoadedDraft(plan, head, spec)
 

@@ -1,0 +1,126 @@
+"""Compares the vocabularies of two tokenizers: whether an id is the same token in both, and which
+tokens both have, as bytes."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tllm_spec.text.tokenizer import Tokenizer, byte_of_character
+
+logger = logging.getLogger(__name__)
+
+MIN_SHARE = 0.5
+# How the two kinds of vocabularies write a space.
+BYTE_LEVEL_SPACE, SENTENCEPIECE_SPACE = "Ġ", "▁"
+ROLES = ("bos", "eos")
+
+Key = bytes | str | tuple[str]
+"""Bytes that a token writes, the name of an added token, or a special token's role."""
+
+
+@dataclass(frozen=True)
+class SharedTokens:
+    """draft_ids: by the target's id, the draft's id of the same token. target_ids: the reverse,
+    without two draft ids for a target's id or the reverse; special tokens come first, the others
+    in the order of the target's ids. unknown: the draft's id that all other tokens are read as."""
+
+    draft_ids: dict[int, int]
+    target_ids: dict[int, int]
+    unknown: int
+
+
+def have_same_ids(target: Tokenizer, draft: Tokenizer) -> bool:
+    """Whether an id is the same token in both.
+
+    Ids beyond the shorter vocabulary are not compared: either side may have added or padding
+    tokens. Other names of added tokens, as chat models have, are a warning: the text does not
+    depend on drafts."""
+    target_tokens = {token_id: token for token, token_id in target.get_vocab().items()}
+    draft_tokens = {token_id: token for token, token_id in draft.get_vocab().items()}
+    shared = range(min(max(target_tokens, default=-1), max(draft_tokens, default=-1)) + 1)
+    different = [i for i in shared if target_tokens.get(i) != draft_tokens.get(i)]
+    if not different:
+        return True
+    if not _added(target).keys() | _added(draft).keys() >= set(different):
+        return False
+    examples = "; ".join(
+        f"id {i} is {target_tokens.get(i)!r} in the target and {draft_tokens.get(i)!r} in the draft"
+        for i in different[:3]
+    )
+    logger.warning(
+        "the draft model's tokenizer has other names for added tokens than the target's: "
+        "%d of %d ids differ (%s); drafts of these tokens may be rejected more often",
+        *(len(different), len(shared), examples),
+    )
+    return True
+
+
+def shared_tokens(
+    target: Tokenizer, draft: Tokenizer, target_size: int, draft_size: int
+) -> SharedTokens:
+    """The tokens of both that write the same bytes, and special tokens of the same name or role.
+    The sizes are those of the models' vocabularies; ids above are left out. Raises ValueError if
+    they are less than MIN_SHARE of the smaller vocabulary."""
+    ours, theirs = _keys(target, target_size), dict(_keys(draft, draft_size))
+    draft_ids = {own: theirs[key] for key, own in ours if key in theirs}
+    target_ids = {other: own for own, other in draft_ids.items()}
+    smaller = min(len({own for _, own in ours}), len(set(theirs.values())))
+    share = len(target_ids) / max(smaller, 1)
+    if share < MIN_SHARE:
+        raise ValueError(
+            f"the draft model's tokenizer shares {len(target_ids)} tokens with the target's, "
+            f"{share:.1%} of the smaller vocabulary, which has {smaller}; at least "
+            f"{MIN_SHARE:.0%} are needed"
+        )
+    unknown = getattr(draft, "unk_token_id", None)
+    if unknown is None or unknown >= draft_size:
+        unknown = theirs.get(b" ", 0)
+    return SharedTokens(draft_ids, target_ids, unknown)
+
+
+def _keys(tokenizer: Tokenizer, size: int) -> list[tuple[Key, int]]:
+    """What a token may be found by, and its id below `size`. Of equal keys the last one is the
+    token that texts have: a byte token such as `<0x41>` comes before the letter."""
+    added = _added(tokenizer)
+    names = sorted((i, name) for name, i in tokenizer.get_vocab().items() if i < size)
+    own = {name for i, name in names if i not in added}
+    is_byte_level = BYTE_LEVEL_SPACE in own and SENTENCEPIECE_SPACE not in own
+    roles = ((role, getattr(tokenizer, f"{role}_token_id", None)) for role in ROLES)
+    found: list[tuple[Key, int]] = [((role,), i) for role, i in roles if i is not None and i < size]
+    found += [(name, i) for i, name in names if i in added]
+    texts = [(i, name) for i, name in names if not (i in added and added[i].special)]
+    if is_byte_level:
+        return [*found, *_byte_level_keys(texts, added)]
+    return [*found, *_sentencepiece_keys(texts)]
+
+
+def _byte_level_keys(
+    names: Iterable[tuple[int, str]], added: dict[int, Any]
+) -> Iterable[tuple[Key, int]]:
+    table = byte_of_character()
+    for i, name in names:
+        if i not in added and table.keys() >= set(name):
+            yield bytes(map(table.__getitem__, name)), i
+        else:
+            yield _utf8(name), i
+
+
+def _sentencepiece_keys(names: list[tuple[int, str]]) -> Iterable[tuple[Key, int]]:
+    bytes_of = {i: re.fullmatch("<0x([0-9A-F]{2})>", name) for i, name in names}
+    yield from ((bytes.fromhex(found[1]), i) for i, found in bytes_of.items() if found)
+    for i, name in names:
+        if not bytes_of[i]:
+            yield _utf8(name.replace(SENTENCEPIECE_SPACE, " ")), i
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
+
+
+def _added(tokenizer: Tokenizer) -> dict[int, Any]:
+    """By id the special tokens, and others that were added to the vocabulary."""
+    return getattr(tokenizer, "added_tokens_decoder", {})
