@@ -288,6 +288,7 @@ FAMILIES: dict[str, Case] = {
         "deepseek-v2": ["ngram"],
         "deepseek-v3-strong": ["ngram"],
         "deepseek-v3": list(DRAFTERS),
+        "qwen3.5": ["mtp-two-model"],
         "qwen3-next": ["ngram", "mtp-two-model", "mtp-tree", "eagle3"],
         "zoo:deepseek": ["mtp"],
     }.items()

@@ -97,6 +97,7 @@ SAVERS = {
     "gemma3": save_gemma3,
     "phi3": save_phi3,
     "qwen3-next": save_qwen3_next,
+    "qwen3.5": lambda folder: save_qwen3_next(folder, family="Qwen3_5Moe"),
     "deepseek-v2": lambda folder: save_deepseek(folder, "DeepseekV2", **V2),
     "deepseek-v3-strong": lambda folder: save_deepseek(folder, "DeepseekV3"),
     "deepseek-v3": lambda folder: save_predictable(folder, num_modules=2),

@@ -45,8 +45,7 @@ from tllm_spec.models.moe_config import MOE_DEFAULTS, moe_config, sparse_layers
 from tllm_spec.models.moe_shape import MoEConfig
 from tllm_spec.models.phi3_config import PHI3, PHI3_DEFAULTS, flat_phi3
 from tllm_spec.models.qwen3_next_config import (
-    QWEN3_NEXT,
-    QWEN3_NEXT_DEFAULTS,
+    DELTA_DEFAULTS,
     DeltaConfig,
     delta_config,
     flat_qwen3_next,
@@ -60,50 +59,54 @@ _COMMON = {
     "tie_word_embeddings": False,
     "rope_theta": 10000.0,
 }
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": _COMMON | {"eos_token_id": 2, "max_position_embeddings": 2048},
-    "MistralForCausalLM": _COMMON
-    | {
-        "eos_token_id": 2,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-    },
-    "Qwen2ForCausalLM": _COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32},
-    "Qwen3ForCausalLM": _COMMON
-    | {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
-    "MixtralForCausalLM": _COMMON
-    | {
-        "eos_token_id": 2,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
+_DEFAULTS: dict[str, dict[str, Any]] = (
+    {
+        "LlamaForCausalLM": _COMMON | {"eos_token_id": 2, "max_position_embeddings": 2048},
+        "MistralForCausalLM": _COMMON
+        | {
+            "eos_token_id": 2,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
+        "Qwen2ForCausalLM": _COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+        "Qwen3ForCausalLM": _COMMON
+        | {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+        "MixtralForCausalLM": _COMMON
+        | {
+            "eos_token_id": 2,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        }
+        | MOE_DEFAULTS["MixtralForCausalLM"],
+        "Qwen2MoeForCausalLM": _COMMON
+        | {"max_position_embeddings": 32768, "num_key_value_heads": 16, "intermediate_size": 5632}
+        | MOE_DEFAULTS["Qwen2MoeForCausalLM"],
+        "Qwen3MoeForCausalLM": _COMMON
+        | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "intermediate_size": 6144}
+        | MOE_DEFAULTS["Qwen3MoeForCausalLM"],
+        "Llama4ForCausalLM": _COMMON | LLAMA4_DEFAULTS,
+        "Llama4ForConditionalGeneration": _COMMON | LLAMA4_DEFAULTS,
+        **dict.fromkeys(GEMMA3, GEMMA3_DEFAULTS),
+        PHI3: PHI3_DEFAULTS,
     }
-    | MOE_DEFAULTS["MixtralForCausalLM"],
-    "Qwen2MoeForCausalLM": _COMMON
-    | {"max_position_embeddings": 32768, "num_key_value_heads": 16, "intermediate_size": 5632}
-    | MOE_DEFAULTS["Qwen2MoeForCausalLM"],
-    "Qwen3MoeForCausalLM": _COMMON
-    | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "intermediate_size": 6144}
-    | MOE_DEFAULTS["Qwen3MoeForCausalLM"],
-    "Llama4ForCausalLM": _COMMON | LLAMA4_DEFAULTS,
-    "Llama4ForConditionalGeneration": _COMMON | LLAMA4_DEFAULTS,
-    **dict.fromkeys(GEMMA3, GEMMA3_DEFAULTS),
-    PHI3: PHI3_DEFAULTS,
-    QWEN3_NEXT: QWEN3_NEXT_DEFAULTS,
-} | DEEPSEEK_DEFAULTS
+    | DEEPSEEK_DEFAULTS
+    | DELTA_DEFAULTS
+)
 _LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 # What brings a file into the keys of the other architectures.
 _FLAT: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     **dict.fromkeys(_LLAMA4, flat_llama4),
     **dict.fromkeys(GEMMA3, flat_gemma3),
     PHI3: flat_phi3,
-    QWEN3_NEXT: flat_qwen3_next,
+    **dict.fromkeys(DELTA_DEFAULTS, flat_qwen3_next),
 }
+_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *DELTA_DEFAULTS, *GEMMA3)
 _NO_BIAS = ("MistralForCausalLM", "MixtralForCausalLM", PHI3)
 _O_BIAS = (
-    *("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3_NEXT),
+    *("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *DELTA_DEFAULTS),
     *_LLAMA4,
     *GEMMA3,
 )
@@ -196,7 +199,7 @@ class ModelConfig:
             head_dim=head_dim_of(raw),
             rms_norm_eps=float(raw["rms_norm_eps"]),
             rope=rope_config(
-                raw, is_phi3=architecture == PHI3, may_be_partial=architecture == QWEN3_NEXT
+                raw, is_phi3=architecture == PHI3, may_be_partial=architecture in DELTA_DEFAULTS
             ),
             max_position_embeddings=int(raw["max_position_embeddings"]),
             sliding_window=raw["sliding_window"] if sliding else None,
@@ -205,7 +208,8 @@ class ModelConfig:
             qkv_bias=_qkv_bias(raw, architecture),
             o_bias=bias and architecture in _O_BIAS,
             mlp_bias=bool(raw.get("mlp_bias")) and architecture == "LlamaForCausalLM",
-            qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3_NEXT, *GEMMA3)
+            qk_norm=architecture
+            in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *DELTA_DEFAULTS, *GEMMA3)
             or (architecture in _LLAMA4 and bool(raw["use_qk_norm"])),
             hidden_act=raw["hidden_act"],
             dtype=dtype_of(raw),
@@ -217,9 +221,9 @@ class ModelConfig:
             if is_deepseek
             else sparse_layers(architecture, raw),
             mla=mla_config(architecture, raw),
-            delta=delta_config(raw) if architecture == QWEN3_NEXT else None,
+            delta=delta_config(raw) if architecture in DELTA_DEFAULTS else None,
             num_nextn_layers=num_nextn_layers(raw)
-            if is_deepseek or architecture == QWEN3_NEXT
+            if is_deepseek or architecture in DELTA_DEFAULTS
             else 0,
             **_weight_formats(None, raw),
         )
@@ -324,7 +328,7 @@ def _weight_formats(path: Path | None, raw: dict[str, Any]) -> dict[str, Any]:
     int4 = int4_format(path, raw)
     fp8 = None if int4 is not None else fp8_format(path, raw)
     name = raw["architectures"][0]
-    if name in ("Gemma3ForConditionalGeneration", QWEN3_NEXT) and (int4 or fp8):
+    if name in ("Gemma3ForConditionalGeneration", *DELTA_DEFAULTS) and (int4 or fp8):
         raise ValueError(
             f"{name} has quantised weights; it is served with weights of 16 or 32 bits."
         )

@@ -4,6 +4,7 @@ from typing import Any
 
 from tllm_spec.models.config_file import required
 from tllm_spec.models.moe_shape import MoEConfig
+from tllm_spec.models.qwen3_next_config import DELTA_WITH_EXPERTS
 
 # The defaults of each architecture's configuration class in transformers.
 MOE_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -20,7 +21,7 @@ MOE_DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768,
     },
     # `flat_qwen3_next` fills in what is missing.
-    "Qwen3NextForCausalLM": {},
+    **{name: {} for name in DELTA_WITH_EXPERTS},
     # `flat_llama4` fills in what is missing.
     "Llama4ForCausalLM": {},
     "Llama4ForConditionalGeneration": {},
@@ -38,7 +39,7 @@ def moe_config(architecture: str, raw: dict[str, Any]) -> MoEConfig | None:
     is_mixtral = architecture == "MixtralForCausalLM"
     size = raw["intermediate_size" if is_mixtral else "moe_intermediate_size"]
     is_llama4 = architecture.startswith("Llama4")
-    has_gate = architecture in ("Qwen2MoeForCausalLM", "Qwen3NextForCausalLM")
+    has_gate = architecture in ("Qwen2MoeForCausalLM", *DELTA_WITH_EXPERTS)
     has_shared = is_llama4 or has_gate
     config = MoEConfig(
         hidden_size=int(raw["hidden_size"]),
