@@ -40,6 +40,10 @@ def check_draft_backend(plan: BuildPlan) -> None:
         kind = kind_of_head(draft, folder)
         if kind == "EAGLE-3":
             config = Eagle3Config.from_pretrained(folder)
+            if config.mask_token is not None:
+                reasons.append(
+                    "its network makes one draft after the other, and a P-EAGLE head all at once"
+                )
         else:
             reasons.append(f"its network is an EAGLE-3 head, and the head is {kind}")
     else:

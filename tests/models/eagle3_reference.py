@@ -72,6 +72,13 @@ class Eagle3Reference:
         normed = self.norm("norm", hidden)
         return F.linear(normed, self.output), normed if self.config["norm_output"] else hidden
 
+    def block(self, tokens: list[int], hidden: torch.Tensor, num_drafts: int) -> torch.Tensor:
+        """The logits of all drafts of a P-EAGLE head, `[K, V_draft]`, after a text."""
+        num_masks = num_drafts - 1
+        mask = self.fuse(self.tensors["mask_hidden"].flatten(0, 1))
+        masked = [*tokens, *[self.config["mask_token_id"]] * num_masks]
+        return self.forward(masked, torch.cat((hidden, *[mask] * num_masks)))[0][-num_drafts:]
+
     def attention(self, name: str, x: torch.Tensor) -> torch.Tensor:
         size, kv_heads = self.config["head_dim"], self.config["num_key_value_heads"]
         q, k, v = (self.linear(f"{name}.{kind}_proj", x).view(len(x), -1, size) for kind in "qkv")

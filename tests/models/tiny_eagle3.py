@@ -34,6 +34,7 @@ def write_tiny_eagle3(
     model_type: Literal["llama", "qwen3"] = "llama",
     speculators: bool = False,
     own_modules: bool = False,
+    mask_token: int | None = None,
     file: Literal["model.safetensors", "pytorch_model.bin"] = "model.safetensors",
     **config: Any,
 ) -> Path:
@@ -42,7 +43,8 @@ def write_tiny_eagle3(
 
     `speculators`: config.json in the speculators format, otherwise flat. `config`: `FLAGS`, and
     further keys of its top level. Like published heads it has `t2d`. `own_modules`: with an
-    embedding that is not the target's, and with an output layer even where `config` ties it."""
+    embedding that is not the target's, and with an output layer even where `config` ties it.
+    `mask_token`: of a P-EAGLE head."""
     sizes = {
         "hidden_size": hidden_size,
         "vocab_size": vocab_size,
@@ -69,6 +71,10 @@ def write_tiny_eagle3(
     for name in () if own_modules else ("embed_tokens.weight", "lm_head.weight")[: 1 + is_tied]:
         tensors.pop(name, None)
     tensors |= _vocabulary(vocab_size, draft_vocab_size, generator)
+    if mask_token is not None:
+        shape = 1, 1, num_captured * hidden_size
+        tensors["mask_hidden"] = torch.randn(shape, generator=generator)
+        config |= _PARALLEL[speculators] | {"mask_token_id": mask_token}
     folder.mkdir(parents=True, exist_ok=True)
     save(folder / file, {_spelt(name, spelling): tensor for name, tensor in tensors.items()})
     flat = layer | sizes | flags | _FLAT | config
@@ -81,6 +87,13 @@ _FLAT = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
+}
+
+
+# By whether config.json is in the speculators format.
+_PARALLEL: dict[bool, dict[str, Any]] = {
+    False: {"architectures": ["PeagleLlamaForCausalLM"], "parallel_drafting": True},
+    True: {"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle"},
 }
 
 

@@ -43,6 +43,15 @@ class HeadSource:
 
 
 @dataclass(frozen=True)
+class Masks:
+    """What rows read that draft all tokens of a round at once. `state` `[1, H]`: instead of what a
+    head reads from the target; None: the network reads tokens only."""
+
+    token_id: int
+    state: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class BorrowedModules:
     """The target's modules. They are not submodules of the head: its checkpoint does not fill them,
     and its parameters do not include them."""
@@ -83,6 +92,8 @@ class DraftHead(Module, ABC):
     """None: the target's."""
     draft_to_target: torch.Tensor | None
     """`[V_draft]` int64: the target's id of each of the head's tokens; None: the ids are equal."""
+    masks: "Masks | None" = None
+    """How the head drafts all tokens at once; None: it drafts one after the other."""
 
     @property
     def dtype(self) -> torch.dtype:

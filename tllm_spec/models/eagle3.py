@@ -1,5 +1,7 @@
 """The EAGLE-3 draft head (arXiv 2503.01840): a decoder of one or a few layers that reads a token
-and a hidden state, with the norms of EAGLE-3.1 (arXiv 2605.09992) and of speculators' heads.
+and a hidden state, with the norms of EAGLE-3.1 (arXiv 2605.09992) and of speculators' heads. A
+P-EAGLE head reads a mask token and `mask_hidden` where it has neither, so that it drafts all tokens
+in one forward.
 
 The state comes from the target (`fuse`) or from the head's own previous step. The embedding is the
 target's, and without a draft vocabulary the output layer too, unless the checkpoint has others.
@@ -16,7 +18,7 @@ from tllm_spec.kernels.draft_input import DraftInput, DraftInputNorms, draft_inp
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.draft_head import BorrowedModules, DraftHead, HeadSource
+from tllm_spec.models.draft_head import BorrowedModules, DraftHead, HeadSource, Masks
 from tllm_spec.models.eagle3_checkpoint import check_sizes, eagle3_tensors, target_ids
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.head_copies import EMBEDDING, drop_copies
@@ -131,6 +133,8 @@ class Eagle3Head(DraftHead):
         self._add_own(owns, placement)
         self.cos_sin = cos_sin_table(config.rope, config.head_dim, max_positions, placement)
         self.draft_to_target = None
+        if config.mask_token is not None:
+            self.mask_hidden = placement.parameter(1, 1, fused_size)
 
     def _add_own(self, owns: Collection[str], placement: Placement) -> None:
         config = self.config
@@ -152,6 +156,11 @@ class Eagle3Head(DraftHead):
         states = captured.chunk(self.num_captured, -1)
         normed = [norm.forward(state) for norm, state in zip(self.fc_norm, states, strict=True)]
         return self.fc.forward(torch.cat(normed, -1))
+
+    def derive_masks(self) -> None:
+        """Called when the weights are there."""
+        if (token := self.config.mask_token) is not None:
+            self.masks = Masks(token, self.fuse(self.mask_hidden.flatten(0, 1)))
 
     def leave_fuse(self) -> None:
         """Frees all weights but those of `fuse`, after which nothing else can be called."""
@@ -211,6 +220,7 @@ def load_eagle3_head(source: HeadSource, num_captured: int) -> Eagle3Head:
             "that some spell midlayer)",
         )
     specialize_for_cpu(head, placement)
+    head.derive_masks()
     return head
 
 

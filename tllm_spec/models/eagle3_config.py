@@ -33,6 +33,9 @@ class Eagle3Config(ModelConfig):
     """The next step reads the hidden state after the final norm instead of before it."""
     bias: bool
     """Whether `fc` has one."""
+    mask_token: int | None
+    """P-EAGLE: the token that stands for drafts in the rows that draft all tokens at once; None:
+    the head drafts one token after the other."""
 
     @property
     def output_size(self) -> int:
@@ -68,6 +71,7 @@ class Eagle3Config(ModelConfig):
             norm_before_residual=bool(flat.get("norm_before_residual")),
             norm_output=bool(flat.get("norm_output")),
             bias=bool(flat.get("bias")),
+            mask_token=flat["mask_token"],
         )
         _check(config)
         return config
@@ -98,6 +102,11 @@ class Eagle3Config(ModelConfig):
                     f"{trained} ({key} of its config.json). Set eagle3_layers_to_capture to "
                     f"{trained} layers."
                 )
+        if self.mask_token is not None and not 0 <= self.mask_token < target.vocab_size:
+            raise ValueError(
+                f"the mask token of the P-EAGLE head is {self.mask_token}; it must be a token of "
+                f"the target, 0 to {target.vocab_size - 1}."
+            )
         return replace(self, vocab_size=target.vocab_size)
 
 

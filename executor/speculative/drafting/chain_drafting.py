@@ -1,5 +1,5 @@
-"""Drafts chains with a draft network on the target's pages: one forward of the network for each
-draft after the first."""
+"""Drafts chains with a draft network: one forward of the network for each draft after the first, or
+all drafts from the states of one forward."""
 
 import torch
 
@@ -42,13 +42,28 @@ class ChainDrafting:
                 first = positions[step - net.lookahead]
                 window = Windows(group.slots, first, drafts[-1].unsqueeze(1), bound + step)
                 state = self._layers.forward([], window, state, step=step)
-            logits = net.compute_logits(state)
-            tokens, probs = self._sampling.choose(group, step, logits, positions[1])
-            drafts.append(tokens)
-            if probs is not None:
-                assert self._probs is not None
-                self._probs[group.slots, step] = probs
+            drafts.append(self._choose(group, step, net.compute_logits(state), positions[1]))
         return DraftChains(torch.stack(drafts, dim=1))
+
+    def draft_block(
+        self, group: RowGroup, kv_lens: torch.Tensor, states: torch.Tensor
+    ) -> DraftChains:
+        """states `[K * N, H]`: those of all first drafts, then those of all second ones, and so
+        on. Otherwise as `draft`."""
+        logits, first = self._layers.net.compute_logits(states), kv_lens + 1
+        steps = enumerate(logits.split(len(group.slots)))
+        return DraftChains(
+            torch.stack([self._choose(group, step, each, first) for step, each in steps], dim=1)
+        )
+
+    def _choose(
+        self, group: RowGroup, step: int, logits: torch.Tensor, first: torch.Tensor
+    ) -> torch.Tensor:
+        tokens, probs = self._sampling.choose(group, step, logits, first)
+        if probs is not None:
+            assert self._probs is not None
+            self._probs[group.slots, step] = probs
+        return tokens
 
     def probs(self, group: RowGroup) -> torch.Tensor | None:
         """As `RoundEnd.draft_probs`."""

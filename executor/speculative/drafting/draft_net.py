@@ -13,7 +13,7 @@ from tllm_spec.distributed.vocab_shard import VocabShard
 from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.draft_head import DraftHead
+from tllm_spec.models.draft_head import DraftHead, Masks
 from tllm_spec.models.mtp import NextnModules
 
 
@@ -25,7 +25,8 @@ class DraftNet(ABC):
     `reads_tokens_only`: what it has missed can be read later, from tokens. `has_one_layer`: rows
     that are not wanted need no attention. `vocab_size` is that of the logits; `token_map`
     `[vocab_size]` has the target's ids of a reduced vocabulary. `shard`: this rank's columns of the
-    logits; None: all."""
+    logits; None: all. `masks`: it drafts all tokens at once, from rows that read them; None: one
+    after the other."""
 
     lookahead: int
     reads_tokens_only: bool
@@ -33,6 +34,7 @@ class DraftNet(ABC):
     vocab_size: int
     token_map: torch.Tensor | None = None
     shard: VocabShard | None = None
+    masks: Masks | None = None
 
     @abstractmethod
     def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
@@ -97,6 +99,7 @@ class HeadNet(HiddenStatesNet):
         self.vocab_size = head.num_logits
         self.token_map = head.draft_to_target
         self.shard = head.output.shard
+        self.masks = head.masks
 
     def state_of(self, rows: torch.Tensor) -> torch.Tensor | None:
         return self.head.fuse(gather_rows(self._spec.buffer, rows))
@@ -155,13 +158,16 @@ class NextnNet(HiddenStatesNet):
 
 class CausalNet(DraftNet):
     """A small causal model. `input_vocab_size` is the target's: ids outside the model's own
-    vocabulary are read as its last id."""
+    vocabulary are read as its last id. mask_token: of a model that drafts all tokens at once."""
 
     lookahead = 0
     reads_tokens_only = True
 
-    def __init__(self, model: CausalLM, input_vocab_size: int) -> None:
+    def __init__(
+        self, model: CausalLM, input_vocab_size: int, mask_token: int | None = None
+    ) -> None:
         self._model = model
+        self.masks = None if mask_token is None else Masks(mask_token)
         self.has_one_layer = model.config.num_layers == 1
         self.vocab_size = model.num_logits
         self.token_map = model.draft_to_target
