@@ -51,7 +51,7 @@ class ChainDrafting:
         """states `[K * N, H]`: those of all first drafts, then those of all second ones, and so
         on. Otherwise as `draft`."""
         logits, first = self._layers.net.compute_logits(states), kv_lens + 1
-        steps = enumerate(logits.split(len(group.slots)))
+        steps = enumerate(torch.split(logits, len(group.slots)))
         return DraftChains(
             torch.stack([self._choose(group, step, each, first) for step, each in steps], dim=1)
         )

@@ -54,7 +54,7 @@ class TreeDrafting:
         """states `[S * N, H]`: of step after step, from one forward. A step's candidates are the
         same after every path. Otherwise as `draft`."""
         growth = _BlockGrowth(self._layers, self._sampling, group, kv_lens, shape.topk, 0)
-        growth.states = states.split(len(kv_lens))
+        growth.states = torch.split(states, len(kv_lens))
         draft = self._draft_static if shape.choices else self._draft_dynamic
         return draft(growth, shape, growth.states[0])
 
