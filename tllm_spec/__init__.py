@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tllm_spec.config.speculative_config import EagleDecodingConfig as EagleDecodingConfig
     from tllm_spec.config.speculative_config import MTPDecodingConfig as MTPDecodingConfig
     from tllm_spec.config.speculative_config import NGramDecodingConfig as NGramDecodingConfig
+    from tllm_spec.config.speculative_config import PARDDecodingConfig as PARDDecodingConfig
     from tllm_spec.config.speculative_config import SADecodingConfig as SADecodingConfig
     from tllm_spec.config.speculative_config import SAEnhancerConfig as SAEnhancerConfig
     from tllm_spec.config.speculative_config import (
@@ -52,6 +53,7 @@ _HOME = {
     "Eagle3DecodingConfig": "config.speculative_config",
     "EagleDecodingConfig": "config.speculative_config",
     "MTPDecodingConfig": "config.speculative_config",
+    "PARDDecodingConfig": "config.speculative_config",
     "UserProvidedDecodingConfig": "config.speculative_config",
 }
 __all__ = sorted(_HOME)

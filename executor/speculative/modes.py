@@ -23,6 +23,7 @@ from tllm_spec.config.speculative_config import (
     EagleHeadDecodingConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
+    PARDDecodingConfig,
     SADecodingConfig,
     UserProvidedDecodingConfig,
 )
@@ -114,6 +115,8 @@ class DraftPlan:
     token_map: str | None = None  # a file: the tokens that are drafted; None: all
     # A draft model's own cache has this type; None: as kv_cache_config says.
     kv_cache_dtype: KVCacheType | None = None
+    drafts_at_once: bool = False  # a draft model reads mask tokens and drafts all tokens at once
+    mask_token: int | None = None  # None: what the model's config.json says
 
 
 @dataclass(frozen=True)
@@ -243,6 +246,19 @@ def _draft_target_model(config: DecodingBaseConfig) -> DraftPlan:
     )
 
 
+def _pard_model(config: DecodingBaseConfig) -> DraftPlan:
+    assert isinstance(config, PARDDecodingConfig)
+    return DraftPlan(
+        config.speculative_model,
+        config.load_format,
+        is_head=False,
+        shares_pages=config.draft_target_one_model,
+        token_map=config.speculative_token_map,
+        drafts_at_once=True,
+        mask_token=config.mask_token_id,
+    )
+
+
 def _eagle_head(config: DecodingBaseConfig) -> DraftPlan:
     """TensorRT-LLM serves EAGLE-3 heads under both names."""
     assert isinstance(config, EagleHeadDecodingConfig)
@@ -274,6 +290,7 @@ _MODES: dict[type[DecodingBaseConfig], Mode] = {
     NGramDecodingConfig: Mode(_build_ngram),
     UserProvidedDecodingConfig: Mode(_build_user_provided),
     DraftTargetDecodingConfig: Mode(_build_network, draft_plan=_draft_target_model),
+    PARDDecodingConfig: Mode(_build_network, draft_plan=_pard_model),
     Eagle3DecodingConfig: Mode(_build_network, draft_plan=_eagle_head),
     EagleDecodingConfig: Mode(_build_network, draft_plan=_eagle_head),
     SADecodingConfig: Mode(_build_suffix_match),

@@ -87,6 +87,10 @@ def one_model(
         return draft_target(draft, draft_len, **options)
     if mode == "draft_target":
         return draft_target(draft, draft_len, draft_target_one_model=True, **options)
+    if mode.startswith("pard"):
+        options |= {"decoding_type": "PARD", "mask_token_id": MASK}
+        options["draft_target_one_model"] = not mode.endswith("_two_model")
+        return draft_target(draft, draft_len, **options)
     options["eagle3_one_model"] = not mode.endswith(("_two_model", "_onnxruntime"))
     if mode.endswith("_onnxruntime"):
         options["draft_backend"] = "onnxruntime"

@@ -14,7 +14,7 @@ from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.models.eagle3_format import MASK_TOKENS
+from tllm_spec.models.head_checkpoint import MASK_TOKENS
 
 
 @pytest.fixture

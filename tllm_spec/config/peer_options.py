@@ -87,4 +87,7 @@ def with_our_names(options: Mapping[str, Any]) -> dict[str, Any]:
     method = named.get("decoding_type")
     if isinstance(method, str):
         named["decoding_type"] = METHODS.get(method, method)
+    if method == "draft_model" and named.get("parallel_drafting") is True:
+        named["decoding_type"] = "PARD"
+        del named["parallel_drafting"]
     return named

@@ -40,7 +40,7 @@ DECODING_NOT_SERVED: Mapping[str, NotServed] = {
         (None,), "target and drafter share tensor_parallel_size"
     ),
     "parallel_drafting": NotServed(
-        (None, False), "a draft network makes one draft after the other"
+        (None, False), "a P-EAGLE head and a PARD model draft all tokens at once without it"
     ),
     "use_heterogeneous_vocab": NotServed((None, False), "drafts are ids of the target's tokenizer"),
     "max_batch_size": NotServed(
@@ -85,8 +85,8 @@ class DecodingBaseConfig(ConfigModel):
     """The options that all decoding types share."""
 
     decoding_type: str
-    """Where drafts come from: `NGram`, `SA`, `Draft_Target`, `Eagle`, `Eagle3`, `MTP`
-    or `User_Provided`."""
+    """Where drafts come from: `NGram`, `SA`, `Draft_Target`, `PARD`, `Eagle`, `Eagle3`, `MTP` or
+    `User_Provided`."""
     max_draft_len: PositiveInt
     """Draft tokens of a request in one round, at most. With `adaptive` or a schedule it is the
     longest length that may be chosen."""

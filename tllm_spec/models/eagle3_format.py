@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.head_checkpoint import MASK_TOKENS, mask_token_in
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,6 @@ _LAYER_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"
 SLIDING = "sliding_attention"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _PARALLEL = "parallel_drafting"
-# Names of the mask token, which P-EAGLE heads have; the first one that is there holds.
-MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 # Variants that are not implemented, each with the value that means that the head is without it.
 _SERVED = {
@@ -90,18 +89,18 @@ def flat_config(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mask_token(flat: dict[str, Any]) -> int | None:
-    found = [flat[name] for name in MASK_TOKENS if flat.get(name) is not None]
-    if not found and flat.get(_PARALLEL):
+    found = mask_token_in(flat)
+    if found is None and flat.get(_PARALLEL):
         raise ValueError(
             f"{_PARALLEL} is true in config.json of the EAGLE-3 head, which has no mask token; "
             f"needed is one of {', '.join(MASK_TOKENS)}."
         )
-    if found and flat.get(_PARALLEL) is False:
+    if found is not None and flat.get(_PARALLEL) is False:
         raise ValueError(
-            f"config.json of the EAGLE-3 head has the mask token {found[0]}, and {_PARALLEL} is "
+            f"config.json of the EAGLE-3 head has the mask token {found}, and {_PARALLEL} is "
             "false; keep one."
         )
-    return int(found[0]) if found else None
+    return found
 
 
 def _flat_llama(raw: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ they fill are not known here."""
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -15,6 +15,8 @@ HeadKind = Literal["EAGLE-1/2", "EAGLE-3"]
 BIN = "pytorch_model.bin"
 # Keys of config.json that only EAGLE-3 heads have.
 _EAGLE3_KEYS = frozenset({"draft_vocab_size", "eagle_config", "speculators_model_type"})
+# Names of the mask token of networks that draft all tokens at once; the first that is there holds.
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 # Each kind has the first tensor, and only EAGLE-3 has the second.
 _FC, _HIDDEN_NORM = "fc.weight", "hidden_norm.weight"
 
@@ -37,6 +39,12 @@ def head_kind(path: Path) -> HeadKind | None:
     if any(name.endswith(_HIDDEN_NORM) for name in found):
         return "EAGLE-3"
     return "EAGLE-1/2" if any(name.endswith(_FC) for name in found) else None
+
+
+def mask_token_in(config: Mapping[str, Any]) -> int | None:
+    """The mask token that config.json names; None: it names none."""
+    found = (config[name] for name in MASK_TOKENS if config.get(name) is not None)
+    return next(map(int, found), None)
 
 
 def head_tensors(

@@ -6,6 +6,7 @@ from pathlib import Path
 from tllm_spec.executor.speculative.drafting.loaded_draft import (
     draft_folder,
     kind_of_head,
+    mask_token,
     token_ids,
 )
 from tllm_spec.executor.speculative.modes import DraftPlan
@@ -44,6 +45,7 @@ def check_draft(draft: DraftPlan | None, tokenizer: Tokenizer | None, target: Mo
     else:
         if tokenizer is not None:
             _check_tokenizer(folder, tokenizer)
+        mask_token(draft)
         sizes = target.vocab_size, ModelConfig.from_pretrained(folder).vocab_size
         reasons = _map_mistakes(draft, min(sizes))
     if reasons:

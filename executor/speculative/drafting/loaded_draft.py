@@ -19,13 +19,19 @@ from tllm_spec.executor.speculative.drafting.draft_net import (
 )
 from tllm_spec.executor.speculative.modes import DraftPlan
 from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.config_file import read_config
 from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.draft_head import DraftHead, HeadSource, target_modules
 from tllm_spec.models.eagle import EagleHead, load_eagle_head
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.eagle_config import EagleConfig
-from tllm_spec.models.head_checkpoint import HeadKind, head_kind
+from tllm_spec.models.head_checkpoint import (
+    MASK_TOKENS,
+    HeadKind,
+    head_kind,
+    mask_token_in,
+)
 from tllm_spec.models.module import Placement
 from tllm_spec.models.mtp import NextnModules, load_nextn
 from tllm_spec.models.nextn_checkpoint import exported_config
@@ -55,7 +61,7 @@ class LoadedDraft:
             net = NextnNet(self.model, self.spec)
         else:
             assert not isinstance(self.model, ExternalDraft)
-            net = CausalNet(self.model, vocab_size)
+            net = CausalNet(self.model, vocab_size, mask_token(self.plan))
         return TorchLayers(net, attention)
 
 
@@ -67,6 +73,27 @@ def draft_folder(plan: DraftPlan) -> Path:
         return resolve_model(plan.path)
     except ValueError as error:
         raise ValueError(f"speculative_config.speculative_model: {error}") from None
+
+
+def mask_token(plan: DraftPlan) -> int | None:
+    """The token that a draft model reads instead of drafts; None: it makes one after the other.
+    Raises ValueError if neither the option nor the model names it, or it is not in the model's
+    vocabulary."""
+    if not plan.drafts_at_once:
+        return None
+    config = read_config(draft_folder(plan))
+    token = plan.mask_token if plan.mask_token is not None else mask_token_in(config)
+    if token is None:
+        raise ValueError(
+            f"speculative_config.mask_token_id is needed, since config.json of {plan.path} names "
+            f"no mask token ({', '.join(MASK_TOKENS)})"
+        )
+    if (size := config["vocab_size"]) <= token:
+        raise ValueError(
+            f"speculative_config.mask_token_id = {token} is not a token of {plan.path}, whose "
+            f"vocabulary has {size}"
+        )
+    return token
 
 
 def load_mtp(
