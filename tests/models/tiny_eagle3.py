@@ -43,8 +43,7 @@ def write_tiny_eagle3(
 
     `speculators`: config.json in the speculators format, otherwise flat. `config`: `FLAGS`, and
     further keys of its top level. Like published heads it has `t2d`. `own_modules`: with an
-    embedding that is not the target's, and with an output layer even where `config` ties it.
-    `mask_token`: of a P-EAGLE head."""
+    embedding that is not the target's, and with an output layer even where `config` ties it."""
     sizes = {
         "hidden_size": hidden_size,
         "vocab_size": vocab_size,
@@ -61,20 +60,16 @@ def write_tiny_eagle3(
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 16,
     }
+    if mask_token is not None:
+        config |= _PARALLEL[speculators] | {"mask_token_id": mask_token}
     flags = {flag: config.pop(flag, False) for flag in FLAGS}
     generator = torch.Generator().manual_seed(seed)
-    tensors = {
-        name: _random(name, shape, generator)
-        for name, shape in _shapes(sizes, num_captured, flags | layer).items()
-    }
+    shapes = _shapes(sizes, num_captured, flags | layer | config)
+    tensors = {name: _random(name, shape, generator) for name, shape in shapes.items()}
     is_tied = config.get("tie_word_embeddings", False)
     for name in () if own_modules else ("embed_tokens.weight", "lm_head.weight")[: 1 + is_tied]:
         tensors.pop(name, None)
     tensors |= _vocabulary(vocab_size, draft_vocab_size, generator)
-    if mask_token is not None:
-        shape = 1, 1, num_captured * hidden_size
-        tensors["mask_hidden"] = torch.randn(shape, generator=generator)
-        config |= _PARALLEL[speculators] | {"mask_token_id": mask_token}
     folder.mkdir(parents=True, exist_ok=True)
     save(folder / file, {_spelt(name, spelling): tensor for name, tensor in tensors.items()})
     flat = layer | sizes | flags | _FLAT | config
@@ -164,6 +159,8 @@ def _shapes(
                 shapes[f"layers.{layer}.self_attn.{name}.weight"] = (sizes["head_dim"],)
     for index in range(num_captured if settings["fc_norm"] else 0):
         shapes[f"fc_norm.{index}.weight"] = (size,)
+    if "mask_token_id" in settings:
+        shapes["mask_hidden"] = (1, 1, num_captured * size)
     for layer in range(sizes["num_hidden_layers"]):
         width = size if layer else 2 * size
         for name, shape in {

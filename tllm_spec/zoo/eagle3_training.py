@@ -130,8 +130,8 @@ def mask_logits(
     chosen = torch.randperm(num_pairs, device=features.device)[:num_anchors]
     rows = Rows.of(num_pairs, chosen, unroll - 1)
     pairs = features[:, :num_pairs], embeddings[:, 1 : 1 + num_pairs]
-    hidden = head(*pairs, mask_embedding, rows).split(rows.sizes, 1)
-    for own, positions in zip(hidden, rows.positions.split(rows.sizes), strict=True):
+    hidden = torch.split(head(*pairs, mask_embedding, rows), rows.sizes, 1)
+    for own, positions in zip(hidden, torch.split(rows.positions, rows.sizes), strict=True):
         yield head.logits(own), positions + 1
 
 

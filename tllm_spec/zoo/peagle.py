@@ -42,7 +42,8 @@ class PEagleShape(Eagle3Shape):
     @classmethod
     def flat(cls, folder: Path) -> dict[str, Any]:
         raw: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return raw[_LAYER] | {key: value for key, value in raw.items() if key != _LAYER}
+        layer: dict[str, Any] = raw.pop(_LAYER)
+        return layer | raw
 
 
 def is_peagle(folder: Path) -> bool:
