@@ -48,6 +48,8 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "eagle3-tree": EAGLE3 | TREE,
     "eagle3-tree-two-model": EAGLE3 | TREE | {"eagle3_one_model": False},
     "eagle3-static-tree": EAGLE3 | {"eagle_choices": CHOICES},
+    "peagle": EAGLE3 | {"speculative_model": "zoo:llama-peagle"},
+    "pard": DRAFT_MODEL | {"decoding_type": "PARD", "mask_token_id": 1},
     "rejection-sampling": DRAFT_MODEL | {"use_rejection_sampling": True},
 }
 
@@ -203,6 +205,8 @@ SMALL_CACHE = {
 SMALL_PAGES = {"kv_cache_config": {"tokens_per_block": 8}}
 CASES: dict[str, Case] = {
     "eagle3-sa": speculating("eagle3-sa"),
+    "peagle": speculating("peagle"),
+    "pard": speculating("pard"),
     "adaptive-draft-model": Case(
         options={"speculative_config": DRAFT_MODEL | {"adaptive": {}}}, accepts=True
     ),

@@ -106,6 +106,11 @@ FLOORS = {
     "eagle3_two_model_sa": 1.3,
     "draft_target_one_model_sa": 1.3,
     "eagle_sa": 1.3,
+    "peagle": 1.3,
+    "peagle_two_model": 1.3,
+    "peagle_tree": 1.4,
+    "pard": 1.2,
+    "pard_two_model": 1.2,
 }
 
 
@@ -138,6 +143,9 @@ COMBINED = (
     "draft_target_map",
     "draft_target_one_model_map",
     "eagle_sa",
+    "peagle_two_model",
+    "peagle_tree",
+    "pard",
 )
 
 

@@ -157,7 +157,7 @@ class ModelDrafter(Drafter, RoundEnd):
         if self._runs is None:
             return shape.depth
         if self._layers.net.masks is not None:
-            return self._runs.width + shape.depth - 1
+            return self._runs.width - 2 + shape.depth - 1  # a run has one token at least
         return max(shape.num_read, self._runs.width - 1) + 1
 
     def _replay(self, drafting: list[LlmRequest], shape: DraftShape) -> bool:
