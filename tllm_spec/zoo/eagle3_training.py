@@ -123,10 +123,10 @@ def step_logits(
 def mask_logits(
     head: PEagleHead, features: Tensor, embeddings: Tensor, mask_embedding: Tensor, unroll: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """See `step_logits`. Mask rows follow a quarter of the positions, drawn by chance, as there are
+    """See `step_logits`. Mask rows follow a third of the positions, drawn by chance, as there are
     many of them."""
     num_pairs = features.shape[1] - unroll
-    num_anchors = max(1, num_pairs // 4 // ALIGNMENT) * ALIGNMENT
+    num_anchors = max(1, num_pairs // 3 // ALIGNMENT) * ALIGNMENT
     chosen = torch.randperm(num_pairs, device=features.device)[:num_anchors]
     rows = Rows.of(num_pairs, chosen, unroll - 1)
     pairs = features[:, :num_pairs], embeddings[:, 1 : 1 + num_pairs]
