@@ -10,6 +10,7 @@ GUIDED = ["xgrammar>=0.2.7,<0.3"]
 GGUF = ["gguf>=0.17"]
 PLOT = ["matplotlib>=3.8"]
 OTEL = ["opentelemetry-sdk>=1.25", "opentelemetry-exporter-otlp-proto-http>=1.25"]
+EVENTS = ["pyzmq>=25"]
 # For draft_backend.
 ONNXRUNTIME = ["onnx>=1.17", "onnxruntime>=1.20"]
 TENSORRT = ["tensorrt>=10.13.2"]
@@ -19,6 +20,7 @@ DEV = [
     *GGUF,
     *PLOT,
     *OTEL,
+    *EVENTS,
     *PARALLEL,
     *ONNXRUNTIME,
     # Its builder needs no GPU: tests build the network that tensorrt would run.
@@ -28,6 +30,7 @@ DEV = [
     "pytest-xdist>=3.5",
     "hypothesis>=6.100",
     "httpx>=0.27",
+    "msgspec>=0.18",  # decodes KV events as their readers do
     "jsonschema>=4.20",
     "openai>=1.60",
     "ruff==0.17.5",
@@ -72,6 +75,7 @@ setup(
         "gguf": GGUF,
         "plot": PLOT,
         "otel": OTEL,
+        "events": EVENTS,
         "parallel": PARALLEL[:1],
         "onnxruntime": ONNXRUNTIME,
         "tensorrt": TENSORRT,

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from tllm_spec.cli import bench, serve
 from tllm_spec.config.adaptive_config import AdaptiveConfig, CostModelOptions, EmaOptions
 from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
+from tllm_spec.config.kv_events_config import KVEventsConfig
 from tllm_spec.config.llm_args import CudaGraphConfig, KvCacheConfig, LlmArgs
 from tllm_spec.config.matched_drafts_config import MatchedDraftsConfig, SAEnhancerConfig
 from tllm_spec.config.scheduler_config import SchedulerConfig
@@ -62,6 +63,8 @@ def page() -> str:
     for model in (KvCacheConfig, SchedulerConfig, CudaGraphConfig):
         (name,) = (key for key, field in LlmArgs.model_fields.items() if model in _types(field))
         parts += [f"### `{name}`\n", f"{inspect.getdoc(model)}\n", table(model_rows(model))]
+    parts += ["### `kv_cache_config.kv_events_config`\n", f"{inspect.getdoc(KVEventsConfig)}\n"]
+    parts.append(table(model_rows(KVEventsConfig)))
     parts += ["### `speculative_config`\n", "For every `decoding_type`:\n"]
     parts.append(table(model_rows(DecodingBaseConfig)))
     parts += ["For `Draft_Target`, `PARD`, `Eagle` and `Eagle3`:\n"]

@@ -41,7 +41,7 @@ def _fetch_weights(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _scaled(total: tl.tensor, scale: tl.tensor) -> tl.tensor:
+def scaled(total: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """The product, which the compiler does not contract with an addition."""
     return tl.fma(total, tl.broadcast_to(scale, total.shape), 0.0)
 
@@ -55,7 +55,7 @@ def _scale(pointers: tl.tensor, real: tl.tensor, IS_SCALED: tl.constexpr) -> tl.
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _sum_chunk(
+def sum_codes(
     x_rows: tl.tensor,
     x_scale_rows: tl.tensor,
     x_scale_stride: tl.tensor,
@@ -103,7 +103,7 @@ def _sum_chunk(
             total = tl.fma(product, w_scale[:, None] * x_scale[None, :], total)
         w_scale, x_scale = next_w, next_x
     if not W_BLOCKS:
-        total = _scaled(total, tl.load(w_scale_rows)[:, None])
+        total = scaled(total, tl.load(w_scale_rows)[:, None])
     return total
 
 
@@ -151,7 +151,7 @@ def fp8_linear_kernel(
     begin = tl.program_id(1) * CHUNK
     total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     for first in tl.range(begin, begin + CHUNK if SPREADS else num_inputs, CHUNK):
-        total += _sum_chunk(
+        total += sum_codes(
             x_rows, x_scale_rows, x_scales_stride, real_row, w_rows, w_scale_rows,
             scales_block_stride, first, num_inputs,
             IN, X_BLOCKS, W_BLOCKS, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,
@@ -159,7 +159,7 @@ def fp8_linear_kernel(
     if SPREADS:
         output += tl.program_id(1).to(tl.int64) * num_rows * OUT
     elif not X_BLOCKS:
-        total = _scaled(total, tl.load(x_scale_rows, mask=real_row, other=0.0)[None, :])
+        total = scaled(total, tl.load(x_scale_rows, mask=real_row, other=0.0)[None, :])
     if bias is not None:
         total += tl.load(bias + outs % OUT).to(tl.float32)[:, None]
     real = real_row[None, :] & (outs < OUT)[:, None]

@@ -3,7 +3,8 @@ projections with SwiGLU, and the down projection. A Triton kernel if Triton is a
 the plain-torch reference, which loops over the experts.
 
 Weights of an expert that no token takes are not read. Sums are float32 and rounded once. Weights
-may be FP8, with scales as in scaled_linear.py."""
+may be FP8 or have 4 bits, as in scaled_linear.py, and with FP8 weights activations may be codes, as
+in fp8_linear.py."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,12 +12,31 @@ from dataclasses import dataclass, replace
 import torch
 
 from tllm_spec.kernels.dispatch import with_kernel
+from tllm_spec.kernels.fp8_linear import fp8_linear
+from tllm_spec.kernels.int4_weights import check_int4, int4_dequantised, unpacked
 from tllm_spec.kernels.moe_permute import ExpertRows
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.scaled_linear import BLOCK, check_scaled, dequantised
 from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes, stages_that_fit
-from tllm_spec.kernels.silu_and_mul import silu_and_mul
 from tllm_spec.kernels.triton_support import has_kernels
+
+GATE_SLOPE = 1.702  # of gpt-oss's SwiGLU
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One linear layer of E experts, in contiguous tensors."""
+
+    weight: torch.Tensor
+    """`[E, N, K]` of the type of x, or FP8; or `packed` codes of 4 bits. Of FP8 for codes of
+    activations, the reference also takes float64."""
+    scales: torch.Tensor | None = None
+    """float32 `[E, N, ceil(K / 128)]` of FP8. For codes of activations also `[E, N, 1]`, in memory
+    `[E, columns, N]`. Words `[E, N, ceil(K / group)]` of 4 bits."""
+    group: int = 0
+    """Inputs that share a word of codes of 4 bits (int4_weights.py); 0: other weights."""
+    bias: torch.Tensor | None = None
+    """`[E, N]`."""
 
 
 @dataclass(frozen=True)
@@ -50,45 +70,55 @@ TILINGS = (
 )
 LARGE = Tilings(Tiling(128, 256, 64, 8, 4), Tiling(128, 256, 64, 8, 4))
 FLOAT32 = Tilings(Tiling(16, 64, 32, 4, 2), Tiling(16, 64, 32, 4, 2))  # no tensor cores
-# Tiles for FP8 weights by the same rows: a block of inputs at a time. Three or four programs with
-# small tiles share a multiprocessor, each with 32 KiB of weights in flight.
+# Tiles for quantised weights by the same rows: a block of inputs at a time. Three or four programs
+# with small tiles of FP8 share a multiprocessor, each with 32 KiB of weights in flight.
 SCALED_OF_ROWS = {
     16: Tiling(16, 64, BLOCK, 4, 5),
     32: Tiling(32, 64, BLOCK, 4, 5),
     64: Tiling(64, 128, BLOCK, 8, 4),
     128: Tiling(128, 128, BLOCK, 8, 4),
 }
+CODES_OF_ROWS = SCALED_OF_ROWS
+INT4_OF_ROWS = {
+    16: Tiling(16, 128, BLOCK, 4, 4),
+    32: Tiling(32, 64, BLOCK, 4, 3),
+    64: Tiling(64, 128, BLOCK, 4, 3),
+    128: Tiling(128, 128, BLOCK, 8, 4),
+}
 SCALED_FLOAT32 = Tiling(16, 64, BLOCK, 4, 2)
+# Of weights of the type of x, in FP8, in FP8 for codes of activations, and of 4 bits: how many bits
+# a weight has, and bytes an activation.
+FORMS = {"plain": (16, 2), "fp8": (8, 2), "codes": (8, 1), "int4": (4, 2)}
+_OF_ROWS = {"fp8": SCALED_OF_ROWS, "codes": CODES_OF_ROWS, "int4": INT4_OF_ROWS}
 
 
 def tilings_of(
     num_assignments: int,
     num_experts: int,
     dtype: torch.dtype,
-    scaled: bool = False,
+    form: str = "plain",
     shared_bytes: int = HOPPER_BYTES,
 ) -> Tilings:
-    """For `num_assignments` rows of all experts together. scaled: of FP8 weights; shared_bytes:
-    that a program may have (shared_memory.py), which changes no number of rows."""
+    """For `num_assignments` rows of all experts together. dtype: of the layer's output; form: of
+    FORMS; shared_bytes: that a program may have (shared_memory.py). The form and shared_bytes
+    change no number of rows."""
     if dtype == torch.float32:
-        return Tilings(SCALED_FLOAT32, SCALED_FLOAT32) if scaled else FLOAT32
+        return FLOAT32 if form == "plain" else Tilings(SCALED_FLOAT32, SCALED_FLOAT32)
     found = next(
         (tilings for rows, tilings in TILINGS if num_assignments <= rows * num_experts), LARGE
     )
-    if scaled:
-        own = SCALED_OF_ROWS[found.gate_up.rows]
+    if form != "plain":
+        own = _OF_ROWS[form][found.gate_up.rows]
         found = Tilings(own, own)
     if shared_bytes >= HOPPER_BYTES:
         return found
-    own_bytes = 1 if scaled else 2  # of a weight
-    return Tilings(
-        *(_fitting(each, own_bytes, shared_bytes) for each in (found.gate_up, found.down))
-    )
+    return Tilings(*(_fitting(each, form, shared_bytes) for each in (found.gate_up, found.down)))
 
 
-def _fitting(tiling: Tiling, weight_bytes: int, shared_bytes: int) -> Tiling:
+def _fitting(tiling: Tiling, form: str, shared_bytes: int) -> Tiling:
     """The tiling with as many stages as fit."""
-    stage_bytes = tiling.inputs * (weight_bytes * tiling.outputs + 2 * tiling.rows)
+    bits, row_bytes = FORMS[form]
+    stage_bytes = tiling.inputs * (bits * tiling.outputs // 8 + row_bytes * tiling.rows)
     number = stages_that_fit(tiling.num_stages, stage_bytes, shared_bytes)
     return replace(tiling, num_stages=number)
 
@@ -105,108 +135,139 @@ def block_rows_of(
 @with_kernel("grouped_gemm.tiled_gate_up_silu")
 def gate_up_silu(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weights: ExpertWeights,
     rows: ExpertRows,
     input_weights: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
+    *,
+    limit: float | None = None,
+    code_scales: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """SwiGLU of each assignment's token by its expert, `[P, I]` in sorted order.
 
     Args:
-        x: `[T, H]`, contiguous.
-        weight: `[E, 2 * I, H]`, contiguous, gates first, of the type of x, or FP8 with scales.
+        x: `[T, H]`, contiguous: of the model's type, or with code_scales float8_e4m3fn.
+        weights: N is 2 * I, gates first; K is H.
         rows: the assignments.
-        input_weights: `[T, k]` float32, factors of the tokens before the projection.
-        scales: `[E, 2 * I, ceil(H / 128)]` float32, contiguous.
+        input_weights: `[T, k]` float32, factors of the tokens before the projection, which then has
+            no bias.
+        limit: of gpt-oss's SwiGLU, `(up + 1) * gate * sigmoid(1.702 * gate)`, where gates are at
+            most the limit, and ups at least its negative, too; None: `up * gate * sigmoid(gate)`.
+        code_scales: `[1, T]` of rows or `[ceil(H / 128), T]` of blocks, float32, any stride between
+            blocks.
+        dtype: of the output of codes.
     """
-    output = x.new_empty(len(rows.order), weight.shape[1] // 2)
+    output = x.new_empty(len(rows.order), weights.weight.shape[1] // 2, dtype=dtype or x.dtype)
     for expert, first, end in hit_experts(rows):
         assignments = rows.order[first:end]
-        gate_up = _product(x[assignments // rows.top_k], weight, scales, expert)
+        tokens = assignments // rows.top_k
+        gate_up = _product(x, tokens, weights, expert, code_scales)
         if input_weights is not None:
             gate_up = gate_up.mul_(input_weights.flatten()[assignments, None])
-        output[first:end] = silu_and_mul.reference(gate_up)
+        output[first:end] = _swiglu(gate_up, limit)
     return output
+
+
+def _swiglu(gate_up: torch.Tensor, limit: float | None) -> torch.Tensor:
+    """float32 `[T, I]` of `[T, 2 * I]`."""
+    gate, up = gate_up.float().chunk(2, -1)
+    if limit is None:
+        return torch.nn.functional.silu(gate) * up
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * (GATE_SLOPE * gate).sigmoid()
 
 
 def tiled_gate_up_silu(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weights: ExpertWeights,
     rows: ExpertRows,
     input_weights: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
+    *,
+    limit: float | None = None,
+    code_scales: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The kernel of `gate_up_silu`."""
-    output = x.new_empty(len(rows.order), weight.shape[1] // 2)
-    _launch(x, weight, scales, rows, output, gated=True, input_weights=input_weights)
+    output = x.new_empty(len(rows.order), weights.weight.shape[1] // 2, dtype=dtype or x.dtype)
+    _launch(x, weights, rows, output, code_scales, input_weights, limit, gated=True)
     return output
 
 
 @with_kernel("grouped_gemm.tiled_down")
 def down(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weights: ExpertWeights,
     rows: ExpertRows,
-    scales: torch.Tensor | None = None,
+    *,
+    code_scales: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The linear layer of each row's expert, `[P, H]` in the order of the assignments.
 
     Args:
-        x: `[P, I]` in sorted order, contiguous.
-        weight: `[E, H, I]`, contiguous, of the type of x, or FP8 with scales.
+        x: `[P, I]` in sorted order, contiguous: of the model's type, or with code_scales
+            float8_e4m3fn.
+        weights: N is H, K is I.
         rows: the assignments.
-        scales: `[E, H, ceil(I / 128)]` float32, contiguous.
+        code_scales: as of `gate_up_silu`, of the P rows.
+        dtype: of the output of codes.
     """
-    output = x.new_empty(len(rows.order), weight.shape[1])
+    output = x.new_empty(len(rows.order), weights.weight.shape[1], dtype=dtype or x.dtype)
     for expert, first, end in hit_experts(rows):
-        product = _product(x[first:end], weight, scales, expert)
-        output[rows.order[first:end]] = product.to(x.dtype)
+        own = torch.arange(first, end, device=x.device)
+        product = _product(x, own, weights, expert, code_scales)
+        output[rows.order[first:end]] = product.to(output.dtype)
     return output
 
 
 def tiled_down(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weights: ExpertWeights,
     rows: ExpertRows,
-    scales: torch.Tensor | None = None,
+    *,
+    code_scales: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The kernel of `down`."""
-    output = x.new_empty(len(rows.order), weight.shape[1])
-    _launch(x, weight, scales, rows, output, gated=False, input_weights=None)
+    output = x.new_empty(len(rows.order), weights.weight.shape[1], dtype=dtype or x.dtype)
+    _launch(x, weights, rows, output, code_scales, None, None, gated=False)
     return output
 
 
 def _launch(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor | None,
+    weights: ExpertWeights,
     rows: ExpertRows,
     output: torch.Tensor,
+    code_scales: torch.Tensor | None,
+    input_weights: torch.Tensor | None,
+    limit: float | None,
     *,
     gated: bool,
-    input_weights: torch.Tensor | None,
 ) -> None:
     from tllm_spec.kernels.grouped_gemm_triton import grouped_gemm_kernel
 
-    if scales is not None:
-        check_scaled(weight, scales)
+    weight, scales, bias = weights.weight, weights.scales, weights.bias
     tilings = tilings_of(
         len(rows.order),
         weight.shape[0],
-        x.dtype,
-        scales is not None,
+        output.dtype,
+        _checked_form(x, weights, code_scales),
         shared_memory_bytes(x.device),
     )
     tiling = tilings.gate_up if gated else tilings.down
-    assert x.is_contiguous() and weight.is_contiguous() and tiling.rows == rows.block_rows
+    assert tiling.rows == rows.block_rows and (input_weights is None or bias is None)
     room, features = rows.blocks.shape[1], output.shape[1]
     if not room:
         return
     tiles = -(-features // (tiling.outputs // 2 if gated else tiling.outputs))
     grouped_gemm_kernel[(room * tiles,)](
         x,
+        code_scales,
+        0 if code_scales is None else code_scales.stride(0),
         weight,
         scales,
+        bias,
         input_weights,
         output,
         rows.order,
@@ -218,7 +279,12 @@ def _launch(
         OUT=features,
         TOP_K=rows.top_k,
         GATED=gated,
-        WIDEN=x.device.type == "cpu",  # the interpreter cannot multiply bfloat16
+        LIMIT=limit,
+        SLOPE=GATE_SLOPE,
+        GROUP=weights.group,
+        X_BLOCKS=code_scales is not None and len(code_scales) > 1,
+        W_BLOCKS=scales is not None and scales.shape[2] > 1,
+        WIDEN=x.device.type == "cpu",  # the interpreter multiplies neither bfloat16 nor FP8
         BLOCK_ROWS=tiling.rows,
         BLOCK_OUT=tiling.outputs,
         BLOCK_IN=tiling.inputs,
@@ -228,13 +294,49 @@ def _launch(
     )
 
 
-def _product(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, expert: int
-) -> torch.Tensor:
-    """x times the expert's weight; of an FP8 weight in float32."""
+def _checked_form(x: torch.Tensor, weights: ExpertWeights, code_scales: torch.Tensor | None) -> str:
+    """One of FORMS. Asserts what the kernel needs."""
+    weight, scales, inputs = weights.weight, weights.scales, x.shape[1]
+    assert x.is_contiguous() and weight.is_contiguous()
+    assert weights.bias is None or weights.bias.is_contiguous()
     if scales is None:
-        return x.mm(weight[expert].t())
-    return x.float().mm(dequantised(weight[expert], scales[expert], torch.float32).t())
+        return "plain"
+    if weights.group:
+        check_int4(weight, scales, weights.group, inputs)
+        return "int4"
+    if code_scales is None:
+        check_scaled(weight, scales)
+        return "fp8"
+    num_blocks = -(-inputs // BLOCK)
+    assert weight.dtype == x.dtype == torch.float8_e4m3fn and weight.shape[2] == inputs
+    assert scales.dtype == code_scales.dtype == torch.float32
+    assert scales.shape[2] in (1, num_blocks) and scales.transpose(1, 2).is_contiguous()
+    assert len(code_scales) in (1, num_blocks)
+    assert code_scales.shape[1] == len(x) and (code_scales.stride(1) == 1 or len(x) <= 1)
+    return "codes"
+
+
+def _product(
+    x: torch.Tensor,
+    own: torch.Tensor,
+    weights: ExpertWeights,
+    expert: int,
+    code_scales: torch.Tensor | None,
+) -> torch.Tensor:
+    """The rows `own` of x times the expert's weight, plus the bias; of quantised weights in
+    float32."""
+    weight, group, x = weights.weight[expert], weights.group, x[own]
+    scales = None if weights.scales is None else weights.scales[expert]
+    if scales is None:
+        product = x.mm(weight.t())
+    elif group:
+        codes = unpacked(weight, x.shape[1])
+        product = x.float().mm(int4_dequantised(codes, scales, group, torch.float32).t())
+    elif code_scales is None:
+        product = x.float().mm(dequantised(weight, scales, torch.float32).t())
+    else:
+        product = fp8_linear.reference(x, code_scales[:, own], weight, scales, torch.float32)
+    return product if weights.bias is None else product + weights.bias[expert]
 
 
 def hit_experts(rows: ExpertRows) -> Iterator[tuple[int, int, int]]:

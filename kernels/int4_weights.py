@@ -65,12 +65,12 @@ def int4_dequantised(
 
 
 def check_int4(stored: torch.Tensor, words: torch.Tensor, group: int, in_features: int) -> None:
-    """Asserts the layout of a weight `[N, K]`."""
+    """Asserts the layout of a weight `[..., N, K]`."""
     assert group in GROUPS and stored.dtype == torch.uint8
     assert words.dtype in (torch.int32, torch.float32)
     assert stored.is_contiguous() and words.is_contiguous()
-    assert stored.shape[1] == row_bytes(in_features)
-    assert words.shape == (len(stored), -(-in_features // group))
+    assert stored.shape[-1] == row_bytes(in_features)
+    assert words.shape == (*stored.shape[:-1], -(-in_features // group))
 
 
 @with_kernel("int4_weights_triton.dequantise_int4_triton")

@@ -4,9 +4,21 @@ otherwise the plain-torch reference.
 A token's experts are added in the order of their scores, in float32, so the sum does not depend on
 other tokens."""
 
+from dataclasses import dataclass
+
 import torch
 
 from tllm_spec.kernels.dispatch import with_kernel
+
+
+@dataclass(frozen=True)
+class OwnExperts:
+    """The `number` experts that a rank has, from `first` on, and `experts` `[T, k]` int32,
+    contiguous: those of each token."""
+
+    experts: torch.Tensor
+    first: int
+    number: int
 
 
 @with_kernel("moe_combine_triton.moe_combine_triton")
@@ -15,6 +27,7 @@ def moe_combine(
     weights: torch.Tensor | None,
     top_k: int,
     add_to: torch.Tensor | None = None,
+    own: OwnExperts | None = None,
 ) -> torch.Tensor:
     """`[T, H]`: the weighted sum over the k experts, rounded once; added to `add_to` if given.
 
@@ -23,7 +36,12 @@ def moe_combine(
         weights: `[T, k]` float32, or None for ones.
         top_k: k.
         add_to: the residual stream `[T, H]`, contiguous; changed in place and returned.
+        own: only their outputs are added, the others are not read; None: all are.
     """
+    if own is not None:
+        number = own.experts.flatten() - own.first
+        is_elsewhere = (number < 0) | (number >= own.number)
+        parts = parts.masked_fill(is_elsewhere.view(-1, 1), 0)
     by_token = parts.view(-1, top_k, parts.shape[1]).float()
     if weights is not None:
         by_token = by_token * weights[..., None]

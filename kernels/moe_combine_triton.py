@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.moe_combine import OwnExperts
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
 
@@ -16,6 +17,7 @@ def moe_combine_triton(
     weights: torch.Tensor | None,
     top_k: int,
     add_to: torch.Tensor | None = None,
+    own: OwnExperts | None = None,
 ) -> torch.Tensor:
     """See `moe_combine`."""
     num_rows, size = parts.shape[0] // top_k, parts.shape[1]
@@ -27,6 +29,9 @@ def moe_combine_triton(
             weights,
             add_to,
             output,
+            None if own is None else own.experts,
+            FIRST=0 if own is None else own.first,
+            NUMBER=0 if own is None else own.number,
             SIZE=size,
             TOP_K=top_k,
             BLOCK=_BLOCK,
@@ -42,6 +47,9 @@ def moe_combine_kernel(
     weights: tl.tensor,
     add_to: tl.tensor,
     output: tl.tensor,
+    experts: tl.tensor,
+    FIRST: tl.constexpr,
+    NUMBER: tl.constexpr,
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -55,7 +63,11 @@ def moe_combine_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(TOP_K):
         assignment = row * TOP_K + choice
-        part = tl.load(parts + assignment * SIZE + columns, mask=real, other=0.0).to(tl.float32)
+        is_read = real
+        if experts is not None:
+            number = tl.load(experts + assignment) - FIRST
+            is_read = columns < tl.where((number >= 0) & (number < NUMBER), SIZE, 0)
+        part = tl.load(parts + assignment * SIZE + columns, mask=is_read, other=0.0).to(tl.float32)
         if weights is not None:
             part *= tl.load(weights + assignment)
         total += part

@@ -17,17 +17,23 @@ from tllm_spec.kernels.programmatic_launch_triton import begin
 MIN_READ, MAX_READ, MAX_WRITTEN = 128, 4096, 64
 
 
-def moe_permute_triton(experts: torch.Tensor, num_experts: int, block_rows: int) -> ExpertRows:
+def moe_permute_triton(
+    experts: torch.Tensor, num_experts: int, block_rows: int, first: int | None = None
+) -> ExpertRows:
     """See `moe_permute`."""
     assert experts.is_contiguous() and experts.dtype == torch.int32
     number = experts.numel()
     room = max_blocks(number, num_experts, block_rows)
     order, blocks = experts.new_empty(number), experts.new_empty(3, room)
-    rows = ExpertRows(order, blocks, experts.new_empty(1), block_rows, experts.shape[1])
-    bins = max(32, 1 << (num_experts - 1).bit_length())
-    totals = _place_by_chunks(experts, order, bins) if number > MAX_READ else None
+    rows = ExpertRows(
+        order, blocks, experts.new_empty(1), block_rows, experts.shape[1], experts, first or 0
+    )
+    programs = num_experts + (first is not None)  # the last one has those of other ranks
+    bins = max(32, 1 << (programs - 1).bit_length())
+    own = {"FIRST": first, "NUMBER": num_experts, "BINS": bins}
+    totals = _place_by_chunks(experts, order, bins, own) if number > MAX_READ else None
     block = min(max(MIN_READ, 1 << (number - 1).bit_length()), MAX_READ)
-    moe_permute_kernel[(num_experts,)](
+    moe_permute_kernel[(programs,)](
         experts,
         totals,
         rows.order,
@@ -36,23 +42,24 @@ def moe_permute_triton(experts: torch.Tensor, num_experts: int, block_rows: int)
         number,
         room,
         BLOCK_ROWS=block_rows,
-        BINS=bins,
         BLOCK=block,
         BLOCKS=MAX_WRITTEN,
         num_warps=1 if totals is not None else max(1, min(block // 256, 8)),
+        **own,
         **programmatic_launch(experts.device),
     )
     return rows
 
 
-def _place_by_chunks(experts: torch.Tensor, order: torch.Tensor, bins: int) -> torch.Tensor:
-    """Fills `order`; returns how many assignments each expert has, `[bins]` int32."""
+def _place_by_chunks(
+    experts: torch.Tensor, order: torch.Tensor, bins: int, own: dict[str, int | None]
+) -> torch.Tensor:
+    """Fills `order`; returns how many assignments each expert has, `[bins]` int32. own: arguments
+    of the kernels."""
     number, pdl = experts.numel(), programmatic_launch(experts.device)
     chunks = -(-number // CHUNK)
     counts = experts.new_empty(chunks, bins)
-    count_chunk_kernel[(chunks,)](
-        experts, counts, number, BINS=bins, CHUNK=CHUNK, num_warps=4, **pdl
-    )
+    count_chunk_kernel[(chunks,)](experts, counts, number, CHUNK=CHUNK, num_warps=4, **own, **pdl)
     ends = counts.cumsum(0, dtype=torch.int32)
     place_chunk_kernel[(chunks,)](
         experts,
@@ -61,13 +68,22 @@ def _place_by_chunks(experts: torch.Tensor, order: torch.Tensor, bins: int) -> t
         order,
         number,
         chunks - 1,
-        BINS=bins,
         CHUNK=CHUNK,
         STEP=STEP,
         num_warps=8,
+        **own,
         **pdl,
     )
     return ends[-1]
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _own(experts: tl.tensor, FIRST: tl.constexpr, NUMBER: tl.constexpr) -> tl.tensor:
+    """The rank's number of each expert; NUMBER for those of other ranks."""
+    if FIRST is not None:
+        experts -= FIRST
+        experts = tl.where((experts >= 0) & (experts < NUMBER), experts, NUMBER)
+    return experts
 
 
 @triton.jit(do_not_specialize=["number", "room"])  # type: ignore[untyped-decorator]  # triton has no types
@@ -80,13 +96,15 @@ def moe_permute_kernel(
     number: tl.tensor,
     room: tl.tensor,
     BLOCK_ROWS: tl.constexpr,
+    FIRST: tl.constexpr,
+    NUMBER: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (experts). With `totals` `[BINS]`, the counts of all experts, only the blocks are
-    written."""
+    """Grid (experts, and one more if FIRST is not None). With `totals` `[BINS]`, the counts of all
+    experts, only the blocks are written."""
     begin(PDL)
     expert, bins = tl.program_id(0), tl.arange(0, BINS)
     if totals is not None:
@@ -96,17 +114,19 @@ def moe_permute_kernel(
         for start in tl.range(0, number, BLOCK):
             assignments = start + tl.arange(0, BLOCK)
             ids = tl.load(experts + assignments, mask=assignments < number, other=0)
-            counts += tl.histogram(ids, BINS)
+            counts += tl.histogram(_own(ids, FIRST, NUMBER), BINS)
         # What was read past the end was counted as expert 0.
-        counts -= tl.where(bins == 0, tl.cdiv(number, BLOCK) * BLOCK - number, 0)
-    needed = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
+        past = tl.cdiv(number, BLOCK) * BLOCK - number
+        counts -= tl.where(bins == _own(expert * 0, FIRST, NUMBER), past, 0)
+    needed = tl.where(bins < NUMBER, (counts + BLOCK_ROWS - 1) // BLOCK_ROWS, 0)
     if expert == 0:
         tl.store(num_blocks, tl.sum(needed, 0))
     first = tl.sum(tl.where(bins < expert, counts, 0), 0)
     end = first + tl.sum(tl.where(bins == expert, counts, 0), 0)
 
     first_block = tl.sum(tl.where(bins < expert, needed, 0), 0)
-    for start in tl.range(0, tl.cdiv(end - first, BLOCK_ROWS), BLOCKS):
+    own_blocks = tl.where(expert < NUMBER, tl.cdiv(end - first, BLOCK_ROWS), 0)
+    for start in tl.range(0, own_blocks, BLOCKS):
         index = start + tl.arange(0, BLOCKS)
         own = blocks + first_block + index
         first_rows = first + index * BLOCK_ROWS
@@ -118,8 +138,9 @@ def moe_permute_kernel(
     if totals is None and end > first:
         for start in tl.range(0, number, BLOCK):
             assignments = start + tl.arange(0, BLOCK)
-            ids = tl.load(experts + assignments, mask=assignments < number, other=-1)
-            mine = (ids == expert).to(tl.int32)
+            real = assignments < number
+            ids = _own(tl.load(experts + assignments, mask=real, other=0), FIRST, NUMBER)
+            mine = (real & (ids == expert)).to(tl.int32)
             rows = first + tl.cumsum(mine, 0) - 1
             tl.store(order + rows, assignments, mask=mine != 0)
             first += tl.sum(mine, 0)
@@ -130,6 +151,8 @@ def count_chunk_kernel(
     experts: tl.tensor,
     counts: tl.tensor,
     number: tl.tensor,
+    FIRST: tl.constexpr,
+    NUMBER: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
@@ -140,7 +163,8 @@ def count_chunk_kernel(
     assignments = chunk * CHUNK + tl.arange(0, CHUNK)
     ids = tl.load(experts + assignments, mask=assignments < number, other=0)
     past = tl.maximum((chunk + 1) * CHUNK - number, 0)
-    found = tl.histogram(ids, BINS) - tl.where(bins == 0, past, 0)
+    found = tl.histogram(_own(ids, FIRST, NUMBER), BINS)
+    found -= tl.where(bins == _own(chunk * 0, FIRST, NUMBER), past, 0)
     tl.store(counts + chunk * BINS + bins, found)
 
 
@@ -152,6 +176,8 @@ def place_chunk_kernel(
     order: tl.tensor,
     number: tl.tensor,
     last: tl.tensor,
+    FIRST: tl.constexpr,
+    NUMBER: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
@@ -167,7 +193,7 @@ def place_chunk_kernel(
     for start in tl.range(0, CHUNK, STEP):
         assignments = chunk * CHUNK + start + tl.arange(0, STEP)
         real = assignments < number
-        ids = tl.load(experts + assignments, mask=real, other=-1)
+        ids = _own(tl.load(experts + assignments, mask=real, other=0), FIRST, NUMBER)
         is_of = (ids[:, None] == bins[None, :]).to(tl.int32)
         rows = tl.sum(is_of * (first[None, :] + tl.cumsum(is_of, 0) - 1), 1)
         tl.store(order + rows, assignments, mask=real)

@@ -38,7 +38,7 @@ def quantise_rows(
         norm: of x, or None.
         gated: SwiGLU comes first: x has gates, then what they multiply. Without a norm.
         in_blocks: whether BLOCK inputs share a scale.
-        scale: `[]` float32: the static scale of all rows. Without `in_blocks`.
+        scale: float32, static: `[]` of all rows, or `[T]` of each. Without `in_blocks`.
         magnitudes: `[T, M]` float32, contiguous: the largest of each row's parts, if x is one of
             them.
         bound: of a row's scale: magnitudes above it count as the bound.
@@ -59,6 +59,6 @@ def quantise_rows(
         # On CUDA torch multiplies by the reciprocal of a number; a tensor is divided by.
         scales = (largest / largest.new_full((), LARGEST)).clamp_min(SMALLEST_SCALE)
     else:
-        scales = scale.expand(number, 1)
+        scales = scale.expand(number).unsqueeze(1)
     codes = (groups / scales.unsqueeze(2)).clamp_(-LARGEST, LARGEST).view(number, -1)[:, :size]
     return codes.to(torch.float8_e4m3fn).contiguous(), scales.t().contiguous()

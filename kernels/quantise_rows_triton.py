@@ -39,6 +39,7 @@ def quantise_rows_triton(
         x, magnitudes = _activated(x, size)
         gated, is_split = False, True
     assert magnitudes is None or magnitudes.is_contiguous()
+    assert scale is None or scale.is_contiguous()
     num_magnitudes = 1 if magnitudes is None else magnitudes.shape[1]
     groups = triton.cdiv(size, BLOCK) if in_blocks else 1
     in_memory = num_rows + -num_rows % ROWS_TOGETHER if in_blocks else num_rows
@@ -59,6 +60,7 @@ def quantise_rows_triton(
             in_memory,
             SIZE=size,
             GATED=gated,
+            SCALE_OF_ROW=scale is not None and scale.ndim > 0,
             GROUP=BLOCK if in_blocks else block,
             MAGNITUDES=num_magnitudes,
             POWER=triton.next_power_of_2(num_magnitudes),
@@ -145,6 +147,7 @@ def quantise_rows_kernel(
     scales_stride: tl.tensor,
     SIZE: tl.constexpr,
     GATED: tl.constexpr,
+    SCALE_OF_ROW: tl.constexpr,
     GROUP: tl.constexpr,
     MAGNITUDES: tl.constexpr,
     POWER: tl.constexpr,
@@ -170,21 +173,21 @@ def quantise_rows_kernel(
         values = normed.to(x.dtype.element_ty).to(tl.float32)
     groups = tl.reshape(values, [BLOCK // GROUP, GROUP])
     if static_scale is not None:
-        scale = tl.full([BLOCK // GROUP], 0.0, tl.float32) + tl.load(static_scale)
+        own_scale = tl.load(static_scale + row * SCALE_OF_ROW)
+        scale = tl.full([BLOCK // GROUP], 0.0, tl.float32) + own_scale
     else:
         largest = tl.max(tl.abs(groups), 1)
         if magnitudes is not None:
-            parts = tl.arange(0, POWER)
-            own = magnitudes + row * MAGNITUDES + parts
-            largest = tl.max(tl.load(own, mask=parts < MAGNITUDES, other=0.0), 0)
+            part = tl.arange(0, POWER)
+            own = tl.load(magnitudes + row * MAGNITUDES + part, mask=part < MAGNITUDES, other=0.0)
+            largest = tl.max(own, 0)
             largest += tl.zeros([BLOCK // GROUP], tl.float32)
         scale = tl.maximum(tl.div_rn(tl.minimum(largest, bound), LARGEST), SMALLEST_SCALE)
     if BLOCK // GROUP == 1:  # of the whole row
         if tl.program_id(1) == 0:
             tl.store(scales + row + tl.arange(0, 1), scale)
     else:
-        first = tl.program_id(1) * (BLOCK // GROUP)
-        group = first + tl.arange(0, BLOCK // GROUP)
+        group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
         tl.store(scales + group * scales_stride + row, scale, mask=group * GROUP < SIZE)
     quotients = tl.div_rn(groups, tl.broadcast_to(scale[:, None], groups.shape))
     # A NaN stays one.

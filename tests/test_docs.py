@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 MAX_COLUMNS = 100
-MAX_LINES = {"README.md": 150, "architecture.md": 120, "performance.md": 150, "adaptive.md": 120}
+MAX_LINES = {"README.md": 150, "architecture.md": 120, "performance.md": 400, "adaptive.md": 120}
 SOURCES = ("tllm_spec", "executor", "kernels")
 FOLDERS = (
     "tllm_spec/",

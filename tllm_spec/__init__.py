@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tllm_spec.config.kv_events_config import KVEventsConfig as KVEventsConfig
     from tllm_spec.config.llm_args import CudaGraphConfig as CudaGraphConfig
     from tllm_spec.config.llm_args import KvCacheConfig as KvCacheConfig
     from tllm_spec.config.llm_args import LlmArgs as LlmArgs
@@ -38,6 +39,7 @@ _HOME = {
     "LLM": "llm",
     "LlmArgs": "config.llm_args",
     "CudaGraphConfig": "config.llm_args",
+    "KVEventsConfig": "config.kv_events_config",
     "KvCacheConfig": "config.llm_args",
     "SchedulerConfig": "config.scheduler_config",
     "SamplingParams": "sampling_params",

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import tllm_spec
+from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
 from tllm_spec.config.not_served import (
     GENERATE_NOT_SERVED,
     KV_CACHE_NOT_SERVED,
@@ -18,7 +19,6 @@ from tllm_spec.config.not_served import (
     SCHEDULER_NOT_SERVED,
     TEXT_ONLY,
 )
-from tllm_spec.config.speculative_base import DECODING_NOT_SERVED
 from tllm_spec.config.speculative_config import TYPES_NOT_SERVED, type_refusal
 from tllm_spec.sampling_params import NOT_SERVED as SAMPLING_NOT_SERVED
 from tllm_spec.sampling_params import LogitsProcessor as LogitsProcessor
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tllm_spec import EagleDecodingConfig as EagleDecodingConfig
     from tllm_spec import GuidedDecodingParams as GuidedDecodingParams
     from tllm_spec import KvCacheConfig as KvCacheConfig
+    from tllm_spec import KVEventsConfig as KVEventsConfig
     from tllm_spec import LlmArgs as LlmArgs
     from tllm_spec import MTPDecodingConfig as MTPDecodingConfig
     from tllm_spec import NGramDecodingConfig as NGramDecodingConfig
@@ -91,7 +92,6 @@ OPTION_OF: Mapping[str, str] = {
     "DisaggregatedParams": "disaggregated_params",
     "DynamicBatchConfig": "dynamic_batch_config",
     "ExtendedRuntimePerfKnobConfig": "extended_runtime_perf_knob_config",
-    "KVEventsConfig": "kv_events_config",
     "KvCacheConnectorConfig": "kv_connector_config",
     "KvCacheRetentionConfig": "kv_cache_retention_config",
     "LoRARequest": "lora_request",

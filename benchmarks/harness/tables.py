@@ -17,8 +17,8 @@ from benchmarks.h200_parts.figures import Figure, headline, summary
 from benchmarks.harness.report import ROOT, Options, Row, load
 
 NAMES = (
-    "performance.md", "../README.md", "performance-moe.md", "performance-trees.md",
-    "performance-serving.md", "guided-decoding.md", "scaling.md", "quantization.md", "adaptive.md",
+    "performance.md", "../README.md", "guided-decoding.md", "scaling.md", "quantization.md",
+    "adaptive.md",
 )  # fmt: skip
 DOCUMENTS = tuple((ROOT / "docs" / name).resolve() for name in NAMES)
 # A run with options has a result file of its own, such as several_devices_ranks_4.json.

@@ -108,8 +108,8 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
     * What else sampling allocates, which is cut into parts of `SAMPLING_BYTES`
       (`sampling/working_memory.py`), and the token counts of penalised requests (5 bytes a token
       of the vocabulary, twice while they grow).
-    * A slice of an FP8 weight in 16 bits, and its sums (`kernels/scaled_linear_slices.py`), once
-      more in the graphs' pool.
+    * A slice of a quantised weight in 16 bits, and its sums (`kernels/scaled_linear_slices.py`),
+      once more in the graphs' pool.
     * Bitmasks of the sampled rows, where requests may have grammars.
     * With rejection sampling, the distributions that drafts are drawn from, and those of all
       drafts in float32, gathered and then spread over the target's vocabulary."""
@@ -121,7 +121,7 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
     num_bytes += 2 * num_rows * vocab_size * target.dtype.itemsize
     num_bytes += min(SAMPLING_BYTES, args.max_num_tokens * vocab_size * BYTES_PER_LOGIT)
     num_bytes += 2 * 5 * num_requests * vocab_size
-    if any(getattr(model.config, "fp8", None) is not None for model in models):  # heads have none
+    if any(_has_slices(model) for model in models):
         num_bytes += 2 * 2 * MAX_SLICE_BYTES
     if args.guided_decoding_backend is not None:
         num_bytes += mask_words(num_rows, vocab_size) * torch.int32.itemsize
@@ -132,6 +132,11 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
             num_bytes += num_logits * BYTES_PER_LOGIT
             num_bytes += 2 * num_requests * longest.depth * vocab_size * torch.float32.itemsize
     return num_bytes
+
+
+def _has_slices(model: ServedModel) -> bool:
+    """Whether weights are quantised. Heads have none."""
+    return any(getattr(model.config, name, None) is not None for name in ("fp8", "int4"))
 
 
 def _activation_bytes(num_rows: int, model: ServedModel) -> int:

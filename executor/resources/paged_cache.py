@@ -6,11 +6,12 @@ path of the tree followed by private pages, and only private pages are written. 
 a span of the keys, a sequence lets go of the pages before it. This module knows page numbers: no
 requests, no slots, no tensors."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from tllm_spec.executor.resources.cache_checks import check_pages
+from tllm_spec.executor.resources.kv_event_log import KVEventLog
 from tllm_spec.executor.resources.pages import (
     CachedSequence,
     CacheStats,
@@ -62,6 +63,13 @@ class PagedCache:
         self._free_pages = [list(range(own.num_pages - 1, 0, -1)) for own in groups]
         self._tree = RadixTree(page_size, lookahead, [own.span is None for own in groups])
         self._sequences: dict[int, CachedSequence] = {}
+        self._log: KVEventLog | None = None
+
+    def log_events(self) -> KVEventLog:
+        """From now on the log learns what is cached and what no longer is. The cache is empty."""
+        log = KVEventLog(self.page_size, self.lookahead, [own.span for own in self.groups])
+        self._tree.log = self._log = log
+        return log
 
     @property
     def has_spans(self) -> bool:
@@ -125,6 +133,12 @@ class PagedCache:
         reported = self.reported_len(cached_len, salt)
         self._count_reuse(len(tokens), reported, len(nodes), int(source is not None))
         return cached_len
+
+    def start_version(self, version: int) -> None:
+        """Nothing that was stored before is reused from now on, since the weights have changed.
+        Sequences that run store for their own version."""
+        self.reset()
+        self._tree.start_version(version)
 
     def extend(self, seq_id: int, num_tokens: int) -> bool:
         """Takes pages for the first `num_tokens` tokens; False, and nothing changed, if there are
@@ -222,9 +236,7 @@ class PagedCache:
 
     def private_pages(self, seq_id: int, group: int = 0) -> list[int]:
         """The pages after those in the tree: only this sequence reads or writes them."""
-        sequence = self._sequences[seq_id]
-        own = sequence.groups[group]
-        return own.pages[max(len(sequence.nodes), own.first) :]
+        return self._sequences[seq_id].private_pages(group)
 
     def state(self) -> dict[str, Any]:
         """Page counts and counters as plain values. A page that a sequence holds counts as used,
@@ -246,54 +258,13 @@ class PagedCache:
         for group in range(len(self.groups)):
             while self._tree.num_evictable(group):
                 self._give_back(self._tree.evict(group))
+        if self._log is not None and self._tree.is_empty:
+            self._log.cleared()
 
     def check_integrity(self) -> None:
         """Raises AssertionError with a sentence about a page that is lost, listed twice or
         miscounted."""
-        self._tree.check_integrity()
-        holders: Counter[Node] = Counter()
-        for seq_id, sequence in self._sequences.items():
-            holders.update(sequence.nodes)
-            parent = sequence.root
-            for node in sequence.nodes:
-                assert node.parent is parent, (
-                    f"sequence {seq_id} holds the node of {node.key} but not its parent"
-                )
-                parent = node
-        cached = list(self._tree.nodes())
-        assert not set(holders) - set(cached), "a sequence holds a node that has left the tree"
-        for node in cached:
-            assert node.num_holders == holders[node], (
-                f"the node of {node.key} counts {node.num_holders} holders and has {holders[node]}"
-            )
-        for group in range(len(self.groups)):
-            self._check_group(group, cached)
-
-    def _check_group(self, group: int, cached: list[Node]) -> None:
-        private: list[int] = []
-        users: Counter[Node] = Counter()
-        for seq_id, sequence in self._sequences.items():
-            own = sequence.groups[group]
-            assert len(own.pages) == sequence.num_pages, f"groups of {seq_id} differ in length"
-            assert not any(own.pages[: own.first]), f"{seq_id} has pages that it let go"
-            private += self.private_pages(seq_id, group)
-            users.update(sequence.nodes[own.first :])
-            for index, node in enumerate(sequence.nodes[own.first :], own.first):
-                assert own.pages[index] == node.pages[group], (
-                    f"page {index} of sequence {seq_id} is not the tree's"
-                )
-        for node in cached:
-            assert node.num_users[group] == users[node], (
-                f"page {node.pages[group]} counts {node.num_users[group]} references and has "
-                f"{users[node]} holders"
-            )
-        free, in_tree = self._free_pages[group], [node.pages[group] for node in cached]
-        in_tree = [page for page in in_tree if page != NO_PAGE]
-        last = self.groups[group].num_pages - 1
-        assert sorted(free + private + in_tree) == list(range(1, last + 1)), (
-            f"{len(free)} free + {len(in_tree)} cached + {len(private)} private pages are not the "
-            f"{last} pages 1..{last}, each once"
-        )
+        check_pages(self.groups, self._free_pages, self._tree, self._sequences)
 
     def _find_prefix(self, tokens: Sequence[int], root: Node) -> _Prefix:
         """The longest one from which every group can go on."""

@@ -66,3 +66,8 @@ class CachedSequence:
     @property
     def firsts(self) -> list[int]:
         return [own.first for own in self.groups]
+
+    def private_pages(self, group: int) -> list[int]:
+        """The pages after those in the tree."""
+        own = self.groups[group]
+        return own.pages[max(len(self.nodes), own.first) :]

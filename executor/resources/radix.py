@@ -23,6 +23,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 Key = tuple[int, ...]
@@ -34,7 +35,7 @@ class Node:
     lookahead` tokens; fewer in a partial leaf, which is never held and has no children.
 
     `num_holders` counts the sequences whose path has the node, `num_users` in each group those that
-    hold its page."""
+    hold its page. `salt`: of a root."""
 
     __slots__ = (
         "__weakref__",
@@ -45,12 +46,16 @@ class Node:
         "num_users",
         "pages",
         "parent",
+        "salt",
     )
 
-    def __init__(self, key: Key, pages: Sequence[int], parent: "Node | None") -> None:
+    def __init__(
+        self, key: Key, pages: Sequence[int], parent: "Node | None", salt: str | None = None
+    ) -> None:
         self.key = key
         self.pages = list(pages)
         self.parent = parent
+        self.salt = salt
         self.num_holders = 0
         self.num_users = [0] * len(self.pages)
         self.children: dict[Key, Node] = {}
@@ -58,10 +63,22 @@ class Node:
         self.child_keys: list[Key] = []
 
 
+class TreeLog(Protocol):
+    """What is told of changes of a tree."""
+
+    def changed(self, node: Node) -> None:
+        """The node is new, or a page of a group without all keys has come or gone."""
+
+    def left(self, node: Node) -> None:
+        """The node has left the tree."""
+
+
 class RadixTree:
     """Pages by the tokens that they hold, with LRU eviction of pages without references.
 
     keeps_all: of each group, whether it keeps all keys."""
+
+    log: TreeLog | None = None
 
     def __init__(
         self, page_size: int, lookahead: int = 0, keeps_all: Sequence[bool] = (True,)
@@ -69,10 +86,10 @@ class RadixTree:
         self._page_size = page_size
         self._lookahead = lookahead
         self._keeps_all = keeps_all
-        self.root = self._new_root()  # of requests without a salt
-        # The others live as long as there are nodes below them, which refer to them.
-        self._roots = WeakValueDictionary[str | None, Node]()
-        self._roots[None] = self.root
+        # Roots live as long as there are nodes below them, which refer to them; that of requests
+        # without a salt always.
+        self._roots = WeakValueDictionary[tuple[int, str | None], Node]()
+        self.start_version(0)
         # In each group every node whose page nobody holds, least recently used first. Where all
         # keys are kept, a child comes before its parent: paths are released leaf first, and
         # children are only added below held nodes. So the first node is always a leaf.
@@ -81,12 +98,21 @@ class RadixTree:
     def num_evictable(self, group: int = 0) -> int:
         return len(self._evictable[group])
 
+    @property
+    def is_empty(self) -> bool:
+        return not any(root.children for root in self._roots.values())
+
+    def start_version(self, version: int) -> None:
+        """From now on nothing that was stored before is found; it stays until it is evicted."""
+        self._version, self.root = version, self._new_root(None)
+        self._roots[version, None] = self.root
+
     def root_of(self, salt: str | None) -> Node:
         """The empty prefix of the requests with this salt. It is never held and never evicted."""
-        return self._roots.setdefault(salt, self._new_root())
+        return self._roots.setdefault((self._version, salt), self._new_root(salt))
 
-    def _new_root(self) -> Node:
-        return Node((), [NO_PAGE] * len(self._keeps_all), None)
+    def _new_root(self, salt: str | None) -> Node:
+        return Node((), [NO_PAGE] * len(self._keeps_all), None, salt)
 
     def match(self, root: Node, tokens: Sequence[int], limit: int) -> list[Node]:
         """The nodes of the longest run of full pages below `root` within the entries of
@@ -133,6 +159,8 @@ class RadixTree:
         for group, page in enumerate(pages):
             if page != NO_PAGE:
                 self._evictable[group][node] = None
+        if self.log is not None:
+            self.log.changed(node)
         return node, left_over
 
     def _complete(self, node: Node, pages: Sequence[int]) -> list[int]:
@@ -142,6 +170,8 @@ class RadixTree:
             if page != NO_PAGE and node.pages[group] == NO_PAGE:
                 node.pages[group], left_over[group] = page, NO_PAGE
                 self._evictable[group][node] = None
+        if self.log is not None and left_over != pages:
+            self.log.changed(node)
         return left_over
 
     def hold(self, nodes: Sequence[Node], firsts: Sequence[int]) -> None:
@@ -189,6 +219,8 @@ class RadixTree:
         left = [NO_PAGE] * len(node.pages)
         left[group], node.pages[group] = node.pages[group], NO_PAGE
         del self._evictable[group][node]
+        if self.log is not None:
+            self.log.changed(node)
         self._drop_if_needless(node)
         return left
 
@@ -208,6 +240,8 @@ class RadixTree:
                 del self._evictable[group][leaf]
         del leaf.parent.children[leaf.key]
         del leaf.parent.child_keys[bisect_left(leaf.parent.child_keys, leaf.key)]
+        if self.log is not None:
+            self.log.left(leaf)
         return leaf.pages
 
     def nodes(self) -> Iterator[Node]:

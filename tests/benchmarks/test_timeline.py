@@ -33,8 +33,8 @@ def graph(number: int, launched: float, *kernels: tuple[float, float]) -> list[E
 
 
 def traced_round(number: int) -> list[Event]:
-    """Of 100 µs: the target's graph, then the draft's. The device begins when the host has left
-    `launch`, and is idle for 2 and 3 µs."""
+    """A round of 100 µs: the target's graph, then the draft's. The device begins when the host has
+    left `launch`, and is idle for 2 and 3 µs."""
     start = 100.0 * number
     return [
         note("schedule", start, start + 5),
@@ -104,7 +104,7 @@ def test_the_documented_figure_and_its_sentence_are_the_recorded_trace() -> None
     rows = [
         row | {"spans": tuple(Span(**span) for span in row["spans"])} for row in recorded["rows"]
     ]
-    figure, page = ROOT / "docs/images/round-timeline.svg", ROOT / "docs/cuda-graphs.md"
+    figure, page = ROOT / "docs/images/round-timeline.svg", ROOT / "docs/kernels.md"
     assert draw([Timeline(**row) for row in rows]) == figure.read_text(encoding="utf-8")
     text = page.read_text(encoding="utf-8")
     sentence = text.partition("One H200, 8B shape, batch 1")[2].partition("\n\n")[0]

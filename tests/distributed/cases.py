@@ -142,7 +142,7 @@ class Case:
     def outputs(self, folder: str, num_ranks: int) -> Outputs:
         """On rank 0. The other processes of mpirun end with SystemExit."""
         options: dict[str, Any] = {"device": "cpu", "max_batch_size": 8, **self.options}
-        options["skip_tokenizer_init"] = not self.model.startswith("zoo:")
+        options["skip_tokenizer_init"] = not self.model.startswith(("zoo:", "text-"))
         if num_ranks == 1:
             options.pop("moe_expert_parallel_size", None)
         if (spec := options.get("speculative_config")) is not None:
@@ -234,9 +234,14 @@ CASES: dict[str, Case] = {
     "gemma3": Case("gemma3", SMALL_PAGES | {"speculative_config": TINY_EAGLE3}, generate_twice),
     "phi3": Case("phi3", {"speculative_config": NGRAM}),
     "deepseek-v3-parts-mtp": Case("deepseek-v3", EP | {"speculative_config": MTP}, accepts=True),
+    "qwen3-next-mtp": Case("qwen3-next", {"speculative_config": MTP}, accepts=True),
     "preempted": Case(model="qwen2-moe", options=SMALL_CACHE),
     "fp8": Case("qwen3-moe-fp8", {"speculative_config": NGRAM}, in_fp8=True),
     "fp8-by-token": Case("llama-fp8-by-token", {"speculative_config": NGRAM}),
+    "fp8-experts-by-token": Case("qwen3-moe-fp8-by-token", {"speculative_config": NGRAM}),
+    "fp8-cache": Case(
+        "qwen2-moe", {"kv_cache_config": {"dtype": "fp8"}, "speculative_config": NGRAM}
+    ),
     "fp8-parts": Case("qwen3-moe-fp8", EP | {"speculative_config": NGRAM}, in_fp8=True),
 }
 # Pools are small, since the ranks may share a device.
@@ -287,6 +292,7 @@ FAMILIES: dict[str, Case] = {
         "deepseek-v2": ["ngram"],
         "deepseek-v3-strong": ["ngram"],
         "deepseek-v3": list(DRAFTERS),
+        "qwen3-next": ["ngram", "mtp-two-model", "mtp-tree", "eagle3"],
         "zoo:deepseek": ["mtp"],
     }.items()
     for name in names
@@ -302,4 +308,32 @@ GRID: dict[str, Case] = {
     for name, config in SPECULATION.items()
     for off in (False, True)
 }
-ALL = CASES | GPU_CASES | FAMILIES | GRID
+# On as many GPUs as a host has: 2, 4 or 8. Only the first has text, and grammars.
+EIGHT_EAGLE3 = TINY_EAGLE3 | {"speculative_model": "{folder}/eagle3-eight-heads"}
+EIGHT_DRAFT = DRAFT_MODEL | {"speculative_model": "{folder}/eight-heads"}
+WIDE: dict[str, Case] = {
+    f"wide-{name}": Case(
+        model, ON_GPU_TINY | {"speculative_config": spec} | options, generate_twice
+    )
+    for name, model, spec, options in [
+        ("grammars", "text-eight-heads", NGRAM, {}),
+        ("grammars-tree", "text-eight-heads", NGRAM | TREE, {}),
+        ("plain", "eight-heads", None, {}),
+        ("no-overlap", "eight-heads", NGRAM, {"disable_overlap_scheduler": True}),
+        ("eagle3", "eight-heads", EIGHT_EAGLE3, {}),
+        ("eagle3-tree", "eight-heads", EIGHT_EAGLE3 | TREE, {}),
+        ("eagle3-two-model", "eight-heads", EIGHT_EAGLE3 | {"eagle3_one_model": False}, {}),
+        ("eagle3-sa", "eight-heads", EIGHT_EAGLE3 | {"sa_config": {}}, {}),
+        ("draft-model", "eight-heads", EIGHT_DRAFT, {}),
+        ("rejection", "eight-heads", EIGHT_DRAFT | {"use_rejection_sampling": True}, {}),
+        ("adaptive", "eight-heads", EIGHT_EAGLE3 | {"adaptive": {}}, {}),
+        ("experts-tp", "eight-heads-experts", NGRAM, {}),
+        ("experts-ep2", "eight-heads-experts", NGRAM, EP),
+        ("experts-ep4", "eight-heads-experts", NGRAM, {"moe_expert_parallel_size": 4}),
+        ("latent-mtp-tp", "eight-heads-latent", MTP, {}),
+        ("latent-mtp-ep2", "eight-heads-latent", MTP, EP),
+        ("latent-mtp-tree-ep2", "eight-heads-latent", MTP | TREE, EP),
+        ("latent-mtp-two-model", "eight-heads-latent", MTP | {"mtp_eagle_one_model": False}, {}),
+    ]
+}
+ALL = CASES | GPU_CASES | FAMILIES | GRID | WIDE

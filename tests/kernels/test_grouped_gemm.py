@@ -14,6 +14,7 @@ from tests.kernels.interpreter import (
 )
 from tllm_spec.kernels.grouped_gemm import (
     TILINGS,
+    ExpertWeights,
     block_rows_of,
     down,
     gate_up_silu,
@@ -71,7 +72,8 @@ def layer(p: Problem, input_weights: torch.Tensor | None = None) -> torch.Tensor
     number = p.gate_up.shape[0]
     block_rows = block_rows_of(p.experts.numel(), number, p.x.dtype, p.x.device)
     rows = moe_permute(p.experts, number, block_rows)
-    return down(gate_up_silu(p.x, p.gate_up, rows, input_weights), p.down, rows)
+    inner = gate_up_silu(p.x, ExpertWeights(p.gate_up), rows, input_weights)
+    return down(inner, ExpertWeights(p.down), rows)
 
 
 def formula(p: Problem, input_weights: torch.Tensor | None = None) -> torch.Tensor:
@@ -157,8 +159,9 @@ def test_a_tensor_on_the_cpu_runs_the_reference_with_one_block_per_expert() -> N
     rows = moe_permute(p.experts, 8, block_rows_of(80, 8, torch.float32, p.x.device))
     assert int(rows.num_blocks) == len(p.experts.unique())
     by_blocks = moe_permute.reference(p.experts, 8, 16)
-    activated = gate_up_silu.reference(p.x, p.gate_up, by_blocks)
-    torch.testing.assert_close(layer(p), down.reference(activated, p.down, by_blocks))
+    activated = gate_up_silu.reference(p.x, ExpertWeights(p.gate_up), by_blocks)
+    expected = down.reference(activated, ExpertWeights(p.down), by_blocks)
+    torch.testing.assert_close(layer(p), expected)
 
 
 def one_by_one(p: Problem) -> torch.Tensor:

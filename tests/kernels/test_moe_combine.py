@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import ROUNDING, check_like_the_reference, on_each_kernel_device
-from tllm_spec.kernels.moe_combine import moe_combine
+from tllm_spec.kernels.moe_combine import OwnExperts, moe_combine
 from tllm_spec.kernels.triton_support import has_kernels
 
 CASES = [(1, 8, 2048), (5, 2, 64), (3, 1, 1030), (0, 4, 32), (7, 6, 100)]  # tokens, k, columns
@@ -50,3 +50,17 @@ def test_the_kernel_equals_its_reference(
     expected = moe_combine.reference(parts, weights, case[1], residual.clone())
     assert moe_combine(parts, weights, case[1], residual) is residual
     check_like_the_reference(residual, expected)
+
+
+@on_each_kernel_device
+def test_outputs_of_other_ranks_experts_are_not_read(device: str) -> None:
+    """They are NaN."""
+    parts, weights, residual = problem((9, 4, 130), torch.float32, device)
+    experts = torch.arange(36, dtype=torch.int32, device=device).view(9, 4) % 8
+    is_own = (experts >= 2) & (experts < 5)
+    expected = moe_combine.reference(parts, weights * is_own, 4, residual.clone())
+    parts[~is_own.flatten()] = torch.nan
+    own = OwnExperts(experts, 2, 3)
+    for combine in (moe_combine, moe_combine.reference):
+        found = combine(parts, weights, 4, residual.clone(), own)
+        torch.testing.assert_close(found, expected)

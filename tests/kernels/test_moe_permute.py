@@ -1,9 +1,12 @@
 """Assignments sorted by expert, and their blocks."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from tests.kernels.interpreter import on_each_kernel_device
+from tests.kernels.hopper import compiled_for_hopper
+from tests.kernels.interpreter import on_each_kernel_device, only_with_the_compiler
 from tllm_spec.kernels.moe_permute import (
     ExpertRows,
     max_blocks,
@@ -54,6 +57,33 @@ def test_the_kernel_sorts_stably_and_cuts_blocks(case: tuple[int, ...], device: 
     assert has_kernels(torch.device(device))
     experts = chosen(case, device)
     check(moe_permute(experts, case[2], case[3]), experts, case[2])
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("case", CASES[1:5] + CASES[-1:], ids=str)
+def test_experts_of_other_ranks_come_last_in_no_block(case: tuple[int, ...], device: str) -> None:
+    experts, (first, number) = chosen(case, device), (case[2] // 4, case[2] // 2)
+    for permute in (moe_permute, moe_permute.reference):
+        rows = permute(experts, number, case[3], first)
+        own = experts.flatten() - first
+        own = own.where((own >= 0) & (own < number), number).cpu()
+        assert torch.equal(rows.order.long().cpu(), own.argsort(stable=True))
+        expected = moe_permute.reference(own[own < number].int().view(-1, 1), number, case[3])
+        num_blocks = int(rows.num_blocks)
+        assert num_blocks == int(expected.num_blocks) > 0
+        assert torch.equal(rows.blocks[:, :num_blocks].cpu(), expected.blocks[:, :num_blocks])
+
+
+@only_with_the_compiler
+@pytest.mark.parametrize("first", [None, 4])
+def test_the_kernel_compiles_with_and_without_experts_of_other_ranks(first: int | None) -> None:
+    from tllm_spec.kernels.moe_permute_triton import moe_permute_kernel
+
+    types = dict.fromkeys(("experts", "order", "blocks", "num_blocks"), "*i32")
+    own: dict[str, Any] = {"FIRST": first, "NUMBER": 8, "BINS": 32, "totals": None, "PDL": True}
+    sizes = {"BLOCK_ROWS": 16, "BLOCK": 128, "BLOCKS": 64}
+    code = compiled_for_hopper(moe_permute_kernel, types, own | sizes, num_warps=1)
+    assert "atom" in code.asm["ptx"]
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from tests.kernels.interpreter import (
 from tests.kernels.test_grouped_gemm import QWEN3, V3, Shape
 from tllm_spec.kernels.grouped_gemm import (
     SCALED_OF_ROWS,
+    ExpertWeights,
     block_rows_of,
     down,
     gate_up_silu,
@@ -55,8 +56,8 @@ class Problem:
     def layer(self) -> torch.Tensor:
         """Each assignment's output `[T * k, H]`."""
         rows = self.rows
-        inner = gate_up_silu(self.x, self.gate_up, rows, scales=self.gate_up_scales)
-        return down(inner, self.down, rows, self.down_scales)
+        inner = gate_up_silu(self.x, ExpertWeights(self.gate_up, self.gate_up_scales), rows)
+        return down(inner, ExpertWeights(self.down, self.down_scales), rows)
 
 
 def problem(shape: Shape, num_tokens: int, dtype: torch.dtype, device: str) -> Problem:
@@ -91,7 +92,7 @@ def exact(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def sum_error(inputs: int) -> float:
-    """Of float32 sums, relative to the sum of magnitudes. Tensor cores add 16 products of a block
+    """The error of float32 sums over the sum of magnitudes. Tensor cores add 16 products of a block
     at a time. They cut 17 numbers off at 2^-25 of the largest and the sum at 2^-23: together less
     than 2^-20. The sums of blocks are added with one rounding each."""
     return 128 // 16 * 2.0**-20 + -(-inputs // 128) * 2.0**-24
@@ -133,11 +134,11 @@ def check_down(p: Problem, inner: torch.Tensor, output: torch.Tensor) -> None:
 
 def check_both(p: Problem) -> None:
     """Each GEMM on its own: the inputs of the second are the outputs of the first."""
-    rows, weights, scales = p.rows, p.gate_up, p.gate_up_scales
-    check_gate_up(p, gate_up_silu(p.x, weights, rows, p.weights, scales), p.weights)
-    inner = gate_up_silu(p.x, weights, rows, scales=scales)
+    rows, gate_up = p.rows, ExpertWeights(p.gate_up, p.gate_up_scales)
+    check_gate_up(p, gate_up_silu(p.x, gate_up, rows, p.weights), p.weights)
+    inner = gate_up_silu(p.x, gate_up, rows)
     check_gate_up(p, inner)
-    check_down(p, inner, down(inner, p.down, rows, p.down_scales))
+    check_down(p, inner, down(inner, ExpertWeights(p.down, p.down_scales), rows))
 
 
 @on_each_dtype
@@ -162,17 +163,17 @@ def test_the_kernel_equals_the_formula(shape: Shape, dtype: torch.dtype, device:
 def test_the_bounds_tell_a_misplaced_scale(device: str) -> None:
     p = problem(Shape(3, 2, 300, 140 if INTERPRETED else 260), 9, torch.bfloat16, device)
     rows = p.rows
-    inner = gate_up_silu(p.x, p.gate_up, rows, scales=p.gate_up_scales)
+    inner = gate_up_silu(p.x, ExpertWeights(p.gate_up, p.gate_up_scales), rows)
     for wrong in misplaced(p.gate_up_scales):
         with pytest.raises(AssertionError):
-            check_gate_up(p, gate_up_silu(p.x, p.gate_up, rows, scales=wrong))
+            check_gate_up(p, gate_up_silu(p.x, ExpertWeights(p.gate_up, wrong), rows))
     for wrong in misplaced(p.down_scales):
         with pytest.raises(AssertionError):
-            check_down(p, inner, down(inner, p.down, rows, wrong))
+            check_down(p, inner, down(inner, ExpertWeights(p.down, wrong), rows))
 
 
 def misplaced(scales: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Of another expert, output or block each; and one output's in another order."""
+    """Scales of another expert, output or block; and one output's in another order."""
     for dim in range(3):
         yield scales.roll(1, dim)
     one, own = scales.clone(), scales[0]
@@ -188,7 +189,7 @@ def test_every_weight_has_its_own_scale(device: str) -> None:
     rows, weight = p.rows, exact(p.down, p.down_scales)
     inputs = torch.arange(150, device=device) % 148
     inner = torch.nn.functional.one_hot(inputs, 148).to(p.x.dtype)
-    output = down(inner, p.down, rows, p.down_scales)
+    output = down(inner, ExpertWeights(p.down, p.down_scales), rows)
     for row, assignment in enumerate(rows.order.tolist()):
         own = weight[int(p.experts[assignment, 0])]
         assert torch.equal(output[assignment].double(), own[:, inputs[row]])
@@ -199,7 +200,7 @@ def test_every_size_of_block_gives_the_formula(device: str) -> None:
     seen = set()
     for num_tokens in (3, 30, 70, 150):
         p = problem(Shape(2, 1, 136, 40), num_tokens, torch.bfloat16, device)
-        seen.add(tilings_of(num_tokens, 2, torch.bfloat16, True))
+        seen.add(tilings_of(num_tokens, 2, torch.bfloat16, "fp8"))
         check_both(p)
     assert {tilings.down for tilings in seen} == set(SCALED_OF_ROWS.values())
 

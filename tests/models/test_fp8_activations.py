@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models.fp8_checkpoint import quantise
+from tests.models.deepseek import save_deepseek
+from tests.models.fp8_checkpoint import is_projection, quantise
 from tests.models.fp8_transcription import transcribed
 from tests.models.helpers import (
     CPU,
@@ -24,10 +25,13 @@ from tests.models.helpers import (
 from tests.models.test_fp8 import FAMILIES, SIZES, save_both
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
+from tllm_spec.models.experts import Experts
 from tllm_spec.models.formats.fp8_activations import QuantisedActivations
 from tllm_spec.models.formats.fp8_formats import ActivationScales
 from tllm_spec.models.formats.fp8_scaled import Fp8Tensor
 from tllm_spec.models.formats.plain import PlainWeight
+from tllm_spec.models.formats.stacked_codes import StackedCodes
+from tllm_spec.models.formats.stacked_weight import StackedWeight
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
 from tllm_spec.models.module import Module, Placement
@@ -55,32 +59,57 @@ def formats_of(model: Module) -> dict[str, type]:
     return {path.rpartition(".")[2]: kind for path, kind in found.items()}
 
 
-@pytest.mark.parametrize(
-    "granularity",
-    ["row", "bounded", "deepseek", "autofp8", "autofp8 static", "modelopt", "compressed"],
-)
+FORMATS = ("row", "bounded", "deepseek", "autofp8", "autofp8 static", "modelopt", "compressed")
+
+
+@pytest.mark.parametrize("granularity", FORMATS)
 @torch.inference_mode()
 def test_log_probabilities_are_those_of_a_plain_transcription(
     granularity: str, tmp_path: Path
 ) -> None:
-    bound = 1.5 if granularity == "bounded" else None
     reference = save_checkpoint(tmp_path, "Llama", mlp_bias=True, **SIZES)
     quantise(tmp_path, granularity=granularity)
+    # It happens once in these tokens, with the two formats whose scales are static.
+    share = 0.3 if granularity in ("autofp8 static", "modelopt") else 0.02
+    check_log_probabilities(reference, tmp_path, granularity == "bounded", share)
+
+
+def check_log_probabilities(
+    reference: Any, folder: Path, is_bounded: bool = False, share: float = 0.02
+) -> None:
+    """A sum that is rounded otherwise may give another code, with an effect on all later tokens.
+    share: errors on average, by the effect of quantised activations."""
+    bound = 1.5 if is_bounded else None
     if bound is not None:
-        raw = json.loads((tmp_path / "config.json").read_text())
+        raw = json.loads((folder / "config.json").read_text())
         raw["quantization_config"]["activation_scale_ub"] = bound
-        (tmp_path / "config.json").write_text(json.dumps(raw))
-    found = log_probabilities(tmp_path)
-    transcription = transcribed(reference, tmp_path, bound)
+        (folder / "config.json").write_text(json.dumps(raw))
+    found = log_probabilities(folder)
+    transcription = transcribed(reference, folder, bound)
     expected = reference_logits(transcription, TOKENS).log_softmax(-1)
-    weights_only = log_probabilities(tmp_path, fp8_activations=False)
+    weights_only = log_probabilities(folder, fp8_activations=False)
     effect = (weights_only - expected).abs().mean()
     assert effect > 0.005
-    # A sum that is rounded otherwise may give another code, with an effect on all later tokens. It
-    # happens once in these tokens, with the two formats whose scales are static.
     errors = (found - expected).abs()
-    share = 0.3 if granularity in ("autofp8 static", "modelopt") else 0.02
-    assert errors.mean() < share * effect and errors[:10].max() < 1e-4
+    assert errors.mean() < share * effect and (errors.amax(1) < 1e-4).sum() >= 10
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("granularity", FORMATS)
+@torch.inference_mode()
+def test_log_probabilities_with_experts_are_those_of_a_plain_transcription(
+    granularity: str, tmp_path: Path
+) -> None:
+    reference = FAMILIES["qwen3-moe"](tmp_path)
+    quantise(tmp_path, granularity=granularity)
+    check_log_probabilities(reference, tmp_path, granularity == "bounded", 0.1)
+
+
+@torch.inference_mode()
+def test_a_shared_expert_quantises_activations_as_the_others(tmp_path: Path) -> None:
+    reference = save_deepseek(tmp_path, "DeepseekV3", hidden_size=192)
+    quantise(tmp_path, lambda name: is_projection(name) and "kv_b" not in name, "deepseek")
+    check_log_probabilities(reference, tmp_path)
 
 
 @torch.inference_mode()
@@ -101,22 +130,25 @@ def test_one_line_says_that_activations_are_quantised(
     with caplog.at_level(logging.INFO):
         load(path)
     (line,) = (each.message for each in caplog.records if "W8A" in each.message)
-    assert line.startswith(
-        f"{path}: activations are quantised to FP8 with one dynamic scale a token (W8A8); experts"
-    )
+    expected = f"{path}: activations are quantised to FP8 with one dynamic scale a token (W8A8)"
+    assert line == expected
 
 
-def test_experts_and_what_the_checkpoint_has_in_16_bits_do_not_quantise_activations(
-    tmp_path: Path,
-) -> None:
+def test_what_the_checkpoint_has_in_16_bits_does_not_quantise_activations(tmp_path: Path) -> None:
+    """Also experts of which one weight is not in FP8."""
     FAMILIES["qwen3-moe"](tmp_path)
-    quantise(tmp_path, lambda name: "o_proj" not in name and "_proj" in name, "row")
+
+    def wants(name: str) -> bool:
+        left_out = "o_proj" in name or "layers.0.mlp.experts.3.up_proj" in name
+        return is_projection(name) and not left_out
+
+    quantise(tmp_path, wants, "row")
     model = load(tmp_path)
     kinds = formats_of(model)
     assert kinds["qkv_proj"] is QuantisedActivations
     assert all(issubclass(kinds[name], PlainWeight) for name in ("o_proj", "gate", "lm_head"))
-    experts = model.get_submodule("model.layers.0.mlp.experts")
-    assert experts.gate_up_scales is None and experts.gate_up.dtype == torch.float32
+    kinds = [type(each.down_weights) for each in model.modules() if isinstance(each, Experts)]
+    assert kinds == [StackedWeight, StackedCodes]
 
 
 def test_dummy_weights_are_normal(tmp_path: Path) -> None:

@@ -125,30 +125,61 @@ def test_layers_that_the_checkpoint_leaves_out_keep_their_weights(
     assert int4_names(models[0]) == names - dequantised - {"model.layers.0.mlp.down_proj.weight"}
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3Moe", "DeepseekV2"])
-def test_experts_and_latents_are_dequantised(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "case"),
+    [
+        ("DeepseekV2", Style("awq", 0)),
+        ("Qwen3Moe", Style("gptq")),
+        ("Qwen3Moe", Style("mxfp4")),
+        ("Qwen3Moe", Style("compressed")),
+    ],
+    ids=str,
+)
+def test_experts_keep_4_bits_and_latents_are_dequantised(
+    architecture: str, case: Style, tmp_path: Path
+) -> None:
+    found = load(save_experts(tmp_path, case, architecture))
+    names = {name for name in weight_table(found) if is_projection(name)}
+    assert int4_names(found) == {name for name in names if "kv_b_proj" not in name}
+    assert any(".mlp.experts." in name for name in names)
+    check_same_logits(found, load(tmp_path / "plain"))
+
+
+def test_experts_with_an_order_of_inputs_are_dequantised(tmp_path: Path) -> None:
+    found = load(save_experts(tmp_path, Style("gptq", is_ordered=True), "Qwen3Moe"))
+    assert not any(".experts." in name for name in int4_names(found))
+    check_same_logits(found, load(tmp_path / "plain"))
+
+
+def save_experts(folder: Path, case: Style, architecture: str) -> Path:
+    """A model with experts in 4 bits, next to the same values in `folder / "plain"`."""
     if architecture == "Qwen3Moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
-        save_checkpoint(tmp_path / "plain", architecture, hidden_size=64, **experts)
+        save_checkpoint(folder / "plain", architecture, hidden_size=64, **experts)
     else:
-        save_deepseek(tmp_path / "plain", architecture)
-    shutil.copytree(tmp_path / "plain", tmp_path / "int4")
-    values = quantise(tmp_path / "int4", Style("awq", 0))
-    save_file(values, tmp_path / "plain" / "model.safetensors")
-    models = [load(tmp_path / name) for name in ("int4", "plain")]
+        save_deepseek(folder / "plain", architecture)
+    shutil.copytree(folder / "plain", folder / "int4")
+    values = quantise(folder / "int4", case)
+    save_file(values, folder / "plain" / "model.safetensors")
+    return folder / "int4"
+
+
+def check_same_logits(*models: CausalLM) -> None:
     found, expected = (PagedRunner(model).step({0: TOKENS})[0] for model in models)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    kept = int4_names(models[0])
-    assert any("o_proj" in name for name in kept)
-    assert not any("experts." in name and ".mlp.experts." in name for name in kept)
 
 
 def test_dummy_weights_have_the_size_of_others(tmp_path: Path) -> None:
     path, _ = save(tmp_path, Style("gptq", 32, is_ordered=True))
-    model = load(path, load_format="dummy")
+    check_dummy(load(path, load_format="dummy"))
+    path, _ = save(tmp_path / "mxfp4", Style("mxfp4"))
+    check_dummy(load(path, load_format="dummy"))
+
+
+def check_dummy(model: CausalLM) -> None:
     weight = model.get_submodule("model.layers.0.mlp.down_proj")
     assert isinstance(weight, Linear)
-    assert 0.7 < weight.full_weight().std() * 160**0.5 < 1.3
+    assert 0.6 < weight.full_weight().std() * 160**0.5 < 1.4
     assert PagedRunner(model).step({0: TOKENS})[0].isfinite().all()
 
 

@@ -23,7 +23,7 @@ STATE = {
     "num_requests_waiting": 4,
     "num_preemptions": 5,
     "ranks": [{"device": "cuda:0"}],
-    "kv_cache": {"num_pages": 10, "free": 1, "cached": 3, "used": 6},
+    "kv_cache": {"num_pages": 10, "page_size": 32, "free": 1, "cached": 3, "used": 6},
     "totals": {
         "requests_by_finish_reason": {"stop": 7, "cancelled": 8},
         "prompt_tokens": 40,
@@ -112,7 +112,10 @@ class FakeLLM:
         streaming: bool = False,
         cache_salt: str | None = None,
         client: tuple[str, ...] = (),
+        store: bool | None = None,
     ) -> RequestHandle:
+        if store:
+            raise ValueError("store = True: nothing is stored without record_traffic")
         if isinstance(inputs, str):
             check_text(inputs)
         token_ids = self.tokenizer.encode(inputs) if isinstance(inputs, str) else inputs

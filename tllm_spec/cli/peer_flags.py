@@ -19,7 +19,6 @@ from tllm_spec.config.not_served import NO_QUANTISING
 from tllm_spec.config.option_checks import NotServed, shown
 from tllm_spec.config.peer_options import ALGORITHMS, LLM_PEERS, with_our_names
 
-ONE_ENGINE = "a server has one engine; put servers in front of each other with a proxy"
 DTYPES = {"half": "float16", "float": "float32"}
 ATTENTION = {"TRITON_ATTN": "TRITON"}
 # Flags whose value is the model, which is an argument without a name here.
@@ -54,13 +53,18 @@ def _weights(name: str) -> str:
 def speculative_mapping(text: str) -> dict[str, Any]:
     """vLLM's `--speculative-config`, a JSON object, with the names of the YAML file. Names that are
     not vLLM's are taken as they are. Raises click.BadParameter for anything but an object."""
+    return with_our_names(_json_object(text))
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """Raises click.BadParameter for anything else."""
     try:
         options = json.loads(text)
     except ValueError as error:
         raise click.BadParameter(f"{shown(text)} is not JSON: {error}") from None
     if not isinstance(options, dict):
         raise click.BadParameter(f"{shown(text)} is not a JSON object")
-    return with_our_names(options)
+    return options
 
 
 SPECULATIVE = "speculative_config"
@@ -85,6 +89,7 @@ PEER_FLAGS = (
     PeerOption("--attention_backend", str, "attn_backend", _attention),
     PeerOption("--guided_decoding_backend --grammar_backend", str, "guided_decoding_backend"),
     PeerOption("--speculative_config", speculative_mapping, SPECULATIVE),
+    PeerOption("--kv_events_config", _json_object, "kv_cache_config.kv_events_config"),
     PeerOption(
         "--enable_auto_tool_choice",
         bool,
@@ -96,7 +101,6 @@ PEER_FLAGS = (
     PeerOption("--enable_lora", bool, NotServed((), NO_LORA)),
     PeerOption("--lora_modules --lora_paths", str, NotServed((), NO_LORA)),
     PeerOption("--enable_expert_parallel", bool, NotServed((), "use --moe_expert_parallel_size N")),
-    PeerOption("--data_parallel_size --dp_size --dp", int, NotServed((1,), ONE_ENGINE)),
     PeerOption(
         "--compilation_config", str, NotServed((), "use cuda_graph_config in the YAML file")
     ),

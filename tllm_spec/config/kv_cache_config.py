@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, PositiveInt, field_validator
 
 from tllm_spec.config.config_base import ConfigModel
+from tllm_spec.config.kv_events_config import KVEventsConfig
 from tllm_spec.config.not_served import KV_CACHE_NOT_SERVED
 from tllm_spec.config.option_checks import NotServed
 
@@ -33,6 +34,10 @@ class KvCacheConfig(ConfigModel):
     """Type of keys, values and MLA's latents. `fp8` (E4M3) takes half of 16 bits, with the
     checkpoint's scales or 1.0. `model`: the model's own type. `auto`: `fp8` where the checkpoint
     asks for it, otherwise `model`. See `docs/quantization.md`."""
+
+    kv_events_config: KVEventsConfig | None = None
+    """Events of the prefix cache for routers, in vLLM's form. null: none. See
+    `docs/deploying.md`."""
 
     not_served: ClassVar[Mapping[str, NotServed]] = KV_CACHE_NOT_SERVED
 

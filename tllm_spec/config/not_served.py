@@ -27,7 +27,7 @@ ONE_SAMPLER = "there is one sampler, and every request of a batch has its own op
 ONE_MOE = "kernels of experts are chosen by device and size"
 NO_COMPILER = "the model is not compiled"
 ONE_PROCESS = "prefill and decoding run in one process"
-NO_KV_EVENTS = "KV cache events are not reported"
+NO_KV_EVENTS = "KV cache events are published by kv_cache_config.kv_events_config"
 NO_HOST_CACHE = "evicted pages are not kept in host memory"
 NO_RECURRENT_STATE = "layers with a recurrent state are not served"
 ALL_TOKENS = "every layer keeps all tokens"
@@ -190,7 +190,6 @@ KV_CACHE_NOT_SERVED: Mapping[str, NotServed] = {
     "host_cache_size": NotServed((None, 0), NO_HOST_CACHE),
     "iteration_stats_interval": NotServed((1,), "statistics are of every round"),
     "kv_cache_event_hash_algo": NotServed(("auto",), NO_KV_EVENTS),
-    "kv_events_config": NotServed((None,), NO_KV_EVENTS),
     "mamba_ssm_cache_dtype": NotServed(("auto",), NO_RECURRENT_STATE),
     "mamba_state_config": NotServed((None,), NO_RECURRENT_STATE),
     "max_attention_window": NotServed((None,), ALL_TOKENS),

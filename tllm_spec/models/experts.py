@@ -1,14 +1,15 @@
 """The experts of a mixture-of-experts layer."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from tllm_spec.kernels.grouped_gemm import block_rows_of, down, gate_up_silu
-from tllm_spec.kernels.moe_permute import ExpertRows, moe_permute
-from tllm_spec.models.formats.fp8_scaled import ScaledSlot, scaled_parameters
+from tllm_spec.kernels.grouped_gemm import block_rows_of
+from tllm_spec.kernels.moe_combine import OwnExperts
+from tllm_spec.kernels.moe_permute import moe_permute
+from tllm_spec.models.formats.choice import choose_stacked
+from tllm_spec.models.formats.stacked_weight import StackedWeight
 from tllm_spec.models.formats.weight_format import Part
 from tllm_spec.models.module import Module, Placement, StoredWeight, WeightSlot, sibling
 from tllm_spec.models.moe_shape import MoEConfig, MoENames
@@ -36,6 +37,9 @@ class Experts(Module):
     """A rank has some of the experts, and of these a slice of the intermediate size: all experts
     without expert parallelism, whole ones with nothing else. The last may be the shared one."""
 
+    gate_up_weights: StackedWeight
+    down_weights: StackedWeight
+
     def __init__(self, config: MoEConfig, placement: Placement, names: MoENames) -> None:
         super().__init__()
         self.names, self.mapping = names, placement.mapping
@@ -43,10 +47,24 @@ class Experts(Module):
         hidden, number = config.hidden_size, self.num_routed + config.num_shared
         inner = self.mapping.shard_expert(config.intermediate_size)
         self.first = self.num_routed * self.mapping.ep_rank
-        self.gate_up, self.gate_up_scales = _parameters(placement, number, 2 * inner, hidden)
-        # Experts do not quantise activations.
-        own = replace(placement, activations=None).of_inputs(inner, config.intermediate_size)
-        self.down, self.down_scales = _parameters(own, number, hidden, inner)
+        self.shape = number, hidden, inner
+        self._create(placement)
+
+    def _create(self, placement: Placement) -> None:
+        number, hidden, inner = self.shape
+        full = inner * self.mapping.moe_tp_size
+        self._use("gate_up", choose_stacked((number, 2 * inner, hidden), placement, gated=True))
+        own = placement.of_inputs(inner, full)
+        self._use("down", choose_stacked((number, hidden, inner), own, gated=False))
+
+    def _use(self, name: str, weights: StackedWeight) -> None:
+        """Replaces one of the two layers, with its tensors."""
+        if f"{name}_weights" in self.__dict__:
+            for each, _ in getattr(self, f"{name}_weights").parameters(name):
+                setattr(self, each, None)
+        setattr(self, f"{name}_weights", weights)
+        for each, parameter in weights.parameters(name):
+            setattr(self, each, parameter)
 
     def forward(
         self,
@@ -54,49 +72,40 @@ class Experts(Module):
         experts: torch.Tensor,
         input_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Each assignment's output on this rank, `[T * k, H]`, for x `[T, H]` and its experts
-        `[T, k]`. `input_weights` `[T, k]` multiply the inputs."""
-        number = self.gate_up.shape[0]
+        """Each assignment's output, `[T * k, H]`, for x `[T, H]` and its experts `[T, k]`; that of
+        another rank's expert is not defined. `input_weights` `[T, k]` multiply the inputs."""
+        number, first = self.shape[0], None if self.mapping.ep_size == 1 else self.first
         block_rows = block_rows_of(experts.numel(), number, x.dtype, x.device)
-        if self.mapping.ep_size == 1:
-            rows = moe_permute(experts, number, block_rows)
-            return self._output(x, rows, input_weights)
-        experts = experts - self.first
-        is_elsewhere = (experts < 0) | (experts >= number)
-        # As one more expert, which sorts last, and whose blocks are left out.
-        experts = experts.masked_fill(is_elsewhere, number)
-        rows = moe_permute(experts, number + 1, block_rows)
-        left_out = (is_elsewhere.sum(dtype=torch.int32) + (block_rows - 1)) // block_rows
-        rows = replace(rows, num_blocks=rows.num_blocks - left_out)
-        parts = self._output(x, rows, input_weights)
-        return parts.masked_fill_(is_elsewhere.view(-1, 1), 0)
+        rows = moe_permute(experts, number, block_rows, first)
+        inner = self.gate_up_weights.gated(x, rows, input_weights)
+        return self.down_weights.multiply(inner, rows)
 
-    def _output(
-        self, x: torch.Tensor, rows: ExpertRows, input_weights: torch.Tensor | None
-    ) -> torch.Tensor:
-        inner = gate_up_silu(x, self.gate_up, rows, input_weights, self.gate_up_scales)
-        return down(inner, self.down, rows, self.down_scales)
+    def own(self, experts: torch.Tensor) -> OwnExperts | None:
+        """Which outputs for `experts` `[T, k]` are defined; None: all."""
+        if self.mapping.ep_size == 1:
+            return None
+        return OwnExperts(experts, self.first, self.num_routed)
 
     def widen(self, placement: Placement) -> None:
-        self.gate_up, self.gate_up_scales = _parameters(placement.wide, *self.gate_up.shape)
-        self.down, self.down_scales = _parameters(placement.wide, *self.down.shape)
+        self._create(placement.wide)
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         names, number = self.names, self.num_routed
         if names.fused:
-            yield f"{path}.gate_up_proj", self._fused_slot(self.gate_up, 2, 2)
-            yield f"{path}.down_proj", self._fused_slot(self.down, 1, 1)
+            yield f"{path}.gate_up_proj", self._fused_slot(self.gate_up_weights, 2, 2)
+            yield f"{path}.down_proj", self._fused_slot(self.down_weights, 1, 1)
         else:
             for expert in range(number * self.mapping.ep_size):
                 parts = (names.gate, names.up, names.down)
                 own = expert - self.first
                 yield from self._slots_of(own, f"{path}.{expert}", parts)
-        if number < len(self.down):
+        if number < self.shape[0]:
             parts = ("gate_proj", "up_proj", "down_proj")
             yield from self._slots_of(number, sibling(path, names.shared), parts)
 
-    def _fused_slot(self, parameter: torch.Tensor, shard_dim: int, parts: int) -> FusedSlot:
-        mapping, by_inputs = self.mapping, parameter[: self.num_routed].transpose(1, 2)
+    def _fused_slot(self, weights: StackedWeight, shard_dim: int, parts: int) -> FusedSlot:
+        mapping = self.mapping
+        by_inputs = weights.weight[: self.num_routed].transpose(1, 2)
         shape = list(by_inputs.shape)
         inner = shape[shard_dim] // parts
         shape[0] *= mapping.ep_size
@@ -111,29 +120,12 @@ class Experts(Module):
     ) -> Iterator[tuple[str, WeightSlot]]:
         """expert: its index on this rank, outside of the range for another rank's. `parts`: the
         names of gate, up and down."""
-        number, hidden, inner = self.down.shape
-        is_here = 0 <= expert < number
+        number, hidden, inner = self.shape
+        own = expert if 0 <= expert < number else None
         start, full = inner * self.mapping.moe_tp_rank, inner * self.mapping.moe_tp_size
         halves = zip(parts[:2], (slice(inner), slice(inner, None)), strict=True)
-
-        def slot(
-            weight: torch.Tensor, scales: torch.Tensor | None, rows: slice, part: Part
-        ) -> WeightSlot:
-            own = weight[expert, rows] if is_here else None
-            place = own, part.shape, part.shard_dim, part.start
-            if scales is None:
-                return WeightSlot(*place)
-            return ScaledSlot(*place, scales=scales[expert, rows] if is_here else None)
-
         for name, rows in halves:
             part = Part((full, hidden), 0, start)
-            yield f"{path}.{name}.weight", slot(self.gate_up, self.gate_up_scales, rows, part)
+            yield from self.gate_up_weights.slots(f"{path}.{name}", own, rows, part)
         part = Part((hidden, full), 1, start)
-        yield f"{path}.{parts[2]}.weight", slot(self.down, self.down_scales, slice(None), part)
-
-
-def _parameters(placement: Placement, *shape: int) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """The weights `[E, N, K]` of experts, and if they are in FP8 their scales."""
-    if placement.fp8 is None:
-        return placement.parameter(*shape), None
-    return scaled_parameters(*shape, device=placement.device)
+        yield from self.down_weights.slots(f"{path}.{parts[2]}", own, slice(None), part)

@@ -99,12 +99,13 @@ class SparseMoE(Module):
     def _output(self, x: torch.Tensor, add_to: torch.Tensor | None) -> torch.Tensor:
         """This rank's part, added to `add_to` if given."""
         (experts, weights), taken = self.router.route(x), self.router.rule.num_taken
+        own = self.experts.own(experts)
         if self.config.apply_weight_on_input:
             parts = self.experts.forward(x, experts, weights)
-            total = moe_combine(parts, None, taken, add_to)
+            total = moe_combine(parts, None, taken, add_to, own)
         else:
             parts = self.experts.forward(x, experts)
-            total = moe_combine(parts, weights, taken, add_to)
+            total = moe_combine(parts, weights, taken, add_to, own)
         if self.shared is not None:
             self.shared.add_to(total, x, self.shared_gate)
         return total

@@ -27,6 +27,7 @@ SCALES = "_scales"
 ORDER = "_order"
 INPUT_SCALE, DUMMY_INPUT_SCALE = "input_scale", 2.0**-6  # of activations up to 7
 CODES_DEVIATION = 4.61  # of equally frequent codes of 4 bits
+E2M1_DEVIATION = 2.93  # of equally frequent numbers of MXFP4
 NO_REMEDIES: Mapping[str, str] = {}
 UNTIED = (
     "config.json says that the output layer is not the embedding (tie_word_embeddings is false, or "
@@ -103,7 +104,7 @@ def fill_random(model: Module, seed: int = 0) -> None:
         for name, parameter in own.items():
             if isinstance(module, (RMSNorm, HeadNorm)):
                 parameter.fill_(1.0)
-            elif name == INPUT_SCALE:
+            elif name.endswith(INPUT_SCALE):
                 parameter.fill_(DUMMY_INPUT_SCALE)
             elif name.endswith(ORDER):
                 torch.arange(len(parameter), out=parameter)
@@ -120,8 +121,12 @@ def _fill_normal(
     if parameter.dtype == torch.uint8:
         assert scales is not None
         parameter.random_(0, 256, generator=generator)
-        scale = (2 * parameter.shape[-1]) ** -0.5 / CODES_DEVIATION
-        scales.copy_(group_words(torch.tensor(scale), torch.tensor(SYMMETRIC_ZERO)))
+        scale = (2 * parameter.shape[-1]) ** -0.5
+        if scales.dtype == torch.int32:
+            zero = torch.tensor(SYMMETRIC_ZERO)
+            scales.copy_(group_words(torch.tensor(scale / CODES_DEVIATION), zero))
+        else:  # of MXFP4
+            scales.fill_(scale / E2M1_DEVIATION)
         return
     deviation = parameter.shape[-1] ** -0.5
     if scales is None:

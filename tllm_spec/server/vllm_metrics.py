@@ -19,6 +19,7 @@ ALIASES: Mapping[str, str] = {
     "trtllm_spec_decode_num_draft_tokens": "spec_decode_num_draft_tokens",
     "trtllm_spec_decode_num_accepted_tokens": "spec_decode_num_accepted_tokens",
     "trtllm_spec_decode_accepted_tokens": "spec_decode_num_accepted_tokens_per_pos",
+    "tllm_spec_kv_cache": "cache_config",
     "tllm_spec_preemptions": "num_preemptions",
     "tllm_spec_prompt_tokens": "prompt_tokens",
     "tllm_spec_generated_tokens": "generation_tokens",
@@ -26,7 +27,11 @@ ALIASES: Mapping[str, str] = {
     "tllm_spec_request_prompt_tokens": "request_prompt_tokens",
     "tllm_spec_request_generation_tokens": "request_generation_tokens",
 }
-LABELS: Mapping[str, str] = {"token_position": "position"}
+LABELS: Mapping[str, str] = {
+    "token_position": "position",
+    "page_size": "block_size",
+    "num_pages": "num_gpu_blocks",
+}
 
 
 def with_aliases(metrics: Iterable[Metric], model: str) -> Iterator[Metric]:

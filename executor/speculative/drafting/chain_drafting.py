@@ -13,8 +13,8 @@ from tllm_spec.executor.speculative.drafting.proposer import DraftChains
 
 
 class ChainDrafting:
-    """Draws draft after draft. For rejection sampling it keeps what they were drawn from, by
-    slot."""
+    """Draws draft after draft. For rejection sampling it keeps what they were drawn from, by slot;
+    where requests share a round's rows it says how likely they are."""
 
     def __init__(self, layers: DraftLayers, slots: SlotState, sampling: DraftSampling) -> None:
         self._layers, self._slots, self._sampling = layers, slots, sampling
@@ -34,36 +34,38 @@ class ChainDrafting:
     ) -> DraftChains:
         """As `TreeDrafting.draft`."""
         net, positions = self._layers.net, self._slots.positions(kv_lens, shape.depth)
-        drafts: list[torch.Tensor] = []
+        drawn: list[_Drawn] = []
         for step in range(shape.depth):
             if step:
                 # The draft before is at position kv_lens + step; see DraftNet.lookahead for its
                 # position in the draft cache.
                 first = positions[step - net.lookahead]
-                window = Windows(group.slots, first, drafts[-1].unsqueeze(1), bound + step)
+                window = Windows(group.slots, first, drawn[-1][0].unsqueeze(1), bound + step)
                 state = self._layers.forward([], window, state, step=step)
-            drafts.append(self._choose(group, step, net.compute_logits(state), positions[1]))
-        return DraftChains(torch.stack(drafts, dim=1))
+            drawn.append(self._draw(group, step, net.compute_logits(state), positions))
+        return _chains(drawn)
 
     def draft_block(
-        self, group: RowGroup, kv_lens: torch.Tensor, states: torch.Tensor
+        self, group: RowGroup, shape: DraftShape, kv_lens: torch.Tensor, states: torch.Tensor
     ) -> DraftChains:
         """states `[K * N, H]`: those of all first drafts, then those of all second ones, and so
         on. Otherwise as `draft`."""
-        logits, first = self._layers.net.compute_logits(states), kv_lens + 1
-        steps = enumerate(torch.split(logits, len(group.slots)))
-        return DraftChains(
-            torch.stack([self._choose(group, step, each, first) for step, each in steps], dim=1)
-        )
+        positions = self._slots.positions(kv_lens, shape.depth)
+        logits = torch.split(self._layers.net.compute_logits(states), len(group.slots))
+        return _chains([self._draw(group, step, own, positions) for step, own in enumerate(logits)])
 
-    def _choose(
-        self, group: RowGroup, step: int, logits: torch.Tensor, first: torch.Tensor
-    ) -> torch.Tensor:
-        tokens, probs = self._sampling.choose(group, step, logits, first)
+    def _draw(
+        self, group: RowGroup, step: int, logits: torch.Tensor, positions: torch.Tensor
+    ) -> "_Drawn":
+        """Draft `step` of each request, `[N]`, and where requests share rows how likely it is."""
+        if self._slots.values is not None:
+            chance, best = self._sampling.best(group, logits, positions[1 + step], 1)
+            return best.squeeze(1), chance.squeeze(1)
+        tokens, probs = self._sampling.choose(group, step, logits, positions[1])
         if probs is not None:
             assert self._probs is not None
             self._probs[group.slots, step] = probs
-        return tokens
+        return tokens, None
 
     def probs(self, group: RowGroup) -> torch.Tensor | None:
         """As `RoundEnd.draft_probs`."""
@@ -71,3 +73,12 @@ class ChainDrafting:
             return None
         probs = self._probs.index_select(0, group.slots)[:, : group.rows.window - 1]
         return self._sampling.spread(probs)
+
+
+_Drawn = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def _chains(drawn: list[_Drawn]) -> DraftChains:
+    tokens = torch.stack([each for each, _ in drawn], dim=1)
+    chances = [chance for _, chance in drawn if chance is not None]
+    return DraftChains(tokens, likely=torch.stack(chances, dim=1) if chances else None)

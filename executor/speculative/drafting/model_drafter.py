@@ -183,7 +183,7 @@ class ModelDrafter(Drafter, RoundEnd):
             if shape.is_tree:
                 drafts = self._trees.draft_block(group, shape, kv_lens, states)
             else:
-                drafts = self._chains.draft_block(group, kv_lens, states)
+                drafts = self._chains.draft_block(group, shape, kv_lens, states)
         else:
             state = self._read_latest(group.slots, kv_lens, longest)
             drafting = self._trees if shape.is_tree else self._chains

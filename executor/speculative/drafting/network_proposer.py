@@ -103,7 +103,7 @@ class NetworkProposer(Proposer):
                 states = torch.cat((states, later))
         if shape.is_tree:
             return self._trees.draft_block(group, shape, kv_lens, states)
-        return self._chains.draft_block(group, kv_lens, states)
+        return self._chains.draft_block(group, shape, kv_lens, states)
 
     def _read_with_masks(self, windows: WindowResult, num_drafts: int) -> torch.Tensor:
         """Reads what windows have emitted, with mask rows after it. Returns the states that drafts

@@ -1,4 +1,4 @@
-"""Chooses the weight format of a linear layer."""
+"""Chooses the weight format of a linear layer, and of the experts' layers."""
 
 from torch import nn
 
@@ -6,6 +6,8 @@ from tllm_spec.models.formats.fp8_activations import QuantisedActivations
 from tllm_spec.models.formats.fp8_scaled import BatchInvariantScaledWeight, ScaledWeight
 from tllm_spec.models.formats.int4 import BatchInvariantInt4Weight, Int4Weight
 from tllm_spec.models.formats.plain import BatchInvariantWeight, CpuWeight, CudaWeight, PlainWeight
+from tllm_spec.models.formats.stacked_codes import StackedCodes
+from tllm_spec.models.formats.stacked_weight import StackedInt4, StackedScaled, StackedWeight
 from tllm_spec.models.formats.weight_format import WeightFormat
 from tllm_spec.models.module import Placement
 
@@ -34,3 +36,21 @@ def plain_format(
     if placement.batch_invariant:
         return BatchInvariantWeight(weight, bias)
     return CudaWeight(weight, bias) if placement.device.type == "cuda" else CpuWeight(weight, bias)
+
+
+def choose_stacked(
+    shape: tuple[int, int, int],
+    placement: Placement,
+    *,
+    gated: bool,
+    bias: nn.Parameter | None = None,
+) -> StackedWeight:
+    """The same of all experts: `shape` is their number, outputs and inputs; bias `[E, N]`. gated:
+    whether the outputs are gates and ups."""
+    if placement.activations is not None:
+        return StackedCodes(shape, placement, bias, gated=gated)
+    if placement.int4 is not None and not placement.int4.is_ordered:
+        return StackedInt4(shape, placement, bias)
+    if placement.fp8 is not None:
+        return StackedScaled(shape, placement, bias)
+    return StackedWeight(shape, placement, bias)

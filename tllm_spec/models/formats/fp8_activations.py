@@ -67,14 +67,8 @@ class QuantisedActivations(ScaledTensors):
             self.input_scale = nn.Parameter(zero, requires_grad=False)
         elif placement.splits_inputs and self.activations.shared_by == "token":
             self.communicator = placement.communicator
-        elif placement.splits_inputs and in_features % BLOCK:
-            tp_size = placement.mapping.tp_size
-            raise ValueError(
-                f"tensor_parallel_size is {tp_size}; a layer has {in_features * tp_size} inputs, "
-                f"of which {BLOCK} share a scale of activations, and a device needs whole blocks: "
-                f"with {tp_sizes(in_features * tp_size, BLOCK)} it has. With fp8_activations: "
-                "false any size is served."
-            )
+        elif placement.splits_inputs:
+            check_blocks(in_features, placement.mapping.tp_size, "tensor_parallel_size")
 
     def full_weight(self) -> torch.Tensor:
         columns = -(-self.weight.shape[1] // BLOCK)
@@ -142,4 +136,16 @@ class QuantisedActivations(ScaledTensors):
             scale=self.input_scale,
             magnitudes=magnitudes,
             bound=self.activations.bound,
+        )
+
+
+def check_blocks(in_features: int, number: int, key: str) -> None:
+    """Raises ValueError if a rank's slice of the inputs, one of `number`, is not whole blocks. key:
+    the option that says the number."""
+    if in_features % BLOCK:
+        raise ValueError(
+            f"{key} is {number}; a layer has {in_features * number} inputs, of which {BLOCK} share "
+            "a scale of activations, and a device needs whole blocks: with "
+            f"{tp_sizes(in_features * number, BLOCK)} it has. With fp8_activations: false any size "
+            "is served."
         )

@@ -1,8 +1,9 @@
 """Weights of 4 bits with a scale and a zero point for each group of inputs, and activations of the
 model's dtype (W4A16): kernels/int4_weights.py."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -53,33 +54,56 @@ class Int4Slot(WeightSlot):
 
     dtypes, is_quantised = (), True
     words: torch.Tensor | None = None
-    form: "Int4Tensors | None" = None
-    """The format of the whole layer."""
-    module: str = ""
-    """In the checkpoint, for errors."""
+    """None: as `destination`."""
+    in_features: int = 0
+    """Inputs of the rank's slice."""
+    take_order: Callable[[torch.Tensor | None], None] | None = None
+    """Called with the order of the inputs; None: they have none."""
 
     def load(self, tensor: torch.Tensor | StoredWeight) -> None:
+        if self.destination is None or self.words is None:
+            return
         assert isinstance(tensor, Int4Tensor)  # other layers have been made plain
-        assert self.form is not None and self.destination is not None and self.words is not None
-        if self.form.order is not None:
-            self.form.take_order(tensor.order, self.module)
+        if self.take_order is not None:
+            self.take_order(tensor.order)
         self.destination.copy_(packed(self._own(tensor.codes, 1)))
         # The word of a whole row belongs to each of its groups.
         self.words.copy_(self._own(tensor.words, tensor.group).expand_as(self.words))
 
     def _own(self, tensor: torch.Tensor, inputs: int) -> torch.Tensor:
         """This rank's slice. inputs: that share a column; 0: all."""
-        assert self.form is not None and self.destination is not None
+        assert self.destination is not None
         if self.shard_dim == 0:
             tensor = tensor.narrow(0, self.start, len(self.destination))
         elif self.shard_dim == 1 and inputs:
-            size = -(-self.form.shape[1] // inputs)
+            size = -(-self.in_features // inputs)
             tensor = tensor.narrow(1, self.start // inputs, size)
         return tensor if self.order is None else tensor.index_select(0, self.order)
 
 
+def int4_parameters(
+    shape: tuple[int, ...], placement: Placement
+) -> tuple[nn.Parameter, nn.Parameter, int]:
+    """Packed codes of weights `[..., N, K]`, their groups' words, and the inputs of a group. Whole
+    rows are stored as groups with equal words."""
+    assert placement.int4 is not None
+    groups, (*number, in_features) = placement.int4, shape
+    group = groups.size or BLOCK
+    kinds = (
+        (torch.uint8, row_bytes(in_features)),
+        (torch.float32 if groups.is_float else torch.int32, -(-in_features // group)),
+    )
+    codes, words = (
+        nn.Parameter(
+            torch.zeros((*number, size), dtype=dtype, device=placement.device), requires_grad=False
+        )
+        for dtype, size in kinds
+    )
+    return codes, words, group
+
+
 class Int4Tensors(WeightFormat):
-    """The tensors of a weight of 4 bits. Whole rows are stored as groups with equal words."""
+    """The tensors of a weight of 4 bits."""
 
     scales: nn.Parameter
     order: nn.Parameter | None = None
@@ -89,21 +113,15 @@ class Int4Tensors(WeightFormat):
         self, out_features: int, in_features: int, placement: Placement, bias: nn.Parameter | None
     ) -> None:
         assert placement.int4 is not None
-        groups, self.in_features = placement.int4, in_features
-        self.group = groups.size or BLOCK
+        self.in_features = in_features
         self.bias, self.dtype = bias, placement.dtype
         if placement.splits_inputs:
-            _check_slice(in_features, placement.mapping.tp_size, groups)
-
-        def parameter(dtype: torch.dtype, *shape: int) -> nn.Parameter:
-            values = torch.zeros(shape, dtype=dtype, device=placement.device)
-            return nn.Parameter(values, requires_grad=False)
-
-        self.weight = parameter(torch.uint8, out_features, row_bytes(in_features))
-        words = torch.float32 if groups.is_float else torch.int32
-        self.scales = parameter(words, out_features, -(-in_features // self.group))
-        if groups.is_ordered:
-            self.order = parameter(torch.int64, in_features)
+            check_slice(in_features, placement.mapping.tp_size, placement.int4)
+        shape = out_features, in_features
+        self.weight, self.scales, self.group = int4_parameters(shape, placement)
+        if placement.int4.is_ordered:
+            order = torch.zeros(in_features, dtype=torch.int64, device=placement.device)
+            self.order = nn.Parameter(order, requires_grad=False)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -117,11 +135,20 @@ class Int4Tensors(WeightFormat):
     def slots(self, module: str, rows: slice, part: Part) -> Iterator[tuple[str, WeightSlot]]:
         """The checkpoint's other tensors come with the weight, as an `Int4Tensor`."""
         own = self.weight[rows], part.shape, part.shard_dim, part.start, part.order
-        slot = Int4Slot(*own, words=self.scales[rows], form=self, module=module)
-        yield f"{module}.weight", slot
+        take_order = None if self.order is None else partial(self._take_order, module)
+        yield (
+            f"{module}.weight",
+            Int4Slot(
+                *own,
+                words=self.scales[rows],
+                in_features=self.in_features,
+                take_order=take_order,
+            ),
+        )
 
-    def take_order(self, order: torch.Tensor | None, module: str) -> None:
-        """Raises ValueError if a part that is fused with this one has another order."""
+    def _take_order(self, module: str, order: torch.Tensor | None) -> None:
+        """Raises ValueError if a part that is fused with this one has another order. module: in the
+        checkpoint."""
         assert self.order is not None and order is not None
         order = order.to(self.order.device)
         if self.order.any() and not torch.equal(self.order, order):
@@ -163,7 +190,7 @@ class BatchInvariantInt4Weight(Int4Tensors, BatchInvariantScaledGemms):
     """A row's result has the same bits in every batch."""
 
 
-def _check_slice(in_features: int, tp_size: int, groups: Int4Groups) -> None:
+def check_slice(in_features: int, tp_size: int, groups: Int4Groups) -> None:
     """Raises ValueError if a rank's slice of inputs is not whole groups."""
     if groups.is_ordered:
         raise ValueError(

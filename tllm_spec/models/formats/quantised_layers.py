@@ -102,9 +102,8 @@ def log_quantised(path: Path, config: ModelConfig, placement: Placement) -> None
     if placement.int4 is not None:
         logger.info("%s: activations have the model's type next to 4-bit weights (W4A16)", path)
     if placement.activations is not None:
-        experts = "" if config.moe is None else "; experts multiply those of the model's type"
         how = _SCALED[placement.activations.shared_by]
-        logger.info("%s: activations are quantised to FP8 %s (W8A8)%s", path, how, experts)
+        logger.info("%s: activations are quantised to FP8 %s (W8A8)", path, how)
     elif placement.fp8 is not None:
         logger.info("%s: activations have the model's type next to FP8 weights (W8A16)", path)
     for sentence in config.fp8.unused if config.fp8 else ():
@@ -114,7 +113,8 @@ def log_quantised(path: Path, config: ModelConfig, placement: Placement) -> None
 _SCALED = {
     "token": "with one dynamic scale a token",
     "block": f"with one dynamic scale for {BLOCK} inputs of a token",
-    "tensor": "with the checkpoint's static scales, the largest where layers share an input",
+    "tensor": "with the checkpoint's static scales, the largest where layers or experts share an "
+    "input",
 }
 
 

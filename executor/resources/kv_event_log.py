@@ -1,0 +1,188 @@
+"""What the prefix tree gains and loses, as vLLM's KV events (of version 0.26.0).
+
+A page counts as stored when a request with its tokens and one more would reuse it. A page of which
+a group with a span has lost what the next query sees is not stored then, although it is in the tree
+and although pages after it may be stored."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tllm_spec.executor.resources.block_hashes import NO_BLOCK, block_hash, first_parent, salt_hash
+from tllm_spec.executor.resources.radix import NO_PAGE, Node
+from tllm_spec.kernels.key_spans import KeySpan
+
+Event = dict[str, Any]
+
+CLEARED: Event = {"type": "AllBlocksCleared"}
+MEDIUM = "GPU"  # of the device's memory, as in vLLM also on a CPU
+
+
+class KVEventLog:
+    """Events since the last `take`, oldest first.
+
+    spans: by group; the keys that its queries see, None for all up to their own. lookahead: as of
+    the tree. Nodes that differ in the token after their page only are one page."""
+
+    def __init__(
+        self, page_size: int, lookahead: int = 0, spans: Sequence[KeySpan | None] = (None,)
+    ) -> None:
+        self._page_size = page_size
+        self._key_len = page_size + lookahead
+        self._spans = [(group, span) for group, span in enumerate(spans) if span is not None]
+        self._hashes: dict[Node, int] = {}  # of the full pages in the tree
+        self._stored: set[Node] = set()
+        self._num_nodes: dict[int, int] = {}  # stored ones, by hash
+        self._events: list[Event] = [CLEARED]  # what an engine before this one had stored
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
+    def take(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def present(self) -> list[Event]:
+        """The events that make an empty cache this one, parents first."""
+        log = KVEventLog(self._page_size, self._key_len - self._page_size)
+        log._hashes, log._spans = self._hashes, self._spans
+        for node in self._hashes:  # in the order in which they came
+            if node in self._stored:
+                log._store(node)
+        return log.take()
+
+    def changed(self, node: Node) -> None:
+        """The node is new, or its pages in groups with a span are others than before."""
+        if len(node.key) < self._key_len:
+            return
+        if node not in self._hashes:
+            parent = self._parent_hash(node)
+            self._hashes[node] = block_hash(parent, node.key[: self._page_size])
+        if self._spans:
+            self._look_again(node)
+        else:
+            self._store(node)
+
+    def left(self, node: Node) -> None:
+        """The node has left the tree."""
+        if node in self._hashes:
+            self._remove(node)
+            del self._hashes[node]
+
+    def cleared(self) -> None:
+        """The tree is empty."""
+        assert not self._hashes
+        self._events = [CLEARED]
+
+    def _look_again(self, changed: Node) -> None:
+        """At the node, and at those after it whose next query sees its page."""
+        number = _depth(changed)
+        pending = [(changed, number)]
+        while pending:
+            node, depth = pending.pop()
+            position = depth * self._page_size
+            firsts = [
+                (group, span.first_key(position) // self._page_size) for group, span in self._spans
+            ]
+            if node is not changed and all(first >= number for _, first in firsts):
+                continue
+            if _has_pages(node, depth, firsts):
+                self._store(node)
+            else:
+                self._remove(node)
+            full = (child for child in node.children.values() if child in self._hashes)
+            pending += [(child, depth + 1) for child in full]
+
+    def _store(self, node: Node) -> None:
+        if node in self._stored:
+            return
+        self._stored.add(node)
+        own = self._hashes[node]
+        number = self._num_nodes[own] = self._num_nodes.get(own, 0) + 1
+        if number > 1:
+            return
+        absent = self._absent_before(node) if self._spans else []
+        for ancestor in reversed(absent):  # or no reader would know their tokens
+            self._announce(ancestor)
+        self._announce(node)
+        for ancestor in absent:
+            self._withdraw(self._hashes[ancestor])
+
+    def _remove(self, node: Node) -> None:
+        if node not in self._stored:
+            return
+        self._stored.remove(node)
+        own = self._hashes[node]
+        self._num_nodes[own] -= 1
+        if not self._num_nodes[own]:
+            del self._num_nodes[own]
+            self._withdraw(own)
+
+    def _absent_before(self, node: Node) -> list[Node]:
+        """The nodes before this one that are not stored, up to one that is."""
+        absent, parent = [], node.parent
+        while parent is not None and (own := self._hashes.get(parent)) is not None:
+            if own in self._num_nodes:
+                break
+            absent.append(parent)
+            parent = parent.parent
+        return absent
+
+    def _announce(self, node: Node) -> None:
+        own, parent, tokens = self._hashes[node], self._parent_hash(node), node.key
+        last = self._events[-1] if self._events else CLEARED
+        if last["type"] == "BlockStored" and last["block_hashes"][-1] == parent:
+            last["block_hashes"].append(own)
+            last["token_ids"].extend(tokens[: self._page_size])
+            if "extra_keys" in last:
+                last["extra_keys"].append(last["extra_keys"][0])
+            return
+        event: Event = {
+            "type": "BlockStored",
+            "block_hashes": [own],
+            "parent_block_hash": parent if node.parent in self._hashes else None,
+            "token_ids": list(tokens[: self._page_size]),
+            "block_size": self._page_size,
+            "lora_id": None,
+            "medium": MEDIUM,
+            "lora_name": None,
+        }
+        if (salt := _salt_of(node)) is not None:
+            event["extra_keys"] = [[salt_hash(salt)]]
+        self._events.append(event)
+
+    def _withdraw(self, own: int) -> None:
+        last = self._events[-1] if self._events else CLEARED
+        if last["type"] == "BlockRemoved":
+            last["block_hashes"].append(own)
+        else:
+            self._events.append({"type": "BlockRemoved", "block_hashes": [own], "medium": MEDIUM})
+
+    def _parent_hash(self, node: Node) -> int:
+        assert node.parent is not None
+        return self._hashes.get(node.parent, NO_BLOCK) or first_parent(node.parent.salt)
+
+
+def _depth(node: Node) -> int:
+    """Pages of the path that ends with the node."""
+    depth = 0
+    while node.parent is not None:
+        node, depth = node.parent, depth + 1
+    return depth
+
+
+def _salt_of(node: Node) -> str | None:
+    while node.parent is not None:
+        node = node.parent
+    return node.salt
+
+
+def _has_pages(node: Node, depth: int, firsts: Sequence[tuple[int, int]]) -> bool:
+    """Whether the path that ends with the node has the pages from each group's first one on."""
+    lowest = min(first for _, first in firsts)
+    for index in range(depth - 1, lowest - 1, -1):
+        if any(first <= index and node.pages[group] == NO_PAGE for group, first in firsts):
+            return False
+        assert node.parent is not None
+        node = node.parent
+    return True

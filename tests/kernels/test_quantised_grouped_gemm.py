@@ -1,0 +1,258 @@
+"""The grouped GEMMs with codes of activations and with weights of 4 bits: the formula, biases and
+gpt-oss's SwiGLU, and that a row has the same bits in every batch. Under Triton's interpreter in a
+subprocess, and on a CUDA device (`-m gpu`) with the shapes of models."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.hopper import compiled_for_hopper
+from tests.kernels.interpreter import (
+    INTERPRETED,
+    ROUNDING,
+    on_each_kernel_device,
+    only_with_the_compiler,
+)
+from tests.kernels.test_grouped_gemm import QWEN3, V3, Shape
+from tllm_spec.kernels.grouped_gemm import (
+    CODES_OF_ROWS,
+    INT4_OF_ROWS,
+    ExpertWeights,
+    block_rows_of,
+    down,
+    gate_up_silu,
+    tilings_of,
+)
+from tllm_spec.kernels.int4_weights import group_words, int4_dequantised, packed
+from tllm_spec.kernels.moe_permute import ExpertRows, moe_permute
+from tllm_spec.kernels.quantise_rows import quantise_rows
+
+FP8 = torch.float8_e4m3fn
+# Of FP8 what shares scales of activations and of weights; of 4 bits the inputs that share a word.
+CODES = ("token", "block", "block of a token")
+FORMS = (*CODES, "int4 32", "int4 128", "mxfp4 32")
+on_each_form = pytest.mark.parametrize("form", FORMS)
+# Less than a block of inputs, incomplete blocks, and one expert for everything.
+SMALL = [Shape(5, 2, 96, 40), Shape(3, 1, 160, 224), Shape(1, 1, 320, 130)]
+GPT_OSS = Shape(32, 4, 2880, 2880)
+LIMIT = 1.5
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`gate_up` and `down` are the weights in float64."""
+
+    form: str
+    x: torch.Tensor
+    layers: tuple[ExpertWeights, ExpertWeights]
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    experts: torch.Tensor
+
+    @property
+    def rows(self) -> ExpertRows:
+        number = len(self.gate_up)
+        block_rows = block_rows_of(self.experts.numel(), number, self.x.dtype, self.x.device)
+        return moe_permute(self.experts, number, block_rows)
+
+    def of(self, tokens: slice) -> "Problem":
+        return replace(self, x=self.x[tokens], experts=self.experts[tokens].contiguous())
+
+    def inputs(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Of a layer, and its options."""
+        if self.form not in CODES:
+            return x, {}
+        codes, scales = quantise_rows(x, in_blocks=self.form == "block")
+        return codes, {"code_scales": scales}
+
+    def inner(self, limit: float | None = None) -> torch.Tensor:
+        x, options = self.inputs(self.x)
+        dtype = self.x.dtype
+        return gate_up_silu(x, self.layers[0], self.rows, limit=limit, dtype=dtype, **options)
+
+    def output(self, inner: torch.Tensor) -> torch.Tensor:
+        """Each assignment's output `[T * k, H]`."""
+        x, options = self.inputs(inner)
+        return down(x, self.layers[1], self.rows, dtype=self.x.dtype, **options)
+
+
+def weights_of(
+    form: str, weight: torch.Tensor, generator: torch.Generator
+) -> tuple[ExpertWeights, torch.Tensor]:
+    """A random layer of weight's shape `[E, N, K]`, and its values in float64."""
+    device, (number, outputs, inputs) = weight.device, weight.shape
+    bias = torch.randn(number, outputs, generator=generator, device=device).bfloat16()
+    if form in CODES:
+        columns = 1 if form == "token" else -(-inputs // 128)
+        scales = torch.rand(number, columns, outputs, generator=generator, device=device)
+        scales = scales.add_(0.5).div_(inputs**0.5).transpose(1, 2)
+        stored = weight.to(FP8)
+        by_input = scales.double().repeat_interleave(128 if columns > 1 else inputs, 2)
+        return ExpertWeights(stored, scales, bias=bias), stored.double() * by_input[..., :inputs]
+    kind, group = form.split()
+    size = int(group)
+    codes = torch.randint(0, 16, weight.shape, generator=generator, device=device).byte()
+    shape = number, outputs, -(-inputs // size)
+    exponents = torch.randint(-8, -4, shape, generator=generator, device=device)
+    words = exponents.float().exp2()
+    if kind == "int4":
+        zeros = torch.randint(0, 16, shape, generator=generator, device=device)
+        words = group_words(words, zeros)
+    stored = torch.stack([packed(each) for each in codes])
+    values = [
+        int4_dequantised(*each, size, torch.float32) for each in zip(codes, words, strict=True)
+    ]
+    return ExpertWeights(stored, words, size, bias), torch.stack(values).double()
+
+
+def problem(form: str, shape: Shape, num_tokens: int, dtype: torch.dtype, device: str) -> Problem:
+    generator = torch.Generator(device).manual_seed(num_tokens)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    experts, inner, hidden = shape.num_experts, shape.inner, shape.hidden
+    gate_up = weights_of(form, normal(experts, 2 * inner, hidden), generator)
+    last = weights_of(form, normal(experts, hidden, inner), generator)
+    taken = normal(num_tokens, experts).argsort(-1)[:, : shape.top_k].int().contiguous()
+    x = normal(num_tokens, hidden).to(dtype)
+    return Problem(form, x, (gate_up[0], last[0]), gate_up[1], last[1], taken)
+
+
+def values_of(p: Problem, x: torch.Tensor) -> torch.Tensor:
+    """What a layer multiplies, in float64."""
+    codes, options = p.inputs(x)
+    if not options:
+        return x.double()
+    scales = options["code_scales"].double()
+    by_input = scales.t().repeat_interleave(128 if len(scales) > 1 else x.shape[1], 1)
+    return codes.double() * by_input[:, : x.shape[1]]
+
+
+def swiglu(gate_up: torch.Tensor, limit: float | None) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    if limit is None:
+        return gate * gate.sigmoid() * up
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * (1.702 * gate).sigmoid() * (up + 1)
+
+
+def check(p: Problem, limit: float | None = None) -> None:
+    """Each GEMM on its own, next to float64: the inputs of the second are the outputs of the
+    first."""
+    rows, inner = p.rows, p.inner(limit)
+    found, number = p.output(inner), len(p.gate_up)
+    experts = rows.experts_of_rows(number)
+    assert inner.dtype == found.dtype == p.x.dtype
+    inputs = values_of(p, p.x)[rows.order.long() // rows.top_k], values_of(p, inner)
+    for layer, values, own, output in zip(
+        p.layers, (p.gate_up, p.down), inputs, (inner, found[rows.order.long()]), strict=True
+    ):
+        assert layer.bias is not None
+        expected = torch.empty(len(own), values.shape[1], dtype=torch.float64, device=own.device)
+        for expert in range(number):
+            mine = experts == expert
+            expected[mine] = own[mine] @ values[expert].t() + layer.bias[expert].double()
+        if layer is p.layers[0]:
+            expected = swiglu(expected, limit)
+        error = (output.double() - expected).abs()
+        assert (error <= (ROUNDING[p.x.dtype] + 1e-5) * expected.abs() + 2e-4).all()
+
+
+@pytest.mark.thinned
+@on_each_kernel_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+@on_each_form
+def test_the_kernel_equals_the_formula(
+    form: str, shape: Shape, dtype: torch.dtype, device: str
+) -> None:
+    for num_tokens in (0, 1, 9):
+        check(problem(form, shape, num_tokens, dtype, device))
+
+
+@on_each_form
+@pytest.mark.parametrize("limit", [None, LIMIT])
+def test_the_reference_equals_the_formula(form: str, limit: float | None) -> None:
+    if not INTERPRETED:
+        for shape in SMALL:
+            check(problem(form, shape, 9, torch.float32, "cpu"), limit)
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("form", ["mxfp4 32", "block"])
+def test_gates_and_ups_are_clamped_to_the_limit(form: str, device: str) -> None:
+    p = problem(form, SMALL[0], 9, torch.float32, device)
+    check(p, LIMIT)
+    with pytest.raises(AssertionError):
+        check(replace(p, gate_up=p.gate_up * 1.1), LIMIT)
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("form", ["token", "int4 32"])
+def test_every_size_of_block_gives_the_formula(form: str, device: str) -> None:
+    seen = set()
+    for num_tokens in (3, 30, 70, 150):
+        kind = "codes" if form in CODES else "int4"
+        seen.add(tilings_of(num_tokens, 2, torch.bfloat16, kind).down)
+        check(problem(form, Shape(2, 1, 160, 48), num_tokens, torch.bfloat16, device))
+    assert seen == set((CODES_OF_ROWS if form in CODES else INT4_OF_ROWS).values())
+
+
+@on_each_kernel_device
+@on_each_form
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(
+    form: str, device: str, exact_dots: None
+) -> None:
+    p = problem(form, Shape(3, 2, 160, 96), 70, torch.bfloat16, device)
+    expected = p.output(p.inner()).view(70, 2, -1)
+    for tokens in (slice(69, 70), slice(3, 9), slice(10, 40)):  # smaller blocks
+        own = p.of(tokens)
+        assert torch.equal(own.output(own.inner()).view(-1, 2, 160), expected[tokens])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
+@pytest.mark.parametrize("shape", [QWEN3, V3, GPT_OSS], ids=str)
+@pytest.mark.parametrize("form", ["token", "block", "int4 128", "mxfp4 32"])
+def test_the_number_of_rows_changes_no_bit_of_a_row_on_the_device(form: str, shape: Shape) -> None:
+    p = problem(form, shape, 1024, torch.bfloat16, "cuda")
+    check(p)
+    expected = p.output(p.inner()).view(1024, shape.top_k, -1)
+    for number in (1, 8, 9, 64, 256, 600):
+        own = p.of(slice(37, 37 + number))
+        found = own.output(own.inner()).view(number, shape.top_k, -1)
+        assert torch.equal(found, expected[37 : 37 + number]), number
+
+
+@only_with_the_compiler
+@pytest.mark.parametrize("form", ["block", "mxfp4 32"])
+def test_the_compiled_kernel_feeds_hoppers_tensor_cores(form: str) -> None:
+    """Codes of FP8 go there as they are. 4 bits become numbers, and biases and limits are there."""
+    from tllm_spec.kernels.grouped_gemm_triton import grouped_gemm_kernel
+
+    is_codes, tiling = form in CODES, (CODES_OF_ROWS if form in CODES else INT4_OF_ROWS)[16]
+    types = dict.fromkeys(("order", "blocks", "num_blocks"), "*i32")
+    types |= dict.fromkeys(("x", "weight"), "*fp8e4nv") if is_codes else {"x": "*bf16"}
+    types |= {"scales": "*fp32", "bias": "*bf16", "output": "*bf16"}
+    types |= {"x_scales": "*fp32"} if is_codes else {"weight": "*u8"}
+    constants: dict[str, Any] = {"IN": 2048, "OUT": 768, "TOP_K": 8, "GATED": True, "SLOPE": 1.702}
+    constants |= {"LIMIT": None if is_codes else 7.0, "GROUP": 0 if is_codes else 32}
+    constants |= {"X_BLOCKS": is_codes, "W_BLOCKS": is_codes, "WIDEN": False, "PDL": True}
+    constants |= {} if is_codes else {"x_scales": None, "x_scales_stride": 0}
+    tile = {"BLOCK_ROWS": 16, "BLOCK_OUT": tiling.outputs, "BLOCK_IN": tiling.inputs}
+    code = compiled_for_hopper(
+        grouped_gemm_kernel,
+        types,
+        constants | tile | {"input_weights": None},
+        ("num_inputs",),
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    ptx = code.asm["ptx"]
+    found = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx))
+    assert found == {"m64n16k32" if is_codes else "m64n16k16"} and "mma.sync" not in ptx
+    assert "cp.async" in ptx and "ld.global.b8" not in ptx
