@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tllm_spec.config.llm_args import KvCacheConfig as KvCacheConfig
     from tllm_spec.config.llm_args import LlmArgs as LlmArgs
     from tllm_spec.config.scheduler_config import SchedulerConfig as SchedulerConfig
+    from tllm_spec.config.speculative_config import DFlashDecodingConfig as DFlashDecodingConfig
     from tllm_spec.config.speculative_config import (
         DraftTargetDecodingConfig as DraftTargetDecodingConfig,
     )
@@ -51,6 +52,7 @@ _HOME = {
     "NGramDecodingConfig": "config.speculative_config",
     "SADecodingConfig": "config.speculative_config",
     "SAEnhancerConfig": "config.speculative_config",
+    "DFlashDecodingConfig": "config.speculative_config",
     "DraftTargetDecodingConfig": "config.speculative_config",
     "Eagle3DecodingConfig": "config.speculative_config",
     "EagleDecodingConfig": "config.speculative_config",

@@ -16,6 +16,7 @@ from tllm_spec.config.matched_drafts_config import (
 )
 from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
+    DFlashDecodingConfig,
     DraftBackend,
     DraftTargetDecodingConfig,
     Eagle3DecodingConfig,
@@ -117,6 +118,13 @@ class DraftPlan:
     kv_cache_dtype: KVCacheType | None = None
     drafts_at_once: bool = False  # a draft model reads mask tokens and drafts all tokens at once
     mask_token: int | None = None  # None: what the model's config.json says
+    num_filled: int = 0  # drafts that a head fills in at once, at most; 0: it does not
+
+    @property
+    def rows_before(self) -> int:
+        """Entries that drafting writes besides those of drafts, on the target's pages: a model's
+        of the newest token, and a block's of its last mask, too."""
+        return 2 if self.num_filled else 0 if self.is_head else 1
 
 
 @dataclass(frozen=True)
@@ -259,6 +267,20 @@ def _pard_model(config: DecodingBaseConfig) -> DraftPlan:
     )
 
 
+def _dflash_head(config: DecodingBaseConfig) -> DraftPlan:
+    assert isinstance(config, DFlashDecodingConfig)
+    return DraftPlan(
+        config.speculative_model,
+        config.load_format,
+        is_head=True,
+        capture_layers=config.target_layer_ids,
+        head_kinds=("DFlash",),
+        token_map=config.speculative_token_map,
+        mask_token=config.mask_token_id,
+        num_filled=config.max_draft_len,
+    )
+
+
 def _eagle_head(config: DecodingBaseConfig) -> DraftPlan:
     """TensorRT-LLM serves EAGLE-3 heads under both names."""
     assert isinstance(config, EagleHeadDecodingConfig)
@@ -291,6 +313,7 @@ _MODES: dict[type[DecodingBaseConfig], Mode] = {
     UserProvidedDecodingConfig: Mode(_build_user_provided),
     DraftTargetDecodingConfig: Mode(_build_network, draft_plan=_draft_target_model),
     PARDDecodingConfig: Mode(_build_network, draft_plan=_pard_model),
+    DFlashDecodingConfig: Mode(_build_network, draft_plan=_dflash_head),
     Eagle3DecodingConfig: Mode(_build_network, draft_plan=_eagle_head),
     EagleDecodingConfig: Mode(_build_network, draft_plan=_eagle_head),
     SADecodingConfig: Mode(_build_suffix_match),

@@ -197,6 +197,7 @@ TINY_EAGLE3 = {
     "max_draft_len": 2,
     "eagle3_layers_to_capture": [0, 2],
 }
+DFLASH = {"decoding_type": "DFlash", "speculative_model": "{folder}/dflash", "max_draft_len": 3}
 SMALL_CACHE = {
     "kv_cache_config": {"max_tokens": 104, "tokens_per_block": 8},
     "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
@@ -207,6 +208,7 @@ CASES: dict[str, Case] = {
     "eagle3-sa": speculating("eagle3-sa"),
     "peagle": speculating("peagle"),
     "pard": speculating("pard"),
+    "dflash": Case("qwen2-moe", {"speculative_config": DFLASH}, generate_twice),
     "adaptive-draft-model": Case(
         options={"speculative_config": DRAFT_MODEL | {"adaptive": {}}}, accepts=True
     ),

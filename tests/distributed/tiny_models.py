@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tllm_spec
+from tests.models import tiny_dflash as dflash
 from tests.models.deepseek import save_deepseek
 from tests.models.fp8_checkpoint import quantise
 from tests.models.helpers import save_checkpoint
@@ -16,6 +17,7 @@ from tests.models.qwen3_next import save_predictable as save_qwen3_next
 from tests.models.test_gemma3 import save_gemma3
 from tests.models.test_llama4 import save_llama4
 from tests.models.test_phi3 import save as save_phi3
+from tests.models.tiny_dflash import write_tiny_dflash
 from tests.models.tiny_eagle import write_tiny_eagle
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 
@@ -35,6 +37,7 @@ IN_FP8 = EXPERTS | {
 }
 LLAMA4 = {"num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "attention_bias": True}
 V2 = {"q_lora_rank": None, "n_shared_experts": 2}
+SIZES = dflash.SIZES | {"hidden_size": 64, "vocab_size": 128}
 HEAD: dict[str, Any] = {"hidden_size": 64, "vocab_size": 128, "draft_vocab_size": 100}
 
 
@@ -102,6 +105,7 @@ SAVERS = {
     "deepseek-v3": lambda folder: save_predictable(folder, num_modules=2),
     "eagle": save_eagle,
     "eagle3": lambda folder: write_tiny_eagle3(folder, num_captured=2, **HEAD),
+    "dflash": lambda folder: write_tiny_dflash(folder, layers=(0, 2), mask_token=127, sizes=SIZES),
 }
 
 

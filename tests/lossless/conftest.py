@@ -22,6 +22,7 @@ from tests.lossless.cases import (
 from tests.lossless.fitted_eagle import write_fitted_eagle
 from tests.lossless.oracle import Oracle
 from tests.models.helpers import load
+from tests.models.tiny_dflash import SIZES, write_tiny_dflash
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
@@ -100,8 +101,8 @@ def known_texts(
 def fitted_files(
     cases: list[Case], plain: list[RequestOutput], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], tuple[Path, Path]]:
-    """An EAGLE-1/2 head that knows the cases' texts, and a token map of half of the tokens that
-    they have. Made when it is first called."""
+    """An EAGLE-1/2 head that knows the cases' texts, with a DFlash head next to it that does not,
+    and a token map of half of the tokens that they have. Made when it is first called."""
 
     @cache
     def get() -> tuple[Path, Path]:
@@ -112,6 +113,8 @@ def fitted_files(
         root = tmp_path_factory.mktemp("eagle")
         target = load(resolve_model("zoo:llama"), max_positions=512)
         head = write_fitted_eagle(root / "head", target, texts)
+        sizes = {"hidden_size": 192, "vocab_size": 2048}
+        write_tiny_dflash(root / "dflash", layers=(1, 5, 8), mask_token=1, sizes=SIZES | sizes)
         counts = Counter(token for text in texts for token in text)
         hot = [token for token, _ in counts.most_common(len(counts) // 2)]
         torch.save(torch.tensor(hot), root / "hot.pt")

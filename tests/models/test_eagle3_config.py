@@ -74,7 +74,7 @@ CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         {"parallel_drafting": False, "pard_token": 5},
         "the mask token 5, and parallel_drafting is false",
     ),
-    "a mask outside": ({"mask_token_id": 64}, "mask token of the P-EAGLE head is 64; .* 0 to 63"),
+    "a mask outside": ({"mask_token_id": 64}, "mask token of the head is 64; .* 0 to 63"),
     "parallel steps": (
         {"eagle_config": {"parallel_draft_step": 4}},
         "parallel_draft_step is 4, and only 1 is served",

@@ -1,12 +1,16 @@
-"""Decoding types whose draft model makes all drafts of a round in one forward, from mask tokens."""
+"""Decoding types whose draft network makes all drafts of a round in one forward, from mask
+tokens."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import NonNegativeInt, model_validator
+from pydantic import NonNegativeInt, Strict, model_validator
 
+from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
 from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
+from tllm_spec.config.option_checks import NotServed
 from tllm_spec.config.speculative_base import DraftModelDecodingConfig
 
 
@@ -36,3 +40,25 @@ class PARDDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
     @property
     def may_pause(self) -> bool:
         return not self.draft_target_one_model
+
+
+class DFlashDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
+    """Drafts from a DFlash head, whose layers attend to keys and values of the target's hidden
+    states and fill in a block of mask tokens. The names are TensorRT-LLM's."""
+
+    decoding_type: Literal["DFlash"] = "DFlash"
+    """A head that fills in a block of mask tokens after the newest one."""
+    mask_token_id: NonNegativeInt | None = None
+    """The token that stands for drafts. null: what the head's `config.json` says."""
+    target_layer_ids: Annotated[tuple[NonNegativeInt, ...], Strict(False)] | None = None
+    """Target layers, counted from 0, whose outputs the head reads. null: what the head's
+    `config.json` says."""
+
+    not_served: ClassVar[Mapping[str, NotServed]] = {
+        **DECODING_NOT_SERVED,
+        "attention_backend": NotServed((None,), "attn_backend says what runs, of the head, too"),
+    }
+
+    @property
+    def may_pause(self) -> bool:
+        return False

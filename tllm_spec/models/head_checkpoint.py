@@ -11,7 +11,7 @@ import torch
 from tllm_spec.models.checkpoint import checkpoint_tensors
 from tllm_spec.models.config_file import read_config
 
-HeadKind = Literal["EAGLE-1/2", "EAGLE-3"]
+HeadKind = Literal["EAGLE-1/2", "EAGLE-3", "DFlash"]
 BIN = "pytorch_model.bin"
 # Keys of config.json that only EAGLE-3 heads have.
 _EAGLE3_KEYS = frozenset({"draft_vocab_size", "eagle_config", "speculators_model_type"})
@@ -30,6 +30,8 @@ def head_kind(path: Path) -> HeadKind | None:
     """
     config = read_config(path)
     names = [str(name).lower() for name in config.get("architectures") or []]
+    if any("dflash" in name for name in [*names, config.get("speculators_model_type") or ""]):
+        return "DFlash"
     if _EAGLE3_KEYS & config.keys() or any("eagle3" in name for name in names):
         return "EAGLE-3"
     if any("eagle" in name for name in names):

@@ -1,4 +1,5 @@
-"""Rows of mask tokens, from which a draft network drafts all tokens in one forward (P-EAGLE, PARD).
+"""Rows of mask tokens, from which a draft network drafts all tokens in one forward (P-EAGLE, PARD,
+DFlash).
 
 They follow the last token that the network has read, and each gives one draft. Their keys and
 values lie after those of the request's tokens: the next round writes there what was emitted, as it
@@ -7,8 +8,9 @@ does over entries of drafts that were made one after the other."""
 import torch
 from torch.nn import functional as F
 
-from tllm_spec.executor.engine.rows import Windows
+from tllm_spec.executor.engine.rows import TreeRows, Windows
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
+from tllm_spec.kernels.tree_mask import MAX_TREE_KEYS, TreeMask
 from tllm_spec.models.draft_head import Masks
 
 
@@ -59,3 +61,30 @@ def read_masks(
     windows = Windows(slots, first, tokens, min(bound + num_masks, layers.rows.max_len))
     states = layers.forward([], windows, state)
     return states.view(number, num_masks, -1).transpose(0, 1).flatten(0, 1)
+
+
+def fill_in(
+    layers: DraftLayers,
+    slots: torch.Tensor,
+    kv_lens: torch.Tensor,
+    newest: torch.Tensor,
+    num_drafts: int,
+    bound: int,
+) -> torch.Tensor:
+    """As `read_masks`, of K mask rows after the newest tokens `[N]`, which see each other: `[K * N,
+    H]`."""
+    masks, width = layers.net.masks, 1 + num_drafts
+    assert masks is not None and width <= MAX_TREE_KEYS
+    tokens = F.pad(newest.unsqueeze(1), (0, num_drafts), value=masks.token_id)
+    everything = -1 if width == MAX_TREE_KEYS else (1 << width) - 1
+    places = torch.arange(width, device=slots.device)
+    tree = TreeRows(
+        places.expand_as(tokens).contiguous(),
+        TreeMask(torch.full_like(tokens, everything), width),
+        offset=0,
+    )
+    longest = min(bound + width, layers.rows.max_len)
+    windows = Windows(slots, kv_lens, tokens, longest, tree=tree)
+    firsts = torch.arange(0, tokens.numel(), width, device=slots.device)
+    wanted = (firsts + places[1:].unsqueeze(1)).flatten()
+    return layers.forward([], windows, None, wanted=wanted, step=1)

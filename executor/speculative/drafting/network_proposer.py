@@ -21,7 +21,7 @@ from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.chain_drafting import ChainDrafting
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
-from tllm_spec.executor.speculative.drafting.mask_rows import read_masks, with_masks
+from tllm_spec.executor.speculative.drafting.mask_rows import fill_in, read_masks, with_masks
 from tllm_spec.executor.speculative.drafting.proposer import DraftChains, Proposer
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
 from tllm_spec.executor.speculative.drafting.tree_drafting import TreeDrafting
@@ -92,9 +92,14 @@ class NetworkProposer(Proposer):
         shape: DraftShape,
     ) -> DraftChains | DraftTree:
         """All drafts come from one forward, which reads what was emitted, too. With contexts or
-        parts of windows, mask rows have a forward of their own."""
+        parts of windows, and where mask rows fill in, they have a forward of their own."""
         kv_lens = gather_rows(self._slots.kv_lens, group.slots)
-        if contexts is None and windows is not None and windows.windows.rows.offsets is None:
+        if self.net.fills_in:
+            _, bound = self._catch_up(contexts, windows, False)
+            newest = gather_rows(self._slots.window[:, 0], group.slots)
+            parts = self._layers, group.slots, kv_lens, newest
+            states = fill_in(*parts, shape.depth, bound)
+        elif contexts is None and windows is not None and windows.windows.rows.offsets is None:
             states = self._read_with_masks(windows, shape.depth)
         else:
             states, bound = self._catch_up(contexts, windows, True)
