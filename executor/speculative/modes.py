@@ -14,9 +14,9 @@ from tllm_spec.config.matched_drafts_config import (
     MatchedDraftsConfig,
     SAEnhancerConfig,
 )
+from tllm_spec.config.parallel_drafts_config import DFlashDecodingConfig, PARDDecodingConfig
 from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
-    DFlashDecodingConfig,
     DraftBackend,
     DraftTargetDecodingConfig,
     Eagle3DecodingConfig,
@@ -24,7 +24,6 @@ from tllm_spec.config.speculative_config import (
     EagleHeadDecodingConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
-    PARDDecodingConfig,
     SADecodingConfig,
     UserProvidedDecodingConfig,
 )

@@ -30,10 +30,7 @@ from tllm_spec.config.kv_cache_config import KVCacheType
 from tllm_spec.config.matched_drafts_config import MAX_MATCH, POOL_NOT_SERVED
 from tllm_spec.config.matched_drafts_config import SAEnhancerConfig as SAEnhancerConfig
 from tllm_spec.config.option_checks import NotServed, many_unknown, shown, unknown_options
-from tllm_spec.config.parallel_drafts_config import (
-    DFlashDecodingConfig as DFlashDecodingConfig,
-)
-from tllm_spec.config.parallel_drafts_config import PARDDecodingConfig as PARDDecodingConfig
+from tllm_spec.config.parallel_drafts_config import DFlashDecodingConfig, PARDDecodingConfig
 from tllm_spec.config.peer_options import SPECULATIVE_PEERS, with_our_names
 from tllm_spec.config.speculative_base import DecodingBaseConfig as DecodingBaseConfig
 from tllm_spec.config.speculative_base import DraftModelDecodingConfig as DraftModelDecodingConfig
