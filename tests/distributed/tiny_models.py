@@ -108,7 +108,7 @@ SAVERS = {
     "deepseek-v3": lambda folder: save_predictable(folder, num_modules=2),
     "eagle": save_eagle,
     "eagle3": lambda folder: write_tiny_eagle3(folder, num_captured=2, **HEAD),
-    "dflash": lambda folder: write_tiny_dflash(folder, layers=(0, 2), mask_token=127, sizes=SIZES),
+    "dflash": lambda folder: write_tiny_dflash(folder, mask_token=127, sizes=SIZES),
 }
 
 
