@@ -33,7 +33,7 @@ from tllm_spec.kernels.quantise_rows import quantise_rows
 FP8 = torch.float8_e4m3fn
 # Of FP8 what shares scales of activations and of weights; of 4 bits the inputs that share a word.
 CODES = ("token", "block", "block of a token")
-FORMS = (*CODES, "int4 32", "int4 128", "mxfp4 32")
+FORMS = (*CODES, "int4 32", "int4 128", "mxfp4 32", "nvfp4 16")
 on_each_form = pytest.mark.parametrize("form", FORMS)
 # Less than a block of inputs, incomplete blocks, and one expert for everything.
 SMALL = [Shape(5, 2, 96, 40), Shape(3, 1, 160, 224), Shape(1, 1, 320, 130)]

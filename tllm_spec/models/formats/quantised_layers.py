@@ -106,7 +106,7 @@ def log_quantised(path: Path, config: ModelConfig, placement: Placement) -> None
         logger.info("%s: activations are quantised to FP8 %s (W8A8)", path, how)
     elif placement.fp8 is not None:
         logger.info("%s: activations have the model's type next to FP8 weights (W8A16)", path)
-    for sentence in config.fp8.unused if config.fp8 else ():
+    for sentence in form.unused:
         logger.info("%s: %s", path, sentence)
 
 
@@ -125,10 +125,11 @@ def _quantised_modules(path: Path, config: ModelConfig, load_format: str) -> Cal
     assert form is not None
     if load_format == "dummy":
         return form.keeps
-    if config.int4 is not None:
-        names, codes = frozenset(checkpoint_names(path)), PACKINGS[config.int4.packing].codes
+    codes = None if config.int4 is None else PACKINGS[config.int4.packing].codes
+    if codes is not None and codes != "weight":
+        names = frozenset(checkpoint_names(path))
         return lambda module: f"{module}.{codes}" in names
-    stored: Set[str] = names_of_type(path, "F8_E4M3")
+    stored: Set[str] = names_of_type(path, "F8_E4M3" if codes is None else "U8")
     return lambda module: f"{module}.weight" in stored
 
 
