@@ -1,6 +1,7 @@
 """Rounds on one and on several GPUs of a host: milliseconds, sums, idle and host time, start-up.
 
     python -m benchmarks.several_devices [sums] [llama-8b] [llama-70b] [v3] [--ranks 1,2]
+    python -m benchmarks.several_devices [v3-fp8] [qwen3-235b] --ranks 8 [--layers 48]
     python -m benchmarks.several_devices llama-70b --layers 40   # where one device is too small
     python -m benchmarks.several_devices llama-8b --device cpu   # tiny shapes: shows that it runs
 
@@ -10,6 +11,9 @@ llama-8b   plain rounds and EAGLE-3 with 3 drafts; on several ranks also with NC
            one-shot sums, for all sizes
 llama-70b  both of Llama 3.3 70B's shape
 v3         a DeepSeek-V3-style model: experts sliced over the ranks (tp), and divided (ep)
+v3-fp8     DeepSeek V3's own shape with FP8 weights, of at most `--layers` layers, also with its MTP
+           module and 3 drafts; eight GPUs of 141 GiB hold all 61 layers, of 80 GiB 48
+qwen3-235b Qwen3-235B-A22B's shape: plain rounds, experts sliced and divided, and EAGLE-3
 
 Random bf16 weights, prompts of 1,024 tokens, greedy, synthetic acceptance. Each row is a world of
 its own. It needs an MPI with `mpiexec`. NVLink multicast is never used."""
@@ -24,7 +28,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.harness.dummy_models import TINY_EAGLE3, TINY_LLAMA, TINY_V3, V3_STYLE
+from benchmarks.harness.dummy_models import (
+    DEEPSEEK_V3,
+    QWEN3_235B,
+    TINY_EAGLE3,
+    TINY_LLAMA,
+    TINY_V3,
+    V3_STYLE,
+)
 from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, Config
 from benchmarks.harness.rank_job import Job
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
@@ -35,18 +46,23 @@ DRAFT_LEN = 3
 AS_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
 LLAMA_70B: Config = {**LLAMA_8B, **AS_70B, "num_hidden_layers": 80}
 EAGLE3_70B: Config = {**EAGLE3_8B, **AS_70B}
+EAGLE3_235B: Config = {**EAGLE3_8B, "vocab_size": QWEN3_235B["vocab_size"]}
+LARGE = {"v3-fp8": DEEPSEEK_V3, "qwen3-235b": QWEN3_235B}
 FIXED_SUMS = ("NCCL", "one-shot")
 
 
 def jobs(subject: str, ranks: int, is_full: bool, num_layers: int) -> Iterator[Job]:
-    """num_layers: of the 70B shape."""
+    """num_layers: of the 70B shape, and at most so many of the larger ones."""
     tiny = {"device": "cpu", "batch_sizes": (1, 2), "prompt_len": 16, "room": 64, "rounds": 3}
     size = replace(Job("", ranks), **({} if is_full else tiny))
     if subject == "sums":
         if ranks > 1 and is_full:
             yield replace(size, name="sums", kind="sums")
         return
-    if subject == "v3":
+    if subject in LARGE and is_full:
+        yield from _large(subject, size, num_layers)
+        return
+    if subject in ("v3", *LARGE):
         model = V3_STYLE if is_full else TINY_V3
         sizes = (1, 8, 64) if is_full else size.batch_sizes
         job = replace(size, model=model, batch_sizes=sizes)
@@ -69,6 +85,20 @@ def jobs(subject: str, ranks: int, is_full: bool, num_layers: int) -> Iterator[J
         if ranks > 1 and is_full and subject == "llama-8b":
             for sums in FIXED_SUMS:
                 yield replace(job, name=f"{subject}, {name}, {sums}", sums=sums)
+
+
+def _large(subject: str, size: Job, num_layers: int) -> Iterator[Job]:
+    """Experts sliced over all ranks, and divided in two parts that are sliced; then drafts."""
+    model = LARGE[subject]
+    num_layers = min(num_layers, model["num_hidden_layers"])
+    model = {**model, "num_hidden_layers": num_layers}
+    plain = replace(size, model=model, batch_sizes=(1, 8, 64))
+    name = f"{subject} of {num_layers} layers"
+    yield replace(plain, name=f"{name}, tp")
+    yield replace(plain, name=f"{name}, tp, ep 2", ep_size=2)
+    head = EAGLE3_235B if subject == "qwen3-235b" else None
+    drafter = "EAGLE-3" if head else "MTP"
+    yield replace(plain, name=f"{name}, {drafter} K={DRAFT_LEN}", draft=head, draft_len=DRAFT_LEN)
 
 
 def _llama(subject: str, is_full: bool, num_layers: int) -> tuple[Config, Config]:
@@ -158,6 +188,8 @@ SUBJECTS = (
     subject("llama-8b", "8B on several GPUs"),
     subject("llama-70b", "70B on several GPUs"),
     subject("v3", "V3-style on several GPUs"),
+    subject("v3-fp8", "DeepSeek V3's shape in FP8 on several GPUs"),
+    subject("qwen3-235b", "Qwen3-235B-A22B's shape on several GPUs"),
 )
 
 if __name__ == "__main__":

@@ -33,6 +33,16 @@ V3_STYLE: Config = {
     "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
     "max_position_embeddings": 16384, "torch_dtype": "bfloat16",
 }  # fmt: skip
+QWEN3_235B: Config = QWEN3_30B | {
+    "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64,
+    "moe_intermediate_size": 1536,
+}  # fmt: skip
+DEEPSEEK_V3: Config = V3_STYLE | {
+    "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
+    "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}  # fmt: skip
 TINY_V3: Config = V3_STYLE | {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32,

@@ -25,6 +25,7 @@ from benchmarks.harness.device_time import idle_us
 from benchmarks.harness.dummy_models import dummy_engine
 from benchmarks.harness.engine import Rounds, Trace
 from benchmarks.harness.expert_rounds import SPREAD, set_bias
+from benchmarks.harness.models import RATES
 from benchmarks.harness.report import Row
 from tllm_spec.distributed import process_group
 from tllm_spec.distributed.communicator import SINGLE, Communicator
@@ -39,8 +40,9 @@ TIMINGS = 3
 @dataclass(frozen=True)
 class Job:
     """`kind`: `rounds`, or `sums` alone. `model`, `draft`: config.json of a target, and of an
-    EAGLE-3 head. `started`: when the processes were started, on the clock that they share.
-    `sums`: `chosen` as in serving, or `NCCL` or `one-shot` for all sizes."""
+    EAGLE-3 head; without a head, drafts are those of the target's MTP module. `started`: when the
+    processes were started, on the clock that they share. `sums`: `chosen` as in serving, or `NCCL`
+    or `one-shot` for all sizes."""
 
     name: str
     ranks: int
@@ -96,6 +98,14 @@ def sum_times(device: torch.device, communicator: Communicator) -> Iterator[Row]
     one_shot.close()
 
 
+def speculation_of(job: Job) -> dict[str, Any] | None:
+    """Drafts of the EAGLE-3 head, or without one of the target's MTP module."""
+    if not job.draft_len:
+        return None
+    of_mtp = {"decoding_type": "MTP", "synthetic_acceptance_rates": RATES[: job.draft_len]}
+    return {"max_draft_len": job.draft_len} | ({} if job.draft else of_mtp)
+
+
 def run(job: Job, communicator: Communicator) -> Iterator[Row]:
     """The rows of this rank."""
     if job.kind == "sums":
@@ -109,7 +119,7 @@ def run(job: Job, communicator: Communicator) -> Iterator[Row]:
         prompt_len=job.prompt_len,
         room=job.room,
         device=job.device,
-        speculation={"max_draft_len": job.draft_len} if job.draft else None,
+        speculation=speculation_of(job),
         head=job.draft,
         communicator=communicator,
         max_num_tokens=2048,

@@ -140,7 +140,7 @@ class Case:
     def outputs(self, folder: str, num_ranks: int) -> Outputs:
         """On rank 0. The other processes of mpirun end with SystemExit."""
         options: dict[str, Any] = {"device": "cpu", "max_batch_size": 8, **self.options}
-        options["skip_tokenizer_init"] = not self.model.startswith("zoo:")
+        options["skip_tokenizer_init"] = not self.model.startswith(("zoo:", "text-"))
         if num_ranks == 1:
             options.pop("moe_expert_parallel_size", None)
         if (spec := options.get("speculative_config")) is not None:
@@ -302,4 +302,32 @@ GRID: dict[str, Case] = {
     for name, config in SPECULATION.items()
     for off in (False, True)
 }
-ALL = CASES | GPU_CASES | FAMILIES | GRID
+# On as many GPUs as a host has: 2, 4 or 8. Only the first has text, and grammars.
+EIGHT_EAGLE3 = TINY_EAGLE3 | {"speculative_model": "{folder}/eagle3-eight-heads"}
+EIGHT_DRAFT = DRAFT_MODEL | {"speculative_model": "{folder}/eight-heads"}
+WIDE: dict[str, Case] = {
+    f"wide-{name}": Case(
+        model, ON_GPU_TINY | {"speculative_config": spec} | options, generate_twice
+    )
+    for name, model, spec, options in [
+        ("grammars", "text-eight-heads", NGRAM, {}),
+        ("grammars-tree", "text-eight-heads", NGRAM | TREE, {}),
+        ("plain", "eight-heads", None, {}),
+        ("no-overlap", "eight-heads", NGRAM, {"disable_overlap_scheduler": True}),
+        ("eagle3", "eight-heads", EIGHT_EAGLE3, {}),
+        ("eagle3-tree", "eight-heads", EIGHT_EAGLE3 | TREE, {}),
+        ("eagle3-two-model", "eight-heads", EIGHT_EAGLE3 | {"eagle3_one_model": False}, {}),
+        ("eagle3-sa", "eight-heads", EIGHT_EAGLE3 | {"sa_config": {}}, {}),
+        ("draft-model", "eight-heads", EIGHT_DRAFT, {}),
+        ("rejection", "eight-heads", EIGHT_DRAFT | {"use_rejection_sampling": True}, {}),
+        ("adaptive", "eight-heads", EIGHT_EAGLE3 | {"adaptive": {}}, {}),
+        ("experts-tp", "eight-heads-experts", NGRAM, {}),
+        ("experts-ep2", "eight-heads-experts", NGRAM, EP),
+        ("experts-ep4", "eight-heads-experts", NGRAM, {"moe_expert_parallel_size": 4}),
+        ("latent-mtp-tp", "eight-heads-latent", MTP, {}),
+        ("latent-mtp-ep2", "eight-heads-latent", MTP, EP),
+        ("latent-mtp-tree-ep2", "eight-heads-latent", MTP | TREE, EP),
+        ("latent-mtp-two-model", "eight-heads-latent", MTP | {"mtp_eagle_one_model": False}, {}),
+    ]
+}
+ALL = CASES | GPU_CASES | FAMILIES | GRID | WIDE

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.cases import GPU_CASES
+from tests.distributed.cases import ALL, GPU_CASES, WIDE
 from tests.distributed.tiny_models import save_tiny
 from tests.distributed.worlds import run_world
 
@@ -147,7 +147,7 @@ def first_device() -> str:
 def check(num_ranks: int, names: Sequence[str], folder: Path, **variables: str) -> None:
     """The cases emit the tokens of one rank, in float32: in bfloat16 sums over ranks round
     differently, and near ties may differ. One world runs all of them: to start it takes longer."""
-    for model in {GPU_CASES[name].model for name in names}:
+    for model in {ALL[name].model for name in names} | {"eight-heads", "eagle3-eight-heads"}:
         if not model.startswith("zoo:"):
             save_tiny(folder, model)
     results = folder / "results"
@@ -156,7 +156,7 @@ def check(num_ranks: int, names: Sequence[str], folder: Path, **variables: str) 
     assert world.returncode == 0, world.output
     found = json.loads(results.read_text())
     for name in names:
-        expected = GPU_CASES[name].outputs(str(folder), 1)
+        expected = ALL[name].outputs(str(folder), 1)
         assert found[name] == json.loads(json.dumps(expected)), name
 
 
@@ -173,6 +173,11 @@ def test_collectives_of_one_rank_over_nccl_replay_in_a_graph() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two CUDA devices are needed")
 def test_two_devices_emit_the_tokens_of_one(tmp_path: Path) -> None:
     check(2, list(GPU_CASES), tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="four CUDA devices are needed")
+def test_all_devices_emit_the_tokens_of_one(tmp_path: Path) -> None:
+    check(torch.cuda.device_count(), list(WIDE), tmp_path)
 
 
 def test_two_ranks_on_one_device_emit_the_tokens_of_one_rank(tmp_path: Path) -> None:

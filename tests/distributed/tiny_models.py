@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import tllm_spec
 from tests.models.deepseek import save_deepseek
 from tests.models.fp8_checkpoint import quantise
 from tests.models.helpers import save_checkpoint
@@ -57,7 +59,33 @@ def save_fp8_experts_by_token(folder: Path) -> None:
     quantise(folder, granularity="row")
 
 
+# Eight ranks have a head each.
+EIGHT_HEADS: dict[str, Any] = {
+    "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16
+}  # fmt: skip
+
+
+def save_with_text(folder: Path) -> None:
+    """With the tokenizer of a trained model."""
+    zoo = Path(tllm_spec.__file__).parent / "zoo" / "llama"
+    vocab_size = json.loads((zoo / "config.json").read_text())["vocab_size"]
+    save_checkpoint(folder, "Llama", vocab_size=vocab_size, **EIGHT_HEADS)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(zoo / name, folder / name)
+
+
 SAVERS = {
+    "text-eight-heads": save_with_text,
+    "eight-heads": lambda folder: save_checkpoint(folder, "Llama", **EIGHT_HEADS),
+    "eight-heads-experts": lambda folder: save_checkpoint(
+        folder, "Qwen3Moe", **QWEN3 | EIGHT_HEADS
+    ),
+    "eight-heads-latent": lambda folder: save_predictable(
+        folder, num_modules=2, num_attention_heads=8, num_key_value_heads=8
+    ),
+    "eagle3-eight-heads": lambda folder: write_tiny_eagle3(
+        folder, num_captured=2, num_heads=8, num_kv_heads=2, **HEAD | {"draft_vocab_size": 104}
+    ),
     "qwen2-moe": lambda folder: save_checkpoint(folder, "Qwen2Moe", **QWEN2),
     "qwen3-moe": lambda folder: save_checkpoint(folder, "Qwen3Moe", **QWEN3),
     "qwen3-moe-fp8": save_fp8,

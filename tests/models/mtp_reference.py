@@ -166,10 +166,10 @@ def export_modules(folder: Path, exported: Path, num_layers: int = 3) -> None:
     (exported / "config.json").write_text(json.dumps(raw | changed))
 
 
-def save_predictable(folder: Path, num_modules: int = 1) -> None:
+def save_predictable(folder: Path, num_modules: int = 1, **config: Any) -> None:
     """A checkpoint whose layers add little to the embedding, so that the modules, which pass the
     embedding on, are often right."""
-    save_with_mtp(folder, num_modules)
+    save_with_mtp(folder, num_modules, **config)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
