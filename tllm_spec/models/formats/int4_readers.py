@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tllm_spec.config.option_checks import shown
+from tllm_spec.models.formats.fp8_formats import ModuleNames
 from tllm_spec.models.formats.fp8_readers import (
     module_names,
     quantization_settings,
@@ -12,8 +13,10 @@ from tllm_spec.models.formats.fp8_readers import (
     unserved,
     wrong_types,
 )
+from tllm_spec.models.formats.gguf_tensors import Q4_0, Q4_0_GROUP, gguf_names
 from tllm_spec.models.formats.int4_formats import Int4Format, Int4Groups, Packing
 from tllm_spec.models.json_file import read_json
+from tllm_spec.zoo.registry import is_gguf
 
 GPTQ_FILE = "quantize_config.json"
 _SIZES = (32, 64, 128)
@@ -34,6 +37,10 @@ def int4_format(path: Path | None, raw: Mapping[str, Any]) -> Int4Format | None:
         ValueError: it is in one of these formats in a way that is not served; all reasons are
             named.
     """
+    if path is not None and is_gguf(path):
+        has_codes = bool(gguf_names(path, Q4_0))
+        groups = Int4Groups(Q4_0_GROUP)
+        return Int4Format(groups, "gguf", ModuleNames()) if has_codes else None
     settings, source, method = quantization_settings(path, raw)
     if settings is None and path is not None and (path / GPTQ_FILE).is_file():
         settings, source = {"quant_method": "gptq"} | read_json(path / GPTQ_FILE), GPTQ_FILE

@@ -11,8 +11,10 @@ import torch
 from tllm_spec.models.checkpoint import checkpoint_names, names_of_type
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.fp8_formats import BLOCK
+from tllm_spec.models.formats.gguf_tensors import Q4_0, gguf_names
 from tllm_spec.models.formats.int4_packings import PACKINGS
 from tllm_spec.models.module import Module, Placement, WeightSlot
+from tllm_spec.zoo.registry import is_gguf
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +127,9 @@ def _quantised_modules(path: Path, config: ModelConfig, load_format: str) -> Cal
     assert form is not None
     if load_format == "dummy":
         return form.keeps
+    if is_gguf(path):
+        matrices = frozenset(gguf_names(path, Q4_0))
+        return lambda module: f"{module}.weight" in matrices
     codes = None if config.int4 is None else PACKINGS[config.int4.packing].codes
     if codes is not None and codes != "weight":
         names = frozenset(checkpoint_names(path))
