@@ -10,6 +10,8 @@ from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
 
 BLOCKS_OF_PROGRAM, NUM_WARPS = 32, 4
+# E2M1 numbers whose scales are powers of two. Their products are exact in bfloat16.
+MXFP4_GROUP = tl.constexpr(32)
 
 
 def _assembly(shift: int, magic: int, one: int, kind: str) -> tl.constexpr:
@@ -164,7 +166,7 @@ def add_int4_dot(
             high_word = tl.load(word_rows + _group(start + HALF + part * PART, IN, GROUP, BLOCK))
         w_low = _numbers(codes, word, False, dtype, WIDEN)
         w_high = _numbers(codes, high_word, True, dtype, WIDEN)
-        if ROUNDS:
+        if ROUNDS or (GROUP == MXFP4_GROUP and word.dtype == tl.float32 and dtype != tl.float16):
             w_low = _rounded(w_low, word)
             w_high = _rounded(w_high, high_word)
             total = tl.dot(w_low, x_low, total, input_precision="ieee")
@@ -189,7 +191,11 @@ def _scale(word: tl.tensor) -> tl.tensor:
 def _rounded(numbers: tl.tensor, word: tl.tensor) -> tl.tensor:
     """Weights of their type: numbers `[outputs, inputs]` times the scale that the word `[outputs]`
     has."""
-    return (numbers.to(tl.float32) * _scale(word)[:, None]).to(numbers.dtype)
+    if word.dtype == tl.float32:
+        weights = numbers * word.to(numbers.dtype)[:, None]
+    else:
+        weights = (numbers.to(tl.float32) * _scale(word)[:, None]).to(numbers.dtype)
+    return weights
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types

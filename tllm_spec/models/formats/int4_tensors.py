@@ -9,9 +9,9 @@ import torch
 from tllm_spec.kernels.int4_weights import group_words
 from tllm_spec.models.checkpoint import checkpoint_tensors, listed
 from tllm_spec.models.formats.fp8_formats import is_left_out
-from tllm_spec.models.formats.int4_tensor import Int4Tensor
 from tllm_spec.models.formats.int4_formats import Int4Format, Int4Groups
 from tllm_spec.models.formats.int4_packings import PACKINGS, SYMMETRIC_ZERO, Unpacked
+from tllm_spec.models.formats.int4_tensor import Int4Tensor
 
 
 def int4_tensors(
