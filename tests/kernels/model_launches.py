@@ -295,7 +295,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "int4_linears": int4_linears,
     "experts": lambda: experts(form="plain"),
     "scaled_experts": lambda: experts(form="fp8"),
-    "codes_experts": lambda: experts(form="codes"),
+    "scaled_codes_experts": lambda: experts(form="codes"),
     "int4_experts": lambda: experts(form="int4"),
     "heads": heads,
     "windows": lambda: windows(has_codes=False),

@@ -24,7 +24,7 @@ from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes, s
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 WITH_LESS = [capability for capability, limit in LIMITS.items() if limit < HOPPER_BYTES >> 10]
-EXPERTS = ("experts", "scaled_experts", "codes_experts", "int4_experts")
+EXPERTS = ("experts", "scaled_experts", "scaled_codes_experts", "int4_experts")
 GEMMS = ("linears", "scaled_linears", *EXPERTS, "heads")
 LINEARS = ("fp8_linears", "int4_linears")
 ATTENTION = ("windows", "invariant_attention", "latents", "invariant_latents")
