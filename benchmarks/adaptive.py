@@ -36,7 +36,7 @@ from benchmarks.harness.forced_rounds import (
     scripted_candidates,
 )
 from benchmarks.harness.models import Models, open_models
-from benchmarks.harness.report import Options, Row, Subject, main, number, table
+from benchmarks.harness.report import Options, Row, Subject, crossed, main, number, table
 from tllm_spec.config.adaptive_config import PRESETS
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
@@ -173,16 +173,15 @@ def lengths(options: Options) -> Iterator[Row]:
 
 def lengths_table(rows: Sequence[Row]) -> list[str]:
     """Draft length 0 over plain decoding; tokens per second over the best static length."""
-    profiles = list(dict.fromkeys(row["profile"] for row in rows))
-    lines = []
-    for size in sorted({row["batch_size"] for row in rows}):
-        own = {row["profile"]: row for row in rows if row["batch_size"] == size}
-        first = own[profiles[0]]
-        shares = [f"{own[profile]['over_best']:.3f}" for profile in profiles]
-        zero = f"{first['zero'] / first['plain']:.3f}"
-        lines.append([str(size), number(first["plain"]), zero, *shares])
-    accepted = [f"accepted {each}" for each in profiles]
-    return table(("batch", "plain ms", "length 0 / plain", *accepted), lines)
+    cells = []
+    for row in sorted(rows, key=lambda row: int(row["batch_size"])):
+        batch = str(row["batch_size"])
+        cells += [
+            (batch, "plain ms", number(row["plain"])),
+            (batch, "length 0 / plain", f"{row['zero'] / row['plain']:.3f}"),
+            (batch, f"accepted {row['profile']}", f"{row['over_best']:.3f}"),
+        ]
+    return crossed("batch", cells)
 
 
 def traffic(options: Options) -> Iterator[Row]:

@@ -57,7 +57,7 @@ class Front:
         theirs.close()
         listener.close()
         settings = ChildSettings(
-            llm={"model": MODEL}, served_model_name="m", engine_path=engine_path,
+            llm={"model": MODEL}, served_model_name="m", engine_paths=[engine_path],
             log_level="warning", log_format="text", server=ServerOptions().to_plain(), tls=None,
         )  # fmt: skip
         self._control.sendall(pack(asdict(settings)))

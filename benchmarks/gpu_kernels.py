@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from benchmarks.harness.device_time import call_us
 from benchmarks.harness.models import MATMUL_FLOPS, READ_BYTES_PER_S
-from benchmarks.harness.report import Options, Row, Subject, main, number, numbers, table
+from benchmarks.harness.report import Options, Row, Subject, crossed, main, number, numbers, table
 
 if TYPE_CHECKING:
     from tllm_spec.kernels.tree_mask import TreeMask
@@ -127,26 +127,25 @@ def random_bits(num_nodes: int) -> list[int]:
     return bits
 
 
+def case_of(row: Row) -> str:
+    return f"{row['batch_size']} x {row['context']:,}"
+
+
 def tree_attention_table(rows: Sequence[Row]) -> list[str]:
-    cases = list(dict.fromkeys((row["batch_size"], row["context"]) for row in rows))
-    titles = ("µs tree / chain, by requests x context", *(f"{b} x {c:,}" for b, c in cases))
-    lines: dict[str, list[str]] = {}
-    for row in rows:
+    def line(row: Row) -> str:
         step = f" after {row['offset']} keys of earlier steps" if row["offset"] else ""
-        own = lines.setdefault(f"{row['rows']} rows{step}", [])
-        own.append(numbers((row["tree"], row["chain"])))
-    worst = max(row["tree"] / row["chain"] for row in rows)
-    last = ["worst ratio", f"{worst:.3f} (bar {MAX_TREE_RATIO})", *[""] * (len(cases) - 1)]
-    return table(titles, [*([name, *cells] for name, cells in lines.items()), last])
+        return f"{row['rows']} rows{step}"
+
+    cells = [(line(row), case_of(row), numbers((row["tree"], row["chain"]))) for row in rows]
+    worst = f"{max(row['tree'] / row['chain'] for row in rows):.3f} (bar {MAX_TREE_RATIO})"
+    last = ("worst ratio", case_of(rows[0]), worst)
+    return crossed("µs tree / chain, by requests x context", [*cells, last])
 
 
 def attention_table(rows: Sequence[Row]) -> list[str]:
-    cases = list(dict.fromkeys((row["batch_size"], row["context"]) for row in rows))
-    us = {(row["batch_size"], row["context"], row["window"]): row["us"] for row in rows}
-    floors = {(row["batch_size"], row["context"]): row["floor"] for row in rows}
-    titles = ("µs, by requests x context", *(f"{size} x {context:,}" for size, context in cases))
-    lines = [[f"window of {w}", *(number(us[(*case, w)]) for case in cases)] for w in WINDOWS]
-    return table(titles, [*lines, ["floor", *(number(floors[case]) for case in cases)]])
+    us = [(f"window of {row['window']}", case_of(row), number(row["us"])) for row in rows]
+    floors = [("floor", case_of(row), number(row["floor"])) for row in rows]
+    return crossed("µs, by requests x context", us + floors)
 
 
 def weights_of(in_features: int, out_features: int, count: int = LAYERS) -> list[torch.Tensor]:
@@ -250,9 +249,9 @@ def tuned_gemm(options: Options) -> Iterator[Row]:
 
 def tuned_table(rows: Sequence[Row]) -> list[str]:
     rows = sorted(rows, key=lambda row: row["rows"])
-    titles = ("ms of the model's GEMMs, by rows", *(f"{row['rows']:,}" for row in rows))
     keys = ("torch", "tuned", "floor")
-    return table(titles, [[key, *(number(row[key]) for row in rows)] for key in keys])
+    cells = ((key, f"{row['rows']:,}", number(row[key])) for key in keys for row in rows)
+    return crossed("ms of the model's GEMMs, by rows", cells)
 
 
 def sampling(options: Options) -> Iterator[Row]:
@@ -297,13 +296,10 @@ def choices(rows: int) -> dict[str, Callable[[torch.Tensor], object]]:
 
 
 def sampling_table(rows: Sequence[Row]) -> list[str]:
-    sizes = list(dict.fromkeys(row["rows"] for row in rows))
-    lines: dict[str, list[str]] = {}
-    for row in rows:
-        lines.setdefault(row["way"], [row["way"]]).append(number(row["us"]))
-    floors = {row["rows"]: row["floor"] for row in rows}
-    last = ["floor", *(number(floors[size]) for size in sizes)]
-    return table(("µs, by rows", *map(str, sizes)), [*lines.values(), last])
+    us = [(row["way"], str(row["rows"]), number(row["us"])) for row in rows]
+    return crossed(
+        "µs, by rows", us + [("floor", str(r["rows"]), number(r["floor"])) for r in rows]
+    )
 
 
 SUBJECTS = tuple(

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness.report import Options, Row, Subject, main, table
+from benchmarks.harness.report import Options, Row, Subject, crossed, main
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, DraftShapes, chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
@@ -150,12 +150,8 @@ def tree_step(options: Options) -> Iterator[Row]:
 
 
 def step_table(rows: Sequence[Row]) -> list[str]:
-    columns = dict.fromkeys(row["column"] for row in rows)
-    lines: dict[int, list[str]] = {}
-    for row in rows:
-        number = row["requests"]
-        lines.setdefault(number, [str(number)]).append(f"{row['step_us']:.0f}")
-    return table(("requests; µs of a round", *columns), lines.values())
+    cells = ((str(row["requests"]), row["column"], f"{row['step_us']:.0f}") for row in rows)
+    return crossed("requests; µs of a round", cells)
 
 
 SUBJECTS = (

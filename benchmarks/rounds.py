@@ -16,7 +16,6 @@ Random prompts; with `--shape llama-8b` random weights and synthetic acceptance.
 
 import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 from benchmarks.harness.engine import Rounds, in_turns, release
 from benchmarks.harness.forced_rounds import Profile, by_rank
 from benchmarks.harness.models import Models, open_models
-from benchmarks.harness.report import Options, Row, Subject, main, number, table
+from benchmarks.harness.report import Options, Row, Subject, crossed, main, number, table
 from tllm_spec.config.draft_shape import DraftShape, chain_of
 
 K = 3
@@ -209,21 +208,13 @@ def trees_table(rows: Sequence[Row]) -> list[str]:
 
 
 def ratios(name: str) -> Callable[[Sequence[Row]], list[str]]:
-    """One row per value of `name`, one column per batch size, and per path if that is not it."""
+    """One line per value of `name`, one column per batch size, and per path if that is not it."""
 
     def column(row: Row) -> str:
         path = "" if name == "path" else f"{row['path']}, "
         return f"{path}batch {row['batch_size']}"
 
-    def lines(rows: Sequence[Row]) -> list[str]:
-        columns = list(dict.fromkeys(map(column, rows)))
-        found: dict[str, dict[str, str]] = defaultdict(dict)
-        for row in rows:
-            found[row[name]][column(row)] = f"{row['ratio']:.3f}"
-        cells = [[key, *(own.get(each, "–") for each in columns)] for key, own in found.items()]
-        return table(("", *columns), cells)
-
-    return lines
+    return lambda rows: crossed("", [(r[name], column(r), f"{r['ratio']:.3f}") for r in rows])
 
 
 ZERO, PARAMS_TITLE = "Draft length 0 over plain decoding", "Sampling parameters over greedy"

@@ -57,9 +57,10 @@ class ScheduledBatch:
 
     @property
     def row_counts(self) -> list[int] | None:
-        """Rows of each generating request in the forward; None: whole windows."""
+        """Rows of each generating request in the forward; None: whole windows, or the device
+        chooses."""
         window = self.shape.window
-        if not self.is_ragged or window == 1:
+        if not self.is_ragged or window == 1 or self.shape.is_ragged:
             return None
         return [window if request.draft_limit else 1 for request in self.generation_requests]
 
@@ -67,7 +68,7 @@ class ScheduledBatch:
     def num_window_rows(self) -> int:
         """Rows of all generating requests in the forward."""
         counts = self.row_counts
-        return len(self.generation_requests) * self.shape.window if counts is None else sum(counts)
+        return self.shape.num_rows(len(self.generation_requests)) if counts is None else sum(counts)
 
     @property
     def max_kv_len(self) -> int:

@@ -4,8 +4,10 @@ Order: weights of target and draft, then KV pools of the size that the memory pl
 rest. The larger steps have a module each in `building/`."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.building.draft_backend import check_draft_backend
 from tllm_spec.executor.building.engines import Engines, build_engines
 from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.building.replaceable_weights import replaceable_weights
 from tllm_spec.executor.building.rounds import (
     capture_graphs,
     graph_sizes,
@@ -25,8 +28,9 @@ from tllm_spec.executor.building.rounds import (
 from tllm_spec.executor.device.device_choice import cpu_threads, on_device, on_threads
 from tllm_spec.executor.draft_watch import DraftWatch
 from tllm_spec.executor.engine.memory_plan import TorchModel
+from tllm_spec.executor.executor_parts import ExecutorParts
 from tllm_spec.executor.iteration_stats import IterationStats, RoundLog
-from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
+from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.ranks import agreed, queue_of, rank_facts
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_limits import RequestLimits
@@ -38,6 +42,7 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.sampling.relaxed import RelaxedAcceptance
+from tllm_spec.executor.sampling.replayed_sampler import ReplayedSampler
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import sampler_of
 from tllm_spec.executor.sampling.state import SamplingState
@@ -45,7 +50,10 @@ from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
 from tllm_spec.executor.speculative.modes import Surroundings, build_speculation
+from tllm_spec.executor.traffic_recorder import TrafficRecorder
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.recording.traffic_folder import TrafficFolder
+from tllm_spec.recording.traffic_record import header_of
 from tllm_spec.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -75,27 +83,27 @@ def build_executor(
     tokenizer: Tokenizer | None,
     respond: Callable[[list[Response]], None],
     communicator: Communicator = SINGLE,
+    texts: Mapping[int, Sequence[int]] | None = None,
 ) -> BuiltExecutor:
-    """Loads the models and connects everything. Raises ValueError for arguments that cannot be
-    honoured."""
+    """Loads the models and connects everything. texts: as in `ReplayedSampler`, for replays. Raises
+    ValueError for arguments that cannot be honoured."""
     plan = BuildPlan(args, communicator)
     communicator.join(plan.device)
     with on_device(plan.device):
-        return _build(plan, tokenizer, respond)
+        return _build(plan, tokenizer, respond, texts)
 
 
 def _build(
-    plan: BuildPlan, tokenizer: Tokenizer | None, respond: Callable[[list[Response]], None]
+    plan: BuildPlan,
+    tokenizer: Tokenizer | None,
+    respond: Callable[[list[Response]], None],
+    texts: Mapping[int, Sequence[int]] | None,
 ) -> BuiltExecutor:
     args, communicator = plan.args, plan.communicator
-    if plan.spec is not None:
-        plan.spec.check_code()
-    check_draft(plan.draft_plan, tokenizer, plan.config)
-    check_draft_backend(plan)
+    _check(plan, tokenizer)
     engines = build_engines(plan)
-    counts_drafts = plan.spec is not None and plan.spec.counts_on_device
-    slots = SlotState(plan.slots, plan.shapes, plan.device, counts_drafts=counts_drafts)
-    sampler = _sampler(plan, slots, engines)
+    slots = SlotState(plan.slots, plan.shapes, plan.device, counts_drafts=plan.counts_drafts)
+    sampler = _sampler(plan, slots, engines, texts)
     speculation = build_speculation(plan.spec, _surroundings(plan, engines, slots, sampler))
     runner = RoundRunner(engines.target, sampler, speculation.round_end)
     num_threads = cpu_threads(engines.target.model)
@@ -135,15 +143,20 @@ def _build(
         stream_interval=args.stream_interval,
         iteration_stats=_iteration_stats(args, scheduler, kv),
         round_log=RoundLog(scheduler) if logs_rounds else None,
+        draft_weights=replaceable_weights(plan, engines),
+        recorder=_recorder(args, communicator),
         ranks=_ranks(plan, engines),
     )
-    return BuiltExecutor(
-        PyExecutor(parts, respond),
-        queue,
-        plan.config,
-        _limits(plan, tokenizer, scheduler),
-        events,
-    )
+    limits = _limits(plan, tokenizer, scheduler)
+    return BuiltExecutor(PyExecutor(parts, respond), queue, plan.config, limits, events)
+
+
+def _check(plan: BuildPlan, tokenizer: Tokenizer | None) -> None:
+    """What does not need weights."""
+    if plan.spec is not None:
+        plan.spec.check_code()
+    check_draft(plan.draft_plan, tokenizer, plan.config)
+    check_draft_backend(plan)
 
 
 def prepare_rounds(
@@ -215,6 +228,20 @@ def _iteration_stats(
     return IterationStats(args.max_stats_len, scheduler, kv.cache)
 
 
+def _recorder(args: LlmArgs, communicator: Communicator) -> TrafficRecorder | None:
+    if args.record_traffic is None or communicator.mapping.rank:
+        return None
+    folder = args.record_traffic
+    logger.warning(
+        "record_traffic: the prompts and outputs of all clients are written to %s; clients exclude "
+        "a request with store: false",
+        folder,
+    )
+    return TrafficRecorder(
+        TrafficFolder(Path(folder), header_of(args), args.record_traffic_mib << 20)
+    )
+
+
 def _surroundings(
     plan: BuildPlan, engines: Engines, slots: SlotState, sampler: Sampler
 ) -> Surroundings:
@@ -228,7 +255,12 @@ def _surroundings(
     )
 
 
-def _sampler(plan: BuildPlan, slots: SlotState, engines: Engines) -> Sampler:
+def _sampler(
+    plan: BuildPlan,
+    slots: SlotState,
+    engines: Engines,
+    texts: Mapping[int, Sequence[int]] | None,
+) -> Sampler:
     state = SamplingState(plan.slots, plan.config.vocab_size, plan.device)
     rejection, rates, thresholds, relaxed = False, None, (1.0, 1.0), None
     if (spec := plan.spec) is not None:
@@ -241,10 +273,12 @@ def _sampler(plan: BuildPlan, slots: SlotState, engines: Engines) -> Sampler:
             "synthetic_acceptance_rates is set: drafts are accepted by chance, the text means "
             "nothing"
         )
+    make = Sampler if texts is None else partial(ReplayedSampler, texts, plan.max_len)
     return sampler_of(
         engines.target.model.lm_head.shard,
         slots,
         state,
+        make,
         rejection=rejection,
         thresholds=thresholds,
         synthetic_rates=rates,

@@ -14,8 +14,7 @@ still runs while the host schedules; only then the host reads, drafts and launch
 the host reads between a round's two launches, the forward and what follows."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from time import monotonic
 from types import MappingProxyType
@@ -26,57 +25,17 @@ import torch
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.device_choice import use_device
-from tllm_spec.executor.draft_watch import DraftWatch
+from tllm_spec.executor.executor_parts import ExecutorParts, state_of
 from tllm_spec.executor.faults import described
-from tllm_spec.executor.iteration_stats import IterationStats, RoundLog
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.request_queue import RequestQueue
-from tllm_spec.executor.resources.interface import ResourceManager
-from tllm_spec.executor.resources.kv_cache import KVCacheManager
-from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.response import Response, response_of
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.executor.rounds.round_clock import RoundClock
 from tllm_spec.executor.rounds.round_outcome import RoundOutcome
 from tllm_spec.executor.rounds.round_reader import RoundReader
-from tllm_spec.executor.rounds.round_runner import RoundRunner
-from tllm_spec.executor.sampling.sampler import Sampler
-from tllm_spec.executor.scheduler import Scheduler
-from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.totals import Totals
 
 _needs_host_tokens = attrgetter("needs_host_tokens")
-
-
-@dataclass
-class ExecutorParts:
-    """What `build.py` puts together."""
-
-    queue: RequestQueue
-    scheduler: Scheduler
-    kv: KVCacheManager
-    resources: list[ResourceManager]  # called in this order
-    slots: SlotState
-    runner: RoundRunner
-    drafter: Drafter
-    sampler: Sampler
-    controller: AdaptiveController  # of the draft length
-    # The tier (see `DraftShapes`) of a round with a number of generating requests.
-    tier_for: Callable[[int], int]
-    # The requests whose code or drafts caused the latest exception; None: not known.
-    blame: Callable[[], list[LlmRequest] | None]
-    draft_watch: DraftWatch
-    max_in_flight: int = 0  # rounds that are launched before the oldest is read: 1 with overlap
-    # Whether rounds with drafts, and rounds of draft length 0, may be launched before the round
-    # before is read. False: the drafter needs tokens on the host.
-    drafts_in_flight: bool = True
-    plain_in_flight: bool = True
-    cpu_threads: int | None = None  # of torch in the executor's thread; None: torch's own number
-    stream_interval: int = 1
-    iteration_stats: IterationStats | None = None  # with enable_iter_perf_stats
-    round_log: RoundLog | None = None  # with print_iter_log, on rank 0
-    ranks: Sequence[Mapping[str, Any]] = ()  # all of them, as `state` shows them
 
 
 class Load(NamedTuple):
@@ -123,6 +82,8 @@ class PyExecutor:
         """One round: launches what can run, then reads what is due. False when nothing is left to
         do."""
         self._fetch_new_requests()
+        if self.parts.draft_weights is not None:
+            self.parts.draft_weights.swap_back_if_worse()
         if self.scheduler.may_be_done():
             self._complete_rounds(0)
         generating = self.scheduler.generating()
@@ -241,6 +202,8 @@ class PyExecutor:
         batch.joining = admitted
         for request in admitted:
             if request.first_scheduled_time is None:
+                if self.parts.draft_weights is not None:
+                    self.parts.draft_weights.start(request)
                 request.cached_tokens, request.first_scheduled_time = request.kv_len, monotonic()
                 request.reported_cached_tokens = self.parts.kv.cache.reported_len(
                     request.kv_len, request.cache_salt
@@ -273,6 +236,8 @@ class PyExecutor:
         """The host learns what was emitted. Returns the requests that may need a response."""
         batch, (table, logprobs) = launched.batch, launched.wait()
         outcome = RoundOutcome(self._clock.lap(launched.ended_at, launched.post_send))
+        if (recorder := self.parts.recorder) is not None:
+            recorder.add_round(launched, table, counts_drafts=self.parts.slots.counts_drafts)
         responding = self._reader.read(launched, table, logprobs, outcome)
         timed = None if batch.context_requests else outcome.seconds
         self.totals.add_round(batch.draft_len, outcome.num_requests, outcome.num_tokens, timed)
@@ -317,6 +282,10 @@ class PyExecutor:
                     manager.free_resources(request)
                 self.scheduler.remove(request)
                 self.totals.add_end(request)
+                if self.parts.recorder is not None:
+                    self.parts.recorder.add_end(request)
+                if self.parts.draft_weights is not None:
+                    self.parts.draft_weights.add_end(request)
                 ended.append(request)
         finally:
             self._send([*growing, *ended])
@@ -358,9 +327,17 @@ class PyExecutor:
     def _restart(self, request: LlmRequest) -> None:
         """Takes the request back to what the host has read of it."""
         request.num_drafts_ready = 0
+        if self.parts.runner.engine.has_states:  # which may have the round's tokens
+            self.scheduler.preempt(request)
+            return
         self.parts.slots.start(request)
         self.parts.kv.rewind(request, request.kv_len + self.parts.kv.extra_kv_tokens)
         self.parts.sampler.start(request)  # its token counts may include the round's tokens
+
+    def close(self) -> None:
+        """After the last round."""
+        if self.parts.recorder is not None:
+            self.parts.recorder.close()
 
     def check_integrity(self) -> None:
         """Raises AssertionError when slots or pages do not add up."""
@@ -374,24 +351,4 @@ class PyExecutor:
 
     def state(self) -> dict[str, Any]:
         """Queues, totals, cache and draft lengths as plain values. Between rounds only."""
-        queues, controller = self.scheduler, self.parts.controller
-        tier = controller.tier_for(max(1, self.totals.latest_batch_size))
-        shape = self.parts.slots.shapes.of(tier)
-        return {
-            "num_requests_running": len(queues.running),
-            "num_requests_waiting": len(queues.waiting),
-            "num_preemptions": queues.num_preemptions,
-            "draft_len": shape.depth,
-            "draft_shape": {
-                "name": shape.name,
-                "depth": shape.depth,
-                "drafts": shape.num_nodes,
-                "topk": shape.topk,
-            },
-            "draft_warning": self.parts.draft_watch.warning,
-            "kv_cache": self.parts.kv.state(),
-            "totals": self.totals.state([*queues.running, *queues.waiting]),
-            "controller": controller.state(),
-            "ranks": list(self.parts.ranks),
-            **self.parts.runner.round_end.state(),
-        }
+        return state_of(self.parts, self.totals)

@@ -6,6 +6,7 @@ models. Names that begin with `py_` are TensorRT-LLM's."""
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
+from time import monotonic
 from typing import Any, Protocol
 
 from tllm_spec.executor.decoding_rules import DecodingRules
@@ -107,6 +108,8 @@ class LlmRequest:
     grammar: GrammarState | None = None
     streaming: bool = False
     draft_limit: int = 0  # longest draft this request wants; 0 = never speculate
+    store: bool | None = None  # what its client says about recording; None: nothing
+    arrived_at: float = field(default_factory=monotonic)  # in the engine's process
 
     state: RequestState = RequestState.WAITING
     prompt_len: int = 0
@@ -130,6 +133,9 @@ class LlmRequest:
 
     counters: DraftCounters = field(default_factory=DraftCounters)
     draft_pause: RequestPause = field(default_factory=RequestPause)
+    draft_version: int = 0  # how often draft weights had been swapped when it began
+    # Of the recorder: microseconds since the arrival, tokens, drafts; of a context None.
+    recorded_rounds: list[tuple[int, int, int | None]] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     num_responded: int = 0  # output tokens that the front end has

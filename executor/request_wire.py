@@ -16,7 +16,7 @@ from tllm_spec.grammar.grammar_state import GrammarState
 SETS = frozenset({"end_ids", "stop_token_ids"})
 # User's functions cannot be sent, and come from Python only.
 RULES = tuple(each.name for each in fields(DecodingRules) if each.name != "edits")
-OPTIONS = ("max_tokens", "draft_limit", "streaming", "priority", "cache_salt", "client")
+OPTIONS = ("max_tokens", "draft_limit", "streaming", "priority", "cache_salt", "store", "client")
 
 
 def pack_requests(requests: Sequence[LlmRequest]) -> list[Any]:

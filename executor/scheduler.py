@@ -195,10 +195,14 @@ class Scheduler:
             self._preempt(victim, batch)
 
     def _preempt(self, victim: LlmRequest, batch: ScheduledBatch) -> None:
-        """Back to the queue with all its tokens. Its KV stays cached until it is evicted."""
+        """See `preempt`; `batch` loses the request."""
         for scheduled in (batch.generation_requests, batch.context_requests):
             if victim in scheduled:
                 scheduled.remove(victim)
+        self.preempt(victim)
+
+    def preempt(self, victim: LlmRequest) -> None:
+        """Back to the queue with all its tokens. Its KV stays cached until it is evicted."""
         self.running.remove(victim)
         for manager in self._resources:
             manager.free_resources(victim)

@@ -117,6 +117,7 @@ class Worker:
             self._on_end(self.failure or self.why_ended)
             self._queue.end(self.failure)
             self._idle.set()
+            self._executor.close()
             del self._executor  # so that its memory is freed with the last other reference
 
     def _run_calls(self, *, last: bool = False) -> None:

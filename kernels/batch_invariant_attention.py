@@ -147,6 +147,7 @@ def batch_invariant_attention(
     results: SplitResults | None,
     span: KeySpan | None = None,
     scales: KVScales = UNSCALED,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each query attends to the keys of its request up to its own position, or to its path.
 
@@ -163,11 +164,15 @@ def batch_invariant_attention(
         results: workspace; overwritten. None: a program computes all splits of its tile.
         span: the keys that a query sees. None: all up to its own.
         scales: of codes.
+        sinks: `[Hq]` float32, contiguous: one more score of each head, which has no value; None:
+            no sinks.
 
     Returns:
         `[T, Hq * D]`.
     """
-    return plain_batch_invariant_attention(q, layer, block_tables, tiles, scale, span, scales)
+    return plain_batch_invariant_attention(
+        q, layer, block_tables, tiles, scale, span, scales, sinks
+    )
 
 
 def spread_attention(
@@ -179,6 +184,7 @@ def spread_attention(
     results: SplitResults | None,
     span: KeySpan | None = None,
     scales: KVScales = UNSCALED,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernels of `batch_invariant_attention`."""
     (num_rows, heads, _), (page_size, kv_heads) = q.shape, layer.shape[2:4]
@@ -190,7 +196,7 @@ def spread_attention(
         and num_rows * heads * num_splits <= MAX_PARTIAL_ROWS
     )
     own_results = results if spreads else None
-    return launch_attention(q, layer, block_tables, tiles, scale, own_results, span, scales)
+    return launch_attention(q, layer, block_tables, tiles, scale, own_results, span, scales, sinks)
 
 
 def launch_attention(
@@ -202,6 +208,7 @@ def launch_attention(
     results: SplitResults | None,
     span: KeySpan | None = None,
     scales: KVScales = UNSCALED,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """results: spread splits over programs, or None: a program computes all splits of its tile."""
     from tllm_spec.kernels.batch_invariant_attention_triton import attention_kernel, join_kernel
@@ -220,7 +227,7 @@ def launch_attention(
     fixed["SPAN"] = span.code if span else 0
     fixed["enable_fp_fusion"] = False
     attention_kernel[(kv_heads, lengths[1] if results else 1, num_tiles)](
-        *(q, layer, block_tables, tiles.table),
+        *(q, sinks, layer, block_tables, tiles.table),
         results.outputs if results else output,
         results.log_sums if results else None,
         scale * scales.key * math.log2(math.e),
@@ -240,7 +247,8 @@ def launch_attention(
     )
     if results is not None:
         join_kernel[(heads, tiles.max_tokens, num_tiles)](
-            *(results.outputs, results.log_sums, tiles.table, output, *lengths, own_paths[1]),
+            *(results.outputs, results.log_sums, sinks, tiles.table, output),
+            *(*lengths, own_paths[1]),
             scales.value,
             HAS_CODES=layer.dtype == CODES,
             TREE=paths is not None,
@@ -257,11 +265,12 @@ def plain_batch_invariant_attention(
     scale: float,
     span: KeySpan | None = None,
     scales: KVScales = UNSCALED,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of `batch_invariant_attention` with another order of sums. Computes each token as a
     window of its own."""
     if tiles.paths is not None:
-        return _plain_trees(q, layer, block_tables, tiles, tiles.paths, scale, span, scales)
+        return _plain_trees(q, layer, block_tables, tiles, tiles.paths, scale, span, scales, sinks)
     first, start, count, request = tiles.table.long()
     owner = torch.arange(len(count), device=q.device).repeat_interleave(count)
     offset = torch.arange(len(owner), device=q.device) - (count.cumsum(0) - count)[owner]
@@ -270,7 +279,8 @@ def plain_batch_invariant_attention(
     spans = None if span is None else KeySpans(span, lengths.long() - 1)
     alone = RoundRows.rectangle(len(rows), 1)
     found = plain_window_attention(
-        q[rows], layer, alone, block_tables[request[owner]], lengths, scale, None, spans, scales
+        *(q[rows], layer, alone, block_tables[request[owner]], lengths),
+        *(scale, None, spans, scales, sinks),
     )
     return torch.empty_like(found).index_copy_(0, rows, found)
 
@@ -284,6 +294,7 @@ def _plain_trees(
     scale: float,
     span: KeySpan | None,
     scales: KVScales,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     mask, batch, spans = paths.mask, len(paths.mask.bits), None
     _, start, _, request = tiles.table.view(4, batch, -1)[:, :, 0]
@@ -293,4 +304,6 @@ def _plain_trees(
         spans = KeySpans(span, positions.long().flatten())
         mask = spans.cut(mask)
     tables = block_tables[request]
-    return plain_window_attention(q, layer, rows, tables, kv_lens, scale, mask, spans, scales)
+    return plain_window_attention(
+        q, layer, rows, tables, kv_lens, scale, mask, spans, scales, sinks
+    )

@@ -5,11 +5,13 @@ Within a split the softmax is the online softmax (Milakov and Gimelshein, "Onlin
 calculation for softmax", 2018) in powers of two. Splits are joined by their log-sums (as in Dao et
 al., "Flash-Decoding for long-context inference", 2023), in order. Keys that a row does not see
 change none of its bits: the row's maximum stays, so its decay is 2**0 = 1, and their weights are
-2**-inf = 0. That holds for the keys before a row's span, too: its state stays empty."""
+2**-inf = 0. That holds for the keys before a row's span, too: its state stays empty. A sink is
+joined before the first split, with the mean 0."""
 
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.attention_sinks_triton import sink_scores
 from tllm_spec.kernels.key_spans_triton import first_key
 from tllm_spec.kernels.kv_codes_triton import widened
 
@@ -183,6 +185,8 @@ def join(top: tl.tensor, log_sum: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.t
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _attend_all(
     queries: tl.tensor,
+    sinks: tl.tensor,
+    heads: tl.tensor,
     positions: tl.tensor,
     layer: tl.tensor,
     table: tl.tensor,
@@ -211,6 +215,8 @@ def _attend_all(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mean = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if sinks is not None:
+        top, total = sink_scores(sinks, heads), total + 1.0
     begin = first_key(start, SPAN) // SPLIT_KEYS * SPLIT_KEYS if SPAN else 0
     for first in tl.range(begin, length, SPLIT_KEYS):
         own, log_sum = _attend(
@@ -227,7 +233,7 @@ def _attend_all(
 # fmt: off
 @triton.jit(do_not_specialize=["table_stride", *_LENGTHS, "region"])  # type: ignore[untyped-decorator]  # triton has no types
 def attention_kernel(
-    q: tl.tensor, layer: tl.tensor, block_tables: tl.tensor, tiles: tl.tensor,
+    q: tl.tensor, sinks: tl.tensor, layer: tl.tensor, block_tables: tl.tensor, tiles: tl.tensor,
     output: tl.tensor, log_sums: tl.tensor, log2_scale: tl.tensor,
     token_stride: tl.tensor, head_stride: tl.tensor, value_offset: tl.tensor,
     table_stride: tl.tensor, max_len: tl.tensor, num_splits: tl.tensor, num_tiles: tl.tensor,
@@ -276,8 +282,8 @@ def attention_kernel(
         tl.store(log_sums + out_rows, log_sum, mask=tokens < count)
     else:
         mean = _attend_all(
-            queries, start + lens - 1, layer, table, kv_head, tokens, paths, path_lens, region,
-            first_row, count, start, length, log2_scale, value_offset,
+            queries, sinks, heads, start + lens - 1, layer, table, kv_head, tokens, paths,
+            path_lens, region, first_row, count, start, length, log2_scale, value_offset,
             TREE, SPAN, KV_HEADS, HEAD_DIM, PAGE_SIZE, SPLIT_KEYS, BLOCK_M, BLOCK_N, BLOCK_D,
         )
         if layer.dtype.element_ty == tl.float8e4nv:
@@ -291,6 +297,7 @@ def attention_kernel(
 def join_kernel(
     means: tl.tensor,
     log_sums: tl.tensor,
+    sinks: tl.tensor,
     tiles: tl.tensor,
     output: tl.tensor,
     max_len: tl.tensor,
@@ -322,6 +329,8 @@ def join_kernel(
     real = dims < HEAD_DIM
     top, total = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.float32)
     mean = tl.zeros([BLOCK_D], tl.float32)
+    if sinks is not None:
+        top, total = sink_scores(sinks, tl.program_id(0)), total + 1.0
     first = first_key(start + seen - 1, SPAN) // SPLIT_KEYS if SPAN else 0
     for split in tl.range(first, tl.cdiv(length, SPLIT_KEYS)):
         part = row * num_splits + split

@@ -130,8 +130,8 @@ def launch_latent(
     )
     if results is not None:
         join_kernel[(heads, tiles.max_tokens, num_tiles)](
-            *(results.outputs, results.log_sums, tiles.table, output, *lengths, own_paths[1]),
-            scales.key,
+            *(results.outputs, results.log_sums, None, tiles.table, output),
+            *(*lengths, own_paths[1], scales.key),
             HAS_CODES=layer.dtype == CODES,
             TREE=paths is not None,
             SPAN=0,

@@ -5,6 +5,7 @@ FlashInfer runs FlashAttention-3 on Hopper and its FA2 elsewhere. Its schedule i
 host from lengths that the host knows, once for all layers of a forward; nothing waits for the
 device. `plain_paged_prefill` is the plain-torch reference."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tllm_spec.kernels.attention_sinks import add_sinks
 from tllm_spec.kernels.kv_codes import UNSCALED, KVScales
 
 # A plan is copied to the device from pinned memory in stream order. With overlap the host is one
@@ -129,10 +131,17 @@ class PagedPrefill:
         layer: torch.Tensor,
         out: torch.Tensor,
         scales: KVScales = UNSCALED,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """q `[T, Hq, D]`, any stride between rows; out `[T, Hq, D]`, contiguous, overwritten.
-        scales: of numbers that were codes."""
-        plan.run(q, (layer[0], layer[1]), out=out, k_scale=scales.key, v_scale=scales.value)
+        scales: of numbers that were codes. sinks: `[Hq]` float32, of each head."""
+        own = {"out": out, "k_scale": scales.key, "v_scale": scales.value}
+        if sinks is None:
+            plan.run(q, (layer[0], layer[1]), **own)
+        else:  # in powers of two
+            log_sums = q.new_empty(q.shape[:2], dtype=torch.float32)
+            plan.run(q, (layer[0], layer[1]), lse=log_sums, return_lse=True, **own)
+            add_sinks(out, log_sums, sinks)
 
     def in_place(self, limits: PrefillLimits) -> "PrefillInPlace | None":
         """Plans for CUDA graphs; None if the kernels read a part of the plan on the host."""
@@ -217,6 +226,7 @@ def plain_paged_prefill(
     out: torch.Tensor,
     window: int | None = None,
     scales: KVScales = UNSCALED,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Reference of `PagedPrefill`, computed in float32; same arguments."""
     page_size, kv_heads, head_dim = layer.shape[2:]
@@ -240,5 +250,9 @@ def plain_paged_prefill(
         scores = (
             q[first:end].float().transpose(0, 1) @ keys.mT * (scale * scales.key)
         ).masked_fill(hidden, -torch.inf)
-        mixed = scores.softmax(-1) @ values * scales.value
-        out[first:end] = mixed.transpose(0, 1).to(q.dtype)
+        mixed = (scores.softmax(-1) @ values * scales.value).transpose(0, 1)
+        if sinks is not None:
+            mixed = mixed.contiguous()
+            log_sums = scores.logsumexp(-1).T / math.log(2)
+            add_sinks.reference(mixed, log_sums, sinks)
+        out[first:end] = mixed.to(q.dtype)

@@ -45,17 +45,17 @@ class RoundRows:
         """Values of the rows `[T, ...]` as whole windows `[B, W, ...]`. A request's last row stands
         for the rows that it does not have."""
         if self.offsets is not None:
-            values = values.index_select(0, self._padded_rows.flatten())
+            values = values.index_select(0, self.padded_rows.flatten())
         return values.view(self.num_requests, self.window, *values.shape[1:])
 
     def column(self, values: torch.Tensor, index: int) -> torch.Tensor:
         """Values of the rows `[T, ...]` at one index of each window, `[B, ...]`, as in `padded`."""
         if self.offsets is None:
             return values[index :: self.window]
-        return values.index_select(0, self._padded_rows[:, index])
+        return values.index_select(0, self.padded_rows[:, index])
 
     @cached_property
-    def _padded_rows(self) -> torch.Tensor:
+    def padded_rows(self) -> torch.Tensor:
         """The row of each place of whole windows, `[B, W]`."""
         assert self.offsets is not None
         places = torch.arange(self.window, device=self.offsets.device)

@@ -22,156 +22,14 @@
 //
 // Compiler options define BFLOAT16 (otherwise float16), HEAD_DIM (64 or 128), ROW_TILES (of 16 rows
 // each), WARPS, DEPTH (tiles of a warp's ring), CTAS (least number per multiprocessor), TREE
-// (whether rows see the keys of a tree's region by their bits) and CODES (whether the pool has E4M3
-// numbers, which become 16-bit numbers, exactly, on the way from shared memory to tensor cores).
+// (whether rows see the keys of a tree's region by their bits), SINKS (whether heads have sinks) and
+// CODES (whether the pool has E4M3 numbers, which become 16-bit numbers, exactly, on the way from
+// shared memory to tensor cores).
 
 #include "tensor_core.cuh"
+#include "window_mixture.cuh"
 #include "window_stage.cuh"
 #include "window_stream.cuh"
-
-__device__ inline float power_of_two(float exponent) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent));
-    return result;
-}
-
-__device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
-// A row that sees no key has a maximum of minus infinity.
-__device__ inline float finite_base(float top) { return top == minus_infinity() ? 0.0f : top; }
-
-// State of the online softmax for a warp's rows: the highest score of each row, the sum of the
-// weights relative to it, and the sum of the weighted values. A thread holds rows lane / 4 and
-// lane / 4 + 8 of each tile, and of each 8 columns of scores 2 (lane % 4) and the next one.
-struct Mixture {
-    float top[ROW_TILES][2], total[ROW_TILES][2], mixed[ROW_TILES][HEAD_DIM / 8][4];
-
-    __device__ Mixture() {
-#pragma unroll
-        for (int tile = 0; tile < ROW_TILES; ++tile) {
-            top[tile][0] = top[tile][1] = minus_infinity();
-            total[tile][0] = total[tile][1] = 0.0f;
-#pragma unroll
-            for (int i = 0; i < HEAD_DIM / 2; ++i) mixed[tile][i / 4][i % 4] = 0.0f;
-        }
-    }
-    // Scores to weights, rounded to 16 bits for the GEMM with the values.
-    __device__ void weigh(
-        float (&scores)[ROW_TILES][2][4], float scale, u32 (&weights)[ROW_TILES][4]) {
-        bool grew = false;
-        float decay[ROW_TILES][2];
-#pragma unroll
-        for (int i = 0; i < 2 * ROW_TILES; ++i) {
-            const int tile = i / 2, half = i % 2;
-            float(&low)[4] = scores[tile][0], (&high)[4] = scores[tile][1];
-            const int first = 2 * half;
-            float highest =
-                fmaxf(fmaxf(low[first], low[first + 1]), fmaxf(high[first], high[first + 1]));
-            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
-            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
-            const float new_top = fmaxf(top[tile][half], highest * scale);
-            const float base = finite_base(new_top);
-            decay[tile][half] = power_of_two(top[tile][half] - base);
-            grew |= new_top != top[tile][half];
-            top[tile][half] = new_top;
-#pragma unroll
-            for (int j = first; j < first + 2; ++j) {
-                low[j] = power_of_two(fmaf(low[j], scale, -base));
-                high[j] = power_of_two(fmaf(high[j], scale, -base));
-            }
-            total[tile][half] = total[tile][half] * decay[tile][half] + low[first] +
-                low[first + 1] + high[first] + high[first + 1];
-            weights[tile][half] = pack(low[first], low[first + 1]);
-            weights[tile][2 + half] = pack(high[first], high[first + 1]);
-        }
-        if (!__any_sync(~0u, grew)) return;
-#pragma unroll
-        for (int tile = 0; tile < ROW_TILES; ++tile)
-#pragma unroll
-            for (int i = 0; i < HEAD_DIM / 2; ++i)
-                mixed[tile][i / 4][i % 4] *= decay[tile][i / 2 % 2];
-    }
-    // Of codes, columns 16 i to 16 i + 15 are in mixed[2 i], the even ones, and mixed[2 i + 1].
-    __device__ void add(
-        const u32 (&weights)[ROW_TILES][4], const uint4* values, int lane, int last_row) {
-        const int row = min(lane % 16, last_row);
-#pragma unroll
-        for (int i = 0; i < STORED_PIECES / 2; ++i) {
-            u32 blocks[4];
-            load_transposed_blocks(blocks, values + stored_place(row, 2 * i + lane / 16));
-#if CODES
-#pragma unroll
-            for (int piece = 0; piece < 2; ++piece) {
-                // A register has two columns of two keys. Bytes 0 and 2 are the even column.
-                u32 even[2], odd[2];
-                widen_fp8_alternating(blocks[2 * piece], even[0], odd[0]);
-                widen_fp8_alternating(blocks[2 * piece + 1], even[1], odd[1]);
-                const int first = 4 * i + 2 * piece;
-#pragma unroll
-                for (int tile = 0; tile < ROW_TILES; ++tile) {
-                    multiply(mixed[tile][first], weights[tile], even[0], even[1]);
-                    multiply(mixed[tile][first + 1], weights[tile], odd[0], odd[1]);
-                }
-            }
-#else
-#pragma unroll
-            for (int tile = 0; tile < ROW_TILES; ++tile) {
-                multiply(mixed[tile][2 * i], weights[tile], blocks[0], blocks[1]);
-                multiply(mixed[tile][2 * i + 1], weights[tile], blocks[2], blocks[3]);
-            }
-#endif
-        }
-    }
-};
-
-__device__ inline void multiply_keys(
-    float (&scores)[ROW_TILES][2][4], const uint4* queries, const uint4* keys, int lane,
-    int last_row) {
-#pragma unroll
-    for (int i = 0; i < 8 * ROW_TILES; ++i) scores[i / 8][i / 4 % 2][i % 4] = 0.0f;
-    const int row = min(lane / 16 * 8 + lane % 8, last_row);
-#pragma unroll
-    for (int i = 0; i < STORED_PIECES / 2; ++i) {
-        u32 blocks[4];
-        load_blocks(blocks, keys + stored_place(row, 2 * i + lane / 8 % 2));
-#if CODES
-#pragma unroll
-        for (int piece = 0; piece < 2; ++piece) {
-            // A thread has four neighbouring elements of a key: the even ones are pair lane % 4 in
-            // the order of `store_query`, the odd ones pair 4 + lane % 4.
-            u32 low[2], high[2];
-            widen_fp8_alternating(blocks[piece], low[0], low[1]);
-            widen_fp8_alternating(blocks[2 + piece], high[0], high[1]);
-#pragma unroll
-            for (int tile = 0; tile < ROW_TILES; ++tile) {
-                u32 query[4];
-                const int query_row = 16 * tile + lane % 16;
-                load_blocks(query, queries + swizzled(query_row, 4 * i + 2 * piece + lane / 16));
-                multiply(scores[tile][0], query, low[0], low[1]);
-                multiply(scores[tile][1], query, high[0], high[1]);
-            }
-        }
-#else
-#pragma unroll
-        for (int tile = 0; tile < ROW_TILES; ++tile) {
-            u32 query[4];
-            load_blocks(query, queries + swizzled(16 * tile + lane % 16, 2 * i + lane / 16));
-            multiply(scores[tile][0], query, blocks[0], blocks[1]);
-            multiply(scores[tile][1], query, blocks[2], blocks[3]);
-        }
-#endif
-    }
-}
-
-// Sets the scores that `sees(row, column)` rejects to minus infinity.
-template <class Sees>
-__device__ inline void hide(float (&scores)[ROW_TILES][2][4], int lane, const Sees& sees) {
-#pragma unroll
-    for (int i = 0; i < 8 * ROW_TILES; ++i) {
-        const int row = i / 8 * 16 + i % 4 / 2 * 8 + lane / 4;
-        const int column = i / 4 % 2 * 8 + lane % 4 * 2 + i % 2;
-        if (!sees(row, column)) scores[i / 8][i / 4 % 2][i % 4] = minus_infinity();
-    }
-}
 
 // Shared memory for the results of the CTA's warps, and for those of the other CTAs of the cluster
 // in the columns that this CTA finishes.
@@ -242,7 +100,7 @@ __device__ inline float4 joined(
 }
 
 __device__ inline i64 output_row(const Windows& w, const Part& part, int row) {
-    const i64 token = static_cast<i64>(part.request) * w.window + row / w.group;
+    const i64 token = part.first_row + row / w.group;
     return token * w.heads() + part.kv_head * w.group + row % w.group;
 }
 
@@ -286,7 +144,7 @@ __device__ inline void send(
 
 __device__ inline void join_warps(const Windows& w, const Part& part, const Sums& sums) {
     constexpr int FOURS = HEAD_DIM / 4;
-    for (int i = threadIdx.x; i < w.window * w.group * FOURS; i += THREADS) {
+    for (int i = threadIdx.x; i < part.num_rows * w.group * FOURS; i += THREADS) {
         const int row = i / FOURS, column = i % FOURS * 4;
         float top, total;
         const float* parts = sums.mixed + row * SUM_STRIDE + column;
@@ -300,7 +158,7 @@ __device__ inline void join_warps(const Windows& w, const Part& part, const Sums
 
 __device__ inline void join_cluster(const Windows& w, const Part& part, const Sums& sums) {
     const int columns = HEAD_DIM / w.splits, fours = columns / 4;
-    for (int i = threadIdx.x; i < w.window * w.group * fours; i += THREADS) {
+    for (int i = threadIdx.x; i < part.num_rows * w.group * fours; i += THREADS) {
         const int row = i / fours, column = i % fours * 4;
         float top, total;
         const float* parts = sums.received + row * columns + column;
@@ -308,6 +166,17 @@ __device__ inline void join_cluster(const Windows& w, const Part& part, const Su
                                      sums.received_totals + row, ROWS, parts, ROWS * columns, top,
                                      total);
         write(w, part, row, part.split * columns + column, sum, total);
+    }
+}
+
+// The scores of the sinks of a thread's rows, for weights that are powers of two.
+__device__ inline void load_sinks(
+    const Windows& w, const Part& part, int lane, float (&sinks)[ROW_TILES][2]) {
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_TILES; ++i) {
+        const int row = 8 * i + lane / 4;
+        const float sink = __ldcg(w.sinks + part.kv_head * w.group + row % w.group);
+        sinks[i / 2][i % 2] = sink * 1.44269504f;  // log2(e)
     }
 }
 
@@ -342,14 +211,14 @@ __device__ inline void attend_to_window(
     float scores[ROW_TILES][2][4];
     u32 weights[ROW_TILES][4];
     // Padding rows may have positions below 0.
-    const int first = w.window - min(part.num_own, part.kv_len);
-    multiply_keys(scores, queries, own_keys, lane, w.window - 1);
+    const int first = part.num_rows - min(part.num_own, part.kv_len);
+    multiply_keys(scores, queries, own_keys, lane, part.num_rows - 1);
     hide(scores, lane, [&](int row, int column) {
         if (TREE) return column < w.window && sees(w, bits, row, w.offset + column);
-        return column >= first && column <= min(row / w.group, w.window - 1);
+        return column >= first && column <= min(row / w.group, part.num_rows - 1);
     });
     mixture.weigh(scores, w.scale, weights);
-    mixture.add(weights, own_keys + w.window * STORED_PIECES, lane, w.window - 1);
+    mixture.add(weights, own_keys + w.window * STORED_PIECES, lane, part.num_rows - 1);
 }
 
 // Grid: tiles (a KV head of a request each) times splits.
@@ -371,18 +240,21 @@ window_attention(const __grid_constant__ Windows w) {
                        received, received_tops, received_tops + w.splits * ROWS};
 
     Stream stream(w, part, shared + warp * DEPTH * TILE, warp, lane);
+    // A warp that had the fewest blocks takes the window's own keys.
+    const bool takes_window =
+        part.has_window() && warp == (part.end_block - part.first_block) % WARPS;
+    float sinks[ROW_TILES][2];
+    if (SINKS && takes_window) load_sinks(w, part, lane, sinks);
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (has_keys) {
         Mixture mixture;
+        if (SINKS && takes_window) mixture.start_with(sinks, lane);
         stage_window(w, part, queries, own_keys);
         i64* bits = reinterpret_cast<i64*>(tops);  // until the sums are stored
         if (TREE && threadIdx.x < w.window)
             bits[threadIdx.x] = w.tree_bits[part.request * w.window + threadIdx.x];
         __syncthreads();
         attend_to_pool(w, part, stream, mixture, queries, bits);
-        // A warp that had the fewest blocks takes the window's own keys.
-        const bool takes_window =
-            part.has_window() && warp == (part.end_block - part.first_block) % WARPS;
         if (takes_window) attend_to_window(w, part, mixture, queries, own_keys, bits, lane);
         __syncthreads();  // the sums overwrite the rings
         sums.store(mixture, warp, lane);

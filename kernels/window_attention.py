@@ -8,8 +8,8 @@ the heads, the device and the width of the block table. Each split takes an equa
 request's actual length.
 
 `window_attention` runs a CUDA kernel for the shapes that it supports (window_attention_cuda.py), a
-Triton kernel for others, for rows that see a part of the keys, for requests with different numbers
-of rows and without cuda-python, and the plain-torch reference without Triton."""
+Triton kernel for others, for rows that see a part of the keys and without cuda-python, and the
+plain-torch reference without Triton."""
 
 import math
 from dataclasses import dataclass
@@ -80,6 +80,7 @@ def window_attention(
     workspace: WindowWorkspace,
     norm: HeadWeights | None = None,
     scales: KVScales = UNSCALED,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The queries of request b are its last tokens, up to token kv_lens[b] - 1. Each attends to the
     keys up to its own, or to those that `tables.tree` names, with `tables.spans` to those of its
@@ -100,6 +101,8 @@ def window_attention(
         workspace: for partial results; overwritten.
         norm: RMSNorm of each head of q and k before the rotation, or None.
         scales: of codes.
+        sinks: `[Hq]` float32, contiguous: one more score of each head, which has no value; None:
+            no sinks.
 
     Returns:
         `[T, Hq * D]`.
@@ -108,7 +111,7 @@ def window_attention(
     rotary_write.reference(qkv, rotary, tables.kv_slots, layer, norm, scales)
     q = qkv[:, : qkv.shape[1] - 2 * layer.shape[3]]
     lengths, masks = (tables.block_tables, tables.kv_lens), (tables.tree, tables.spans)
-    return plain_window_attention(q, layer, tables.rows, *lengths, scale, *masks, scales)
+    return plain_window_attention(q, layer, tables.rows, *lengths, scale, *masks, scales, sinks)
 
 
 def launch_window_attention(
@@ -120,6 +123,7 @@ def launch_window_attention(
     workspace: WindowWorkspace,
     norm: HeadWeights | None = None,
     scales: KVScales = UNSCALED,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernels of `window_attention`."""
     assert qkv.is_contiguous() and layer.is_contiguous() and layer.dtype in (qkv.dtype, CODES)
@@ -134,10 +138,10 @@ def launch_window_attention(
     assert offsets is None or (offsets.dtype == torch.int32 and offsets.is_contiguous())
     assert norm is None or norm.weight.is_contiguous()
     assert tables.spans is None or tables.spans.positions.is_contiguous()
-    call = _Call(qkv, cos_sin, layer, tables, scale, workspace, norm, scales)
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
+    call = _Call(qkv, cos_sin, layer, tables, scale, workspace, norm, scales, sinks)
     windows, layout = call.windows(), None
-    is_served = tables.spans is None and offsets is None
-    if is_served and serves(qkv, cos_sin, call.weights[0], layer):
+    if tables.spans is None and serves(qkv, cos_sin, call.weights[0], layer):
         layout = layout_of(windows, workspace.num_processors, len(workspace.outputs))
     return _launch_triton(call, windows) if layout is None else _launch_cuda(call, windows, layout)
 
@@ -154,6 +158,7 @@ class _Call:
     workspace: WindowWorkspace
     norm: HeadWeights | None
     scales: KVScales
+    sinks: torch.Tensor | None
 
     @property
     def tree(self) -> tuple[torch.Tensor | None, int]:
@@ -188,7 +193,9 @@ def _launch_cuda(call: _Call, windows: WindowSizes, layout: Layout) -> torch.Ten
     tables, workspace, output = call.tables, call.workspace, call.output(windows)
     operands = Operands(
         *(call.qkv, call.cos_sin, weights, call.layer, output),
-        *(tables.block_tables, tables.kv_lens, tables.kv_slots, tables.num_padding, tree_bits),
+        *(tables.block_tables, tables.kv_lens, tables.rows.offsets),
+        tables.kv_slots,
+        *(tables.num_padding, tree_bits, call.sinks),
         *((None, None) if layout.in_clusters else (workspace.outputs, workspace.log_sums)),
     )
     launch(operands, windows, layout, call.scale, eps, offset, call.scales)
@@ -217,7 +224,8 @@ def _launch_triton(call: _Call, windows: WindowSizes) -> torch.Tensor:
     lengths = (tables.block_tables, tables.block_tables.stride(0), tables.kv_lens, windows.max_len)
     partials = (workspace.outputs, workspace.log_sums)
     attention_kernel[(num_tiles, windows.batch, splits.number)](
-        *(qkv, call.cos_sin, *call.weights, layer, layer.stride(0), tables.kv_slots, *lengths),
+        *(qkv, call.cos_sin, *call.weights, call.sinks),
+        *(layer, layer.stride(0), tables.kv_slots, *lengths),
         *(log2_scale, output, *partials, splits.number, splits.min_keys, tables.num_padding),
         *(tree_bits, offset, positions, tables.rows.offsets),
         *(1 / call.scales.key, 1 / call.scales.value, call.scales.value),
@@ -291,6 +299,7 @@ def plain_window_attention(
     tree: TreeMask | None = None,
     spans: KeySpans | None = None,
     scales: KVScales = UNSCALED,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of the attention in `window_attention`, in float32. q: `[T, Hq, D]`, after norm and
     rotation; the pool holds the windows' keys and values already. The others are as in
@@ -315,8 +324,11 @@ def plain_window_attention(
     shape = rows.num_requests, rows.window, kv_heads, -1, head_dim
     queries = rows.padded(q.float()).view(shape).transpose(1, 2).flatten(2, 3)
     scores = (queries @ cached[0].mT * (scale * scales.key)).masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        by_row = sinks.view(kv_heads, 1, -1).expand(-1, rows.window, -1).reshape(kv_heads, -1, 1)
+        scores = torch.cat((scores, by_row.expand(len(scores), -1, -1, -1)), -1)
     # The softmax of a row without keys is NaN; it becomes zeros.
-    weights = scores.softmax(dim=-1).masked_fill(hidden, 0)
+    weights = scores.softmax(dim=-1)[..., : len(keys)].masked_fill(hidden, 0)
     mixed = (weights @ cached[1] * scales.value).view(
         -1, kv_heads, rows.window, heads // kv_heads, head_dim
     )

@@ -189,9 +189,11 @@ class Operands:
     out: torch.Tensor
     block_tables: torch.Tensor
     kv_lens: torch.Tensor
+    offsets: torch.Tensor | None
     kv_slots: torch.Tensor
     num_padding: torch.Tensor | None
     tree_bits: torch.Tensor | None
+    sinks: torch.Tensor | None
     partials: torch.Tensor | None
     log_sums: torch.Tensor | None
 
@@ -235,9 +237,12 @@ def launch(
     program, cluster = layout.program, layout.splits if layout.in_clusters else 1
     shared = shared_bytes(windows, cluster, program.warps, program.depth)
     shape = nvrtc.Launch(windows.tiles * layout.splits, 32 * program.warps, cluster, shared)
-    in_tree = operands.tree_bits is not None
-    sizes = windows.head_dim, windows.row_tiles
-    source = Source(operands.qkv.dtype, *sizes, in_tree, windows.has_codes)
+    source = Source(
+        *(operands.qkv.dtype, windows.head_dim, windows.row_tiles),
+        in_tree=operands.tree_bits is not None,
+        has_codes=windows.has_codes,
+        has_sinks=operands.sinks is not None,
+    )
     kernel = _kernels(device, source, programs_of(windows))[program]
     kernel.launch(shape, torch.cuda.current_stream(device).cuda_stream, argument)
 
@@ -251,6 +256,7 @@ class Source:
     row_tiles: int
     in_tree: bool
     has_codes: bool = False
+    has_sinks: bool = False
 
     def macros(self, program: Program) -> tuple[tuple[str, int], ...]:
         return (
@@ -259,6 +265,7 @@ class Source:
             ("ROW_TILES", self.row_tiles),
             ("TREE", self.in_tree),
             ("CODES", self.has_codes),
+            ("SINKS", self.has_sinks),
             ("WARPS", program.warps),
             ("DEPTH", program.depth),
             ("CTAS", program.ctas),

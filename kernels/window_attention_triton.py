@@ -9,6 +9,7 @@ long-context inference", 2023).
 The splits share the keys that were in the pool before. The last one adds the window's own keys from
 registers, so no program reads what another program of the launch writes. Rows of a tree see by
 their bits: the splits share the keys before the tree's region, and the last one adds the region.
+The last split also has the sink, one more score without a value.
 With SPAN the splits share the keys from the first one that the window's first row sees, and the
 other rows mask those that they do not see.
 
@@ -17,6 +18,7 @@ The windows have WINDOW rows each, or, if RAGGED, as many as `offsets` say, at m
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.attention_sinks_triton import sink_scores
 from tllm_spec.kernels.key_spans_triton import first_key
 from tllm_spec.kernels.kv_codes_triton import encoded, widened
 from tllm_spec.kernels.programmatic_launch_triton import launch_dependents, wait_for_previous
@@ -159,6 +161,8 @@ def _attend(
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _attend_to_pool(
     queries: tl.tensor,
+    sinks: tl.tensor,
+    heads: tl.tensor,
     bits: tl.tensor,
     first_keys: tl.tensor,
     layer: tl.tensor,
@@ -185,6 +189,9 @@ def _attend_to_pool(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if sinks is not None:
+        top = tl.where(is_last, sink_scores(sinks, heads), top)
+        total = tl.where(is_last, 1.0, total)
     top, total, mixed = _attend(
         top, total, mixed, queries, bits, first_keys, layer, table, kv_head, first,
         tl.minimum(first + share, num_old), log2_scale, value_offset,
@@ -289,17 +296,17 @@ def _store(
 # fmt: off
 @triton.jit(do_not_specialize=[*LENGTHS, "table_stride"], do_not_specialize_on_alignment=_OFFSETS)  # type: ignore[untyped-decorator]  # triton has no types
 def attention_kernel(
-    qkv: tl.tensor, cos_sin: tl.tensor, norm_weights: tl.tensor, eps: tl.tensor, layer: tl.tensor,
-    value_offset: tl.tensor, kv_slots: tl.tensor, block_tables: tl.tensor, table_stride: tl.tensor,
-    kv_lens: tl.tensor, max_len: tl.tensor, log2_scale: tl.tensor, output: tl.tensor,
-    partials: tl.tensor, log_sums: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor,
-    num_padding: tl.tensor, tree_bits: tl.tensor, offset: tl.tensor, positions: tl.tensor,
-    offsets: tl.tensor, key_inverse: tl.tensor, value_inverse: tl.tensor, value_scale: tl.tensor,
-    SPAN: tl.constexpr, TREE: tl.constexpr, HAS_OFFSET: tl.constexpr, PADDED: tl.constexpr,
-    RAGGED: tl.constexpr, HAS_NORM: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
-    WIDEN: tl.constexpr, PDL: tl.constexpr,
+    qkv: tl.tensor, cos_sin: tl.tensor, norm_weights: tl.tensor, eps: tl.tensor, sinks: tl.tensor,
+    layer: tl.tensor, value_offset: tl.tensor, kv_slots: tl.tensor, block_tables: tl.tensor,
+    table_stride: tl.tensor, kv_lens: tl.tensor, max_len: tl.tensor, log2_scale: tl.tensor,
+    output: tl.tensor, partials: tl.tensor, log_sums: tl.tensor, num_splits: tl.tensor,
+    min_keys: tl.tensor, num_padding: tl.tensor, tree_bits: tl.tensor, offset: tl.tensor,
+    positions: tl.tensor, offsets: tl.tensor, key_inverse: tl.tensor, value_inverse: tl.tensor,
+    value_scale: tl.tensor, SPAN: tl.constexpr, TREE: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    PADDED: tl.constexpr, RAGGED: tl.constexpr, HAS_NORM: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """Grid (KV heads * tiles of rows, requests, splits): adjacent programs read the heads of the
     same keys, and splits that may have no keys come last."""
@@ -329,9 +336,9 @@ def attention_kernel(
     first_keys = _first_keys(positions + tokens, real_rows, SPAN) if SPAN else None
     is_last = split == num_used - 1
     top, total, mixed = _attend_to_pool(
-        queries, bits, first_keys, layer, block_tables + request * table_stride, kv_head,
-        first + split * share, share, num_old, tl.minimum(num_old + offset, max_len), is_last,
-        log2_scale, value_offset, HAS_OFFSET, KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, BLOCK_N,
+        queries, sinks, heads, bits, first_keys, layer, block_tables + request * table_stride,
+        kv_head, first + split * share, share, num_old, tl.minimum(num_old + offset, max_len),
+        is_last, log2_scale, value_offset, HAS_OFFSET, KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, BLOCK_N,
     )
     if is_last:
         keys, values = _window_keys(

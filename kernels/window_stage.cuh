@@ -107,12 +107,12 @@ __device__ inline void stage_window(
     const Windows& w, const Part& part, uint4* queries, uint4* own_keys) {
     constexpr int LANES = PIECES / 2, AT_ONCE = THREADS / LANES;  // threads per row, rows at once
     const int piece = threadIdx.x % LANES, line = threadIdx.x / LANES;
-    const int first_token = part.request * w.window;
+    const int first_token = part.first_row;
     HeadPieces head, key;
     uint4 values[2] = {}, rotated[2];
     i64 slot = 0;
-    const bool has_key = part.has_window() && line < w.window;
-    const bool is_own = has_key && line >= w.window - part.num_own;
+    const bool has_key = part.has_window() && line < part.num_rows;
+    const bool is_own = has_key && line >= part.num_rows - part.num_own;
     const int key_head = w.heads() + part.kv_head;
     key.load(w, first_token + line, key_head, is_own);
     if (is_own) {
@@ -125,7 +125,7 @@ __device__ inline void stage_window(
 #pragma unroll
     for (int i = 0; i < (ROWS > AT_ONCE ? ROWS / AT_ONCE : 1); ++i) {
         const int row = line + i * AT_ONCE;
-        const bool is_real = row < w.window * w.group;
+        const bool is_real = row < part.num_rows * w.group;
         const int query_head = part.kv_head * w.group + row % w.group;
         head.load(w, first_token + row / w.group, query_head, is_real);
         head.rotate(w, rotated);

@@ -35,8 +35,9 @@ struct Windows {
     const u16 *qkv, *cos_sin, *norm_weight;
     Stored *layer;
     u16 *out;
-    const int *block_tables, *kv_lens;
+    const int *block_tables, *kv_lens, *offsets;  // offsets: null if windows have equal rows
     const i64 *kv_slots, *num_padding, *tree_bits;
+    const float *sinks;
     float *partials, *log_sums;  // null if the splits of a tile form a cluster
     i64 value_offset;
     int table_stride, max_len, window, group, kv_heads, page_shift, tiles, splits, min_keys;
@@ -53,6 +54,7 @@ struct Windows {
 // kernel.
 struct Part {
     int request, kv_head, split, kv_len, num_own, num_old, first_block, end_block, num_used;
+    int first_row, num_rows;  // of the window
 
     __device__ explicit Part(const Windows& w) {
         // Without clusters some splits may have no keys. They come last in the grid, so that they
@@ -62,7 +64,10 @@ struct Part {
         request = tile / w.kv_heads;
         kv_head = tile % w.kv_heads;
         kv_len = __ldcg(w.kv_lens + request);
-        num_own = w.window -
+        first_row = w.offsets == nullptr ? request * w.window : __ldcg(w.offsets + request);
+        num_rows =
+            w.offsets == nullptr ? w.window : __ldcg(w.offsets + request + 1) - first_row;
+        num_own = num_rows -
             (w.num_padding == nullptr ? 0 : static_cast<int>(__ldcg(w.num_padding + request)));
         num_old = min(max(kv_len - num_own, 0), w.max_len);
         const int blocks = (num_old + KEYS - 1) / KEYS;

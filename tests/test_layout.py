@@ -43,7 +43,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.server",
     ),
     ("tllm_spec.llm",),
+    ("tllm_spec.draft_swap",),
     (
+        "tllm_spec.replay",
         "tllm_spec.ranks",
         "tllm_spec.intake",
     ),
@@ -63,12 +65,15 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.building",
         "tllm_spec.executor.py_executor",
     ),
+    ("tllm_spec.executor.executor_parts",),
     ("tllm_spec.executor.rounds.round_runner",),
     ("tllm_spec.executor.rounds.context_rounds",),
     (
         "tllm_spec.executor.rounds.decode_rounds",
         "tllm_spec.executor.rounds.round_reader",
         "tllm_spec.executor.iteration_stats",
+        "tllm_spec.executor.traffic_recorder",
+        "tllm_spec.executor.draft_weights",
     ),
     (
         "tllm_spec.executor.rounds.decode_step",
@@ -120,7 +125,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.draft_network",),
     ("tllm_spec.models",),
     ("tllm_spec.attention",),
-    ("tllm_spec.distributed",),
+    (
+        "tllm_spec.distributed",
+        "tllm_spec.recording",
+    ),
     ("tllm_spec.kernels",),
     (
         "tllm_spec.sampling_params",

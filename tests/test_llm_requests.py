@@ -238,7 +238,7 @@ def test_an_unknown_argument_is_a_type_error(llm: LLM) -> None:
 
 def test_kv_cache_events_are_refused_by_a_sentence(llm: LLM) -> None:
     for method in (llm.get_kv_cache_events, llm.get_kv_cache_events_async):
-        with pytest.raises(ValueError, match="KV cache events are not reported"):
+        with pytest.raises(ValueError, match="KV cache events are published"):
             method(timeout=2)
 
 

@@ -68,6 +68,7 @@ class Intake:
         )
         self._new_states = new_states
         self._num_ranks = args.tensor_parallel_size
+        self._records = args.record_traffic is not None
         self._lock = threading.Lock()
         self._ids = count(1)
 
@@ -85,9 +86,12 @@ class Intake:
         priority: float,
         cache_salt: str | None = None,
         client: tuple[str, ...] = (),
+        store: bool | None = None,
     ) -> Submission:
         """Raises ValueError for a prompt or parameters that the model cannot serve."""
         checked = _params(params)
+        if store and not self._records:
+            raise ValueError("store = True: nothing is stored without record_traffic")
         if self._num_ranks > 1 and checked.logits_processors:
             raise ValueError(
                 "logits_processor is a function of this process, and tensor_parallel_size = "
@@ -117,7 +121,7 @@ class Intake:
         self._limits.capacity.check(requests[0].prompt_len, requests[0].max_tokens)
         for request in requests:
             request.streaming, request.priority = streaming, float(priority)
-            request.cache_salt, request.client = cache_salt, client
+            request.cache_salt, request.client, request.store = cache_salt, client, store
         return Submission(prompt, token_ids, checked, requests)
 
     def _rules(self, params: SamplingParams) -> DecodingRules:

@@ -16,6 +16,7 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.not_served import CHAT_NOT_SERVED, GENERATE_NOT_SERVED, NO_KV_EVENTS
 from tllm_spec.config.option_checks import NotServed, refuse_not_served
 from tllm_spec.distributed.communicator import Communicator
+from tllm_spec.draft_swap import swap_draft_weights
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import Worker
@@ -171,12 +172,14 @@ class LLM:
         priority: float = 0.5,
         cache_salt: str | None = None,
         client: tuple[str, ...] = (),
+        store: bool | None = None,
         **not_served: Any,
     ) -> RequestHandle:
         """Submits one prompt and returns at once. With `streaming` the result grows while tokens
         come, without it arrives whole. The result of a request that fails while it runs has
         `error`; reading it raises nothing. Waiting requests are taken in turn by `client`, which is
-        a name, or the names of a group and of its member.
+        a name, or the names of a group and of its member. store: whether `record_traffic` may
+        record it; None: unless it has a `cache_salt`.
 
         Raises RequestError, which is a ValueError, for a prompt or parameters that this model
         cannot serve, RuntimeError after shutdown or when the executor has died."""
@@ -190,6 +193,7 @@ class LLM:
                 priority=priority,
                 cache_salt=cache_salt,
                 client=client,
+                store=store,
             )
         result = submission.handle(self.tokenizer, self._cancel_of(submission.ids))
         for request_id in submission.ids:
@@ -231,6 +235,20 @@ class LLM:
         a round (by a drafter or a logits processor)."""
         self._check_alive()
         return server_info(self.args, self.max_seq_len, self._worker.call(self._executor.state))
+
+    def load_draft_weights(
+        self, folder: str | os.PathLike[str], *, keep_cache: bool = False, force: bool = False
+    ) -> dict[str, Any]:
+        """Replaces the draft network's weights between two rounds, while requests run. The folder
+        has weights of the same shapes. Their texts do not change. Cached prefixes that the old
+        weights had read are not reused, unless `keep_cache`. See docs/recording.md.
+
+        Raises ValueError, and changes nothing, for weights that do not fit, and without `force`
+        for those that recorded traffic shows to be worse."""
+        self._check_alive()
+        return swap_draft_weights(
+            self.args, self._executor, self._worker, folder, keep_cache=keep_cache, force=force
+        )
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         """One dict for each round since the last call, oldest first, with TensorRT-LLM's names;

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import tllm_spec
+from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
 from tllm_spec.config.not_served import (
     GENERATE_NOT_SERVED,
     KV_CACHE_NOT_SERVED,
@@ -18,7 +19,6 @@ from tllm_spec.config.not_served import (
     SCHEDULER_NOT_SERVED,
     TEXT_ONLY,
 )
-from tllm_spec.config.speculative_base import DECODING_NOT_SERVED
 from tllm_spec.config.speculative_config import TYPES_NOT_SERVED, type_refusal
 from tllm_spec.sampling_params import NOT_SERVED as SAMPLING_NOT_SERVED
 from tllm_spec.sampling_params import LogitsProcessor as LogitsProcessor

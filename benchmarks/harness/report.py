@@ -118,6 +118,17 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
+def crossed(corner: str, cells: Iterable[tuple[str, str, str]]) -> list[str]:
+    """cells: line, column and text. Both appear in the order in which they come."""
+    lines: dict[str, dict[str, str]] = {}
+    columns: dict[str, None] = {}
+    for line, column, text in cells:
+        lines.setdefault(line, {})[column] = text
+        columns[column] = None
+    found = ([line, *(own.get(each, "–") for each in columns)] for line, own in lines.items())
+    return table((corner, *columns), found)
+
+
 def number(value: float | None) -> str:
     """At least three digits of a float; empty for None."""
     if value is None:

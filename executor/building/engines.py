@@ -10,6 +10,7 @@ from tllm_spec.attention.choice import create_backend, create_batch_invariant
 from tllm_spec.attention.geometry import LayerGroup
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.recurrent import RecurrentMemory
 from tllm_spec.draft_network.network import ExternalDraft, ExternalHead
 from tllm_spec.executor.building.draft_backend import (
     check_pool,
@@ -52,6 +53,7 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     load_head,
     load_mtp,
 )
+from tllm_spec.executor.speculative.modes import DraftPlan
 from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
@@ -66,13 +68,15 @@ Manager = TypeVar("Manager", bound=KVCacheManager)
 @dataclass(frozen=True)
 class Engines:
     """The target with its cache, and the draft network, if there is one: `layers` on the target's
-    pages, or on those of `draft_kv`. `models`: all that run in torch."""
+    pages, or on those of `draft_kv`. `models`: all that run in torch. `draft`: the
+    draft network as it was loaded."""
 
     target: ModelEngine
     kv: KVCacheManager
     layers: DraftLayers | None
     draft_kv: DraftKVManager | None
     models: list[TorchModel]
+    draft: LoadedDraft | None
 
 
 def build_engines(plan: BuildPlan) -> Engines:
@@ -85,7 +89,7 @@ def build_engines(plan: BuildPlan) -> Engines:
     target = load_target(plan)
     if plan.draft_plan is not None:
         logger.info("loading weights: the drafter's")
-    draft = load_draft(plan, target) if plan.draft_plan is not None else None
+    draft = load_draft(plan, target, plan.draft_plan) if plan.draft_plan is not None else None
     logger.info("weights took %.1f s", monotonic() - start)
     models: list[ServedModel] = [target, *([draft.model] if draft else [])]
     of_target, of_draft = _plan_groups(plan, target, draft)
@@ -117,7 +121,7 @@ def build_engines(plan: BuildPlan) -> Engines:
         draft_kv = _manager(DraftKVManager, plan, memory[number:], lookahead, **options)
     with_heads = (each.head if isinstance(each, ExternalHead) else each for each in models)
     in_torch = [model for model in with_heads if not isinstance(model, ExternalDraft)]
-    return Engines(engine, kv, layers, draft_kv, in_torch)
+    return Engines(engine, kv, layers, draft_kv, in_torch, draft)
 
 
 def load_target(plan: BuildPlan) -> CausalLM:
@@ -127,11 +131,9 @@ def load_target(plan: BuildPlan) -> CausalLM:
     )
 
 
-def load_draft(plan: BuildPlan, target: CausalLM) -> LoadedDraft:
+def load_draft(plan: BuildPlan, target: CausalLM, draft: DraftPlan) -> LoadedDraft:
     """Never batch-invariant: with `deterministic` drafts may depend on the batch, the text does
     not."""
-    draft = plan.draft_plan
-    assert draft is not None
     if draft.num_modules:
         return load_mtp(
             draft,
@@ -251,7 +253,19 @@ def _build_target(
         else:
             backend = _backend(plan, own, place.pools[0])
         groups.append(PagedGroup(backend, place.rows))
-    return ModelEngine(target, AttentionGroups(groups), spec), kv, layers
+    states = _recurrent_memory(plan, target)
+    return ModelEngine(target, AttentionGroups(groups, states), spec), kv, layers
+
+
+def _recurrent_memory(plan: BuildPlan, target: CausalLM) -> RecurrentMemory | None:
+    if (geometry := plan.recurrent) is None:
+        return None
+    num_slots = plan.slots.dummy_slot + 1
+    logger.info(
+        "recurrent states: %d bytes for each of %d slots; cached prefixes are not reused",
+        *(geometry.slot_bytes(target.dtype), num_slots),
+    )
+    return RecurrentMemory(geometry, num_slots, target.dtype, plan.device)
 
 
 def _draft_layers(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) -> DraftLayers:
@@ -282,7 +296,7 @@ def _manager(
     cache = PagedCache(
         [own.pages for own in memory],
         plan.page_size,
-        enable_block_reuse=reuse.enable_block_reuse,
+        enable_block_reuse=reuse.enable_block_reuse and plan.recurrent is None,
         enable_partial_reuse=reuse.enable_partial_reuse,
         lookahead=lookahead,
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tllm_spec.attention.choice import choose_backend
+from tllm_spec.attention.recurrent import RecurrentGeometry
 from tllm_spec.config.draft_len_schedule import draft_len_limits
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.config.llm_args import LlmArgs
@@ -93,10 +94,24 @@ class BuildPlan:
             logger.info("%s do not overlap: %s", which, self.why_no_overlap)
 
     @property
+    def counts_drafts(self) -> bool:
+        """Whether only the device knows how many drafts a round verifies."""
+        on_device = self.spec is not None and self.spec.counts_on_device
+        return on_device or self.shapes.are_ragged
+
+    @property
     def plans_latents(self) -> bool:
         """Whether windows over latents are planned on the host. A target with other attention has
         CUDA graphs, which its draft network must fit."""
         return self.args.attn_backend == "FLASHINFER" and self.config.mla is not None
+
+    @property
+    def recurrent(self) -> RecurrentGeometry | None:
+        """This rank's share of the target's layers with a recurrent state, if it has any."""
+        if (delta := self.config.delta) is None:
+            return None
+        window = self.shapes.longest.window
+        return RecurrentGeometry(len(delta.layers), delta.shape(self.mapping), window)
 
     @property
     def max_in_flight(self) -> int:

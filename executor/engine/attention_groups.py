@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from tllm_spec.attention.interface import AttentionBackend, AttentionPlan, GroupAttention
+from tllm_spec.attention.recurrent import RecurrentMemory, RecurrentRows
+from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
 from tllm_spec.kernels.move_kv import move_kv
+from tllm_spec.kernels.round_rows import RoundRows
 
 
 @dataclass(frozen=True)
@@ -20,18 +24,22 @@ class PagedGroup:
 
 @dataclass(frozen=True)
 class PlannedRows:
-    """The rows of a forward: ids and positions `[T]`, and the planned attention of each group."""
+    """The rows of a forward: ids and positions `[T]`, the planned attention of each group, and the
+    rows in layers with a recurrent state, if there are any."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     groups: tuple[GroupAttention, ...]
+    recurrent: RecurrentRows | None = None
 
 
 class AttentionGroups:
-    """All groups of one model. Ids and positions of rows are the same in each."""
+    """All groups of one model. Ids and positions of rows are the same in each. memory: of layers
+    with a recurrent state, which have no pages; None: there are none."""
 
-    def __init__(self, groups: Sequence[PagedGroup]) -> None:
+    def __init__(self, groups: Sequence[PagedGroup], memory: RecurrentMemory | None = None) -> None:
         self.groups = tuple(groups)
+        self.memory = memory
 
     @property
     def rows(self) -> RowBuilder:
@@ -56,11 +64,36 @@ class AttentionGroups:
                 metadata, _ = rows.build(contexts, windows)
             plan = AttentionPlan(metadata.kv_slots) if only_writes else group.backend.plan(metadata)
             planned.append(GroupAttention(group.backend, plan))
-        return PlannedRows(token_ids, positions, tuple(planned))
+        return PlannedRows(token_ids, positions, tuple(planned), self._recurrent(contexts, windows))
+
+    def _recurrent(
+        self, contexts: list[ContextChunk], windows: Windows | None
+    ) -> RecurrentRows | None:
+        if self.memory is None:
+            return None
+        parts = []
+        if contexts:
+            counts = [len(chunk.tokens) for chunk in contexts]
+            ends = [0, *accumulate(counts)]
+            numbers = [chunk.slot for chunk in contexts], [chunk.start for chunk in contexts], ends
+            sent = to_device([each for part in numbers for each in part], self.rows.device)
+            slots, first, offsets = sent.split_with_sizes([len(part) for part in numbers])
+            rows = RoundRows(len(counts), max(counts), ends[-1], offsets.to(torch.int32))
+            parts.append(self.memory.begin(slots, first, rows, are_kept=True))
+        if windows is not None:
+            assert windows.num_padding is None, "a target's windows have no padding"
+            tree = None if windows.tree is None else windows.tree.mask.bits
+            rows = windows.rows
+            parts.append(
+                self.memory.begin(windows.slots, windows.first, rows, are_kept=False, tree=tree)
+            )
+        return RecurrentRows(self.memory, parts)
 
     def keep_paths(self, windows: Windows, rows: torch.Tensor, lens: torch.Tensor) -> None:
-        """Moves the KV of the accepted rows of trees to the front of their windows: lens `[B]` of
-        rows `[B, D+1]`."""
+        """Moves the KV of the accepted rows of trees to the front of their windows, and their
+        inputs of layers with a state: lens `[B]` of rows `[B, D+1]`."""
+        if self.memory is not None:
+            self.memory.keep_paths(windows.slots, windows.first, rows, lens)
         num_pages = -(-windows.max_kv_len // self.rows.page_size)
         for group in self.groups:
             tables = group.rows.table.rows(windows.slots, num_pages)

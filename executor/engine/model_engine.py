@@ -6,6 +6,7 @@ windows are slots with lengths on the device."""
 import torch
 
 from tllm_spec.attention.interface import ForwardContext, GroupAttention
+from tllm_spec.attention.recurrent import RecurrentRows
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.executor.engine.attention_groups import AttentionGroups
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
@@ -27,6 +28,11 @@ class ModelEngine:
         )
 
     @property
+    def has_states(self) -> bool:
+        """Whether some layers have a recurrent state, which no rewind takes back."""
+        return self.attention.memory is not None
+
+    @property
     def rows(self) -> RowBuilder:
         """The rows of the first layer group."""
         return self.attention.rows
@@ -42,7 +48,7 @@ class ModelEngine:
 
         wanted: returns these rows `[R]` only, `[R, H]`; the others skip most of the last layer."""
         rows = self.attention.plan(contexts, windows)
-        return self.run(rows.token_ids, rows.positions, rows.groups, wanted)
+        return self.run(rows.token_ids, rows.positions, rows.groups, wanted, rows.recurrent)
 
     def run(
         self,
@@ -50,12 +56,13 @@ class ModelEngine:
         positions: torch.Tensor,
         groups: tuple[GroupAttention, ...],
         wanted: torch.Tensor | None = None,
+        recurrent: RecurrentRows | None = None,
     ) -> torch.Tensor:
         """The forward of planned rows `[T]`: device work only."""
         if wanted is None or not self._captures_last_layer:
-            context = ForwardContext(groups, self.spec, wanted)
+            context = ForwardContext(groups, self.spec, wanted, recurrent)
             return self.model.forward(token_ids, positions, context)
-        context = ForwardContext(groups, self.spec)
+        context = ForwardContext(groups, self.spec, None, recurrent)
         return self.model.forward(token_ids, positions, context).index_select(0, wanted)
 
     def keep_paths(self, windows: Windows, rows: torch.Tensor, lens: torch.Tensor) -> None:

@@ -108,10 +108,12 @@ def capture_contexts(
     engine: ModelEngine, sizes: tuple[int, ...], dummy_slot: int, pool: GraphPool
 ) -> ContextGraphs | None:
     """None where attention cannot be captured, or there is no size. The graphs have the rows of one
-    block table, so there are none for a model with several layer groups."""
-    if not sizes or len(engine.attention.groups) > 1:
+    block table, so there are none for a model with several layer groups, or with layers that have a
+    recurrent state."""
+    attention = engine.attention
+    if not sizes or len(attention.groups) > 1 or attention.memory is not None:
         return None
-    [group] = engine.attention.groups
+    [group] = attention.groups
     num_pages = engine.rows.table.device_rows.shape[1]
     plans = group.backend.context_plans(PrefillLimits(sizes[-1], MAX_CHUNKS + 1, num_pages))
     if plans is None:

@@ -39,13 +39,14 @@ class GraphKey:
     @property
     def num_tokens(self) -> int:
         """Rows of the windows."""
-        return self.batch_size * self.shape.window
+        return self.shape.num_rows(self.batch_size)
 
     @property
     def row_counts(self) -> set[int]:
         """Rows of each forward of such a round: the windows, what was emitted, each draft step."""
         shape = self.shape
-        return {self.batch_size * n for n in (1, shape.window, shape.path, shape.num_beams)}
+        each = {self.batch_size * n for n in (1, shape.path, shape.num_beams)}
+        return each | {self.num_tokens}
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,12 @@ class PagedCache:
         self._count_reuse(len(tokens), reported, len(nodes), int(source is not None))
         return cached_len
 
+    def start_version(self, version: int) -> None:
+        """Nothing that was stored before is reused from now on, since the weights have changed.
+        Sequences that run store for their own version."""
+        self.reset()
+        self._tree.start_version(version)
+
     def extend(self, seq_id: int, num_tokens: int) -> bool:
         """Takes pages for the first `num_tokens` tokens; False, and nothing changed, if there are
         too few."""

@@ -86,10 +86,10 @@ class RadixTree:
         self._page_size = page_size
         self._lookahead = lookahead
         self._keeps_all = keeps_all
-        self.root = self._new_root(None)
-        # The others live as long as there are nodes below them, which refer to them.
-        self._roots = WeakValueDictionary[str | None, Node]()
-        self._roots[None] = self.root
+        # Roots live as long as there are nodes below them, which refer to them; that of requests
+        # without a salt always.
+        self._roots = WeakValueDictionary[tuple[int, str | None], Node]()
+        self.start_version(0)
         # In each group every node whose page nobody holds, least recently used first. Where all
         # keys are kept, a child comes before its parent: paths are released leaf first, and
         # children are only added below held nodes. So the first node is always a leaf.
@@ -102,9 +102,14 @@ class RadixTree:
     def is_empty(self) -> bool:
         return not any(root.children for root in self._roots.values())
 
+    def start_version(self, version: int) -> None:
+        """From now on nothing that was stored before is found; it stays until it is evicted."""
+        self._version, self.root = version, self._new_root(None)
+        self._roots[version, None] = self.root
+
     def root_of(self, salt: str | None) -> Node:
         """The empty prefix of the requests with this salt. It is never held and never evicted."""
-        return self._roots.setdefault(salt, self._new_root(salt))
+        return self._roots.setdefault((self._version, salt), self._new_root(salt))
 
     def _new_root(self, salt: str | None) -> Node:
         return Node((), [NO_PAGE] * len(self._keeps_all), None, salt)

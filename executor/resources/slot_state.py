@@ -16,6 +16,7 @@ from tllm_spec.executor.resources.window_tree import SlotTrees, WindowTree
 from tllm_spec.kernels import slot_windows
 from tllm_spec.kernels.accept_tree import Accepted
 from tllm_spec.kernels.beam_pool import DraftTree
+from tllm_spec.kernels.choose_rows import DraftValues, choose_rows, features_of, learn_values
 from tllm_spec.kernels.path_ranks import path_ranks
 from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.row_copies import gather_rows
@@ -30,7 +31,8 @@ class SlotState:
     token and then drafts. `num_drafts` `[S]`: how many of these drafts were proposed, the rest is
     padding. `previous_token` `[S]`: the token before the bonus token, which a draft model reads
     again after a full acceptance. `counts_drafts`: the host is told with each round's results how
-    many drafts each request really had."""
+    many drafts each request really had. `values`: what is known of the drafts where requests share
+    a round's rows; otherwise None."""
 
     def __init__(
         self,
@@ -59,6 +61,11 @@ class SlotState:
             SlotTrees(num_rows, shapes.longest.window, device) if shapes.has_trees else None
         )
         self._tables = SlotTables(self.kv_lens, self.window, self.num_drafts, self.previous_token)
+        self.values = (
+            DraftValues.of_slots(num_rows, max_draft_len, device, shapes.budgets)
+            if shapes.are_ragged
+            else None
+        )
 
     def start(self, request: LlmRequest) -> None:
         """The request got a slot (again after a preemption), or the round with its drafts broke
@@ -66,6 +73,9 @@ class SlotState:
         self.num_drafts[request.slot].fill_(0)
         # Filled, not assigned: assigning copies from pageable memory, and the host waits for that.
         self._draft_limits[request.slot].fill_(request.draft_limit)
+        if self.values is not None:
+            self.values.of_slot[request.slot].fill_(0)
+            self.values.num_idle[request.slot].fill_(0)
 
     def positions(self, kv_lens: torch.Tensor, draft_len: int) -> torch.Tensor:
         """Positions of the bonus token and of the drafts after it, `[K + 1, B]`, in slots with
@@ -73,11 +83,18 @@ class SlotState:
         return kv_lens + self._steps[: draft_len + 1]
 
     def write_drafts(
-        self, slot_ids: torch.Tensor, drafts: torch.Tensor, num_drafts: torch.Tensor | None = None
+        self,
+        slot_ids: torch.Tensor,
+        drafts: torch.Tensor,
+        num_drafts: torch.Tensor | None = None,
+        probs: torch.Tensor | None = None,
     ) -> None:
         """Writes drafts `[B, K]` to the next windows of slots `[B]`. num_drafts `[B]`: how many of
-        them are proposed, unless the request's own limit is lower; None: K."""
+        them are proposed, unless the request's own limit is lower; None: K. probs `[B, K]`: of the
+        drafts, where the drafter knows them."""
         slot_windows.write_drafts(self._tables, slot_ids, drafts, self._draft_limits, num_drafts)
+        if self.values is not None and probs is not None:
+            self.values.features[slot_ids, : probs.shape[1]] = features_of(probs)
         if self._trees is not None:
             self._trees.write_chains(slot_ids, drafts.shape[1])
 
@@ -130,6 +147,20 @@ class SlotState:
         if rows.offsets is not None:
             num_drafts = self.num_drafts.index_select(0, slot_ids)
             self.num_drafts[slot_ids] = torch.minimum(num_drafts, rows.offsets.diff() - 1)
+
+    def choose_rows(self, slot_ids: torch.Tensor, window: int, num_rows: int) -> RoundRows:
+        """The rows of a round's windows of slots `[B]`. Drafts without a row are not verified."""
+        assert self.values is not None
+        chosen = choose_rows(self.values, self.num_drafts, slot_ids, window, num_rows)
+        self.num_drafts[slot_ids] = chosen.num_verified
+        return RoundRows(len(slot_ids), window, num_rows, chosen.offsets)
+
+    def learn(
+        self, slot_ids: torch.Tensor, num_verified: torch.Tensor | None, new_lens: torch.Tensor
+    ) -> None:
+        """A round of slots `[B]` has verified as many drafts and emitted as many tokens."""
+        if self.values is not None and num_verified is not None:
+            learn_values(self.values, num_verified, slot_ids, new_lens)
 
     def accept(
         self,

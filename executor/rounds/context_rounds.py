@@ -13,7 +13,7 @@ from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.graphs.context_graphs import ContextGraphs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.decode_rounds import DecodeRounds
-from tllm_spec.executor.rounds.decode_step import DecodeStep
+from tllm_spec.executor.rounds.decode_step import DecodeStep, whole_windows
 from tllm_spec.executor.rounds.result_sender import ResultSender, SentResults, joined
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.prompt_logprobs import collect_prompt_logprobs
@@ -76,9 +76,13 @@ class ContextRounds:
         ended, group, windows = batch.last_chunk_requests, None, None
         if batch.generation_requests:
             group = self._step.group(batch)
-            windows = self._step.windows(group.slots, batch.shape, batch.max_kv_len, group.rows)
+            windows = self._step.batch_windows(batch, group)
         hidden = self._forward(batch, chunks, None if windows is None else windows.rows)
         self._start_joining(batch)
+        if windows is not None:
+            windows, own = whole_windows(windows, hidden[len(ended) :])
+            if windows.read_rows is not None:
+                hidden = torch.cat((hidden[: len(ended)], own))
         logits = self._engine.compute_logits(hidden)
         parts, result = list[SampledTokens](), None
         if ended:

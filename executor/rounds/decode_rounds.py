@@ -49,7 +49,8 @@ class DecodeRounds:
             sampled = graphs.tails.replay(slots, shape, is_sampled)
             assert sampled is not None, "each forward has its tails"
             return sampled
-        return self._step.run(batch, logprobs, forward.result[: len(slots) * shape.window])
+        hidden = forward.result if shape.is_ragged else forward.result[: batch.num_window_rows]
+        return self._step.run(batch, logprobs, hidden)
 
     def capture(
         self,
@@ -70,7 +71,7 @@ class DecodeRounds:
         forwards = whole.for_same_slots(self._forward)
         forwards.capture({replace(key, sampled=False) for key in keys})
         if self._masks.is_served:
-            self._masks.make_room(num_rows)
+            self._masks.make_room(max(key.batch_size * key.shape.window for key in keys))
         tails = whole.for_same_results(self._tail)
         # A forward begins with the dummy slot empty, but no tail does.
         tails.capture(
@@ -89,7 +90,7 @@ class DecodeRounds:
         return self._hidden[: len(hidden)].copy_(hidden)
 
     def _tail(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> SampledTokens:
-        hidden = self._hidden[: len(slot_ids) * shape.window]
+        hidden = self._hidden[: shape.num_rows(len(slot_ids))]
         return self._step.tail(slot_ids, hidden, shape, is_sampled)
 
 

@@ -24,11 +24,13 @@ from tllm_spec.kernels.tree_mask import TreeMask
 
 @dataclass(frozen=True)
 class SlotWindows:
-    """The windows of slots, with drafts of one shape. `tree`: None for chains."""
+    """The windows of slots, with drafts of one shape. `tree`: None for chains. `read_rows`: see
+    `WindowResult`."""
 
     rows: Windows
     shape: DraftShape
     tree: WindowTree | None
+    read_rows: torch.Tensor | None = None
 
 
 class DecodeStep:
@@ -41,16 +43,23 @@ class DecodeStep:
         self.round_end = round_end
         self._slots = sampler.slots
         self._groups = sampler.groups
+        # Where a forward of its own leaves the offsets of its windows' rows for the tail.
+        num_offsets = 1 + len(self._slots.kv_lens)
+        self._offsets = torch.zeros(num_offsets, dtype=torch.int32, device=self._slots.device)
 
     def run(
         self, batch: ScheduledBatch, logprobs: LogprobRows, hidden: torch.Tensor | None = None
     ) -> SampledTokens:
         """The batch's windows, kernel by kernel. hidden `[T, H]`: of a forward that ran
         already, so that the tail is left; None: nothing ran."""
-        group = self.group(batch)
-        windows = self.windows(group.slots, batch.shape, batch.max_kv_len, group.rows)
+        group, shape = self.group(batch), batch.shape
         if hidden is None:
+            windows = self.batch_windows(batch, group)
             hidden = self.engine.forward([], windows.rows)
+        else:
+            part = self._chosen_part(len(group.slots), shape, len(hidden))
+            windows = self.windows(group.slots, shape, batch.max_kv_len, part)
+        windows, hidden = whole_windows(windows, hidden)
         logits = self.engine.compute_logits(hidden)
         result = self.sample(group, windows, logits, logprobs)
         self.round_end.tail(group, result, batch.new_shape)
@@ -61,26 +70,26 @@ class DecodeStep:
     ) -> SampledTokens:
         """The whole round of the slots `[B]`, whose KV lengths are `max_kv_len` at most."""
         self._slots.reset_dummy()
-        group = self._groups.of_slots(slot_ids, shape.window, sampled=is_sampled)
-        windows = self.windows(slot_ids, shape, max_kv_len)
-        logits = self.engine.compute_logits(self.engine.forward([], windows.rows))
-        return self._end(group, windows, logits)
+        part = self._choose_part(slot_ids, shape, shape.num_rows(len(slot_ids)))
+        windows = self.windows(slot_ids, shape, max_kv_len, part)
+        return self._end(windows, self.engine.forward([], windows.rows), is_sampled)
 
     def forward(self, slot_ids: torch.Tensor, shape: DraftShape) -> torch.Tensor:
-        """Hidden states of the slots' windows, `[B * W, H]`: the same for every way of sampling."""
+        """Hidden states of the slots' windows, `[T, H]`: the same for every way of sampling."""
         self._slots.reset_dummy()
-        return self.engine.forward([], self.windows(slot_ids, shape, self.max_len).rows)
+        part = self._choose_part(slot_ids, shape, shape.num_rows(len(slot_ids)))
+        if part is not None and part.offsets is not None:
+            self._offsets[: len(part.offsets)].copy_(part.offsets)
+        return self.engine.forward([], self.windows(slot_ids, shape, self.max_len, part).rows)
 
     def tail(
         self, slot_ids: torch.Tensor, hidden: torch.Tensor, shape: DraftShape, is_sampled: bool
     ) -> SampledTokens:
-        """What follows in a round whose forward of the slots `[B]` has left `hidden` `[B * W, H]`,
+        """What follows in a round whose forward of the slots `[B]` has left `hidden` `[T, H]`,
         under the masks that were sent."""
-        group = self._groups.of_slots(slot_ids, shape.window, sampled=is_sampled)
-        windows = self.windows(slot_ids, shape, self.max_len)
-        logits = self.engine.compute_logits(hidden)
-        self.sampler.grammar_masks.apply_sent(logits)
-        return self._end(group, windows, logits)
+        part = self._chosen_part(len(slot_ids), shape, len(hidden))
+        windows = self.windows(slot_ids, shape, self.max_len, part)
+        return self._end(windows, hidden, is_sampled, is_masked=True)
 
     @property
     def max_len(self) -> int:
@@ -89,6 +98,27 @@ class DecodeStep:
 
     def group(self, batch: ScheduledBatch) -> RowGroup:
         return self._groups.get(batch.generation_requests, batch.shape.window, batch.row_counts)
+
+    def batch_windows(self, batch: ScheduledBatch, group: RowGroup) -> SlotWindows:
+        """The windows of the batch's group."""
+        part = self._choose_part(group.slots, batch.shape, batch.num_window_rows) or group.rows
+        return self.windows(group.slots, batch.shape, batch.max_kv_len, part)
+
+    def _choose_part(
+        self, slot_ids: torch.Tensor, shape: DraftShape, num_rows: int
+    ) -> RoundRows | None:
+        """The rows of a round of slots `[B]` whose requests share `num_rows` rows; None: whole
+        windows."""
+        if not shape.is_ragged or num_rows == len(slot_ids) * shape.window:
+            return None
+        return self._slots.choose_rows(slot_ids, shape.window, num_rows)
+
+    def _chosen_part(self, number: int, shape: DraftShape, num_rows: int) -> RoundRows | None:
+        """The rows of the first `number` requests of the forward that ran, which had `num_rows` in
+        all."""
+        if not shape.is_ragged:
+            return None
+        return RoundRows(number, shape.window, num_rows, self._offsets[: number + 1])
 
     def windows(
         self,
@@ -109,7 +139,22 @@ class DecodeStep:
         )
         return SlotWindows(rows, shape, tree)
 
-    def _end(self, group: RowGroup, windows: SlotWindows, logits: torch.Tensor) -> SampledTokens:
+    def _end(
+        self,
+        windows: SlotWindows,
+        hidden: torch.Tensor,
+        is_sampled: bool,
+        *,
+        is_masked: bool = False,
+    ) -> SampledTokens:
+        """is_masked: by the masks that were sent."""
+        if self.round_end.reads_whole_windows:
+            windows, hidden = whole_windows(windows, hidden)
+        slot_ids, part = windows.rows.slots, windows.rows.part
+        group = self._groups.of_slots(slot_ids, windows.shape.window, sampled=is_sampled, rows=part)
+        logits = self.engine.compute_logits(hidden)
+        if is_masked:
+            self.sampler.grammar_masks.apply_sent(logits, group.rows)
         result = self.sample(group, windows, logits, LogprobRows())
         self.round_end.tail(group, result, windows.shape)
         return result.sampled
@@ -127,5 +172,18 @@ class DecodeStep:
         if sampled.rows is not None:
             self.engine.keep_paths(rows, sampled.rows, sampled.new_lens)
         if num_drafts is not None:
+            self._slots.learn(rows.slots, num_drafts, sampled.new_lens)
             sampled = replace(sampled, num_drafts=num_drafts)
-        return WindowResult(rows, sampled, windows.shape)
+        return WindowResult(rows, sampled, windows.shape, windows.read_rows)
+
+
+def whole_windows(windows: SlotWindows, hidden: torch.Tensor) -> tuple[SlotWindows, torch.Tensor]:
+    """The windows and the hidden states `[T, H]` of their rows as whole windows, which groups need
+    that have rules only the host knows. A request's last row stands for those that the device gave
+    to others; no draft there is accepted."""
+    part = windows.rows.part
+    if not windows.shape.is_ragged or part is None or part.offsets is None:
+        return windows, hidden
+    rows = replace(windows.rows, part=None)
+    read_rows = part.padded_rows.flatten()
+    return replace(windows, rows=rows, read_rows=read_rows), hidden.index_select(0, read_rows)

@@ -66,10 +66,10 @@ class RoundRunner:
         )
 
     def is_ragged(self, requests: list[LlmRequest], shape: DraftShape) -> bool:
-        """Whether those of the requests that take no drafts have one row each in a round with
-        drafts of this shape. Otherwise, where a graph holds the round, and where its drafts may be
-        trees, all have whole windows."""
-        if not shape.num_nodes or all(map(_draft_limit, requests)):
+        """Whether the host gives one row each to those of the requests that take no drafts, in a
+        round with drafts of this shape. Otherwise, where a graph holds the round, and where its
+        drafts may be trees, all have whole windows, or the device chooses."""
+        if not shape.num_nodes or shape.is_ragged or all(map(_draft_limit, requests)):
             return False
         if self._slots.shapes.has_trees or self.round_end.reads_whole_windows:
             return False

@@ -18,6 +18,7 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.grammar.grammar_state import DraftNodes
+from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.token_mask import mask_tokens
 
 ROOT = DraftNodes.chain(torch.zeros(1, dtype=torch.int64))
@@ -100,14 +101,22 @@ class GrammarMasks:
             self._for_graphs[: self._max_rows].fill_(-1)
         self._is_sent = self.has_windows
 
-    def apply_sent(self, logits: torch.Tensor) -> None:
-        """What a graph captures. logits `[R, V]`, changed in place."""
+    def apply_sent(self, logits: torch.Tensor, rows: RoundRows) -> None:
+        """What a graph captures. logits `[T, V]` of windows with these rows, changed in place."""
         if self.is_served:
-            self._mask(logits, self._for_graphs)
+            self._mask(logits, self._for_graphs, rows)
 
-    def _mask(self, logits: torch.Tensor, numbers: torch.Tensor) -> None:
+    def _mask(
+        self, logits: torch.Tensor, numbers: torch.Tensor, rows: RoundRows | None = None
+    ) -> None:
+        """rows: of windows, if the masks are those of whole ones."""
         first = self._first_token if logits.shape[1] < self._vocab_size else 0
-        mask_tokens(logits, *self._parts(numbers, len(logits)), first)
+        if rows is None:
+            mask_tokens(logits, *self._parts(numbers, len(logits)), first)
+            return
+        size = rows.num_requests, rows.window
+        of_rows, masks = self._parts(numbers, size[0] * size[1])
+        mask_tokens(logits, rows.flat(of_rows.view(size)), masks, first)
 
     def _parts(self, numbers: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         num_masks = (len(numbers) - num_rows) // self._num_words

@@ -126,10 +126,12 @@ class RowGroups:
             group = self._kept[key] = self._make(list(requests), window, counts)
         return group
 
-    def of_slots(self, slots: torch.Tensor, window: int, *, sampled: bool) -> RowGroup:
+    def of_slots(
+        self, slots: torch.Tensor, window: int, *, sampled: bool, rows: RoundRows | None = None
+    ) -> RowGroup:
         """A group of the slots' owners at the time of its use: all parameters are read on the
-        device. slots `[N]`."""
-        rows = RoundRows.rectangle(len(slots), window)
+        device. slots `[N]`. rows: None for whole windows."""
+        rows = rows or RoundRows.rectangle(len(slots), window)
         group = RowGroup(
             requests=[],
             counts=[],

@@ -5,6 +5,8 @@ The choice at a position is a function of its logits, the request's parameters a
 choice. Nothing here waits for the device, except for a request's logits processors, and for the
 round before under a grammar."""
 
+from collections.abc import Iterable
+
 import torch
 
 from tllm_spec.executor.batch import SampledTokens
@@ -116,7 +118,7 @@ class Sampler:
             self._sample_part(part, rows, own, probs, logprobs)
             for part, rows, own, probs in zip(
                 parts,
-                logits.split_with_sizes([part.rows.num_rows for part in parts]),
+                _rows_of_parts(group, parts, logits),
                 at.split(sizes),
                 all_probs,
                 strict=True,
@@ -378,3 +380,13 @@ class Sampler:
         columns = torch.arange(emitted.shape[1], device=emitted.device)
         valid = columns < subset.take_requests(sampled.new_lens).unsqueeze(1)
         self.state.counts.add(subset.take_requests(group.slots), emitted, valid)
+
+
+def _rows_of_parts(
+    group: RowGroup, parts: list[RowGroup], logits: torch.Tensor
+) -> Iterable[torch.Tensor]:
+    """The group's logits `[T, V]` by part. Parts of a graph's group have whole windows."""
+    if group.requests or group.rows.offsets is None:
+        return logits.split_with_sizes([part.rows.num_rows for part in parts])
+    rows = group.rows.padded_rows.split_with_sizes([len(part.slots) for part in parts])
+    return (logits.index_select(0, own.flatten()) for own in rows)

@@ -2,6 +2,7 @@
 token after noise, and only these are exchanged. Filters, penalties, log probabilities and rejection
 need all logits, and gather them. The tokens are the same bit for bit."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +21,17 @@ from tllm_spec.executor.sampling.row_positions import RowPositions
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.kernels.choose_token import offer_token
+from tllm_spec.kernels.round_rows import RoundRows
 
 
 class ShardedRowGroups(RowGroups):
     """A graph that does not sample with filters reads the temperatures, too: filters need all
     logits, and temperatures do not."""
 
-    def of_slots(self, slots: torch.Tensor, window: int, *, sampled: bool) -> RowGroup:
-        group = super().of_slots(slots, window, sampled=True)
+    def of_slots(
+        self, slots: torch.Tensor, window: int, *, sampled: bool, rows: RoundRows | None = None
+    ) -> RowGroup:
+        group = super().of_slots(slots, window, sampled=True, rows=rows)
         return replace(group, filtered=sampled)
 
 
@@ -136,12 +140,14 @@ def sampler_of(
     shard: VocabShard | None,
     slots: SlotState,
     state: SamplingState,
+    make: Callable[..., Sampler] = Sampler,
     *,
     serves_grammars: bool = True,
     communicator: Communicator = SINGLE,
     **options: Any,
 ) -> Sampler:
-    """shard: of the target's logits; None: every rank has all of them. options: `Sampler`'s."""
+    """shard: of the target's logits; None: every rank has all of them, and `make` makes the
+    sampler. options: `Sampler`'s."""
     masks = GrammarMasks(
         slots,
         state.vocab_size,
@@ -150,7 +156,7 @@ def sampler_of(
         communicator=communicator,
     )
     if shard is None:
-        return Sampler(slots, state, RowGroups(state), masks, **options)
+        return make(slots, state, RowGroups(state), masks, **options)
     return ShardedSampler(shard, slots, state, ShardedRowGroups(state), masks, **options)
 
 

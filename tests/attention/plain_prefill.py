@@ -24,10 +24,11 @@ class PlainPrefill:
         layer: torch.Tensor,
         out: torch.Tensor,
         scales: KVScales = UNSCALED,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         rows = plan.rows if isinstance(plan, PlainInPlace) else plan
         assert rows.num_rows == len(q)
-        plain_paged_prefill(q, layer, rows, self.scale, out, self.window, scales)
+        plain_paged_prefill(q, layer, rows, self.scale, out, self.window, scales, sinks)
 
     def in_place(self, limits: PrefillLimits) -> "PlainInPlace | None":
         return PlainInPlace(limits)

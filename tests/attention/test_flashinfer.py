@@ -37,6 +37,7 @@ class Batch:
     span: KeySpan | None = None
     scales: KVScales | None = None
     """The scales of a pool of FP8 codes; None: it has numbers."""
+    has_sinks: bool = False
 
 
 BATCHES = {
@@ -50,6 +51,15 @@ BATCHES = {
     "a sliding window": Batch(((0, 300), (250, 129)), (40, 5, 200), 4, KeySpan(100, slides=True)),
     "a sliding window that ends in a page": Batch(((500, 7),), span=KeySpan(45, slides=True)),
     "codes": Batch(((0, 7), (250, 129)), (40, 5, 200), 4, scales=KVScales(0.013, 0.021)),
+    "sinks": Batch(((0, 7), (250, 129)), (40, 5, 200), 4, has_sinks=True),
+    "codes, sinks and a sliding window": Batch(
+        ((0, 300), (250, 129)),
+        (40, 5, 200),
+        4,
+        KeySpan(100, slides=True),
+        KVScales(0.013, 0.021),
+        has_sinks=True,
+    ),
 }
 
 
@@ -69,9 +79,12 @@ class Forward:
         self.scales = batch.scales
         heads, kv_heads, head_dim = shape
         self.geometry, self.page_size = (
-            AttentionGeometry(LAYERS, *shape, 0.7 * head_dim**-0.5, batch.span),
+            AttentionGeometry(
+                LAYERS, *shape, 0.7 * head_dim**-0.5, batch.span, has_sinks=batch.has_sinks
+            ),
             page_size,
         )
+        self.sinks = torch.linspace(-2, 6, heads, device=device) if batch.has_sinks else None
         lengths = [sum(chunk) for chunk in batch.chunks] + list(batch.kv_lens)
         new = [count for _, count in batch.chunks] + [batch.window] * len(batch.kv_lens)
         width = -(-max(lengths) // page_size) + 1
@@ -133,7 +146,8 @@ class Forward:
 
     def run(self, backend: HeadsBackend, plan: Any = None) -> torch.Tensor:
         plan = backend.plan(self.metadata) if plan is None else plan
-        return backend.run(LAYER, self.qkv.clone(), self.rotary, plan)  # its rotation is in place
+        qkv = self.qkv.clone()  # the rotation is in place
+        return backend.run(LAYER, qkv, self.rotary, plan, sinks=self.sinks)
 
     def check(self, output: torch.Tensor) -> None:
         """The output equals VANILLA's, row by row."""

@@ -65,7 +65,7 @@ class TreeForward(Forward):
         return *super().tensors(), self.metadata.tree.bits
 
     def expected(self, backend: AttentionBackend) -> torch.Tensor:
-        """Of the windows' rows, `[B * W, Hq * D]`. Reads the keys and values that `backend` left in
+        """The windows' rows, `[B * W, Hq * D]`. It reads the keys and values that `backend` left in
         its pool."""
         qkv = self.qkv.clone()
         plain_rotate(qkv[:, :-KV_HEADS], Rotary(self.table, self.metadata.positions), None)

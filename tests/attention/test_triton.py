@@ -74,6 +74,7 @@ class Forward:
     def __init__(self, batch: Batch, device: str, seed: int = 0) -> None:
         self.device, generator = torch.device(device), torch.Generator().manual_seed(seed)
         self.geometry = replace(GEOMETRY, span=batch.span)
+        self.sinks: torch.Tensor | None = None
         counts = batch.counts or (batch.window,) * (len(batch.kv_lens) + batch.padding)
         new = [*(count for _, count in batch.chunks), *counts]
         lengths = (
@@ -129,7 +130,8 @@ class Forward:
     def run(self, backend: HeadsBackend, plan: AttentionPlan | None = None) -> torch.Tensor:
         plan = backend.plan(self.metadata) if plan is None else plan
         rotary = Rotary(self.table, self.metadata.positions)
-        return backend.run(1, self.qkv.clone(), rotary, plan)  # its rotation is in place
+        qkv = self.qkv.clone()  # the rotation is in place
+        return backend.run(1, qkv, rotary, plan, sinks=self.sinks)
 
     def write(self, backend: HeadsBackend) -> None:
         rotary = Rotary(self.table, self.metadata.positions)

@@ -33,8 +33,8 @@ def graph(number: int, launched: float, *kernels: tuple[float, float]) -> list[E
 
 
 def traced_round(number: int) -> list[Event]:
-    """Of 100 µs: the target's graph, then the draft's. The device begins when the host has left
-    `launch`, and is idle for 2 and 3 µs."""
+    """A round of 100 µs: the target's graph, then the draft's. The device begins when the host has
+    left `launch`, and is idle for 2 and 3 µs."""
     start = 100.0 * number
     return [
         note("schedule", start, start + 5),

@@ -61,7 +61,7 @@ def served(ladder: str, *more: str, draft_len: int = 7) -> str:
 
 
 def lengths(result: Result) -> list[int]:
-    """Of every round that was printed."""
+    """The draft length of every round that was printed."""
     assert result.exit_code == 0, result.output
     rounds = (
         line.partition(" -> ")[0]

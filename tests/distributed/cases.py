@@ -230,6 +230,7 @@ CASES: dict[str, Case] = {
     "gemma3": Case("gemma3", SMALL_PAGES | {"speculative_config": TINY_EAGLE3}, generate_twice),
     "phi3": Case("phi3", {"speculative_config": NGRAM}),
     "deepseek-v3-parts-mtp": Case("deepseek-v3", EP | {"speculative_config": MTP}, accepts=True),
+    "qwen3-next-mtp": Case("qwen3-next", {"speculative_config": MTP}, accepts=True),
     "preempted": Case(model="qwen2-moe", options=SMALL_CACHE),
     "fp8": Case("qwen3-moe-fp8", {"speculative_config": NGRAM}, in_fp8=True),
     "fp8-by-token": Case("llama-fp8-by-token", {"speculative_config": NGRAM}),
@@ -287,6 +288,7 @@ FAMILIES: dict[str, Case] = {
         "deepseek-v2": ["ngram"],
         "deepseek-v3-strong": ["ngram"],
         "deepseek-v3": list(DRAFTERS),
+        "qwen3-next": ["ngram", "mtp-two-model", "mtp-tree", "eagle3"],
         "zoo:deepseek": ["mtp"],
     }.items()
     for name in names

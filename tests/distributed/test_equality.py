@@ -18,6 +18,7 @@ pytest.importorskip("mpi4py")
 LONG = (
     "adaptive-draft-model",
     "adaptive-trees",
+    "divided-experts",
     "draft-model-token-map-one-model",
     "eagle",
     "fp8",

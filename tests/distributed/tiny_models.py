@@ -12,6 +12,7 @@ from tests.models.deepseek import save_deepseek
 from tests.models.fp8_checkpoint import quantise
 from tests.models.helpers import save_checkpoint
 from tests.models.mtp_reference import save_predictable
+from tests.models.qwen3_next import save_predictable as save_qwen3_next
 from tests.models.test_gemma3 import save_gemma3
 from tests.models.test_llama4 import save_llama4
 from tests.models.test_phi3 import save as save_phi3
@@ -54,11 +55,6 @@ def save_fp8_by_token(folder: Path) -> None:
     quantise(folder, granularity="row")
 
 
-def save_fp8_experts_by_token(folder: Path) -> None:
-    save_checkpoint(folder, "Qwen3Moe", **QWEN3)
-    quantise(folder, granularity="row")
-
-
 # Eight ranks have a head each.
 EIGHT_HEADS: dict[str, Any] = {
     "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16
@@ -72,6 +68,11 @@ def save_with_text(folder: Path) -> None:
     save_checkpoint(folder, "Llama", vocab_size=vocab_size, **EIGHT_HEADS)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(zoo / name, folder / name)
+
+
+def save_fp8_experts_by_token(folder: Path) -> None:
+    save_checkpoint(folder, "Qwen3Moe", **QWEN3)
+    quantise(folder, granularity="row")
 
 
 SAVERS = {
@@ -95,6 +96,7 @@ SAVERS = {
     "llama4": lambda folder: save_llama4(folder, **LLAMA4),
     "gemma3": save_gemma3,
     "phi3": save_phi3,
+    "qwen3-next": save_qwen3_next,
     "deepseek-v2": lambda folder: save_deepseek(folder, "DeepseekV2", **V2),
     "deepseek-v3-strong": lambda folder: save_deepseek(folder, "DeepseekV3"),
     "deepseek-v3": lambda folder: save_predictable(folder, num_modules=2),

@@ -175,7 +175,7 @@ def test_a_pool_that_tensorrt_cannot_address_is_refused(
 def test_the_engine_of_a_head_is_built_for_its_longest_window(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of accepted tokens, or of what rounds without drafts have left."""
+    """It has accepted tokens, or what rounds without drafts have left."""
     built: list[EngineLimits] = []
 
     def in_torch(_: object, loaded: object, limits: EngineLimits, device: object) -> object:

@@ -47,38 +47,21 @@ def shapes_of(number: int, get: Callable[[int], Any]) -> dict[str, tuple[tuple[i
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_inputs_and_outputs_of_the_zoos_draft_network(dtype: torch.dtype) -> None:
-    builder = trt.Builder(trt_logger(trt))
-    network, _emitter = define(PACKAGE, builder, zoo_model(dtype))
-    own, heads = TYPES[dtype], ("keys.0", "values.0", "keys.1", "values.1")
-    assert shapes_of(network.num_inputs, network.get_input) == {
-        "token_ids": ((-1, -1), trt.int64),
-        "positions": ((-1, -1), trt.int64),
-        "own_keys": ((-1, -1), trt.int64),
-        "cached_rows": ((-1, -1), trt.int64),
-    } | dict.fromkeys(heads, ((-1, 1, 32), own))
-    assert shapes_of(network.num_outputs, network.get_output) == {"logits": ((-1, 2048), own)} | {
-        f"new_{name}": ((-1, -1, 1, 32), own) for name in heads
-    }
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_inputs_and_outputs_of_the_zoos_head(dtype: torch.dtype) -> None:
-    builder = trt.Builder(trt_logger(trt))
-    network, _emitter = define(PACKAGE, builder, zoo_head(dtype))
-    own, heads = TYPES[dtype], ("keys.0", "values.0")
-    assert shapes_of(network.num_inputs, network.get_input) == {
-        "token_ids": ((-1, -1), trt.int64),
-        "positions": ((-1, -1), trt.int64),
-        "own_keys": ((-1, -1), trt.int64),
-        "cached_rows": ((-1, -1), trt.int64),
-        "states": ((-1, -1, 192), own),
-        "wanted": ((-1,), trt.int64),
-    } | dict.fromkeys(heads, ((-1, 2, 32), own))
-    assert shapes_of(network.num_outputs, network.get_output) == {
-        "next_states": ((-1, 192), own),
-        "logits": ((-1, 1024), own),
-    } | {f"new_{name}": ((-1, -1, 2, 32), own) for name in heads}
+@pytest.mark.parametrize("is_head", [False, True])
+def test_inputs_and_outputs_of_the_zoos_draft_networks(is_head: bool, dtype: torch.dtype) -> None:
+    draft = zoo_head(dtype) if is_head else zoo_model(dtype)
+    network, _emitter = define(PACKAGE, trt.Builder(trt_logger(trt)), draft)
+    own, num_heads, num_layers = TYPES[dtype], 1 + is_head, 2 - is_head
+    heads = [f"{kind}.{layer}" for layer in range(num_layers) for kind in ("keys", "values")]
+    of_head = {"states": ((-1, -1, 192), own), "wanted": ((-1,), trt.int64)}
+    ids = ("token_ids", "positions", "own_keys", "cached_rows")
+    cache = dict.fromkeys(heads, ((-1, num_heads, 32), own))
+    expected = dict.fromkeys(ids, ((-1, -1), trt.int64)) | (of_head if is_head else {}) | cache
+    assert shapes_of(network.num_inputs, network.get_input) == expected
+    results = {"next_states": ((-1, 192), own), "logits": ((-1, 1024), own)}
+    assert shapes_of(network.num_outputs, network.get_output) == (
+        results if is_head else {"logits": ((-1, 2048), own)}
+    ) | {f"new_{name}": ((-1, -1, num_heads, 32), own) for name in heads}
 
 
 def test_the_zoos_head_builds_and_serialises() -> None:

@@ -22,7 +22,8 @@ from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.draft_watch import DraftWatch
-from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
+from tllm_spec.executor.executor_parts import ExecutorParts
+from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.request import DraftCounters, LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager

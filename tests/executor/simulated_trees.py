@@ -48,7 +48,7 @@ def expected(shape: DraftShape, first: float) -> float:
 
 @cache
 def children(shape: DraftShape, first: float) -> Mapping[Path, int]:
-    """Of every node of a tree."""
+    """The number of children of every node of a tree."""
     rates, found = by_rank(first, shape.topk), dict[Path, int]()
     heap: list[tuple[float, Path]] = [(-rates[0], (0,))]
     for _ in range(shape.num_nodes):

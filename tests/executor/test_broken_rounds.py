@@ -124,7 +124,7 @@ class Raising:
 
 
 class Unforeseen(Exception):
-    """Of no kind that Python's library raises."""
+    """An exception of no kind that Python's library raises."""
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def speculate(tiny_draft: Path, head: Path, mode: str) -> dict[str, Any]:
 def with_graphs(
     monkeypatch: pytest.MonkeyPatch, model: Path, windows: tuple[int, ...] = (), **options: Any
 ) -> Harness:
-    """Of contexts, and of rounds of so many windows."""
+    """A harness with graphs of contexts, and of rounds of so many windows."""
     harness = Harness(model, **options)
     runner, pool = harness.parts.runner, GraphPool(CPU)
     old = runner.engine.attention.groups[0].backend
@@ -90,7 +90,7 @@ def traffic(harness: Harness, is_sampled: bool) -> list[LlmRequest]:
 
 
 def ranks(request: LlmRequest) -> list[dict[int, int | None] | None]:
-    """Of prompt tokens, where they were asked for."""
+    """The ranks of prompt tokens, where they were asked for."""
     found = request.prompt_logprobs
     return [entry and {token: each.rank for token, each in entry.items()} for entry in found]
 

@@ -44,7 +44,7 @@ def rows() -> RowBuilder:
 
 
 def chunks_of(*spans: tuple[int, int, int]) -> list[ContextChunk]:
-    """Of slot, first position and length; every token is another one."""
+    """Chunks by slot, first position and length; every token is another one."""
     return [
         ContextChunk(slot, start, list(range(100 * i, 100 * i + n)))
         for i, (slot, start, n) in enumerate(spans)

@@ -355,7 +355,7 @@ def test_memory_is_reserved_for_the_backlog_and_its_graphs(
         ]
         draft = None
         if plans[0].draft_plan is not None:
-            draft = load_draft(plans[0], harness.parts.runner.engine.model)
+            draft = load_draft(plans[0], harness.parts.runner.engine.model, plans[0].draft_plan)
         reserved.append(reserved_bytes(plans[0], draft, ()))
     backlog = backlog_of(harness)
     assert backlog._rings.states is not None and draft is not None

@@ -241,7 +241,7 @@ def test_on_a_gpu_the_drafts_of_graphs_are_those_without(
     mode: str,
     is_sampled: bool,
 ) -> None:
-    """Of batches below a captured size, while requests end; and the text is plain decoding's."""
+    """Batches are below a captured size, and requests end; the text is plain decoding's."""
     speculation = two_model(drafts, mode)
     harness, eager = (
         on_cuda(tiny, [1, 4, 8], **speculation),

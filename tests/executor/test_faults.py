@@ -142,39 +142,38 @@ def test_a_prompt_whose_logits_are_nan_fails_alone(
         assert tokens_of([first, *others]) == expected
 
 
-def test_a_request_whose_logits_become_nan_keeps_its_tokens_and_frees_its_pages(
-    llm: LLM, expected: list[list[int]]
-) -> None:
-    def force(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
-        if len(tokens) == len(GOOD[0]) + 5:
-            logits[NAN_TOKEN] += 1000.0
-        return logits
+def becoming_nan(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """A logits processor: the sixth token is NAN_TOKEN, whose successor has NaNs."""
+    if len(tokens) == len(GOOD[0]) + 5:
+        logits[NAN_TOKEN] += 1000.0
+    return logits
 
-    doomed = SamplingParams(max_tokens=24, logits_processor=force, logit_bias={NAN_TOKEN: -100.0})
+
+def assert_only_the_doomed_fails(
+    llm: LLM, doomed: SamplingParams, expected: list[list[int]]
+) -> None:
+    """The others have the texts that they have without it."""
     bad, *others = generate(llm, [GOOD[0], *GOOD], [doomed, PARAMS, PARAMS, PARAMS])
     assert bad.error is not None and "NaN" in bad.error
     assert len(bad.outputs[0].token_ids) == 6 and bad.outputs[0].token_ids[-1] == NAN_TOKEN
     assert tokens_of(others) == expected == tokens_of(generate(llm, GOOD, PARAMS))
 
 
+def test_a_request_whose_logits_become_nan_keeps_its_tokens_and_frees_its_pages(
+    llm: LLM, expected: list[list[int]]
+) -> None:
+    bias = {NAN_TOKEN: -100.0}
+    doomed = SamplingParams(max_tokens=24, logits_processor=becoming_nan, logit_bias=bias)
+    assert_only_the_doomed_fails(llm, doomed, expected)
+
+
 def test_on_a_tree_of_rejection_sampling_nan_fails_its_own_request(
     model: Path, finite_draft: Path
 ) -> None:
-    """The others have the texts that they have without it."""
-
-    def force(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
-        if len(tokens) == len(GOOD[0]) + 5:
-            logits[NAN_TOKEN] += 1000.0
-        return logits
-
     rejection = {"use_rejection_sampling": True, "draft_target_one_model": True, **TREE}
-    doomed = replace(PARAMS, logits_processor=force)
     with make_llm(model, **draft_target(finite_draft, **rejection)) as llm:
         clean = tokens_of(generate(llm, GOOD, PARAMS))
-        bad, *others = generate(llm, [GOOD[0], *GOOD], [doomed, PARAMS, PARAMS, PARAMS])
-        assert bad.error is not None and "NaN" in bad.error
-        assert bad.outputs[0].length == 6 and bad.outputs[0].token_ids[-1] == NAN_TOKEN
-        assert tokens_of(others) == clean == tokens_of(generate(llm, GOOD, PARAMS))
+        assert_only_the_doomed_fails(llm, replace(PARAMS, logits_processor=becoming_nan), clean)
         assert_clean(llm)
 
 

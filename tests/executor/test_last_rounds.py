@@ -14,8 +14,7 @@ PROMPT = [3, 14, 15, 9, 26, 5, 35]
 
 
 def launches(harness: Harness) -> list[tuple[list[int], int]]:
-    """Of all rounds to come: whose they are, and how many were in flight when they were
-    launched."""
+    """Lists whose the rounds to come are, and how many were in flight at each launch."""
     found: list[tuple[list[int], int]] = []
 
     def look(batch: ScheduledBatch) -> None:

@@ -19,7 +19,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def paths_of(paths: list[list[int]]) -> set[tuple[int, ...]]:
-    """Of the tree that becomes of the paths: its nodes', each as its tokens."""
+    """The paths of all nodes of the tree that the given paths become."""
     tree = HostTree.of_paths(paths, ROOM)
     found: list[tuple[int, ...]] = [()]
     for token, parent in zip(tree.tokens, tree.parents[1:], strict=True):

@@ -104,7 +104,7 @@ def test_each_salt_has_pages_of_its_own_and_leaves_nothing_when_they_are_evicted
         cache.free(seq_id)
     cache.reset()
     cache.check_integrity()
-    assert list(cache._tree._roots) == [None] and cache.num_available == 8
+    assert list(cache._tree._roots) == [(0, None)] and cache.num_available == 8
 
 
 def test_a_second_equal_prompt_shares_all_full_pages_but_computes_its_last_token() -> None:

@@ -164,7 +164,7 @@ def test_the_zoos_trees_and_accepted_paths_are_those_of_the_slow_reference(
 def assert_as_reference(
     harness: Harness, requests: list[LlmRequest], expected: list[list[int]], shape: DraftShape
 ) -> None:
-    """Of every second round: the tree, and how far plain decoding's text is accepted."""
+    """Compares every second round's tree, and how far plain decoding's text is accepted."""
     num_checked = num_accepted = 0
     for _ in range(8):
         harness.round()

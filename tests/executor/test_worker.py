@@ -99,6 +99,8 @@ class Dying:
     def recover(self, error: BaseException) -> None:
         raise error
 
+    def close(self) -> None: ...
+
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_an_executor_that_dies_of_systemexit_reports_it(ending: type[BaseException]) -> None:

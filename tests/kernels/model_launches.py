@@ -159,7 +159,7 @@ OF_ALL_KINDS = (ATTENTION_SHAPES[0], torch.bfloat16, 8, 64)
 
 @dataclass(frozen=True)
 class Kind:
-    """Of a launch of windows."""
+    """Distinguishes launches of windows."""
 
     in_tree: bool = False
     offset: int = 0
@@ -167,6 +167,7 @@ class Kind:
     has_norm: bool = False
     is_padded: bool = False
     is_ragged: bool = False
+    has_sinks: bool = False
 
     def rows(self, batch: int, window: int) -> RoundRows:
         offsets = int32(batch + 1) if self.is_ragged else None
@@ -198,6 +199,7 @@ KINDS = (
     Kind(in_tree=True, span=SLIDING),
     Kind(is_ragged=True, has_norm=True),
     Kind(is_ragged=True, span=SLIDING),
+    Kind(span=SLIDING, has_sinks=True),
 )
 
 
@@ -217,6 +219,7 @@ def windows(*, has_codes: bool) -> None:
             window_attention.window_attention(
                 qkv, cos_sin, layer, kind.tables(batch, window), 0.1, workspace,
                 norm if kind.has_norm else None,
+                sinks=float32(q_heads) if kind.has_sinks else None,
             )  # fmt: skip
 
 
@@ -235,7 +238,8 @@ def invariant_attention(*, has_codes: bool) -> None:
         tiles = batch_invariant_attention.QueryTiles(int32(4, batch), size, paths)
         results = batch_invariant_attention.SplitResults.allocate(head_dim, META)
         batch_invariant_attention.batch_invariant_attention(
-            q, layer, int32(batch, 128), tiles, 0.1, results, span
+            *(q, layer, int32(batch, 128), tiles, 0.1, results, span),
+            sinks=float32(q_heads) if span == SLIDING else None,
         )
 
 

@@ -9,12 +9,22 @@ from tests.kernels.launches import META
 from tests.kernels.model_launches import FLOATS, FP8, empty, float32, int32, int64, scales_of
 from tllm_spec.executor.speculative.drafting.match_or_network import new_sources
 from tllm_spec.kernels import dequantise, int4_weights, moe_permute, moe_routing
+from tllm_spec.kernels.attention_sinks import add_sinks
 from tllm_spec.kernels.beam_pool import BeamPool, Beams, DraftTree
+from tllm_spec.kernels.choose_rows import DraftValues, choose_rows, learn_values
 from tllm_spec.kernels.choose_token import choose_best, choose_draft, offer_token
 from tllm_spec.kernels.draft_beams import add_last, first_beams, grow, select
 from tllm_spec.kernels.draft_input import DraftInputNorms, draft_input
 from tllm_spec.kernels.draft_sources import choose_drafts, observe_drafts
 from tllm_spec.kernels.filter_cut import filter_cut
+from tllm_spec.kernels.gated_delta import (
+    DeltaMemory,
+    DeltaRows,
+    DeltaShape,
+    DeltaWeights,
+    gated_delta,
+)
+from tllm_spec.kernels.gated_norm import gated_norm
 from tllm_spec.kernels.gumbel import gumbel_noise
 from tllm_spec.kernels.kv_codes import CODES
 from tllm_spec.kernels.latent_write import LatentNorm, latent_write
@@ -25,6 +35,7 @@ from tllm_spec.kernels.rank_lines import BLOCK_WORDS, RankLines
 from tllm_spec.kernels.rank_sum_triton import rank_sum_triton
 from tllm_spec.kernels.rms_norm import rms_norm
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
+from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.row_copies import (
     Rings,
     copy_rows,
@@ -93,6 +104,9 @@ def chains() -> None:
     for synthetic in (None, SyntheticRates(float32(3), int64(64))):
         accept_windows(tables, slots, slots, tokens, synthetic)
     write_drafts(tables, slots, int64(BATCH, 3), int64(64))
+    values = DraftValues(int32(64, 7), float32(32), float32(64), int32(64), float32(5, 2))
+    choose_rows(values, int64(64), slots, 8, 4 * BATCH)
+    learn_values(values, slots, slots, slots)
     for depths, offset in ((None, 0), (int64(BATCH, 4), 4)):
         window_rows(int32(64, 4096), slots, slots, 4, 128, 32, depths, offset)
     send_results(int64(4, 1024), int64(1), slots, tokens)
@@ -110,6 +124,7 @@ def layers() -> None:
         x, weight = empty(BATCH, HIDDEN, dtype=dtype), empty(HIDDEN, dtype=dtype)
         table, rows = empty(8192, 2, 1, head_dim, dtype=dtype), int64(BATCH)
         rms_norm(x, weight, 1e-6)
+        add_sinks(empty(BATCH, 64, 64, dtype=dtype), float32(BATCH, 64), float32(64))
         rms_norm(empty(BATCH, 18432, dtype=dtype), empty(18432, dtype=dtype), 1e-6)
         rms_norm(x, float32(HIDDEN), 1e-6, x)
         silu_and_mul(empty(BATCH, 28672, dtype=dtype))
@@ -173,6 +188,29 @@ def sums() -> None:
         rank_sum_triton(values, lines, values)
 
 
+def states() -> None:
+    shape, slots, ring = DeltaShape(16, 32, 128, 128, 4), 9, 11
+    heads = shape.num_value_heads, shape.key_dim, shape.value_dim
+    whole, part = RoundRows.rectangle(BATCH, 4), RoundRows(BATCH, 4, 20, int32(BATCH + 1))
+    numbers = int64(BATCH), int64(BATCH), int64(BATCH)
+    for dtype in FLOATS:
+        memory = DeltaMemory(
+            float32(slots, *heads), empty(slots, ring, shape.num_inputs, dtype=dtype)
+        )
+        conv = empty(shape.num_channels, shape.kernel_size, dtype=dtype)
+        weights = DeltaWeights(conv, float32(heads[0]), float32(heads[0]))
+        for rows in (
+            DeltaRows(*numbers, whole, are_kept=False),
+            DeltaRows(*numbers, whole, are_kept=False, tree=int64(BATCH, 4)),
+            DeltaRows(*numbers, part, are_kept=False),
+            DeltaRows(*numbers, part, are_kept=True),
+        ):
+            projected = empty(rows.rows.num_rows, shape.num_projected, dtype=dtype)
+            gated_delta(projected, memory, shape, weights, rows)
+        gates = empty(BATCH, shape.num_projected, dtype=dtype)[:, shape.num_inputs :]
+        gated_norm(float32(BATCH, *heads[::2]), gates, empty(heads[2], dtype=dtype), 1e-6)
+
+
 CALLS: dict[str, Callable[[], None]] = {
     "choices": choices,
     "trees": trees,
@@ -181,4 +219,5 @@ CALLS: dict[str, Callable[[], None]] = {
     "mixtures": mixtures,
     "scaled_weights": scaled_weights,
     "sums": sums,
+    "states": states,
 }

@@ -38,6 +38,7 @@ class Heads:
     page_size: int
     dtype: torch.dtype = torch.float32
     span: KeySpan | None = None
+    has_sinks: bool = False
 
 
 LENGTH = 2 * SPLIT_KEYS + 21
@@ -52,11 +53,21 @@ CASES = {
     "more heads than a tile has rows": Heads(70, 1, 16, 64),
     "chunks": Heads(3, 1, 16, 4, span=KeySpan(LENGTH - 14, slides=False)),
     "sliding": Heads(3, 1, 16, 4, span=KeySpan(SPLIT_KEYS + 40, slides=True)),
+    "sinks": Heads(8, 2, 64, 16, torch.bfloat16, has_sinks=True),
+    "sinks of a sliding window": Heads(
+        3, 1, 16, 4, span=KeySpan(SPLIT_KEYS + 40, slides=True), has_sinks=True
+    ),
     "short windows of small heads": Heads(3, 1, 16, 4, span=KeySpan(9, slides=True)),
     "short chunks": Heads(5, 1, 80, 16, torch.float16, span=KeySpan(9, slides=False)),
     "short chunks of small heads": Heads(3, 1, 16, 4, span=KeySpan(9, slides=False)),
 }
-QUICK_CASES = ["small heads", "chunks", "short chunks of small heads", "sliding"]
+QUICK_CASES = [
+    "sinks of a sliding window",
+    "small heads",
+    "chunks",
+    "short chunks of small heads",
+    "sliding",
+]
 
 
 class Cache:
@@ -87,6 +98,7 @@ class Cache:
         )
         self.q = self.q[:, :, 1 : queries + 1]
         self.layer, self.tables = layer.to(device, dtype), tables.to(device)
+        self.sinks = torch.linspace(-1, 5, queries, device=device) if heads.has_sinks else None
         self.results = SplitResults.allocate(heads.head_dim, self.device)
         self.results.outputs.fill_(torch.nan)
         self.results.log_sums.fill_(torch.nan)
@@ -100,7 +112,7 @@ class Cache:
         tiles = QueryTiles.of_chunk(0, start, length, request, self.size, self.device)
         q, results = self.q[request, start : start + length], self.results if spreads else None
         own = self.layer, self.tables, tiles, self.scale, results
-        return launch_attention(q, *own, self.heads.span)
+        return launch_attention(q, *own, self.heads.span, sinks=self.sinks)
 
     def mixed(self, counts: tuple[int, int]) -> tuple[list[slice], torch.Tensor]:
         """One launch of a chunk of the first request and windows of both, with so many rows: the
@@ -120,7 +132,8 @@ class Cache:
         q = torch.cat([self.q[r, own] for r, own in zip((0, 0, 1), tokens, strict=True)])
         tiles = QueryTiles.joined(parts)
         return tokens, batch_invariant_attention(
-            q, self.layer, tables, tiles, self.scale, self.results, self.heads.span
+            *(q, self.layer, tables, tiles, self.scale, self.results, self.heads.span),
+            sinks=self.sinks,
         )
 
     def expected(self, request: int, tokens: slice) -> torch.Tensor:
@@ -134,7 +147,11 @@ class Cache:
             first_keys = torch.tensor([span.first_key(position) for position in range(LENGTH)])
             hidden |= torch.arange(LENGTH) < first_keys[:, None]
         hidden = hidden[tokens]
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if self.sinks is not None:
+            sinks = self.sinks.cpu().double().view(-1, 1, 1).expand(-1, scores.shape[1], -1)
+            scores = torch.cat((scores, sinks), -1)
+        weights = scores.softmax(-1)[..., :LENGTH]
         return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
 
 
@@ -165,7 +182,8 @@ def test_the_kernel_equals_the_formula_and_its_reference(
         tiles = QueryTiles.of_chunk(0, start, length, 1, cache.size, cache.device)
         q = cache.q[1, start : start + length]
         reference = plain_batch_invariant_attention(
-            q, cache.layer, cache.tables, tiles, cache.scale, cache.heads.span
+            *(q, cache.layer, cache.tables, tiles, cache.scale, cache.heads.span),
+            sinks=cache.sinks,
         )
         check(output, reference.cpu().double())
 

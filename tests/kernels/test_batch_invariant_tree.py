@@ -39,7 +39,7 @@ class Tree:
         tiles = QueryTiles.of_trees(kv_lens, mask, 0, cache.size)
         q, results = cache.q[0, -self.window :], cache.results if spreads else None
         own = cache.layer, cache.tables, tiles, cache.scale, results
-        return launch_attention(q, *own, cache.heads.span)
+        return launch_attention(q, *own, cache.heads.span, sinks=cache.sinks)
 
     def chain(self, row: int) -> torch.Tensor:
         """The row's result after its path, written one key after another, `[Hq * D]`."""
@@ -58,7 +58,7 @@ class Tree:
         tiles = QueryTiles.of_chunk(0, end - 1, 1, 0, cache.size, cache.device)
         layer = new.view_as(layer)
         own = layer, cache.tables, tiles, cache.scale, None
-        return launch_attention(q, *own, cache.heads.span)[0]
+        return launch_attention(q, *own, cache.heads.span, sinks=cache.sinks)[0]
 
 
 @on_each_kernel_device

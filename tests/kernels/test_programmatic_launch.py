@@ -90,8 +90,8 @@ def test_a_projection_waits_before_it_lets_the_next_kernel_be_set_up() -> None:
 
 
 def test_the_cuda_window_kernel_reads_only_older_data_before_it_waits() -> None:
-    """`Part` reads lengths, `Stream` block tables and the keys and values of earlier tokens, all
-    of them past the L1 cache."""
+    """`Part` reads lengths, `Stream` block tables and the keys and values of earlier tokens,
+    `load_sinks` weights, all of them past the L1 cache."""
     source = (KERNELS / "window_attention.cu").read_text(encoding="utf-8")
     before, after = source[source.index('extern "C"') :].split("griddepcontrol.wait")
     known = {
@@ -103,7 +103,8 @@ def test_the_cuda_window_kernel_reads_only_older_data_before_it_waits() -> None:
         "in_clusters",
     }
     used = set(re.findall(r"(\w+)[({]", before)) - known
-    assert used == {"part", "cluster_arrive", "stream"}
+    assert used == {"part", "cluster_arrive", "stream", "has_window", "load_sinks"}
+    assert re.findall(r"(\S*)\bw\.sinks\b", source) == ["__ldcg("]
     assert "stage_window(" in after
     stream = (KERNELS / "window_stream.cuh").read_text(encoding="utf-8")
     for name in ("kv_lens", "num_padding", "block_tables"):

@@ -17,7 +17,7 @@ CAPACITY = BLOCKS * BLOCK_WORDS
 
 
 def memory_of(ranks: int, device: str = "cpu") -> list[torch.Tensor]:
-    """Of all ranks, `[2, ranks, CAPACITY]` each."""
+    """The memory of each rank, `[2, ranks, CAPACITY]`."""
     shape = (2, ranks, CAPACITY)
     memory = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(ranks)]
     assert memory[0].nbytes == RankLines.num_bytes(ranks, CAPACITY)

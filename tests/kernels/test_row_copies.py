@@ -83,7 +83,7 @@ def test_rows_are_gathered_from_a_table(
 
 
 def check_slice(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
-    """Of a table of which rows 3 to 6 are in the slice; a row outside has NaNs where it can."""
+    """Rows 3 to 6 of a table are in the slice; a row outside has NaNs where it can."""
     table, picked = numbers(*shape, dtype=dtype), torch.tensor([8, 3, 2, 6, 6, 7, 0, 4])
     if dtype.is_floating_point:
         table[3], table[2] = torch.nan, torch.nan

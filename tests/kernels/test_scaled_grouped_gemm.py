@@ -91,7 +91,7 @@ def exact(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def sum_error(inputs: int) -> float:
-    """Of float32 sums, relative to the sum of magnitudes. Tensor cores add 16 products of a block
+    """The error of float32 sums over the sum of magnitudes. Tensor cores add 16 products of a block
     at a time. They cut 17 numbers off at 2^-25 of the largest and the sum at 2^-23: together less
     than 2^-20. The sums of blocks are added with one rounding each."""
     return 128 // 16 * 2.0**-20 + -(-inputs // 128) * 2.0**-24
@@ -172,7 +172,7 @@ def test_the_bounds_tell_a_misplaced_scale(device: str) -> None:
 
 
 def misplaced(scales: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Of another expert, output or block each; and one output's in another order."""
+    """Scales of another expert, output or block; and one output's in another order."""
     for dim in range(3):
         yield scales.roll(1, dim)
     one, own = scales.clone(), scales[0]

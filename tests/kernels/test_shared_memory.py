@@ -30,7 +30,7 @@ LINEARS = ("fp8_linears", "int4_linears")
 ATTENTION = ("windows", "invariant_attention", "latents", "invariant_latents")
 OVER_CODES = tuple(f"{name} over codes" for name in ATTENTION)
 TILED = (*GEMMS, *LINEARS, *ATTENTION, *OVER_CODES)
-SMALL = ("choices", "trees", "chains", "layers", "mixtures", "scaled_weights", "sums")
+SMALL = ("choices", "trees", "chains", "layers", "mixtures", "scaled_weights", "sums", "states")
 
 
 def launches(name: str, capability: int) -> list[Launch]:
@@ -75,8 +75,8 @@ def test_with_less_shared_memory_only_stages_differ(capability: int, name: str) 
 
 
 def bytes_of_stages(made: Launch) -> int:
-    """Of the pipeline of a GEMM of 16-bit rows, but for the stage in registers. It is exact on GPUs
-    with less shared memory than Hopper."""
+    """Bytes of a GEMM's pipeline for 16-bit rows, without the stage in registers. They are exact
+    on GPUs with less shared memory than Hopper."""
     names = (("BLOCK_ROWS", "BLOCK_M"), ("BLOCK_OUT", "BLOCK_N"), ("BLOCK_IN", "BLOCK_K", "BLOCK"))
     rows, outputs, inputs = (
         next(made.constants[name] for name in each if name in made.constants) for each in names

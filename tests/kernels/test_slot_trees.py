@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tests.kernels.test_slot_windows import assert_equal, moved, one_slot
+from tests.kernels.test_slot_windows import assert_equal, moved, one_slot, random_tables
 from tllm_spec.kernels.beam_pool import DraftTree
 from tllm_spec.kernels.draft_layout import DraftLayout
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates, TreeRates, TreeTables
@@ -20,22 +20,12 @@ from tllm_spec.kernels.slot_windows import accept_windows
 NUM_SLOTS = 17
 
 
-def random_tables(seed: int, width: int) -> SlotTables:
-    generator = torch.Generator().manual_seed(seed)
-
-    def integers(upper: int, *size: int) -> torch.Tensor:
-        return torch.randint(0, upper, size, generator=generator)
-
-    return SlotTables(
-        integers(5000, NUM_SLOTS),
-        integers(3, NUM_SLOTS, width + 2),  # the widest window that slots may have
-        integers(width + 1, NUM_SLOTS),
-        integers(3, NUM_SLOTS),
-    )
+def tables_for(seed: int, width: int) -> SlotTables:
+    return random_tables(seed, NUM_SLOTS, width + 2, width)  # slots may have a wider window
 
 
 def random_parents(seed: int, width: int) -> tuple[torch.Tensor, int]:
-    """Of a tree for each slot, and the depth of the deepest."""
+    """The parents in each slot's tree, and the depth of the deepest tree."""
     generator = random.Random(seed)
     layouts = [
         DraftLayout.from_parents(
@@ -77,7 +67,7 @@ def test_a_slot_advances_along_the_accepted_path(
 @pytest.mark.parametrize("synthetic", [False, True])
 def test_chains_are_accepted_and_advance_like_windows(synthetic: bool) -> None:
     length, slots = 4, torch.arange(NUM_SLOTS)
-    tables, expected_tables = random_tables(1, length + 1), random_tables(1, length + 1)
+    tables, expected_tables = tables_for(1, length + 1), tables_for(1, length + 1)
     parents = torch.tensor(DraftLayout.chain(length).parents).expand(NUM_SLOTS, -1)
     targets = tables.window[:, 1 : length + 2].clone()
     targets[::3, 1] += 1
@@ -106,7 +96,7 @@ def test_the_kernel_accepts_and_advances_like_the_reference(
     lengths = set()
     for seed in range(3):
         generator = torch.Generator().manual_seed(100 + seed)
-        tables, (parents, depth) = random_tables(seed, width), random_parents(seed, width)
+        tables, (parents, depth) = tables_for(seed, width), random_parents(seed, width)
         there = moved(tables, device)
         slots = torch.randperm(NUM_SLOTS, generator=generator)[: 5 + 5 * seed]
         targets = torch.randint(-1, 3, (len(slots), width), generator=generator)
@@ -131,7 +121,7 @@ def test_the_kernel_accepts_and_advances_like_the_reference(
 @on_each_kernel_device
 def test_one_layout_serves_all_slots(device: str) -> None:
     layout = DraftLayout.from_parents([-1, 0, 0, 1, 1, 2])
-    tables, slots = random_tables(3, 6), torch.arange(NUM_SLOTS)
+    tables, slots = tables_for(3, 6), torch.arange(NUM_SLOTS)
     there, parents = moved(tables, device), torch.tensor(layout.parents)
     targets = torch.randint(0, 3, (NUM_SLOTS, 6), generator=torch.Generator().manual_seed(4))
     kv_lens = tables.kv_lens.clone()
@@ -160,7 +150,7 @@ def empty_trees(width: int, device: str) -> TreeTables:
 
 def test_drafts_deeper_than_a_requests_limit_do_not_count() -> None:
     layout = DraftLayout.from_parents([-1, 0, 0, 1, 2, 3])
-    tables, trees = random_tables(1, 6), empty_trees(8, "cpu")
+    tables, trees = tables_for(1, 6), empty_trees(8, "cpu")
     slots, limits = torch.tensor([4, 2, 9, 1]), torch.zeros(NUM_SLOTS, dtype=torch.int64)
     limits[slots] = torch.tensor([0, 1, 2, 9])
     roots = tables.window[slots, 0].clone()
@@ -181,7 +171,7 @@ def test_drafts_deeper_than_a_requests_limit_do_not_count() -> None:
 def test_the_kernel_writes_trees_like_the_reference(
     device: str, width: int, is_expanded: bool, says_number: bool
 ) -> None:
-    tables, generator = random_tables(2, width), random.Random(width)
+    tables, generator = tables_for(2, width), random.Random(width)
     there = moved(tables, device)
     paths: list[tuple[int, ...]] = [()]
     while len(paths) < width:

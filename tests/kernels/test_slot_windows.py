@@ -16,17 +16,23 @@ from tllm_spec.kernels.slot_windows import (
 NUM_SLOTS, MAX_DRAFT_LEN = 23, 6
 
 
-def random_tables(seed: int) -> SlotTables:
+def random_tables(
+    seed: int,
+    num_slots: int = NUM_SLOTS,
+    width: int = 1 + MAX_DRAFT_LEN,
+    drafts: int = MAX_DRAFT_LEN,
+) -> SlotTables:
+    """width: of the widest window that slots may have. drafts: the most in one."""
     generator = torch.Generator().manual_seed(seed)
 
     def integers(upper: int, *size: int) -> torch.Tensor:
         return torch.randint(0, upper, size, generator=generator)
 
     return SlotTables(
-        integers(5000, NUM_SLOTS),
-        integers(3, NUM_SLOTS, MAX_DRAFT_LEN + 1),
-        integers(MAX_DRAFT_LEN + 1, NUM_SLOTS),
-        integers(3, NUM_SLOTS),
+        integers(5000, num_slots),
+        integers(3, num_slots, width),
+        integers(drafts + 1, num_slots),
+        integers(3, num_slots),
     )
 
 

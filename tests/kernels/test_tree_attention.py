@@ -25,6 +25,7 @@ CASES = {
     "64 keys, splits": (Case((64, 300), 3, 2, 16, 16, num_programs=32, spare_pages=3), 61),
     "two tiles of rows": (Case((40, 130), 24, 4, 16, 32, kv_heads=1, num_programs=8), 9),
     "bfloat16": (Case((33, 300), 8, 4, 64, 32, kv_heads=1, num_programs=12, dtype=BF16), 8),
+    "sinks": (Case((33, 300), 8, 4, 64, 32, num_programs=12, has_sinks=True), 8),
     "a tree longer than the sliding window": (
         Case((12, 17, 29, 50), 12, 2, 16, 4, span=KeySpan(4, slides=True)),
         0,
@@ -72,6 +73,7 @@ CUDA_CASES = {
     "beams": (Case((12, 27, 64, 600), 4, 4, 128, 64, padding=(12, 10**9), dtype=BF16), 8),
     "64 keys": (Case((64, 65, 290), 8, 4, 128, 16, dtype=BF16), 56),
     "sixteen tokens": (Case((16, 31, 400), 16, 2, 64, 16, dtype=torch.float16), 0),
+    "sinks": (Case((12, 27, 64, 600), 4, 8, 64, 64, padding=(12,), dtype=BF16, has_sinks=True), 8),
     "long requests": (Case((5000, 40, 9000), 4, 4, 128, 64, kv_heads=1, dtype=BF16), 33),
 }
 

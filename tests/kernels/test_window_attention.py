@@ -26,6 +26,7 @@ from tllm_spec.kernels.window_splits import (
     warps_of,
 )
 
+BF16 = torch.bfloat16
 CASES = {
     "lengths about a page": Case((1, 32, 33), 1, 4, 128, 32),
     "window as long as the request": Case((3, 15, 16, 17, 49), 3, 3, 80, 16, spare_pages=2),
@@ -85,6 +86,16 @@ CASES = {
         padding=(1, 10**9),
         num_programs=24,
         span=KeySpan(700, slides=False),
+    ),
+    "sinks": Case((3, 16, 17, 40), 3, 3, 80, 16, has_sinks=True),
+    "sinks of splits": Case(
+        (5, 700), 5, 4, 16, 32, padding=(1, 10**9), num_programs=24, has_sinks=True
+    ),
+    "sinks of a sliding window": Case(
+        (16, 31, 90), 4, 3, 16, 16, span=KeySpan(18, slides=True), dtype=BF16, has_sinks=True
+    ),
+    "sinks and codes": Case(
+        (5, 300), 5, 4, 24, 32, padding=(2,), scales=KVScales(0.013, 0.021), has_sinks=True
     ),
     "splits of codes": Case(
         (5, 600), 5, 4, 24, 32, padding=(2,), num_programs=16, scales=KVScales(0.013, 0.021)

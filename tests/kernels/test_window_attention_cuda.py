@@ -6,6 +6,7 @@ import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,31 +118,35 @@ def test_unsupported_and_slower_shapes_use_the_triton_kernel() -> None:
 
 @pytest.mark.thinned(5)
 @pytest.mark.parametrize(
-    ("dtype", "in_tree", "has_codes"),
+    "variant",
     [
-        (torch.bfloat16, False, False),
-        (torch.float16, False, False),
-        (torch.bfloat16, True, True),
-        (torch.float16, False, True),
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.float16},
+        {"dtype": torch.bfloat16, "in_tree": True, "has_codes": True},
+        {"dtype": torch.float16, "has_codes": True},
+        {"dtype": torch.bfloat16, "in_tree": True, "has_sinks": True},
+        {"dtype": torch.bfloat16, "has_codes": True, "has_sinks": True},
     ],
-    ids=["bfloat16", "float16", "tree over codes", "codes and float16"],
+    ids=[
+        "bfloat16",
+        "float16",
+        "tree over codes",
+        "codes and float16",
+        "tree with sinks",
+        "codes with sinks",
+    ],
 )
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("batch", [1, 64])
 @pytest.mark.parametrize(("window", "head_dim"), [(4, 128), (8, 64)])
 @pytest.mark.usefixtures("own_cache")
 def test_the_source_compiles(
-    window: int,
-    head_dim: int,
-    batch: int,
-    architecture: str,
-    dtype: torch.dtype,
-    in_tree: bool,
-    has_codes: bool,
+    window: int, head_dim: int, batch: int, architecture: str, variant: dict[str, Any]
 ) -> None:
+    has_codes = variant.get("has_codes", False)
     sizes = {"window": window, "head_dim": head_dim, "has_codes": has_codes}
     windows = replace(OF_8B, batch=batch, **sizes)
-    source = Source(dtype, head_dim, windows.row_tiles, in_tree, has_codes)
+    source = Source(**{"in_tree": False} | variant, head_dim=head_dim, row_tiles=windows.row_tiles)
     macros = source.macros(layout(windows).program)
     assert nvrtc.compile_source("window_attention.cu", architecture, macros).startswith(b"\x7fELF")
 
@@ -161,6 +166,7 @@ def test_the_kernels_argument_has_the_same_fields_in_python_and_cuda() -> None:
 
 
 SCALES = KVScales(0.013, 0.021)
+BF16 = torch.bfloat16
 CASES = {
     "lengths about a block": Case((1, 15, 16, 17, 33), 1, 4, 128, 16, dtype=torch.bfloat16),
     "window as long as the request": Case(
@@ -178,6 +184,10 @@ CASES = {
     "codes and float16": Case((3, 64, 257), 3, 4, 128, 64, dtype=torch.float16, scales=SCALES),
     "codes and padding": Case(
         (5, 300), 4, 7, 64, 32, padding=(1, 3, 10**9), dtype=torch.float16, scales=SCALES
+    ),
+    "sinks": Case((4, 15, 17, 300), 4, 8, 64, 16, dtype=BF16, has_sinks=True),
+    "sinks and codes": Case(
+        (5, 300), 3, 4, 64, 32, padding=(1, 10**9), dtype=BF16, scales=SCALES, has_sinks=True
     ),
 }
 # For the two KV heads of a case: clusters of 8, 2 and 1 CTAs, and the layout for many tiles.
@@ -290,3 +300,25 @@ def test_a_captured_launch_can_be_replayed_with_other_lengths_tables_and_rows(
             mine.copy_(new)
         graph.replay()
         other.check(output)
+
+
+ROW_COUNTS = {
+    "one tile of rows": (Case((4, 16, 33, 70, 300), 4, 4, 128, 16, dtype=torch.bfloat16), 3),
+    "two tiles of rows": (Case((8, 300, 90), 8, 4, 128, 32, dtype=torch.bfloat16), 5),
+    "heads of 64": (Case((9, 700, 40), 7, 2, 64, 64, dtype=torch.float16), 4),
+    "codes": (Case((5, 500, 60), 4, 4, 128, 16, dtype=torch.float16, scales=SCALES), 3),
+    "splits": (Case((5000, 9, 4500), 4, 4, 128, 64, kv_heads=1, dtype=torch.bfloat16), 3),
+}
+
+
+@pytest.mark.gpu
+@on_devices_of_all_sizes
+@pytest.mark.parametrize("name", ROW_COUNTS)
+def test_requests_with_different_numbers_of_rows_equal_the_formula(
+    name: str, num_processors: int
+) -> None:
+    case, step = ROW_COUNTS[name]
+    problem = CudaProblem(case, num_processors)
+    counts = [1 + step * request % case.window for request in range(len(case.kv_lens))]
+    problem.keep_last(counts)
+    problem.check_last(problem.attend(), counts)

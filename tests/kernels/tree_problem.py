@@ -10,7 +10,7 @@ from tllm_spec.kernels.tree_mask import TreeMask
 
 
 def random_paths(num_keys: int, generator: torch.Generator) -> list[list[int]]:
-    """Of each key of a tree's region: its ancestors and itself, in order. A key's parent is a
+    """Each key of a tree's region with its ancestors, in order. A key's parent is a
     random earlier key, or the token before the region."""
     paths: list[list[int]] = []
     for key in range(num_keys):
@@ -61,5 +61,5 @@ class TreeProblem(Problem):
                 for head, query in enumerate(self.qkv[request, row, : self.num_heads].cpu()):
                     kv_head = head // self.case.group
                     scores = self.scale * keys[seen, kv_head] @ query.double()
-                    results.append(scores.softmax(0) @ values[seen, kv_head])
+                    results.append(self.weights(scores, head) @ values[seen, kv_head])
         return torch.stack(results).view(len(self.kv), self.case.window, -1)

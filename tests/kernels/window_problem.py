@@ -24,7 +24,7 @@ class Case:
     """`padding`: kv_lens of the rows of graph padding. `num_programs`: programs that fill the
     device; with more than there are tiles the keys are split. `spare_pages`: columns of the block
     table beyond the longest request. `span`: the keys that rows see. `scales`: of a pool of codes;
-    UNSCALED: it has numbers."""
+    UNSCALED: it has numbers. `has_sinks`: whether heads have sinks."""
 
     kv_lens: tuple[int, ...]
     window: int
@@ -38,6 +38,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     span: KeySpan | None = None
     scales: KVScales = UNSCALED
+    has_sinks: bool = False
 
     def first_key(self, position: int) -> int:
         """The first key that a query sees."""
@@ -107,6 +108,7 @@ class Problem:
         )
         self.cos_sin[:, 0] = 1
         self.norm: HeadWeights | None = None
+        self.sinks = torch.linspace(-2, 6, heads).to(device) if case.has_sinks else None
 
     def as_stored(self, kv: torch.Tensor) -> torch.Tensor:
         """Keys and values `[2, ...]`, rounded to what the pool holds."""
@@ -154,6 +156,7 @@ class Problem:
             workspace,
             self.norm,
             self.case.scales,
+            self.sinks,
         )
         return output.view(*self.qkv.shape[:2], -1)
 
@@ -178,6 +181,7 @@ class Problem:
             self.tables.tree,
             self.tables.spans,
             self.case.scales,
+            self.sinks,
         )
         return output.view(*self.qkv.shape[:2], -1)
 
@@ -210,6 +214,12 @@ class Problem:
             output[0].cpu().double(), torch.cat(ends), rtol=tolerance, atol=tolerance
         )
 
+    def weights(self, scores: torch.Tensor, head: int) -> torch.Tensor:
+        """The softmax of scores `[N]` float64 and the head's sink, without the sink's weight."""
+        if self.sinks is None:
+            return scores.softmax(0)
+        return torch.cat((scores, self.sinks[head, None].cpu().double())).softmax(0)[:-1]
+
     def expected(self) -> torch.Tensor:
         """softmax(scale * q k) v of the real requests, `[B, W, Hq * D]` float64, head by head and
         token by token."""
@@ -220,7 +230,7 @@ class Problem:
                 seen = slice(self.case.first_key(end - 1), end)
                 for head, query in enumerate(q[token, : self.num_heads]):
                     kv_head = head // self.case.group
-                    weights = (self.scale * keys[seen, kv_head] @ query).softmax(0)
+                    weights = self.weights(self.scale * keys[seen, kv_head] @ query, head)
                     results.append(weights @ values[seen, kv_head])
         return torch.stack(results).view(len(self.kv), self.case.window, -1)
 

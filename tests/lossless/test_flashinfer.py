@@ -130,7 +130,7 @@ def test_logits_are_as_near_to_float32_as_tritons(
 
 
 def errors_of(case: Case, output: RequestOutput, oracle: Oracle) -> torch.Tensor:
-    """Of differences between the best candidate of a token and the next four."""
+    """Errors of the differences between a token's best candidate and the next four."""
     text = output.outputs[0]
     logits = oracle.logits(case.prompt + text.token_ids)[len(case.prompt) - 1 : -1].double()
     assert len(text.logprobs) == len(logits) > 0

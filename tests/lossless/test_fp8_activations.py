@@ -21,7 +21,7 @@ from tests.lossless.cases import (
 )
 from tests.lossless.engines import engine
 from tests.lossless.oracle import Oracle
-from tests.lossless.test_fp8 import PLAIN
+from tests.lossless.test_quantised_weights import PLAIN
 from tests.models.fp8_checkpoint import quantise
 from tests.models.fp8_transcription import transcribed
 from tllm_spec.llm import LLM

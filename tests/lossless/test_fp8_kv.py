@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from tests.lossless.cases import Case, assert_same, fixed_length_cases, generate, heldout_prompts
 from tests.lossless.engines import engine
 from tests.lossless.oracle import Oracle
-from tests.lossless.test_fp8 import MTP, PLAIN, copied
+from tests.lossless.test_quantised_weights import MTP, PLAIN, copied
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.text.tokenizer import Tokenizer

@@ -69,7 +69,7 @@ def test_the_comparison_tolerates_a_difference_between_near_ties_only(
 
 
 def test_a_candidate_at_a_filter_s_edge_is_as_near_as_the_edge() -> None:
-    """Of tokens 0 to 3, the noise likes the last best. What a filter decides about it by a hair
+    """The noise likes the last of tokens 0 to 3 best. What a filter decides about it by a hair
     decides the text."""
     logits = torch.tensor([4.0, 3.0, 2.0, 1.0], dtype=torch.float64)
     perturbed = logits + torch.tensor([0.0, 0.5, 0.0, 9.0])

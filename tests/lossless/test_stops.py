@@ -89,8 +89,8 @@ def test_a_stop_inside_a_token_cuts_the_text_at_its_very_end_or_beginning(
 
 
 def insides(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
-    """Of different tokens, without their first and last character, where two or more are left. How
-    many there are depends on the prompts, which are this Python's own sources."""
+    """Texts of different tokens without their first and last character, where two or more are
+    left. Their number depends on the prompts, which are this Python's own sources."""
     inside = [tokenizer.decode([token])[1:-1] for token in token_ids]
     return [stop for stop in dict.fromkeys(inside) if len(stop) > 1]
 

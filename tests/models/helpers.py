@@ -23,6 +23,7 @@ from tllm_spec.attention.interface import (
 )
 from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.recurrent import RecurrentGeometry, RecurrentMemory, RecurrentRows
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.models.causal_lm import CausalLM
@@ -32,6 +33,8 @@ from tllm_spec.models.registry import load_model
 
 VOCAB_SIZE = 128
 MAX_POSITIONS = 64
+# Of layers with a recurrent state.
+WIDEST, NUM_SLOTS = 8, 8
 CPU = torch.device("cpu")
 
 
@@ -110,6 +113,11 @@ class PagedRunner:
             for group in groups
         ]
         self._geometries = [group.geometry for group in groups]
+        self.memory: RecurrentMemory | None = None
+        if (delta := model.config.delta) is not None:
+            shape = delta.shape(SINGLE_RANK)
+            geometry = RecurrentGeometry(len(delta.layers), shape, WIDEST)
+            self.memory = RecurrentMemory(geometry, NUM_SLOTS, model.dtype, model.device)
         self.use(partial(create_backend, VanillaAttention))
 
     def use(self, create: Callable[[Geometry, KVPool], AttentionBackend]) -> None:
@@ -146,7 +154,7 @@ class PagedRunner:
         tokens = torch.tensor(
             [token for tokens in rows.values() for token in tokens], device=self.model.device
         )
-        context = self.context(metadata)
+        context = self.context(metadata, recurrent=self.recurrent(contexts, windows))
         logits = self.model.compute_logits(self.model(tokens, metadata.positions, context))
         return dict(zip(rows, logits.split([len(tokens) for tokens in rows.values()]), strict=True))
 
@@ -177,6 +185,24 @@ class PagedRunner:
             kv_slots=torch.tensor(slots, **on),
             max_kv_len=max_kv_len,
         )
+
+    def recurrent(
+        self, contexts: dict[int, list[int]], windows: dict[int, list[int]]
+    ) -> RecurrentRows | None:
+        """The rows of the latest metadata in layers with a state; a request's number is its
+        slot."""
+        if self.memory is None:
+            return None
+        parts = []
+        for requests, are_kept in ((contexts, True), (windows, False)):
+            if requests:
+                counts = [len(tokens) for tokens in requests.values()]
+                starts = [self.lengths[request] - len(requests[request]) for request in requests]
+                on = {"device": self.model.device}
+                slots, first = torch.tensor([*requests], **on), torch.tensor(starts, **on)
+                rows = rows_of(counts, device=str(self.model.device))
+                parts.append(self.memory.begin(slots, first, rows, are_kept=are_kept))
+        return RecurrentRows(self.memory, parts)
 
     def _slot(self, pages: list[int], position: int) -> int:
         return pages[position // self.page_size] * self.page_size + position % self.page_size

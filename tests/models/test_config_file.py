@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.models.published import GEMMA3, PHI4_MINI, PUBLISHED
+from tests.models.published import GEMMA3, PHI4_MINI, PUBLISHED, QWEN3_NEXT
 from tests.models.published_fp8 import PUBLISHED_FP8
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_config import Eagle3Config
@@ -53,6 +53,7 @@ CASES = {
     "gemma3": (GEMMA3["Gemma-3-4b"], read_model),
     "gemma3 text": (GEMMA3["Gemma-3-270m"], read_model),
     "phi3": (PHI4_MINI, read_model),
+    "qwen3-next": (QWEN3_NEXT, build),
     "moe": (PUBLISHED["Qwen2-57B-A14B"], read_model),
     "blocks": (PUBLISHED_FP8["Qwen3-8B-FP8"][0], read_model),
     "groups": (PUBLISHED_FP8["RedHatAI's Llama-3.1-8B-FP8"][0], read_model),

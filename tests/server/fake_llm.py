@@ -112,7 +112,10 @@ class FakeLLM:
         streaming: bool = False,
         cache_salt: str | None = None,
         client: tuple[str, ...] = (),
+        store: bool | None = None,
     ) -> RequestHandle:
+        if store:
+            raise ValueError("store = True: nothing is stored without record_traffic")
         if isinstance(inputs, str):
             check_text(inputs)
         token_ids = self.tokenizer.encode(inputs) if isinstance(inputs, str) else inputs

@@ -69,7 +69,7 @@ class ServedProcess:
         return found[0]
 
     def pids(self, module: str) -> list[int]:
-        """Of its child processes that run the module."""
+        """The ids of its child processes that run the module."""
         own = self.process.pid
         children = Path(f"/proc/{own}/task/{own}/children").read_text().split()
         return [int(pid) for pid in children if module in Path(f"/proc/{pid}/cmdline").read_text()]

@@ -93,7 +93,7 @@ def test_texts_durations_and_time_outs_do_not_depend_on_the_wall_clock(
 
 
 def logged_seconds(caplog: pytest.LogCaptureFixture) -> list[float]:
-    """Of the access log."""
+    """The durations in the access log."""
     records: list[Any] = [each for each in caplog.records if each.name == "tllm_spec.access"]
     return [record.fields["seconds"] for record in records]
 

@@ -114,7 +114,7 @@ def test_no_space_for_the_engines_socket_is_one_sentence_at_the_start(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(tempfile, "mkdtemp", full)
-    settings = ChildSettings({}, MODEL, "", "info", "text", {}, None)
+    settings = ChildSettings({}, MODEL, [], "info", "text", {"dp_size": 1}, None)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         supervisor = Supervisor(settings, listener, 1, 0)
         with pytest.raises(ServeError, match=r"socket .* No space left on device"):

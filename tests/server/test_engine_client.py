@@ -268,24 +268,24 @@ def test_what_the_engine_says_before_there_is_a_client_reaches_it(
 ) -> None:
     """As when a front starts while others are served."""
 
-    async def run() -> tuple[int, bool]:
+    async def run() -> tuple[int, int, bool]:
         ours, theirs = socket.socketpair()
         _, connection = await asyncio.get_running_loop().create_connection(
             EngineConnection, sock=ours
         )
         limits = engine.process._port._limits
-        theirs.sendall(pack(["hello", pack_limits(limits)]) + pack(["load", 7]))
+        theirs.sendall(pack(["hello", pack_limits(limits)]) + pack(["load", 7, 90]))
         await connection.limits
         if is_lost:
             theirs.close()
             await connection.closed
         client = EngineClient(ARGS, load_tokenizer("zoo:llama"), connection, limits)
-        known = client.num_unfinished, client.is_healthy
+        known = client.num_unfinished, client.num_unfinished_tokens, client.is_healthy
         client.shutdown()
         theirs.close()
         return known
 
-    assert asyncio.run(run()) == (7, not is_lost)
+    assert asyncio.run(run()) == (7, 90, not is_lost)
 
 
 def test_when_the_engine_dies_requests_fail_and_new_ones_are_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.server.fake_llm import MAX_LEN, MODEL, FakeLLM
 from tests.server.http_answers import CHAT
 from tllm_spec import __version__
+from tllm_spec.config.not_served import NO_KV_EVENTS
 from tllm_spec.server.admission import LONG_BODY
 
 
@@ -40,7 +41,11 @@ def test_an_unknown_route_is_answered_with_openais_error_object(url: str) -> Non
 @pytest.mark.parametrize(
     ("method", "path", "reason"),
     [
-        ("POST", "/kv_cache_events", "KV cache events are not reported"),
+        (
+            "POST",
+            "/kv_cache_events",
+            NO_KV_EVENTS,
+        ),
         ("POST", "/v1/embeddings", "answers are text"),
     ],
 )

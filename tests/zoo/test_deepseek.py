@@ -1,12 +1,10 @@
 """Training of the zoo's DeepSeek V3 with MTP modules, on a tiny shape: losses fall, experts share
 the load, and the checkpoint is that of the engine and of transformers."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +13,14 @@ from transformers import AutoModelForCausalLM
 from tests.models.helpers import PagedRunner, load, reference_logits
 from tests.models.mtp_reference import PlainMTP
 from tests.models.test_mtp import ModuleRunner
-from tests.zoo.runs import call, read_json, read_weights
+from tests.zoo.runs import (
+    SELF_TEXT,
+    call,
+    counting,
+    read_json,
+    read_weights,
+    write_shape,
+)
 from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.mtp import load_nextn
 from tllm_spec.zoo import train
@@ -56,17 +61,13 @@ RUN = Settings(1, 1, 1, 16, 1e-3, 0.0, 0.0, 1, False)
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model that was trained to count to 50 with the command of the zoo."""
     root = tmp_path_factory.mktemp("deepseek")
-    for name in ("training", "heldout"):
-        np.savez(root / f"{name}.npz", tokens=np.arange(4096, dtype=np.uint16) % 50, num_bytes=8192)
+    counting(root, 50)
     shape = root / "shape"
-    shape.mkdir()
-    (shape / "config.json").write_text(json.dumps(read_json(SHAPE / "config.json") | TINY))
-    (shape / "generation_config.json").write_text("{}")
-    sizes = ["--steps", 60, "--windows", 4, "--length", 64, "--warmup-steps", 1, "--dropout", 0]
-    own = ["--self-text-minutes", 0, "--self-text-batch", 4, "--self-text-tokens", 16]
-    mtp = ["--mtp-steps", 40, "--mtp-windows", 4, "--unroll", 2, "--learning-rate", 1e-2]
+    write_shape(shape, SHAPE, **TINY)
+    sizes = "--steps 60 --windows 4 --length 64 --warmup-steps 1 --dropout 0"
+    mtp = "--mtp-steps 40 --mtp-windows 4 --unroll 2 --learning-rate 1e-2"
     paths = ["--data", root, "--output", root / "model", "--shape", shape]
-    call(train.deepseek, *paths, *sizes, *own, *mtp)
+    call(train.deepseek, *paths, sizes, SELF_TEXT, mtp)
     return root
 
 

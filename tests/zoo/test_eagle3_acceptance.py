@@ -1,21 +1,18 @@
 """Acceptance of the zoo's EAGLE-3 head equals a loop that drafts and verifies, and the training
 command."""
 
-import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from tests.zoo.eagle3_entries import DRAFT_IDS, EntryByEntryHead, learn
-from tests.zoo.runs import call, read_json
+from tests.zoo.runs import SELF_TEXT, ZOO, call, counting, read_json, write_shape
 from tllm_spec.zoo import train
 from tllm_spec.zoo.eagle3 import target_states
 from tllm_spec.zoo.evaluate import chain_rounds, evaluate, summary
-from tllm_spec.zoo.registry import resolve_model
 from tllm_spec.zoo.self_text import continuations
 from tllm_spec.zoo.token_data import TokenData
 
@@ -79,45 +76,16 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny target that was trained to count to 12 and a head for it, both trained
     with the commands of the zoo."""
     root = tmp_path_factory.mktemp("runs")
-    for name in ("training", "heldout"):
-        np.savez(root / f"{name}.npz", tokens=np.arange(4096, dtype=np.uint16) % 12, num_bytes=8192)
+    counting(root, 12)
     sizes = {"hidden_size": 32, "head_dim": 16, "num_attention_heads": 2, "intermediate_size": 32}
-    sizes |= {"vocab_size": 64}
-    for name, more in (
-        ("llama", {"num_hidden_layers": 7}),
-        ("llama-eagle3", {"draft_vocab_size": 16}),
-    ):
-        (root / f"{name}-shape").mkdir()
-        config = read_json(resolve_model(f"zoo:{name}") / "config.json") | sizes | more
-        (root / f"{name}-shape" / "config.json").write_text(json.dumps(config))
-    (root / "llama-shape" / "generation_config.json").write_text("{}")
-
-    common = [
-        "--data",
-        root,
-        "--steps",
-        STEPS,
-        "--windows",
-        4,
-        "--length",
-        64,
-        "--warmup-steps",
-        10,
-    ]
-    common += ["--dropout", 0, "--learning-rate", 5e-3]
+    more = {"llama": {"num_hidden_layers": 7}, "llama-eagle3": {"draft_vocab_size": 16}}
+    for name, own in more.items():
+        write_shape(root / f"{name}-shape", ZOO / name, **sizes, vocab_size=64, **own)
+    run = f"--steps {STEPS} --windows 4 --length 64 --warmup-steps 10 --dropout 0"
+    common = ["--data", root, run, "--learning-rate", 5e-3]
     call(train.target, "--output", root / "target", "--shape", root / "llama-shape", *common)
-    own = [
-        "--self-text-minutes",
-        0,
-        "--self-text-batch",
-        4,
-        "--self-text-tokens",
-        16,
-        "--unroll",
-        3,
-    ]
     shape = ["--shape", root / "llama-eagle3-shape", "--target", root / "target"]
-    call(train.eagle3, "--output", root / "head", *shape, *own, *common)
+    call(train.eagle3, "--output", root / "head", *shape, SELF_TEXT, "--unroll 3", *common)
     return root
 
 

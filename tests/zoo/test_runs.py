@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.zoo.runs import ZOO, call, read_json, read_weights
+from tests.zoo.runs import SELF_TEXT, ZOO, call, counting, read_json, read_weights, write_shape
 from tllm_spec.models.token_map import read_token_map
 from tllm_spec.zoo import train
 from tllm_spec.zoo.evaluate import rounds, summary
@@ -58,40 +58,14 @@ def tiny_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny target and draft, trained to count to 50 with the commands of the
     zoo."""
     root = tmp_path_factory.mktemp("runs")
-    for name in ("training", "heldout"):
-        np.savez(root / f"{name}.npz", tokens=np.arange(4096, dtype=np.uint16) % 50, num_bytes=8192)
-    (root / "shape").mkdir()
+    counting(root, 50)
     sizes = {"hidden_size": 32, "head_dim": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-    config = read_json(ZOO / "llama-draft" / "config.json") | sizes | {"intermediate_size": 32}
-    (root / "shape" / "config.json").write_text(json.dumps(config))
-    (root / "shape" / "generation_config.json").write_text("{}")
-
-    common = [
-        "--shape",
-        root / "shape",
-        "--steps",
-        60,
-        "--windows",
-        4,
-        "--length",
-        64,
-        "--warmup-steps",
-        1,
-    ]
-    common += ["--dropout", 0, "--learning-rate", 1e-2]
-    call(train.target, "--data", root, "--output", root / "target", *common)
-    own = ["--self-text-minutes", 0, "--self-text-batch", 4, "--self-text-tokens", 16]
-    call(
-        train.draft,
-        "--data",
-        root,
-        "--output",
-        root / "draft",
-        "--target",
-        root / "target",
-        *own,
-        *common,
-    )
+    write_shape(root / "shape", ZOO / "llama-draft", **sizes, intermediate_size=32)
+    run = "--steps 60 --windows 4 --length 64 --warmup-steps 1 --dropout 0 --learning-rate 1e-2"
+    common = ["--data", root, "--shape", root / "shape", run]
+    call(train.target, "--output", root / "target", *common)
+    paths = ["--output", root / "draft", "--target", root / "target"]
+    call(train.draft, *paths, SELF_TEXT, *common)
     return root
 
 
@@ -123,13 +97,7 @@ def test_the_zoos_token_map_has_common_tokens_of_heldout_text(heldout_tokens: to
 def test_both_trainings_reach_the_expected_figures(tiny_runs: Path) -> None:
     assert read_json(tiny_runs / "target" / "metrics.json")["loss"] < math.log(50) / 3
     assert read_json(tiny_runs / "draft" / "metrics.json")["agreement"] > 0.9
-    folders = [
-        "--target",
-        tiny_runs / "target",
-        "--draft",
-        tiny_runs / "draft",
-        "--output",
-        tiny_runs,
-    ]
+    folders = ["--target", tiny_runs / "target", "--draft", tiny_runs / "draft"]
+    folders += ["--output", tiny_runs]
     call(train.evaluate, "--data", tiny_runs, *folders, "--prompts", 2, "--new-tokens", 16)
     assert read_json(tiny_runs / "acceptance.json")["acceptance_length"] > 4

@@ -70,6 +70,7 @@ class BatchInvariantAttention(HeadsBackend):
         rotary: Rotary,
         plan: AttentionPlan,
         norm: HeadWeights | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(plan, BatchInvariantPlan)
         self.write(layer, qkv, rotary, plan, norm)
@@ -84,6 +85,7 @@ class BatchInvariantAttention(HeadsBackend):
                 self._results,
                 self.geometry.span,
                 self.pool.kv_format.scales_of(layer),
+                sinks,
             )
             for rows, tiles in plan.launches
         ]

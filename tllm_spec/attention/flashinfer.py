@@ -42,6 +42,7 @@ class Prefill(Protocol):
         layer: torch.Tensor,
         out: torch.Tensor,
         scales: KVScales = UNSCALED,
+        sinks: torch.Tensor | None = None,
     ) -> None: ...
     def in_place(self, limits: PrefillLimits) -> "InPlace | None": ...
 
@@ -151,9 +152,10 @@ class FlashInferAttention(TritonAttention):
         rotary: Rotary,
         plan: AttentionPlan,
         norm: HeadWeights | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if not isinstance(plan, FlashInferPlan):
-            return super().run(layer, qkv, rotary, plan, norm)
+            return super().run(layer, qkv, rotary, plan, norm, sinks)
         num_rows = plan.num_rows
         own = AttentionPlan(plan.kv_slots[:num_rows])
         self.write(layer, qkv[:num_rows], rotary.first(num_rows), own, norm)
@@ -166,9 +168,10 @@ class FlashInferAttention(TritonAttention):
         output = q.new_empty(q.shape)
         self._prefill.run(
             *(plan.prefill, q[:num_rows], keys_and_values, output[:num_rows]),
-            self.pool.kv_format.scales_of(layer),
+            *(self.pool.kv_format.scales_of(layer), sinks),
         )
         output = output.flatten(1)
         if plan.windows is not None:
-            output[num_rows:] = self._run_windows(layer, qkv, rotary, plan.windows, norm)
+            windows = self._run_windows(layer, qkv, rotary, plan.windows, norm, sinks)
+            output[num_rows:] = windows
         return output

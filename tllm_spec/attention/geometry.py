@@ -37,6 +37,8 @@ class AttentionGeometry:
     scale: float
     span: KeySpan | None = None
     """The keys that a query sees. None: all keys up to its own."""
+    has_sinks: bool = False
+    """Whether each head has a sink (kernels/attention_sinks.py)."""
 
     @property
     def layout(self) -> HeadsLayout:

@@ -15,6 +15,7 @@ import torch
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.recurrent import RecurrentRows
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.kernels.paged_prefill import PrefillLimits
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
@@ -130,6 +131,7 @@ class HeadsBackend(AttentionBackend):
         rotary: Rotary,
         plan: AttentionPlan,
         norm: HeadWeights | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Normalise and rotate the rows' q and k, write their K and V into the pool, then attend
         causally to all keys of the row's request, or to those that the metadata's tree names; with
@@ -141,6 +143,7 @@ class HeadsBackend(AttentionBackend):
             rotary: of this forward's positions.
             plan: of this forward.
             norm: of each head of q and k, before the rotation; None: none.
+            sinks: `[Hq]` float32, if the geometry has sinks.
 
         Returns:
             `[T, Hq * D]`.
@@ -185,3 +188,5 @@ class ForwardContext:
     """[R] int64, device: the rows that the model returns. The other rows end in the last layer,
     which writes their keys and values and nothing else; what `spec` captures after that layer has
     the R rows only. None: all rows."""
+    recurrent: RecurrentRows | None = None
+    """Of layers with a recurrent state; None: the model has none."""

@@ -1,6 +1,6 @@
 """TRITON: generation windows run a kernel that reads lengths and block tables from the device;
-context chunks run as in VANILLA, or over FP8 codes in the batch-invariant kernel. Without Triton
-the kernels' plain-torch references run.
+context chunks run as in VANILLA, or over FP8 codes and with sinks in the batch-invariant kernel.
+Without Triton the kernels' plain-torch references run.
 
 A plan without context chunks depends on no length, so a CUDA graph can hold its forward. Before a
 capture, a forward of the same shape must have run: kernels are compiled at their first launch."""
@@ -34,8 +34,8 @@ class WindowPlan:
 
 
 @dataclass(frozen=True)
-class CodeChunks:
-    """All context chunks, in the first `num_rows` rows."""
+class TiledChunks:
+    """All context chunks, in the first `num_rows` rows, for the batch-invariant kernel."""
 
     num_rows: int
     block_tables: torch.Tensor
@@ -48,8 +48,8 @@ class TritonPlan(VanillaPlan):
     """VANILLA's chunks, and `windows` instead of its generation plan."""
 
     windows: WindowPlan | None
-    code_chunks: CodeChunks | None
-    """Instead of VANILLA's chunks, if the pool has codes."""
+    tiled_chunks: TiledChunks | None
+    """Instead of VANILLA's chunks, if the pool has codes or heads have sinks."""
 
 
 class TritonAttention(VanillaAttention):
@@ -68,8 +68,9 @@ class TritonAttention(VanillaAttention):
 
     def plan(self, metadata: AttentionMetadata) -> TritonPlan:
         windows = self._plan_windows(metadata)
-        if metadata.context_lens and self.pool.kv_format.scales is not None:
-            chunks = self._plan_code_chunks(metadata)
+        is_tiled = self.pool.kv_format.scales is not None or self.geometry.has_sinks
+        if metadata.context_lens and is_tiled:
+            chunks = self._plan_tiled_chunks(metadata)
             return TritonPlan(metadata.kv_slots, (), None, windows, chunks)
         contexts = super().plan(replace(metadata, rows=RoundRows.rectangle(0, 1))).contexts
         return TritonPlan(metadata.kv_slots, contexts, None, windows, None)
@@ -81,6 +82,7 @@ class TritonAttention(VanillaAttention):
         rotary: Rotary,
         plan: AttentionPlan,
         norm: HeadWeights | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(plan, TritonPlan)
         windows = plan.windows
@@ -90,25 +92,33 @@ class TritonAttention(VanillaAttention):
                 layer, qkv[:first], rotary.first(first), AttentionPlan(plan.kv_slots[:first]), norm
             )
         q, kv = self.split(qkv)
-        outputs = [self._run_context(layer, q, kv, context) for context in plan.contexts]
-        if plan.code_chunks is not None:
-            outputs.append(self._run_code_chunks(layer, q, plan.code_chunks))
+        outputs = [self._run_context(layer, q, kv, context, sinks) for context in plan.contexts]
+        if plan.tiled_chunks is not None:
+            outputs.append(self._run_tiled_chunks(layer, q, plan.tiled_chunks, sinks))
         if windows is not None:
-            outputs.append(self._run_windows(layer, qkv, rotary, windows, norm))
+            outputs.append(self._run_windows(layer, qkv, rotary, windows, norm, sinks))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _plan_code_chunks(self, metadata: AttentionMetadata) -> CodeChunks:
+    def _plan_tiled_chunks(self, metadata: AttentionMetadata) -> TiledChunks:
         lens, group = metadata.context_lens, self.geometry.num_heads // self.geometry.num_kv_heads
         tiles = QueryTiles.of_chunks(
             lens, metadata.context_kv_lens, tokens_per_tile(group), metadata.kv_slots.device
         )
-        return CodeChunks(sum(lens), metadata.block_tables, QueryTiles.joined(tiles))
+        return TiledChunks(sum(lens), metadata.block_tables, QueryTiles.joined(tiles))
 
-    def _run_code_chunks(self, layer: int, q: torch.Tensor, chunks: CodeChunks) -> torch.Tensor:
-        geometry = self.geometry
+    def _run_tiled_chunks(
+        self, layer: int, q: torch.Tensor, chunks: TiledChunks, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         return batch_invariant_attention(
-            *(q[: chunks.num_rows], self._layers[layer], chunks.block_tables, chunks.tiles),
-            *(geometry.scale, None, geometry.span, self.pool.kv_format.scales_of(layer)),
+            q[: chunks.num_rows],
+            self._layers[layer],
+            chunks.block_tables,
+            chunks.tiles,
+            self.geometry.scale,
+            None,
+            self.geometry.span,
+            self.pool.kv_format.scales_of(layer),
+            sinks,
         )
 
     def _plan_windows(self, metadata: AttentionMetadata) -> WindowPlan | None:
@@ -137,6 +147,7 @@ class TritonAttention(VanillaAttention):
         rotary: Rotary,
         plan: WindowPlan,
         norm: HeadWeights | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         return window_attention(
             qkv[plan.first :],
@@ -147,4 +158,5 @@ class TritonAttention(VanillaAttention):
             self._workspace,
             norm,
             self.pool.kv_format.scales_of(layer),
+            sinks,
         )

@@ -93,6 +93,7 @@ class VanillaAttention(HeadsBackend):
         rotary: Rotary,
         plan: AttentionPlan,
         norm: HeadWeights | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(plan, VanillaPlan)
         plain_rotate(qkv[:, : -self.geometry.num_kv_heads], rotary, norm)
@@ -104,9 +105,9 @@ class VanillaAttention(HeadsBackend):
         scales = self.pool.kv_format.scales_of(layer)
         stored = plain_write_kv(kv, plan.kv_slots, self.pool.data[layer], scales)
         kv = stored.to(q.dtype).transpose(0, 1)
-        outputs = [self._run_context(layer, q, kv, context) for context in plan.contexts]
+        outputs = [self._run_context(layer, q, kv, context, sinks) for context in plan.contexts]
         if plan.generation is not None:
-            outputs.append(self._run_generation(layer, q, plan.generation))
+            outputs.append(self._run_generation(layer, q, plan.generation, sinks))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _plan_contexts(
@@ -190,7 +191,12 @@ class VanillaAttention(HeadsBackend):
         return mask.masked_fill_(hidden, -torch.inf)
 
     def _run_context(
-        self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: ContextPlan
+        self,
+        layer: int,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        plan: ContextPlan,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         q = q[plan.rows].transpose(0, 1)[None]
         if plan.kv_rows is None:
@@ -200,18 +206,23 @@ class VanillaAttention(HeadsBackend):
             kv = kv.to(q.dtype)
         scales = self.pool.kv_format.scales_of(layer)
         keys, values = kv.transpose(1, 2)[:, None].unbind(0)
-        output = F.scaled_dot_product_attention(
-            q,
-            keys,
-            values,
-            plan.mask,
-            is_causal=plan.mask is None,
-            scale=self.geometry.scale * scales.key,
-            enable_gqa=True,
-        )
+        scale, is_causal = self.geometry.scale * scales.key, plan.mask is None
+        if sinks is None:
+            output = F.scaled_dot_product_attention(
+                q, keys, values, plan.mask, is_causal=is_causal, scale=scale, enable_gqa=True
+            )
+        else:
+            mask, rows = plan.mask, q.shape[2]
+            if mask is None:
+                mask = torch.full((rows, rows), -torch.inf, dtype=q.dtype, device=q.device).triu(1)
+            by_head = q.view(1, -1, self._group, *q.shape[2:])
+            parts = by_head, keys.unsqueeze(2), values.unsqueeze(2), mask, scale
+            output = _attend_with_sinks(*parts, sinks.view(-1, self._group, 1, 1)).flatten(1, 2)
         return times(output[0].transpose(0, 1).flatten(1), scales.value)
 
-    def _run_generation(self, layer: int, q: torch.Tensor, plan: GenerationPlan) -> torch.Tensor:
+    def _run_generation(
+        self, layer: int, q: torch.Tensor, plan: GenerationPlan, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         batch, heads, _, head_dim = plan.keys.shape
         window, group = plan.rows.window, self._group
         torch.index_select(self._rows[layer], 0, plan.kv_rows, out=plan.gathered)
@@ -225,10 +236,30 @@ class VanillaAttention(HeadsBackend):
         else:
             q = plan.rows.padded(q).view(batch, window, heads, group, head_dim)
             q = q.transpose(1, 2).flatten(2, 3)
-        output = F.scaled_dot_product_attention(
-            q, plan.keys, plan.values, plan.mask, scale=self.geometry.scale * scales.key
-        )
+        scale = self.geometry.scale * scales.key
+        if sinks is None:
+            output = F.scaled_dot_product_attention(
+                q, plan.keys, plan.values, plan.mask, scale=scale
+            )
+        else:
+            by_row = sinks.view(heads, 1, group).expand(-1, window, -1).reshape(heads, -1, 1)
+            output = _attend_with_sinks(q, plan.keys, plan.values, plan.mask, scale, by_row)
         if window > 1:
             output = output.view(batch, heads, window, group, head_dim).transpose(1, 2)
             output = plan.rows.flat(output)
         return times(output.reshape(plan.rows.num_rows, -1), scales.value)
+
+
+def _attend_with_sinks(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """As `F.scaled_dot_product_attention`, `[..., R, D]`, with one more score for each row. sinks:
+    float32; it can be expanded to `[..., R, 1]`."""
+    scores = (q @ keys.mT).float() * scale + mask
+    scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
+    return scores.softmax(-1)[..., :-1].to(values.dtype) @ values

@@ -10,6 +10,8 @@ that was verified; without it, the round counts as one of the length that the co
 `seconds`: the round's time, if it is known. The trace is what happened: decisions do not change the
 rounds after them.
 
+A folder of recorded traffic (`record_traffic`) is a trace, too, without times.
+
 A file of LLM arguments gives the controller that an engine with these arguments has, limits
 included; one of the `adaptive` keys alone gives that policy without any limit."""
 
@@ -27,6 +29,7 @@ from tllm_spec.config.config_base import ConfigModel
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
+from tllm_spec.recording.traffic_folder import read_records
 
 
 class TraceRound(ConfigModel):
@@ -158,6 +161,23 @@ def read_trace(lines: Iterable[str]) -> Iterator[TraceRound]:
             yield TraceRound(**tree)
         except ValueError as error:
             raise ValueError(f"line {number} of the trace: {error}") from error
+
+
+def recorded_trace(folder: Path) -> Iterator[TraceRound]:
+    """The rounds of recorded traffic, in order. What a round brought to several requests has one
+    time. Raises ValueError for a folder without records."""
+    rounds: dict[int, list[tuple[int, int]]] = {}
+    for record in read_records(folder):
+        for offset, num_tokens, num_drafts in record.rounds:
+            if offset is not None and num_tokens is not None and num_drafts is not None:
+                brought = rounds.setdefault(record.arrived_us + offset, [])
+                brought.append((num_tokens - 1, num_drafts))
+    for _, brought in sorted(rounds.items()):
+        yield TraceRound(
+            batch_size=len(brought),
+            num_accepted=[accepted for accepted, drafts in brought if drafts],
+            num_steps=max(drafts for _, drafts in brought),
+        )
 
 
 def replay(controller: AdaptiveController, rounds: Iterable[TraceRound]) -> Iterator[ReplayedRound]:

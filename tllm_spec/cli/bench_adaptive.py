@@ -19,7 +19,7 @@ def sizes(context: click.Context, option: click.Parameter, value: str | None) ->
 
 
 @click.command(name="adaptive-replay")
-@click.argument("trace", type=EXISTING_FILE)
+@click.argument("trace", type=click.Path(exists=True, path_type=Path))
 @click.option(
     "--config",
     type=EXISTING_FILE,
@@ -54,8 +54,8 @@ def adaptive_replay(
 
     TRACE has one JSON object a line: batch_size, num_accepted (a list with a number for each
     request), and optionally num_steps (the draft length that was verified) and seconds (the
-    round's time). When --config holds LLM arguments, their limits on the draft length apply as in
-    an engine."""
+    round's time). Or it is a folder of recorded traffic (--record_traffic). When --config holds LLM
+    arguments, their limits on the draft length apply as in an engine."""
     from tllm_spec.bench import adaptive_replay as replays
     from tllm_spec.bench.dataset import read_lines
 
@@ -65,7 +65,9 @@ def adaptive_replay(
         initial_steps=initial_steps,
         round_times=replays.read_round_times(round_times) if round_times else None,
     )
-    for each in replays.replay(controller, replays.read_trace(read_lines(trace))):
+    is_recorded = trace.is_dir()
+    rounds = replays.recorded_trace(trace) if is_recorded else replays.read_trace(read_lines(trace))
+    for each in replays.replay(controller, rounds):
         if every_round or each.changed:
             now = controller.tier_for(each.batch_size)
             click.echo(f"{each}{f' -> {now}' if each.changed else ''}")

@@ -19,7 +19,6 @@ from tllm_spec.config.not_served import NO_QUANTISING
 from tllm_spec.config.option_checks import NotServed, shown
 from tllm_spec.config.peer_options import ALGORITHMS, LLM_PEERS, with_our_names
 
-ONE_ENGINE = "a server has one engine; put servers in front of each other with a proxy"
 DTYPES = {"half": "float16", "float": "float32"}
 ATTENTION = {"TRITON_ATTN": "TRITON"}
 # Flags whose value is the model, which is an argument without a name here.
@@ -102,7 +101,6 @@ PEER_FLAGS = (
     PeerOption("--enable_lora", bool, NotServed((), NO_LORA)),
     PeerOption("--lora_modules --lora_paths", str, NotServed((), NO_LORA)),
     PeerOption("--enable_expert_parallel", bool, NotServed((), "use --moe_expert_parallel_size N")),
-    PeerOption("--data_parallel_size --dp_size --dp", int, NotServed((1,), ONE_ENGINE)),
     PeerOption(
         "--compilation_config", str, NotServed((), "use cuda_graph_config in the YAML file")
     ),

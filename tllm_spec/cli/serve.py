@@ -93,6 +93,15 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
     "--enable_chunked_prefill", is_flag=True, help="Split long prompts over several forward passes."
 )
 @click.option(
+    "--record_traffic",
+    type=click.Path(file_okay=False),
+    help="Folder in which requests and outputs are recorded for tllm-bench replay. "
+    "[default: nothing is recorded]",
+)
+@click.option(
+    "--record_traffic_mib", type=click.IntRange(1), help="Its size in MiB, at most. [default: 1024]"
+)
+@click.option(
     "--extra_llm_api_options",
     "--config",
     type=click.Path(dir_okay=False),
@@ -126,6 +135,12 @@ def main(
             return _print_config(context, [*SERVE_NAMES, *server], args, flags.arguments)
         configure_logs(log_level, server["log_format"])
         _check_mpirun(args.tensor_parallel_size)
+        if checked.dp_size > 1 and args.tensor_parallel_size > 1:
+            raise ValueError(
+                f"dp_size = {checked.dp_size} is not served with tensor_parallel_size = "
+                f"{args.tensor_parallel_size}: start a server for each group of devices, and a "
+                "proxy in front of them (docs/deploying.md)"
+            )
         if args.tensor_parallel_size > 1:
             undo_default_binding()
         if args.tensor_parallel_size > 1 and mpirun_rank():
@@ -136,7 +151,7 @@ def main(
             settings = ChildSettings(
                 llm=args.as_options(),
                 served_model_name=served_model_name or _name_of(args.model),
-                engine_path="",
+                engine_paths=[],
                 log_level=log_level,
                 log_format=server["log_format"],
                 server=checked.to_plain(),

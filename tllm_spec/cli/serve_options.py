@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from tllm_spec.server.client_keys import read_keys
+from tllm_spec.server.client_keys import Keys, read_keys
 from tllm_spec.server.options import ANY, ServerOptions, hosts_of
 from tllm_spec.server.parsers.names import TOOL_PARSERS
 from tllm_spec.server.parsers.reasoning import STARTS_INSIDE
@@ -44,6 +44,15 @@ SERVER_CLICK_OPTIONS = (
         type=click.IntRange(1, 64),
         default=1,
         help="Processes for HTTP and text, in front of the engine's process.",
+    ),
+    click.option(
+        "--dp_size",
+        "--data_parallel_size",
+        "--dp",
+        type=click.IntRange(1, 64),
+        default=DEFAULTS.dp_size,
+        help="Engines, each with the whole model on a GPU of its own. A request goes to the one "
+        "that has most of its prompt in the prefix cache and is not busy.",
     ),
     click.option(
         "--max_queue_size",
@@ -155,6 +164,16 @@ SERVER_CLICK_OPTIONS = (
         help="URL to send OpenTelemetry spans of requests to, as http://localhost:4318/v1/traces. "
         "Needs tllm_spec[otel].",
     ),
+    click.option(
+        "--draft_model_root",
+        type=click.Path(exists=True, file_okay=False),
+        help="Folder of draft weights that POST /v1/draft_model may swap in; needs "
+        "--draft_model_key. [default: none may be]",
+    ),
+    click.option(
+        "--draft_model_key",
+        help="Name of the key in --api_key @FILE that may swap draft weights.",
+    ),
     click.option("--ssl_certfile", help="Certificate in PEM format: the server speaks HTTPS."),
     click.option("--ssl_keyfile", help="Its private key. [default: in --ssl_certfile]"),
     click.option("--ssl_keyfile_password", help="Password of the private key."),
@@ -175,6 +194,7 @@ SERVER_CLICK_OPTIONS = (
 
 SERVER_NAMES = (
     "frontends",
+    "dp_size",
     "max_queue_size",
     "max_client_choices",
     "max_request_tokens",
@@ -194,6 +214,8 @@ SERVER_NAMES = (
     "reasoning_parser",
     "vllm_metrics",
     "otlp_traces_endpoint",
+    "draft_model_root",
+    "draft_model_key",
     "ssl_certfile",
     "ssl_keyfile",
     "ssl_keyfile_password",
@@ -215,7 +237,10 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
         from tllm_spec.server.traces import otlp_exporter  # heavy, and an extra
 
         otlp_exporter(endpoint)
+    keys = read_keys(_given_key(given["api_key"]))
+    _check_draft_key(given, keys)
     return ServerOptions(
+        dp_size=given["dp_size"],
         max_body_bytes=given["max_body_mib"] * MIB,
         max_answer_bytes=given["max_answer_mib"] * MIB,
         max_connections=given["max_connections"],
@@ -226,7 +251,7 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
         engine_timeout=given["engine_timeout"],
         drain_delay=given["drain_delay"],
         shutdown_timeout=given["shutdown_timeout"],
-        api_key=read_keys(_given_key(given["api_key"])),
+        api_key=keys,
         hosts=hosts_of(host, given["allowed_hosts"]),
         allowed_origins=_checked(given, "allowed_origins", _is_origin, "https://chat.example"),
         trusted_proxies=_checked(given, "trusted_proxies", _is_network, "10.0.0.0/8"),
@@ -235,7 +260,21 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
         reasoning_parser=given["reasoning_parser"],
         vllm_metrics=given["vllm_metrics"],
         otlp_traces_endpoint=endpoint,
+        draft_model_root=given["draft_model_root"],
+        draft_model_key=given["draft_model_key"],
     )
+
+
+def _check_draft_key(given: Mapping[str, Any], keys: Keys) -> None:
+    """Draft weights are swapped by an operator, not by every client."""
+    root, name = given["draft_model_root"], given["draft_model_key"]
+    if (root is None) != (name is None):
+        raise ValueError("--draft_model_root and --draft_model_key need each other")
+    if name is not None and (not isinstance(keys, Mapping) or name not in keys):
+        raise ValueError(
+            f"--draft_model_key {name} is not the name of a key; --api_key @FILE with a line "
+            f"`{name}: key` is needed"
+        )
 
 
 def _given_key(key: str | None) -> str | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import ceil
 
 MAX_DRAFT_LEN = 1 << 16  # each length up to the longest has a shape of its own
 
@@ -13,17 +14,32 @@ MAX_DRAFT_LEN = 1 << 16  # each length up to the longest has a shape of its own
 @dataclass(frozen=True, order=True)
 class DraftShape:
     """`depth`: drafts on the longest path. `num_nodes`: drafts in a window. `topk`: children of a
-    node, at most. `choices`: of a static tree, the child ranks that lead to each draft."""
+    node, at most. `choices`: of a static tree, the child ranks that lead to each draft.
+    `mean_rows`: rows that a request has on average in a round that verifies the best drafts of the
+    whole batch; 0: every request has its whole window."""
 
     depth: int
     num_nodes: int
     topk: int = 1
     choices: tuple[tuple[int, ...], ...] = ()
+    mean_rows: float = 0.0
 
     @property
     def window(self) -> int:
         """Rows of a request in a round: the bonus token, then the drafts."""
         return 1 + self.num_nodes
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether requests may have different numbers of rows in a round."""
+        return 0 < self.mean_rows < self.window
+
+    def num_rows(self, batch_size: int) -> int:
+        """Rows of a round of that many requests."""
+        whole = batch_size * self.window
+        if not self.is_ragged:
+            return whole
+        return min(whole, max(batch_size, ceil(batch_size * self.mean_rows)))
 
     @property
     def path(self) -> int:
@@ -36,7 +52,10 @@ class DraftShape:
 
     @property
     def name(self) -> str:
-        """A chain's length, or a tree such as `5x8/31`: steps, children of a node, drafts."""
+        """A chain's length, or a tree such as `5x8/31`: steps, children of a node, drafts. With
+        rows on average such as `7@4`."""
+        if self.is_ragged:
+            return f"{self.depth}@{self.mean_rows:g}"
         return f"{self.depth}x{self.topk}/{self.num_nodes}" if self.is_tree else str(self.depth)
 
     @property
@@ -84,22 +103,26 @@ class DraftShapes:
         self.narrows = narrows
         self.longest = longest or by_length[-1]
         self.has_trees = any(shape.is_tree for shape in self._all)
+        self.budgets: list[tuple[int, float]] = []
+        self.are_ragged = any(shape.is_ragged for shape in self._all)
         self.tree_tiers = range(len(by_length), len(self._all))
-        self._windows = [shape.window for shape in self._all]
+        self._rows_each = [shape.mean_rows or shape.window for shape in self._all]
 
     @classmethod
-    def chains(cls, max_draft_len: int) -> DraftShapes:
-        return cls([chain_of(length) for length in range(max_draft_len + 1)])
+    def chains(cls, max_draft_len: int, mean_rows: float = 0.0) -> DraftShapes:
+        """mean_rows: as `DraftShape`, of rounds whose windows have more."""
+        shapes = [DraftShape(n, n, mean_rows=mean_rows) for n in range(max_draft_len + 1)]
+        return cls([shape if shape.is_ragged else chain_of(shape.depth) for shape in shapes])
 
     def fitting(self, length: int, *, is_chain: bool) -> DraftShape:
         """The shape of a round whose longest draft has that length; it may have no branches."""
         return chain_of(length) if is_chain and self.narrows else self.of(length)
 
     def tier_within(self, num_rows: int) -> int:
-        """The last tier such that it and all before it have windows of at most `num_rows` rows; 0
+        """The last tier such that it and all before it have at most `num_rows` rows a request; 0
         if there is none."""
-        too_large = (tier for tier, window in enumerate(self._windows) if window > num_rows)
-        return max(next(too_large, len(self._windows)) - 1, 0)
+        too_large = (tier for tier, rows in enumerate(self._rows_each) if rows > num_rows)
+        return max(next(too_large, len(self._all)) - 1, 0)
 
     def name(self, tier: int) -> int | str:
         """A draft length, or the name of one of `trees`."""

@@ -222,7 +222,7 @@ class DraftTreeDecodingConfig(MatchedDraftsConfig):
             return DraftShapes([NO_DRAFTS, *(_static(self.eagle_choices, n) for n in lengths)])
         topk, nodes = self.dynamic_tree_max_topK, self.max_total_draft_tokens
         if not self.drafts_trees or topk is None or nodes is None:
-            return DraftShapes.chains(self.max_draft_len)
+            return super().shapes
         if self.mixes_trees and self.adaptive is not None:
             tree = DraftShape(self.max_draft_len, nodes, topk)
             chains = [chain_of(length) for length in range(self.max_draft_len + 1)]

@@ -9,11 +9,12 @@ from typing import Any, ClassVar, Literal
 from pydantic import PositiveInt, model_validator
 
 from tllm_spec.config.config_base import ConfigError
+from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, DraftShapes
 from tllm_spec.config.draft_tree_config import MAX_NODES, MAX_TOPK, TREE_ALIASES, chain_or_tree
 from tllm_spec.config.import_path import find_class, make_object
 from tllm_spec.config.option_checks import NotServed
-from tllm_spec.config.speculative_base import DECODING_NOT_SERVED, DecodingBaseConfig
+from tllm_spec.config.speculative_base import DecodingBaseConfig
 
 NO_DRAFT_MODEL = "this decoding type has no draft model"
 NO_DRAFT_PROBABILITY = (

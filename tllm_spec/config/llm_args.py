@@ -110,6 +110,12 @@ class LlmArgs(ConfigModel):
     print_iter_log: bool = False
     """Logs one line for each round, at level INFO."""
 
+    record_traffic: PathText | None = None
+    """Folder in which requests and outputs are recorded for `tllm-bench replay`. null: nothing is
+    recorded."""
+    record_traffic_mib: PositiveInt = 1024
+    """Size of that folder, in MiB, at most; the oldest records are dropped."""
+
     tensor_parallel_size: PositiveInt = 1
     """Devices that share the model, a process for each. `mpirun -n N` starts them, or else the
     model does."""

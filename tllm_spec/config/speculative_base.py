@@ -6,59 +6,33 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from tllm_spec.config.adaptive_config import AdaptiveConfig, Probability
 from tllm_spec.config.config_base import ConfigError, ConfigModel
+from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
 from tllm_spec.config.draft_len_schedule import checked, with_lower_bounds
 from tllm_spec.config.draft_shape import MAX_DRAFT_LEN, DraftShapes
 from tllm_spec.config.option_checks import NotServed, shown
 from tllm_spec.config.peer_options import SPECULATIVE_PEERS
+from tllm_spec.config.synthetic_rates import Rates, rate_problem
+from tllm_spec.config.verify_budget import budget_problem
 
 PathText = Annotated[
     str, BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
 ]
 
 SGLANG_NODES = "speculative_num_draft_tokens"  # SGLang counts the root, too
-NO_GATE = (
-    "it is one of TensorRT-LLM's older names; use acceptance_rate_threshold with "
-    "acceptance_rate_window_size"
-)
-OLD_SA_NAME = "it is one of TensorRT-LLM's older names; use sa_config"
 NO_BENCHMARK = "synthetic acceptance is for benchmarks and changes the text"
-
-DECODING_NOT_SERVED: Mapping[str, NotServed] = {
-    "acceptance_length_threshold": NotServed((None,), NO_GATE),
-    "acceptance_window": NotServed((None, 0), NO_GATE),
-    "allow_advanced_sampling": NotServed(
-        (True, False), "every sampling option works with speculation"
-    ),
-    "draft_tensor_parallel_size": NotServed(
-        (None,), "target and drafter share tensor_parallel_size"
-    ),
-    "parallel_drafting": NotServed(
-        (None, False), "a draft network makes one draft after the other"
-    ),
-    "use_heterogeneous_vocab": NotServed((None, False), "drafts are ids of the target's tokenizer"),
-    "max_batch_size": NotServed(
-        (None,), "the batch is bounded by the model's own max_batch_size", ignored=(int,)
-    ),
-    "min_runtime_draft_len": NotServed(
-        (None, 0), "draft_len_schedule and adaptive say how short drafts may become"
-    ),
-    "enable_penalty": NotServed((True, False), "penalties always work with speculation"),
-    "advanced_sampling_mode": NotServed(("full",), "no sampling filter is left out"),
-    "moe_backend": NotServed((None, "AUTO"), "only dense draft models are served"),
-    "sa_spec_threshold": NotServed((None, 4), OLD_SA_NAME),
-    "spec_dec_variant": NotServed((None,), "decoding_type names the method"),
-    "speculative_model_subfolder": NotServed(
-        (None, ""), "speculative_model is the folder that has config.json"
-    ),
-    "use_sa_spec": NotServed((False,), OLD_SA_NAME),
-}
 
 
 def _tuple_of(sequence: object) -> object:
@@ -76,9 +50,6 @@ class RelaxedRule:
     delta: float
     begin_token: int
     end_token: int
-
-
-Rates = tuple[float, ...] | tuple[tuple[float, ...], ...]
 
 
 class DecodingBaseConfig(ConfigModel):
@@ -103,6 +74,11 @@ class DecodingBaseConfig(ConfigModel):
     Refused where drafts are made in the target's round or from its hidden states."""
     max_concurrency: PositiveInt | None = None
     """No drafts in batches of more requests than this."""
+    verify_budget: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """Rows that a request has on average in a round, its own token included. The rows of a batch go
+    to the drafts that are likeliest to be accepted, whoever's they are; a request has 1 to
+    `max_draft_len` + 1 of them. null: all requests have as many. Refused with draft trees,
+    `use_rejection_sampling` and `adaptive`."""
     draft_len_schedule_keys: Literal["lower_bound", "upper_bound"] | None = None
     """What the keys of `draft_len_schedule` are. `upper_bound` is TensorRT-LLM's reading for
     one-model decoding: each key ends a range of batch sizes, and above the largest there are no
@@ -247,6 +223,21 @@ class DecodingBaseConfig(ConfigModel):
         return self
 
     @model_validator(mode="after")
+    def _check_budget(self) -> DecodingBaseConfig:
+        if self.verify_budget is None:
+            return self
+        named = f"verify_budget = {self.verify_budget:g}"
+        rejects = self.use_rejection_sampling
+        problem = budget_problem(
+            named, drafts_trees=self.drafts_trees, use_rejection_sampling=rejects
+        )
+        if self.adaptive is not None:
+            problem = f"{named} and adaptive are exclusive: each says what is verified"
+        if problem is not None:
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
     def _check_pauses(self) -> DecodingBaseConfig:
         rounds = self.max_rejected_rounds
         if "max_rejected_rounds" not in self.model_fields_set:
@@ -320,7 +311,7 @@ class DecodingBaseConfig(ConfigModel):
     @cached_property
     def shapes(self) -> DraftShapes:
         """What a round's drafts look like, by tier."""
-        return DraftShapes.chains(self.max_draft_len)
+        return DraftShapes.chains(self.max_draft_len, self.verify_budget or 0.0)
 
     @property
     def relaxed_rule(self) -> RelaxedRule | None:
@@ -364,21 +355,6 @@ class DraftModelDecodingConfig(DecodingBaseConfig):
     @property
     def why_no_overlap(self) -> str | None:
         return None
-
-
-def rate_problem(rates: Rates, *, is_tree: bool) -> str | None:
-    """What is wrong with synthetic acceptance rates; None: nothing."""
-    if any(isinstance(each, tuple) != is_tree for each in rates):
-        form = "a list of probabilities for each depth" if is_tree else "one for each draft"
-        return f"of a {'tree' if is_tree else 'chain'} they are {form}"
-    numbers = [number for each in rates for number in (each if isinstance(each, tuple) else [each])]
-    if not all(0 <= number <= 1 for number in numbers):
-        return "probabilities are in 0..1"
-    if any(sum(each) > 1 + 1e-9 for each in rates if isinstance(each, tuple)):
-        return "those of one depth exclude each other, so they add up to 1 at most"
-    if not is_tree and any(later > earlier for earlier, later in pairwise(numbers)):
-        return "they cannot rise, because a draft is accepted only with all before it"
-    return None
 
 
 def _counted_root(options: Mapping[str, Any], lines: list[str]) -> list[str]:

@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from tllm_spec.config.config_base import ConfigError
+from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
 from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
 from tllm_spec.config.host_draft_config import HOST_DRAFTS_NOT_SERVED
 from tllm_spec.config.host_draft_config import NGramDecodingConfig as NGramDecodingConfig
@@ -30,13 +31,12 @@ from tllm_spec.config.matched_drafts_config import MAX_MATCH, POOL_NOT_SERVED
 from tllm_spec.config.matched_drafts_config import SAEnhancerConfig as SAEnhancerConfig
 from tllm_spec.config.option_checks import NotServed, many_unknown, shown, unknown_options
 from tllm_spec.config.peer_options import SPECULATIVE_PEERS, with_our_names
+from tllm_spec.config.speculative_base import DecodingBaseConfig as DecodingBaseConfig
+from tllm_spec.config.speculative_base import DraftModelDecodingConfig as DraftModelDecodingConfig
 from tllm_spec.config.speculative_base import (
-    DECODING_NOT_SERVED,
     PathText,
     RelaxedRule,
 )
-from tllm_spec.config.speculative_base import DecodingBaseConfig as DecodingBaseConfig
-from tllm_spec.config.speculative_base import DraftModelDecodingConfig as DraftModelDecodingConfig
 
 DraftBackend = Literal["torch", "tensorrt", "onnxruntime"]
 EAGLE_NOT_SERVED: Mapping[str, NotServed] = {

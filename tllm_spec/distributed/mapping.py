@@ -54,21 +54,12 @@ class Mapping:
 
     def shard_experts(self, num_experts: int) -> int:
         """This rank's experts. Raises ValueError if `ep_size` does not divide their number."""
-        if num_experts % self.ep_size:
-            raise ValueError(
-                f"num_experts is {num_experts}, which moe_expert_parallel_size {self.ep_size} does "
-                "not divide."
-            )
-        return num_experts // self.ep_size
+        return _part(num_experts, "num_experts", self.ep_size, "moe_expert_parallel_size")
 
     def shard_expert(self, size: int) -> int:
         """This rank's part of an expert's intermediate size. Raises ValueError as `shard`."""
-        if size % self.moe_tp_size:
-            raise ValueError(
-                f"moe_intermediate_size is {size}, which moe_tensor_parallel_size "
-                f"{self.moe_tp_size} does not divide."
-            )
-        return size // self.moe_tp_size
+        ranks = self.moe_tp_size
+        return _part(size, "moe_intermediate_size", ranks, "moe_tensor_parallel_size")
 
     def shard_kv_heads(self, num_kv_heads: int) -> int:
         """This rank's key and value heads. With more ranks than heads several ranks have the same
@@ -91,11 +82,13 @@ class Mapping:
         Raises:
             ValueError: `size` cannot be split evenly over the tensor-parallel ranks.
         """
-        if size % self.tp_size:
-            raise ValueError(
-                f"{what} is {size}, which tensor_parallel_size {self.tp_size} does not divide."
-            )
-        return size // self.tp_size
+        return _part(size, what, self.tp_size, "tensor_parallel_size")
+
+
+def _part(size: int, what: str, ranks: int, option: str) -> int:
+    if size % ranks:
+        raise ValueError(f"{what} is {size}, which {option} {ranks} does not divide.")
+    return size // ranks
 
 
 SINGLE_RANK = Mapping()

@@ -14,6 +14,7 @@ from tllm_spec.attention.geometry import AttentionGeometry, LayerGroup
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.models.config_file import read_checked, read_config, required, with_defaults
+from tllm_spec.models.config_values import dtype_of, head_dim_of, sliding_layers_of, token_ids_of
 from tllm_spec.models.deepseek_config import (
     DEEPSEEK_DEFAULTS,
     MLAConfig,
@@ -43,6 +44,13 @@ from tllm_spec.models.llama4_config import (
 from tllm_spec.models.moe_config import MOE_DEFAULTS, moe_config, sparse_layers
 from tllm_spec.models.moe_shape import MoEConfig
 from tllm_spec.models.phi3_config import PHI3, PHI3_DEFAULTS, flat_phi3
+from tllm_spec.models.qwen3_next_config import (
+    QWEN3_NEXT,
+    QWEN3_NEXT_DEFAULTS,
+    DeltaConfig,
+    delta_config,
+    flat_qwen3_next,
+)
 from tllm_spec.models.rope_config import RopeConfig, rope_config
 
 # The defaults of each architecture's configuration class in transformers.
@@ -83,6 +91,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "Llama4ForConditionalGeneration": _COMMON | LLAMA4_DEFAULTS,
     **dict.fromkeys(GEMMA3, GEMMA3_DEFAULTS),
     PHI3: PHI3_DEFAULTS,
+    QWEN3_NEXT: QWEN3_NEXT_DEFAULTS,
 } | DEEPSEEK_DEFAULTS
 _LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 # What brings a file into the keys of the other architectures.
@@ -90,10 +99,14 @@ _FLAT: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     **dict.fromkeys(_LLAMA4, flat_llama4),
     **dict.fromkeys(GEMMA3, flat_gemma3),
     PHI3: flat_phi3,
+    QWEN3_NEXT: flat_qwen3_next,
 }
 _NO_BIAS = ("MistralForCausalLM", "MixtralForCausalLM", PHI3)
-_O_BIAS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *_LLAMA4, *GEMMA3)
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_O_BIAS = (
+    *("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3_NEXT),
+    *_LLAMA4,
+    *GEMMA3,
+)
 
 
 @dataclass(frozen=True)
@@ -129,6 +142,8 @@ class ModelConfig:
     gemma3: Gemma3Config | None
     mla: MLAConfig | None
     """Latent attention instead of heads with keys and values of their own."""
+    delta: DeltaConfig | None
+    """Layers with a recurrent state instead of attention; None: there are none."""
     num_nextn_layers: int
     """Layers of the checkpoint that follow the decoder's and predict further tokens (MTP)."""
     fp8: Fp8Format | None
@@ -150,7 +165,7 @@ class ModelConfig:
         generation = path / "generation_config.json"
         if not generation.is_file():
             return config
-        more = _token_ids(read_checked(generation).get("eos_token_id"))
+        more = token_ids_of(read_checked(generation).get("eos_token_id"))
         return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
 
     @classmethod
@@ -169,7 +184,7 @@ class ModelConfig:
         _refuse_unserved(raw)
         bias = bool(raw.get("attention_bias"))
         num_heads = int(required(raw, "num_attention_heads"))
-        sliding = _sliding_layers(raw, architecture)
+        sliding = sliding_layers_of(raw, architecture)
         config = cls(
             architecture=architecture,
             vocab_size=int(required(raw, "vocab_size")),
@@ -178,9 +193,11 @@ class ModelConfig:
             num_layers=int(required(raw, "num_hidden_layers")),
             num_heads=num_heads,
             num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
-            head_dim=_head_dim(raw),
+            head_dim=head_dim_of(raw),
             rms_norm_eps=float(raw["rms_norm_eps"]),
-            rope=rope_config(raw, is_phi3=architecture == PHI3),
+            rope=rope_config(
+                raw, is_phi3=architecture == PHI3, may_be_partial=architecture == QWEN3_NEXT
+            ),
             max_position_embeddings=int(raw["max_position_embeddings"]),
             sliding_window=raw["sliding_window"] if sliding else None,
             sliding_layers=sliding,
@@ -188,11 +205,11 @@ class ModelConfig:
             qkv_bias=_qkv_bias(raw, architecture),
             o_bias=bias and architecture in _O_BIAS,
             mlp_bias=bool(raw.get("mlp_bias")) and architecture == "LlamaForCausalLM",
-            qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *GEMMA3)
+            qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3_NEXT, *GEMMA3)
             or (architecture in _LLAMA4 and bool(raw["use_qk_norm"])),
             hidden_act=raw["hidden_act"],
-            dtype=_dtype(raw),
-            eos_token_ids=_token_ids(raw.get("eos_token_id")),
+            dtype=dtype_of(raw),
+            eos_token_ids=token_ids_of(raw.get("eos_token_id")),
             llama4=llama4_config(raw) if architecture in _LLAMA4 else None,
             gemma3=gemma3_config(raw) if architecture in GEMMA3 else None,
             moe=deepseek_moe(raw) if is_deepseek else moe_config(architecture, raw),
@@ -200,7 +217,10 @@ class ModelConfig:
             if is_deepseek
             else sparse_layers(architecture, raw),
             mla=mla_config(architecture, raw),
-            num_nextn_layers=num_nextn_layers(raw) if is_deepseek else 0,
+            delta=delta_config(raw) if architecture == QWEN3_NEXT else None,
+            num_nextn_layers=num_nextn_layers(raw)
+            if is_deepseek or architecture == QWEN3_NEXT
+            else 0,
             **_weight_formats(None, raw),
         )
         if config.num_heads % config.num_kv_heads:
@@ -262,12 +282,15 @@ class ModelConfig:
 
     def layer_groups(self, mapping: Mapping) -> tuple[LayerGroup, ...]:
         """One rank's share of the heads: the layers in groups of equal attention, in the order of
-        each group's first layer."""
+        each group's first layer. Layers with a recurrent state are in none of them."""
         if self.mla is not None:
             geometry = self.mla.geometry(self.num_layers, self.num_heads, mapping)
             return (LayerGroup(tuple(range(self.num_layers)), geometry),)
         layers_of: dict[KeySpan | None, list[int]] = {}
+        with_state = () if self.delta is None else self.delta.layers
         for layer in range(self.num_layers):
+            if layer in with_state:
+                continue
             layers_of.setdefault(self._span(layer), []).append(layer)
         return tuple(
             LayerGroup(tuple(layers), self._geometry(mapping, len(layers), span))
@@ -300,10 +323,10 @@ def _weight_formats(path: Path | None, raw: dict[str, Any]) -> dict[str, Any]:
     ValueError for formats that are not served."""
     int4 = int4_format(path, raw)
     fp8 = None if int4 is not None else fp8_format(path, raw)
-    if raw["architectures"][0] == "Gemma3ForConditionalGeneration" and (int4 or fp8):
+    name = raw["architectures"][0]
+    if name in ("Gemma3ForConditionalGeneration", QWEN3_NEXT) and (int4 or fp8):
         raise ValueError(
-            "Gemma3ForConditionalGeneration has quantised weights; it is served with weights of "
-            "16 or 32 bits."
+            f"{name} has quantised weights; it is served with weights of 16 or 32 bits."
         )
     return {"int4": int4, "fp8": fp8, "kv_cache": kv_cache_setting(path, raw)}
 
@@ -323,57 +346,8 @@ def _refuse_unserved(raw: dict[str, Any]) -> None:
         raise ValueError(f"layer_types has {sorted(unknown)}; served is 'full_attention'.")
 
 
-def _dtype(raw: dict[str, Any]) -> torch.dtype:
-    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ValueError(f"dtype is {name!r}; accepted are {', '.join(_DTYPES)}.")
-    return _DTYPES[name]
-
-
-def _head_dim(raw: dict[str, Any]) -> int:
-    hidden_size, num_heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
-    if not raw.get("head_dim") and hidden_size % num_heads:
-        raise ValueError(
-            f"hidden_size is {hidden_size}; without head_dim, it must be a multiple of "
-            f"num_attention_heads, which is {num_heads}."
-        )
-    return int(raw.get("head_dim") or hidden_size // num_heads)
-
-
 def _qkv_bias(raw: dict[str, Any], architecture: str) -> bool:
     if architecture == "Qwen2MoeForCausalLM":
         return bool(raw.get("qkv_bias", True))
     has_key = bool(raw.get("attention_bias")) and architecture not in _NO_BIAS
     return architecture == "Qwen2ForCausalLM" or has_key
-
-
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _sliding_layers(raw: dict[str, Any], architecture: str) -> frozenset[int]:
-    """The layers with a sliding window, as in transformers. Raises ValueError for a window without
-    keys, and for `layer_types` of another number of layers."""
-    window, layers = raw.get("sliding_window"), range(required(raw, "num_hidden_layers"))
-    uses, types = raw.get("use_sliding_window"), raw.get("layer_types")
-    if types and len(types) != len(layers):
-        raise ValueError(f"layer_types has {len(types)} entries for {len(layers)} layers.")
-    if not window or uses is False:
-        return frozenset()
-    if window < 1:
-        raise ValueError(f"sliding_window is {window}; it must be at least 1.")
-    if architecture in ("MistralForCausalLM", "MixtralForCausalLM", PHI3):
-        return frozenset(layers)
-    if types:
-        return frozenset(layer for layer in layers if types[layer] == "sliding_attention")
-    if not uses:
-        return frozenset()
-    if architecture == "Qwen3MoeForCausalLM":
-        return frozenset(layers)
-    num_before = raw.get("max_window_layers")
-    num_before = 28 if num_before is None else num_before
-    if architecture == "Qwen2MoeForCausalLM":
-        return frozenset(layers[:num_before:2])
-    return frozenset(layers[num_before:])

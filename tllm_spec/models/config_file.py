@@ -59,7 +59,9 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         """
         hidden_size intermediate_size intermediate_size_mlp num_attention_heads kv_lora_rank
         qk_nope_head_dim qk_rope_head_dim v_head_dim moe_intermediate_size num_local_experts
-        num_experts interleave_moe_layer_step no_rope_layer_interval
+        num_experts interleave_moe_layer_step no_rope_layer_interval full_attention_interval
+        linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim
+        linear_conv_kernel_dim
         """,
     ),
     (

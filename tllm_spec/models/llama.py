@@ -29,6 +29,8 @@ class Attention(Module):
 
     projection: type[ColumnLinear] = ColumnLinear
     head_norm: type[HeadNorm] = HeadNorm
+    query_outputs = 1
+    """Outputs of `q_proj` for each element of the queries."""
 
     def __init__(
         self, config: ModelConfig, layer: int, placement: Placement, input_size: int | None = None
@@ -41,7 +43,7 @@ class Attention(Module):
         self.num_heads, self.num_kv_heads = geometry.num_heads, geometry.num_kv_heads
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        parts = {"q_proj": q_size * self.query_outputs, "k_proj": kv_size, "v_proj": kv_size}
         copies = placement.mapping.copies_of_kv_heads(config.num_kv_heads)
         self.qkv_proj = self.projection(
             input_size or config.hidden_size,

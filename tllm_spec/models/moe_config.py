@@ -19,6 +19,8 @@ MOE_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
     },
+    # `flat_qwen3_next` fills in what is missing.
+    "Qwen3NextForCausalLM": {},
     # `flat_llama4` fills in what is missing.
     "Llama4ForCausalLM": {},
     "Llama4ForConditionalGeneration": {},
@@ -36,7 +38,8 @@ def moe_config(architecture: str, raw: dict[str, Any]) -> MoEConfig | None:
     is_mixtral = architecture == "MixtralForCausalLM"
     size = raw["intermediate_size" if is_mixtral else "moe_intermediate_size"]
     is_llama4 = architecture.startswith("Llama4")
-    has_shared = is_llama4 or architecture == "Qwen2MoeForCausalLM"
+    has_gate = architecture in ("Qwen2MoeForCausalLM", "Qwen3NextForCausalLM")
+    has_shared = is_llama4 or has_gate
     config = MoEConfig(
         hidden_size=int(raw["hidden_size"]),
         num_experts=_num_experts(raw),
@@ -44,7 +47,7 @@ def moe_config(architecture: str, raw: dict[str, Any]) -> MoEConfig | None:
         intermediate_size=int(size),
         normalise_top_k=is_mixtral or bool(raw.get("norm_topk_prob")),
         shared_intermediate_size=int(raw["shared_expert_intermediate_size"]) if has_shared else 0,
-        shared_gate=architecture == "Qwen2MoeForCausalLM",
+        shared_gate=has_gate,
         scoring="sigmoid" if is_llama4 else "softmax",
         apply_weight_on_input=is_llama4,
     )

@@ -1,5 +1,5 @@
-"""DeepSeek's next-token-prediction modules (MTP, arXiv 2412.19437, section 2.2) as a draft network:
-the layers after the decoder's in the target's checkpoint, or in an exported one of their own.
+"""Next-token-prediction modules (MTP, arXiv 2412.19437, section 2.2) as a draft network: those in
+the target's checkpoint, of DeepSeek also in an exported one of their own.
 
 A module reads a token and the target's hidden state before it; the next step reads the output of
 the step before instead of the target's state. Used as in EAGLE, one module makes all steps;
@@ -15,11 +15,10 @@ from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.kernels.draft_input import DraftInputNorms, draft_input
-from tllm_spec.kernels.rotary_write import Rotary
+from tllm_spec.kernels.draft_input import DraftInputNorms
 from tllm_spec.models.checkpoint import checkpoint_tensors
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.deepseek import DeepseekForCausalLM, DeepseekLayer
+from tllm_spec.models.deepseek import DeepseekLayer
 from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.formats.quantised_layers import (
     computed_as,
@@ -30,11 +29,14 @@ from tllm_spec.models.formats.quantised_layers import (
 from tllm_spec.models.head_copies import EMBEDDING, drop_copies
 from tllm_spec.models.layers import Embedding, RMSNorm
 from tllm_spec.models.linear import Linear, OutputLinear
-from tllm_spec.models.llama import MLP
+from tllm_spec.models.llama import MLP, LlamaForCausalLM
 from tllm_spec.models.module import Module, Placement, StoredWeight, specialize_for_cpu
 from tllm_spec.models.moe import SparseMoE
 from tllm_spec.models.moe_shape import DEEPSEEK_NAMES
 from tllm_spec.models.nextn_checkpoint import exported_config
+from tllm_spec.models.nextn_step import NextnStep
+from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM
+from tllm_spec.models.qwen3_next_mtp import Qwen3NextModule
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.models.tied_output import OUTPUT, is_same
 from tllm_spec.models.weights import fill, fill_random, load_tensor, stored_tensors, weight_table
@@ -52,13 +54,12 @@ class SharedHead(Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
 
 
-class NextnModule(DeepseekLayer):
-    """A decoder layer whose input is projected from the normed embedding and the normed hidden
-    state. Module paths are the checkpoint's names below `model.layers.N.`."""
+class NextnModule(NextnStep, DeepseekLayer):
+    """DeepSeek's. Module paths are the checkpoint's names below `model.layers.N.`."""
 
-    target: DeepseekForCausalLM
+    eh_proj: Linear
 
-    def __init__(self, target: DeepseekForCausalLM, index: int, placement: Placement) -> None:
+    def __init__(self, target: LlamaForCausalLM, index: int, placement: Placement) -> None:
         config = target.config
         super().__init__(config, index, placement)
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -75,54 +76,45 @@ class NextnModule(DeepseekLayer):
         moe = config.moe
         self.mlp = SparseMoE(moe, placement, DEEPSEEK_NAMES) if moe else MLP(config, placement)
 
-    def predict(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        context: ForwardContext,
-        looked_up: tuple[torch.Tensor | None, torch.Tensor],
-    ) -> torch.Tensor:
-        """One step. `hidden` is not changed.
+    @staticmethod
+    def prefix(number: int) -> str:
+        return f"model.layers.{number}."
 
-        Args:
-            input_ids: `[T]`; the token after the one that the row's hidden state was computed from.
-            positions: `[T]`.
-            hidden: `[T, H]`, the target's after its final norm, or the result of the step before.
-            context: of the module's own KV pool.
-            looked_up: what `Embedding.lookup` gives for the ids.
+    @property
+    def layer(self) -> DeepseekLayer:
+        return self
 
-        Returns:
-            `[T, H]`, or `[R, H]` of the rows that the context wants, after the module's final norm:
-            for `compute_logits` and for the next step.
-        """
-        rotary = Rotary(self.target.model.cos_sin, positions)
-        given = draft_input(*looked_up, hidden, self.norms, rotary, input_ids[:0])
-        total = self.eh_proj.forward(given.both)
-        total = self.forward(total, rotary, context, context.wanted)
-        return self.shared_head.norm.forward(total) if len(total) else total
+    @property
+    def last_norm(self) -> RMSNorm:
+        return self.shared_head.norm
+
+
+def module_type(target: LlamaForCausalLM) -> type[NextnModule] | type[Qwen3NextModule]:
+    """The class of the target's modules."""
+    return Qwen3NextModule if isinstance(target, Qwen3NextForCausalLM) else NextnModule
 
 
 class NextnModules(Module):
     """One module that makes every step, or a module for each step. Each has a layer of the draft
     network's KV pool."""
 
-    target: DeepseekForCausalLM
+    target: LlamaForCausalLM
 
     def __init__(
         self,
-        target: DeepseekForCausalLM,
+        target: LlamaForCausalLM,
         count: int,
         placement: Placement,
         owns: Collection[str] = (),
     ) -> None:
         """owns: `EMBEDDING` and `OUTPUT`, if they are not the target's."""
         super().__init__()
-        config = self.config = replace(target.config, num_layers=count)
+        config = self.config = replace(target.config, num_layers=count, delta=None)
         sizes, wide = (config.vocab_size, config.hidden_size), placement.wide
         self.embed_tokens = Embedding(*sizes, wide) if EMBEDDING in owns else None
         self.lm_head = OutputLinear(*sizes[::-1], placement=wide) if OUTPUT in owns else None
-        steps = [NextnModule(target, index, placement) for index in range(count)]
+        kind = module_type(target)
+        steps = [kind(target, index, placement) for index in range(count)]
         self.steps = nn.ModuleList(steps)
         self.modules_by_step = steps
         # Not a submodule, as above.
@@ -150,7 +142,7 @@ class NextnModules(Module):
         context: ForwardContext,
         step: int,
     ) -> torch.Tensor:
-        """As `NextnModule.predict`. The modules of later steps only write their KV: they attend to
+        """As `NextnStep.predict`. The modules of later steps only write their KV: they attend to
         the rows of all steps before."""
         modules = self.modules_by_step
         embedding = self.embed_tokens or self.target.model.embed_tokens
@@ -173,7 +165,8 @@ def check_nextn(config: ModelConfig, num_modules: int, exported: Path | None = N
     if exported is not None:
         if config.mla is None:
             raise ValueError(
-                "decoding_type = 'MTP' is served for DeepSeek models, and the target is a "
+                "speculative_model with decoding_type = 'MTP' is served for DeepSeek models, and "
+                "the target is a "
                 f"{config.architecture}"
             )
         available, key = exported_config(exported, config).num_layers, "num_hidden_layers"
@@ -195,7 +188,7 @@ def check_nextn(config: ModelConfig, num_modules: int, exported: Path | None = N
 
 def load_nextn(
     path: Path,
-    target: DeepseekForCausalLM,
+    target: LlamaForCausalLM,
     load_format: LoadFormat,
     count: int = 1,
     communicator: Communicator = SINGLE,
@@ -222,7 +215,7 @@ def load_nextn(
     placement = with_quantised(placement, config)
     if is_exported:
         log_quantised(path, config, placement)
-    prefixes = [f"model.layers.{first + index}." for index in range(count)]
+    prefixes = [module_type(target).prefix(first + index) for index in range(count)]
     shared = {}
     if load_format != "dummy":
         source = HeadSource(path, target, load_format, max_positions=0, communicator=communicator)

@@ -24,6 +24,7 @@ from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
 from tllm_spec.models.module import Placement, specialize_for_cpu
 from tllm_spec.models.phi3 import Phi3ForCausalLM
+from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM
 from tllm_spec.models.tied_output import has_own_output
 from tllm_spec.models.weights import fill_random, load_weights
 
@@ -38,6 +39,7 @@ MODELS: dict[str, type[LlamaForCausalLM]] = {
     "MixtralForCausalLM": LlamaForCausalLM,
     "Qwen2MoeForCausalLM": LlamaForCausalLM,
     "Qwen3MoeForCausalLM": LlamaForCausalLM,
+    "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
     "Llama4ForCausalLM": Llama4ForCausalLM,
     "Llama4ForConditionalGeneration": Llama4ForConditionalGeneration,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,

@@ -45,13 +45,16 @@ class RopeConfig:
         return replace(self, is_long=max_seq_len > self.original_max_positions)
 
 
-def rope_config(raw: Mapping[str, Any], *, is_phi3: bool = False) -> RopeConfig:
-    """Reads a file with the keys of `ModelConfig`. is_phi3: as `flat_phi3` returns it, perhaps with
-    elements of a head that are not rotated. Raises ValueError for what is not served."""
+def rope_config(
+    raw: Mapping[str, Any], *, is_phi3: bool = False, may_be_partial: bool = False
+) -> RopeConfig:
+    """Reads a file with the keys of `ModelConfig`. is_phi3: as `flat_phi3` returns it.
+    may_be_partial: some elements of a head may not be rotated, as also in Phi-3. Raises ValueError
+    for what is not served."""
     needs = _PHI3_NEEDS if is_phi3 else _ROPE_NEEDS
     fields: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     partial = fields.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1.0) and not is_phi3:
+    if partial not in (None, 1.0) and not (is_phi3 or may_be_partial):
         raise ValueError(f"partial_rotary_factor is {partial}; only 1.0 is served.")
     if any(isinstance(value, dict) for value in fields.values()) or "mrope_section" in fields:
         raise ValueError(

@@ -43,11 +43,11 @@ Result = TypeVar("Result")
 
 
 class Admission:
-    """max_queue_size: choices that may wait for a place in the batch."""
+    """max_queue_size: choices that may wait for a place in the batch of one of the engines."""
 
-    def __init__(self, llm: Engine, max_queue_size: int) -> None:
+    def __init__(self, llm: Engine, max_queue_size: int, num_engines: int = 1) -> None:
         self._llm = llm
-        self._max_choices = llm.args.max_batch_size + max_queue_size
+        self._max_choices = llm.args.max_batch_size * num_engines + max_queue_size
         self._num_starting = 0  # choices whose prompts are being tokenised
         # Tokenising a long prompt takes seconds. It must delay neither the answers of other
         # requests nor short prompts, so it has a thread of its own. Only tokenizers implemented in
@@ -100,6 +100,7 @@ class Admission:
                             streaming=streaming,
                             cache_salt=caller.cache_salt,
                             client=caller.client,
+                            store=caller.store,
                         )
                     )
             except ValueError:

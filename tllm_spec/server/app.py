@@ -38,6 +38,7 @@ from tllm_spec.server.answer_models import (
 from tllm_spec.server.answer_size import AnswerLimit, AnswerSize, size_of
 from tllm_spec.server.callers import Caller, caller_of
 from tllm_spec.server.chat_answer import chat_answer
+from tllm_spec.server.draft_routes import DraftRoutes
 from tllm_spec.server.echo import completion_answer
 from tllm_spec.server.engine import Engine
 from tllm_spec.server.error_handlers import add_error_handlers
@@ -107,7 +108,7 @@ class OpenAIServer:
         self._perf_metrics = PerfMetrics()
         self._traces = traces
         self._draining = draining or asyncio.Event()
-        self._admission = Admission(llm, self._options.max_queue_size)
+        self._admission = Admission(llm, self._options.max_queue_size, self._options.dp_size)
         self._answers = AnswerLimit(self._options.max_answer_bytes, llm.max_seq_len)
         self._shares = ClientShares(self._options.max_client_choices)
         self._chat_prompts = ChatPrompts(
@@ -150,10 +151,10 @@ class OpenAIServer:
             app.add_api_route(
                 path, route, methods=["POST"], response_model=None, responses=responses
             )
+        DraftRoutes(self._llm, self._options).add_to(app)
         TokenRoutes(self._llm, self._admission, self._chat_prompts, self._check_name).add_to(app)
-        Pages(self._llm, self._model, self._histograms, self._options.api_key is not None).add_to(
-            app
-        )
+        pages = Pages(self._llm, self._model, self._histograms, self._options.api_key is not None)
+        pages.add_to(app)
         true_schema(app, self._model)
         app.add_middleware(Guard, options=self._options)
         if self._options.allowed_origins:  # around the guard: a preflight has no key

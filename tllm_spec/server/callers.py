@@ -17,14 +17,16 @@ class NamesUser(Protocol):
     user: str | None
     safety_identifier: str | None  # OpenAI's newer name of the user
     cache_salt: str | None
+    store: bool | None
 
 
 class Caller(NamedTuple):
     """client: as in `LlmRequest`. cache_salt: None, or a digest of the key's name and of the
-    request's own salt."""
+    request's own salt. store: whether the request may be recorded, as in `LlmRequest`."""
 
     client: tuple[str, ...] = ()
     cache_salt: str | None = None
+    store: bool | None = None
 
 
 NOBODY = Caller()  # the server itself
@@ -34,14 +36,16 @@ def caller_of(request: Request, body: NamesUser) -> Caller:
     """The client is the name of its key, or its address where keys have no names, and then the user
     that the body names. So a client that invents users takes no turn of another client."""
     state = request.scope["state"]
-    user, own = body.user or body.safety_identifier or "", body.cache_salt
-    if len(user) > MAX_NAME:
-        user = _digest(user)
+    user, own = kept_name(body.user or body.safety_identifier or ""), body.cache_salt
     salt = None
     if state["separate_cache"] or own is not None:
         key = state["client"] if state["separate_cache"] else ""
         salt = _digest(f"{key}\n{own or ''}")
-    return Caller((state["client"], user), salt)
+    return Caller((state["client"], user), salt, body.store)
+
+
+def kept_name(user: str) -> str:
+    return user if len(user) <= MAX_NAME else _digest(user)
 
 
 def client_of_address(address: str) -> str:

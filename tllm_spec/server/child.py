@@ -23,16 +23,17 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that end the server
 
 @dataclass(frozen=True)
 class ChildSettings:
-    """Plain values. llm: the arguments of LLM. engine_path: the engine's Unix socket. server: of
-    `ServerOptions`; tls: of `Tls`, if there are any."""
+    """Plain values. llm: the arguments of LLM. engine_paths: the engines' Unix sockets; number: for
+    an engine, which of them it is. server: of `ServerOptions`; tls: of `Tls`, if there are any."""
 
     llm: dict[str, Any]
     served_model_name: str
-    engine_path: str
+    engine_paths: list[str]
     log_level: str
     log_format: LogFormat
     server: dict[str, Any]
     tls: dict[str, Any] | None
+    number: int = 0
 
 
 def engine_process(tensor_parallel_size: int) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request_limits import RequestLimits
-from tllm_spec.intake import Intake
+from tllm_spec.intake import Intake, Submission
 from tllm_spec.request_errors import GrammarsUnavailable
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
@@ -99,18 +99,23 @@ class EngineClient:
         connection: EngineConnection,
         limits: RequestLimits,
         timeout: float | None = None,
+        intake: Intake | None = None,
+        on_kv_events: Callable[[bytes], None] = lambda payload: None,
     ) -> None:
-        """timeout: seconds in which the engine must answer between two rounds; None: any."""
+        """timeout: seconds in which the engine must answer between two rounds; None: any. intake:
+        one that several engines share."""
         self.args = args
         self.tokenizer: Tokenizer | None = tokenizer
         self.max_seq_len = limits.max_seq_len
-        self._intake = Intake(args, tokenizer, limits, _no_states)
+        self._intake = intake or new_intake(args, tokenizer, limits)
+        self._on_kv_events = on_kv_events
         self._loop = asyncio.get_running_loop()
         self._connection = connection
         self._samples: dict[int, RemoteSample] = {}
         self._asked: dict[int, Future[Any]] = {}
         self._question_ids = count(1)
-        self._num_in_engine = 0  # of all fronts
+        self._num_own_tokens = 0  # that the samples want
+        self._num_in_engine = self._num_tokens_in_engine = 0  # of all fronts
         self._down: str | None = None
         self._timeout = timeout
         self._is_late = False
@@ -123,9 +128,19 @@ class EngineClient:
         return self._down is None and not self._is_late
 
     @property
+    def is_running(self) -> bool:
+        """Whether the engine may still answer, late or not."""
+        return self._down is None
+
+    @property
     def num_unfinished(self) -> int:
         """Counts the samples of all fronts, as far as this one knows."""
         return max(len(self._samples), self._num_in_engine)
+
+    @property
+    def num_unfinished_tokens(self) -> int:
+        """The same in tokens: those of the prompts, and of the outputs at most."""
+        return max(self._num_own_tokens, self._num_tokens_in_engine)
 
     def check_length(self, text: str | Sequence[int]) -> None:
         """As `LLM.check_length`."""
@@ -152,25 +167,33 @@ class EngineClient:
         streaming: bool = False,
         cache_salt: str | None = None,
         client: tuple[str, ...] = (),
+        store: bool | None = None,
     ) -> RequestHandle:
         """As `LLM.generate_async`."""
         self._check_alive()
-        # Stop strings are looked for here, so the tokens must come as they are made.
-        streaming = streaming or bool(sampling_params.stop_strings)
-        made = self._intake.submission(
+        made = submission_of(
+            self._intake,
             inputs,
             sampling_params,
             streaming=streaming,
-            priority=0.5,
             cache_salt=cache_salt,
             client=client,
+            store=store,
         )
+        return self.start(made)
+
+    def start(self, made: Submission) -> RequestHandle:
+        """Sends the requests of a prompt to the engine."""
+        self._check_alive()
         ids = made.ids
         handle = made.handle(self.tokenizer, lambda: self._in_loop(self._cancel, ids, "cancelled"))
         samples = {}
         for request in made.requests:
             checker, minimum = request.stop_checker, request.rules.min_tokens
-            samples[request.request_id] = RemoteSample(handle, request.index, checker, minimum)
+            num_tokens = request.prompt_len + request.max_tokens
+            samples[request.request_id] = RemoteSample(
+                handle, request.index, num_tokens, checker, minimum
+            )
         guided = made.params.guided_decoding
         grammar = None if guided is None else (guided.source.kind, guided.source.text)
         self._in_loop(self._submit, samples, submission(made.requests, grammar))
@@ -179,6 +202,15 @@ class EngineClient:
     def server_info(self) -> dict[str, Any]:
         """As `LLM.server_info`. Not from the event loop: it waits for the engine."""
         return server_info(self.args, self.max_seq_len, self._ask("call", "state"))
+
+    def load_draft_weights(
+        self, folder: str, *, keep_cache: bool = False, force: bool = False
+    ) -> dict[str, Any]:
+        """As `LLM.load_draft_weights`. Not from the event loop."""
+        told: dict[str, Any] = self._ask("swap", folder, keep_cache, force)
+        if (mistake := told.get("mistake")) is not None:
+            raise ValueError(mistake)
+        return told
 
     def get_stats(self) -> list[dict[str, Any]]:
         """As `LLM.get_stats`. Not from the event loop."""
@@ -194,7 +226,7 @@ class EngineClient:
         if self._down is not None:
             raise RuntimeError(self._down)
 
-    def _ask(self, kind: str, *question: str) -> Any:
+    def _ask(self, kind: str, *question: str | bool) -> Any:
         self._check_alive()
         answer: Future[Any] = Future()
         self._in_loop(self._send_question, kind, question, answer)
@@ -241,6 +273,7 @@ class EngineClient:
                 sample.handle.fail(self._down)
             return
         self._samples |= samples
+        self._num_own_tokens += sum(sample.num_wanted for sample in samples.values())
         self._connection.send(message)
 
     def _cancel(self, ids: Sequence[int], reason: str) -> None:
@@ -248,7 +281,9 @@ class EngineClient:
         if running and self._down is None:
             self._connection.send(["cancel", running, reason])
 
-    def _send_question(self, kind: str, question: Sequence[str], answer: Future[Any]) -> None:
+    def _send_question(
+        self, kind: str, question: Sequence[str | bool], answer: Future[Any]
+    ) -> None:
         if self._down is not None:
             answer.set_exception(RuntimeError(self._down))
             return
@@ -258,10 +293,12 @@ class EngineClient:
     def _receive(self, message: Sequence[Any]) -> None:
         kind = message[0]
         if kind == "responses":
-            self._num_in_engine = message[1]
-            self._respond(message[2])
+            self._num_in_engine, self._num_tokens_in_engine = message[1], message[2]
+            self._respond(message[3])
         elif kind == "load":
-            self._num_in_engine = message[1]
+            self._num_in_engine, self._num_tokens_in_engine = message[1], message[2]
+        elif kind == "kv_events":
+            self._on_kv_events(message[1])
         elif kind == "answer":
             _, question_id, value, error = message
             answer = self._asked.pop(question_id)
@@ -282,6 +319,7 @@ class EngineClient:
             response = unpack_response(packed, sample.index)
             if response.finish_reason is not None:
                 del samples[packed[0]]
+                self._num_own_tokens -= sample.num_wanted
             checked, must_stop = sample.checked(response)
             if must_stop:
                 self._connection.send(["cancel", [packed[0]], "stop"])
@@ -295,11 +333,38 @@ class EngineClient:
         self._down = self._down or reason
         handles = {id(sample.handle): sample.handle for sample in self._samples.values()}
         self._samples.clear()
+        self._num_own_tokens = 0
         for handle in handles.values():
             handle.fail(reason)
         for answer in self._asked.values():
             answer.set_exception(RuntimeError(reason))
         self._asked.clear()
+
+
+def new_intake(args: LlmArgs, tokenizer: Tokenizer, limits: RequestLimits) -> Intake:
+    return Intake(args, tokenizer, limits, _no_states)
+
+
+def submission_of(
+    intake: Intake,
+    inputs: str | Sequence[int] | Mapping[str, Any],
+    params: SamplingParams,
+    *,
+    streaming: bool,
+    cache_salt: str | None,
+    client: tuple[str, ...],
+    store: bool | None,
+) -> Submission:
+    # Stop strings are looked for here, so the tokens must come as they are made.
+    return intake.submission(
+        inputs,
+        params,
+        streaming=streaming or bool(params.stop_strings),
+        priority=0.5,
+        cache_salt=cache_salt,
+        client=client,
+        store=store,
+    )
 
 
 def _no_states(params: SamplingParams, number: int) -> list[None]:

@@ -6,6 +6,7 @@ what the fronts send, and makes requests of it."""
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,23 +20,26 @@ from tllm_spec.executor.response import Response
 from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.grammars import Grammars
 from tllm_spec.server.link import Link
-from tllm_spec.server.wire import pack_limits, pack_response, requests_of
+from tllm_spec.server.wire import pack_limits, pack_response, requests_of, tokens_wanted
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """An unfinished request: its front, its id there, and whether it has been responded to."""
+    """An unfinished request: its front, its id there, its tokens (see `tokens_wanted`), and whether
+    it has been responded to."""
 
     link: Link
     front_id: int
+    num_tokens: int
     is_first: bool = True
 
 
 class EnginePort:
     """`call` runs a function, by its name in `["call", …]`, between two rounds. `["compile", …]`
-    is answered with what is wrong with the grammar, or None."""
+    is answered with what is wrong with the grammar, or None; `["swap", …]` with what
+    `load_draft_weights` returns, or a `mistake`."""
 
     def __init__(
         self,
@@ -43,13 +47,20 @@ class EnginePort:
         queue: RequestQueue,
         grammars: Grammars,
         call: Callable[[str], Future[Any]],
+        swap: Callable[[str, bool, bool], dict[str, Any]],
+        watch: Callable[[Link], object] = lambda link: None,
+        unwatch: Callable[[Link], object] = lambda link: None,
     ) -> None:
+        """watch, unwatch: begin and end to send KV events to a front."""
         self._limits = limits
         self._queue = queue
         self._grammars = grammars
-        self._call = call
+        self._call, self._swap = call, swap
+        self._swapping = ThreadPoolExecutor(1, thread_name_prefix="tllm-swap")  # one at a time
+        self._watch, self._unwatch = watch, unwatch
         self._links: list[Link] = []
         self._entries: dict[int, Entry] = {}  # by the request's id here
+        self._num_tokens, self._counting = 0, threading.Lock()  # of them; both threads count
         self._own_ids: dict[Link, dict[int, int]] = {}  # by front, then by its own id
         self._uncompiled: set[int] = set()  # ids of requests whose grammar is being compiled
         self._ids = count(1)
@@ -73,13 +84,13 @@ class EnginePort:
             if entry is None:
                 continue  # its front has gone
             if response.finish_reason is not None:
-                entries.pop(response.request_id, None)
+                self._drop(response.request_id)
                 self._own_ids[entry.link].pop(entry.front_id, None)
             packed = pack_response(response, entry.front_id, is_first=entry.is_first)
             entry.is_first = False
             by_link.setdefault(entry.link, []).append(packed)
         for link, packed_responses in by_link.items():
-            link.send(["responses", len(entries), packed_responses])
+            link.send(["responses", len(entries), self._num_tokens, packed_responses])
 
     def fail_all(self, reason: str) -> None:
         """The executor has ended."""
@@ -94,16 +105,18 @@ class EnginePort:
         self._links.append(link)
         self._own_ids[link] = {}
         link.send(["hello", pack_limits(self._limits)])
+        self._watch(link)
         if self._down is not None:
             link.send(["down", self._down])
 
     def remove(self, link: Link) -> None:
         """A front has gone: cancels its requests."""
         self._links.remove(link)
+        self._unwatch(link)
         link.close()
         own = list(self._own_ids[link].values())
         for request_id in own:
-            self._entries.pop(request_id, None)
+            self._drop(request_id)
             self._queue.cancel(request_id)
         if own:
             logger.warning("a front process has gone; %d requests are cancelled", len(own))
@@ -111,7 +124,12 @@ class EnginePort:
     def send_load(self) -> None:
         """Tells every front how many requests there are."""
         for link in self._links:
-            link.send(["load", len(self._entries)])
+            link.send(["load", len(self._entries), self._num_tokens])
+
+    def _drop(self, request_id: int) -> None:
+        if (entry := self._entries.pop(request_id, None)) is not None:
+            with self._counting:
+                self._num_tokens -= entry.num_tokens
 
     def receive(self, link: Link, message: Sequence[Any]) -> None:
         """Raises ValueError, TypeError or LookupError for what no front sends."""
@@ -127,6 +145,8 @@ class EnginePort:
         elif kind == "compile":
             _, question_id, *source = message
             self._compiling.submit(self._check_grammar, link, question_id, GrammarSource(*source))
+        elif kind == "swap":
+            self._swapping.submit(self._swap_weights, link, *message[1:])
         else:
             raise ValueError(f"unknown message {kind!r}")
 
@@ -137,11 +157,13 @@ class EnginePort:
             self._queue.cancel(request_id, reason)
 
     def _submit(self, link: Link, message: Sequence[Any]) -> None:
-        ids = []
+        ids, num_tokens = [], tokens_wanted(message)
         for front_id in message[1]:
             ids.append(request_id := next(self._ids))
-            self._entries[request_id] = Entry(link, front_id)
+            self._entries[request_id] = Entry(link, front_id, num_tokens)
             self._own_ids[link][front_id] = request_id
+        with self._counting:
+            self._num_tokens += num_tokens * len(ids)
         source = message[6]
         if source is None:
             self._put(message, ids, [None] * len(ids))
@@ -173,6 +195,18 @@ class EnginePort:
             link.send(["answer", question_id, None, str(error)])
         else:
             link.send(["answer", question_id, None, None])
+
+    def _swap_weights(
+        self, link: Link, question_id: int, folder: str, keep_cache: bool, force: bool
+    ) -> None:
+        try:
+            told = self._swap(folder, keep_cache, force)
+        except (ValueError, OSError) as error:
+            told = {"mistake": str(error)}
+        except RuntimeError as error:  # no memory, or the executor has ended
+            link.send(["answer", question_id, None, str(error)])
+            return
+        link.send(["answer", question_id, told, None])
 
     def _put(self, message: Sequence[Any], ids: list[int], grammars: Sequence[Any]) -> None:
         requests = requests_of(message, ids, self._limits, grammars)

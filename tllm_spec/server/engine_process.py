@@ -15,13 +15,19 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tllm_spec.config.kv_events_config import KVEventsConfig
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.faults import described
 from tllm_spec.server.child import Control, freeze_heap
 from tllm_spec.server.host_limits import memory_note
+from tllm_spec.server.link import Link
+
+if TYPE_CHECKING:
+    from tllm_spec.executor.resources.kv_events import Sink
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +62,12 @@ class EngineProcess:
         self._executor = built.executor
         self._grammars = Grammars.of(args, tokenizer, built.limits)
         self._worker = Worker(built.executor, built.queue, self._on_end)
-        self._port = EnginePort(built.limits, built.queue, self._grammars, self._call)
+        self._events = built.kv_events
+        self._sinks: dict[Link, Sink] = {}
+        swap = partial(self._swap, args)
+        self._port = EnginePort(
+            built.limits, built.queue, self._grammars, self._call, swap, self._watch, self._unwatch
+        )
         self._loop = EngineLoop(
             self._port, listener, lambda: self._worker.submit(self._executor.load)
         )
@@ -81,9 +92,28 @@ class EngineProcess:
         self._port.fail_all(reason)
         self._loop.stop()
 
+    def _watch(self, link: Link) -> None:
+        """Sends KV events to a front from now on."""
+        if self._events is not None:
+            sink = self._sinks[link] = partial(_send_events, link)
+            with suppress(RuntimeError):  # the executor has ended
+                self._worker.submit(partial(self._events.add_sink, sink))
+
+    def _unwatch(self, link: Link) -> None:
+        if self._events is not None:
+            with suppress(RuntimeError):
+                self._worker.submit(partial(self._events.remove_sink, self._sinks.pop(link)))
+
     def _call(self, name: str) -> Future[Any]:
         functions = {"state": self._state, "stats": self._take_stats, "ping": lambda: None}
         return self._worker.submit(functions[name])
+
+    def _swap(self, args: LlmArgs, folder: str, keep_cache: bool, force: bool) -> dict[str, Any]:
+        from tllm_spec.draft_swap import swap_draft_weights
+
+        return swap_draft_weights(
+            args, self._executor, self._worker, folder, keep_cache=keep_cache, force=force
+        )
 
     def _state(self) -> Any:
         from tllm_spec.server_info import plain
@@ -93,6 +123,38 @@ class EngineProcess:
     def _take_stats(self) -> list[dict[str, Any]]:
         stats = self._executor.parts.iteration_stats
         return [] if stats is None else stats.take()
+
+
+def _send_events(link: Link, payload: bytes) -> None:
+    link.send(["kv_events", payload])
+
+
+def args_of_engine(args: LlmArgs, number: int, num_engines: int) -> LlmArgs:
+    """The arguments of one of several engines on this machine. Raises ValueError if each cannot
+    have a GPU of its own."""
+    if num_engines == 1:
+        return args
+    import torch
+
+    device = args.device
+    if device.startswith("cuda:"):
+        raise ValueError(
+            f"device = {device!r} is one device and dp_size = {num_engines} needs more; 'cuda' is "
+            "accepted, and CUDA_VISIBLE_DEVICES chooses"
+        )
+    if device != "cpu" and torch.cuda.is_available():
+        if torch.cuda.device_count() < num_engines:
+            raise ValueError(
+                f"dp_size = {num_engines} needs as many GPUs, and torch sees "
+                f"{torch.cuda.device_count()}"
+            )
+        device = f"cuda:{number}"
+    cache = args.kv_cache_config
+    events = cache.kv_events_config
+    if events is None or not events.enable_kv_cache_events:
+        events = KVEventsConfig(publisher="null")
+    cache = cache.model_copy(update={"kv_events_config": events.of_engine(number)})
+    return args.model_copy(update={"device": device, "kv_cache_config": cache})
 
 
 class Watch:
@@ -122,6 +184,7 @@ def main() -> int:
     watch = Watch(control)
     try:
         args = LlmArgs(**settings.llm)
+        args = args_of_engine(args, settings.number, len(settings.engine_paths))
         engine = EngineProcess(args, listener, partial(control.send, "joining"))
     except ValueError as error:
         control.send("failed", str(error))

@@ -11,8 +11,10 @@ import gc
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.server.child import ChildSettings, Control, freeze_heap
@@ -20,6 +22,10 @@ from tllm_spec.server.histograms import Histograms
 from tllm_spec.server.http_server import HttpServer, Tls
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.zoo.registry import is_gguf
+
+if TYPE_CHECKING:
+    from tllm_spec.server.engine_client import EngineClient
+    from tllm_spec.server.replicas import Replicas
 
 FAILED = 1  # exit status
 LOST_SECONDS = 3.0  # that a front without an engine goes on answering 503
@@ -33,33 +39,18 @@ async def serve(settings: ChildSettings, control: Control, listener: socket.sock
     if not is_gguf(Path(tokenizer_source)):  # transformers reads these with torch
         _leave_torch_out()
     from tllm_spec.server.app import OpenAIServer
-    from tllm_spec.server.engine_client import EngineClient, EngineConnection
     from tllm_spec.server.logs import adopt_transformers_logs
     from tllm_spec.server.traces import Traces, otlp_exporter
-    from tllm_spec.text.tokenizer import load_tokenizer
 
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    loop, stop, draining = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     adopt_transformers_logs()
-    try:
-        _, connection = await loop.create_unix_connection(EngineConnection, settings.engine_path)
-    except FileNotFoundError as error:
-        raise ValueError(f"the engine's socket has been removed: {settings.engine_path}") from error
-    draining = asyncio.Event()
     control.when_ended(
         partial(loop.call_soon_threadsafe, stop.set),
         partial(loop.call_soon_threadsafe, draining.set),
     )
-    try:
-        tokenizer = load_tokenizer(tokenizer_source)
-    except ValueError:
-        await connection.limits  # an engine that fails, too, knows more of the reason
-        raise
-    # With an engine that lives, the supervisor starts another front then.
-    connection.closed.add_done_callback(lambda _: loop.call_later(LOST_SECONDS, stop.set))
-    limits = await connection.limits
     options = ServerOptions.from_plain(settings.server)
-    client = EngineClient(args, tokenizer, connection, limits, options.engine_timeout)
-    histograms = Histograms(Path(settings.engine_path).parent)
+    client = await _client(args, settings.engine_paths, options.engine_timeout, stop)
+    histograms = Histograms(Path(settings.engine_paths[0]).parent)
     model, endpoint = settings.served_model_name, options.otlp_traces_endpoint
     traces = Traces(model, otlp_exporter(endpoint)) if endpoint else None
     server = OpenAIServer(client, model, options, histograms, traces, draining)
@@ -68,6 +59,32 @@ async def serve(settings: ChildSettings, control: Control, listener: socket.sock
     await http.serve(listener, stop, client.shutdown, lambda: control.send("ready"))
     server.close()
     gc.unfreeze()  # or libraries report what is never freed
+
+
+async def _client(
+    args: LlmArgs, paths: Sequence[str], timeout: float, stop: asyncio.Event
+) -> EngineClient | Replicas:
+    """stop: set some time after the only engine has ended."""
+    from tllm_spec.server.engine_client import EngineClient, EngineConnection
+    from tllm_spec.server.replicas import Replicas
+    from tllm_spec.text.tokenizer import load_tokenizer
+
+    loop = asyncio.get_running_loop()
+    try:
+        _, connection = await loop.create_unix_connection(EngineConnection, paths[0])
+    except FileNotFoundError as error:
+        raise ValueError(f"the engine's socket has been removed: {paths[0]}") from error
+    try:
+        tokenizer = load_tokenizer(args.tokenizer or args.model)
+    except ValueError:
+        await connection.limits  # an engine that fails, too, knows more of the reason
+        raise
+    if len(paths) > 1:
+        connection.close()
+        return await Replicas.connected(args, tokenizer, paths, timeout)
+    # With an engine that lives, the supervisor starts another front then.
+    connection.closed.add_done_callback(lambda _: loop.call_later(LOST_SECONDS, stop.set))
+    return EngineClient(args, tokenizer, connection, await connection.limits, timeout)
 
 
 def _leave_torch_out() -> None:

@@ -1,5 +1,9 @@
 """Accepts connections and runs the application on them: uvicorn's protocol, with a limit on the
-number of connections and a shutdown that has a deadline."""
+number of connections and a shutdown that has a deadline.
+
+uvicorn's own server was tried with `limit_concurrency` and `timeout_graceful_shutdown`. At the
+limit it refuses requests with 503 while idle connections stay, without a free file it hangs, and
+at the deadline it cancels streams without an error event."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ Names that start with `trtllm_` have the meaning that they have in TensorRT-LLM;
 `tllm_spec_` have no counterpart there. Counters start at 0 with the server.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from tllm_spec import __version__
 from tllm_spec.outputs import FinishReason
 from tllm_spec.server.histograms import HISTOGRAMS, Histograms
-from tllm_spec.server.vllm_metrics import cache_config, with_aliases
+from tllm_spec.server.vllm_metrics import with_aliases
 
 SUCCESSES = ("stop", "length")
 FAILURES = tuple(sorted({*get_args(FinishReason)} - {*SUCCESSES}))
@@ -110,27 +110,46 @@ class EngineMetrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        state = self._info()["internal_states"][0]
+        states = self._info()["internal_states"]
+        metrics = chain(_by_engine(states), self._of_requests())
         if self._vllm_model is None:
-            yield from self._own(state)
+            yield from metrics
         else:
-            yield from with_aliases(self._own(state), self._vllm_model)
-            yield cache_config(state["kv_cache"])
+            yield from with_aliases(metrics, self._vllm_model)
 
-    def _own(self, state: Mapping[str, Any]) -> Iterator[Metric]:
-        for name, (help_text, path) in GAUGES.items():
-            yield GaugeMetricFamily(name, help_text, value=_at(state, path))
-        for name, (help_text, path) in COUNTERS.items():
-            yield CounterMetricFamily(name, help_text, value=_at(state, path))
-        totals = state["totals"]
+    def _of_requests(self) -> Iterator[Metric]:
         yield InfoMetricFamily("tllm_spec", "Version of the server", {"version": __version__})
-        yield from _requests(totals["requests_by_finish_reason"])
-        yield from _speculation(totals)
-        yield from _pages(state["kv_cache"], totals)
         for name, found in self._histograms.read().items():
             names = [*map(str, map(float, found.bounds)), "+Inf"]
             buckets = list(zip(names, accumulate(found.counts), strict=True))
             yield HistogramMetricFamily(name, HISTOGRAMS[name].help, buckets, found.sum)
+
+
+def _by_engine(states: Sequence[Mapping[str, Any]]) -> Iterable[Metric]:
+    """The metrics of each state; of several engines with the label `engine`."""
+    metrics: dict[str, Metric] = {}
+    for state in states:
+        for metric in _of_engine(state):
+            same = metrics.setdefault(metric.name, metric)
+            if "engine" not in state:
+                continue
+            samples = [
+                sample._replace(labels={"engine": str(state["engine"]), **sample.labels})
+                for sample in metric.samples
+            ]
+            same.samples = samples if same is metric else [*same.samples, *samples]
+    return metrics.values()
+
+
+def _of_engine(state: Mapping[str, Any]) -> Iterator[Metric]:
+    for name, (help_text, path) in GAUGES.items():
+        yield GaugeMetricFamily(name, help_text, value=_at(state, path))
+    for name, (help_text, path) in COUNTERS.items():
+        yield CounterMetricFamily(name, help_text, value=_at(state, path))
+    totals = state["totals"]
+    yield from _requests(totals["requests_by_finish_reason"])
+    yield from _speculation(totals)
+    yield from _pages(state["kv_cache"], totals)
 
 
 def _at(state: Any, path: tuple[str, ...]) -> float:
@@ -185,6 +204,8 @@ def _pages(cache: Mapping[str, Any], totals: Mapping[str, Any]) -> Iterator[Metr
     yield GaugeMetricFamily(
         "trtllm_kv_cache_utilization", share, value=cache["used"] / cache["num_pages"]
     )
+    sizes = {"page_size": str(cache["page_size"]), "num_pages": str(cache["num_pages"])}
+    yield InfoMetricFamily("tllm_spec_kv_cache", "Size of the KV cache", sizes)
     hits, prompts = totals["cached_prompt_tokens"], totals["prompt_tokens"]
     hit_rate = "Fraction of prompt tokens found in the prefix cache since the start"
     yield GaugeMetricFamily(

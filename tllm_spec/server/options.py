@@ -17,6 +17,7 @@ class ServerOptions:
     None: any. trusted_proxies: addresses and networks whose X-Forwarded-For counts; "*": any.
     allowed_origins: of pages that a browser lets call the server; "*": any."""
 
+    dp_size: int = 1  # engines, each with the whole model
     max_body_bytes: int = 32 << 20
     max_answer_bytes: int = 64 << 20  # of log probabilities and echoed prompts
     max_connections: int = 4096
@@ -39,6 +40,8 @@ class ServerOptions:
     reasoning_parser: str | None = None  # of parsers/reasoning.py
     vllm_metrics: bool = False
     otlp_traces_endpoint: str | None = None  # URL to send spans to
+    draft_model_root: str | None = None  # folder of the draft weights that may be swapped in
+    draft_model_key: str | None = None  # name of the key that may do so
 
     def to_plain(self) -> dict[str, Any]:
         """For another process."""

@@ -64,14 +64,15 @@ class Pages:
     def data(self) -> dict[str, Any]:
         """What the dashboard shows. Runs in a thread: it waits for the end of a round."""
         with engine_running():
-            (state,) = self._llm.server_info()["internal_states"]
+            state, *others = self._llm.server_info()["internal_states"]
         facts = facts_of(self._llm.args, self._llm.max_seq_len)
         devices = ", ".join(rank["device"] for rank in state["ranks"])
         attention = f", attention {facts['attention']}" if "attention" in facts else ""
+        which = f" · engine {state['engine']} of {len(others) + 1}" if others else ""
         return {
             "time": monotonic(),
             "model": self._model,
-            "what": f"{facts['drafter']} · on {devices}{attention}",
+            "what": f"{facts['drafter']} · on {devices}{attention}{which}",
             **dashboard_data(state, self._histograms.read()),
         }
 

@@ -84,7 +84,6 @@ CHAT_NOT_SERVED: Mapping[str, NotServed] = {
     "prompt_cache_retention": NotServed((None, "in_memory"), "the prefix cache is in memory"),
     "reasoning_effort": NotServed((None,), 'use chat_template_kwargs: {"reasoning_effort": "low"}'),
     "service_tier": NotServed((None, "auto", "default"), "there is one tier"),
-    "store": NotServed((None, False), NOT_STORED),
     "verbosity": NotServed((None,), "use chat_template_kwargs"),
     "web_search_options": NotServed((None,), "the server calls no tools"),
 }
@@ -161,6 +160,7 @@ class GenerationRequest(BodyModel):
     user: str | None = None
     safety_identifier: str | None = None
     cache_salt: CacheSalt = None
+    store: bool | None = None  # whether --record_traffic may record it
 
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     best_of: int | None = None

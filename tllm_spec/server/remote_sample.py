@@ -14,10 +14,12 @@ from tllm_spec.request_handle import RequestHandle
 
 @dataclass(slots=True)
 class RemoteSample:
-    """index: which of a prompt's samples it is. checker: None without stop strings."""
+    """index: which of a prompt's samples it is. num_wanted: tokens of the prompt, and of the output
+    at most. checker: None without stop strings."""
 
     handle: RequestHandle
     index: int
+    num_wanted: int
     checker: StopChecker | None = None
     min_tokens: int = 0
     num_tokens: int = 0

@@ -104,6 +104,7 @@ class ResponsesRequest(BodyModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: CacheSalt = None
+    store: bool | None = None
 
     not_served: ClassVar[Mapping[str, NotServed]] = {
         "background": NotServed((None, False), NOT_STORED),
@@ -115,7 +116,6 @@ class ResponsesRequest(BodyModel):
         "prompt": NotServed((None,), NOT_STORED),
         "reasoning": NotServed((None, {}), "use chat_template_kwargs of /v1/chat/completions"),
         "service_tier": NotServed((None, "auto", "default"), "there is one tier"),
-        "store": NotServed((None, False), NOT_STORED),
         "stream_options": NotServed(
             (None, {}, {"include_obfuscation": False}), "the last event has the usage"
         ),

@@ -1,5 +1,5 @@
-"""Starts the engine's process and the front processes, restarts a front that dies, and ends all of
-them."""
+"""Starts the engine's process and the front processes, restarts a front that dies, and an engine
+that dies where there are others, and ends all of them."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 DOWN_SECONDS = 1.0
 # Seconds that the engine has to say why it failed, after a front has ended before it served.
 REASON_SECONDS = 1.0
+# Seconds until an engine is started again that has not served since it was.
+RESTART_SECONDS = 10.0
 # Seconds after which a process that should have ended is killed.
 END_SECONDS = 10.0
 BACKLOG = 64
@@ -58,7 +60,7 @@ class Event(NamedTuple):
     """Something that the supervisor must act on. child: None for a signal."""
 
     child: Child | None
-    kind: str  # "joining", "ready", "failed", "exit", "lost", "signal"
+    kind: str  # "joining", "ready", "failed", "exit", "lost", "restart", "signal"
     value: Any = None
 
 
@@ -132,6 +134,8 @@ class Supervisor:
         self._listener = listener
         self._num_fronts = num_fronts
         self._shutdown_timeout = shutdown_timeout
+        self._num_engines = settings.server["dp_size"]
+        self._engines: list[Child] = []
         self._fronts: list[Child] = []
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._is_serving = self._has_joined = False
@@ -150,22 +154,31 @@ class Supervisor:
     async def run(self) -> int:
         """Until a signal. Returns the exit status. Raises ServeError."""
         loop = asyncio.get_running_loop()
-        for number in self._signals:
-            event = Event(None, "signal", number)
-            loop.add_signal_handler(number, self._events.put_nowait, event)
-        with _engine_listener() as engine_listener:
-            self._settings = replace(self._settings, engine_path=engine_listener.getsockname())
-            self._engine = Child("the engine", "engine_process", engine_listener)
+        for caught in self._signals:
+            event = Event(None, "signal", caught)
+            loop.add_signal_handler(caught, self._events.put_nowait, event)
+        with _engine_listeners(self._num_engines) as listeners:
+            paths = [listener.getsockname() for listener in listeners]
+            self._settings = replace(self._settings, engine_paths=paths)
             try:
-                await self._engine.start(self._settings, self._events)
+                for number, listener in enumerate(listeners):
+                    name = f"engine {number}" if self._num_engines > 1 else "the engine"
+                    engine = Child(name, "engine_process", listener)
+                    await self._start_engine(engine, number)
+                    self._engines.append(engine)
                 for _ in range(self._num_fronts):
                     await self._start_front()
                 return await self._serve()
             finally:
-                children = (self._engine, *self._fronts)
+                children = (*self._engines, *self._fronts)
                 for child in children:
                     child.kill()
                 await asyncio.gather(*(child.process.wait() for child in children))
+
+    async def _start_engine(self, engine: Child, number: int) -> None:
+        """For the first time, or again."""
+        engine.is_ready = False
+        await engine.start(replace(self._settings, number=number), self._events)
 
     async def _start_front(self) -> None:
         front = Child("a front process", "front_process", self._listener, FRONT_VARIABLES)
@@ -182,10 +195,14 @@ class Supervisor:
                 self._has_joined = True
             elif event.kind == "ready":
                 event.child.is_ready = True
-                self._report_ready()
+                self._report_ready(event.child)
+            elif event.kind == "restart":
+                await self._start_engine(event.child, self._engines.index(event.child))
+            elif event.child in self._engines and self._is_serving and self._num_engines > 1:
+                self._restart_later(event)
             elif event.kind == "failed":
                 await self._fail(event.value)
-            elif event.child is self._engine:
+            elif event.child in self._engines:
                 name = engine_process(LlmArgs(**self._settings.llm).tensor_parallel_size)
                 await self._fail(f"{name} ended with {_status(event.value)}{memory_note()}")
             elif event.kind == "lost":
@@ -201,8 +218,28 @@ class Supervisor:
                 self._fronts.remove(event.child)
                 await self._start_front()
 
-    def _report_ready(self) -> None:
-        children = (self._engine, *self._fronts)
+    def _restart_later(self, event: Event) -> None:
+        """Event: what one of several engines says before it ends, or its end."""
+        engine = event.child
+        assert engine is not None
+        if event.kind == "failed":
+            logger.error("%s: %s", engine.name, event.value)
+            return
+        seconds = 0.0 if engine.is_ready else RESTART_SECONDS
+        logger.error(
+            "%s ended with %s and is started again%s%s",
+            engine.name,
+            _status(event.value),
+            f" in {seconds:g} s" if seconds else "",
+            memory_note(),
+        )
+        again = Event(engine, "restart")
+        asyncio.get_running_loop().call_later(seconds, self._events.put_nowait, again)
+
+    def _report_ready(self, child: Child) -> None:
+        if self._is_serving and child in self._engines:
+            logger.info("%s serves again", child.name)
+        children = (*self._engines, *self._fronts)
         if self._is_serving or not all(child.is_ready for child in children):
             return
         self._is_serving = True
@@ -229,8 +266,9 @@ class Supervisor:
             front.stop()
         if not await self._ended(self._fronts, self._shutdown_timeout + END_SECONDS):
             return 128 + number
-        self._engine.stop()
-        return 0 if await self._ended([self._engine], END_SECONDS) else 128 + number
+        for engine in self._engines:
+            engine.stop()
+        return 0 if await self._ended(self._engines, END_SECONDS) else 128 + number
 
     async def _fail(self, reason: str) -> None:
         """Raises ServeError. Fronts that serve have told their clients by then."""
@@ -259,17 +297,19 @@ class Supervisor:
 
 
 @contextmanager
-def _engine_listener() -> Iterator[socket.socket]:
-    """A Unix socket in a new folder. Raises ServeError, as on a full disk."""
+def _engine_listeners(number: int) -> Iterator[list[socket.socket]]:
+    """Unix sockets in a new folder. Raises ServeError, as on a full disk."""
+    listeners = []
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(TemporaryDirectory(prefix="tllm-serve-"))
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(str(Path(folder) / "engine"))
-            listener.listen(BACKLOG)
+            for index in range(number):
+                listeners.append(stack.enter_context(socket.socket(socket.AF_UNIX)))
+                listeners[-1].bind(str(Path(folder) / f"engine{index}"))
+                listeners[-1].listen(BACKLOG)
         except OSError as error:
             raise ServeError(f"no folder for the engine's socket can be made: {error}") from error
-        yield listener
+        yield listeners
 
 
 def _status(code: int) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
-from prometheus_client.core import InfoMetricFamily, Metric
+from prometheus_client.core import Metric
 
 # By our name, without _total.
 ALIASES: Mapping[str, str] = {
@@ -20,6 +19,7 @@ ALIASES: Mapping[str, str] = {
     "trtllm_spec_decode_num_draft_tokens": "spec_decode_num_draft_tokens",
     "trtllm_spec_decode_num_accepted_tokens": "spec_decode_num_accepted_tokens",
     "trtllm_spec_decode_accepted_tokens": "spec_decode_num_accepted_tokens_per_pos",
+    "tllm_spec_kv_cache": "cache_config",
     "tllm_spec_preemptions": "num_preemptions",
     "tllm_spec_prompt_tokens": "prompt_tokens",
     "tllm_spec_generated_tokens": "generation_tokens",
@@ -27,7 +27,11 @@ ALIASES: Mapping[str, str] = {
     "tllm_spec_request_prompt_tokens": "request_prompt_tokens",
     "tllm_spec_request_generation_tokens": "request_generation_tokens",
 }
-LABELS: Mapping[str, str] = {"token_position": "position"}
+LABELS: Mapping[str, str] = {
+    "token_position": "position",
+    "page_size": "block_size",
+    "num_pages": "num_gpu_blocks",
+}
 
 
 def with_aliases(metrics: Iterable[Metric], model: str) -> Iterator[Metric]:
@@ -41,9 +45,3 @@ def with_aliases(metrics: Iterable[Metric], model: str) -> Iterator[Metric]:
                 labels = {LABELS.get(key, key): value for key, value in sample.labels.items()}
                 renamed.add_sample(name, {**labels, "model_name": model}, sample.value)
             yield renamed
-
-
-def cache_config(cache: Mapping[str, Any]) -> Metric:
-    """The size of the KV cache, which routers read next to the load."""
-    sizes = {"block_size": str(cache["page_size"]), "num_gpu_blocks": str(cache["num_pages"])}
-    return InfoMetricFamily("vllm:cache_config", "Size of the KV cache", sizes)

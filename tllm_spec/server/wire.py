@@ -1,10 +1,14 @@
 """What the front processes and the engine say to each other: lists of plain values in msgpack.
 
 From a front: `["submit", ids, seeds, tokens, rules, options, grammar]`, `["cancel", ids, reason]`,
-`["call", id, name]`, `["compile", id, kind, text]`. From the engine: `["hello", limits]`,
-`["responses", number of unfinished requests, responses]` once a round, `["load", number]`,
-`["answer", id, value, error]`, and `["down", reason]`. No message can make the other side run
-code."""
+`["call", id, name]`, `["compile", id, kind, text]`, `["swap", id, folder, keep cache, force]`. From
+the engine: `["hello", limits]`, `["responses", number of unfinished requests, their tokens,
+responses]` once a round, `["load", number, tokens]`, `["kv_events", batch]` of an engine of
+several, `["answer", id, value, error]`, and `["down", reason]`. No message can make the other side
+run code.
+
+msgspec was tried: its decoder takes exactly one message and raised when a socket's read had more,
+so each connection would need frames of its own."""
 
 from __future__ import annotations
 
@@ -48,6 +52,12 @@ def unpack_limits(packed: dict[str, Any]) -> RequestLimits:
 def submission(requests: Sequence[LlmRequest], grammar: tuple[str, str] | None) -> list[Any]:
     """The message that submits one prompt's requests. grammar: kind and text."""
     return ["submit", *pack_requests(requests), grammar]
+
+
+def tokens_wanted(message: Sequence[Any]) -> int:
+    """Of each sample of a submission: the tokens of the prompt, and of the output at most."""
+    tokens, (max_tokens, *_) = message[3], message[5]
+    return len(tokens) + int(max_tokens)
 
 
 def requests_of(

@@ -13,8 +13,8 @@ from tllm_spec.executor.speculative.drafting.proposer import DraftChains
 
 
 class ChainDrafting:
-    """Draws draft after draft. For rejection sampling it keeps what they were drawn from, by
-    slot."""
+    """Draws draft after draft. For rejection sampling it keeps what they were drawn from, by slot;
+    where requests share a round's rows it says how likely they are."""
 
     def __init__(self, layers: DraftLayers, slots: SlotState, sampling: DraftSampling) -> None:
         self._layers, self._slots, self._sampling = layers, slots, sampling
@@ -35,6 +35,7 @@ class ChainDrafting:
         """As `TreeDrafting.draft`."""
         net, positions = self._layers.net, self._slots.positions(kv_lens, shape.depth)
         drafts: list[torch.Tensor] = []
+        chances: list[torch.Tensor] = []
         for step in range(shape.depth):
             if step:
                 # The draft before is at position kv_lens + step; see DraftNet.lookahead for its
@@ -43,12 +44,18 @@ class ChainDrafting:
                 window = Windows(group.slots, first, drafts[-1].unsqueeze(1), bound + step)
                 state = self._layers.forward([], window, state, step=step)
             logits = net.compute_logits(state)
+            if self._slots.values is not None:
+                chance, best = self._sampling.best(group, logits, positions[1 + step], 1)
+                chances.append(chance.squeeze(1))
+                drafts.append(best.squeeze(1))
+                continue
             tokens, probs = self._sampling.choose(group, step, logits, positions[1])
             drafts.append(tokens)
             if probs is not None:
                 assert self._probs is not None
                 self._probs[group.slots, step] = probs
-        return DraftChains(torch.stack(drafts, dim=1))
+        likely = torch.stack(chances, dim=1) if chances else None
+        return DraftChains(torch.stack(drafts, dim=1), likely=likely)
 
     def probs(self, group: RowGroup) -> torch.Tensor | None:
         """As `RoundEnd.draft_probs`."""

@@ -44,8 +44,13 @@ def check_draft(draft: DraftPlan | None, tokenizer: Tokenizer | None, target: Mo
     else:
         if tokenizer is not None:
             _check_tokenizer(folder, tokenizer)
-        sizes = target.vocab_size, ModelConfig.from_pretrained(folder).vocab_size
-        reasons = _map_mistakes(draft, min(sizes))
+        own = ModelConfig.from_pretrained(folder)
+        reasons = _map_mistakes(draft, min(target.vocab_size, own.vocab_size))
+        if own.delta is not None:
+            reasons.append(
+                f"speculative_config.speculative_model = {draft.path!r} is a {own.architecture}, "
+                "which is served as a target only: a draft model's layers need keys and values"
+            )
     if reasons:
         raise ValueError("\n".join(reasons))
 

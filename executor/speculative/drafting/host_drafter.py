@@ -8,7 +8,6 @@ from itertools import chain
 from operator import index
 from typing import Any, TypeVar
 
-from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.config.option_checks import shown
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.transfer import to_device
@@ -134,7 +133,7 @@ class HostDrafter(Drafter):
         ]
         self._improve(requests, drafts, wanted, GrammarState.better_drafts)
         draft_len = batch.made_draft_len = max(map(len, drafts))
-        batch.shape = chain_of(draft_len)
+        batch.shape = self._slots.shapes.of(draft_len)
         rows: list[int] = []  # of slot, number of drafts, padded drafts
         for request, draft in zip(requests, drafts, strict=True):
             num_drafts = len(draft)

@@ -19,13 +19,13 @@ from tllm_spec.executor.speculative.drafting.draft_net import (
 )
 from tllm_spec.executor.speculative.modes import DraftPlan
 from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.draft_head import DraftHead, HeadSource, target_modules
 from tllm_spec.models.eagle import EagleHead, load_eagle_head
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.eagle_config import EagleConfig
 from tllm_spec.models.head_checkpoint import HeadKind, head_kind
+from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.module import Placement
 from tllm_spec.models.mtp import NextnModules, load_nextn
 from tllm_spec.models.nextn_checkpoint import exported_config
@@ -81,7 +81,7 @@ def load_mtp(
 ) -> LoadedDraft:
     """Load MTP modules from the target's checkpoint or the plan's. Raises ValueError if tensors are
     missing or surplus."""
-    assert isinstance(target, DeepseekForCausalLM)
+    assert isinstance(target, LlamaForCausalLM)
     is_exported = plan.path is not None
     modules = load_nextn(
         folder,
@@ -154,7 +154,7 @@ def blank_head(plan: DraftPlan, target: CausalLM, device: torch.device) -> nn.Mo
     target's, as far as config.json tells of them. Raises ValueError as loading them does."""
     config, mapping = target.config, target_modules(target)[1].mapping
     if plan.num_modules:
-        assert isinstance(target, DeepseekForCausalLM)
+        assert isinstance(target, LlamaForCausalLM)
         own = config if plan.path is None else exported_config(draft_folder(plan), config)
         placement = blank_placement(own, target.dtype, device, mapping)
         return NextnModules(target, plan.num_modules, placement)

@@ -19,10 +19,11 @@ from tllm_spec.kernels.beam_pool import DraftTree
 @dataclass(frozen=True)
 class DraftChains:
     """Drafts `tokens` `[N, K]` of N requests. num_drafts `[N]`: how many of them each request
-    really has; None: all."""
+    really has; None: all. likely `[N, K]`: the drafter's own probabilities; None: not known."""
 
     tokens: torch.Tensor
     num_drafts: torch.Tensor | None = None
+    likely: torch.Tensor | None = None
 
 
 def write_drafts(slots: SlotState, slot_ids: torch.Tensor, drafts: DraftChains | DraftTree) -> None:
@@ -30,7 +31,7 @@ def write_drafts(slots: SlotState, slot_ids: torch.Tensor, drafts: DraftChains |
     if isinstance(drafts, DraftTree):
         slots.write_tree(slot_ids, drafts)
     else:
-        slots.write_drafts(slot_ids, drafts.tokens, drafts.num_drafts)
+        slots.write_drafts(slot_ids, drafts.tokens, drafts.num_drafts, drafts.likely)
 
 
 class Proposer:

@@ -33,11 +33,13 @@ class ContextResult:
 @dataclass(frozen=True)
 class WindowResult:
     """The windows that the target has verified, with drafts of this shape, and the tokens that it
-    emitted for them."""
+    emitted for them. `read_rows` `[B * W]`: the rows of the target's forward that stand for those
+    of whole windows; None: the forward had the windows' own rows."""
 
     windows: Windows
     sampled: SampledTokens
     shape: DraftShape
+    read_rows: torch.Tensor | None = None
 
     def read(self, lookahead: int) -> Windows:
         """What the target emitted, as windows of a draft network with this `lookahead`."""
@@ -53,12 +55,15 @@ class WindowResult:
     def captured_rows(self, num_before: int) -> torch.Tensor | None:
         """Rows of the target's forward whose hidden states `read` takes, after `num_before` rows of
         chunks, which it takes, too: `[num_before + B * (D+1)]`. None: all rows, in order."""
-        rows = self.sampled.rows
-        if rows is None:
+        rows, own = self.sampled.rows, self.read_rows
+        if own is not None:
+            own = own + num_before
+        elif rows is not None:
+            firsts = torch.arange(len(rows), device=rows.device).unsqueeze(1) * self.shape.window
+            own = (rows + (firsts + num_before)).flatten()
+        else:
             return None
-        firsts = torch.arange(len(rows), device=rows.device).unsqueeze(1) * self.shape.window
-        own = (rows + (firsts + num_before)).flatten()
-        return torch.cat((torch.arange(num_before, device=rows.device), own)) if num_before else own
+        return torch.cat((torch.arange(num_before, device=own.device), own)) if num_before else own
 
 
 class RoundEnd:

@@ -62,7 +62,7 @@ def test_cuda_is_the_callers_current_device(current: Current) -> None:
 
 
 def test_ranks_use_the_devices_of_their_host_in_turn(current: Current) -> None:
-    """Of those that torch sees, which CUDA_VISIBLE_DEVICES limits, or the first few."""
+    """They are those that torch sees (CUDA_VISIBLE_DEVICES limits them), or the first few."""
     assert [pick_device("cuda", rank).index for rank in range(4)] == [0, 1, 0, 1]
     assert [pick_device("auto", rank, 1).index for rank in range(3)] == [0, 0, 0]
     assert [pick_device("cpu", rank) for rank in range(2)] == [torch.device("cpu")] * 2

@@ -21,7 +21,7 @@ def emitted(
     layout: DraftLayout = LAYOUT,
     **options: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of DRAWS requests with the distributions `[W, V]`."""
+    """Rejection for DRAWS requests with the distributions `[W, V]`."""
     return reject_tree(
         probs.expand(DRAWS, *probs.shape),
         tokens.expand(DRAWS, -1),

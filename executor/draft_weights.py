@@ -1,0 +1,178 @@
+"""Replaces the draft network's weights in a running engine, in place: its CUDA graphs stay valid.
+
+A second network is loaded from another folder in the same way as the first one, so it has every
+derived tensor (fused, packed, quantised, token maps). Then the two are walked in parallel: tensors
+are pairs to copy, and all else must be equal. So nothing is left of the old weights, or the folder
+is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.paged_cache import PagedCache
+
+logger = logging.getLogger(__name__)
+
+WATCHED_ROUNDS = 1000  # of requests after a swap, which decide whether it stays
+MARGIN = 0.1  # by which tokens a round may fall, relatively
+# Attributes that layers are given after loading, by measuring and not from weights.
+MEASURED = frozenset({"tuned_gemms"})
+PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, Path)
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StagedWeights:
+    """Weights that are loaded and fit. pairs: the engine's tensors, and what they will be."""
+
+    folder: str
+    pairs: Sequence[Pair]
+
+
+@dataclass
+class Acceptance:
+    """Of the requests of one version: rounds, and the tokens that these emitted."""
+
+    rounds: int = 0
+    tokens: int = 0
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+
+class DraftWeights:
+    """load: a network from a folder. model: the engine's. cache: has the network's KV. folder:
+    where its weights are from.
+
+    `stage` may be called in any thread, all else in the executor's between two rounds."""
+
+    def __init__(
+        self, load: Callable[[str], Any], model: Any, cache: PagedCache, folder: str
+    ) -> None:
+        self.version = 0
+        self.folder = folder
+        self._load, self._model, self._cache = load, model, cache
+        self._acceptance = Acceptance()
+        self._before: tuple[Acceptance, StagedWeights] | None = None  # while a swap is watched
+
+    def stage(self, folder: str) -> StagedWeights:
+        """Raises ValueError for weights that do not fit in place of the present ones."""
+        with torch.inference_mode():
+            pairs = list(pairs_of(self._model, self._load(folder), "draft"))
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # the executor has a stream of its own
+        return StagedWeights(folder, pairs)
+
+    def swap(self, staged: StagedWeights, *, keep_cache: bool = False) -> int:
+        """Returns the new version. The prefix cache of the version before is not used any more,
+        unless `keep_cache`."""
+        old = self._replace(staged, keep_cache=keep_cache)
+        self._before = self._acceptance, old
+        self._acceptance = Acceptance()
+        logger.info("draft weights of %s are served, version %d", staged.folder, self.version)
+        return self.version
+
+    def start(self, request: LlmRequest) -> None:
+        """The request begins."""
+        request.draft_version = self.version
+
+    def add_end(self, request: LlmRequest) -> None:
+        """The request has ended."""
+        if request.draft_version == self.version and request.draft_limit:
+            self._acceptance.rounds += request.counters.rounds
+            self._acceptance.tokens += request.counters.num_emitted_tokens
+
+    def swap_back_if_worse(self) -> None:
+        """Ends a swap's time of watching."""
+        if self._before is None or self._acceptance.rounds < WATCHED_ROUNDS:
+            return
+        (before, old), now = self._before, self._acceptance.tokens_per_round
+        self._before = None
+        if before.rounds < WATCHED_ROUNDS or now >= before.tokens_per_round * (1 - MARGIN):
+            return
+        logger.warning(
+            "draft weights of %s gave %.2f tokens a round, those before %.2f: back to %s",
+            *(self.folder, now, before.tokens_per_round, old.folder),
+        )
+        self._replace(old, keep_cache=False)
+        self._acceptance = Acceptance()
+
+    def _replace(self, staged: StagedWeights, *, keep_cache: bool) -> StagedWeights:
+        """Returns the weights before."""
+        with torch.inference_mode():
+            old = [(own, own.clone()) for own, _ in staged.pairs]
+            for own, new in staged.pairs:
+                own.copy_(new)
+        before = StagedWeights(self.folder, old)
+        self.version, self.folder = self.version + 1, staged.folder
+        if not keep_cache:
+            self._cache.start_version(self.version)
+        return before
+
+
+def pairs_of(old: Any, new: Any, path: str) -> Iterator[Pair]:
+    """The tensors of two objects of the same structure. Those that both share are left out. Raises
+    ValueError where they differ in anything but the values of tensors."""
+    yield from _pairs(old, new, path, set())
+
+
+def _pairs(old: Any, new: Any, path: str, seen: set[tuple[int, int]]) -> Iterator[Pair]:
+    if old is new or (id(old), id(new)) in seen:
+        return
+    seen.add((id(old), id(new)))
+    if type(old) is not type(new):
+        raise ValueError(_differ(path, type(old).__name__, type(new).__name__))
+    if isinstance(old, torch.Tensor):
+        if (old.shape, old.dtype, old.layout) != (new.shape, new.dtype, new.layout):
+            raise ValueError(_differ(path, _described(old), _described(new)))
+        yield old, new
+    elif isinstance(old, PLAIN):
+        if old != new and not isinstance(old, Path):
+            raise ValueError(_differ(path, old, new))
+    else:
+        yield from _pairs_of_parts(_parts(old), _parts(new), path, seen)
+
+
+def _pairs_of_parts(
+    old: Mapping[Any, Any], new: Mapping[Any, Any], path: str, seen: set[tuple[int, int]]
+) -> Iterator[Pair]:
+    names = old.keys() - MEASURED
+    if names != new.keys() - MEASURED:
+        raise ValueError(_differ(path, sorted(map(str, old)), sorted(map(str, new))))
+    for name, value in old.items():
+        if name not in names:
+            continue
+        yield from _pairs(value, new[name], f"{path}.{name}", seen)
+
+
+def _parts(value: Any) -> Mapping[Any, Any]:
+    """What an object consists of."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    if isinstance(value, (set, frozenset)):
+        return dict.fromkeys(value)
+    if is_dataclass(value):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    if hasattr(value, "__dict__"):
+        attributes: dict[str, Any] = vars(value)
+        return attributes
+    raise ValueError(f"{type(value).__name__} is not known to be replaceable")
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _differ(path: str, old: object, new: object) -> str:
+    return f"the weights do not fit: {path} is {old} in the engine, and {new} in the folder"

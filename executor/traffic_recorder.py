@@ -1,0 +1,172 @@
+"""Records served requests (`record_traffic`) for replay, in a thread of its own.
+
+The executor's thread only appends references to two queues, whose length is limited. All else, from
+counting a round's tokens to the disk, happens in the recorder's thread."""
+
+import logging
+import secrets
+import threading
+from collections import deque
+from dataclasses import fields
+from queue import Empty, SimpleQueue
+from time import monotonic, time  # noqa: TID251  # records have dates
+from typing import Any, NamedTuple
+
+from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.rounds.launched_round import LaunchedRound
+from tllm_spec.recording.traffic_folder import TrafficFolder
+from tllm_spec.recording.traffic_record import TrafficRecord, rounds_until
+
+logger = logging.getLogger(__name__)
+
+MAX_ROUNDS = 1 << 14  # that wait; the times of older ones are lost
+MAX_ENDS = 1 << 12  # requests that wait to be written; more are lost
+PAUSE_SECONDS = 0.5  # after which rounds are looked at though no request has ended
+END_SECONDS = 10.0  # for what is left to write at the end
+
+
+class ReadRound(NamedTuple):
+    """time: `monotonic`. table: as `LaunchedRound.wait`. num_drafts: of each generating request;
+    None: in the table after `path` tokens."""
+
+    time: float
+    contexts: list[LlmRequest]
+    generating: list[LlmRequest]
+    num_drafts: list[int] | None
+    path: int
+    table: list[list[int]]
+
+
+class TrafficRecorder:
+    """Lossy on purpose: a slow or full disk loses records and delays nothing."""
+
+    def __init__(self, folder: TrafficFolder) -> None:
+        self.num_lost = 0
+        self._folder = folder
+        self._rounds: deque[ReadRound] = deque(maxlen=MAX_ROUNDS)
+        self._ends: SimpleQueue[LlmRequest | None] = SimpleQueue()
+        self._epoch_us = int((time() - monotonic()) * 1e6)
+        self._is_failing = False
+        self._run_id, self._num_records = secrets.token_hex(6), 0
+        self._thread = threading.Thread(target=self._main, name="tllm-recorder", daemon=True)
+        self._thread.start()
+
+    # The executor's thread calls these three.
+
+    def add_round(
+        self, launched: LaunchedRound, table: list[list[int]], *, counts_drafts: bool
+    ) -> None:
+        """A round that the host has read. counts_drafts: as in `RoundReader`."""
+        batch, num_drafts = launched.batch, None if counts_drafts else launched.num_drafts
+        contexts, generating = launched.ended_contexts, batch.generation_requests
+        read = ReadRound(monotonic(), contexts, generating, num_drafts, batch.shape.path, table)
+        self._rounds.append(read)
+
+    def add_end(self, request: LlmRequest) -> None:
+        """A request that has ended; its tokens do not change any more."""
+        if not is_recorded(request):
+            return
+        if self._ends.qsize() < MAX_ENDS:
+            self._ends.put(request)
+        else:
+            self.num_lost += 1
+
+    def close(self) -> None:
+        """Writes what is left, for a limited time."""
+        self._ends.put(None)
+        self._thread.join(END_SECONDS)
+
+    # The recorder's thread.
+
+    def _main(self) -> None:
+        is_open = True
+        while is_open:
+            ended = self._take_ended()
+            is_open = None not in ended
+            self._count_rounds()
+            if lines := [self._record(each).to_line() for each in ended if each is not None]:
+                self._append(lines)
+
+    def _take_ended(self) -> list[LlmRequest | None]:
+        """None among them: the end."""
+        try:
+            ended = [self._ends.get(timeout=PAUSE_SECONDS)]
+        except Empty:
+            return []
+        while not self._ends.empty():
+            ended.append(self._ends.get())
+        return ended
+
+    def _count_rounds(self) -> None:
+        while self._rounds:
+            read = self._rounds.popleft()
+            now = int(read.time * 1e6)
+            rows = iter(read.table)
+            for request, row in zip(read.contexts, rows, strict=False):
+                _add_round(request, now, row[0], None)
+            for index, (request, row) in enumerate(zip(read.generating, rows, strict=False)):
+                number = row[1 + read.path] if read.num_drafts is None else read.num_drafts[index]
+                _add_round(request, now, row[0], number)
+
+    def _record(self, request: LlmRequest) -> TrafficRecord:
+        self._num_records += 1
+        client, user = self._folder.hashes_of(request.client)
+        stats, longest = request.counters.stats(), request.counters.width - 1
+        output = request.tokens[request.prompt_len :]
+        return TrafficRecord(
+            id=f"{self._run_id}-{self._num_records}",
+            client=client,
+            user=user,
+            arrived_us=self._epoch_us + int(request.arrived_at * 1e6),
+            prompt=request.tokens[: request.prompt_len],
+            output=output,
+            seed=request.seed,
+            sampling=sampling_of(request.rules),
+            max_tokens=request.max_tokens,
+            draft_limit=request.draft_limit if request.draft_limit < longest else None,
+            guided=request.grammar is not None,
+            finish_reason=request.finish_reason or "",
+            rounds=rounds_until(request.recorded_rounds, len(output)),
+            num_rounds=stats.rounds,
+            num_emitted=stats.num_emitted_tokens,
+            drafted=list(stats.per_position_drafted),
+            accepted=list(stats.per_position_accepted),
+            cached_tokens=request.cached_tokens,
+            num_preemptions=request.num_preemptions,
+            draft_version=request.draft_version,
+        )
+
+    def _append(self, lines: list[bytes]) -> None:
+        try:
+            self._folder.append(lines)
+        except OSError as error:
+            self.num_lost += len(lines)
+            if not self._is_failing:
+                logger.warning("traffic cannot be recorded, records are lost: %s", error)
+            self._is_failing = True
+        else:
+            self._is_failing = False
+
+
+def is_recorded(request: LlmRequest) -> bool:
+    """A request whose cached text is its client's own is recorded only if the client says so
+    (`store: true`), any other unless the client says no; and only if it has an output."""
+    wanted = request.store if request.store is not None else request.cache_salt is None
+    return wanted and request.finish_reason != "error" and request.num_output_tokens > 0
+
+
+def sampling_of(rules: DecodingRules) -> dict[str, Any]:
+    """In JSON's types. A token that is excluded has the bias null."""
+    plain: dict[str, Any] = {}
+    for each in fields(rules):
+        value = getattr(rules, each.name)
+        plain[each.name] = sorted(value) if isinstance(value, frozenset) else value
+    infinite = float("-inf")
+    bias = {str(key): None if b == infinite else b for key, b in rules.token_bias.items()}
+    return plain | {"token_bias": bias, "edits": len(rules.edits)}
+
+
+def _add_round(request: LlmRequest, now: int, num_tokens: int, num_drafts: int | None) -> None:
+    offset = max(0, now - int(request.arrived_at * 1e6))
+    request.recorded_rounds.append((offset, num_tokens, num_drafts))

@@ -1,0 +1,151 @@
+"""Which drafts of a batch a round verifies, where they share a number of rows: those that are
+likeliest to be accepted. A draft's value is the probability that it and all before it are accepted.
+
+That probability is predicted from what the drafter said about the draft (its feature) and from what
+was accepted in its slot: a logistic regression with a number for each feature and one for each
+slot, learned as rounds are verified. On CUDA two Triton kernels of one program each, which add in
+a fixed order, so that all ranks choose alike; elsewhere the plain-torch reference."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+
+from tllm_spec.kernels.dispatch import with_kernel
+
+NUM_PROBABILITIES = 16  # features of drafts whose drafter gives probabilities, in equal steps
+NUM_POSITIONS = 16  # features of other drafts: their position
+NUM_FEATURES = NUM_PROBABILITIES + NUM_POSITIONS
+OFFERED_ROUNDS = 32  # a slot without verified drafts has one in so many rounds
+# Of the error of a prediction, what is added to the slot's number; and the drafts that the numbers
+# of features count for before anything was verified.
+SLOT_RATE, PRIOR_DRAFTS = 0.2, 16.0
+MAX_SLOT_NUMBER = 6.0
+OFFERED = 2.0  # the value of a draft that is verified whatever is predicted
+PRIOR_LOGIT = 0.5  # of drafts without a probability
+EXPECTED_SCALE = 4096
+
+
+@dataclass(frozen=True)
+class DraftValues:
+    """`features` `[S, K]` int32: of the drafts in each slot. `of_feature` `[NUM_FEATURES]` and
+    `of_slot` `[S]` float32: log odds, which are added. `num_idle` `[S]` int32: rounds since a draft
+    of the slot was verified. `budgets` `[C, 2]` float32: of what else a round could verify, drafts
+    of a request at most and rows of a request on average."""
+
+    features: torch.Tensor
+    of_feature: torch.Tensor
+    of_slot: torch.Tensor
+    num_idle: torch.Tensor
+    budgets: torch.Tensor
+
+    @classmethod
+    def of_slots(
+        cls,
+        num_slots: int,
+        max_draft_len: int,
+        device: torch.device,
+        budgets: Sequence[tuple[int, float]] = (),
+    ) -> "DraftValues":
+        """Before anything was verified: a drafter's probabilities are believed."""
+        middles = (torch.arange(NUM_PROBABILITIES, device=device) + 0.5) / NUM_PROBABILITIES
+        others = torch.full((NUM_POSITIONS,), PRIOR_LOGIT, device=device)
+        positions = torch.arange(max_draft_len, dtype=torch.int32, device=device)
+        positions = NUM_PROBABILITIES + positions.clamp_max(NUM_POSITIONS - 1)
+        return cls(
+            positions.repeat(num_slots, 1),
+            torch.cat((middles.logit(), others)),
+            torch.zeros(num_slots, device=device),
+            torch.zeros(num_slots, dtype=torch.int32, device=device),
+            torch.tensor(budgets, dtype=torch.float32, device=device).view(-1, 2),
+        )
+
+
+@dataclass(frozen=True)
+class ChosenRows:
+    """`offsets` `[B + 1]` int32: of the windows' rows. `num_verified` `[B]` int64: drafts that have
+    a row. `expected` `[B, C]` int64: of the slots' drafts, how many would be accepted on average
+    under each of the budgets, times EXPECTED_SCALE."""
+
+    offsets: torch.Tensor
+    num_verified: torch.Tensor
+    expected: torch.Tensor
+
+
+def features_of(probs: torch.Tensor) -> torch.Tensor:
+    """The features of drafts that the drafter gives these probabilities, int32. NaN counts as 0."""
+    steps = (probs.nan_to_num(0.0) * NUM_PROBABILITIES).to(torch.int32)
+    return steps.clamp(0, NUM_PROBABILITIES - 1)
+
+
+@with_kernel("choose_rows_triton.choose_rows_triton", argument=1)
+def choose_rows(
+    values: DraftValues, num_drafts: torch.Tensor, slots: torch.Tensor, window: int, num_rows: int
+) -> ChosenRows:
+    """Gives `num_rows` rows, B to B * window of them, to the windows of slots `[B]`: one to each,
+    the others to the drafts of the highest values, equal ones in order. num_drafts `[S]` int64: the
+    slots' drafts. Rows that are left when all drafts have one go to padding."""
+    length, own = window - 1, num_drafts.index_select(0, slots)
+    chances = _probabilities(values, slots)
+    expected = [
+        _best(chances, own, int(depth), ceil(len(slots) * (mean - 1)))
+        for depth, mean in values.budgets.tolist()
+    ]
+    sums = [(chances[:, : chosen.shape[1]].cumprod(1) * chosen).sum(1) for chosen in expected]
+    is_due = values.num_idle.index_select(0, slots) >= OFFERED_ROUNDS - 1
+    chances[:, 0].masked_fill_(is_due, OFFERED)
+    chosen = _best(chances, own, length, num_rows - len(slots), pads=True)
+    counts = chosen.sum(1)
+    ends = torch.nn.functional.pad((counts + 1).cumsum(0), (1, 0))
+    scaled = [(each * EXPECTED_SCALE).round().to(torch.int64) for each in sums]
+    return ChosenRows(
+        ends.to(torch.int32),
+        torch.minimum(own, counts),
+        torch.stack(scaled, 1) if scaled else slots.new_zeros((len(slots), 0)),
+    )
+
+
+def _best(
+    chances: torch.Tensor, num_drafts: torch.Tensor, depth: int, number: int, *, pads: bool = False
+) -> torch.Tensor:
+    """Which of the first `depth` drafts of each request are the `number` of the highest values,
+    `[B, depth]` bool. pads: others follow, where there are fewer drafts."""
+    depth = min(depth, chances.shape[1])
+    exists = torch.arange(depth, device=chances.device) < num_drafts.unsqueeze(1)
+    ranked = torch.where(exists, chances[:, :depth].cumprod(1), -1.0).flatten()
+    order = ranked.sort(descending=True, stable=True).indices[: max(number, 0)]
+    chosen = torch.zeros_like(ranked, dtype=torch.bool).index_fill_(0, order, True).view(-1, depth)
+    return chosen if pads else chosen & exists
+
+
+@with_kernel("choose_rows_triton.learn_values_triton", argument=1)
+def learn_values(
+    values: DraftValues, num_verified: torch.Tensor, slots: torch.Tensor, new_lens: torch.Tensor
+) -> None:
+    """A round of slots `[B]` has verified num_verified `[B]` int64 drafts and emitted new_lens
+    `[B]` int64 tokens, one more than were accepted."""
+    length = values.features.shape[1]
+    positions = torch.arange(length, device=slots.device)
+    num_accepted = (new_lens - 1).unsqueeze(1)
+    # The first rejected draft is the last one that says anything.
+    is_seen = (positions < num_verified.unsqueeze(1)) & (positions <= num_accepted)
+    is_accepted = (positions < num_accepted).to(torch.float32)
+    errors = is_accepted - _probabilities(values, slots)
+    errors = errors.masked_fill(~is_seen, 0.0)
+    features = values.features.index_select(0, slots)
+    of_each = torch.arange(NUM_FEATURES, device=slots.device)[:, None] == features.flatten()
+    seen = (of_each & is_seen.flatten()).sum(1)
+    change = (of_each * errors.flatten()).sum(1) / (seen + PRIOR_DRAFTS)
+    of_slot = values.of_slot.index_select(0, slots) + SLOT_RATE * errors.sum(1)
+    values.of_slot[slots] = of_slot.clamp(-MAX_SLOT_NUMBER, MAX_SLOT_NUMBER)
+    values.of_feature.add_(change)
+    num_idle = values.num_idle.index_select(0, slots) + 1
+    values.num_idle[slots] = num_idle.masked_fill(num_verified > 0, 0)
+
+
+def _probabilities(values: DraftValues, slots: torch.Tensor) -> torch.Tensor:
+    """That each draft is accepted if those before it are, `[B, K]`."""
+    features = values.features.index_select(0, slots)
+    numbers = values.of_feature[features.to(torch.int64)]
+    return (numbers + values.of_slot.index_select(0, slots).unsqueeze(1)).sigmoid()

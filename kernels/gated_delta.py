@@ -1,0 +1,198 @@
+"""The gated delta rule (arXiv 2412.06464) after a short causal convolution, over states by slot: a
+Triton kernel if Triton is available, otherwise the plain-torch reference, which is the definition.
+
+A slot keeps the state after its first tokens, and the inputs of the latest rows in a ring by
+position. The rows of a window may be rejected, so they change no state: the next round reads the
+accepted ones again from the ring (they are pending), keeps the state after them, and goes on. All
+rows take the same steps in float32, so a state does not depend on drafts."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tllm_spec.kernels.dispatch import with_kernel
+from tllm_spec.kernels.round_rows import RoundRows
+
+NORM_EPS = 1e-6  # of q and k
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """The heads of a layer. Each key head serves as many neighbouring value heads."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel_size: int
+    """Inputs of the convolution, K."""
+
+    @property
+    def num_channels(self) -> int:
+        """C: q, k and v of all heads, which the convolution reads."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def num_inputs(self) -> int:
+        """I: elements of a row that change a state: b and a of each value head, then q, k and v."""
+        return 2 * self.num_value_heads + self.num_channels
+
+    @property
+    def num_projected(self) -> int:
+        """P: elements of a row: what changes the state, and a gate for each output."""
+        return self.num_inputs + self.num_value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """A layer's weights: of the convolution `[C, K]`, and of the decay `[Hv]` float32 each."""
+
+    conv: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DeltaMemory:
+    """A layer's memory of S slots."""
+
+    states: torch.Tensor
+    """`[S, Hv, Dk, Dv]` float32."""
+    inputs: torch.Tensor
+    """`[S, R, I]`: the inputs of the row at position p are at index p % R."""
+
+
+@dataclass(frozen=True)
+class DeltaRows:
+    """The rows of B requests in one forward, from position `first` on."""
+
+    slots: torch.Tensor
+    """`[B]` int64."""
+    first: torch.Tensor
+    """`[B]` int64."""
+    pending: torch.Tensor
+    """`[B]` int64: accepted rows before `first` that the state does not have yet. At position 0 a
+    state is 0, whatever the memory has."""
+    rows: RoundRows
+    are_kept: bool
+    """The rows are of prompts, and the state after them is kept. Otherwise they are windows."""
+    tree: torch.Tensor | None = None
+    """`[B, W]` int64: bit j of row r says that r is row j or comes after it. None: each row comes
+    after the one before."""
+
+
+@dataclass(frozen=True)
+class _Carry:
+    """What a row hands to the next one."""
+
+    state: torch.Tensor  # [B, Hv, Dk, Dv]
+    taps: torch.Tensor  # [B, K - 1, C]: the convolution's last inputs, oldest first
+
+    def where(self, chosen: torch.Tensor, other: "_Carry") -> "_Carry":
+        """This one where `chosen` `[B]`, otherwise the other one."""
+        state = torch.where(chosen[:, None, None, None], self.state, other.state)
+        return _Carry(state, torch.where(chosen[:, None, None], self.taps, other.taps))
+
+
+@with_kernel("gated_delta_triton.gated_delta_triton")
+def gated_delta(
+    projected: torch.Tensor,
+    memory: DeltaMemory,
+    shape: DeltaShape,
+    weights: DeltaWeights,
+    rows: DeltaRows,
+) -> torch.Tensor:
+    """Runs the rows, and updates the memory.
+
+    Args:
+        projected: `[T, P]`, any stride between rows: b, a, q, k, v and gates (not read).
+        memory: of the layer. R is at least the rows that are pending and those of a window, and
+            K - 1.
+
+    Returns:
+        `[T, Hv, Dv]` float32: the state's answer to q after each row.
+    """
+    base = rows.first - rows.pending
+    carry = _start(memory, shape, rows.slots, base)
+    for index in range(int(rows.pending.max())):
+        inputs = memory.inputs[rows.slots, (base + index) % memory.inputs.shape[1]]
+        after, _ = _advance(carry, inputs, shape, weights)
+        carry = after.where(index < rows.pending, carry)
+    if not rows.are_kept:
+        memory.states[rows.slots] = carry.state
+    inputs = rows.rows.padded(projected[:, : shape.num_inputs])
+    carries, answers = [carry], []
+    for index in range(inputs.shape[1]):
+        before = carries[-1] if rows.tree is None else _parents(carries, rows.tree[:, index])
+        after, answer = _advance(before, inputs[:, index], shape, weights)
+        if rows.rows.offsets is not None:
+            after = after.where(index < rows.rows.offsets.diff(), before)
+        carries = [*(carries if rows.tree is not None else ()), after]
+        answers.append(answer)
+    if rows.are_kept:
+        memory.states[rows.slots] = carries[-1].state
+    _keep_inputs(memory, rows, inputs, shape.kernel_size - 1 if rows.are_kept else inputs.shape[1])
+    return rows.rows.flat(torch.stack(answers, 1))
+
+
+def _start(
+    memory: DeltaMemory, shape: DeltaShape, slots: torch.Tensor, base: torch.Tensor
+) -> _Carry:
+    """What slots `[B]` have before the rows at positions base `[B]`."""
+    state = memory.states.index_select(0, slots)
+    state = state.masked_fill_((base == 0)[:, None, None, None], 0.0)
+    positions = base.unsqueeze(1) + torch.arange(1 - shape.kernel_size, 0, device=base.device)
+    taps = memory.inputs[slots.unsqueeze(1), positions % memory.inputs.shape[1]]
+    taps = taps[..., 2 * shape.num_value_heads :].float()
+    return _Carry(state, taps.masked_fill_((positions < 0).unsqueeze(2), 0.0))
+
+
+def _parents(carries: list[_Carry], bits: torch.Tensor) -> _Carry:
+    """What each request's row comes after. bits `[B]`: of the rows; carries: before the windows,
+    then after each row so far. A parent is the last of the rows that a row comes after."""
+    number = torch.arange(len(carries), device=bits.device)
+    sees = ((bits.unsqueeze(1) << 1) >> number) & 1
+    parent = (sees * number).amax(1)
+    requests = torch.arange(len(bits), device=bits.device)
+    return _Carry(
+        torch.stack([each.state for each in carries])[parent, requests],
+        torch.stack([each.taps for each in carries])[parent, requests],
+    )
+
+
+def _advance(
+    carry: _Carry, inputs: torch.Tensor, shape: DeltaShape, weights: DeltaWeights
+) -> tuple[_Carry, torch.Tensor]:
+    """One row of each request, inputs `[B, I]`: what it hands on, and its answer `[B, Hv, Dv]`."""
+    num_heads, keys = shape.num_value_heads, shape.num_key_heads * shape.key_dim
+    b, a, channels = inputs.float().split_with_sizes((num_heads, num_heads, shape.num_channels), 1)
+    taps = torch.cat((carry.taps, channels.unsqueeze(1)), 1)
+    mixed = F.silu((taps * weights.conv.float().t()).sum(1))
+    q, k, v = mixed.split_with_sizes((keys, keys, num_heads * shape.value_dim), 1)
+    q, k = (_normed(each.unflatten(1, (shape.num_key_heads, -1)), num_heads) for each in (q, k))  # type: ignore[no-untyped-call] # torch's
+    v = v.unflatten(1, (num_heads, -1))  # type: ignore[no-untyped-call] # torch's
+    decay = (-weights.a_log.exp() * F.softplus(a + weights.dt_bias)).exp()
+    state = carry.state * decay[:, :, None, None]
+    delta = (v - (state * k.unsqueeze(3)).sum(2)) * b.sigmoid().unsqueeze(2)
+    state = state + k.unsqueeze(3) * delta.unsqueeze(2)
+    answer = (state * (q * shape.key_dim**-0.5).unsqueeze(3)).sum(2)
+    return _Carry(state, taps[:, 1:]), answer
+
+
+def _normed(heads: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Key heads `[B, Hk, Dk]`, each divided by its length, for all value heads `[B, Hv, Dk]`."""
+    normed = heads * (heads.square().sum(2, keepdim=True) + NORM_EPS).rsqrt()
+    return normed.repeat_interleave(num_heads // heads.shape[1], 1)
+
+
+def _keep_inputs(memory: DeltaMemory, rows: DeltaRows, inputs: torch.Tensor, most: int) -> None:
+    """Writes the rows of inputs `[B, W, I]` that are read again: all of a window, and the last ones
+    of a prompt."""
+    index = torch.arange(inputs.shape[1], device=inputs.device)
+    counts = torch.as_tensor(rows.rows.counts, device=inputs.device).expand(len(inputs))
+    missing = counts.unsqueeze(1) - index
+    places = (rows.first.unsqueeze(1) + index) % memory.inputs.shape[1]
+    are_last = (missing > 0) & (missing <= most)
+    slots = rows.slots.unsqueeze(1).expand_as(places)
+    memory.inputs[slots[are_last], places[are_last]] = inputs[are_last]

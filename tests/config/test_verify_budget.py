@@ -1,0 +1,38 @@
+"""`verify_budget`: the rows of a round, and what it is refused with."""
+
+from typing import Any
+
+import pytest
+
+from tllm_spec.config.speculative_config import Eagle3DecodingConfig
+
+
+def config(**options: Any) -> Eagle3DecodingConfig:
+    return Eagle3DecodingConfig(max_draft_len=7, speculative_model="head", **options)
+
+
+def test_a_round_has_so_many_rows_a_request_on_average() -> None:
+    shapes = config(verify_budget=2.5).shapes
+    assert [shapes.of(length).num_rows(4) for length in (0, 1, 2, 7)] == [4, 8, 10, 10]
+    assert shapes.of(7).num_rows(1) == 3 and shapes.of(7).window == 8
+    assert [shapes.of(length).name for length in (1, 2, 7)] == ["1", "2@2.5", "7@2.5"]
+    assert not config(verify_budget=8).shapes.are_ragged
+
+
+def test_a_token_budget_counts_these_rows() -> None:
+    assert config(verify_budget=2.5).shapes.tier_within(3) == 7
+    assert config().shapes.tier_within(3) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dynamic_tree": True, "dynamic_tree_max_topK": 4}, "needs chains"),
+        ({"use_rejection_sampling": True}, "would change the distribution"),
+        ({"adaptive": {}}, "each says what is verified"),
+        ({"verify_budget": 1}, "greater than 1"),
+    ],
+)
+def test_it_is_refused_with_a_reason(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**{"verify_budget": 2.5} | options)

@@ -1,0 +1,80 @@
+"""Graphs of rounds whose requests share their rows: the device chooses in the graph."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.executor.graph_rounds import num_replays, with_graphs
+from tests.executor.guided_rounds import submit_guided
+from tests.executor.harness import Harness, output_of
+from tests.executor.row_rounds import DRAFT_LEN, PROMPT, rows_and_batches
+from tests.lossless.engines import tiny_engine
+from tests.models.mtp_reference import save_predictable
+from tllm_spec.executor.request import LlmRequest
+
+SIZES, BUDGET = (1, 2, 4, 8), 2.5
+MTP = {"decoding_type": "MTP", "max_draft_len": DRAFT_LEN, "verify_budget": BUDGET}
+ROWS = {3, 5, 10, 20}  # of these sizes
+
+
+def submit(harness: Harness, *ways: dict[str, Any]) -> list[LlmRequest]:
+    return [
+        harness.submit([*PROMPT, i], 30 + 2 * i, seed=i, draft_limit=limit, **way)
+        for i, (limit, way) in enumerate(
+            zip((DRAFT_LEN, 0, DRAFT_LEN, 2, DRAFT_LEN), ways, strict=True)
+        )
+    ]
+
+
+@pytest.mark.parametrize("attn_backend", ["VANILLA", "TRITON"])
+@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa", "latents"])
+def test_graphs_have_a_budget_of_rows_and_the_text_of_plain_decoding(
+    tiny: Path,
+    drafts: tuple[Path, Path],
+    tmp_path: Path,
+    mode: str,
+    attn_backend: str,
+    eager_graphs: None,
+) -> None:
+    target, options = tiny, {"speculative_config": MTP}
+    if mode == "latents":
+        save_predictable(tmp_path)
+        target = tmp_path
+    else:
+        options = tiny_engine(mode, drafts, DRAFT_LEN, verify_budget=BUDGET)
+    common = {"max_seq_len": 64, "attn_backend": attn_backend}
+    ways: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {}, {"temperature": 0.5}, {}]
+    plain = Harness(target, **common)
+    expected = submit(plain, *ways)
+    plain.run()
+    harness = with_graphs(target, SIZES, {0, DRAFT_LEN}, **common, **options)
+    seen = rows_and_batches(harness)
+    requests = submit(harness, *ways)
+    harness.run()
+    assert list(map(output_of, requests)) == list(map(output_of, expected))
+    replays = num_replays(harness)
+    assert sum(number for key, number in replays.items() if key.shape.is_ragged) > 5
+    alone = [rows for rows, batch in seen if batch.draft_len and not batch.context_requests]
+    assert ROWS >= set(alone) >= {20}
+
+
+@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa"])
+def test_a_tail_reads_the_rows_that_its_forward_has_chosen(
+    tiny: Path, drafts: tuple[Path, Path], mode: str, eager_graphs: None
+) -> None:
+    """Grammars have a tail in a graph, penalties one without."""
+    ways: list[dict[str, Any]] = [{}, {}, {"presence_penalty": 0.5}, {}, {}]
+    plain = Harness(tiny)
+    expected = submit_guided(plain, 3) + submit(plain, *ways)
+    plain.run()
+    options = tiny_engine(mode, drafts, DRAFT_LEN, verify_budget=BUDGET)
+    harness = with_graphs(tiny, SIZES, {0, DRAFT_LEN}, **options)
+    seen = rows_and_batches(harness)
+    requests = submit_guided(harness, 3) + submit(harness, *ways)
+    harness.run()
+    assert list(map(output_of, requests)) == list(map(output_of, expected))
+    alone = [rows for rows, batch in seen if batch.draft_len and not batch.context_requests]
+    assert ROWS >= set(alone) >= {20}
+    accepted = sum(request.counters.stats().num_accepted_tokens for request in requests)
+    assert accepted > 0

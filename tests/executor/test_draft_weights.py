@@ -1,0 +1,198 @@
+"""Draft weights are replaced in a running engine: which fit, what of the prefix cache is used
+after, and when a swap is taken back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tests.executor.harness import Harness
+from tests.lossless.cases import heldout_prompts
+from tests.server.http_answers import wait_for
+from tllm_spec.draft_swap import MIN_REPLAYED
+from tllm_spec.executor.draft_weights import WATCHED_ROUNDS, DraftWeights
+from tllm_spec.executor.request import RequestState
+from tllm_spec.executor.resources.paged_cache import PagedCache
+from tllm_spec.executor.resources.pages import PageGroup
+from tllm_spec.llm import LLM
+from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.zoo.registry import resolve_model
+
+HEAD = "zoo:llama-eagle3"
+HEADS = {
+    "eagle3": (HEAD, {"decoding_type": "Eagle3"}),
+    "eagle3_tree": (
+        HEAD,
+        {"decoding_type": "Eagle3", "use_dynamic_tree": True, "dynamic_tree_max_topK": 3},
+    ),
+    "draft_model": ("zoo:llama-draft", {"decoding_type": "Draft_Target"}),
+}
+
+
+def copy_of(model: str, folder: Path, factor: float) -> Path:
+    """The same checkpoint with all matrices multiplied."""
+    folder.mkdir()
+    source = resolve_model(model)
+    for path in source.iterdir():
+        if path.name != "model.safetensors":
+            (folder / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    changed = {
+        name: tensor * factor if tensor.dim() == 2 and tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(changed, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_swapped_engine_counts_what_a_new_engine_counts(name: str, tmp_path: Path) -> None:
+    model, spec = HEADS[name]
+    other = copy_of(model, tmp_path / "other", 0.7)
+    prompt = list(range(300, 340))
+
+    def run(harness: Harness) -> tuple[list[int], list[int]]:
+        request = harness.submit(prompt, max_tokens=40, temperature=0.5, seed=7)
+        harness.run()
+        return request.tokens, request.counters.rounds_by_outcome
+
+    options = {"speculative_config": spec | {"speculative_model": model, "max_draft_len": 3}}
+    harness = Harness("zoo:llama", **options)
+    before = run(harness)
+    weights = harness.parts.draft_weights
+    weights.swap(weights.stage(str(other)))
+    after = run(harness)
+    own = {"speculative_config": spec | {"speculative_model": str(other), "max_draft_len": 3}}
+    assert after[0] == before[0], "the text never depends on the drafter"
+    assert after == run(Harness("zoo:llama", **own))
+    assert after[1] != before[1]
+
+
+def with_head() -> Harness:
+    spec = {"decoding_type": "Eagle3", "speculative_model": HEAD, "max_draft_len": 2}
+    return Harness("zoo:llama", speculative_config=spec)
+
+
+def test_weights_that_do_not_fit_are_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+    narrow = copy_of(HEAD, tmp_path / "narrow", 1.0)
+    config = json.loads((narrow / "config.json").read_text())
+    (narrow / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    weights = with_head().parts.draft_weights
+    with pytest.raises(ValueError, match=r"do not fit: draft\.\S*eps is 1e-0\d in the engine"):
+        weights.stage(str(narrow))
+    with pytest.raises(ValueError, match="speculative_model"):
+        weights.stage(str(tmp_path / "nowhere"))
+    assert weights.version == 0
+
+
+def cached_after_swap(*, keep_cache: bool) -> int:
+    harness = with_head()
+    prompt = list(range(300, 400))
+    harness.submit(prompt)
+    harness.run()
+    weights = harness.parts.draft_weights
+    running = harness.submit(prompt[::-1])
+    harness.run_until(running, RequestState.GENERATION)
+    weights.swap(weights.stage(HEAD), keep_cache=keep_cache)
+    harness.run()
+    # What began before the swap is stored for the version before.
+    again = harness.submit(prompt[::-1])
+    request = harness.submit(prompt)
+    harness.run()
+    assert (again.cached_tokens > 0) == keep_cache
+    assert (running.draft_version, request.draft_version) == (0, 1)
+    return request.cached_tokens
+
+
+def test_prefixes_of_old_weights_are_not_reused_unless_they_are_kept() -> None:
+    assert cached_after_swap(keep_cache=False) == 0
+    assert cached_after_swap(keep_cache=True) > 32
+
+
+class Ended:
+    """A request, as `add_end` reads it."""
+
+    draft_limit = 3
+
+    def __init__(self, version: int, tokens: int) -> None:
+        self.draft_version, self.counters = version, self
+        self.rounds, self.num_emitted_tokens = WATCHED_ROUNDS // 2, tokens
+
+
+@pytest.mark.parametrize(("tokens", "version"), [(1000, 1), (950, 1), (880, 2)])
+def test_a_swap_is_taken_back_when_requests_after_it_have_fewer_tokens_a_round(
+    tokens: int, version: int
+) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    weight = model.weight.detach().clone()
+    cache = PagedCache([PageGroup(4, lambda source, destination: None, None)], 4)
+    weights = DraftWeights(lambda folder: other, model, cache, "old")
+    for _ in range(2):
+        weights.add_end(Ended(0, 1000))  # type: ignore[arg-type] # a stand-in
+    weights.swap(weights.stage("new"))
+    weights.add_end(Ended(0, 0))  # type: ignore[arg-type] # began before the swap
+    for _ in range(2):
+        assert weights.version == 1
+        weights.add_end(Ended(1, tokens))  # type: ignore[arg-type] # a stand-in
+        weights.swap_back_if_worse()
+    assert weights.version == version
+    assert torch.equal(model.weight, weight if version == 2 else other.weight)
+    assert weights.folder == ("old" if version == 2 else "new")
+
+
+def test_a_swap_under_running_streams_loses_and_changes_nothing(tmp_path: Path) -> None:
+    other = copy_of(HEAD, tmp_path / "other", 0.9)
+    spec = {"decoding_type": "Eagle3", "speculative_model": HEAD, "max_draft_len": 3}
+    prompts = [list(range(300 + 7 * index, 330 + 7 * index)) for index in range(6)]
+    params = [
+        SamplingParams(max_tokens=60, temperature=index % 2 * 0.7, seed=index, ignore_eos=True)
+        for index in range(6)
+    ]
+    with LLM("zoo:llama", max_batch_size=4, max_seq_len=128, speculative_config=spec) as llm:
+        before = llm.generate(prompts, params, use_tqdm=False)
+        streams = [
+            llm.generate_async(*each, streaming=True) for each in zip(prompts, params, strict=True)
+        ]
+        streamed: list[list[int]] = [[] for _ in streams]
+        versions = []
+        for turn in range(200):
+            for tokens, stream in zip(streamed, streams, strict=True):
+                if not stream.finished:
+                    tokens += next(stream).outputs[0].token_ids_diff
+            if turn in (2, 6):
+                folder = other if turn == 2 else HEAD
+                versions.append(llm.load_draft_weights(folder)["version"])
+        llm.check_integrity()
+        after = llm.generate(prompts, params, use_tqdm=False)
+    texts = [output.outputs[0].token_ids for output in before]
+    assert versions == [1, 2]
+    assert streamed == texts
+    assert [output.outputs[0].token_ids for output in after] == texts
+
+
+def test_weights_that_recorded_traffic_shows_to_be_worse_are_refused_unless_forced(
+    tmp_path: Path,
+) -> None:
+    worse = copy_of(HEAD, tmp_path / "worse", 0.0)
+    spec = {"decoding_type": "Eagle3", "speculative_model": HEAD, "max_draft_len": 2}
+    options = {"max_batch_size": 4, "max_seq_len": 128, "speculative_config": spec}
+    with LLM("zoo:llama", record_traffic=str(tmp_path / "traffic"), **options) as llm:
+        prompts = heldout_prompts(llm.get_tokenizer(), MIN_REPLAYED, 20)
+        llm.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True), use_tqdm=False)
+        wait_for(lambda: any((tmp_path / "traffic").glob("*.jsonl")))
+        with pytest.raises(ValueError, match="force = true takes it all the same"):
+            llm.load_draft_weights(worse)
+        assert llm.load_draft_weights(worse, force=True)["version"] == 1
+        told = llm.load_draft_weights(HEAD)["tokens_per_round"]
+    assert told["before"] == 1 < told["after"]
+
+
+def test_an_engine_without_draft_weights_of_its_own_says_what_is_accepted() -> None:
+    with (
+        LLM("zoo:llama", max_seq_len=64) as llm,
+        pytest.raises(ValueError, match="whose speculative_model is a folder"),
+    ):
+        llm.load_draft_weights(HEAD)

@@ -1,0 +1,134 @@
+"""`record_traffic`: what is recorded of which request, and that recording harms none."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.executor.harness import user_provided
+from tllm_spec.llm import LLM
+from tllm_spec.recording.traffic_folder import TrafficFolder, files_of, read_records
+from tllm_spec.sampling_params import SamplingParams
+
+PARAMS = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.7)
+
+
+def make_llm(tiny: Path, folder: Path, **options: Any) -> LLM:
+    return LLM(
+        tiny,
+        skip_tokenizer_init=True,
+        max_batch_size=4,
+        max_seq_len=64,
+        record_traffic=str(folder),
+        **options,
+    )
+
+
+def test_a_record_has_the_request_its_drawn_seed_and_what_happened(
+    tiny: Path, tmp_path: Path
+) -> None:
+    options = user_provided(lambda request: [63] * len(request.py_draft_tokens))
+    with make_llm(tiny, tmp_path / "traffic", **options) as llm:
+        output = llm.generate([1, 2, 3], PARAMS)
+        stats = output.speculative_decoding
+    (record,) = read_records(tmp_path / "traffic")
+    assert (record.prompt, record.output) == ([1, 2, 3], output.outputs[0].token_ids)
+    assert record.sampling["temperature"] == 0.7
+    assert (record.max_tokens, record.finish_reason) == (9, "length")
+    assert record.stats == stats
+    assert sum(number for _, number, _ in record.rounds) == 9
+    assert record.rounds[0][2] is None, "the prompt's forward brings the first token"
+    assert [drafts for *_, drafts in record.rounds[1:]].count(0) <= 1
+    offsets = [offset for offset, *_ in record.rounds]
+    assert offsets == sorted(offsets)
+    with LLM(tiny, skip_tokenizer_init=True, max_seq_len=64) as llm:
+        again = llm.generate(
+            record.prompt,
+            SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.7, seed=record.seed),
+        )
+    assert again.outputs[0].token_ids == record.output
+
+
+def test_the_client_decides_what_is_recorded(tiny: Path, tmp_path: Path) -> None:
+    with make_llm(tiny, tmp_path / "traffic") as llm:
+        for prompt, options in (
+            (1, {}),
+            (2, {"store": False}),
+            (3, {"cache_salt": "own"}),
+            (4, {"cache_salt": "own", "store": True}),
+        ):
+            llm.generate_async([prompt], PARAMS, **options).result()
+    assert [record.prompt for record in read_records(tmp_path / "traffic")] == [[1], [4]]
+
+
+def test_consent_without_recording_is_refused(tiny: Path) -> None:
+    with (
+        LLM(tiny, skip_tokenizer_init=True, max_seq_len=64) as llm,
+        pytest.raises(ValueError, match="nothing is stored without record_traffic"),
+    ):
+        llm.generate_async([1], PARAMS, store=True)
+
+
+def test_only_the_owner_can_read_records(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "traffic"
+    with make_llm(tiny, folder) as llm:
+        llm.generate([1], PARAMS)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o600}
+    folder.chmod(0o750)
+    with pytest.raises(ValueError, match="mode 0700"):
+        make_llm(tiny, folder)
+
+
+def test_one_clients_records_are_erased_and_their_names_are_not_written(
+    tiny: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "traffic"
+    with make_llm(tiny, path) as llm:
+        for client in (("key a", "u"), ("key a", "v"), ("key b", "u")):
+            llm.generate_async([1], PARAMS, client=client).result()
+    (file,) = files_of(path)
+    assert "key a" not in file.read_text()
+    folder = TrafficFolder(path)
+    user = folder.hashes_of(("key a", "u"))[1]
+    assert folder.erase(lambda record: record.user == user) == 1
+    client = folder.hashes_of(("key a",))[0]
+    assert folder.erase(lambda record: record.client == client) == 1
+    assert [record.client for record in read_records(path)] == [folder.hashes_of(("key b",))[0]]
+
+
+def test_the_oldest_records_are_dropped_when_the_folder_is_full(tmp_path: Path) -> None:
+    header = b'{"format": "tllm_spec traffic 1"}\n'
+    folder = TrafficFolder(tmp_path / "traffic", header, max_bytes=16_000)
+    lines = [json.dumps({"number": number, "text": "x" * 400}).encode() for number in range(100)]
+    for line in lines:
+        folder.append([line + b"\n"])
+    files = files_of(tmp_path / "traffic")
+    assert 8_000 < sum(file.stat().st_size for file in files) <= 16_000
+    left = [line for file in files for line in file.read_bytes().splitlines()]
+    assert left[-1] == lines[-1]
+    assert lines[0] not in left
+
+
+def test_a_full_disk_loses_records_and_no_request(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = os.write
+
+    def write_half(descriptor: int, data: memoryview) -> int:
+        write(descriptor, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = tmp_path / "traffic"
+    with make_llm(tiny, folder) as llm:
+        monkeypatch.setattr("tllm_spec.recording.traffic_folder.os.write", write_half)
+        for prompt in (1, 2):
+            assert llm.generate([prompt], PARAMS).error is None
+    monkeypatch.undo()
+    assert caplog.text.count("traffic cannot be recorded") == 1
+    with make_llm(tiny, folder) as llm:
+        llm.generate([3], PARAMS)
+    assert [record.prompt for record in read_records(folder)] == [[3]]

@@ -1,0 +1,176 @@
+"""The kernels against their reference, and what the reference promises: a state does not depend on
+drafts, chunks and trees."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.interpreter import (
+    check_like_the_reference,
+    on_each_kernel_device,
+    only_outside_the_interpreter,
+)
+from tests.kernels.row_counts import ragged_rows, rows_of
+from tllm_spec.kernels.gated_delta import (
+    DeltaMemory,
+    DeltaRows,
+    DeltaShape,
+    DeltaWeights,
+    gated_delta,
+)
+from tllm_spec.kernels.gated_norm import gated_norm
+from tllm_spec.kernels.round_rows import RoundRows
+
+SHAPES = {
+    "odd": DeltaShape(2, 4, 8, 6, 4),
+    "one head": DeltaShape(1, 1, 5, 16, 2),
+    "as published": DeltaShape(2, 4, 128, 128, 4),
+}
+WINDOW, SLOTS = 4, 5
+# Row 3 comes after row 1, row 2 after the root.
+TREE = [0b1, 0b11, 0b101, 0b1011]
+
+
+def weights_of(
+    shape: DeltaShape, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> DeltaWeights:
+    generator = torch.Generator().manual_seed(1)
+    conv = torch.randn(shape.num_channels, shape.kernel_size, generator=generator) * 0.5
+    gates = torch.randn(2, shape.num_value_heads, generator=generator)
+    return DeltaWeights(conv.to(device, dtype), *gates.to(device))
+
+
+def memory_of(
+    shape: DeltaShape, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> DeltaMemory:
+    """Something is in each slot."""
+    generator, ring = torch.Generator().manual_seed(2), 2 * WINDOW + shape.kernel_size - 1
+    heads = shape.num_value_heads, shape.key_dim, shape.value_dim
+    states = torch.randn(SLOTS, *heads, generator=generator)
+    inputs = torch.randn(SLOTS, ring, shape.num_inputs, generator=generator)
+    return DeltaMemory(states.to(device), inputs.to(device, dtype))
+
+
+def projections(shape: DeltaShape, number: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(number, shape.num_projected, generator=generator)
+
+
+def rows_in(
+    slots: list[int],
+    first: list[int],
+    rows: RoundRows,
+    pending: list[int] | None = None,
+    *,
+    are_kept: bool = False,
+    tree: list[int] | None = None,
+    device: str = "cpu",
+) -> DeltaRows:
+    waiting = torch.tensor(pending or [0] * len(slots), device=device)
+    bits = None if tree is None else torch.tensor([tree] * len(slots), device=device)
+    numbers = torch.tensor([slots, first], device=device)
+    return DeltaRows(numbers[0], numbers[1], waiting, rows, are_kept, bits)
+
+
+CASES = {
+    "windows": rows_in([3, 0, 1], [9, 7, 2], rows_of([4, 4, 4]), [0, 4, 2]),
+    "single rows": rows_in([1, 2], [1, 30], rows_of([1, 1]), [1, 3]),
+    "parts of windows": rows_in([3, 0, 1], [9, 7, 2], ragged_rows([1, 4, 2], 4), [2, 3, 0]),
+    "trees": rows_in([4, 2], [21, 3], rows_of([4, 4]), [1, 3], tree=TREE),
+    "prompts": rows_in([0, 3, 2], [0, 0, 13], ragged_rows([14, 2, 5], 14), are_kept=True),
+}
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_equals_the_reference(
+    shape: str, case: str, dtype: torch.dtype, device: str
+) -> None:
+    own, rows = SHAPES[shape], CASES[case]
+    projected = projections(own, rows.rows.num_rows).to(dtype)
+    expected, weights = memory_of(own, dtype=dtype), weights_of(own, dtype=dtype)
+    answers = gated_delta.reference(projected, expected, own, weights, rows)
+    found, on_device = memory_of(own, device, dtype), _on(rows, device)
+    output = gated_delta(
+        projected.to(device), found, own, weights_of(own, device, dtype), on_device
+    )
+    torch.testing.assert_close(output.cpu(), answers, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.states.cpu(), expected.states, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found.inputs.cpu(), expected.inputs)
+
+
+def _on(rows: DeltaRows, device: str) -> DeltaRows:
+    offsets, tree = rows.rows.offsets, rows.tree
+    return DeltaRows(
+        *(each.to(device) for each in (rows.slots, rows.first, rows.pending)),
+        replace(rows.rows, offsets=None if offsets is None else offsets.to(device)),
+        rows.are_kept,
+        None if tree is None else tree.to(device),
+    )
+
+
+@on_each_kernel_device
+def test_windows_go_on_from_a_prompt_as_plain_decoding_does(device: str) -> None:
+    """The kernel's ring, states and pending rows fit each other, bit by bit."""
+    shape, weights = SHAPES["odd"], weights_of(SHAPES["odd"], device)
+    projected, memory = projections(shape, 40).to(device), memory_of(shape, device)
+    plain, answers = memory_of(shape, device), list[torch.Tensor]()
+    for each in (plain, memory):
+        prompt = rows_in([1], [0], rows_of([21]), are_kept=True, device=device)
+        gated_delta(projected[:21], each, shape, weights, prompt)
+    assert torch.equal(plain.states, memory.states)
+    for first in range(21, 40):
+        row = rows_in([1], [first], rows_of([1]), [int(first > 21)], device=device)
+        answers.append(gated_delta(projected[first : first + 1], plain, shape, weights, row))
+    first, waiting = 21, 0
+    for accepted in (4, 1, 3, 2, 4, 1):
+        window = projected[first : first + 4].clone()
+        window[accepted:] += 1.0  # these drafts are wrong
+        rows = rows_in([1], [first], rows_of([len(window)]), [waiting], device=device)
+        found = gated_delta(window, memory, shape, weights, rows)
+        for index in range(min(accepted, len(window))):
+            assert torch.equal(found[index : index + 1], answers[first - 21 + index])
+        first, waiting = first + accepted, accepted
+
+
+@only_outside_the_interpreter
+@pytest.mark.parametrize("kernel_size", [2, 4])
+def test_a_path_of_a_tree_has_the_bits_of_a_chain(kernel_size: int) -> None:
+    shape = replace(SHAPES["odd"], kernel_size=kernel_size)
+    weights, projected = weights_of(shape), projections(shape, 4)
+    tree = rows_in([2], [9], rows_of([4]), [2], tree=TREE)
+    found = gated_delta.reference(projected, memory_of(shape), shape, weights, tree)
+    for path in ([0, 1, 3], [0, 2]):
+        chain = rows_in([2], [9], rows_of([len(path)]), [2])
+        expected = gated_delta.reference(projected[path], memory_of(shape), shape, weights, chain)
+        assert torch.equal(found[path], expected)
+
+
+@only_outside_the_interpreter
+@pytest.mark.parametrize("parts", [(12,), (1, 11), (5, 5, 2), (1,) * 12])
+def test_chunks_of_a_prompt_leave_the_same_bits(parts: tuple[int, ...]) -> None:
+    shape, weights = SHAPES["odd"], weights_of(SHAPES["odd"])
+    projected, memory, first = projections(shape, 12), memory_of(shape), 0
+    found = []
+    for part in parts:
+        rows = rows_in([1], [first], rows_of([part]), are_kept=True)
+        piece = projected[first : first + part]
+        found.append(gated_delta.reference(piece, memory, shape, weights, rows))
+        first += part
+    whole = memory_of(shape)
+    rows = rows_in([1], [0], rows_of([12]), are_kept=True)
+    expected = gated_delta.reference(projected, whole, shape, weights, rows)
+    assert torch.equal(torch.cat(found), expected) and torch.equal(memory.states, whole.states)
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_norm_equals_its_reference(dtype: torch.dtype, device: str) -> None:
+    heads, both = torch.randn(3, 4, 6), torch.randn(3, 40).to(dtype)
+    weight, gates = torch.randn(6).to(dtype), both[:, 16:]
+    expected = gated_norm.reference(heads, gates, weight, 1e-6)
+    found = gated_norm(heads.to(device), both.to(device)[:, 16:], weight.to(device), 1e-6)
+    check_like_the_reference(found.cpu(), expected)

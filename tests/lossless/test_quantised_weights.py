@@ -1,0 +1,188 @@
+"""Models with FP8 or 4-bit weights: every drafter leaves the target's text alone, and it is that of
+the dequantised weights."""
+
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.lossless.cases import (
+    GPU_TOLERANCE,
+    Case,
+    assert_same,
+    fixed_length_cases,
+    generate,
+    heldout_prompts,
+)
+from tests.lossless.engines import DRAFT_MODEL, engine
+from tests.lossless.oracle import Oracle
+from tests.models import fp8_checkpoint
+from tests.models.int4_checkpoint import keeping_int4
+from tllm_spec.llm import LLM
+from tllm_spec.outputs import RequestOutput
+from tllm_spec.text.tokenizer import Tokenizer
+from tllm_spec.zoo.quantise import Style, quantise
+from tllm_spec.zoo.registry import resolve_model
+
+PLAIN: dict[str, Any] = {
+    "kv_cache_config": {"enable_block_reuse": False},
+    "disable_overlap_scheduler": True,
+    "max_batch_size": 1,
+}
+MODES = ("plain", "ngram_tree", "draft_target", "eagle3", "eagle3_two_model", "eagle3_tree")
+MTP = {"decoding_type": "MTP", "max_draft_len": 3}
+BY_DEFAULT = (("fp8", "eagle3_tree"), ("int4", "eagle3"))
+KEEPING = {"fp8": fp8_checkpoint.keeping_fp8, "int4": keeping_int4}  # on CPUs, too
+
+
+def copied(model: str, folder: Path) -> Path:
+    shutil.copytree(resolve_model(model), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The zoo's target `llama` and draft model `draft` in a format, and in `plain` the target's own
+    values."""
+
+    @cache
+    def get(name: str) -> Path:
+        root = tmp_path_factory.mktemp(name)
+        target, draft = copied("zoo:llama", root / "llama"), copied(DRAFT_MODEL, root / "draft")
+        if name == "fp8":
+            values = fp8_checkpoint.quantise(target)
+            fp8_checkpoint.quantise(draft)
+        else:
+            values = quantise(target, Style("gptq", is_ordered=True))
+            quantise(draft, Style("awq"))
+        plain = copied("zoo:llama", root / "plain")
+        save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
+        return root
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def requests(tokenizer: Tokenizer) -> list[Case]:
+    return fixed_length_cases(tokenizer, heldout_prompts(tokenizer, 8, 60))[::2]
+
+
+@pytest.fixture(scope="module")
+def expected_of(
+    folder_of: Callable[[str], Path], requests: list[Case]
+) -> Callable[[str], list[RequestOutput]]:
+    """The dequantised weights' answers, one request after the other."""
+
+    @cache
+    def get(name: str) -> list[RequestOutput]:
+        with LLM(folder_of(name) / "plain", **PLAIN) as llm:
+            return generate(llm, requests, 1)
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def oracle_of(folder_of: Callable[[str], Path]) -> Callable[[str], Oracle]:
+    @cache
+    def get(name: str) -> Oracle:
+        from transformers import AutoModelForCausalLM
+
+        folder = folder_of(name) / "plain"
+        return Oracle(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+    return get
+
+
+def options_of(mode: str, folder: Path) -> dict[str, Any]:
+    options = engine(mode, 3)
+    if mode == "draft_target":  # the draft model is quantised, too
+        options["speculative_config"]["speculative_model"] = str(folder / "draft")
+    return options
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=() if (name, mode) in BY_DEFAULT else pytest.mark.slow)
+        for name in KEEPING
+        for mode in MODES
+    ],
+)
+def test_the_text_is_that_of_the_dequantised_weights_with_every_drafter(
+    name: str,
+    mode: str,
+    folder_of: Callable[[str], Path],
+    requests: list[Case],
+    expected_of: Callable[[str], list[RequestOutput]],
+    oracle_of: Callable[[str], Oracle],
+) -> None:
+    folder = folder_of(name)
+    with (
+        KEEPING[name]() as asked,
+        LLM(folder / "llama", max_batch_size=3, **options_of(mode, folder)) as llm,
+    ):
+        found = generate(llm, requests, 3)
+        llm.check_integrity()
+    # Each model is asked for its need of memory, and when it is loaded.
+    assert asked.call_count == 2 * (1 + (mode == "draft_target"))
+    for case, output, plain in zip(requests, found, expected_of(name), strict=True):
+        assert_same(case, output, plain, lambda: oracle_of(name))
+    if mode != "plain":
+        stats = [each.speculative_decoding for each in found if each.speculative_decoding]
+        assert max(each.acceptance_length for each in stats) > 1.2
+
+
+@pytest.mark.slow
+def test_mtp_modules_in_fp8_leave_the_text_alone(tmp_path: Path, requests: list[Case]) -> None:
+    folder = copied("zoo:deepseek", tmp_path / "deepseek")
+    fp8_checkpoint.quantise(folder)
+    options: list[dict[str, Any]] = [PLAIN, {"max_batch_size": 3, "speculative_config": MTP}]
+    texts = []
+    with fp8_checkpoint.keeping_fp8() as asked:
+        for option in options:
+            with LLM(folder, **option) as llm:
+                found = generate(llm, requests, option["max_batch_size"])
+            texts.append([each.outputs[0].token_ids for each in found])
+    assert asked.call_count == 3
+    assert texts[0] == texts[1]
+    stats = [each.speculative_decoding for each in found if each.speculative_decoding]
+    assert max(each.acceptance_length for each in stats) > 1.3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "dtype", "deterministic"),
+    [
+        ("fp8", "bfloat16", False),
+        ("fp8", "float32", False),
+        ("int4", "bfloat16", False),
+        ("int4", "bfloat16", True),
+    ],
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_on_a_gpu_drafts_leave_the_text_alone(
+    mode: str,
+    name: str,
+    dtype: str,
+    deterministic: bool,
+    folder_of: Callable[[str], Path],
+    requests: list[Case],
+    oracle_of: Callable[[str], Oracle],
+) -> None:
+    folder, options = folder_of(name), {"dtype": dtype, "device": "cuda"}
+    more = {"deterministic": True} if deterministic else {}
+    with LLM(folder / "llama", max_batch_size=1, cuda_graph_config=None, **options, **more) as llm:
+        alone = generate(llm, requests, 1)
+    own = options | more | options_of(mode, folder)
+    with LLM(folder / "llama", max_batch_size=3, **own) as llm:
+        found = generate(llm, requests, 3)
+    for case, output, plain in zip(requests, found, alone, strict=True):
+        if deterministic:
+            assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+        tolerance, at_edges = GPU_TOLERANCE[dtype], dtype != "float32"
+        assert_same(case, output, plain, lambda: oracle_of(name), tolerance, at_edges=at_edges)

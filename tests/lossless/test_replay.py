@@ -1,0 +1,77 @@
+"""A replay of recorded traffic counts what serving counted, request by request, with the drafter
+that served it and with another one."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lossless.cases import heldout_prompts
+from tests.lossless.engines import MODES, engine
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.llm import LLM
+from tllm_spec.recording.traffic_folder import read_records
+from tllm_spec.recording.traffic_record import TrafficRecord
+from tllm_spec.replay import Replayed, replay, why_simulated
+from tllm_spec.sampling_params import SamplingParams
+
+LIMITS: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": 256}
+PARAMS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0.7, "stop": [" return", ")"]},
+    {"temperature": 1.0, "presence_penalty": 0.5},
+    {"speculation": {"max_draft_len": 2}, "max_tokens": 17},
+]
+
+
+LEARNS = "eagle3_sa"
+DEFAULT = ("draft_target", "eagle3_tree")
+
+
+def served(folder: Path, mode: str) -> list[TrafficRecord]:
+    """Two prompts with each way of sampling."""
+    with LLM("zoo:llama", record_traffic=str(folder), **LIMITS, **engine(mode, 4)) as llm:
+        prompts = heldout_prompts(llm.get_tokenizer(), 2, 40)
+        pairs = list(product(prompts, PARAMS))
+        params = [SamplingParams(**{"max_tokens": 40, "seed": 3} | given) for _, given in pairs]
+        llm.generate([prompt for prompt, _ in pairs], params, use_tqdm=False)
+        llm.check_integrity()
+    return read_records(folder)
+
+
+def replayed(records: list[TrafficRecord], mode: str) -> Replayed:
+    return replay(records, LlmArgs.from_kwargs("zoo:llama", **LIMITS, **engine(mode, 4)))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=[] if mode in DEFAULT else [pytest.mark.slow])
+        for mode, spec in MODES.items()
+        if spec is not None and mode != LEARNS
+    ],
+)
+def test_counts_of_a_replay_are_those_of_serving(mode: str, tmp_path: Path) -> None:
+    records = served(tmp_path / "traffic", mode)
+    assert sum(record.stats.num_accepted_tokens for record in records) > 0
+    found = replayed(records, mode)
+    assert found.simulated == []
+    assert found.requests == [record.stats for record in records]
+
+
+@pytest.mark.parametrize("mode", ["sa", pytest.param("eagle3_tree", marks=pytest.mark.slow)])
+def test_traffic_of_plain_decoding_tells_what_a_drafter_would_have_done(
+    mode: str, tmp_path: Path
+) -> None:
+    plain, drafted = served(tmp_path / "plain", "plain"), served(tmp_path / "drafted", mode)
+    # Without a drafter nobody keeps that a request wanted shorter drafts.
+    pairs = [pair for pair in zip(plain, drafted, strict=True) if pair[1].draft_limit is None]
+    assert len(pairs) == 8
+    assert replayed([each for each, _ in pairs], mode).requests == [each.stats for _, each in pairs]
+
+
+def test_counts_that_serving_may_not_have_are_called_simulated() -> None:
+    (cause,) = why_simulated([], LlmArgs.from_kwargs("zoo:llama", **LIMITS, **engine(LEARNS, 4)))
+    assert "sa_config" in cause

@@ -1,0 +1,74 @@
+"""The requests of a round share its rows, and the device gives them to the drafts that are
+likeliest to be accepted: the forward has just these rows, and no text depends on their number."""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.executor.harness import Harness, output_of
+from tests.executor.row_rounds import DRAFT_LEN, rows_and_batches
+from tests.lossless.engines import tiny_engine
+from tests.lossless.test_row_counts import CHAINS, SMALL_POOL, submit_all, values_of
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.kernels.round_rows import RoundRows
+
+BUDGET = 2.5
+
+
+def draw_budgets(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """From now on each round has any number of rows. Returns those that requests were given."""
+    random, given = Random(0), list[tuple[int, ...]]()
+    choose = SlotState.choose_rows
+
+    def num_window_rows(batch: ScheduledBatch) -> int:
+        number, window = len(batch.generation_requests), batch.shape.window
+        if not batch.shape.is_ragged:
+            return number * window
+        drawn = batch.__dict__.setdefault("drawn", random.random())
+        return number + round(drawn * number * (window - 1))
+
+    def watched(slots: SlotState, slot_ids: torch.Tensor, window: int, num_rows: int) -> RoundRows:
+        rows = choose(slots, slot_ids, window, num_rows)
+        assert rows.offsets is not None
+        assert rows.offsets[-1] == num_rows
+        given.append(tuple(rows.offsets.diff().tolist()))
+        return rows
+
+    monkeypatch.setattr(ScheduledBatch, "num_window_rows", property(num_window_rows))
+    monkeypatch.setattr(SlotState, "choose_rows", watched)
+    return given
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["", "preemptions"])
+@pytest.mark.parametrize("mode", CHAINS)
+def test_any_number_of_rows_of_the_batch_gives_the_text_of_plain_decoding(
+    tiny: Path,
+    drafts: tuple[Path, Path],
+    mode: str,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = Harness(tiny, disable_overlap_scheduler=True)
+    expected = submit_all(plain)
+    plain.run()
+    drafting = tiny_engine(mode, drafts, DRAFT_LEN, verify_budget=BUDGET)
+    harness = Harness(tiny, **drafting, **options)
+    given = draw_budgets(monkeypatch)
+    seen = rows_and_batches(harness)
+    requests = submit_all(harness)
+    harness.run()
+    assert not any(request.error for request in requests), [r.error for r in requests]
+    assert list(map(output_of, requests)) == list(map(output_of, expected))
+    for request, alone in zip(requests, expected, strict=True):
+        assert values_of(request.logprobs) == pytest.approx(values_of(alone.logprobs), abs=1e-3)
+    of_windows = [(rows, batch) for rows, batch in seen if not batch.context_requests]
+    assert all(rows == batch.num_window_rows for rows, batch in of_windows if batch.draft_len)
+    assert {1, DRAFT_LEN, DRAFT_LEN + 1} <= {count for counts in given for count in counts}
+    assert any(len(set(counts)) > 1 for counts in given)
+    assert sum(request.counters.stats().num_accepted_tokens for request in requests) > 0
+    assert (harness.parts.scheduler.num_preemptions > 0) == bool(options)

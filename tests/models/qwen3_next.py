@@ -1,0 +1,135 @@
+"""Random Qwen3-Next checkpoints, with and without the layer that predicts a further token, and a
+plain-torch transcription of that layer."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextDecoderLayer,
+    Qwen3NextRMSNorm,
+)
+
+from tests.models.helpers import MAX_POSITIONS, VOCAB_SIZE
+
+LINEAR, FULL = "linear_attention", "full_attention"
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": MAX_POSITIONS,
+    "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 0.25,
+    },
+}
+
+
+def save_qwen3_next(folder: Path, *, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
+    """Write a random model to `folder`; returns it."""
+    model = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**(SIZES | config)))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_matrix = parameter.dim() > 1 and "conv1d" not in name
+            parameter.copy_(noise * (parameter.shape[-1] ** -0.5 if is_matrix else 0.3))
+            if name.endswith("linear_attn.norm.weight"):
+                parameter.add_(1)
+    model.eval().to(dtype).save_pretrained(folder)
+    return model
+
+
+def save_with_mtp(folder: Path, noise: float = 1.0, **config: Any) -> Any:
+    """With a layer that predicts a further token; returns transformers' model, which ignores it.
+    `noise`: of the layer's projection, next to one that passes the embedding on."""
+    model = save_qwen3_next(folder, **config)
+    tensors, size = load_file(folder / "model.safetensors"), model.config.hidden_size
+    number = model.config.layer_types.index(FULL)
+    prefix, generator = f"model.layers.{number}.", torch.Generator().manual_seed(5)
+    own = {
+        name.replace(prefix, "mtp.layers.0."): tensor
+        + 0.1 * torch.randn(tensor.shape, generator=generator) * tensor.std()
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        own[f"mtp.{name}.weight"] = 0.3 * noise * torch.randn(size, generator=generator)
+    own["mtp.fc.weight"] = noise * torch.randn(size, 2 * size, generator=generator) * 0.1
+    own["mtp.fc.weight"][:, :size] += torch.eye(size) * (1 - noise)
+    save_file(tensors | own, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def save_predictable(folder: Path) -> None:
+    """The layers add little to the embedding, so that the next-token layer, which passes the
+    embedding on, is often right."""
+    save_with_mtp(folder, noise=0.0)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+            tensor *= 0.15
+    tensors["mtp.norm.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+class PlainMTP:
+    """The layer over whole sequences, without a cache, around transformers' decoder layer."""
+
+    def __init__(self, model: Any, folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        self.tensors = {name: x for name, x in tensors.items() if name.startswith("mtp.")}
+        self.model, config = model, model.config
+        self.layer = Qwen3NextDecoderLayer(config, config.layer_types.index(FULL)).eval()
+        prefix, experts = "mtp.layers.0.", config.num_experts
+        own = {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
+        parts = [
+            [own.pop(f"mlp.experts.{index}.{part}_proj.weight") for part in ("gate", "up", "down")]
+            for index in range(experts)
+        ]
+        own["mlp.experts.gate_up_proj"] = torch.stack([torch.cat(each[:2]) for each in parts])
+        own["mlp.experts.down_proj"] = torch.stack([each[2] for each in parts])
+        self.layer.load_state_dict(own)
+
+    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        norm = Qwen3NextRMSNorm(x.shape[-1], self.model.config.rms_norm_eps)
+        norm.weight = torch.nn.Parameter(self.tensors[f"mtp.{name}.weight"])
+        return norm(x)  # type: ignore[no-any-return] # transformers'
+
+    @torch.inference_mode()
+    def states(self, tokens: list[int], hidden: torch.Tensor) -> torch.Tensor:
+        """Token j + 1 and hidden state j to the state at position j, `[T, H]`."""
+        embedded = self.model.model.embed_tokens(torch.tensor(tokens))
+        embedded, hidden = (
+            self._norm("pre_fc_norm_embedding", embedded),
+            self._norm("pre_fc_norm_hidden", hidden),
+        )
+        x = (torch.cat((embedded, hidden), -1) @ self.tensors["mtp.fc.weight"].t())[None]
+        positions = torch.arange(len(tokens))[None]
+        rotary = self.model.model.rotary_emb(x, position_ids=positions)
+        mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
+        x = self.layer(x, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
+        x = x[0] if isinstance(x, tuple) else x
+        return self._norm("norm", x[0])
+
+    @torch.inference_mode()
+    def target_states(self, tokens: list[int]) -> torch.Tensor:
+        """The target's hidden states after its final norm, `[T, H]`."""
+        output: torch.Tensor = self.model.model(torch.tensor([tokens]), use_cache=False)[0]
+        return output[0]

@@ -1,0 +1,135 @@
+"""Qwen3-Next: logits of transformers in prompts, chunks and windows, its next-token layer, and what
+is refused."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.models.helpers import (
+    MAX_POSITIONS,
+    PagedRunner,
+    load,
+    random_tokens,
+    reference_logits,
+)
+from tests.models.published import QWEN3_NEXT, Raw
+from tests.models.qwen3_next import FULL, LINEAR, PlainMTP, save_qwen3_next, save_with_mtp
+from tests.models.test_mtp import ModuleRunner
+from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.mtp import load_nextn
+from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM
+
+MODELS: dict[str, dict[str, Any]] = {
+    "a state in the last layer": {},
+    "attention in the last layer, biases": {
+        "layer_types": [LINEAR, FULL, LINEAR, FULL],
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "a dense layer, a short convolution, one head for each key": {
+        "mlp_only_layers": [1],
+        "linear_conv_kernel_dim": 2,
+        "linear_num_value_heads": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_prompts_chunks_and_windows_equal_transformers(name: str, tmp_path: Path) -> None:
+    tokens = random_tokens(MAX_POSITIONS, seed=3)
+    expected = reference_logits(save_qwen3_next(tmp_path, **MODELS[name]), tokens)
+    runner = PagedRunner(load(tmp_path), num_pages=128)
+
+    def check(found: torch.Tensor, start: int = 0) -> None:
+        torch.testing.assert_close(found, expected[start : start + len(found)], rtol=0, atol=1e-4)
+
+    check(runner.step({0: tokens})[0])
+    parts = [*pairwise((0, 3, 14, 25, 64))]
+    check(torch.cat([runner.step({1: tokens[start:end]})[1] for start, end in parts]))
+    eights = [runner.step(windows={3: tokens[i : i + 8]})[3] for i in range(0, 64, 8)]
+    check(torch.cat(eights))
+    runner.rewind(3, 5)
+    mixed = runner.step({4: tokens[:30]}, {3: tokens[59:62]})
+    check(mixed[3], 59)
+    check(mixed[4])
+    check(torch.cat([runner.step(windows={4: [token]})[4] for token in tokens[30:]]), 30)
+
+
+def test_the_next_token_layer_equals_its_transcription_in_chunks_and_windows(
+    tmp_path: Path,
+) -> None:
+    plain = PlainMTP(save_with_mtp(tmp_path), tmp_path)
+    tokens = random_tokens(31)
+    hidden = plain.target_states(tokens[:-1])
+    expected = plain.states(tokens[1:], hidden)
+    target = load(tmp_path)
+    assert isinstance(target, Qwen3NextForCausalLM)
+    runner = ModuleRunner(load_nextn(tmp_path, target, "auto"))
+    states = [
+        runner.predict(tokens[1:12], hidden[:11]),
+        runner.predict(tokens[12:24], hidden[11:23]),
+        runner.predict(tokens[24:], hidden[23:], as_window=True),
+    ]
+    torch.testing.assert_close(torch.cat(states), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("mtp.layers.1.mlp.gate.weight", r"surplus mtp\.layers\.1\.mlp\.gate\.weight"),
+        ("model.layers.0.linear_attn.conv1d.bias", r"surplus model\.layers\.0.*conv1d\.bias"),
+    ],
+)
+def test_tensors_without_a_parameter_are_refused_by_name(
+    name: str, problem: str, tmp_path: Path
+) -> None:
+    save_with_mtp(tmp_path)
+    load(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {name: torch.ones(8)}, file)
+    with pytest.raises(ValueError, match=problem):
+        load(tmp_path)
+
+
+REFUSED: dict[str, tuple[Raw, str]] = {
+    "types": ({"layer_types": ["sliding_attention"] * 48}, "layer_types has .'sliding_attention"),
+    "number of types": ({"layer_types": [FULL]}, "layer_types has 1 entries for 48 layers"),
+    "no attention": ({"layer_types": [LINEAR] * 48}, "at least one layer must have"),
+    "heads": ({"linear_num_key_heads": 12}, "linear_num_key_heads is 12; it must divide"),
+    "modules": ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; served are 0"),
+    "weights": (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        "Qwen3NextForCausalLM has quantised weights; it is served with weights of 16 or 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_served_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    change, message = REFUSED[case]
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_NEXT | change))
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_pretrained(tmp_path)
+
+
+def test_the_published_config_is_read_as_transformers_reads_it() -> None:
+    config = ModelConfig.from_dict(QWEN3_NEXT)
+    theirs = transformers.Qwen3NextConfig(**json.loads(json.dumps(QWEN3_NEXT)))
+    assert config.delta is not None and config.moe is not None
+    kinds = [LINEAR if layer in config.delta.layers else FULL for layer in range(48)]
+    assert kinds == theirs.layer_types and len(config.sparse_layers) == 48
+    rope = theirs.rope_parameters
+    assert (config.rope.theta, config.rope.partial_factor) == (
+        *(rope["rope_theta"], rope["partial_rotary_factor"]),
+    )
+    assert config.moe.normalise_top_k and config.moe.shared_gate
+    assert config.max_positions == 262144 and config.num_nextn_layers == 1
+    [group] = config.layer_groups(SINGLE_RANK)
+    assert group.layers == tuple(range(3, 48, 4))

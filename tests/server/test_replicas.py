@@ -1,0 +1,117 @@
+"""`tllm-serve --dp_size N`: where requests go, and what is left of a server when an engine dies."""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from tests.server.http_answers import SECONDS, wait_for
+from tests.server.served_process import LONG, MODEL, ServedProcess
+from tests.server.test_processes import stream
+from tllm_spec.cli.serve import main
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.server.engine_process import args_of_engine
+
+CACHE = {"max_tokens": 8192, "tokens_per_block": 16}
+
+
+def states(url: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = httpx.get(f"{url}/server_info").json()["internal_states"]
+    return found
+
+
+def complete(url: str, prompt: list[int], max_tokens: int = 2) -> dict[str, Any]:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@contextmanager
+def two_engines(folder: Path) -> Iterator[ServedProcess]:
+    flags = ("--dp_size", "2", "--vllm_metrics")
+    with ServedProcess(folder, *flags, kv_cache_config=CACHE) as served:
+        wait_for(lambda: len(states(served.url)) == 2)
+        yield served
+        assert served.end(signal.SIGTERM) == 0
+        assert "Traceback" not in served.text
+
+
+def test_requests_follow_their_prefix_and_a_dead_engine_takes_only_its_own_with_it(
+    tmp_path: Path,
+) -> None:
+    prompts = [[number] * 64 for number in range(5, 11)]
+    with two_engines(tmp_path) as served:
+        url = served.url
+        texts = [complete(url, prompt)["choices"][0]["text"] for prompt in prompts]
+        with stream(url, LONG) as lines:  # keeps one engine busier than the other
+            again = [complete(url, prompt) for prompt in prompts]
+            assert [each["choices"][0]["text"] for each in again] == texts
+            assert all(cached(each) == 48 for each in again)  # each went where its prefix was
+            num_prompt_tokens = [state["totals"]["prompt_tokens"] for state in states(url)]
+            assert all(num_prompt_tokens), "one engine got all requests"
+            text = httpx.get(f"{url}/metrics").text
+            for name in ("trtllm_num_requests_running", "vllm:num_requests_running"):
+                rows = re.findall(rf'{name}\{{engine="(\d)".* (\d)\.0', text)
+                assert sorted(engine for engine, _ in rows) == ["0", "1"]
+                assert sorted(value for _, value in rows) == ["0", "1"]
+            idle = next(each for each in states(url) if not each["num_requests_running"])
+            os.kill(idle["ranks"][0]["process"], signal.SIGKILL)
+            wait_for(lambda: len(states(url)) == 1)
+            assert complete(url, prompts[0])["choices"][0]["text"] == texts[0]
+            assert next(line for line in lines if line).startswith("data: ")
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_is_started_again_and_serves(tmp_path: Path) -> None:
+    with two_engines(tmp_path) as served:
+        url = served.url
+        with stream(url, LONG) as lines:
+            busy = next(each for each in states(url) if each["num_requests_running"])
+            os.kill(busy["ranks"][0]["process"], signal.SIGKILL)
+            assert "has ended" in [line for line in lines if line][-1]
+        assert httpx.get(f"{url}/health").status_code == 200
+        wait_for(lambda: len(states(url)) == 2)
+        other = next(each for each in states(url) if each["engine"] != busy["engine"])
+        os.kill(other["ranks"][0]["process"], signal.SIGKILL)
+        wait_for(lambda: [each["engine"] for each in states(url)] == [busy["engine"]])
+        assert complete(url, [5] * 9)
+        wait_for(lambda: len(states(url)) == 2)
+        wait_for(lambda: f"engine {other['engine']} serves again" in served.text)
+        for number in (0, 1):
+            assert f"engine {number} ended with SIGKILL and is started again" in served.text
+
+
+def test_several_engines_of_several_devices_are_refused_with_what_to_do() -> None:
+    command = [MODEL, "--dp_size", "2", "--tp_size", "2"]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 1 and "start a server for each group of devices" in result.output
+
+
+def test_each_engine_has_a_gpu_and_an_endpoint_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = {"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "ipc:///again"}
+    args = LlmArgs.from_kwargs(MODEL, kv_cache_config={"kv_events_config": events})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    second = args_of_engine(args, 1, 2)
+    found = second.kv_cache_config.kv_events_config
+    assert found is not None and second.device == "cuda:1" and found.data_parallel_rank == 1
+    assert (found.endpoint, found.replay_endpoint) == ("tcp://127.0.0.1:5558", "ipc:///again_1")
+    assert args_of_engine(args, 0, 1) is args
+    with pytest.raises(ValueError, match="dp_size = 3 needs as many GPUs, and torch sees 2"):
+        args_of_engine(args, 0, 3)
+    one = args.model_copy(update={"device": "cuda:0"})
+    with pytest.raises(ValueError, match="'cuda' is accepted"):
+        args_of_engine(one, 0, 2)

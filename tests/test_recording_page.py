@@ -1,0 +1,97 @@
+"""The commands of docs/recording.md: what is recorded over HTTP, replayed, swapped and erased."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+from click.testing import CliRunner, Result
+
+from tests.server.served_process import MODEL, ServedProcess
+from tllm_spec.cli.bench import main
+from tllm_spec.recording.traffic_folder import read_records
+from tllm_spec.zoo.registry import resolve_model
+
+KEYS = {"team-a": "a" * 20, "b": "b" * 20}
+HEAD = "zoo:llama-eagle3"
+SPEC = {"decoding_type": "Eagle3", "speculative_model": HEAD, "max_draft_len": 3}
+
+
+def bench(*command: str) -> Result:
+    result = CliRunner().invoke(main, list(command))
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def complete(url: str, client: str, **body: Any) -> str:
+    answer = httpx.post(
+        f"{url}/v1/completions",
+        json={"model": MODEL, "prompt": "a b a b a b", "max_tokens": 12, "seed": 1, **body},
+        headers={"Authorization": f"Bearer {KEYS[client]}"},
+        timeout=60,
+    )
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def swap(url: str, client: str, **body: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {KEYS[client]}"}
+    return httpx.post(f"{url}/v1/draft_model", json=body, headers=headers, timeout=60)
+
+
+def check_swaps(url: str) -> None:
+    """In the folder of draft weights there is `other`, and a link that leads out of it."""
+    text = complete(url, "b")
+    assert swap(url, "team-a", folder="other").json() == {"version": 1, "folder": "other"}
+    assert complete(url, "b") == text
+    assert swap(url, "b", folder="other").status_code == 403
+    for folder in ("../keys", "..", "/etc", "link", "nowhere", "other/config.json", "oth\0er"):
+        assert swap(url, "team-a", folder=folder).status_code == 400, folder
+    answer = swap(url, "team-a", folder="narrow")
+    assert answer.status_code == 400 and "do not fit" in answer.json()["error"]["message"]
+
+
+def test_served_traffic_is_recorded_replayed_and_erased(tmp_path: Path) -> None:
+    keys, traffic = tmp_path / "keys", tmp_path / "traffic"
+    keys.write_text("".join(f"{name}: {key}\n" for name, key in KEYS.items()))
+    heads = tmp_path / "heads"
+    shutil.copytree(resolve_model(HEAD), heads / "other")
+    shutil.copytree(resolve_model(HEAD), heads / "narrow")
+    config = json.loads((heads / "narrow" / "config.json").read_text())
+    (heads / "narrow" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    (heads / "link").symlink_to(tmp_path)
+    operator = "--draft_model_root", str(heads), "--draft_model_key", "team-a"
+    flags = "--record_traffic", str(traffic), "--api_key", f"@{keys}", *operator
+    with ServedProcess(tmp_path, *flags, speculative_config=SPEC) as server:
+        url = server.url
+        complete(url, "b")  # of a key with a cache of its own, without consent
+        complete(url, "team-a", store=True, user="u")
+        complete(url, "team-a", store=True)
+        complete(url, "b", store=True, temperature=0)
+        complete(url, "b", store=False)
+        check_swaps(url)
+        assert server.end(signal.SIGTERM) == 0
+    assert "the prompts and outputs of all clients" in server.text
+    records = read_records(traffic)
+    assert len(records) == 3
+
+    config, report = tmp_path / "same.yaml", tmp_path / "report.json"
+    config.write_text(json.dumps({"speculative_config": SPEC}))
+    command = "replay", str(traffic), "--config", str(config), "--report_json", str(report)
+    assert "tokens/round" in bench(*command).output
+    served, replayed = json.loads(report.read_text())
+    assert served | {"name": ""} == replayed | {"name": ""}
+
+    trace = "adaptive-replay", str(traffic), "--config", str(tmp_path / "adaptive.json")
+    (tmp_path / "adaptive.json").write_text("{}")
+    assert "slots" in bench(*trace).output
+
+    assert (
+        "1 records"
+        in bench("erase-traffic", str(traffic), "--client", "team-a", "--user", "u").output
+    )
+    assert "1 records" in bench("erase-traffic", str(traffic), "--client", "team-a").output
+    assert [each.sampling["temperature"] for each in read_records(traffic)] == [0.0]

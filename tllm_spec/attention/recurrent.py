@@ -1,0 +1,99 @@
+"""The memory of layers with a recurrent state, by slot, and the rows of one forward in them.
+
+Such layers are a group without pages. What they keep of a request does not grow with it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.kernels.gated_delta import (
+    DeltaMemory,
+    DeltaRows,
+    DeltaShape,
+    DeltaWeights,
+    gated_delta,
+)
+from tllm_spec.kernels.move_kv import move_kv
+from tllm_spec.kernels.round_rows import RoundRows
+
+
+@dataclass(frozen=True)
+class RecurrentGeometry:
+    """One rank's share of the layers with a recurrent state. window: the most rows of a request
+    that wait for acceptance."""
+
+    num_layers: int
+    shape: DeltaShape
+    window: int
+
+    @property
+    def ring(self) -> int:
+        """Rows whose inputs a slot keeps: accepted ones, those of the next window, and those
+        before, which the convolution reads again."""
+        return 2 * self.window + self.shape.kernel_size - 1
+
+    def slot_bytes(self, dtype: torch.dtype) -> int:
+        """What a slot takes in all layers. dtype: of the model."""
+        shape = self.shape
+        state = shape.num_value_heads * shape.key_dim * shape.value_dim * torch.float32.itemsize
+        return self.num_layers * (state + self.ring * shape.num_inputs * dtype.itemsize)
+
+
+class RecurrentMemory:
+    """`states` `[L, S, Hv, Dk, Dv]` float32: after each slot's first `lens` `[S]` tokens. `inputs`
+    `[L, S, R, I]`: of the latest rows (`DeltaMemory`)."""
+
+    def __init__(
+        self, geometry: RecurrentGeometry, num_slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.geometry = geometry
+        shape, number = geometry.shape, geometry.num_layers
+        heads = shape.num_value_heads, shape.key_dim, shape.value_dim
+        self.states = torch.zeros((number, num_slots, *heads), device=device)
+        sizes = number, num_slots, geometry.ring, shape.num_inputs
+        self.inputs = torch.zeros(sizes, dtype=dtype, device=device)
+        self.lens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.layers = [DeltaMemory(*own) for own in zip(self.states, self.inputs, strict=True)]
+
+    def begin(
+        self,
+        slots: torch.Tensor,
+        first: torch.Tensor,
+        rows: RoundRows,
+        *,
+        are_kept: bool,
+        tree: torch.Tensor | None = None,
+    ) -> DeltaRows:
+        """The rows of slots `[B]` from positions first `[B]` on, which one forward runs in all
+        layers; see `DeltaRows`. Device work only."""
+        # Only dummy requests, whose lengths jump, have other numbers of pending rows.
+        pending = (first - self.lens.index_select(0, slots)).clamp_(0, self.geometry.window)
+        self.lens[slots] = first + rows.counts if are_kept else first
+        return DeltaRows(slots, first, pending, rows, are_kept, tree)
+
+    def keep_paths(
+        self, slots: torch.Tensor, first: torch.Tensor, rows: torch.Tensor, lens: torch.Tensor
+    ) -> None:
+        """Moves the inputs of the accepted rows of trees to the front of their windows: lens `[B]`
+        of rows `[B, D+1]`. A ring that is passed over its end begins again."""
+        tables = slots.to(torch.int32).unsqueeze(1).repeat(1, 2)
+        move_kv(self.inputs, tables, first % self.geometry.ring, rows, lens)
+
+
+@dataclass(frozen=True)
+class RecurrentRows:
+    """The rows of one forward: those of prompts, then windows."""
+
+    memory: RecurrentMemory
+    parts: Sequence[DeltaRows]
+
+    def run(self, layer: int, projected: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
+        """See `gated_delta`. layer: its number in the group; projected `[T, P]`."""
+        memory, shape = self.memory.layers[layer], self.memory.geometry.shape
+        pieces = projected.split_with_sizes([part.rows.num_rows for part in self.parts])
+        found = [
+            gated_delta(piece, memory, shape, weights, part)
+            for piece, part in zip(pieces, self.parts, strict=True)
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found)

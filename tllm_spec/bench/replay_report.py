@@ -1,0 +1,83 @@
+"""What `tllm-bench replay` prints: each configuration's acceptance on recorded traffic, after what
+was served."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tllm_spec.config.llm_args import LlmArgs, overlay, read_options
+from tllm_spec.outputs import SpeculativeStats
+from tllm_spec.recording.traffic_folder import read_traffic
+from tllm_spec.recording.traffic_record import TrafficRecord
+from tllm_spec.replay import replay
+
+# Options of the recorded engine that a configuration has, too, unless it says otherwise.
+KEPT = ("tokenizer", "dtype", "load_format", "deterministic", "max_seq_len", "max_num_tokens")
+
+
+def replay_report(
+    folder: Path, model: str | None, configs: Sequence[Path], num_requests: int = 0
+) -> list[dict[str, Any]]:
+    """A row for what was served, then one for each configuration. model: None: the recorded one.
+    num_requests: the latest ones; 0: all. Raises ValueError for what cannot be replayed."""
+    records, served_model, options = read_served(folder, num_requests)
+    arguments = [arguments_of(model or served_model, options, path) for path in configs]
+    served = sum((record.stats for record in records), SpeculativeStats())
+    rows = [row_of("served", served, len(records), [])]
+    for path, args in zip(configs, arguments, strict=True):
+        found = replay(records, args)
+        rows.append(row_of(path.stem, found.total, len(records), found.simulated))
+    return rows
+
+
+def read_served(
+    folder: Path, num_requests: int = 0
+) -> tuple[list[TrafficRecord], str, dict[str, Any]]:
+    """The latest requests in the order of their arrival, and the model and options that served the
+    last of them."""
+    records: list[TrafficRecord] = []
+    header: dict[str, Any] = {}
+    for each in read_traffic(folder):
+        if isinstance(each, TrafficRecord):
+            records.append(each)
+        else:
+            header = each
+    if not records:
+        raise ValueError(f"{folder} has no recorded requests")
+    records = sorted(records, key=lambda record: record.arrived_us)[-num_requests:]
+    return records, header["model"], header["options"]
+
+
+def arguments_of(model: str, served: dict[str, Any], path: Path) -> LlmArgs:
+    """The arguments of a file for a model, with what else was served."""
+    kept = {name: served[name] for name in KEPT if name in served}
+    return LlmArgs.from_kwargs(model, **overlay(kept, read_options(path)))
+
+
+def row_of(
+    name: str, stats: SpeculativeStats, num_requests: int, simulated: Sequence[str]
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "requests": num_requests,
+        "rounds": stats.rounds,
+        "tokens_per_round": stats.acceptance_length,
+        "draft_acceptance_rate": stats.draft_acceptance_rate,
+        "acceptance_by_position": list(stats.per_position_acceptance),
+        "simulated": list(simulated),
+    }
+
+
+def replay_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Plain text; a cause under the table for each row whose counts are simulated."""
+    width = max(len(row["name"]) for row in rows)
+    lines = [f"{'':{width}}  requests  rounds  tokens/round  accepted  by position"]
+    for row in rows:
+        by_position = " ".join(f"{each:.2f}" for each in row["acceptance_by_position"])
+        lines.append(
+            f"{row['name']:{width}}  {row['requests']:8}  {row['rounds']:6}  "
+            f"{row['tokens_per_round']:12.3f}  {row['draft_acceptance_rate']:8.3f}  {by_position}"
+        )
+    for row in rows:
+        lines += [f"{row['name']} is simulated: {cause}" for cause in row["simulated"]]
+    return "\n".join(lines)

@@ -1,0 +1,71 @@
+"""Commands of `tllm-bench` for recorded traffic (`record_traffic`)."""
+
+from pathlib import Path
+
+import click
+
+from tllm_spec.cli.bench_options import (
+    EXISTING_FILE,
+    NOT_NEGATIVE,
+    Model,
+    report_json_option,
+    write_json,
+)
+
+EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+@click.command(name="erase-traffic")
+@click.argument("folder", type=EXISTING_FOLDER)
+@click.option(
+    "--client", required=True, help="Name of the client's key, or its address; a network in IPv6."
+)
+@click.option("--user", help="Only this user of the client (`user`, `safety_identifier`).")
+def erase_traffic(folder: Path, client: str, user: str | None) -> None:
+    """Erase a client's records from FOLDER. Servers may be recording to it."""
+    from tllm_spec.recording.traffic_folder import TrafficFolder
+    from tllm_spec.server.callers import kept_name
+
+    traffic = TrafficFolder(folder)
+    names = client, f"key {client}"
+    if user is None:
+        clients = {traffic.hash_of(name) for name in names}
+        number = traffic.erase(lambda record: record.client in clients)
+    else:
+        users = {traffic.hashes_of((name, kept_name(user)))[1] for name in names}
+        number = traffic.erase(lambda record: record.user in users)
+    click.echo(f"{number} records erased")
+
+
+@click.command()
+@click.argument("folder", type=EXISTING_FOLDER)
+@click.option(
+    "--extra_llm_api_options",
+    "--config",
+    "configs",
+    type=EXISTING_FILE,
+    multiple=True,
+    required=True,
+    help="YAML file with arguments of LLM that have a speculative_config. May be given repeatedly.",
+)
+@click.option(
+    "--num_requests", type=NOT_NEGATIVE, default=0, help="The latest requests to take; 0: all."
+)
+@report_json_option
+@click.pass_obj
+def replay(
+    model: Model | None,
+    folder: Path,
+    configs: tuple[Path, ...],
+    num_requests: int,
+    report_json: Path | None,
+) -> None:
+    """Count the drafts that recorded traffic would have had accepted with other configurations.
+
+    FOLDER was recorded with --record_traffic. The model is --model or else the recorded one. The
+    first row is what was served."""
+    from tllm_spec.bench.replay_report import replay_report, replay_table
+
+    report = replay_report(folder, None if model is None else model.path, configs, num_requests)
+    click.echo(replay_table(report))
+    write_json(report_json, report)

@@ -1,0 +1,177 @@
+"""The folder of recorded traffic: JSON lines in files that rotate, readable by their owner only.
+
+All who write lock the folder's `lock` file, so several engines may share it, and records can be
+erased while they run."""
+
+import fcntl
+import hmac
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import time_ns  # noqa: TID251  # files have dates
+from typing import Any
+
+from tllm_spec.recording.traffic_record import TrafficRecord, read_line
+
+NUM_FILES = 16  # that the folder's size is divided into
+PATTERN = "traffic-*.jsonl"
+NO_CLIENT = ""  # instead of a hash
+
+
+class TrafficFolder:
+    """header: the first line of each file. max_bytes: of all files together; the oldest go first.
+
+    Raises ValueError for a path that cannot be such a folder, or that others may read."""
+
+    def __init__(self, path: Path, header: bytes = b"", max_bytes: int = 1 << 30) -> None:
+        self.path = path
+        self._header = header
+        self._max_bytes = max_bytes
+        self._file: Path | None = None
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(path)
+            with self._locked():
+                self._key = _key_of(path)
+        except OSError as error:
+            raise ValueError(f"cannot record traffic in {path}: {error}") from error
+
+    def hash_of(self, name: str) -> str:
+        """What a record has instead of a client's name: without the folder's key nobody can tell
+        whose it is."""
+        return hmac.digest(self._key, name.encode(errors="surrogatepass"), "sha256").hex()[:32]
+
+    def hashes_of(self, client: Sequence[str]) -> tuple[str, str]:
+        """Of a client, and of its user; client: as in `LlmRequest`."""
+        if not client:
+            return NO_CLIENT, NO_CLIENT
+        own, *rest = client
+        return self.hash_of(own), self.hash_of("\n".join(client)) if any(rest) else NO_CLIENT
+
+    def append(self, lines: Sequence[bytes]) -> None:
+        """Adds whole lines. Raises OSError where a line cannot be written; the lines before it
+        stay, and nothing of it does."""
+        with self._locked():
+            for line in lines:
+                self._append(line)
+            self._drop_oldest()
+
+    def erase(self, is_unwanted: Callable[[TrafficRecord], bool]) -> int:
+        """Removes records and returns how many. Raises OSError and ValueError as reading does."""
+        number = 0
+        with self._locked():
+            for file in files_of(self.path):
+                lines = file.read_bytes().splitlines(keepends=True)
+                kept = [line for line in lines if not _is(is_unwanted, line)]
+                if len(kept) < len(lines):
+                    _replace(file, b"".join(kept))
+                    number += len(lines) - len(kept)
+        return number
+
+    def _append(self, line: bytes) -> None:
+        if len(self._header) + len(line) > self._max_bytes:
+            return
+        file = self._file
+        size = file.stat().st_size if file is not None and file.exists() else None
+        if file is None or size is None or size + len(line) > self._max_bytes // NUM_FILES:
+            file = self.path / f"traffic-{time_ns() // 1000:017d}-{os.getpid()}.jsonl"
+            line = self._header + line
+        _write(file, line)
+        self._file = file
+
+    def _drop_oldest(self) -> None:
+        files = files_of(self.path)
+        total = sum(file.stat().st_size for file in files)
+        while total > self._max_bytes:
+            oldest = files.pop(0)
+            total -= oldest.stat().st_size
+            oldest.unlink()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
+
+
+def files_of(path: Path) -> list[Path]:
+    """Oldest first."""
+    return sorted(path.glob(PATTERN))
+
+
+def read_traffic(path: Path) -> Iterator[TrafficRecord | dict[str, Any]]:
+    """The records of a folder or file in order, each file's after its header. Raises ValueError
+    that names a line that is not in the format, and for a folder without records."""
+    files = files_of(path) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"{path} has no recorded traffic: no {PATTERN}")
+    for file in files:
+        for number, line in enumerate(_text_of(file), start=1):
+            try:
+                yield read_line(line)
+            except ValueError as error:
+                raise ValueError(f"{file}, line {number}: {error}") from error
+
+
+def read_records(path: Path) -> list[TrafficRecord]:
+    """The records without headers, by their arrival."""
+    records = [each for each in read_traffic(path) if isinstance(each, TrafficRecord)]
+    return sorted(records, key=lambda record: record.arrived_us)
+
+
+def _text_of(file: Path) -> Iterator[str]:
+    try:
+        with file.open(encoding="utf-8") as lines:
+            yield from lines
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
+
+
+def _check_private(path: Path) -> None:
+    found = path.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ValueError(
+            f"record_traffic = {str(path)!r}: others own it or may read it; a folder of this user "
+            "with mode 0700 is needed"
+        )
+
+
+def _key_of(path: Path) -> bytes:
+    """Of the hashes: made with the folder."""
+    file = path / "hash-key"
+    if not file.exists():
+        _write(file, secrets.token_bytes(32))
+    return file.read_bytes()
+
+
+def _write(file: Path, data: bytes) -> None:
+    """Appends all of it or nothing."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    descriptor = os.open(file, flags, 0o600)
+    size = os.fstat(descriptor).st_size
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(descriptor, left) :]
+    except OSError:
+        os.ftruncate(descriptor, size)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _replace(file: Path, data: bytes) -> None:
+    made = file.with_suffix(".new")
+    made.unlink(missing_ok=True)
+    _write(made, data)
+    made.replace(file)
+
+
+def _is(is_unwanted: Callable[[TrafficRecord], bool], line: bytes) -> bool:
+    found = read_line(line.decode())
+    return isinstance(found, TrafficRecord) and is_unwanted(found)

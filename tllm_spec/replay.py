@@ -1,0 +1,230 @@
+"""How many drafts of another configuration recorded traffic would have had accepted: `tllm-bench
+replay`.
+
+The text of a request does not depend on the drafter. So the engine drafts and verifies with a
+target whose choice at each position is the recorded token (`ReplayedSampler`), and its counts are
+those of serving. Drafts that come from the text, or from a draft model, do not depend on the
+target's hidden states: then the target is one small layer (`stand_in`), and its weights are not
+loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.speculative_config import DecodingBaseConfig, NGramDecodingConfig
+from tllm_spec.executor.build import build_executor
+from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.request import DraftCounters, LlmRequest, StopMatch
+from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
+from tllm_spec.executor.speculative.modes import draft_plan_of
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.outputs import SpeculativeStats
+from tllm_spec.recording.traffic_record import TrafficRecord
+from tllm_spec.text.tokenizer import load_tokenizer
+from tllm_spec.zoo.registry import resolve_model
+
+if TYPE_CHECKING:
+    from tllm_spec.executor.response import Response
+
+MAX_BATCH_SIZE = 64  # of a replay, whatever was served: it changes no count
+STAND_IN = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass
+class Replayed:
+    """What a configuration would have done. requests: in the records' order. simulated: why these
+    counts may differ from those of serving; empty: they are equal."""
+
+    requests: list[SpeculativeStats]
+    simulated: list[str] = field(default_factory=list)
+
+    @property
+    def total(self) -> SpeculativeStats:
+        return sum(self.requests, SpeculativeStats())
+
+
+@dataclass
+class EndOfText:
+    """Ends a request where it ended when it was recorded, by a stop string or by its client."""
+
+    num_left: int
+
+    def feed(self, token: int) -> StopMatch | None:
+        self.num_left -= 1
+        return StopMatch("", "", 0) if self.num_left <= 0 else None
+
+
+def replay(records: Sequence[TrafficRecord], args: LlmArgs) -> Replayed:
+    """Raises ValueError for arguments that cannot be replayed, and for records that do not fit the
+    model."""
+    spec = args.speculative_config
+    if spec is None:
+        raise ValueError("speculative_config = None: nothing to replay, as no round has drafts")
+    _check(args, spec)
+    simulated = why_simulated(records, args)
+    texts = {index: [*each.prompt, *each.output] for index, each in enumerate(records)}
+    with _target_of(_replayable(args, spec)) as built_args:
+        tokenizer = load_tokenizer(args.tokenizer or args.model)
+        built = build_executor(built_args, tokenizer, _ignore, texts=texts)
+    requests = [_request(number, each, built.limits) for number, each in enumerate(records)]
+    built.executor.enter_thread()
+    built.queue.put(requests)
+    while built.executor.step():
+        pass
+    for request in requests:
+        if request.error is not None:
+            raise ValueError(f"a recorded request cannot be replayed: {request.error}")
+    return Replayed([request.counters.stats() for request in requests], simulated)
+
+
+def why_simulated(records: Sequence[TrafficRecord], args: LlmArgs) -> list[str]:
+    """What makes counts of serving differ from those of a replay."""
+    spec = args.speculative_config
+    assert spec is not None
+    causes = {
+        "rejection sampling accepts by chance": spec.use_rejection_sampling,
+        "relaxed acceptance accepts other tokens": spec.relaxed_rule is not None,
+        "a public pool depends on the order of requests": (
+            isinstance(spec, NGramDecodingConfig) and spec.is_public_pool
+        ),
+        "the draft length follows the load": _follows_load(spec),
+        "what sa_config has learned depends on the order of requests": _learns(spec),
+        "some requests had a grammar": any(each.guided for each in records),
+        "some requests were preempted": any(each.num_preemptions for each in records),
+        "max_num_tokens cuts the drafts of large batches": (
+            _most_at_once(records) * spec.shapes.longest.window > args.max_num_tokens
+        ),
+    }
+    return [cause for cause, holds in causes.items() if holds]
+
+
+@contextmanager
+def _target_of(args: LlmArgs) -> Iterator[LlmArgs]:
+    """The arguments with a target that gives the drafter what it reads: a stand-in where that is
+    the text only."""
+    draft = draft_plan_of(args.speculative_config)
+    if draft is not None and (draft.is_head or draft.shares_pages):
+        yield args
+        return
+    with TemporaryDirectory() as folder:
+        config = ModelConfig.from_pretrained(resolve_model(args.model))
+        own = {
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.max_positions,
+            "torch_dtype": str(config.dtype).removeprefix("torch."),
+        }
+        (Path(folder) / "config.json").write_text(json.dumps(STAND_IN | own))
+        yield args.model_copy(
+            update={"model": folder, "load_format": "dummy", "deterministic": False}
+        )
+
+
+def _check(args: LlmArgs, spec: DecodingBaseConfig) -> None:
+    if args.tensor_parallel_size > 1:
+        raise ValueError(
+            f"tensor_parallel_size = {args.tensor_parallel_size} is not replayed; 1 is accepted"
+        )
+    if spec.synthetic_acceptance_rates is not None:
+        raise ValueError("synthetic_acceptance_rates: nothing to replay, as they say what happens")
+
+
+def _replayable(args: LlmArgs, spec: DecodingBaseConfig) -> LlmArgs:
+    """The same drafter, whose drafts are accepted where they equal the text."""
+    off: dict[str, object] = {"use_rejection_sampling": False}
+    if spec.relaxed_rule is not None:
+        off["use_relaxed_acceptance_for_thinking"] = False
+    longest = spec.shapes.longest.window
+    return args.model_copy(
+        update={
+            "speculative_config": spec.model_copy(update=off),
+            "guided_decoding_backend": None,
+            "record_traffic": None,
+            # Another engine of the process may be running, which forbids captures.
+            "cuda_graph_config": None,
+            "prefill_cuda_graph_backend": "disabled",
+            "max_batch_size": max(1, min(MAX_BATCH_SIZE, args.max_num_tokens // longest)),
+        }
+    )
+
+
+def _request(number: int, record: TrafficRecord, limits: RequestLimits) -> LlmRequest:
+    """The recorded request. What changes the target's choice is left out."""
+    wanted, longest = record.draft_limit, limits.max_draft_len
+    sampling = record.sampling
+    rules = DecodingRules(
+        temperature=sampling["temperature"],
+        top_k=sampling["top_k"],
+        top_p=sampling["top_p"],
+        min_p=sampling["min_p"],
+        end_ids=frozenset(sampling["end_ids"]),
+        stop_token_ids=frozenset(sampling["stop_token_ids"]),
+        repetition=1.0,
+        presence=0.0,
+        frequency=0.0,
+        min_tokens=0,
+        token_bias={},
+        bad_sequences=(),
+        edits=(),
+        logprobs=None,
+        prompt_logprobs=None,
+    )
+    limits.capacity.check(len(record.prompt), len(record.output))
+    return LlmRequest(
+        request_id=number,
+        tokens=list(record.prompt),
+        rules=rules,
+        seed=record.seed,
+        arrival=number,
+        max_tokens=min(record.max_tokens, limits.max_seq_len - len(record.prompt)),
+        draft_limit=longest if wanted is None else min(wanted, longest),
+        counters=DraftCounters(longest),
+        draft_pause=RequestPause(limits.pause_patience),
+        stop_checker=EndOfText(len(record.output)),
+    )
+
+
+def _follows_load(spec: DecodingBaseConfig) -> bool:
+    limits = spec.draft_len_schedule, spec.max_concurrency, spec.acceptance_rate_threshold
+    return spec.adaptive is not None or any(limit is not None for limit in limits)
+
+
+def _learns(spec: DecodingBaseConfig) -> bool:
+    match = getattr(spec, "sa_config", None)
+    return match is not None and match.threshold is None
+
+
+def _most_at_once(records: Sequence[TrafficRecord]) -> int:
+    """The largest number of requests that were in the engine together."""
+    changes = []
+    for record in records:
+        last = record.rounds[-1][0] if record.rounds else 0
+        changes += [(record.arrived_us, 1), (record.arrived_us + (last or 0), -1)]
+    most = now = 0
+    for _, change in sorted(changes):
+        now += change
+        most = max(most, now)
+    return most
+
+
+def _ignore(responses: list[Response]) -> None:
+    """The counts are read from the requests."""

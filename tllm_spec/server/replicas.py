@@ -1,0 +1,174 @@
+"""Several engines with the whole model each, as one: every request goes to the engine that the
+router chooses. An engine that ends takes its own requests with it, and is used again once it has
+been started again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.request_handle import RequestHandle
+from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.server.engine_client import (
+    SHUT_DOWN,
+    EngineClient,
+    EngineConnection,
+    new_intake,
+    submission_of,
+)
+from tllm_spec.server.router import PrefixRouter
+from tllm_spec.text.tokenizer import Tokenizer
+
+RETRY_SECONDS = 0.2
+NONE_RUNS = "no engine runs; they are being started again"
+
+Answer = TypeVar("Answer")
+
+
+class Replicas:
+    """With `EngineClient`'s interface. paths: the engines' Unix sockets. timeout: as of
+    `EngineClient`. Use `connected`."""
+
+    def __init__(
+        self, args: LlmArgs, tokenizer: Tokenizer, paths: Sequence[str], timeout: float | None
+    ) -> None:
+        self.args = args
+        self.tokenizer: Tokenizer | None = tokenizer
+        self._tokenizer = tokenizer
+        self._paths = paths
+        self._timeout = timeout
+        self._router = PrefixRouter(len(paths), args.kv_cache_config.tokens_per_block)
+        self._clients: dict[int, EngineClient] = {}
+        self._first = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_shut_down = False
+
+    @classmethod
+    async def connected(
+        cls, args: LlmArgs, tokenizer: Tokenizer, paths: Sequence[str], timeout: float | None
+    ) -> Replicas:
+        """Once one engine serves."""
+        replicas = cls(args, tokenizer, paths, timeout)
+        replicas._tasks = [
+            asyncio.create_task(replicas._keep_connected(number)) for number in range(len(paths))
+        ]
+        await replicas._first.wait()
+        return replicas
+
+    @property
+    def is_healthy(self) -> bool:
+        return any(client.is_healthy for client in self._clients.values())
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(client.num_unfinished for client in self._running().values())
+
+    def check_length(self, text: str | Sequence[int]) -> None:
+        """As `LLM.check_length`."""
+        self._intake.check_length(text)
+
+    def compile_grammar(self, params: SamplingParams) -> None:
+        """As `LLM.compile_grammar`. The other engines compile the grammar when a request has it."""
+        next(iter(self._routable().values())).compile_grammar(params)
+
+    def generate_async(
+        self,
+        inputs: str | Sequence[int] | Mapping[str, Any],
+        sampling_params: SamplingParams,
+        *,
+        streaming: bool = False,
+        cache_salt: str | None = None,
+        client: tuple[str, ...] = (),
+        store: bool | None = None,
+    ) -> RequestHandle:
+        """As `LLM.generate_async`."""
+        made = submission_of(
+            self._intake,
+            inputs,
+            sampling_params,
+            streaming=streaming,
+            cache_salt=cache_salt,
+            client=client,
+            store=store,
+        )
+        engines = self._routable()
+        hashes = self._router.hashes(made.token_ids, cache_salt)
+        unfinished = {number: each.num_unfinished_tokens for number, each in engines.items()}
+        return engines[self._router.choose(hashes, unfinished)].start(made)
+
+    def server_info(self) -> dict[str, Any]:
+        """As `LLM.server_info`, with a state for each engine that runs. Waits for the engines."""
+        infos = self._ask_all(EngineClient.server_info)
+        states = [
+            {"engine": number, **info["internal_states"][0]} for number, info in infos.items()
+        ]
+        return {**next(iter(infos.values())), "internal_states": states}
+
+    def load_draft_weights(
+        self, folder: str, *, keep_cache: bool = False, force: bool = False
+    ) -> dict[str, Any]:
+        """Refused with ValueError: some engines might have the new weights, and some the old."""
+        raise ValueError("draft weights are swapped in one engine only; dp_size = 1 is accepted")
+
+    def get_stats(self) -> list[dict[str, Any]]:
+        """As `LLM.get_stats`: of one engine after the other."""
+        return [each for stats in self._ask_all(EngineClient.get_stats).values() for each in stats]
+
+    def shutdown(self) -> None:
+        """As `EngineClient.shutdown`."""
+        self._is_shut_down = True
+        for task in self._tasks:
+            task.cancel()
+        for client in self._clients.values():
+            client.shutdown()
+
+    def _running(self) -> dict[int, EngineClient]:
+        return {number: each for number, each in self._clients.items() if each.is_running}
+
+    def _routable(self) -> dict[int, EngineClient]:
+        """The engines that answer, or else those that run. Raises RuntimeError if there is none."""
+        running = self._running()
+        if not running:
+            raise RuntimeError(SHUT_DOWN if self._is_shut_down else NONE_RUNS)
+        return {number: each for number, each in running.items() if each.is_healthy} or running
+
+    def _ask_all(self, question: Callable[[EngineClient], Answer]) -> dict[int, Answer]:
+        """Leaves out an engine that ends meanwhile."""
+        answers = {}
+        for number, client in self._routable().items():
+            with suppress(RuntimeError):
+                answers[number] = question(client)
+        if not answers:
+            raise RuntimeError(NONE_RUNS)
+        return answers
+
+    async def _keep_connected(self, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            with suppress(ConnectionError, FileNotFoundError):
+                path = self._paths[number]
+                _, connection = await loop.create_unix_connection(EngineConnection, path)
+                self._use(number, connection, await asyncio.shield(connection.limits))
+                await asyncio.shield(connection.closed)
+                self._router.forget(number)
+            await asyncio.sleep(RETRY_SECONDS)
+
+    def _use(self, number: int, connection: EngineConnection, limits: RequestLimits) -> None:
+        if not self._clients:
+            self.max_seq_len = limits.max_seq_len
+            self._intake = new_intake(self.args, self._tokenizer, limits)
+        self._clients[number] = EngineClient(
+            self.args,
+            self._tokenizer,
+            connection,
+            limits,
+            self._timeout,
+            self._intake,
+            partial(self._router.read, number),
+        )
+        self._first.set()
