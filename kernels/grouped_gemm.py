@@ -312,8 +312,10 @@ def _launch(
     )
 
 
-def _checked_form(x: torch.Tensor, weights: ExpertWeights, code_scales: torch.Tensor | None) -> str:
-    """One of FORMS. Asserts what the kernel needs."""
+def _checked_form(
+    x: torch.Tensor, weights: ExpertWeights, code_scales: torch.Tensor | None
+) -> Form:
+    """Asserts what the kernel needs."""
     weight, scales, inputs = weights.weight, weights.scales, x.shape[1]
     assert x.is_contiguous() and weight.is_contiguous()
     assert weights.bias is None or weights.bias.is_contiguous()
