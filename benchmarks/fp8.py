@@ -2,7 +2,7 @@
 KV cache, next to one of 16 bits, and the GEMMs alone with their floors.
 
     python -m benchmarks.fp8 [llama-8b] [activations] [blocks] [int4] [cache] [qwen3-30b]
-        [qwen3-30b-int4] [v3] [linear] [linear-int4] [experts]
+        [qwen3-30b-int4] [v3] [flips] [linear] [linear-int4] [experts]
 
 llama-8b     plain rounds, and EAGLE-3 with 3 drafts, whose head is bf16
 activations  the same with activations in FP8, too, with one scale a token
@@ -11,6 +11,8 @@ int4         the same with weights of 4 bits in groups of 128, as AWQ has them
 cache        the same with requests of 4,200 tokens; both sides have FP8 weights and activations
 qwen3-30b    plain rounds of a model with 128 experts, in FP8 with blocks, or with `-int4` in 4 bits
 v3           plain rounds of the DeepSeek-V3-style model, whose routers spread the tokens
+flips        after how many tokens a text of the zoo's model parts from itself, if its rounds have
+             other requests, or drafts
 linear       GEMMs of an 8B Llama's layers with FP8 weights: activations in bf16; for many rows also
              slices of weights that are dequantised before torch multiplies them; activations in
              FP8, quantised with the norm before them, with one scale a token and with blocks
@@ -37,6 +39,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks.harness import flips
 from benchmarks.harness.device_time import call_us
 from benchmarks.harness.dummy_models import (
     QWEN3_30B,
@@ -354,6 +357,7 @@ SUBJECTS = (
         quantization=AWQ, column="INT4",
     ),
     subject("v3", "V3-style in FP8", V3_STYLE, TINY_V3, (None,)),
+    Subject("flips", "Texts that part", flips.rates, flips.rates_table),
     kernels(
         "linear", "Layers in FP8", linear, "FP8", "slices", "activations", "blocks", "bf16"
     ),

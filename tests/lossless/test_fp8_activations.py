@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.harness.flips import flips
 from tests.lossless.cases import (
     Case,
     NearTie,
@@ -142,13 +143,6 @@ def test_deterministic_texts_on_a_gpu_have_no_flips(
     cases, options = many[:8], {"deterministic": True}
     expected = texts_of(folder_of(name), cases, "plain", 1, cuda_graph_config=None, **options)
     assert torch.equal(texts_of(folder_of(name), cases, mode, 3, **options), expected)
-
-
-def flips(found: torch.Tensor, expected: torch.Tensor) -> tuple[int, int]:
-    """The number of texts `[texts, tokens]` that part, and the tokens until then, of all texts."""
-    differ = found != expected
-    until = torch.where(differ.any(1), differ.int().argmax(1) + 1, differ.shape[1])
-    return int(differ.any(1).sum()), int(until.sum())
 
 
 @pytest.mark.gpu
