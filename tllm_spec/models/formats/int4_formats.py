@@ -17,7 +17,8 @@ Without zero points they are 8. Others have E2M1 numbers instead:
 | `nvfp4-pack-quantized` | `weight_packed` | `weight_scale`, E4M3, / `weight_global_scale` |
 | `quant_algo: NVFP4` (ModelOpt) | `weight` | `weight_scale`, E4M3, * `weight_scale_2` |
 
-A GGUF file has tensors of its type Q4_0 (gguf_tensors.py).
+The experts of gpt-oss, with `quant_method: mxfp4`, are in gpt_oss_tensors.py, and tensors of a GGUF
+file in gguf_tensors.py.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +26,9 @@ from typing import Literal
 
 from tllm_spec.models.formats.fp8_formats import ModuleNames, lists_quantised
 
-Packing = Literal["awq", "gptq", "gptq_v2", "compressed", "mxfp4", "nvfp4", "modelopt", "gguf"]
+Packing = Literal[
+    "awq", "gptq", "gptq_v2", "compressed", "mxfp4", "mxfp4_experts", "nvfp4", "modelopt", "gguf"
+]
 
 
 @dataclass(frozen=True)

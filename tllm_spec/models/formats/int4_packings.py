@@ -83,29 +83,33 @@ def _unpack_compressed(tensors: Tensors) -> Unpacked:
     return Unpacked(codes, tensors["weight_scale"], zeros, tensors.get("weight_g_idx"))
 
 
-def _pairs(stored: torch.Tensor) -> torch.Tensor:
-    """uint8 `[N, K / 2]` as `[N, K]`: the low bits of a byte come first."""
-    return torch.stack((stored & 15, stored >> 4), -1).flatten(1)
-
-
 def _unpack_mxfp4(tensors: Tensors) -> Unpacked:
     """`weight_packed` `[N, K / 2]`, `weight_scale` `[N, K / 32]`: exponents of E8M0, plus 127."""
-    codes = _pairs(tensors["weight_packed"])
-    exponents = tensors["weight_scale"].view(torch.uint8).int() - 127
-    return Unpacked(codes, torch.ldexp(torch.ones(exponents.shape), exponents), None)
+    scales = mxfp4_scales(tensors["weight_scale"].view(torch.uint8))
+    return Unpacked(e2m1_codes(tensors["weight_packed"]), scales, None)
+
+
+def e2m1_codes(pairs: torch.Tensor) -> torch.Tensor:
+    """uint8 `[N, K / 2]` as codes `[N, K]`: the low bits come first."""
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
+
+
+def mxfp4_scales(exponents: torch.Tensor) -> torch.Tensor:
+    """uint8 exponents of E8M0, plus 127, as float32."""
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
 
 
 def _unpack_nvfp4(tensors: Tensors) -> Unpacked:
     """`weight_packed` `[N, K / 2]`, `weight_scale` `[N, K / 16]` E4M3, and the number that scales
     are divided by, `[1]` float32."""
     scales = tensors["weight_scale"].float() / tensors["weight_global_scale"]
-    return Unpacked(_pairs(tensors["weight_packed"]), scales, None)
+    return Unpacked(e2m1_codes(tensors["weight_packed"]), scales, None)
 
 
 def _unpack_modelopt(tensors: Tensors) -> Unpacked:
     """The same of ModelOpt: `weight`, and `[]` a factor of the scales."""
     scales = tensors["weight_scale"].float() * tensors["weight_scale_2"]
-    return Unpacked(_pairs(tensors["weight"]), scales, None)
+    return Unpacked(e2m1_codes(tensors["weight"]), scales, None)
 
 
 _GPTQ = "qweight", "scales", ("qzeros", "g_idx")

@@ -15,6 +15,7 @@ from tllm_spec.models.formats.fp8_readers import (
 )
 from tllm_spec.models.formats.gguf_tensors import Q4_0, Q4_0_GROUP, gguf_names
 from tllm_spec.models.formats.int4_formats import Int4Format, Int4Groups, Packing
+from tllm_spec.models.gpt_oss_config import GPT_OSS
 from tllm_spec.models.json_file import read_json
 from tllm_spec.zoo.registry import is_gguf
 
@@ -25,7 +26,8 @@ _SERVED = (
     "Of checkpoints with integer weights those of 4 bits in groups of "
     f"{', '.join(map(str, _SIZES))} inputs or whole rows are served: quant_method 'awq', 'gptq', "
     f"and 'compressed-tensors' in the format {_PACKED!r}; also MXFP4, in its format {_MXFP4!r}, "
-    f"and NVFP4, in its format {_NVFP4!r} and as ModelOpt's quant_algo 'NVFP4'."
+    f"NVFP4, in its format {_NVFP4!r} and as ModelOpt's quant_algo 'NVFP4'; and gpt-oss's experts "
+    "with quant_method 'mxfp4'."
 )
 
 
@@ -55,6 +57,8 @@ def int4_format(path: Path | None, raw: Mapping[str, Any]) -> Int4Format | None:
     if any(str(name).startswith("Llama4") for name in raw.get("architectures") or ()):
         reasons.append("Llama 4's experts are served in 16 or 32 bits")
     found = reader(settings, reasons)
+    if found.packing == "mxfp4_experts" and raw["architectures"] != [GPT_OSS]:
+        reasons.append(f"quant_method 'mxfp4' is served for {GPT_OSS}")
     if reasons:
         raise ValueError(f"{source}: {'; '.join(reasons)}. {_SERVED}")
     return found
@@ -173,6 +177,15 @@ def _read_modelopt(settings: Mapping[str, Any], reasons: list[str]) -> Int4Forma
 
 NVFP4_GROUP = 16
 UNUSED_ACTIVATIONS = "activations of NVFP4 are not quantised (W4A16)"
+
+
+def _read_mxfp4(settings: Mapping[str, Any], reasons: list[str]) -> Int4Format:
+    listed = list(settings.get("modules_to_not_convert") or ())
+    ignored = module_names(listed, "ignored modules", reasons)
+    experts = module_names(["*.experts"], "targets", reasons)
+    return Int4Format(Int4Groups(32, is_float=True), "mxfp4_experts", ignored, experts)
+
+
 # The settings of weights. Of `actorder` only "group", once called true, changes what is stored.
 _COMPRESSED: dict[str, tuple[Any, ...]] = {
     "type": ("int",),
@@ -202,4 +215,5 @@ _READERS: dict[str, Reader] = {
     "gptq": _read_gptq,
     "compressed-tensors": _read_compressed,
     "modelopt": _read_modelopt,
+    "mxfp4": _read_mxfp4,
 }
