@@ -27,7 +27,7 @@ def paths_of(cache: PagedCache) -> Iterator[tuple[str | None, tuple[int, ...]]]:
             yield tokens + key
             yield from below(child, tokens + key[:size])
 
-    for salt, root in cache._tree._roots.items():
+    for (_, salt), root in list(cache._tree._roots.items()):
         for path in below(root, ()):
             yield salt, path
 
