@@ -113,6 +113,8 @@ _O_BIAS = (
     *_LLAMA4,
     *GEMMA3,
 )
+_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3_NEXT, *GEMMA3)
+_PARTLY_ROTATED = (QWEN3_NEXT, GLM4_MOE)
 
 
 @dataclass(frozen=True)
@@ -204,9 +206,7 @@ class ModelConfig:
             head_dim=head_dim_of(raw),
             rms_norm_eps=float(raw["rms_norm_eps"]),
             rope=rope_config(
-                raw,
-                is_phi3=architecture == PHI3,
-                may_be_partial=architecture in (QWEN3_NEXT, GLM4_MOE),
+                raw, is_phi3=architecture == PHI3, may_be_partial=architecture in _PARTLY_ROTATED
             ),
             max_position_embeddings=int(raw["max_position_embeddings"]),
             sliding_window=raw["sliding_window"] if sliding else None,
@@ -216,8 +216,7 @@ class ModelConfig:
             o_bias=bias and architecture in _O_BIAS,
             mlp_bias=bool(raw.get("mlp_bias")) and architecture == "LlamaForCausalLM",
             has_sinks=architecture == GPT_OSS,
-            qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3_NEXT, *GEMMA3)
-            or (architecture in (*_LLAMA4, GLM4_MOE) and bool(raw["use_qk_norm"])),
+            qk_norm=_qk_norm(raw, architecture),
             hidden_act=raw["hidden_act"],
             dtype=dtype_of(raw),
             eos_token_ids=token_ids_of(raw.get("eos_token_id")),
@@ -361,6 +360,11 @@ def _refuse_unserved(raw: dict[str, Any]) -> None:
     unknown = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if unknown:
         raise ValueError(f"layer_types has {sorted(unknown)}; served is 'full_attention'.")
+
+
+def _qk_norm(raw: dict[str, Any], architecture: str) -> bool:
+    has_key = architecture in (*_LLAMA4, GLM4_MOE)
+    return architecture in _QK_NORM or (has_key and bool(raw["use_qk_norm"]))
 
 
 def _qkv_bias(raw: dict[str, Any], architecture: str) -> bool:
