@@ -33,6 +33,22 @@ V3_STYLE: Config = {
     "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
     "max_position_embeddings": 16384, "torch_dtype": "bfloat16",
 }  # fmt: skip
+QWEN3_NEXT: Config = {
+    "architectures": ["Qwen3NextForCausalLM"], "vocab_size": 151936, "hidden_size": 2048,
+    "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 2,
+    "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts": 512,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "rope_theta": 10000000.0,
+    "shared_expert_intermediate_size": 512, "max_position_embeddings": 262144,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+TINY_QWEN3_NEXT: Config = QWEN3_NEXT | {
+    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "torch_dtype": "float32",
+    "shared_expert_intermediate_size": 32,
+}  # fmt: skip
 QWEN3_235B: Config = QWEN3_30B | {
     "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64,
     "moe_intermediate_size": 1536,
