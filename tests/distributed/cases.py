@@ -294,6 +294,7 @@ FAMILIES: dict[str, Case] = {
         "qwen3-moe": ["ngram"],
         "mixtral": ["ngram"],
         "llama4": ["ngram", "eagle3"],
+        "glm": ["mtp"],
         "gpt-oss": ["ngram", "eagle3"],
         "gpt-oss-mxfp4": ["ngram"],
         "deepseek-v2": ["ngram"],

@@ -105,6 +105,7 @@ SAVERS = {
     "qwen3-next": save_qwen3_next,
     "deepseek-v2": lambda folder: save_deepseek(folder, "DeepseekV2", **V2),
     "deepseek-v3-strong": lambda folder: save_deepseek(folder, "DeepseekV3"),
+    "glm": lambda folder: save_predictable(folder, family="Glm4Moe"),
     "deepseek-v3": lambda folder: save_predictable(folder, num_modules=2),
     "eagle": save_eagle,
     "eagle3": lambda folder: write_tiny_eagle3(folder, num_captured=2, **HEAD),

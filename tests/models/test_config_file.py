@@ -54,6 +54,7 @@ CASES = {
     "gemma3": (GEMMA3["Gemma-3-4b"], read_model),
     "gemma3 text": (GEMMA3["Gemma-3-270m"], read_model),
     "phi3": (PHI4_MINI, read_model),
+    "glm": (PUBLISHED["GLM-4.5"], build),
     "gpt-oss": (GPT_OSS["gpt-oss-20b"], read_model),
     "qwen3-next": (QWEN3_NEXT, build),
     "moe": (PUBLISHED["Qwen2-57B-A14B"], read_model),

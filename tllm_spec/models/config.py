@@ -35,6 +35,7 @@ from tllm_spec.models.gemma3_config import (
     flat_gemma3,
     gemma3_config,
 )
+from tllm_spec.models.glm4_moe_config import GLM4_MOE, GLM4_MOE_DEFAULTS, flat_glm4_moe
 from tllm_spec.models.gpt_oss_config import GPT_OSS, GPT_OSS_DEFAULTS, flat_gpt_oss
 from tllm_spec.models.llama4_config import (
     LLAMA4_DEFAULTS,
@@ -93,6 +94,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(GEMMA3, GEMMA3_DEFAULTS),
     PHI3: PHI3_DEFAULTS,
     GPT_OSS: GPT_OSS_DEFAULTS,
+    GLM4_MOE: GLM4_MOE_DEFAULTS,
     QWEN3_NEXT: QWEN3_NEXT_DEFAULTS,
 } | DEEPSEEK_DEFAULTS
 _LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
@@ -103,6 +105,7 @@ _FLAT: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     PHI3: flat_phi3,
     QWEN3_NEXT: flat_qwen3_next,
     GPT_OSS: flat_gpt_oss,
+    GLM4_MOE: flat_glm4_moe,
 }
 _NO_BIAS = ("MistralForCausalLM", "MixtralForCausalLM", PHI3)
 _O_BIAS = (
@@ -110,6 +113,8 @@ _O_BIAS = (
     *_LLAMA4,
     *GEMMA3,
 )
+_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3_NEXT, *GEMMA3)
+_PARTLY_ROTATED = (QWEN3_NEXT, GLM4_MOE)
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,7 @@ class ModelConfig:
         architecture = _architecture(raw)
         raw = _FLAT.get(architecture, dict)(raw)
         raw = with_defaults(raw, _DEFAULTS[architecture])
-        is_deepseek = architecture in DEEPSEEK_DEFAULTS
+        is_deepseek = architecture in (*DEEPSEEK_DEFAULTS, GLM4_MOE)
         _refuse_unserved(raw)
         bias = bool(raw.get("attention_bias"))
         num_heads = int(required(raw, "num_attention_heads"))
@@ -201,7 +206,7 @@ class ModelConfig:
             head_dim=head_dim_of(raw),
             rms_norm_eps=float(raw["rms_norm_eps"]),
             rope=rope_config(
-                raw, is_phi3=architecture == PHI3, may_be_partial=architecture == QWEN3_NEXT
+                raw, is_phi3=architecture == PHI3, may_be_partial=architecture in _PARTLY_ROTATED
             ),
             max_position_embeddings=int(raw["max_position_embeddings"]),
             sliding_window=raw["sliding_window"] if sliding else None,
@@ -211,8 +216,7 @@ class ModelConfig:
             o_bias=bias and architecture in _O_BIAS,
             mlp_bias=bool(raw.get("mlp_bias")) and architecture == "LlamaForCausalLM",
             has_sinks=architecture == GPT_OSS,
-            qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3_NEXT, *GEMMA3)
-            or (architecture in _LLAMA4 and bool(raw["use_qk_norm"])),
+            qk_norm=_qk_norm(raw, architecture),
             hidden_act=raw["hidden_act"],
             dtype=dtype_of(raw),
             eos_token_ids=token_ids_of(raw.get("eos_token_id")),
@@ -356,6 +360,11 @@ def _refuse_unserved(raw: dict[str, Any]) -> None:
     unknown = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if unknown:
         raise ValueError(f"layer_types has {sorted(unknown)}; served is 'full_attention'.")
+
+
+def _qk_norm(raw: dict[str, Any], architecture: str) -> bool:
+    has_key = architecture in (*_LLAMA4, GLM4_MOE)
+    return architecture in _QK_NORM or (has_key and bool(raw["use_qk_norm"]))
 
 
 def _qkv_bias(raw: dict[str, Any], architecture: str) -> bool:

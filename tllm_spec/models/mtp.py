@@ -55,12 +55,14 @@ class SharedHead(Module):
 
 
 class NextnModule(NextnStep, DeepseekLayer):
-    """DeepSeek's. Module paths are the checkpoint's names below `model.layers.N.`."""
+    """DeepSeek's and GLM's. Module paths are the checkpoint's names below `model.layers.N.`."""
 
     eh_proj: Linear
 
     def __init__(self, target: LlamaForCausalLM, index: int, placement: Placement) -> None:
         config = target.config
+        # Not a submodule: the target's weights are not this checkpoint's.
+        self.__dict__["target"] = target
         super().__init__(config, index, placement)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.enorm = RMSNorm(size, eps, placement)
@@ -68,8 +70,9 @@ class NextnModule(NextnStep, DeepseekLayer):
         self.norms = DraftInputNorms(self.enorm.weight, self.hnorm.weight, eps)
         self.eh_proj = Linear(2 * size, size, bias=False, placement=placement.wide)
         self.shared_head = SharedHead(config, placement)
-        # Not a submodule: the target's weights are not this checkpoint's.
-        self.__dict__["target"] = target
+
+    def add_attention(self, config: ModelConfig, layer: int, placement: Placement) -> None:
+        self.target.layer_type.add_attention(self, config, layer, placement)
 
     def add_mlp(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         """A module has experts if the model has any."""
