@@ -99,7 +99,7 @@ class Measurement:
         self.rounds = self.engine(sizes.room, script=script, speculative_config=speculation)
         self.shapes = self.rounds.shapes
         self._fresh = self.rounds.executor.parts.controller
-        tiers = (*LADDER, *self.shapes.tree_tiers)
+        tiers = (*LADDER, *self.shapes.further_tiers)
         self.static = {tier: AdaptiveController.fixed(tier) for tier in tiers}
 
     def engine(self, room: int, **options: Any) -> ForcedRounds:
@@ -131,7 +131,7 @@ class Measurement:
                 static[tier] += rounds.play(self.static[tier], rounds=sizes.static_rounds)
         rates = {tier: block.rate for tier, block in static.items()}
         best = max(rates, key=rates.__getitem__)
-        chain = max(rate for tier, rate in rates.items() if tier not in self.shapes.tree_tiers)
+        chain = max(rate for tier, rate in rates.items() if tier not in self.shapes.further_tiers)
         blocks, state = [played, *static.values()], adaptive.state()
         counted = sum(block.counted for block in blocks) / sum(block.tokens for block in blocks)
         return {

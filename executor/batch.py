@@ -97,8 +97,9 @@ class SampledTokens:
     `new_tokens` `[N, D+1]` int64, for drafts of depth D, holds the emitted run at the front of each
     row; `new_lens` `[N]` int64 is how many are valid (accepted drafts + 1). A token of -1
     says that the logits of that position were not numbers. `rows` `[N, D+1]`: of trees, the window
-    rows that these tokens come after. `ranks` `[N, D+1]`: see `path_ranks`. `num_drafts` `[N]`: how
-    many drafts there really were; None: the host knows, or `ranks` say it.
+    rows that these tokens come after. `ranks` `[N, D+1]`: see `path_ranks`. `num_drafts`
+    `[N, 1 + C]`: how many drafts there really were, and then what C budgets of rows were expected
+    to bring (`ChosenRows`, 0: not known); None: the host knows the number, or `ranks` say it.
     `to_host`: their `table`, if it is on its way already."""
 
     new_tokens: torch.Tensor
@@ -117,10 +118,12 @@ class SampledTokens:
         if self.ranks is not None:
             return torch.cat((self.new_tokens, self.ranks), dim=1)
         if self.num_drafts is not None:
-            return torch.cat((self.new_tokens, self.num_drafts.unsqueeze(1)), dim=1)
+            return torch.cat((self.new_tokens, self.num_drafts), dim=1)
         return self.new_tokens
 
     @property
     def num_columns(self) -> int:
         path = self.new_tokens.shape[1]
-        return path + (path if self.ranks is not None else self.num_drafts is not None)
+        if self.ranks is not None:
+            return 2 * path
+        return path + (0 if self.num_drafts is None else self.num_drafts.shape[1])

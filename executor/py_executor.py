@@ -112,10 +112,9 @@ class PyExecutor:
         shapes, is_ahead = self.parts.slots.shapes, self.parts.drafter.drafts_ahead
         made = self._made_shape if is_ahead else batch.shape
         self._made_shape = batch.new_shape
-        if shapes.tree_tiers and batch.generation_requests:
+        if shapes.further_tiers and batch.generation_requests:
             batch.is_transition = made != batch.shape
-            lower = min(shapes.tier_of(made), shapes.tier_of(batch.shape))
-            batch.verified_tier = lower if batch.made_draft_len else 0
+            batch.verified_tier = shapes.lower(made, batch.shape) if batch.made_draft_len else 0
 
     def _complete_before(self, batch: ScheduledBatch) -> bool:
         """Reads all rounds in flight. `batch` is scheduled: it keeps its pages, and loses the

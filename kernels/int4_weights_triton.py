@@ -10,6 +10,8 @@ from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
 
 BLOCKS_OF_PROGRAM, NUM_WARPS = 32, 4
+# E2M1 numbers whose scales are powers of two. Their products are exact in bfloat16.
+MXFP4_GROUP = tl.constexpr(32)
 
 
 def _assembly(shift: int, magic: int, one: int, kind: str) -> tl.constexpr:
@@ -146,6 +148,7 @@ def add_int4_dot(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDEN: tl.constexpr,
+    ROUNDS: tl.constexpr = False,
 ) -> tl.tensor:
     """`total + w x` for the block of inputs from `start` on. total: `[outputs, rows]`; x_rows,
     w_rows and word_rows: where the rows of x, of codes and of their groups' words begin."""
@@ -163,7 +166,12 @@ def add_int4_dot(
             high_word = tl.load(word_rows + _group(start + HALF + part * PART, IN, GROUP, BLOCK))
         w_low = _numbers(codes, word, False, dtype, WIDEN)
         w_high = _numbers(codes, high_word, True, dtype, WIDEN)
-        if GROUP == BLOCK:
+        if ROUNDS or (GROUP == MXFP4_GROUP and word.dtype == tl.float32 and dtype != tl.float16):
+            w_low = _rounded(w_low, word)
+            w_high = _rounded(w_high, high_word)
+            total = tl.dot(w_low, x_low, total, input_precision="ieee")
+            total = tl.dot(w_high, x_high, total, input_precision="ieee")
+        elif GROUP == BLOCK:
             product = tl.dot(w_low, x_low, input_precision="ieee")
             product = tl.dot(w_high, x_high, product, input_precision="ieee")
             total = _add_scaled(total, product, word)
@@ -177,6 +185,17 @@ def add_int4_dot(
 def _scale(word: tl.tensor) -> tl.tensor:
     """In float32."""
     return word if word.dtype == tl.float32 else (word & -16).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _rounded(numbers: tl.tensor, word: tl.tensor) -> tl.tensor:
+    """Weights of their type: numbers `[outputs, inputs]` times the scale that the word `[outputs]`
+    has."""
+    if word.dtype == tl.float32:
+        weights = numbers * word.to(numbers.dtype)[:, None]
+    else:
+        weights = (numbers.to(tl.float32) * _scale(word)[:, None]).to(numbers.dtype)
+    return weights
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types

@@ -34,7 +34,7 @@ WIDE_FEATURES = 16384  # with 128 of them a program, most multiprocessors have o
 MIN_CHUNK = 1024  # fewer blocks would not fill a program's pipeline
 # The kernel converts a weight once for each tile, of 128 rows at most. Slices are converted once
 # for all rows, but for each byte read 2 are written and read again. On an H100 both take as long
-# with 256 rows (`python -m benchmarks.fp8_kernels linear`).
+# with 256 rows (`python -m benchmarks.fp8 linear`).
 MAX_KERNEL_ROWS = 256
 
 
@@ -159,6 +159,7 @@ def launch_scaled_linear(
     spreads: bool,
     adds: bool,
     group: int = 0,
+    rounds: bool = False,
 ) -> None:
     """spreads: whether each chunk of a tile has its own program, if there are several. The chunks'
     sums are then written and read again as float32. adds: whether to add to what `output` holds.
@@ -191,6 +192,7 @@ def launch_scaled_linear(
         SPREADS=spreads,
         ADDS=adds and not spreads,
         GROUP=group,
+        ROUNDS=rounds,
         WIDEN=x.device.type == "cpu",  # the interpreter cannot multiply bfloat16
         CHUNK=chunk,
         BLOCK_ROWS=tiling.rows,

@@ -66,6 +66,22 @@ TINY_V3: Config = V3_STYLE | {
     "num_experts_per_tok": 4, "moe_intermediate_size": 32, "torch_dtype": "float32",
 }  # fmt: skip
 
+GPT_OSS_20B: Config = {
+    "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "hidden_size": 2880,
+    "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
+    "sliding_window": 128, "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+    },
+}  # fmt: skip
+TINY_GPT_OSS: Config = GPT_OSS_20B | {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "sliding_window": 12, "torch_dtype": "float32",
+}  # fmt: skip
+
 
 def dummy_engine(
     target: Config,

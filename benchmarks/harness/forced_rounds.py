@@ -152,7 +152,7 @@ class ForcedRounds(Rounds):
             assert of_trees is not None
             bounds = torch.tensor([list(accumulate(each)) for each in rates])
             of_trees.bounds.copy_(bounds.to(of_trees.bounds.dtype))
-        tiers = range(self.shapes.tree_tiers.stop)
+        tiers = range(self.shapes.further_tiers.stop)
         self._expected_tokens = [profile.expected(self.shapes.of(tier)) for tier in tiers]
 
     def start(self, batch_size: int, prompt_len: int) -> None:

@@ -74,6 +74,6 @@ def without_outliers(row: Mapping[int, float], shapes: DraftShapes) -> dict[int,
 
     def contains(larger: int, tier: int) -> bool:
         one, other = shapes.of(larger), shapes.of(tier)
-        return one.depth >= other.depth and one.num_nodes >= other.num_nodes
+        return one.depth >= other.depth and one.rows_each >= other.rows_each
 
     return {tier: min(row[each] for each in row if contains(each, tier)) for tier in row}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from tllm_spec.config.draft_shape import DraftShape
+from tllm_spec.config.draft_shape import MAX_BUDGETS, DraftShape
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.device.result_ring import ResultRing
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
@@ -66,8 +66,10 @@ class CudaGraphs(SlotGraphs[SampledTokens]):
     def _make_ring(self, keys: list[GraphKey]) -> ResultRing | None:
         if not keys or not ResultRing.serves(self._device):
             return None
-        # Tokens, and with trees of several shapes as many ranks.
-        capacity = max(key.batch_size * (1 + 2 * key.shape.path) for key in keys)
+        # Tokens, and with trees of several shapes as many ranks, or what budgets would bring.
+        number = max(key.batch_size for key in keys)
+        path = max(key.shape.path for key in keys)
+        capacity = number * (2 + path + max(path, MAX_BUDGETS))
         return ResultRing(capacity, self._device)
 
     def _count_results(self) -> None:

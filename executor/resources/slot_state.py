@@ -61,6 +61,9 @@ class SlotState:
             SlotTrees(num_rows, shapes.longest.window, device) if shapes.has_trees else None
         )
         self._tables = SlotTables(self.kv_lens, self.window, self.num_drafts, self.previous_token)
+        self._expected = torch.zeros(
+            (num_rows, len(shapes.budgets)), dtype=torch.int64, device=device
+        )
         self.values = (
             DraftValues.of_slots(num_rows, max_draft_len, device, shapes.budgets)
             if shapes.are_ragged
@@ -153,7 +156,20 @@ class SlotState:
         assert self.values is not None
         chosen = choose_rows(self.values, self.num_drafts, slot_ids, window, num_rows)
         self.num_drafts[slot_ids] = chosen.num_verified
+        if self._expected.shape[1]:
+            self._expected[slot_ids] = chosen.expected
         return RoundRows(len(slot_ids), window, num_rows, chosen.offsets)
+
+    def reported(
+        self, slot_ids: torch.Tensor, num_verified: torch.Tensor, shape: DraftShape
+    ) -> torch.Tensor:
+        """What the host is told of a round of slots `[B]`: `SampledTokens.num_drafts`."""
+        columns, num_budgets = num_verified.unsqueeze(1), self._expected.shape[1]
+        if not num_budgets:
+            return columns
+        if not shape.is_ragged:
+            return torch.nn.functional.pad(columns, (0, num_budgets))
+        return torch.cat((columns, self._expected.index_select(0, slot_ids)), 1)
 
     def learn(
         self, slot_ids: torch.Tensor, num_verified: torch.Tensor | None, new_lens: torch.Tensor

@@ -76,7 +76,7 @@ class DecodeRounds:
         # A forward begins with the dummy slot empty, but no tail does.
         tails.capture(
             keys if splits_rounds or self._masks.is_served else [],
-            lambda key: step.sampler.slots.reset_dummy(),
+            lambda key: step.before_tail(key.batch_size, key.shape),
         )
         step.sampler.slots.reset_dummy()
         self.graphs = WindowGraphs(whole, forwards, tails)

@@ -78,8 +78,7 @@ class DecodeStep:
         """Hidden states of the slots' windows, `[T, H]`: the same for every way of sampling."""
         self._slots.reset_dummy()
         part = self._choose_part(slot_ids, shape, shape.num_rows(len(slot_ids)))
-        if part is not None and part.offsets is not None:
-            self._offsets[: len(part.offsets)].copy_(part.offsets)
+        self._keep_offsets(part)
         return self.engine.forward([], self.windows(slot_ids, shape, self.max_len, part).rows)
 
     def tail(
@@ -90,6 +89,15 @@ class DecodeStep:
         part = self._chosen_part(len(slot_ids), shape, len(hidden))
         windows = self.windows(slot_ids, shape, self.max_len, part)
         return self._end(windows, hidden, is_sampled, is_masked=True)
+
+    def before_tail(self, batch_size: int, shape: DraftShape) -> None:
+        """What a tail of dummy requests needs without a forward of its own."""
+        self._slots.reset_dummy()
+        if shape.is_ragged:
+            slot_ids = torch.full(
+                (batch_size,), len(self._slots.kv_lens) - 1, device=self._slots.device
+            )
+            self._keep_offsets(self._choose_part(slot_ids, shape, shape.num_rows(batch_size)))
 
     @property
     def max_len(self) -> int:
@@ -109,9 +117,13 @@ class DecodeStep:
     ) -> RoundRows | None:
         """The rows of a round of slots `[B]` whose requests share `num_rows` rows; None: whole
         windows."""
-        if not shape.is_ragged or num_rows == len(slot_ids) * shape.window:
+        if not shape.is_ragged:
             return None
         return self._slots.choose_rows(slot_ids, shape.window, num_rows)
+
+    def _keep_offsets(self, part: RoundRows | None) -> None:
+        if part is not None and part.offsets is not None:
+            self._offsets[: len(part.offsets)].copy_(part.offsets)
 
     def _chosen_part(self, number: int, shape: DraftShape, num_rows: int) -> RoundRows | None:
         """The rows of the first `number` requests of the forward that ran, which had `num_rows` in
@@ -173,7 +185,8 @@ class DecodeStep:
             self.engine.keep_paths(rows, sampled.rows, sampled.new_lens)
         if num_drafts is not None:
             self._slots.learn(rows.slots, num_drafts, sampled.new_lens)
-            sampled = replace(sampled, num_drafts=num_drafts)
+            columns = self._slots.reported(rows.slots, num_drafts, windows.shape)
+            sampled = replace(sampled, num_drafts=columns)
         return WindowResult(rows, sampled, windows.shape, windows.read_rows)
 
 

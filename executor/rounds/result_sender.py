@@ -35,14 +35,13 @@ def joined(parts: Sequence[SampledTokens], width: int, device: torch.device) -> 
     if not parts:  # chunks of contexts only, and none of them the last
         empty = torch.empty((0, width), dtype=torch.int64, device=device)
         return SampledTokens(empty, empty[:, 0])
+    lens = torch.cat([p.new_lens for p in parts])
     tokens = [
         torch.nn.functional.pad(p.new_tokens, (0, width - p.new_tokens.shape[1])) for p in parts
     ]
+    counts = [part.num_drafts for part in parts if part.num_drafts is not None]
     num_drafts = None
-    if any(part.num_drafts is not None for part in parts):  # contexts had none
-        counts = (
-            torch.zeros_like(p.new_lens) if p.num_drafts is None else p.num_drafts for p in parts
-        )
-        num_drafts = torch.cat([*counts])
-    lens = torch.cat([p.new_lens for p in parts])
+    if counts:  # contexts had none
+        none = counts[0].new_zeros((len(lens) - len(counts[0]), counts[0].shape[1]))
+        num_drafts = torch.cat((none, *counts))
     return SampledTokens(torch.cat(tokens), lens, num_drafts=num_drafts)

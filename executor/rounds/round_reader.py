@@ -11,6 +11,7 @@ from tllm_spec.executor.faults import described
 from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.executor.rounds.round_outcome import RoundOutcome
+from tllm_spec.kernels.choose_rows import EXPECTED_SCALE
 from tllm_spec.outputs import Logprob
 from tllm_spec.request_errors import NO_GUIDED_TOKEN
 
@@ -52,6 +53,8 @@ class RoundReader:
             num_drafts, shows_ranks = launched.num_drafts, False
             if self._counts_drafts:
                 num_drafts = [row[1 + path] for row in table[num_contexts:]]
+                columns = zip(*(row[2 + path :] for row in table[num_contexts:]), strict=True)
+                outcome.expected = [sum(column) / EXPECTED_SCALE for column in columns]
             elif table:
                 shows_ranks = len(table[0]) > 1 + path
             rows = zip(generating, num_drafts, table[num_contexts:], strict=True)
@@ -110,7 +113,7 @@ class RoundReader:
                     outcome.num_accepted.append(num_new - 1)
                     if shows_ranks:
                         outcome.ranks.append(row[1 + path :])
-                    outcome.num_drafted += num_drafts
+                    outcome.num_verified.append(num_drafts)
                 if request.may_pause:
                     request.draft_pause.observe(num_drafts, num_accepted)
         outcome.num_requests, outcome.num_tokens = num_requests, num_tokens

@@ -88,7 +88,7 @@ def test_a_files_own_shape_gives_way_by_any_of_its_names() -> None:
     chain, tree = (args.speculative_config for args in made)
     assert chain is not None and chain.shapes.longest == chain_of(3)
     assert tree is not None and tree.shapes.longest == DraftShape(5, 31, 8)
-    assert [tree.shapes.of(tier) for tier in tree.shapes.tree_tiers] == trees[::-1]
+    assert [tree.shapes.of(tier) for tier in tree.shapes.further_tiers] == trees[::-1]
 
 
 @pytest.mark.parametrize(

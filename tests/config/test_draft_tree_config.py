@@ -197,7 +197,7 @@ def test_adaptive_trees_are_tiers_after_the_chains_of_every_length() -> None:
     spec = eagle3(**TREE, adaptive={"candidate_steps": [0, 2], "candidate_trees": TREES[::-1]})
     shapes = spec.shapes
     assert [shapes.of(length) for length in range(4)] == list(map(chain_of, range(4)))
-    assert [shapes.of(tier).name for tier in shapes.tree_tiers] == ["2x2/4", "3x4/10"]
+    assert [shapes.of(tier).name for tier in shapes.further_tiers] == ["2x2/4", "3x4/10"]
     assert shapes.longest == DraftShape(3, 12, 4)
     controller = controller_for(spec)
     assert controller.state()["draft_lens"] == [0, 2, "2x2/4", "3x4/10"]
@@ -211,7 +211,7 @@ def test_a_slot_has_its_own_trees_and_without_any_there_are_three_by_default() -
     assert reached == [[3, 4, 5], [0, 4, 5], [0, 1]]
     large = {"max_draft_len": 5, "dynamic_tree_max_topK": 8, "max_total_draft_tokens": 31}
     default = eagle3(use_dynamic_tree=True, **large, adaptive={}).shapes
-    names = [default.of(tier).name for tier in default.tree_tiers]
+    names = [default.of(tier).name for tier in default.further_tiers]
     assert names == ["3x2/7", "4x4/15", "5x8/31"]
 
 
@@ -239,4 +239,4 @@ def test_adaptive_trees_that_cannot_be_are_refused(options: dict[str, Any], mess
 def test_ema_chooses_the_depth_of_the_tree_as_without_adaptive_trees() -> None:
     ema = {"strategy": "ema", "1": {"candidate_steps": [1, 3]}}
     shapes = eagle3(**TREE, adaptive=ema).shapes
-    assert not shapes.tree_tiers and shapes.of(3) == DraftShape(3, 12, 4)
+    assert not shapes.further_tiers and shapes.of(3) == DraftShape(3, 12, 4)

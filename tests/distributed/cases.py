@@ -48,6 +48,8 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "eagle3-tree": EAGLE3 | TREE,
     "eagle3-tree-two-model": EAGLE3 | TREE | {"eagle3_one_model": False},
     "eagle3-static-tree": EAGLE3 | {"eagle_choices": CHOICES},
+    "peagle": EAGLE3 | {"speculative_model": "zoo:llama-peagle"},
+    "pard": DRAFT_MODEL | {"decoding_type": "PARD", "mask_token_id": 1},
     "rejection-sampling": DRAFT_MODEL | {"use_rejection_sampling": True},
 }
 
@@ -195,6 +197,7 @@ TINY_EAGLE3 = {
     "max_draft_len": 2,
     "eagle3_layers_to_capture": [0, 2],
 }
+DFLASH = {"decoding_type": "DFlash", "speculative_model": "{folder}/dflash", "max_draft_len": 3}
 SMALL_CACHE = {
     "kv_cache_config": {"max_tokens": 104, "tokens_per_block": 8},
     "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
@@ -203,6 +206,9 @@ SMALL_CACHE = {
 SMALL_PAGES = {"kv_cache_config": {"tokens_per_block": 8}}
 CASES: dict[str, Case] = {
     "eagle3-sa": speculating("eagle3-sa"),
+    "peagle": speculating("peagle"),
+    "pard": speculating("pard"),
+    "dflash": Case("qwen2-moe", {"speculative_config": DFLASH}, generate_twice),
     "adaptive-draft-model": Case(
         options={"speculative_config": DRAFT_MODEL | {"adaptive": {}}}, accepts=True
     ),
@@ -212,6 +218,7 @@ CASES: dict[str, Case] = {
         accepts=True,
         tiers=(5, 0, 3, 4, 1, 5, 4, 2, 0),
     ),
+    "budget": Case(options={"speculative_config": EAGLE3 | {"verify_budget": 2.5}}, accepts=True),
     "plain-experts": Case(
         model="qwen2-moe", options=SMALL_PAGES, run=generate_twice, whole_pages=True
     ),
@@ -229,6 +236,7 @@ CASES: dict[str, Case] = {
     "llama4-parts": Case("llama4", EP | {"speculative_config": NGRAM}),
     "gemma3": Case("gemma3", SMALL_PAGES | {"speculative_config": TINY_EAGLE3}, generate_twice),
     "phi3": Case("phi3", {"speculative_config": NGRAM}),
+    "gpt-oss-parts": Case("gpt-oss-mxfp4", EP | {"speculative_config": TINY_EAGLE3}),
     "deepseek-v3-parts-mtp": Case("deepseek-v3", EP | {"speculative_config": MTP}, accepts=True),
     "qwen3-next-mtp": Case("qwen3-next", {"speculative_config": MTP}, accepts=True),
     "preempted": Case(model="qwen2-moe", options=SMALL_CACHE),
@@ -259,6 +267,7 @@ GPU_CASES = {
     "gpu-fp8-by-token": Case("llama-fp8-by-token", ON_GPU_TINY | {"speculative_config": NGRAM}),
     "gpu-llama4": Case("llama4", ON_GPU_TINY | {"speculative_config": NGRAM}),
     "gpu-gemma3": Case("gemma3", ON_GPU_TINY | {"speculative_config": NGRAM}),
+    "gpu-gpt-oss": Case("gpt-oss-mxfp4", ON_GPU_TINY | EP | {"speculative_config": NGRAM}),
 }
 # Every family with experts or latent attention, its layers sliced and its experts divided.
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -287,6 +296,9 @@ FAMILIES: dict[str, Case] = {
         "qwen3-moe": ["ngram"],
         "mixtral": ["ngram"],
         "llama4": ["ngram", "eagle3"],
+        "glm": ["mtp"],
+        "gpt-oss": ["ngram", "eagle3"],
+        "gpt-oss-mxfp4": ["ngram"],
         "deepseek-v2": ["ngram"],
         "deepseek-v3-strong": ["ngram"],
         "deepseek-v3": list(DRAFTERS),

@@ -34,7 +34,7 @@ OPTIONS: dict[str, Any] = {
 }
 SPEC = Eagle3DecodingConfig(**OPTIONS, adaptive={})
 SHAPES = SPEC.shapes
-TIERS = tuple(range(SHAPES.tree_tiers.stop))
+TIERS = tuple(range(SHAPES.further_tiers.stop))
 MIN_STEADY = 0.98
 BEAMS_MS = {1: 0.06, 4: 0.08, 8: 0.12, 32: 0.35}  # more than a chain's step, by batch size
 Path = tuple[int, ...]
@@ -175,7 +175,7 @@ def cell(batch_size: int, first: float, seed: int, seconds: float) -> dict[str, 
     best = rates.index(max(rates))
     simulator = TreeSimulator(controller(), SHAPES, TIMES, seed)
     rate = simulator.run(batch_size, first, seconds).rate
-    chain = max(rates[: SHAPES.tree_tiers.start])
+    chain = max(rates[: SHAPES.further_tiers.start])
     return {
         "batch_size": batch_size,
         "acceptance": first,

@@ -10,11 +10,13 @@ from tests.executor.guided_rounds import submit_guided
 from tests.executor.harness import Harness, output_of
 from tests.executor.row_rounds import DRAFT_LEN, PROMPT, rows_and_batches
 from tests.lossless.engines import tiny_engine
+from tests.models import qwen3_next
 from tests.models.mtp_reference import save_predictable
 from tllm_spec.executor.request import LlmRequest
 
 SIZES, BUDGET = (1, 2, 4, 8), 2.5
 MTP = {"decoding_type": "MTP", "max_draft_len": DRAFT_LEN, "verify_budget": BUDGET}
+SAVED = {"latents": save_predictable, "states": qwen3_next.save_predictable}
 ROWS = {3, 5, 10, 20}  # of these sizes
 
 
@@ -28,7 +30,7 @@ def submit(harness: Harness, *ways: dict[str, Any]) -> list[LlmRequest]:
 
 
 @pytest.mark.parametrize("attn_backend", ["VANILLA", "TRITON"])
-@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa", "latents"])
+@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa", *SAVED])
 def test_graphs_have_a_budget_of_rows_and_the_text_of_plain_decoding(
     tiny: Path,
     drafts: tuple[Path, Path],
@@ -38,8 +40,8 @@ def test_graphs_have_a_budget_of_rows_and_the_text_of_plain_decoding(
     eager_graphs: None,
 ) -> None:
     target, options = tiny, {"speculative_config": MTP}
-    if mode == "latents":
-        save_predictable(tmp_path)
+    if mode in SAVED:
+        SAVED[mode](tmp_path)
         target = tmp_path
     else:
         options = tiny_engine(mode, drafts, DRAFT_LEN, verify_budget=BUDGET)

@@ -21,7 +21,7 @@ def test_adaptive_trees_serve_no_cell_worse_than_its_best_shape(batch_size: int)
 
 def test_the_best_shape_is_a_tree_in_some_cells_and_a_chain_in_others() -> None:
     best = [max(range(9), key=trees.static_rates(size, 0.6).__getitem__) for size in (1, 32)]
-    assert best[0] in trees.SHAPES.tree_tiers and best[1] not in trees.SHAPES.tree_tiers
+    assert best[0] in trees.SHAPES.further_tiers and best[1] not in trees.SHAPES.further_tiers
 
 
 def test_the_simulator_draws_what_it_counts() -> None:

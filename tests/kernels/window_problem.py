@@ -249,7 +249,10 @@ class Problem:
         for request, number in enumerate(num_padding):
             slots = self.tables.kv_slots.view(-1, window)[request]
             first = self.case.kv_lens[request] - window
-            flat[:, slots[:number]] = self.kv[request][:, first : first + number].to(flat)
+            own = self.kv[request][:, first : first + number]
+            if (scales := self.case.scales) != UNSCALED:
+                own = torch.stack((encoded(own[0], scales.key), encoded(own[1], scales.value)))
+            flat[:, slots[:number]] = own.to(flat)
             slots[:number] = 0
             self.qkv[request, :number] = torch.nan
         self.layer.copy_(flat.view_as(self.layer))

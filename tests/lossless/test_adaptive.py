@@ -116,7 +116,7 @@ def test_another_tier_in_every_round_changes_no_text(
     ladder = {"candidate_steps": [0, 1, 4]}
     harness = Harness(tiny, **options_of(mode, overlap, drafts, tiny_plain, adaptive=ladder))
     assert harness.parts.max_in_flight == overlap
-    trees = harness.parts.slots.shapes.tree_tiers
+    trees = harness.parts.slots.shapes.further_tiers
     assert len(trees) == 3 * (mode.endswith("_tree") and mode != "ngram_tree")
     coming = cycle((4, 0, 3, 1, 4, 2, 0, *trees, *[1, 0] * bool(trees), *reversed(trees), 4, 0))
     lengths = chosen_lengths(harness, lambda *_: next(coming))

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from tests.executor.harness import Harness, output_of
-from tests.executor.row_rounds import DRAFT_LEN, rows_and_batches
+from tests.executor.row_rounds import DRAFT_LEN, PROMPT, rows_and_batches
 from tests.lossless.engines import tiny_engine
 from tests.lossless.test_row_counts import CHAINS, SMALL_POOL, submit_all, values_of
+from tllm_spec.executor import build
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 from tllm_spec.kernels.round_rows import RoundRows
 
 BUDGET = 2.5
@@ -72,3 +74,28 @@ def test_any_number_of_rows_of_the_batch_gives_the_text_of_plain_decoding(
     assert any(len(set(counts)) > 1 for counts in given)
     assert sum(request.counters.stats().num_accepted_tokens for request in requests) > 0
     assert (harness.parts.scheduler.num_preemptions > 0) == bool(options)
+
+
+def test_rounds_with_budgets_of_their_own_give_the_text_of_plain_decoding(
+    tiny: Path, drafts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = MeasuredRoundTimes({20: dict.fromkeys(range(12), 1.0)})
+    monkeypatch.setattr(build, "time_rounds", lambda *_: times)
+    options = tiny_engine("eagle3", drafts, 7, enable_adaptive_verification=True)
+    texts, seen = [], list[tuple[int, ScheduledBatch]]()
+    for own in ({}, options):
+        harness = Harness(tiny, max_batch_size=24, **own)
+        seen = rows_and_batches(harness)
+        requests = [
+            harness.submit([*PROMPT, i], 12 + 3 * i, seed=i, temperature=0.9 * (i % 2))
+            for i in range(24)
+        ]
+        harness.run()
+        texts.append(list(map(output_of, requests)))
+    assert texts[0] == texts[1]
+    names = {batch.shape.name for rows, batch in seen if batch.generation_requests}
+    assert any("@" in name for name in names) and any("@" not in name for name in names)
+    assert all(rows == batch.num_window_rows for rows, batch in seen if not batch.context_requests)
+    state = harness.executor.state()["controller"]
+    assert state["slots"].keys() == {"1", "17"}
+    assert sum(state["slots"]["17"]["expected"].values()) > 0

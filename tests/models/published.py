@@ -1,9 +1,8 @@
 """Fields of published `config.json` files that say how a model computes, and the same models with
 few layers, heads and hidden units."""
 
-from typing import Any
+from tests.models.published_glm import GLM_45, GLM_45_AIR, Raw
 
-Raw = dict[str, Any]
 _DEEPSEEK: Raw = {
     "attention_bias": False,
     "hidden_act": "silu",
@@ -318,6 +317,8 @@ PUBLISHED = {
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
     "Qwen2-57B-A14B": QWEN2_57B_A14B,
     "Mixtral-8x7B": MIXTRAL_8X7B,
+    "GLM-4.5-Air": GLM_45_AIR,
+    "GLM-4.5": GLM_45,
     "Llama-4-Scout": SCOUT,
     "Llama-4-Maverick": MAVERICK,
 }

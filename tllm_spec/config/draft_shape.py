@@ -9,6 +9,10 @@ from functools import cache
 from math import ceil
 
 MAX_DRAFT_LEN = 1 << 16  # each length up to the longest has a shape of its own
+MAX_BUDGETS = 16  # that a round says the outcome of
+# In batches of more requests, rounds that share their rows take the place of longer chains. In
+# smaller ones the device has time for whole windows.
+MAX_WHOLE_BATCH = 16
 
 
 @dataclass(frozen=True, order=True)
@@ -28,6 +32,11 @@ class DraftShape:
     def window(self) -> int:
         """Rows of a request in a round: the bonus token, then the drafts."""
         return 1 + self.num_nodes
+
+    @property
+    def rows_each(self) -> float:
+        """Rows of a request on average."""
+        return self.mean_rows if self.is_ragged else self.window
 
     @property
     def is_ragged(self) -> bool:
@@ -83,7 +92,8 @@ NO_DRAFTS = chain_of(0)
 class DraftShapes:
     """The shapes that rounds may have, by tier. A tier is a number: up to the longest draft length
     it is that length. The tiers after it are `trees` to choose from, of which `longest` has at
-    least the depth, the drafts and the children. With `narrows`, rounds of trees without branches
+    least the depth, the drafts and the children, and then `budgeted` chains, whose rounds share
+    their rows. With `narrows`, rounds of trees without branches
     have the shape of chains."""
 
     def __init__(
@@ -92,10 +102,12 @@ class DraftShapes:
         trees: Sequence[DraftShape] = (),
         longest: DraftShape | None = None,
         *,
+        budgeted: Sequence[DraftShape] = (),
         narrows: bool = False,
     ) -> None:
         assert [shape.depth for shape in by_length] == list(range(len(by_length)))
-        self._all = (*by_length, *sorted(trees, key=lambda tree: (tree.num_nodes, tree)))
+        others = sorted(trees, key=lambda tree: (tree.num_nodes, tree))
+        self._all = (*by_length, *others, *sorted(budgeted))
         self.of = self._all.__getitem__
         chains = {chain_of(length): length for length in range(len(by_length))}
         tiers = {shape: tier for tier, shape in enumerate(self._all)}
@@ -103,16 +115,29 @@ class DraftShapes:
         self.narrows = narrows
         self.longest = longest or by_length[-1]
         self.has_trees = any(shape.is_tree for shape in self._all)
-        self.budgets: list[tuple[int, float]] = []
         self.are_ragged = any(shape.is_ragged for shape in self._all)
-        self.tree_tiers = range(len(by_length), len(self._all))
-        self._rows_each = [shape.mean_rows or shape.window for shape in self._all]
+        self.further_tiers = range(len(by_length), len(self._all))
+        self.tree_tiers = self.further_tiers[: len(trees)]
+        self.budgeted_tiers = self.further_tiers[len(trees) :]
+        self._rows_each = [shape.rows_each for shape in self._all]
+
+    @property
+    def budgets(self) -> list[tuple[int, float]]:
+        """Of `budgeted_tiers`, after that of one draft each, whose outcome is known in all of their
+        rounds: drafts of a request at most, and rows of a request on average."""
+        tiers = [1, *self.budgeted_tiers] if self.budgeted_tiers else []
+        return [(self._all[tier].depth, self._all[tier].rows_each) for tier in tiers]
 
     @classmethod
     def chains(cls, max_draft_len: int, mean_rows: float = 0.0) -> DraftShapes:
         """mean_rows: as `DraftShape`, of rounds whose windows have more."""
         shapes = [DraftShape(n, n, mean_rows=mean_rows) for n in range(max_draft_len + 1)]
         return cls([shape if shape.is_ragged else chain_of(shape.depth) for shape in shapes])
+
+    def lower(self, one: DraftShape, other: DraftShape) -> int:
+        """The lower tier of the two; of chains that of the shorter."""
+        tiers = self.tier_of(one), self.tier_of(other)
+        return min(tiers, key=lambda tier: (tier in self.tree_tiers, self.of(tier).depth, tier))
 
     def fitting(self, length: int, *, is_chain: bool) -> DraftShape:
         """The shape of a round whose longest draft has that length; it may have no branches."""
@@ -125,5 +150,5 @@ class DraftShapes:
         return max(next(too_large, len(self._all)) - 1, 0)
 
     def name(self, tier: int) -> int | str:
-        """A draft length, or the name of one of `trees`."""
-        return self._all[tier].name if tier in self.tree_tiers else tier
+        """A draft length, or the name of one of the tiers after them."""
+        return self._all[tier].name if tier in self.further_tiers else tier

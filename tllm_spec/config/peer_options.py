@@ -52,7 +52,6 @@ SPECULATIVE_PEERS: Mapping[str, str] = {
     # vLLM
     "disable_by_batch_size": "max_concurrency",
     "draft_sample_method": "draft_sampling",
-    "enable_adaptive_verification": "adaptive",
     "num_speculative_tokens_per_batch_size": "draft_len_schedule",
     "prompt_lookup_min": "max_matching_ngram_size (shorter matches are tried, too)",
     "rejection_sample_method": "use_rejection_sampling",
@@ -87,4 +86,7 @@ def with_our_names(options: Mapping[str, Any]) -> dict[str, Any]:
     method = named.get("decoding_type")
     if isinstance(method, str):
         named["decoding_type"] = METHODS.get(method, method)
+    if method == "draft_model" and named.get("parallel_drafting") is True:
+        named["decoding_type"] = "PARD"
+        del named["parallel_drafting"]
     return named

@@ -25,7 +25,7 @@ from tllm_spec.config.draft_shape import MAX_DRAFT_LEN, DraftShapes
 from tllm_spec.config.option_checks import NotServed, shown
 from tllm_spec.config.peer_options import SPECULATIVE_PEERS
 from tllm_spec.config.synthetic_rates import Rates, rate_problem
-from tllm_spec.config.verify_budget import budget_problem
+from tllm_spec.config.verify_budget import budget_problem, with_budgets
 
 PathText = Annotated[
     str, BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
@@ -56,8 +56,8 @@ class DecodingBaseConfig(ConfigModel):
     """The options that all decoding types share."""
 
     decoding_type: str
-    """Where drafts come from: `NGram`, `SA`, `Draft_Target`, `Eagle`, `Eagle3`, `MTP`
-    or `User_Provided`."""
+    """Where drafts come from: `NGram`, `SA`, `Draft_Target`, `PARD`, `Eagle`, `Eagle3`, `DFlash`,
+    `MTP` or `User_Provided`."""
     max_draft_len: PositiveInt
     """Draft tokens of a request in one round, at most. With `adaptive` or a schedule it is the
     longest length that may be chosen."""
@@ -74,6 +74,11 @@ class DecodingBaseConfig(ConfigModel):
     Refused where drafts are made in the target's round or from its hidden states."""
     max_concurrency: PositiveInt | None = None
     """No drafts in batches of more requests than this."""
+    enable_adaptive_verification: bool = False
+    """In batches of more than 16 requests, drafts share the rows of a round: they go to those that
+    are likeliest to be accepted, whoever's they are. How many rows there are follows acceptance and
+    load, as draft lengths do with `adaptive`, of which it needs the cost model. Refused with draft
+    trees, `use_rejection_sampling` and `draft_len_schedule`."""
     verify_budget: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Rows that a request has on average in a round, its own token included. The rows of a batch go
     to the drafts that are likeliest to be accepted, whoever's they are; a request has 1 to
@@ -133,6 +138,8 @@ class DecodingBaseConfig(ConfigModel):
     def __init__(self, /, **options: Any) -> None:
         named = with_lower_bounds(self._without_aliases(options))
         named = _without_off_values(named)
+        if named.get("enable_adaptive_verification") is True and named.get("adaptive") is None:
+            named["adaptive"] = {}
         if named.get("max_total_draft_tokens") is None:
             named["max_total_draft_tokens"] = self._default_num_nodes(named)
         try:
@@ -224,16 +231,14 @@ class DecodingBaseConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _check_budget(self) -> DecodingBaseConfig:
-        if self.verify_budget is None:
-            return self
-        named = f"verify_budget = {self.verify_budget:g}"
-        rejects = self.use_rejection_sampling
-        problem = budget_problem(
-            named, drafts_trees=self.drafts_trees, use_rejection_sampling=rejects
-        )
-        if self.adaptive is not None:
-            problem = f"{named} and adaptive are exclusive: each says what is verified"
-        if problem is not None:
+        if problem := budget_problem(
+            self.verify_budget,
+            self.adaptive if self.enable_adaptive_verification else None,
+            is_adaptive=self.adaptive is not None,
+            drafts_trees=self.drafts_trees,
+            use_rejection_sampling=self.use_rejection_sampling,
+            has_schedule=self.draft_len_schedule is not None,
+        ):
             raise ValueError(problem)
         return self
 
@@ -311,6 +316,8 @@ class DecodingBaseConfig(ConfigModel):
     @cached_property
     def shapes(self) -> DraftShapes:
         """What a round's drafts look like, by tier."""
+        if self.enable_adaptive_verification and self.adaptive is not None:
+            return with_budgets(self.max_draft_len, self.adaptive.draft_lens)
         return DraftShapes.chains(self.max_draft_len, self.verify_budget or 0.0)
 
     @property

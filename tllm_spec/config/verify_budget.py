@@ -1,9 +1,49 @@
-"""What requests that share a round's rows cannot be combined with."""
+"""Rounds whose requests share their rows: which there are, and what refuses them."""
+
+from collections.abc import Sequence
+
+from tllm_spec.config.adaptive_config import AdaptiveConfig
+from tllm_spec.config.draft_shape import MAX_BUDGETS, DraftShape, DraftShapes, chain_of
+
+# Rows of a request on average, at most. With more, drafts that are hardly ever accepted have rows.
+MAX_MEAN_ROWS = 4
 
 
-def budget_problem(named: str, *, drafts_trees: bool, use_rejection_sampling: bool) -> str | None:
-    """What is wrong with an option that lets requests share a round's rows, which is `named`; None:
-    nothing."""
+def with_budgets(max_draft_len: int, draft_lens: Sequence[int]) -> DraftShapes:
+    """Chains of every length, and of the given ones from 2 on rounds that share as many rows as the
+    next shorter chain has. Longer drafts are made only to choose among them."""
+    lengths = [length for length in draft_lens if length > 1]
+    budgeted = [DraftShape(n, n, mean_rows=min(n, MAX_MEAN_ROWS)) for n in lengths]
+    chains = [chain_of(length) for length in range(max_draft_len + 1)]
+    return DraftShapes(chains, budgeted=budgeted)
+
+
+def budget_problem(
+    verify_budget: float | None,
+    adaptive: AdaptiveConfig | None,
+    *,
+    is_adaptive: bool,
+    drafts_trees: bool,
+    use_rejection_sampling: bool,
+    has_schedule: bool,
+) -> str | None:
+    """What is wrong with the options that let requests share a round's rows; None: nothing.
+    adaptive: of `enable_adaptive_verification`; None: that is off."""
+    if verify_budget is None and adaptive is None:
+        return None
+    named = "enable_adaptive_verification = True"
+    if verify_budget is not None:
+        named = f"verify_budget = {verify_budget:g}"
+        if is_adaptive:
+            other = "enable_adaptive_verification" if adaptive else "adaptive"
+            return f"{named} and {other} are exclusive: each says what is verified"
+    elif adaptive is not None and not adaptive.is_cost_model:
+        return f"{named} needs adaptive's cost_model; ema has rounds of equal windows"
+    elif adaptive is not None and len(adaptive.draft_lens) > MAX_BUDGETS:
+        number = len(adaptive.draft_lens)
+        return f"{named} serves {MAX_BUDGETS} candidate_steps at most; there are {number}"
+    elif has_schedule:
+        return f"{named} and draft_len_schedule are exclusive; use the slots of adaptive"
     if drafts_trees:
         return f"{named} needs chains: the drafts of a tree have rows of their own"
     if use_rejection_sampling:

@@ -35,6 +35,8 @@ from tllm_spec.models.gemma3_config import (
     flat_gemma3,
     gemma3_config,
 )
+from tllm_spec.models.glm4_moe_config import GLM4_MOE, GLM4_MOE_DEFAULTS, flat_glm4_moe
+from tllm_spec.models.gpt_oss_config import GPT_OSS, GPT_OSS_DEFAULTS, flat_gpt_oss
 from tllm_spec.models.llama4_config import (
     LLAMA4_DEFAULTS,
     Llama4Config,
@@ -59,42 +61,42 @@ _COMMON = {
     "tie_word_embeddings": False,
     "rope_theta": 10000.0,
 }
-_DEFAULTS: dict[str, dict[str, Any]] = (
-    {
-        "LlamaForCausalLM": _COMMON | {"eos_token_id": 2, "max_position_embeddings": 2048},
-        "MistralForCausalLM": _COMMON
-        | {
-            "eos_token_id": 2,
-            "max_position_embeddings": 131072,
-            "num_key_value_heads": 8,
-            "sliding_window": 4096,
-        },
-        "Qwen2ForCausalLM": _COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32},
-        "Qwen3ForCausalLM": _COMMON
-        | {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
-        "MixtralForCausalLM": _COMMON
-        | {
-            "eos_token_id": 2,
-            "max_position_embeddings": 131072,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-        }
-        | MOE_DEFAULTS["MixtralForCausalLM"],
-        "Qwen2MoeForCausalLM": _COMMON
-        | {"max_position_embeddings": 32768, "num_key_value_heads": 16, "intermediate_size": 5632}
-        | MOE_DEFAULTS["Qwen2MoeForCausalLM"],
-        "Qwen3MoeForCausalLM": _COMMON
-        | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "intermediate_size": 6144}
-        | MOE_DEFAULTS["Qwen3MoeForCausalLM"],
-        "Llama4ForCausalLM": _COMMON | LLAMA4_DEFAULTS,
-        "Llama4ForConditionalGeneration": _COMMON | LLAMA4_DEFAULTS,
-        **dict.fromkeys(GEMMA3, GEMMA3_DEFAULTS),
-        PHI3: PHI3_DEFAULTS,
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": _COMMON | {"eos_token_id": 2, "max_position_embeddings": 2048},
+    "MistralForCausalLM": _COMMON
+    | {
+        "eos_token_id": 2,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    "Qwen2ForCausalLM": _COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    "Qwen3ForCausalLM": _COMMON
+    | {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+    "MixtralForCausalLM": _COMMON
+    | {
+        "eos_token_id": 2,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
     }
-    | DEEPSEEK_DEFAULTS
-    | DELTA_DEFAULTS
-)
+    | MOE_DEFAULTS["MixtralForCausalLM"],
+    "Qwen2MoeForCausalLM": _COMMON
+    | {"max_position_embeddings": 32768, "num_key_value_heads": 16, "intermediate_size": 5632}
+    | MOE_DEFAULTS["Qwen2MoeForCausalLM"],
+    "Qwen3MoeForCausalLM": _COMMON
+    | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "intermediate_size": 6144}
+    | MOE_DEFAULTS["Qwen3MoeForCausalLM"],
+    "Llama4ForCausalLM": _COMMON | LLAMA4_DEFAULTS,
+    "Llama4ForConditionalGeneration": _COMMON | LLAMA4_DEFAULTS,
+    **dict.fromkeys(GEMMA3, GEMMA3_DEFAULTS),
+    PHI3: PHI3_DEFAULTS,
+    GPT_OSS: GPT_OSS_DEFAULTS,
+    GLM4_MOE: GLM4_MOE_DEFAULTS,
+    **DELTA_DEFAULTS,
+    **DEEPSEEK_DEFAULTS,
+}
 _LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 # What brings a file into the keys of the other architectures.
 _FLAT: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -102,14 +104,17 @@ _FLAT: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     **dict.fromkeys(GEMMA3, flat_gemma3),
     PHI3: flat_phi3,
     **dict.fromkeys(DELTA_DEFAULTS, flat_qwen3_next),
+    GPT_OSS: flat_gpt_oss,
+    GLM4_MOE: flat_glm4_moe,
 }
-_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *DELTA_DEFAULTS, *GEMMA3)
 _NO_BIAS = ("MistralForCausalLM", "MixtralForCausalLM", PHI3)
 _O_BIAS = (
-    *("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *DELTA_DEFAULTS),
+    *("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *DELTA_DEFAULTS, GPT_OSS),
     *_LLAMA4,
     *GEMMA3,
 )
+_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *DELTA_DEFAULTS, *GEMMA3)
+_PARTLY_ROTATED = (*DELTA_DEFAULTS, GLM4_MOE)
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,8 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    has_sinks: bool
+    """Whether each query head has an attention sink."""
     qk_norm: bool
     hidden_act: str
     dtype: torch.dtype
@@ -183,7 +190,7 @@ class ModelConfig:
         architecture = _architecture(raw)
         raw = _FLAT.get(architecture, dict)(raw)
         raw = with_defaults(raw, _DEFAULTS[architecture])
-        is_deepseek = architecture in DEEPSEEK_DEFAULTS
+        is_deepseek = architecture in (*DEEPSEEK_DEFAULTS, GLM4_MOE)
         _refuse_unserved(raw)
         bias = bool(raw.get("attention_bias"))
         num_heads = int(required(raw, "num_attention_heads"))
@@ -199,7 +206,7 @@ class ModelConfig:
             head_dim=head_dim_of(raw),
             rms_norm_eps=float(raw["rms_norm_eps"]),
             rope=rope_config(
-                raw, is_phi3=architecture == PHI3, may_be_partial=architecture in DELTA_DEFAULTS
+                raw, is_phi3=architecture == PHI3, may_be_partial=architecture in _PARTLY_ROTATED
             ),
             max_position_embeddings=int(raw["max_position_embeddings"]),
             sliding_window=raw["sliding_window"] if sliding else None,
@@ -208,9 +215,8 @@ class ModelConfig:
             qkv_bias=_qkv_bias(raw, architecture),
             o_bias=bias and architecture in _O_BIAS,
             mlp_bias=bool(raw.get("mlp_bias")) and architecture == "LlamaForCausalLM",
-            qk_norm=architecture
-            in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *DELTA_DEFAULTS, *GEMMA3)
-            or (architecture in _LLAMA4 and bool(raw["use_qk_norm"])),
+            has_sinks=architecture == GPT_OSS,
+            qk_norm=_qk_norm(raw, architecture),
             hidden_act=raw["hidden_act"],
             dtype=dtype_of(raw),
             eos_token_ids=token_ids_of(raw.get("eos_token_id")),
@@ -311,6 +317,7 @@ class ModelConfig:
             head_dim=self.head_dim,
             scale=self.head_dim**-0.5 if self.gemma3 is None else self.gemma3.query_scale,
             span=span,
+            has_sinks=self.has_sinks,
         )
 
     def _span(self, layer: int) -> KeySpan | None:
@@ -332,6 +339,11 @@ def _weight_formats(path: Path | None, raw: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"{name} has quantised weights; it is served with weights of 16 or 32 bits."
         )
+    if name == GPT_OSS and (fp8 or (int4 and int4.packing != "mxfp4_experts")):
+        raise ValueError(
+            "GptOssForCausalLM has other quantised weights than MXFP4 experts (quant_method "
+            "'mxfp4'), which are served, as are weights of 16 or 32 bits."
+        )
     return {"int4": int4, "fp8": fp8, "kv_cache": kv_cache_setting(path, raw)}
 
 
@@ -348,6 +360,11 @@ def _refuse_unserved(raw: dict[str, Any]) -> None:
     unknown = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if unknown:
         raise ValueError(f"layer_types has {sorted(unknown)}; served is 'full_attention'.")
+
+
+def _qk_norm(raw: dict[str, Any], architecture: str) -> bool:
+    has_key = architecture in (*_LLAMA4, GLM4_MOE)
+    return architecture in _QK_NORM or (has_key and bool(raw["use_qk_norm"]))
 
 
 def _qkv_bias(raw: dict[str, Any], architecture: str) -> bool:

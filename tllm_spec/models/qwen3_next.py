@@ -17,6 +17,7 @@ from tllm_spec.models.llama import Attention, DecoderLayer, LlamaForCausalLM
 from tllm_spec.models.module import Placement, WeightSlot
 from tllm_spec.models.moe import SparseMoE
 from tllm_spec.models.moe_shape import QWEN3_5_NAMES
+from tllm_spec.models.rotary import head_order
 
 # The checkpoint's next-token-prediction layer (qwen3_next_mtp.py loads it).
 MTP = (
@@ -26,16 +27,6 @@ MTP = (
     "mtp.pre_fc_norm_embedding.",
     "mtp.pre_fc_norm_hidden.",
 )
-
-
-def head_order(config: ModelConfig) -> torch.Tensor:
-    """`[D]` int64: the checkpoint's element of a head of q and k for each one here. The checkpoint
-    rotates a head's first elements, and pairs their halves. The kernels pair the halves of the
-    whole head, so the other elements, whose angle is 0, are at the ends of both."""
-    rotated = int(config.head_dim * config.rope.partial_factor)
-    halves = torch.arange(rotated).view(2, -1)
-    others = torch.arange(rotated, config.head_dim).view(2, -1)
-    return torch.cat((halves, others), 1).flatten()
 
 
 class GatedQKV(ColumnLinear):
@@ -55,27 +46,18 @@ class GatedQKV(ColumnLinear):
             yield name, replace(slot, order=order.flatten())
 
 
-class OrderedHeadNorm(OffsetHeadNorm):
-    """`GatedAttention` sets `head_order`."""
-
-    head_order: torch.Tensor
-
-    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        for name, slot in super().slots(path):
-            yield name, replace(slot, order=self.head_order)
-
-
 class GatedAttention(Attention):
     """Attention whose output is multiplied by the sigmoid of a gate for each element."""
 
     projection = GatedQKV
-    head_norm = OrderedHeadNorm
+    head_norm = OffsetHeadNorm
     query_outputs = 2
 
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         super().__init__(config, layer, placement)
-        assert isinstance(self.qkv_proj, GatedQKV) and isinstance(self.qk_norm, OrderedHeadNorm)
-        self.qkv_proj.head_order = self.qk_norm.head_order = head_order(config)
+        assert isinstance(self.qkv_proj, GatedQKV) and self.qk_norm is not None
+        order = head_order(config.rope, config.head_dim)
+        self.qkv_proj.head_order = self.qk_norm.order = order
 
     def forward(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tllm_spec.config.adaptive_config import AdaptiveConfig, EmaOptions, SlotOptions
-from tllm_spec.config.draft_shape import DraftShapes
+from tllm_spec.config.draft_shape import MAX_WHOLE_BATCH, DraftShapes
+from tllm_spec.executor.speculative.draft_length.budget_slot import BudgetSlot
 from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot, ladder_of
 from tllm_spec.executor.speculative.draft_length.decision_log import DecisionLog
 from tllm_spec.executor.speculative.draft_length.draft_len_limits import DraftLenLimits
@@ -73,16 +74,22 @@ class AdaptiveController:
         first = config.middle_draft_len if initial_steps is None else initial_steps
         log = DecisionLog()
         shapes = shapes or DraftShapes.chains(config.draft_lens[-1])
-        tiers = sorted({tier for _, options in config.slots for tier in ladder_of(options, shapes)})
+        ladders = [ladder_of(options, shapes) for _, options in config.slots]
+        tiers = sorted({tier for ladder in ladders for tier in ladder} | {*shapes.budgeted_tiers})
         times = CorrectedRoundTimes(round_times or AssumedRoundTimes(), tiers)
 
         def slot(lower_bound: int, options: SlotOptions) -> TierPolicy:
             if isinstance(options, EmaOptions):
                 return AdaptiveSpeculativeParams(lower_bound, options, log, first, config.compat)
+            if shapes.budgeted_tiers and lower_bound > MAX_WHOLE_BATCH:
+                return BudgetSlot(lower_bound, options, log, times, shapes)
             return CostModelSlot(lower_bound, options, log, times, shapes)
 
+        slots = list(config.slots)
+        if shapes.budgeted_tiers and slots[-1][0] <= MAX_WHOLE_BATCH:
+            slots.append((MAX_WHOLE_BATCH + 1, slots[-1][1]))
         return cls(
-            [slot(*each) for each in config.slots],
+            [slot(*each) for each in slots],
             tiers=tiers,
             graph_batch_sizes=graph_batch_sizes,
             limits=limits,
@@ -118,6 +125,7 @@ class AdaptiveController:
         num_drafted: int | None = None,
         asked_draft_len: int | None = None,
         ranks: Sequence[Sequence[int]] = (),
+        expected: Sequence[float] = (),
     ) -> bool:
         """What a round brought. Returns whether the tier changed for this batch size.
 
@@ -127,7 +135,7 @@ class AdaptiveController:
         results count, if some had ended already. num_drafted: drafts really proposed, if that is
         not `verified_tier` for each of num_accepted. asked_draft_len: what the drafter was asked
         for, if it had fewer than that. ranks: of every request of num_accepted, as `path_ranks`
-        shows them."""
+        shows them. expected: as `RoundOutcome`."""
         padded, slot = self._slot_of.get(batch_size) or self._find_slot(batch_size)
         max_tier = self._limits.max_tier(batch_size)
         if num_drafted is None:
@@ -145,6 +153,7 @@ class AdaptiveController:
                 max_tier,
                 asked_draft_len,
                 ranks,
+                expected,
             )
         )
 
@@ -152,6 +161,12 @@ class AdaptiveController:
     def compares_times(self) -> bool:
         """Whether round times matter to what it decides."""
         return any(isinstance(slot, CostModelSlot) for slot in self._slots)
+
+    def round_seconds(self, batch_size: int) -> dict[str, float]:
+        """Expected seconds of a round of so many requests, by the name of the tier."""
+        assert self._times is not None
+        padded, _ = self._find_slot(batch_size)
+        return {str(self._name(tier)): each for tier, each in self._times.row(padded).items()}
 
     def _find_slot(self, batch_size: int) -> tuple[int, TierPolicy]:
         sizes = self._graph_batch_sizes

@@ -8,7 +8,7 @@ win: what chains have shown says enough of it."""
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
-from typing import Any
+from typing import Any, Protocol
 
 from tllm_spec.config.adaptive_config import CostModelOptions, SlotOptions
 from tllm_spec.config.draft_shape import DraftShapes
@@ -22,6 +22,19 @@ MAX_PROBE_ROUNDS = 4  # with drafts of the probed length
 SPARE_ROUNDS = 3  # of a probe: the first has no such drafts yet, and results are read late
 MAX_SAVED_ROUNDS = 40.0  # of the present length: time that quiet traffic may save up for probes
 SHARE_ROUNDS = 8  # memory of the share of requests that are drafted for
+
+
+class Estimate(Protocol):
+    """Of a slot. `rates`: acceptance by position; `expected`: accepted drafts by tier."""
+
+    rates: list[float]
+    expected: list[float]
+
+    def observe(self, observed: ObservedRound, tier: int) -> None:
+        """tier: of the drafts that were verified."""
+
+    def state(self) -> dict[str, Any]:
+        """As plain values."""
 
 
 @dataclass
@@ -55,13 +68,9 @@ class CostModelSlot:
         """shapes: None for chains of every length."""
         self.lower_bound, self._log, self._times = lower_bound, log, times
         self._shapes = shapes or DraftShapes.chains(options.candidate_steps[-1])
-        self._ladder = ladder_of(options, self._shapes)
-        lengths = options.candidate_steps
-        # What each length may try; a single length may try a tree.
-        self._longer = dict(pairwise(lengths if len(lengths) > 1 else self._ladder))
-        self._estimate = TierEstimate(
-            self._shapes, self._ladder, options.prior_acceptance, options.window_trials
-        )
+        self._ladder = self._find_ladder(options)
+        self._longer = self._find_longer(options)
+        self._estimate = self._new_estimate(options)
         # Attributes of the options are slow to read (pydantic), and each is needed in every round.
         self._margin, self._probe_share = 1 + options.switch_margin, options.probe_time_share
         self._drafted_share = 1.0  # of a batch's requests: those that pause gain nothing
@@ -69,6 +78,18 @@ class CostModelSlot:
         self._decided: dict[int, int] = {}  # since the last round: batch sizes and their max_tier
         self._probe: _Probe | None = None
         self._saved_seconds = 0.0  # for probes
+
+    def _find_ladder(self, options: CostModelOptions) -> tuple[int, ...]:
+        return ladder_of(options, self._shapes)
+
+    def _find_longer(self, options: CostModelOptions) -> dict[int, int]:
+        """What each tier may try; a single length may try a tree."""
+        lengths = options.candidate_steps
+        return dict(pairwise(lengths if len(lengths) > 1 else self._ladder))
+
+    def _new_estimate(self, options: CostModelOptions) -> Estimate:
+        parts = options.prior_acceptance, options.window_trials
+        return TierEstimate(self._shapes, self._ladder, *parts)
 
     def tier_for(self, batch_size: int, max_tier: int) -> int:
         if self._decided.get(batch_size) != max_tier:
@@ -88,7 +109,8 @@ class CostModelSlot:
         tier = before if verified_tier is None else verified_tier
         if seconds is not None:
             self._times.observe(batch_size, tier, seconds)
-        if num_requests:
+        is_own = tier in self._ladder or tier not in self._shapes.further_tiers
+        if num_requests and is_own:
             self._estimate.observe(observed, tier)
             if tier:
                 share = len(num_accepted) / num_requests

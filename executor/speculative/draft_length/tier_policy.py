@@ -17,6 +17,7 @@ class ObservedRound(NamedTuple):
     max_tier: int  # what the limits allow at this batch size
     asked_draft_len: int | None = None  # drafts that the drafter was asked for, if it had fewer
     ranks: Sequence[Sequence[int]] = ()  # see `path_ranks`, where there are trees to choose from
+    expected: Sequence[float] = ()  # see `RoundOutcome`
 
 
 class TierPolicy(Protocol):

@@ -1,0 +1,198 @@
+"""Requests that share the rows of a round, against the best draft length for all of them.
+
+    python -m benchmarks.verify_budget [rounds] [--quick] [--output result.json]
+    python -m benchmarks.verify_budget --device cpu --quick   # the zoo: shows that it runs
+
+rounds  tokens per second by batch size and traffic: every uniform draft length, every budget of
+        rows, and enable_adaptive_verification, which chooses
+
+8B shape, bf16, random weights, a one-model EAGLE-3 head, greedy. Acceptance is scripted by token
+(harness/scripted_tokens.py): the probability of a draft is drawn from a Beta distribution, for
+mixed traffic with mean 0.9 in one half of the requests and 0.2 in the other, and the drafter knows
+it with noise. Tokens are those expected from the drafts that each round verified. All players share
+an engine and its graphs. Each plays two blocks, in mirrored order; the choice settles before its
+own. Bars over the best uniform length: 0.99, and for mixed traffic 1.12 at batch 64 and 1.15 at
+128. The simulated columns have the same traffic without an engine, with these round times: the best
+choice of rows by the drafts' true probabilities."""
+
+import copy
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.harness.engine import Rounds, synchronize
+from benchmarks.harness.models import Models, open_models
+from benchmarks.harness.report import Options, Row, Subject, main, table
+from benchmarks.harness.scripted_tokens import MIXED, TokenScript, quantiles, scripted_tokens
+from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.graphs.slot_graphs import GraphKey
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+
+STEPS = (0, 1, 2, 3, 5, 7)
+TRAFFIC: Mapping[str, Sequence[float]] = {
+    "mixed": MIXED, "0.9": (0.9,), "0.8": (0.8,), "0.6": (0.6,), "0.3": (0.3,)
+}  # fmt: skip
+BARS = {("mixed", 64): 1.12, ("mixed", 128): 1.15}
+SIZES, QUICK_CELLS = (16, 64, 128, 256), (("mixed", 16), ("mixed", 64), ("0.6", 64))
+PROMPT_LEN, MAX_SEQ_LEN = 64, {True: 1200, False: 480}  # of the 8B shape, and of the zoo
+BLOCK_ROUNDS, SETTLING_ROUNDS, UNTIMED_ROUNDS = {True: 10, False: 2}, {True: 64, False: 6}, 3
+
+
+class Measurement:
+    """An engine whose rounds have graphs for every length and every budget."""
+
+    def __init__(self, models: Models, sizes: Sequence[int], script: TokenScript) -> None:
+        self.script = script
+        adaptive = {"candidate_steps": STEPS}
+        speculation = models.eagle3(STEPS[-1], adaptive=adaptive, enable_adaptive_verification=True)
+        self.is_8b = models.is_8b
+        max_seq_len = MAX_SEQ_LEN[models.is_8b]
+        kv = {"enable_block_reuse": False, "max_tokens": max(sizes) * (max_seq_len + 64)}
+        own = {"cuda_graph_config": {"batch_sizes": list(sizes)}, "kv_cache_config": kv}
+        own["guided_decoding_backend"] = None
+        with mock.patch.object(BuildPlan, "round_keys", all_keys):
+            self.rounds = Rounds(
+                models.target,
+                max_batch_size=max(sizes),
+                max_seq_len=max_seq_len,
+                speculative_config=speculation,
+                **(models.options | own),
+            )
+        self.parts = self.rounds.executor.parts
+        self.shapes = self.parts.slots.shapes
+        self._fresh = self.parts.controller
+        tiers = (*STEPS, *self.shapes.budgeted_tiers)
+        self.players = {tier: AdaptiveController.fixed(tier) for tier in tiers}
+
+    def cell(self, traffic: str, batch_size: int) -> Row:
+        self.script.set_means(TRAFFIC[traffic])
+        self._start(batch_size)
+        choosing, played = copy.deepcopy(self._fresh), Block()
+        number = BLOCK_ROUNDS[self.is_8b]
+        self.play(choosing, SETTLING_ROUNDS[self.is_8b])
+        blocks = {tier: Block() for tier in self.players}
+        for tier in (*blocks, None, *reversed(blocks)):
+            if tier is None:
+                played += self.play(choosing, 2 * number)
+            else:
+                blocks[tier] += self.play(self.players[tier], number)
+        rates = {tier: block.rate for tier, block in blocks.items()}
+        best = max(STEPS, key=rates.__getitem__)
+        ms = {tier: block.seconds / block.rounds * 1e3 for tier, block in blocks.items()}
+        oracle = self.oracle_rate(TRAFFIC[traffic], batch_size, ms)
+        named = self.shapes.name
+        budget = max(self.shapes.budgeted_tiers, key=rates.__getitem__)
+        return {
+            "traffic": traffic,
+            "batch_size": batch_size,
+            "rates": {str(named(tier)): rate for tier, rate in rates.items()},
+            "ms": {str(named(tier)): each for tier, each in ms.items()},
+            "best": best,
+            "chosen": played.rate / rates[best],
+            "best_budget": str(named(budget)),
+            "budget": rates[budget] / rates[best],
+            "oracle": oracle / rates[best],
+            "plain": rates[0] / rates[best],
+            "controller": choosing.state()["slots"],
+        }
+
+    def _start(self, batch_size: int) -> None:
+        self._control(self.players[0])
+        self.rounds.start(batch_size, PROMPT_LEN)
+
+    def play(self, controller: AdaptiveController, number: int) -> "Block":
+        """Requests without room are replaced before."""
+        longest = max(request.num_tokens for request in self.rounds.requests)
+        most = (number + UNTIMED_ROUNDS + 4) * (1 + STEPS[-1])
+        if longest + most >= self.rounds.built.max_seq_len:
+            self._start(len(self.rounds.requests))
+        self._control(controller)
+        for _ in range(UNTIMED_ROUNDS):
+            self.rounds.executor.step()
+        synchronize()
+        before, start = float(self.script.total), time.perf_counter()
+        self.rounds.run(number)
+        synchronize()
+        seconds = time.perf_counter() - start
+        return Block(seconds, float(self.script.total) - before, number)
+
+    def _control(self, controller: AdaptiveController) -> None:
+        self.parts.controller, self.parts.tier_for = controller, controller.tier_for
+
+    def oracle_rate(
+        self, means: Sequence[float], batch_size: int, ms: Mapping[int, float]
+    ) -> float:
+        """Tokens per second if the true probabilities were known, under the best budget."""
+        rates = []
+        for tier in self.players:
+            shape = self.shapes.of(tier)
+            number = shape.num_rows(batch_size) - batch_size
+            each = torch.stack([quantiles(means[i % len(means)]) for i in range(batch_size)])
+            index = torch.randint(each.shape[1], (20, batch_size, max(shape.depth, 1)))
+            probs = each.expand(20, -1, -1).gather(2, index).cumprod(2)[:, :, : shape.depth]
+            best = probs.flatten(1).sort(1, descending=True).values[:, :number]
+            tokens = batch_size + float(best.sum(1).mean())
+            rates.append(tokens / ms[tier] * 1e3)
+        return max(rates)
+
+
+class Block:
+    """Rounds of one player."""
+
+    def __init__(self, seconds: float = 0.0, tokens: float = 0.0, rounds: int = 0) -> None:
+        self.seconds, self.tokens, self.rounds = seconds, tokens, rounds
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    def __iadd__(self, other: "Block") -> "Block":
+        self.seconds += other.seconds
+        self.tokens += other.tokens
+        self.rounds += other.rounds
+        return self
+
+
+def all_keys(plan: BuildPlan, sizes: Sequence[int]) -> list[GraphKey]:
+    """Every tier at every size, without temperatures."""
+    shapes = plan.shapes
+    tiers = (*STEPS, *shapes.budgeted_tiers)
+    return [GraphKey(size, shapes.of(tier), False) for size in sizes for tier in tiers]
+
+
+def rounds(options: Options) -> Iterator[Row]:
+    with open_models(options.shape, options.device) as models:
+        sizes = SIZES if models.is_8b else (2, 20)
+        cells: Sequence[tuple[str, int]] = [(name, size) for size in sizes for name in TRAFFIC]
+        if options.quick:
+            cells = QUICK_CELLS if models.is_8b else [("mixed", size) for size in sizes]
+        script = TokenScript.new(max(sizes) + 1, STEPS[-1], options.device)
+        with scripted_tokens(script):
+            measurement = Measurement(models, sizes, script)
+            for traffic, batch_size in cells:
+                yield measurement.cell(traffic, batch_size)
+            measurement.rounds.stop()
+
+
+def rounds_table(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for row in rows:
+        bar = BARS.get((row["traffic"], row["batch_size"]), 0.99)
+        found: list[Any] = [f"{row[name]:.3f}" for name in ("plain", "oracle", "budget", "chosen")]
+        found[2] += f" ({row['best_budget']})"
+        found[3] += f" (bar {bar})" + " missed" * (row["chosen"] < bar)
+        lines.append([str(row["batch_size"]), row["traffic"], str(row["best"]), *found])
+    titles = ("batch", "traffic", "best length", "plain", "oracle", "best budget", "chosen")
+    return table(titles, lines)
+
+
+SUBJECTS = (
+    Subject("rounds", "Tokens per second over the best uniform length", rounds, rounds_table),
+)
+
+if __name__ == "__main__":
+    sys.exit(main(SUBJECTS, __doc__))

@@ -1,0 +1,90 @@
+"""How many rows requests share: what a slot learns from rounds, and what it chooses."""
+
+from typing import Any
+
+import pytest
+
+from tllm_spec.config.adaptive_config import AdaptiveConfig
+from tllm_spec.config.verify_budget import with_budgets
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.budget_slot import BudgetEstimate
+from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
+from tllm_spec.executor.speculative.draft_length.tier_policy import ObservedRound
+
+SHAPES = with_budgets(7, (0, 1, 2, 3, 5, 7))
+TWO, THREE, FIVE, SEVEN = SHAPES.budgeted_tiers
+BATCH = 64
+
+
+def row_ms(per_row: float, per_draft: float) -> dict[int, float]:
+    """Of every tier."""
+    shapes = {tier: SHAPES.of(tier) for tier in range(SHAPES.further_tiers.stop)}
+    return {n: 6 + per_row * s.rows_each + per_draft * s.depth for n, s in shapes.items()}
+
+
+def controller(per_row: float = 1.5, per_draft: float = 0.3) -> AdaptiveController:
+    seconds = {size: row_ms(per_row, per_draft) for size in (16, BATCH)}
+    config = AdaptiveConfig.parse({"candidate_steps": [0, 1, 2, 3, 5, 7]}, 7)
+    return AdaptiveController.from_config(
+        config,
+        graph_batch_sizes=(16, BATCH),
+        round_times=MeasuredRoundTimes(seconds),
+        shapes=SHAPES,
+    )
+
+
+def test_budgets_are_for_batches_of_more_than_16_requests() -> None:
+    assert [SHAPES.name(tier) for tier in SHAPES.budgeted_tiers] == ["2@2", "3@3", "5@4", "7@4"]
+    own = controller()
+    assert own.tiers_at(16) == {0, 1, 2, 3, 5, 7}
+    assert own.tiers_at(BATCH) == {0, 1, TWO, THREE, FIVE, SEVEN}
+
+
+def observe(own: AdaptiveController, tier: int, *expected: float, rounds: int = 60) -> None:
+    """Rounds of that tier. expected: accepted drafts of a request by budget."""
+    for _ in range(rounds):
+        accepted = [1] * BATCH
+        own.observe(BATCH, accepted, tier, expected=[each * BATCH for each in expected])
+
+
+def test_the_tier_with_the_most_expected_tokens_a_second_is_chosen() -> None:
+    own = controller()
+    observe(own, SEVEN, 0.6, 0.9, 1.3, 2.0, 2.1)
+    assert own.tier_for(BATCH) == FIVE  # 7@4 has 0.1 more tokens, which cost 0.6 ms
+    observe(own, SEVEN, 0.6, 0.9, 1.3, 2.0, 2.6)
+    assert own.tier_for(BATCH) == SEVEN
+    observe(own, SEVEN, 0.1, 0.12, 0.13, 0.13, 0.13)
+    assert own.tier_for(BATCH) == 0
+
+
+def estimate() -> BudgetEstimate:
+    return BudgetEstimate(SHAPES, 0.6, 64)
+
+
+def seen(expected: list[float], **more: Any) -> ObservedRound:
+    return ObservedRound(2, BATCH, [1, 1], None, None, 99, expected=expected, **more)
+
+
+def test_longer_drafts_than_there_were_keep_their_share() -> None:
+    own = estimate()
+    before = list(own.expected)
+    for _ in range(500):
+        own.observe(seen([0.8, 1.0, 1.2, 1.2, 1.2]), THREE)
+    assert [own.expected[tier] for tier in (1, TWO, THREE)] == pytest.approx([0.4, 0.5, 0.6])
+    ratio = 0.6 / before[THREE]
+    assert own.expected[FIVE] == pytest.approx(before[FIVE] * ratio)
+    for _ in range(500):
+        own.observe(seen([]), 1)
+    assert own.expected[1] == pytest.approx(1) and own.expected[TWO] == pytest.approx(1.25)
+
+
+def test_a_probe_shows_what_the_longest_drafts_would_bring() -> None:
+    own = controller(per_row=0.4)
+    observe(own, TWO, 0.02, 0.03, rounds=40)
+    assert own.tier_for(BATCH) == 0
+    truth = {TWO: [0.7, 1.0], THREE: [0.7, 1.0, 1.9], SEVEN: [0.7, 1.0, 1.9, 2.4, 2.9]}
+    for _ in range(3000):
+        tier = own.tier_for(BATCH)
+        own.observe(BATCH, [0] * BATCH, tier, expected=[n * BATCH for n in truth.get(tier, [])])
+    assert own.tier_for(BATCH) == SEVEN
+    assert own.state()["slots"]["17"]["expected"]["7@4"] == pytest.approx(2.9, abs=0.1)
