@@ -57,7 +57,7 @@ CASES = {
     "phi3": (PHI4_MINI, read_model),
     "glm": (PUBLISHED["GLM-4.5"], build),
     "gpt-oss": (GPT_OSS["gpt-oss-20b"], read_model),
-    "qwen3-next": (QWEN3_NEXT, build),
+    "qwen3-next": (QWEN3_NEXT, read_model),
     "qwen3.5": (QWEN3_5, read_model),
     "moe": (PUBLISHED["Qwen2-57B-A14B"], read_model),
     "blocks": (PUBLISHED_FP8["Qwen3-8B-FP8"][0], read_model),
