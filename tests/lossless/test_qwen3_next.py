@@ -138,6 +138,7 @@ OWN_DRAFTS: dict[str, dict[str, Any]] = {
     "chain": {"max_draft_len": 3},
     "adaptive": {"max_draft_len": 3, "adaptive": EVERY_ROUND},
     "draft lengths by batch": {"max_draft_len": 3, "draft_len_schedule": {1: 3, 2: 0, 3: 2}},
+    "shared rows": {"max_draft_len": 3, "verify_budget": 2},
     "matches": {"max_draft_len": 2, "sa_config": {"threshold": 1}},
     **TREES,
 }
