@@ -96,6 +96,7 @@ def test_idle_time_of_a_round_of_two_graphs_is_before_and_between_them() -> None
         (ngram, "tree_step", 4),
         (experts, "qwen3", 4),
         (experts, "gpt_oss", 4),
+        (experts, "qwen3_next", 3),
         (fp8, "llama-8b", 8),
         pytest.param(fp8, "activations", 8, marks=pytest.mark.slow),
         pytest.param(fp8, "cache", 8, marks=pytest.mark.slow),

@@ -238,6 +238,19 @@ def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("drafts", ["chain", "shared rows", "dynamic"])
+def test_a_gpu_drafts_with_the_models_own_layer(
+    drafts: str, with_mtp: Path, plain_of_mtp: list[list[int]]
+) -> None:
+    mtp = {"decoding_type": "MTP"} | OWN_DRAFTS[drafts]
+    options = MODES["prefix_reuse"] | ON_GPU
+    found, acceptance_length = texts(with_mtp, speculative_config=mtp, **options)
+    assert found == plain_of_mtp
+    assert acceptance_length > 1.1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_deterministic_gives_the_same_text_with_and_without_drafts(folder: Path) -> None:
     options = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}
     alone, _ = texts(folder, max_batch_size=1, **(SETTINGS["undisturbed"] | options))
