@@ -1,11 +1,14 @@
 """Pages in host memory: what comes back is what was evicted, and every place is accounted for."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.executor.paged_cache_driver import Driver, RandomUse
+from tests.models.helpers import save_checkpoint
+from tllm_spec import LLM, KvCacheConfig
 from tllm_spec.executor.resources.host_pages import HostPages
 
 PAGE = 4
@@ -109,3 +112,22 @@ def test_every_sequence_sees_its_own_tokens_whatever_leaves_and_comes_back(
     for _ in range(1500):
         use.step()
     assert host.num_saved > 30 and host.num_loaded > 10
+
+
+def test_what_could_not_be_kept_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match="enable_block_reuse is false: leave one of them out"):
+        KvCacheConfig(host_cache_size=1, enable_block_reuse=False)
+    assert KvCacheConfig(host_cache_size=None).host_cache_size == 0
+    with pytest.raises(ValueError, match=r"host_cache_size = 10 is less than a page, \d+ bytes"):
+        LLM("zoo:llama", load_format="dummy", kv_cache_config={"host_cache_size": 10})
+
+
+def test_a_model_that_sees_a_window_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "Mistral", max_position_embeddings=512, sliding_window=32)
+    with pytest.raises(ValueError, match="only where every layer keeps all keys"):
+        LLM(
+            tmp_path,
+            skip_tokenizer_init=True,
+            max_seq_len=256,
+            kv_cache_config={"host_cache_size": 1 << 20},
+        )
