@@ -22,7 +22,9 @@ EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.command(name="erase-traffic")
 @click.argument("folder", type=EXISTING_FOLDER)
 @click.option(
-    "--client", required=True, help="Name of the client's key, or its address; a network in IPv6."
+    "--client",
+    required=True,
+    help="Name of the client's key, its address (in IPv6 a network), or its hash in the records.",
 )
 @click.option("--user", help="Only this user of the client (`user`, `safety_identifier`).")
 def erase_traffic(folder: Path, client: str, user: str | None) -> None:
@@ -33,7 +35,7 @@ def erase_traffic(folder: Path, client: str, user: str | None) -> None:
     traffic = TrafficFolder(folder)
     names = client, f"key {client}"
     if user is None:
-        clients = {traffic.hash_of(name) for name in names}
+        clients = {client, *map(traffic.hash_of, names)}
         number = traffic.erase(lambda record: record.client in clients)
     else:
         users = {traffic.hashes_of((name, kept_name(user)))[1] for name in names}
