@@ -44,7 +44,8 @@ class HostCopies:
         if self._side is None:
             host.copy_(page)
             return
-        buffer = page.contiguous()
+        # Of one layer's latents a page is contiguous, and would be no copy.
+        buffer = page.clone(memory_format=torch.contiguous_format)
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             host.copy_(buffer, non_blocking=True)
