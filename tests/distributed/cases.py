@@ -282,10 +282,12 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle3": TINY_EAGLE3,
     "eagle3-two-model": TINY_EAGLE3 | {"eagle3_one_model": False},
 }
+STATES = {"kv_cache_config": {"tokens_per_block": 8, "state_snapshot_tokens": 8}}
+OWN: dict[str, dict[str, Any]] = {"qwen3-next": STATES, "qwen3.5": STATES}
 FAMILIES: dict[str, Case] = {
     f"{model}-{name}-{kind}": Case(
         model,
-        {"speculative_config": DRAFTERS[name], **divided},
+        {"speculative_config": DRAFTERS[name], **divided, **OWN.get(model, {})},
         run=generate_twice,
         accepts="mtp" in name,
     )
@@ -300,6 +302,7 @@ FAMILIES: dict[str, Case] = {
         "deepseek-v2": ["ngram"],
         "deepseek-v3-strong": ["ngram"],
         "deepseek-v3": list(DRAFTERS),
+        "qwen3.5": ["mtp-two-model"],
         "qwen3-next": ["ngram", "mtp-two-model", "mtp-tree", "eagle3"],
         "zoo:deepseek": ["mtp"],
     }.items()

@@ -47,8 +47,7 @@ from tllm_spec.models.moe_config import MOE_DEFAULTS, moe_config, sparse_layers
 from tllm_spec.models.moe_shape import MoEConfig
 from tllm_spec.models.phi3_config import PHI3, PHI3_DEFAULTS, flat_phi3
 from tllm_spec.models.qwen3_next_config import (
-    QWEN3_NEXT,
-    QWEN3_NEXT_DEFAULTS,
+    DELTA_DEFAULTS,
     DeltaConfig,
     delta_config,
     flat_qwen3_next,
@@ -95,26 +94,27 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     PHI3: PHI3_DEFAULTS,
     GPT_OSS: GPT_OSS_DEFAULTS,
     GLM4_MOE: GLM4_MOE_DEFAULTS,
-    QWEN3_NEXT: QWEN3_NEXT_DEFAULTS,
-} | DEEPSEEK_DEFAULTS
+    **DELTA_DEFAULTS,
+    **DEEPSEEK_DEFAULTS,
+}
 _LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 # What brings a file into the keys of the other architectures.
 _FLAT: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     **dict.fromkeys(_LLAMA4, flat_llama4),
     **dict.fromkeys(GEMMA3, flat_gemma3),
     PHI3: flat_phi3,
-    QWEN3_NEXT: flat_qwen3_next,
+    **dict.fromkeys(DELTA_DEFAULTS, flat_qwen3_next),
     GPT_OSS: flat_gpt_oss,
     GLM4_MOE: flat_glm4_moe,
 }
 _NO_BIAS = ("MistralForCausalLM", "MixtralForCausalLM", PHI3)
 _O_BIAS = (
-    *("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3_NEXT, GPT_OSS),
+    *("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *DELTA_DEFAULTS, GPT_OSS),
     *_LLAMA4,
     *GEMMA3,
 )
-_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3_NEXT, *GEMMA3)
-_PARTLY_ROTATED = (QWEN3_NEXT, GLM4_MOE)
+_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *DELTA_DEFAULTS, *GEMMA3)
+_PARTLY_ROTATED = (*DELTA_DEFAULTS, GLM4_MOE)
 
 
 @dataclass(frozen=True)
@@ -227,9 +227,9 @@ class ModelConfig:
             if is_deepseek
             else sparse_layers(architecture, raw),
             mla=mla_config(architecture, raw),
-            delta=delta_config(raw) if architecture == QWEN3_NEXT else None,
+            delta=delta_config(raw) if architecture in DELTA_DEFAULTS else None,
             num_nextn_layers=num_nextn_layers(raw)
-            if is_deepseek or architecture == QWEN3_NEXT
+            if is_deepseek or architecture in DELTA_DEFAULTS
             else 0,
             **_weight_formats(None, raw),
         )
@@ -335,7 +335,7 @@ def _weight_formats(path: Path | None, raw: dict[str, Any]) -> dict[str, Any]:
     int4 = int4_format(path, raw)
     fp8 = None if int4 is not None else fp8_format(path, raw)
     name = raw["architectures"][0]
-    if name in ("Gemma3ForConditionalGeneration", QWEN3_NEXT) and (int4 or fp8):
+    if name in ("Gemma3ForConditionalGeneration", *DELTA_DEFAULTS) and (int4 or fp8):
         raise ValueError(
             f"{name} has quantised weights; it is served with weights of 16 or 32 bits."
         )
