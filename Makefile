@@ -7,7 +7,7 @@ STAMP := $(VENV)/installed
 CHECKED := setup.py tllm_spec executor kernels tests benchmarks docs tools
 DEMO_CONFIGS := $(addprefix yaml_examples/,$(addsuffix .yaml,plain ngram draft_target eagle3_one_model))
 
-.PHONY: install fmt lint type test test-all test-gpu bench bench-gpu demo chat docs examples
+.PHONY: install fmt lint type test test-all test-gpu bench bench-gpu demo chat dist docs examples lock
 
 install: $(STAMP)
 
@@ -50,6 +50,16 @@ bench-gpu: $(STAMP)
 	$(BIN)/python -m benchmarks.adaptive
 	$(BIN)/python -m benchmarks.rounds
 	$(BIN)/python -m benchmarks.gpu_kernels
+
+# The wheel is made from the sdist, installed somewhere else and run.
+dist: $(STAMP)
+	rm -rf build/dist
+	$(BIN)/python -m build --outdir build/dist .
+	$(BIN)/pip install --quiet --no-deps --target build/dist/installed build/dist/*.whl
+	PYTHONPATH=build/dist/installed $(BIN)/python tools/check_package.py
+
+lock: $(STAMP)
+	$(BIN)/python tools/lock.py
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate_options.py

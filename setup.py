@@ -1,8 +1,17 @@
 """Package definition. Tool settings live in pyproject.toml; nothing else does."""
 
+import re
+import subprocess
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
+
+ROOT = Path(__file__).parent
+VERSION = re.findall(r'__version__ = "(.*)"', (ROOT / "tllm_spec/__init__.py").read_text("utf-8"))
+COMMIT_FILE = "tllm_spec/commit.txt"  # of packages: they have no git
+
 
 SERVER = ["fastapi>=0.110", "uvicorn>=0.29", "prometheus-client>=0.20", "msgpack>=1.0.5"]
 PARALLEL = ["mpi4py>=4", "mpich>=4.2; platform_system == 'Linux'"]
@@ -26,6 +35,7 @@ DEV = [
     # Its builder needs no GPU: tests build the network that tensorrt would run.
     "tensorrt-rtx>=1.7; platform_system == 'Linux' and platform_machine == 'x86_64'",
     "accelerate>=1.1",  # transformers needs it for GGUF files, with which tests compare
+    "build>=1.2",
     "pytest>=8",
     "pytest-xdist>=3.5",
     "hypothesis>=6.100",
@@ -44,9 +54,32 @@ DEV = [
     "nvidia-cuda-nvrtc; platform_system == 'Linux'",
 ]
 
+
+def write_commit(folder: str) -> None:
+    """The commit of a working tree, into what is made of it."""
+    if (ROOT / ".git").exists():
+        command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True).stdout
+        (Path(folder) / COMMIT_FILE).write_text(commit, encoding="utf-8")
+
+
+class BuildWithCommit(build_py):
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            write_commit(self.build_lib)
+
+
+class SdistWithCommit(sdist):
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        write_commit(base_dir)
+
+
 setup(
     name="tllm_spec",
-    version="0.1.0",
+    version=VERSION[0],
+    cmdclass={"build_py": BuildWithCommit, "sdist": SdistWithCommit},
     description="A speculative-decoding engine in the style of TensorRT-LLM's PyExecutor",
     license="Apache-2.0",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
@@ -55,7 +88,8 @@ setup(
     # executor/ and kernels/ are reached through the links in tllm_spec/: one import name each.
     packages=find_namespace_packages(include=["tllm_spec", "tllm_spec.*"]),
     package_data={
-        "": ["py.typed", "*.cu", "*.cuh", "*.html", "*.json", "*.jinja", "*.safetensors", "*.md"]
+        "": ["py.typed", "*.cu", "*.cuh", "*.html", "*.json", "*.jinja", "*.safetensors", "*.md"],
+        "tllm_spec": ["commit.txt"],
     },
     install_requires=[
         "torch>=2.11,<2.14",

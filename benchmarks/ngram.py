@@ -34,7 +34,7 @@ from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.host_tree import Room
 from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
-from tllm_spec.executor.speculative.drafting.ngram import NGramDrafter, NGramTreeDrafter
+from tllm_spec.executor.speculative.drafting.ngram import NGramDrafter
 from tllm_spec.sampling_params import SamplingParams
 
 DRAFT_LEN, MAX_NEW_TOKENS, VOCAB_SIZE = 4, 5, 128_000
@@ -88,7 +88,7 @@ def chains(ngram_size: int, manager: SeqSlotManager) -> HostDrafter:
         max_pool_entries=2_000_000,
     )
     slots = SlotState(manager, DraftShapes.chains(DRAFT_LEN), torch.device("cpu"))
-    return HostDrafter(NGramDrafter(pool), None, slots, VOCAB_SIZE, GrammarWork())
+    return HostDrafter(NGramDrafter(pool.propose), None, slots, VOCAB_SIZE, GrammarWork())
 
 
 def trees(ngram_size: int, manager: SeqSlotManager) -> HostDrafter:
@@ -101,7 +101,7 @@ def trees(ngram_size: int, manager: SeqSlotManager) -> HostDrafter:
     depths = [DraftShape(depth, TREE.num_nodes, TREE.topk) for depth in range(1, DRAFT_LEN + 1)]
     shapes = DraftShapes([NO_DRAFTS, *depths], narrows=True)
     slots = SlotState(manager, shapes, torch.device("cpu"))
-    inner, room = NGramTreeDrafter(pool), Room(TREE.topk, TREE.num_nodes)
+    inner, room = NGramDrafter(pool.propose_paths), Room(TREE.topk, TREE.num_nodes)
     return HostTreeDrafter(inner, None, slots, VOCAB_SIZE, GrammarWork(), room)
 
 

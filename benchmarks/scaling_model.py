@@ -3,7 +3,8 @@ GPU; `docs/scaling.md` explains it.
 
     python -m benchmarks.scaling_model [check] [plain] [eagle3]
 
-check    next to the rounds in benchmarks/results: on one and four H200, and on one and two H100
+check    next to the rounds in benchmarks/results: on one, four and eight H200, and on one and two
+          H100
 plain    milliseconds of a plain round on 1 to 16 devices
 eagle3   tokens per second of one request with EAGLE-3, and its best draft length
 """
@@ -101,9 +102,10 @@ def _checked_experts(subject: str, shape: Shape, shared: int) -> Iterator[Checke
 
 
 def checked_on_several() -> Iterator[Checked]:
-    """Rounds of `benchmarks.several_devices` on one and two H100 and on four H200, but for those
+    """Rounds of `benchmarks.several_devices` on one and two H100 and on four and eight H200,
+    but for those
     whose sums were not chosen by size."""
-    for file in ("several_devices", "several_devices_ranks_4"):
+    for file in ("several_devices", "several_devices_ranks_4", "several_devices_ranks_8"):
         for subject in load(file).values():
             name, model = KINDS[subject["about"]["device"]]
             for row in (row for row in subject["rows"] if "ms" in row):

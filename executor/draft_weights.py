@@ -66,10 +66,9 @@ class DraftWeights:
 
     def stage(self, folder: str) -> StagedWeights:
         """Raises ValueError for weights that do not fit in place of the present ones."""
+        # All threads have the device's default stream, so the executor's copies follow the loading.
         with torch.inference_mode():
             pairs = list(pairs_of(self._model, self._load(folder), "draft"))
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # the executor has a stream of its own
         return StagedWeights(folder, pairs)
 
     def swap(self, staged: StagedWeights, *, keep_cache: bool = False) -> int:

@@ -57,6 +57,11 @@ def state_of(parts: ExecutorParts, totals: Totals) -> dict[str, Any]:
     """Queues, totals, cache and draft lengths as plain values."""
     queues, controller, slots = parts.scheduler, parts.controller, parts.slots
     shape = slots.shapes.of(controller.tier_for(max(1, totals.latest_batch_size)))
+    own: dict[str, Any] = {}
+    if (weights := parts.draft_weights) is not None:
+        own["draft_weights"] = {"version": weights.version, "folder": weights.folder}
+    if parts.recorder is not None:
+        own["lost_records"] = parts.recorder.num_lost
     return {
         "num_requests_running": len(queues.running),
         "num_requests_waiting": len(queues.waiting),
@@ -74,4 +79,5 @@ def state_of(parts: ExecutorParts, totals: Totals) -> dict[str, Any]:
         "controller": controller.state(),
         "ranks": list(parts.ranks),
         **parts.runner.round_end.state(),
+        **own,
     }

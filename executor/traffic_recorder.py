@@ -20,8 +20,8 @@ from tllm_spec.recording.traffic_record import TrafficRecord, rounds_until
 
 logger = logging.getLogger(__name__)
 
-MAX_ROUNDS = 1 << 14  # that wait; the times of older ones are lost
-MAX_ENDS = 1 << 12  # requests that wait to be written; more are lost
+MAX_ROUNDS = 1 << 11  # that wait; the times of older ones are lost
+MAX_ENDS = 1 << 10  # requests that wait to be written; more are lost
 PAUSE_SECONDS = 0.5  # after which rounds are looked at though no request has ended
 END_SECONDS = 10.0  # for what is left to write at the end
 

@@ -28,7 +28,7 @@ from tllm_spec.kernels.gated_delta import (
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
 
-_COLUMNS, _WARPS = 32, 4  # columns of a state in one program, and its warps
+_COLUMNS, _WARPS = 32, 2  # columns of a state in one program, and its warps
 _INPUTS = 1024  # of a row in one program
 _EPS = tl.constexpr(NORM_EPS)
 

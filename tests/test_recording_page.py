@@ -1,4 +1,5 @@
-"""The commands of docs/recording.md: what is recorded over HTTP, replayed, swapped and erased."""
+"""The commands of docs/recording.md: what is recorded over HTTP, swapped, replayed, tuned and
+erased."""
 
 import json
 import shutil
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 from click.testing import CliRunner, Result
 
 from tests.server.served_process import MODEL, ServedProcess
@@ -84,6 +86,12 @@ def test_served_traffic_is_recorded_replayed_and_erased(tmp_path: Path) -> None:
     assert "tokens/round" in bench(*command).output
     served, replayed = json.loads(report.read_text())
     assert served | {"name": ""} == replayed | {"name": ""}
+
+    best = tmp_path / "best.yaml"
+    config.write_text(json.dumps({"speculative_config": SPEC | {"max_draft_len": 1}}))
+    tuned = bench("tune", str(traffic), "--config", str(config), "--output", str(best)).output
+    assert "plain" in tuned and "same 1" in tuned
+    assert best.read_text().startswith("# ") and "speculative_config" in yaml.safe_load(best.open())
 
     trace = "adaptive-replay", str(traffic), "--config", str(tmp_path / "adaptive.json")
     (tmp_path / "adaptive.json").write_text("{}")

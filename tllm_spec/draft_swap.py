@@ -9,7 +9,7 @@ from typing import Any
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.worker import Worker
-from tllm_spec.recording.traffic_folder import files_of, read_records
+from tllm_spec.recording.traffic_folder import latest_records
 from tllm_spec.replay import replay
 
 NUM_REPLAYED = 64  # the latest recorded requests, which new weights are tried with
@@ -46,9 +46,9 @@ def swap_draft_weights(
 
 def _replayed(args: LlmArgs, old: str, new: str) -> dict[str, Any]:
     """Empty with too few records. Raises ValueError where the new weights are worse."""
-    if args.record_traffic is None or not files_of(Path(args.record_traffic)):
+    if args.record_traffic is None:
         return {}
-    records = read_records(Path(args.record_traffic))[-NUM_REPLAYED:]
+    records = latest_records(Path(args.record_traffic), NUM_REPLAYED)
     if len(records) < MIN_REPLAYED:
         return {}
     lengths = [

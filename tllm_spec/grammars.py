@@ -14,6 +14,7 @@ from tllm_spec.grammar.grammar_compiler import GrammarCompiler
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.text.harmony import harmony_ends
 from tllm_spec.text.tokenizer import Tokenizer
 
 OFF = "guided_decoding is refused: guided_decoding_backend = null; xgrammar is accepted"
@@ -110,7 +111,7 @@ def end_ids_of(limits: RequestLimits, tokenizer: Tokenizer | None) -> tuple[int,
     the base model. Ids that the vocabulary does not have are left out: the model cannot choose
     them."""
     own = None if tokenizer is None else tokenizer.eos_token_id
-    ids = (*limits.end_ids, *(() if own is None else (own,)))
+    ids = (*limits.end_ids, *(() if own is None else (own,)), *harmony_ends(tokenizer))
     return tuple(each for each in dict.fromkeys(ids) if 0 <= each < limits.vocab_size)
 
 

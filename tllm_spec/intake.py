@@ -60,6 +60,7 @@ class Intake:
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
+        self._end_ids = end_ids_of(limits, tokenizer)
         self._prompts = PromptReader(
             tokenizer,
             vocab_size=limits.vocab_size,
@@ -135,10 +136,6 @@ class Intake:
         return DecodingRules.from_params(
             params, vocab_size=self._limits.vocab_size, end_ids=self._end_ids, encode=encode
         )
-
-    @property
-    def _end_ids(self) -> tuple[int, ...]:
-        return end_ids_of(self._limits, self._tokenizer)
 
     def _request(
         self,

@@ -33,6 +33,22 @@ V3_STYLE: Config = {
     "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
     "max_position_embeddings": 16384, "torch_dtype": "bfloat16",
 }  # fmt: skip
+QWEN3_NEXT: Config = {
+    "architectures": ["Qwen3NextForCausalLM"], "vocab_size": 151936, "hidden_size": 2048,
+    "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 2,
+    "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts": 512,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "rope_theta": 10000000.0,
+    "shared_expert_intermediate_size": 512, "max_position_embeddings": 262144,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+TINY_QWEN3_NEXT: Config = QWEN3_NEXT | {
+    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "torch_dtype": "float32",
+    "shared_expert_intermediate_size": 32,
+}  # fmt: skip
 QWEN3_235B: Config = QWEN3_30B | {
     "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64,
     "moe_intermediate_size": 1536,
@@ -48,6 +64,22 @@ TINY_V3: Config = V3_STYLE | {
     "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 16,
     "num_experts_per_tok": 4, "moe_intermediate_size": 32, "torch_dtype": "float32",
+}  # fmt: skip
+
+GPT_OSS_20B: Config = {
+    "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "hidden_size": 2880,
+    "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
+    "sliding_window": 128, "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+    },
+}  # fmt: skip
+TINY_GPT_OSS: Config = GPT_OSS_20B | {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "sliding_window": 12, "torch_dtype": "float32",
 }  # fmt: skip
 
 

@@ -10,7 +10,15 @@ from unittest import mock
 import torch
 
 from benchmarks.harness import models
-from benchmarks.harness.dummy_models import QWEN3_30B, TINY_QWEN3, TINY_V3, V3_STYLE, dummy_engine
+from benchmarks.harness.dummy_models import (
+    GPT_OSS_20B,
+    QWEN3_30B,
+    TINY_GPT_OSS,
+    TINY_QWEN3,
+    TINY_V3,
+    V3_STYLE,
+    dummy_engine,
+)
 from benchmarks.harness.engine import Rounds, release
 from benchmarks.harness.models import WEIGHT_BYTES, Config
 from benchmarks.harness.report import Options, Row, number, table
@@ -22,6 +30,7 @@ from tllm_spec.models.moe import Router
 SAME, SPREAD = "same experts", "spread"
 MTP_RATES = (0.8, 0.6, 0.45)
 HIT_ROUNDS = 4
+MXFP4_BYTES = 0.5 + 1 / 32  # of a weight, with its share of a scale
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,7 @@ def _rival(bars: Sequence[float], peer: Sequence[float]) -> Rival:
 
 
 QWEN3_RIVAL = _rival((3.4, 7.5, 16.5, 850.0, 25.0), (4.15, 9.24, 19.3, 895.0))
+GPT_OSS_RIVAL = _rival((2.3, 2.9, 4.7, 720.0), (3.00, 3.41, 5.14, 750.0, 83.0))
 V3_RIVALS = {
     0: _rival((2.8, 3.2, 4.7, 740.0, 25.0), (3.26, 3.66, 5.20, 787.0)),
     1: _rival((3.6, 4.0, 5.8), (4.73, 4.48, 6.43)),
@@ -54,6 +64,17 @@ def qwen3(options: Options) -> Iterator[Row]:
             active = dense(config, config["num_experts_per_tok"])
             row["floor"] = models.prefill_flops(64, 1024, active) / models.MATMUL_FLOPS * 1e3
         yield row | (limits(QWEN3_RIVAL, row) if is_full else {})
+
+
+def gpt_oss(options: Options) -> Iterator[Row]:
+    is_full = options.device == "cuda"
+    config = GPT_OSS_20B if is_full else TINY_GPT_OSS
+    for row in measured(config, options, 0, (None,), gpt_oss_bytes):
+        if row["what"] == "prefill" and is_full:
+            taken = config["num_experts_per_tok"] * config["intermediate_size"]
+            active = {**config, "intermediate_size": taken}
+            row["floor"] = models.prefill_flops(64, 1024, active) / models.MATMUL_FLOPS * 1e3
+        yield row | (limits(GPT_OSS_RIVAL, row) if is_full else {})
 
 
 def v3(draft_len: int) -> Callable[[Options], Iterator[Row]]:
@@ -166,6 +187,15 @@ def dense(config: Config, num_experts: float) -> Config:
 def qwen3_bytes(config: Config, hit: float, num_tokens: float, draft_len: int) -> float:
     """Attention, the experts hit, lm_head, and `num_tokens` of KV."""
     return models.streamed_bytes(dense(config, hit)) + models.kv_bytes(config, num_tokens)
+
+
+def gpt_oss_bytes(config: Config, hit: float, num_tokens: float, draft_len: int) -> float:
+    """Attention, the experts hit in MXFP4, lm_head, and `num_tokens` of KV in every second layer.
+    Those in windows are left out: they are few."""
+    experts = 3 * hit * config["intermediate_size"] * config["hidden_size"]
+    num_bytes = models.streamed_bytes({**config, "intermediate_size": 0})
+    num_bytes += config["num_hidden_layers"] * experts * MXFP4_BYTES
+    return num_bytes + models.kv_bytes(config, num_tokens) / 2
 
 
 def layer_bytes(config: Config, hit: float) -> float:

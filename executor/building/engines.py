@@ -40,6 +40,7 @@ from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.resources.pages import PageGroup
 from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.executor.resources.snapshots import Snapshots
 from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.external_layers import (
@@ -238,6 +239,7 @@ def _build_target(
     spec = None
     if draft is not None and draft.plan.shares_pages:
         layers, spec = _draft_layers(plan, draft, memory), draft.spec
+    states = _recurrent_memory(plan, target)
     kv = _manager(
         KVCacheManager,
         plan,
@@ -245,6 +247,7 @@ def _build_target(
         lookahead=0 if layers is None else layers.net.lookahead,
         extra_kv_tokens=plan.extra_kv_tokens.target_pages,
         has_draft_layers=layers is not None,
+        states=states,
     )
     groups = []
     for own, place in zip(target.config.layer_groups(plan.mapping), memory, strict=False):
@@ -253,7 +256,6 @@ def _build_target(
         else:
             backend = _backend(plan, own, place.pools[0])
         groups.append(PagedGroup(backend, place.rows))
-    states = _recurrent_memory(plan, target)
     return ModelEngine(target, AttentionGroups(groups, states), spec), kv, layers
 
 
@@ -262,10 +264,13 @@ def _recurrent_memory(plan: BuildPlan, target: CausalLM) -> RecurrentMemory | No
         return None
     num_slots = plan.slots.dummy_slot + 1
     logger.info(
-        "recurrent states: %d bytes for each of %d slots; cached prefixes are not reused",
+        "recurrent states: %d bytes for each of %d slots, %d for each of %d snapshots",
         *(geometry.slot_bytes(target.dtype), num_slots),
+        *(geometry.snapshot_bytes(target.dtype), plan.num_snapshots),
     )
-    return RecurrentMemory(geometry, num_slots, target.dtype, plan.device)
+    memory = RecurrentMemory(geometry, num_slots, target.dtype, plan.device)
+    memory.make_room(plan.num_snapshots)
+    return memory
 
 
 def _draft_layers(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) -> DraftLayers:
@@ -292,12 +297,15 @@ def _manager(
     kind: type[Manager], plan: BuildPlan, memory: list[_Memory], lookahead: int, **options: Any
 ) -> Manager:
     """options: those of `KVCacheManager`."""
-    reuse = plan.args.kv_cache_config
+    reuse, snapshots = plan.args.kv_cache_config, None
+    if options.get("states") is not None and plan.num_snapshots:
+        snapshots = Snapshots(plan.num_snapshots, reuse.state_snapshot_tokens)
     cache = PagedCache(
         [own.pages for own in memory],
         plan.page_size,
-        enable_block_reuse=reuse.enable_block_reuse and plan.recurrent is None,
+        enable_block_reuse=reuse.enable_block_reuse,
         enable_partial_reuse=reuse.enable_partial_reuse,
         lookahead=lookahead,
+        snapshots=snapshots,
     )
     return kind(cache, [own.kv for own in memory], plan.span_room, **options)

@@ -76,6 +76,12 @@ class BuildPlan:
         self.why_no_overlap = args.why_no_overlap
         self.page_size = args.kv_cache_config.tokens_per_block
         # Every generating request has at least one row in every round.
+        every = args.kv_cache_config.state_snapshot_tokens
+        if self.config.delta is not None and every % self.page_size:
+            raise ValueError(
+                f"kv_cache_config.state_snapshot_tokens = {every} must be a multiple of "
+                f"tokens_per_block, which is {self.page_size}"
+            )
         self.slots = SeqSlotManager(min(args.max_batch_size, args.max_num_tokens))
         self._log()
 
@@ -112,6 +118,12 @@ class BuildPlan:
             return None
         window = self.shapes.longest.window
         return RecurrentGeometry(len(delta.layers), delta.shape(self.mapping), window)
+
+    @property
+    def num_snapshots(self) -> int:
+        """Copies of recurrent states for prefixes: as many as slots."""
+        reuses = self.args.kv_cache_config.enable_block_reuse
+        return self.slots.max_batch_size if reuses and self.recurrent is not None else 0
 
     @property
     def max_in_flight(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tllm_spec.executor.building.engines import Engines, load_draft
 from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.device.device_choice import on_device
 from tllm_spec.executor.draft_weights import DraftWeights
 
 
@@ -21,7 +22,8 @@ def replaceable_weights(plan: BuildPlan, engines: Engines) -> DraftWeights | Non
     of_draft = draft.plan
 
     def load(folder: str) -> Any:
-        return load_draft(plan, target, replace(of_draft, path=folder)).model
+        with on_device(plan.device):
+            return load_draft(plan, target, replace(of_draft, path=folder)).model
 
     manager = engines.draft_kv or engines.kv
     return DraftWeights(load, draft.model, manager.cache, draft.plan.path)

@@ -65,11 +65,15 @@ def plan_num_pages(
         budget = machine_bytes() // num_sharing
     longest = -(-max_len // page_size)
     wanted = args.max_batch_size * longest if max_tokens is None else -(-max_tokens // page_size)
-    needed = [
-        min(longest, room.most_pages(own.span, generates=False)) if own.span else longest
-        for own in groups
-    ]
-    num_pages = divide(budget, page_bytes, needed, wanted)
+    needed, at_first = (
+        [
+            min(longest, room.most_pages(own.span, generates=generates)) if own.span else longest
+            for own in groups
+        ]
+        for generates in (True, False)
+    )
+    in_context = [most - least for most, least in zip(at_first, needed, strict=True)]
+    num_pages = divide(budget, page_bytes, needed, in_context, wanted)
     if max_tokens is not None and min(num_pages) < wanted:
         size = wanted * sum(page_bytes) / GIB
         too_much = f"kv_cache_config.max_tokens = {max_tokens} takes {size:.1f} GiB"

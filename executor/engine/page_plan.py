@@ -58,10 +58,25 @@ def with_draft(groups: list[GroupPlan], draft: GroupPlan) -> list[GroupPlan]:
     return [*groups, draft]
 
 
-def divide(budget: int, page_bytes: Sequence[int], needed: Sequence[int], wanted: int) -> list[int]:
-    """Pages of each group from `budget` bytes, at most `wanted`: all if they fit, otherwise as
-    a request of the greatest length needs them (`needed`)."""
+def divide(
+    budget: int,
+    page_bytes: Sequence[int],
+    needed: Sequence[int],
+    in_context: Sequence[int],
+    wanted: int,
+) -> list[int]:
+    """Pages of each group from `budget` bytes, at most `wanted`: all if they fit, otherwise for as
+    many requests of the greatest length as possible. One needs `needed` pages, and, all prompts
+    together, `in_context` more."""
     if wanted * sum(page_bytes) <= budget:
         return [wanted] * len(page_bytes)
-    total = sum(size * pages for size, pages in zip(page_bytes, needed, strict=True))
-    return [min(wanted, budget * pages // total) for pages in needed]
+
+    def total(pages: Sequence[int]) -> int:
+        return sum(size * number for size, number in zip(page_bytes, pages, strict=True))
+
+    rest = budget - total(in_context)
+    if rest < total(needed):  # not even one: the pools have the same share of what it needs
+        needed = [sum(own) for own in zip(needed, in_context, strict=True)]
+        in_context, rest = [0] * len(needed), budget
+    shares = [rest * pages // total(needed) for pages in needed]
+    return [min(wanted, sum(own)) for own in zip(shares, in_context, strict=True)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.recurrent import RecurrentMemory
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
@@ -58,11 +59,13 @@ class KVCacheManager(ResourceManager):
         *,
         extra_kv_tokens: int = 0,
         has_draft_layers: bool = False,
+        states: RecurrentMemory | None = None,
     ) -> None:
         """groups: of the cache's groups. extra_kv_tokens: KV entries after those of a round's
         tokens that a drafter on the same pages writes. has_draft_layers: a draft network writes to
-        the pages."""
+        the pages. states: of the slots, where the cache has snapshots of them."""
         self.cache = cache
+        self._states = states
         self._has_draft_layers = has_draft_layers
         self.extra_kv_tokens = extra_kv_tokens
         # Tokens of each request in a round that has its pages and is not launched yet.
@@ -182,7 +185,32 @@ class KVCacheManager(ResourceManager):
         )
         self._rows[request.request_id] = self.cache.groups_of(request.request_id)[0]
         self._write_rows(request)
+        if self._states is not None and cached_len:
+            node = self.cache.cached_end(request.request_id, cached_len)
+            assert node is not None and self.cache.snapshots is not None
+            self._states.restore(self.cache.snapshots.use(node), request.slot, cached_len)
         return cached_len
+
+    def until_snapshot(self, position: int) -> int | None:
+        """Tokens from a position on until the states are to be copied; None: they are not."""
+        snapshots = self.cache.snapshots
+        return None if snapshots is None else snapshots.every - position % snapshots.every
+
+    def _take_snapshots(self, batch: ScheduledBatch) -> None:
+        """Copies the states of prompts that have come to where a prefix may be reused up to.
+
+        The chunk before was launched, and the device works in order, so its pages can be cached
+        before it is read."""
+        snapshots, states = self.cache.snapshots, self._states
+        if snapshots is None or states is None:
+            return
+        for request in batch.context_requests:
+            if request.kv_len == 0 or request.kv_len % snapshots.every:
+                continue
+            self.store(request, request.kv_len)
+            node = self.cache.cached_end(request.request_id, request.kv_len)
+            if node is not None and (number := snapshots.take(node)) is not None:
+                states.save(request.slot, number, request.kv_len)
 
     def extend(self, request: LlmRequest, num_tokens: int) -> bool:
         """Takes pages for the first `num_tokens` tokens; False, and nothing changed, if there are
@@ -239,6 +267,7 @@ class KVCacheManager(ResourceManager):
 
     def prepare_resources(self, batch: ScheduledBatch) -> None:
         """Sends the pages that the scheduler took to the device, in one copy."""
+        self._take_snapshots(batch)
         self.flush()
 
     def flush(self) -> None:

@@ -19,6 +19,7 @@ from tllm_spec.executor.resources.pages import (
     SequencePages,
 )
 from tllm_spec.executor.resources.radix import NO_PAGE, Key, Node, RadixTree
+from tllm_spec.executor.resources.snapshots import Snapshots
 
 
 class _Prefix(NamedTuple):
@@ -51,7 +52,10 @@ class PagedCache:
         enable_block_reuse: bool = True,
         enable_partial_reuse: bool = True,
         lookahead: int = 0,
+        snapshots: Snapshots | None = None,
     ) -> None:
+        """snapshots: of recurrent states; a prefix is reused up to one of them only. None: the
+        model has no such states."""
         assert lookahead in (0, 1), f"lookahead is {lookahead}"
         self.groups = groups
         self.page_size = page_size
@@ -59,15 +63,19 @@ class PagedCache:
         self.stats = CacheStats()
         self._spans = [(i, own.span) for i, own in enumerate(groups) if own.span is not None]
         self._reuse = enable_block_reuse
-        self._partial_reuse = enable_block_reuse and enable_partial_reuse
+        self._partial_reuse = enable_block_reuse and enable_partial_reuse and snapshots is None
         self._free_pages = [list(range(own.num_pages - 1, 0, -1)) for own in groups]
         self._tree = RadixTree(page_size, lookahead, [own.span is None for own in groups])
+        self.snapshots = snapshots
+        if snapshots is not None:
+            self._tree.on_leave = snapshots.drop
         self._sequences: dict[int, CachedSequence] = {}
         self._log: KVEventLog | None = None
 
     def log_events(self) -> KVEventLog:
         """From now on the log learns what is cached and what no longer is. The cache is empty."""
-        log = KVEventLog(self.page_size, self.lookahead, [own.span for own in self.groups])
+        spans = [own.span for own in self.groups]
+        log = KVEventLog(self.page_size, self._tree.is_current, self.lookahead, spans)
         self._tree.log = self._log = log
         return log
 
@@ -139,6 +147,8 @@ class PagedCache:
         Sequences that run store for their own version."""
         self.reset()
         self._tree.start_version(version)
+        if self._log is not None:
+            self._log.clear()
 
     def extend(self, seq_id: int, num_tokens: int) -> bool:
         """Takes pages for the first `num_tokens` tokens; False, and nothing changed, if there are
@@ -222,6 +232,12 @@ class PagedCache:
             self._free_pages[group].extend(own.pages[max(start, own.first) :])
         self._tree.release(sequence.nodes, sequence.firsts)
 
+    def cached_end(self, seq_id: int, num_tokens: int) -> Node | None:
+        """The node that the sequence's first `num_tokens` tokens end with; None: they are not
+        cached."""
+        nodes, number = self._sequences[seq_id].nodes, num_tokens // self.page_size
+        return nodes[number - 1] if 0 < number <= len(nodes) else None
+
     def groups_of(self, seq_id: int) -> list[SequencePages]:
         """The sequence's pages in each group. Live: set `num_known`, change nothing else."""
         return self._sequences[seq_id].groups
@@ -259,12 +275,14 @@ class PagedCache:
             while self._tree.num_evictable(group):
                 self._give_back(self._tree.evict(group))
         if self._log is not None and self._tree.is_empty:
-            self._log.cleared()
+            self._log.clear()
 
     def check_integrity(self) -> None:
         """Raises AssertionError with a sentence about a page that is lost, listed twice or
         miscounted."""
         check_pages(self.groups, self._free_pages, self._tree, self._sequences)
+        if self.snapshots is not None:
+            self.snapshots.check_integrity(self._tree.nodes())
 
     def _find_prefix(self, tokens: Sequence[int], root: Node) -> _Prefix:
         """The longest one from which every group can go on."""
@@ -283,13 +301,15 @@ class PagedCache:
         return _Prefix(nodes, source, num_copied, firsts)
 
     def _num_resumable(self, nodes: list[Node]) -> int:
-        """After how many of the nodes every group has the pages that the next query sees."""
-        if not self._spans:
+        """After how many of the nodes every group has the pages that the next query sees, and the
+        states of all tokens so far are there."""
+        snapshots = self.snapshots
+        if not self._spans and snapshots is None:
             return len(nodes)
         found, size = 0, self.page_size
         runs = [0] * len(self._spans)  # pages in a row up to the latest node
         for number, node in enumerate(nodes, 1):
-            enough = True
+            enough = snapshots is None or node in snapshots
             for index, (group, span) in enumerate(self._spans):
                 runs[index] = runs[index] + 1 if node.pages[group] != NO_PAGE else 0
                 enough &= runs[index] >= number - span.first_key(number * size) // size

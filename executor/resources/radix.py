@@ -21,7 +21,7 @@ and a child's key begins with the last token of its parent's key."""
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -79,6 +79,8 @@ class RadixTree:
     keeps_all: of each group, whether it keeps all keys."""
 
     log: TreeLog | None = None
+    on_leave: Callable[[Node], None] | None = None
+    """Called with each node that leaves the tree."""
 
     def __init__(
         self, page_size: int, lookahead: int = 0, keeps_all: Sequence[bool] = (True,)
@@ -97,6 +99,10 @@ class RadixTree:
 
     def num_evictable(self, group: int = 0) -> int:
         return len(self._evictable[group])
+
+    def is_current(self, root: Node) -> bool:
+        """Whether the root is of the present version."""
+        return self._roots.get((self._version, root.salt)) is root
 
     @property
     def is_empty(self) -> bool:
@@ -242,6 +248,8 @@ class RadixTree:
         del leaf.parent.child_keys[bisect_left(leaf.parent.child_keys, leaf.key)]
         if self.log is not None:
             self.log.left(leaf)
+        if self.on_leave is not None:
+            self.on_leave(leaf)
         return leaf.pages
 
     def nodes(self) -> Iterator[Node]:

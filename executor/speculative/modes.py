@@ -44,11 +44,7 @@ from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
-from tllm_spec.executor.speculative.drafting.ngram import (
-    NGramDrafter,
-    NGramPoolManager,
-    NGramTreeDrafter,
-)
+from tllm_spec.executor.speculative.drafting.ngram import NGramDrafter, NGramPoolManager
 from tllm_spec.executor.speculative.drafting.proposer import Proposer
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.suffix_match import SuffixMatch
@@ -135,9 +131,9 @@ def _build_ngram(config: DecodingBaseConfig, around: Surroundings) -> Speculatio
     if config.drafts_trees:
         trees, longest = NGramTreePool(**limits), config.shapes.longest
         room = Room(longest.topk, longest.num_nodes)
-        return _on_host(NGramTreeDrafter(trees), NGramPoolManager(trees), around, room)
+        return _on_host(NGramDrafter(trees.propose_paths), NGramPoolManager(trees), around, room)
     chains = NGramPool(**limits, is_keep_all=config.is_keep_all, is_use_oldest=config.is_use_oldest)
-    return _on_host(NGramDrafter(chains), NGramPoolManager(chains), around)
+    return _on_host(NGramDrafter(chains.propose), NGramPoolManager(chains), around)
 
 
 def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Speculation:

@@ -230,6 +230,7 @@ CASES: dict[str, Case] = {
     "llama4-parts": Case("llama4", EP | {"speculative_config": NGRAM}),
     "gemma3": Case("gemma3", SMALL_PAGES | {"speculative_config": TINY_EAGLE3}, generate_twice),
     "phi3": Case("phi3", {"speculative_config": NGRAM}),
+    "gpt-oss-parts": Case("gpt-oss-mxfp4", EP | {"speculative_config": TINY_EAGLE3}),
     "deepseek-v3-parts-mtp": Case("deepseek-v3", EP | {"speculative_config": MTP}, accepts=True),
     "qwen3-next-mtp": Case("qwen3-next", {"speculative_config": MTP}, accepts=True),
     "preempted": Case(model="qwen2-moe", options=SMALL_CACHE),
@@ -260,6 +261,7 @@ GPU_CASES = {
     "gpu-fp8-by-token": Case("llama-fp8-by-token", ON_GPU_TINY | {"speculative_config": NGRAM}),
     "gpu-llama4": Case("llama4", ON_GPU_TINY | {"speculative_config": NGRAM}),
     "gpu-gemma3": Case("gemma3", ON_GPU_TINY | {"speculative_config": NGRAM}),
+    "gpu-gpt-oss": Case("gpt-oss-mxfp4", ON_GPU_TINY | EP | {"speculative_config": NGRAM}),
 }
 # Every family with experts or latent attention, its layers sliced and its experts divided.
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -286,6 +288,8 @@ FAMILIES: dict[str, Case] = {
         "qwen3-moe": ["ngram"],
         "mixtral": ["ngram"],
         "llama4": ["ngram", "eagle3"],
+        "gpt-oss": ["ngram", "eagle3"],
+        "gpt-oss-mxfp4": ["ngram"],
         "deepseek-v2": ["ngram"],
         "deepseek-v3-strong": ["ngram"],
         "deepseek-v3": list(DRAFTERS),

@@ -22,7 +22,10 @@ LONG = (
     "draft-model-token-map-one-model",
     "eagle",
     "fp8",
+    "fp8-by-token",
+    "fp8-experts-by-token",
     "llama4-parts",
+    "phi3",
     "plain-experts",
 )
 

@@ -10,6 +10,7 @@ from typing import Any
 import tllm_spec
 from tests.models.deepseek import save_deepseek
 from tests.models.fp8_checkpoint import quantise
+from tests.models.gpt_oss import in_mxfp4, save_gpt_oss
 from tests.models.helpers import save_checkpoint
 from tests.models.mtp_reference import save_predictable
 from tests.models.qwen3_next import save_predictable as save_qwen3_next
@@ -95,6 +96,8 @@ SAVERS = {
     "mixtral": lambda folder: save_checkpoint(folder, "Mixtral", num_local_experts=4),
     "llama4": lambda folder: save_llama4(folder, **LLAMA4),
     "gemma3": save_gemma3,
+    "gpt-oss": save_gpt_oss,
+    "gpt-oss-mxfp4": lambda folder: in_mxfp4(folder, save_gpt_oss(folder, intermediate_size=64)),
     "phi3": save_phi3,
     "qwen3-next": save_qwen3_next,
     "deepseek-v2": lambda folder: save_deepseek(folder, "DeepseekV2", **V2),

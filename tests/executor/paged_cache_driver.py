@@ -258,7 +258,7 @@ class RandomUse:
         """Every available page can really be allocated, and not one more."""
         driver = copy.deepcopy(self.driver)
         tree = driver.cache._tree
-        tree._roots = WeakValueDictionary({None: tree.root})  # weak references are not copied
+        tree._roots = WeakValueDictionary({(0, None): tree.root})  # not copied: weak references
         available = driver.cache.num_available
         num_tokens = available * driver.page_size
         driver.cache.add_sequence(driver.next_id, [])

@@ -33,7 +33,8 @@ HEADS = {
 
 
 def copy_of(model: str, folder: Path, factor: float) -> Path:
-    """The same checkpoint with all matrices multiplied."""
+    """The same checkpoint with all weights multiplied, also those of norms, of which layers derive
+    others."""
     folder.mkdir()
     source = resolve_model(model)
     for path in source.iterdir():
@@ -41,7 +42,7 @@ def copy_of(model: str, folder: Path, factor: float) -> Path:
             (folder / path.name).write_bytes(path.read_bytes())
     tensors = load_file(source / "model.safetensors")
     changed = {
-        name: tensor * factor if tensor.dim() == 2 and tensor.is_floating_point() else tensor
+        name: tensor * factor if tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()
     }
     save_file(changed, folder / "model.safetensors")
@@ -74,6 +75,26 @@ def test_a_swapped_engine_counts_what_a_new_engine_counts(name: str, tmp_path: P
 def with_head() -> Harness:
     spec = {"decoding_type": "Eagle3", "speculative_model": HEAD, "max_draft_len": 2}
     return Harness("zoo:llama", speculative_config=spec)
+
+
+def test_the_token_map_is_replaced_with_the_weights(tmp_path: Path) -> None:
+    """A head whose draft vocabulary is in the opposite order drafts the same tokens."""
+    folder = copy_of(HEAD, tmp_path / "turned", 1.0)
+    tensors = load_file(folder / "model.safetensors")
+    size = len(tensors["d2t"])
+    ids = (tensors["d2t"] + torch.arange(size)).flip(0)
+    turned = {"d2t": ids - torch.arange(size), "lm_head.weight": tensors["lm_head.weight"].flip(0)}
+    save_file(tensors | turned, folder / "model.safetensors")
+    harness = with_head()
+    counts = []
+    for _ in range(2):
+        request = harness.submit(list(range(300, 340)), max_tokens=40, seed=7)
+        harness.run()
+        counts.append(request.counters.rounds_by_outcome)
+        weights = harness.parts.draft_weights
+        assert weights is not None
+        weights.swap(weights.stage(str(folder)))
+    assert counts[0] == counts[1] and counts[0][-1] > 0
 
 
 def test_weights_that_do_not_fit_are_refused_and_nothing_is_changed(tmp_path: Path) -> None:

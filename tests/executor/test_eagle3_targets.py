@@ -1,6 +1,6 @@
 """EAGLE-3 heads for targets with another attention than the head's: latents, chunks, windows and
-scaled embeddings, experts. In every situation the drafts are those of a slow loop over the true
-tokens."""
+scaled embeddings, sinks, experts. In every situation the drafts are those of a slow loop over the
+true tokens."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +17,7 @@ from tests.executor.draft_caches import (
 from tests.executor.harness import Harness, all_pages_are_back
 from tests.executor.test_mtp import PAGES, SITUATIONS
 from tests.models.deepseek import save_deepseek
+from tests.models.gpt_oss import save_gpt_oss
 from tests.models.helpers import random_tokens, save_checkpoint
 from tests.models.test_gemma3 import save_gemma3
 from tests.models.test_llama4 import save_llama4
@@ -29,6 +30,7 @@ SAVERS: dict[str, Callable[[Path], Any]] = {
     "latents": lambda folder: save_deepseek(folder, "DeepseekV3"),
     "chunks": lambda folder: save_llama4(folder, num_hidden_layers=3, **CHUNKS),
     "windows": save_gemma3,
+    "sinks": save_gpt_oss,
     "experts": lambda folder: save_checkpoint(folder, "Qwen3Moe", num_hidden_layers=3, **EXPERTS),
 }
 DRAFT_LEN = 3

@@ -9,23 +9,26 @@ from typing import Any
 import pytest
 import torch
 
+from tests.models.published_gpt_oss import GPT_OSS_20B
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import Communicator
+from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.executor.building import memory
 from tllm_spec.executor.building.engines import build_engines
 from tllm_spec.executor.building.memory import check_free_memory
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.engine.free_memory import free_bytes, machine_bytes
 from tllm_spec.executor.engine.memory_plan import DUMMY_PAGES, plan_num_pages, round_bytes
-from tllm_spec.executor.engine.page_plan import GroupPlan, PoolPlan
+from tllm_spec.executor.engine.page_plan import GroupPlan, PoolPlan, own_groups
 from tllm_spec.executor.resources.kv_cache import SpanRoom
 from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.kernels.kv_codes import UNSCALED
 from tllm_spec.kernels.scaled_linear_slices import MAX_BYTES
 from tllm_spec.llm import LLM
+from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.plain import CpuWeight
 from tllm_spec.models.linear import Linear
 
@@ -64,13 +67,13 @@ def test_a_gpus_cache_has_the_tokens_asked_for_as_far_as_the_share_of_memory_goe
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "num_pages"), [(32 * 20, [20, 20]), (None, [87, 12]), (32 * 60, [60, 12])]
+    ("max_tokens", "num_pages"), [(32 * 20, [20, 20]), (None, [89, 10]), (32 * 60, [60, 10])]
 )
 def test_groups_share_the_memory_by_what_the_longest_request_holds_of_each(
     monkeypatch: pytest.MonkeyPatch, max_tokens: int | None, num_pages: list[int]
 ) -> None:
-    """A request of 2,048 tokens holds 64 pages, and in the window of 64 tokens 9 of them: those of
-    202 tokens and two more."""
+    """A request of 2,048 tokens holds 64 pages, and in the window of 64 tokens 5 of them: those of
+    74 tokens and two more. Prompts need 4 more."""
     cache = {"max_tokens": max_tokens, "free_gpu_memory_fraction": 1.0}
     args = LlmArgs(model="m", max_num_tokens=64, kv_cache_config=cache)
     model = model_of(8, 8, 8, torch.float32)
@@ -80,6 +83,31 @@ def test_groups_share_the_memory_by_what_the_longest_request_holds_of_each(
     groups = [GROUP, replace(GROUP, span=KeySpan(64, slides=True))]
     found = plan_num_pages(args, groups, [model], 2048, ROOM)
     assert [number - DUMMY_PAGES for number in found] == num_pages
+
+
+def pages_for(
+    budget: int, config: ModelConfig, max_len: int, monkeypatch: pytest.MonkeyPatch
+) -> list[int]:
+    """Of each group of a published model, with the usual size of prompts."""
+    args = LlmArgs(model="m", kv_cache_config={"free_gpu_memory_fraction": 1.0})
+    model = model_of(8, 8, 8, torch.bfloat16)
+    free = round_bytes(args, [model]) + budget
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    room = SpanRoom(page_size=32, ahead=24, in_context=2 * args.max_num_tokens)
+    groups = own_groups(config.layer_groups(SINGLE_RANK), KVFormat(torch.bfloat16))
+    found = plan_num_pages(args, groups, [model], max_len, room)
+    return [number - DUMMY_PAGES for number in found]
+
+
+def test_requests_of_8k_tokens_of_gpt_oss_take_about_half_of_what_full_layers_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, length = ModelConfig.from_dict(GPT_OSS_20B), 8192
+    (full,) = pages_for(40 * GIB, config.within(1), length, monkeypatch)
+    windows, mixed = pages_for(40 * GIB, config, length, monkeypatch)
+    assert full / mixed < 0.55
+    assert windows > 7 * mixed // (length // 32)  # 128 tokens and the rounds ahead of each request
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 4), (torch.bfloat16, 2)])

@@ -46,6 +46,7 @@ def watch_drafts(harness: Harness, max_match: int = 64) -> dict[tuple[int, int],
     return seen
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("max_match", [-1, 1, 2])
 @pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["undisturbed", "small_pool"])
 def test_a_rounds_drafts_follow_the_longest_match_in_the_requests_text(

@@ -10,7 +10,12 @@ import pytest
 
 from tests.executor.harness import user_provided
 from tllm_spec.llm import LLM
-from tllm_spec.recording.traffic_folder import TrafficFolder, files_of, read_records
+from tllm_spec.recording.traffic_folder import (
+    TrafficFolder,
+    files_of,
+    latest_records,
+    read_records,
+)
 from tllm_spec.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.7)
@@ -111,6 +116,17 @@ def test_the_oldest_records_are_dropped_when_the_folder_is_full(tmp_path: Path) 
     left = [line for file in files for line in file.read_bytes().splitlines()]
     assert left[-1] == lines[-1]
     assert lines[0] not in left
+
+
+def test_the_latest_records_are_read_from_the_latest_files(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "traffic"
+    for prompt in (1, 2, 3):
+        with make_llm(tiny, folder) as llm:
+            llm.generate([[prompt], [prompt + 10]], PARAMS, use_tqdm=False)
+    first, *_ = files_of(folder)
+    first.write_text("not JSON")
+    found = {record.prompt[0] for record in latest_records(folder, 3)}
+    assert {3, 13} < found < {2, 12, 3, 13}
 
 
 def test_a_full_disk_loses_records_and_no_request(

@@ -50,7 +50,8 @@ def test_its_tokenizer_is_that_of_the_file(zoo_file: Path) -> None:
     assert rendered[0] == rendered[1]
 
 
-@pytest.mark.parametrize("mode", ["plain", "ngram", "draft_target", "eagle3"])
+@pytest.mark.thinned(4)
+@pytest.mark.parametrize("mode", ["eagle3", "plain", "ngram", "draft_target"])
 def test_its_text_is_that_of_the_folder(mode: str, zoo_file: Path) -> None:
     prompts = [load_tokenizer("zoo:llama").encode(text) for text in (TEXT, "import os\nimport ")]
     params = SamplingParams(max_tokens=24, temperature=0.5, seed=3)

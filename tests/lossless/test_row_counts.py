@@ -104,6 +104,7 @@ def test_any_number_of_rows_gives_the_text_of_plain_decoding(
     assert preempted == bool(options)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("attn_backend", ["VANILLA", "TRITON"])
 @pytest.mark.parametrize("latents", [False, True], ids=["heads", "latents"])
 def test_every_attention_serves_any_number_of_rows(

@@ -11,6 +11,7 @@ import pytest
 
 from tests.models.published import GEMMA3, PHI4_MINI, PUBLISHED, QWEN3_NEXT
 from tests.models.published_fp8 import PUBLISHED_FP8
+from tests.models.published_gpt_oss import GPT_OSS
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.eagle_config import EagleConfig
@@ -53,6 +54,7 @@ CASES = {
     "gemma3": (GEMMA3["Gemma-3-4b"], read_model),
     "gemma3 text": (GEMMA3["Gemma-3-270m"], read_model),
     "phi3": (PHI4_MINI, read_model),
+    "gpt-oss": (GPT_OSS["gpt-oss-20b"], read_model),
     "qwen3-next": (QWEN3_NEXT, build),
     "moe": (PUBLISHED["Qwen2-57B-A14B"], read_model),
     "blocks": (PUBLISHED_FP8["Qwen3-8B-FP8"][0], read_model),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.kernels.tree_problem import bits_of, random_paths
+from tests.models.gpt_oss import save_gpt_oss
 from tests.models.helpers import (
     PagedRunner,
     load,
@@ -37,6 +38,7 @@ LLAMA4: dict[str, Any] = {
 SAVERS: dict[str, Callable[[Path], Any]] = {
     "Llama": lambda folder: save_checkpoint(folder, "Llama"),
     "Llama4": lambda folder: save_llama4(folder, **LLAMA4),
+    "gpt-oss": lambda folder: save_gpt_oss(folder, sliding_window=5),
     "Gemma3": lambda folder: save_gemma3(folder, sliding_window=5),
 }
 

@@ -35,9 +35,16 @@ class RecurrentGeometry:
 
     def slot_bytes(self, dtype: torch.dtype) -> int:
         """What a slot takes in all layers. dtype: of the model."""
+        return self._bytes(self.ring, dtype)
+
+    def snapshot_bytes(self, dtype: torch.dtype) -> int:
+        """The same of a snapshot."""
+        return self._bytes(self.shape.kernel_size - 1, dtype)
+
+    def _bytes(self, num_rows: int, dtype: torch.dtype) -> int:
         shape = self.shape
         state = shape.num_value_heads * shape.key_dim * shape.value_dim * torch.float32.itemsize
-        return self.num_layers * (state + self.ring * shape.num_inputs * dtype.itemsize)
+        return self.num_layers * (state + num_rows * shape.num_inputs * dtype.itemsize)
 
 
 class RecurrentMemory:
@@ -55,6 +62,32 @@ class RecurrentMemory:
         self.inputs = torch.zeros(sizes, dtype=dtype, device=device)
         self.lens = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.layers = [DeltaMemory(*own) for own in zip(self.states, self.inputs, strict=True)]
+
+    def make_room(self, num_snapshots: int) -> None:
+        """For copies of the states of a slot."""
+        (number, _, *heads), (_, _, _, width) = self.states.shape, self.inputs.shape
+        taps = self.geometry.shape.kernel_size - 1
+        self._saved = self.states.new_empty((number, num_snapshots, *heads))
+        self._saved_inputs = self.inputs.new_empty((number, num_snapshots, taps, width))
+
+    def save(self, slot: int, number: int, position: int) -> None:
+        """Copies what the slot has after its first `position` tokens, which are of a prompt, to a
+        snapshot."""
+        self._saved[:, number].copy_(self.states[:, slot])
+        for index, place in enumerate(self._tap_places(position)):
+            self._saved_inputs[:, number, index].copy_(self.inputs[:, slot, place])
+
+    def restore(self, number: int, slot: int, position: int) -> None:
+        """The slot goes on from a snapshot after `position` tokens."""
+        self.states[:, slot].copy_(self._saved[:, number])
+        for index, place in enumerate(self._tap_places(position)):
+            self.inputs[:, slot, place].copy_(self._saved_inputs[:, number, index])
+        self.lens[slot : slot + 1].fill_(position)
+
+    def _tap_places(self, position: int) -> list[int]:
+        """Where the ring has the inputs that the convolution at a position reads again."""
+        first = position - self.geometry.shape.kernel_size + 1
+        return [index % self.geometry.ring for index in range(first, position)]
 
     def begin(
         self,

@@ -23,6 +23,7 @@ LATENCIES = {
     "ttft_ms": "time to first token, p50 (ms)",
     "e2el_ms": "request latency, p50 (ms)",
 }
+LOADS = "concurrency, or requests per second as 4/s"
 MAX_PANELS = 2
 STYLES: dict[str, list[Any]] = {
     "color": ["#0b3d91", "#c05a00", "#3a8f5c", "#7a3fa0", "#b3261e", "#4b5563"],
@@ -103,9 +104,10 @@ def check_format(path: Path) -> None:
         )
 
 
-def draw(curves: Curves, title: str) -> Figure:
+def draw(curves: Curves, title: str, labels: str = LOADS) -> Figure:
     """A figure with a panel for each of the first two latencies that any load has. Throughput is
-    upwards, so that up and left is better. Points are labelled with their load."""
+    upwards, so that up and left is better. Points are labelled with their load, or what `labels`
+    says."""
     from matplotlib.figure import Figure
 
     found = {name for curve in curves.values() for point in curve for name in _measured(point)}
@@ -128,7 +130,7 @@ def draw(curves: Curves, title: str) -> Figure:
         loc="outside upper center",
         ncols=len(latencies),
         handlelength=4,
-        title="numbers: concurrency, or requests per second as 4/s",
+        title=f"numbers: {labels}",
     )
     return figure
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tllm_spec.config.llm_args import LlmArgs, overlay, read_options
 from tllm_spec.outputs import SpeculativeStats
-from tllm_spec.recording.traffic_folder import read_traffic
+from tllm_spec.recording.traffic_folder import files_of, read_records, read_traffic
 from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.replay import replay
 
@@ -33,18 +33,12 @@ def replay_report(
 def read_served(
     folder: Path, num_requests: int = 0
 ) -> tuple[list[TrafficRecord], str, dict[str, Any]]:
-    """The latest requests in the order of their arrival, and the model and options that served the
-    last of them."""
-    records: list[TrafficRecord] = []
-    header: dict[str, Any] = {}
-    for each in read_traffic(folder):
-        if isinstance(each, TrafficRecord):
-            records.append(each)
-        else:
-            header = each
+    """The latest requests in the order of their arrival, and the model and options that the latest
+    file has."""
+    records = read_records(folder, num_requests or None)
+    header = next(each for each in read_traffic(files_of(folder)[-1]) if isinstance(each, dict))
     if not records:
         raise ValueError(f"{folder} has no recorded requests")
-    records = sorted(records, key=lambda record: record.arrived_us)[-num_requests:]
     return records, header["model"], header["options"]
 
 

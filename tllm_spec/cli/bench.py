@@ -27,7 +27,7 @@ from tllm_spec.cli.bench_options import (
     write_text,
 )
 from tllm_spec.cli.bench_serve import serve
-from tllm_spec.cli.bench_traffic import erase_traffic, replay
+from tllm_spec.cli.bench_traffic import erase_traffic, replay, tune
 from tllm_spec.cli.trtllm_options import (
     BY_NAME,
     either_spelling,
@@ -115,6 +115,7 @@ main.add_command(break_even)
 main.add_command(serve)
 main.add_command(erase_traffic)
 main.add_command(replay)
+main.add_command(tune)
 
 
 def _sweep(context: click.Context, option: click.Parameter, text: str) -> list[int]:

@@ -7,9 +7,13 @@ import click
 from tllm_spec.cli.bench_options import (
     EXISTING_FILE,
     NOT_NEGATIVE,
+    OUTPUT_FILE,
     Model,
+    plot_option,
     report_json_option,
+    write_bytes,
     write_json,
+    write_text,
 )
 
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -18,7 +22,9 @@ EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.command(name="erase-traffic")
 @click.argument("folder", type=EXISTING_FOLDER)
 @click.option(
-    "--client", required=True, help="Name of the client's key, or its address; a network in IPv6."
+    "--client",
+    required=True,
+    help="Name of the client's key, its address (in IPv6 a network), or its hash in the records.",
 )
 @click.option("--user", help="Only this user of the client (`user`, `safety_identifier`).")
 def erase_traffic(folder: Path, client: str, user: str | None) -> None:
@@ -29,7 +35,7 @@ def erase_traffic(folder: Path, client: str, user: str | None) -> None:
     traffic = TrafficFolder(folder)
     names = client, f"key {client}"
     if user is None:
-        clients = {traffic.hash_of(name) for name in names}
+        clients = {client, *map(traffic.hash_of, names)}
         number = traffic.erase(lambda record: record.client in clients)
     else:
         users = {traffic.hashes_of((name, kept_name(user)))[1] for name in names}
@@ -69,3 +75,50 @@ def replay(
     report = replay_report(folder, None if model is None else model.path, configs, num_requests)
     click.echo(replay_table(report))
     write_json(report_json, report)
+
+
+@click.command()
+@click.argument("folder", type=EXISTING_FOLDER)
+@click.option(
+    "--extra_llm_api_options",
+    "--config",
+    "configs",
+    type=EXISTING_FILE,
+    multiple=True,
+    help="YAML file with arguments of LLM: a drafter, whose draft length and shorter ones are "
+    "compared. May be given repeatedly. [default: the drafter that served, and SA]",
+)
+@click.option(
+    "--num_requests", type=NOT_NEGATIVE, default=0, help="The latest requests to take; 0: all."
+)
+@click.option("--output", type=OUTPUT_FILE, help="YAML file to write the best configuration to.")
+@plot_option
+@report_json_option
+@click.pass_obj
+def tune(
+    model: Model | None,
+    folder: Path,
+    configs: tuple[Path, ...],
+    num_requests: int,
+    output: Path | None,
+    plot: Path | None,
+    report_json: Path | None,
+) -> None:
+    """Choose the drafter and draft length that would have served recorded traffic best.
+
+    Acceptance comes from a replay, round times are measured on this machine, and requests arrive
+    as they were recorded."""
+    from tllm_spec.bench import plot as plots
+    from tllm_spec.bench import tune_report as reports
+
+    scores = reports.tune(folder, None if model is None else model.path, configs, num_requests)
+    click.echo(reports.tune_table(scores))
+    best = reports.best_yaml(scores)
+    click.echo(best)
+    if output is not None:
+        write_text(output, best)
+    if plot is not None:
+        title = plots.title_of(folder.name)
+        figure = plots.draw(reports.tune_curves(scores), title, "draft length or tree")
+        write_bytes(plot, plots.image(figure, plot.suffix))
+    write_json(report_json, reports.tune_report(scores))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from tllm_spec import __version__
+from tllm_spec.cli.version import version_line
 from tllm_spec.config.config_base import ConfigError
 from tllm_spec.config.llm_args import LlmArgs, overlay
 from tllm_spec.config.option_checks import NotServed, shown
@@ -242,4 +242,17 @@ def log_level_option(default: str) -> Callable[[Command], Command]:
 
 def version_option(command: str) -> Callable[[Command], Command]:
     """`--version` of a command."""
-    return click.version_option(__version__, prog_name=command, message="%(prog)s %(version)s")
+
+    def show(context: click.Context, option: click.Parameter, is_given: bool) -> None:
+        if is_given and not context.resilient_parsing:
+            click.echo(version_line(command))
+            context.exit()
+
+    return click.option(
+        "--version",
+        is_flag=True,
+        expose_value=False,
+        is_eager=True,
+        callback=show,
+        help="Show the version, the commit and the installed extras, and exit.",
+    )

@@ -35,6 +35,7 @@ from tllm_spec.models.gemma3_config import (
     flat_gemma3,
     gemma3_config,
 )
+from tllm_spec.models.gpt_oss_config import GPT_OSS, GPT_OSS_DEFAULTS, flat_gpt_oss
 from tllm_spec.models.llama4_config import (
     LLAMA4_DEFAULTS,
     Llama4Config,
@@ -91,6 +92,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "Llama4ForConditionalGeneration": _COMMON | LLAMA4_DEFAULTS,
     **dict.fromkeys(GEMMA3, GEMMA3_DEFAULTS),
     PHI3: PHI3_DEFAULTS,
+    GPT_OSS: GPT_OSS_DEFAULTS,
     QWEN3_NEXT: QWEN3_NEXT_DEFAULTS,
 } | DEEPSEEK_DEFAULTS
 _LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
@@ -100,10 +102,11 @@ _FLAT: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     **dict.fromkeys(GEMMA3, flat_gemma3),
     PHI3: flat_phi3,
     QWEN3_NEXT: flat_qwen3_next,
+    GPT_OSS: flat_gpt_oss,
 }
 _NO_BIAS = ("MistralForCausalLM", "MixtralForCausalLM", PHI3)
 _O_BIAS = (
-    *("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3_NEXT),
+    *("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3_NEXT, GPT_OSS),
     *_LLAMA4,
     *GEMMA3,
 )
@@ -131,6 +134,8 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    has_sinks: bool
+    """Whether each query head has an attention sink."""
     qk_norm: bool
     hidden_act: str
     dtype: torch.dtype
@@ -205,6 +210,7 @@ class ModelConfig:
             qkv_bias=_qkv_bias(raw, architecture),
             o_bias=bias and architecture in _O_BIAS,
             mlp_bias=bool(raw.get("mlp_bias")) and architecture == "LlamaForCausalLM",
+            has_sinks=architecture == GPT_OSS,
             qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3_NEXT, *GEMMA3)
             or (architecture in _LLAMA4 and bool(raw["use_qk_norm"])),
             hidden_act=raw["hidden_act"],
@@ -307,6 +313,7 @@ class ModelConfig:
             head_dim=self.head_dim,
             scale=self.head_dim**-0.5 if self.gemma3 is None else self.gemma3.query_scale,
             span=span,
+            has_sinks=self.has_sinks,
         )
 
     def _span(self, layer: int) -> KeySpan | None:
@@ -327,6 +334,11 @@ def _weight_formats(path: Path | None, raw: dict[str, Any]) -> dict[str, Any]:
     if name in ("Gemma3ForConditionalGeneration", QWEN3_NEXT) and (int4 or fp8):
         raise ValueError(
             f"{name} has quantised weights; it is served with weights of 16 or 32 bits."
+        )
+    if name == GPT_OSS and (fp8 or (int4 and int4.packing != "mxfp4_experts")):
+        raise ValueError(
+            "GptOssForCausalLM has other quantised weights than MXFP4 experts (quant_method "
+            "'mxfp4'), which are served, as are weights of 16 or 32 bits."
         )
     return {"int4": int4, "fp8": fp8, "kv_cache": kv_cache_setting(path, raw)}
 

@@ -116,7 +116,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
     (_Kind(f"a number from 2 to {MAX_NUMBER}", _is_number(2)), "rope_theta rope_local_base_freq"),
     (
         _Kind(f"a number from 1 to {MAX_NUMBER}", _is_number(1), is_nullable=False),
-        "query_pre_attn_scalar",
+        "query_pre_attn_scalar swiglu_alpha swiglu_limit",
     ),
     (
         # Llama 4 has an integer for one of them.

@@ -48,14 +48,20 @@ class Experts(Module):
         inner = self.mapping.shard_expert(config.intermediate_size)
         self.first = self.num_routed * self.mapping.ep_rank
         self.shape = number, hidden, inner
+        self.limit = config.swiglu_limit
+        self.gate_up_bias = placement.parameter(number, 2 * inner) if config.has_bias else None
+        self.down_bias = placement.parameter(number, hidden) if config.has_bias else None
+        if self.down_bias is not None and self.mapping.moe_tp_rank > 0:
+            self.down_bias.zero_()  # the first rank of a slice adds it
         self._create(placement)
 
     def _create(self, placement: Placement) -> None:
         number, hidden, inner = self.shape
         full = inner * self.mapping.moe_tp_size
-        self._use("gate_up", choose_stacked((number, 2 * inner, hidden), placement, gated=True))
-        own = placement.of_inputs(inner, full)
-        self._use("down", choose_stacked((number, hidden, inner), own, gated=False))
+        shape, bias = (number, 2 * inner, hidden), self.gate_up_bias
+        self._use("gate_up", choose_stacked(shape, placement, gated=True, bias=bias))
+        own, bias = placement.of_inputs(inner, full), self.down_bias
+        self._use("down", choose_stacked((number, hidden, inner), own, gated=False, bias=bias))
 
     def _use(self, name: str, weights: StackedWeight) -> None:
         """Replaces one of the two layers, with its tensors."""
@@ -77,7 +83,7 @@ class Experts(Module):
         number, first = self.shape[0], None if self.mapping.ep_size == 1 else self.first
         block_rows = block_rows_of(experts.numel(), number, x.dtype, x.device)
         rows = moe_permute(experts, number, block_rows, first)
-        inner = self.gate_up_weights.gated(x, rows, input_weights)
+        inner = self.gate_up_weights.gated(x, rows, input_weights, self.limit)
         return self.down_weights.multiply(inner, rows)
 
     def own(self, experts: torch.Tensor) -> OwnExperts | None:
@@ -99,9 +105,25 @@ class Experts(Module):
                 parts = (names.gate, names.up, names.down)
                 own = expert - self.first
                 yield from self._slots_of(own, f"{path}.{expert}", parts)
+                yield from self._biases_of(own, f"{path}.{expert}", parts)
         if number < self.shape[0]:
             parts = ("gate_proj", "up_proj", "down_proj")
             yield from self._slots_of(number, sibling(path, names.shared), parts)
+
+    def _biases_of(
+        self, expert: int, path: str, parts: tuple[str, str, str]
+    ) -> Iterator[tuple[str, WeightSlot]]:
+        """As `_slots_of`."""
+        if self.gate_up_bias is None or self.down_bias is None:
+            return
+        number, hidden, inner = self.shape
+        start, full = inner * self.mapping.moe_tp_rank, inner * self.mapping.moe_tp_size
+        is_here = 0 <= expert < number
+        for name, rows in zip(parts[:2], (slice(inner), slice(inner, None)), strict=True):
+            own = self.gate_up_bias[expert, rows] if is_here else None
+            yield f"{path}.{name}.bias", WeightSlot(own, (full,), 0, start)
+        own = self.down_bias[expert] if is_here and start == 0 else None
+        yield f"{path}.{parts[2]}.bias", WeightSlot(own, (hidden,))
 
     def _fused_slot(self, weights: StackedWeight, shard_dim: int, parts: int) -> FusedSlot:
         mapping = self.mapping

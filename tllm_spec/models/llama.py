@@ -29,6 +29,8 @@ class Attention(Module):
 
     projection: type[ColumnLinear] = ColumnLinear
     head_norm: type[HeadNorm] = HeadNorm
+    sinks: nn.Parameter | None
+    """`[Hq]` float32 of attention sinks, if the geometry has them."""
     query_outputs = 1
     """Outputs of `q_proj` for each element of the queries."""
 
@@ -59,6 +61,7 @@ class Attention(Module):
             if config.qk_norm
             else None
         )
+        self.sinks = None
         self.o_proj = RowLinear(q_size, config.hidden_size, bias=config.o_bias, placement=placement)
 
     def forward(
@@ -68,7 +71,7 @@ class Attention(Module):
         hidden first."""
         heads, head_weights = self._heads(hidden, norm)
         own = context.groups[self.group]
-        return own.heads_backend.run(self.layer, heads, rotary, own.plan, head_weights)
+        return own.heads_backend.run(self.layer, heads, rotary, own.plan, head_weights, self.sinks)
 
     def write(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext

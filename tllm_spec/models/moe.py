@@ -20,7 +20,7 @@ class Router(Linear):
 
     def __init__(self, config: MoEConfig, placement: Placement) -> None:
         hidden, number = config.hidden_size, config.num_experts
-        super().__init__(hidden, number, bias=False, placement=placement.wide)
+        super().__init__(hidden, number, bias=config.has_bias, placement=placement.wide)
         self.rule, self.in_float32 = config.routing, config.float32_router
         values = torch.empty(config.num_experts, dtype=torch.float32, device=placement.device)
         self.e_score_correction_bias = (

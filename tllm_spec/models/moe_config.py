@@ -3,6 +3,7 @@
 from typing import Any
 
 from tllm_spec.models.config_file import required
+from tllm_spec.models.gpt_oss_config import GPT_OSS
 from tllm_spec.models.moe_shape import MoEConfig
 
 # The defaults of each architecture's configuration class in transformers.
@@ -19,9 +20,9 @@ MOE_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
     },
-    # `flat_qwen3_next` fills in what is missing.
+    # `flat_gpt_oss`, `flat_qwen3_next` and `flat_llama4` fill in what is missing.
+    GPT_OSS: {},
     "Qwen3NextForCausalLM": {},
-    # `flat_llama4` fills in what is missing.
     "Llama4ForCausalLM": {},
     "Llama4ForConditionalGeneration": {},
 }
@@ -35,8 +36,9 @@ def moe_config(architecture: str, raw: dict[str, Any]) -> MoEConfig | None:
     """
     if architecture not in MOE_DEFAULTS:
         return None
-    is_mixtral = architecture == "MixtralForCausalLM"
-    size = raw["intermediate_size" if is_mixtral else "moe_intermediate_size"]
+    is_gpt_oss = architecture == GPT_OSS
+    has_one_size = is_gpt_oss or architecture == "MixtralForCausalLM"
+    size = raw["intermediate_size" if has_one_size else "moe_intermediate_size"]
     is_llama4 = architecture.startswith("Llama4")
     has_gate = architecture in ("Qwen2MoeForCausalLM", "Qwen3NextForCausalLM")
     has_shared = is_llama4 or has_gate
@@ -45,11 +47,13 @@ def moe_config(architecture: str, raw: dict[str, Any]) -> MoEConfig | None:
         num_experts=_num_experts(raw),
         top_k=int(raw["num_experts_per_tok"]),
         intermediate_size=int(size),
-        normalise_top_k=is_mixtral or bool(raw.get("norm_topk_prob")),
+        normalise_top_k=has_one_size or bool(raw.get("norm_topk_prob")),
         shared_intermediate_size=int(raw["shared_expert_intermediate_size"]) if has_shared else 0,
         shared_gate=has_gate,
         scoring="sigmoid" if is_llama4 else "softmax",
         apply_weight_on_input=is_llama4,
+        has_bias=is_gpt_oss,
+        swiglu_limit=float(raw["swiglu_limit"]) if is_gpt_oss else None,
     )
     if not 0 < config.top_k <= config.num_experts:
         raise ValueError(

@@ -28,6 +28,10 @@ class MoEConfig:
     """Qwen2-MoE: the shared expert's output is multiplied by the sigmoid of one more output."""
     apply_weight_on_input: bool = False
     """Llama 4: an expert's weight multiplies its input instead of its output."""
+    has_bias: bool = False
+    """gpt-oss: the router and the experts have biases."""
+    swiglu_limit: float | None = None
+    """gpt-oss: the limit of its SwiGLU (kernels/grouped_gemm.py)."""
     float32_router: bool = False
     """DeepSeek: a model in 16 bits computes its router's logits in float32."""
     fuses_shared: bool = True
@@ -77,4 +81,5 @@ class MoENames:
 QWEN_NAMES = MoENames()
 DEEPSEEK_NAMES = MoENames(shared="shared_experts")
 MIXTRAL_NAMES = MoENames(gate="w1", up="w3", down="w2")
+GPT_OSS_NAMES = MoENames(router="router")
 LLAMA4_NAMES = MoENames(router="router", fused=True)

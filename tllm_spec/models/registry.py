@@ -19,6 +19,7 @@ from tllm_spec.models.formats.quantised_layers import (
     with_quantised,
 )
 from tllm_spec.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
+from tllm_spec.models.gpt_oss import GptOssForCausalLM
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
@@ -44,6 +45,7 @@ MODELS: dict[str, type[LlamaForCausalLM]] = {
     "Llama4ForConditionalGeneration": Llama4ForConditionalGeneration,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
+    "GptOssForCausalLM": GptOssForCausalLM,
     "DeepseekV2ForCausalLM": DeepseekForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekForCausalLM,
 }

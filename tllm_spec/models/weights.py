@@ -14,8 +14,10 @@ from tllm_spec.models.checkpoint import checkpoint_tensors, listed
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.fp8_tensors import fp8_tensors
 from tllm_spec.models.formats.gguf_tensors import gguf_tensors
+from tllm_spec.models.formats.gpt_oss_tensors import gpt_oss_tensors
 from tllm_spec.models.formats.int4_packings import SYMMETRIC_ZERO
 from tllm_spec.models.formats.int4_tensors import int4_tensors
+from tllm_spec.models.gpt_oss_config import GPT_OSS
 from tllm_spec.models.layers import HeadNorm, RMSNorm
 from tllm_spec.models.module import Module, StoredWeight, WeightSlot
 from tllm_spec.models.tied_output import EMBEDDING, OUTPUT, stored_pair
@@ -65,6 +67,9 @@ def stored_tensors(
     missing or not readable."""
     if is_gguf(path):
         return gguf_tensors(path, wants)
+    if config.architecture == GPT_OSS:
+        in_mxfp4 = config.int4 is not None
+        return gpt_oss_tensors(path, config.num_layers, wants, in_mxfp4=in_mxfp4)
     if config.int4 is not None:
         return int4_tensors(path, config.int4, wants)
     if config.fp8 is None:

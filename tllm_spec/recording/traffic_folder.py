@@ -7,6 +7,7 @@ import fcntl
 import hmac
 import os
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,10 +119,21 @@ def read_traffic(path: Path) -> Iterator[TrafficRecord | dict[str, Any]]:
                 raise ValueError(f"{file}, line {number}: {error}") from error
 
 
-def read_records(path: Path) -> list[TrafficRecord]:
-    """The records without headers, by their arrival."""
-    records = [each for each in read_traffic(path) if isinstance(each, TrafficRecord)]
-    return sorted(records, key=lambda record: record.arrived_us)
+def read_records(path: Path, number: int | None = None) -> list[TrafficRecord]:
+    """The records without headers, by their arrival. number: only so many, those that ended last;
+    no others are kept in memory."""
+    found = (each for each in read_traffic(path) if isinstance(each, TrafficRecord))
+    return sorted(deque(found, maxlen=number), key=lambda record: record.arrived_us)
+
+
+def latest_records(path: Path, number: int) -> list[TrafficRecord]:
+    """The same of a folder's latest files, as many as are needed."""
+    records: list[TrafficRecord] = []
+    for file in reversed(files_of(path)):
+        if len(records) >= number:
+            break
+        records = read_records(file, number - len(records)) + records
+    return records
 
 
 def _text_of(file: Path) -> Iterator[str]:

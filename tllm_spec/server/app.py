@@ -58,7 +58,7 @@ from tllm_spec.server.protocol import (
 )
 from tllm_spec.server.refusals import RequestRefused
 from tllm_spec.server.responses import Answer
-from tllm_spec.server.responses_answer import ResponseAnswer
+from tllm_spec.server.responses_answer import response_answer
 from tllm_spec.server.responses_protocol import CHAT_NAMES, ResponsesRequest
 from tllm_spec.server.shares import ClientShares, within_budget
 from tllm_spec.server.streaming import (
@@ -265,11 +265,10 @@ class OpenAIServer:
         answer = chat_answer(
             body,
             self._options,
+            self._chat_prompts.harmony,
             self._model,
             self._tokenizer,
-            params.n,
-            params.logprobs,
-            params.prompt_logprobs,
+            *(params.n, params.logprobs, params.prompt_logprobs),
             is_guided=params.guided_decoding is not None,
         )
         caller = caller_of(request, body)
@@ -283,7 +282,8 @@ class OpenAIServer:
         params = await self._params_of(chat, request, CHAT_NAMES)
         caller = caller_of(request, body)
         handles = await self._start_chat(chat, request, params, caller, CHAT_NAMES)
-        answer, running = ResponseAnswer(body), self._running(request, handles, body.stream)
+        answer = response_answer(body, params, self._tokenizer, self._chat_prompts.harmony)
+        running = self._running(request, handles, body.stream)
         if body.stream:
             return EventStream(answer.events(running))
         results = await unless_disconnected(request, finished_outputs(running))

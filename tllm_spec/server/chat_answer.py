@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tllm_spec.outputs import CompletionOutput, RequestOutput
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.parsers.forced_calls import ForcedCall, ForcedCalls
+from tllm_spec.server.parsers.harmony import HarmonyParser, MarkedText
 from tllm_spec.server.parsers.names import TOOL_PARSERS
 from tllm_spec.server.parsers.pieces import (
     Arguments,
@@ -25,6 +27,7 @@ from tllm_spec.server.protocol import ChatCompletionRequest
 from tllm_spec.server.refusals import RequestRefused
 from tllm_spec.server.responses import ChatAnswer, Json
 from tllm_spec.server.tool_protocol import NamedChoice
+from tllm_spec.text.tokenizer import Tokenizer
 
 NO_PARSER = (
     "tool_choice = 'auto' needs a server with --tool_call_parser; none, required and a function "
@@ -33,10 +36,11 @@ NO_PARSER = (
 
 
 def parser_of(
-    body: ChatCompletionRequest, options: ServerOptions, *, is_guided: bool
+    body: ChatCompletionRequest, options: ServerOptions, *, is_guided: bool, is_harmony: bool
 ) -> NewParser | None:
     """None if the text is the answer. A grammar applies from the first token, so guided text has no
-    reasoning. Raises RequestRefused for tools without a parser."""
+    reasoning. is_harmony: of the model, if no option names another format. Raises RequestRefused
+    for tools without a parser."""
     choice = body.tool_choice or ("auto" if body.tools else "none")
     if isinstance(choice, NamedChoice):
         name = choice.function.name
@@ -45,6 +49,10 @@ def parser_of(
         return ForcedCalls
     if is_guided:
         return None
+    if is_harmony:
+        tools = () if choice == "none" else body.tools or ()
+        functions = frozenset(tool.function.name for tool in tools)
+        return lambda: HarmonyParser(functions)
     if choice == "none":
         if options.reasoning_parser is None:
             return None
@@ -59,6 +67,7 @@ class _Choice:
     """One sample's text as far as it was parsed."""
 
     parser: Parser
+    marked: MarkedText | None = None
     num_calls: int = 0
     has_ended: bool = False
     # What the text that was last read has added: reasoning, content and calls.
@@ -106,10 +115,16 @@ class ParsedChatAnswer(ChatAnswer):
     is_named: OpenAI ends such an answer with "stop", other calls with "tool_calls"."""
 
     def __init__(
-        self, new_parser: NewParser, *arguments: Any, is_parallel: bool, is_named: bool
+        self,
+        new_parser: NewParser,
+        new_marked: Callable[[], MarkedText] | None,
+        *arguments: Any,
+        is_parallel: bool,
+        is_named: bool,
     ) -> None:
+        """new_marked: for parsers that read marks of special tokens."""
         super().__init__(*arguments)
-        self._new_parser = new_parser
+        self._new_parser, self._new_marked = new_parser, new_marked
         self._is_parallel = is_parallel
         self._is_named = is_named
         self._choices: dict[int, _Choice] = {}
@@ -150,7 +165,10 @@ class ParsedChatAnswer(ChatAnswer):
     def _read(self, index: int, text: str, output: CompletionOutput) -> Json:
         choice = self._choices.get(index)
         if choice is None:
-            choice = self._choices[index] = _Choice(self._new_parser())
+            marked = None if self._new_marked is None else self._new_marked()
+            choice = self._choices[index] = _Choice(self._new_parser(), marked)
+        if choice.marked is not None:
+            text = choice.marked.new(output)
         is_last = output.finish_reason is not None
         return choice.read(text, is_last=is_last, is_parallel=self._is_parallel)
 
@@ -162,15 +180,24 @@ def _call(index: int, name: str) -> Json:
 
 
 def chat_answer(
-    body: ChatCompletionRequest, options: ServerOptions, *arguments: Any, is_guided: bool
+    body: ChatCompletionRequest,
+    options: ServerOptions,
+    harmony: Mapping[int, str],
+    model: str,
+    tokenizer: Tokenizer,
+    *arguments: Any,
+    is_guided: bool,
 ) -> ChatAnswer:
-    """arguments: of ChatAnswer. Raises RequestRefused for tools without a parser."""
-    new_parser = parser_of(body, options, is_guided=is_guided)
+    """harmony: special tokens of a model that writes this format, or empty. The next arguments:
+    of ChatAnswer. Raises RequestRefused for tools without a parser."""
+    is_harmony = bool(harmony) and not (options.tool_call_parser or options.reasoning_parser)
+    new_parser = parser_of(body, options, is_guided=is_guided, is_harmony=is_harmony)
     if new_parser is None:
-        return ChatAnswer(*arguments)
+        return ChatAnswer(model, tokenizer, *arguments)
     return ParsedChatAnswer(
         new_parser,
-        *arguments,
+        partial(MarkedText, tokenizer, harmony) if is_harmony and not is_guided else None,
+        *(model, tokenizer, *arguments),
         is_parallel=body.parallel_tool_calls,
         is_named=isinstance(body.tool_choice, NamedChoice),
     )

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from tllm_spec.outputs import RequestOutput
+from tllm_spec.outputs import CompletionOutput, RequestOutput
+from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.server.parsers.harmony import FinalText
 from tllm_spec.server.refusals import error_body
 from tllm_spec.server.responses import Json, usage_of
 from tllm_spec.server.responses_protocol import ResponsesRequest
 from tllm_spec.server.streaming import EngineError, Running
+from tllm_spec.text.tokenizer import Tokenizer
 
 INCOMPLETE = {"length": "max_output_tokens"}
 
@@ -21,8 +24,9 @@ INCOMPLETE = {"length": "max_output_tokens"}
 class ResponseAnswer:
     """The answer to one request with one sample."""
 
-    def __init__(self, body: ResponsesRequest) -> None:
-        self._body = body
+    def __init__(self, body: ResponsesRequest, final: FinalText | None = None) -> None:
+        """final: finds the answer in the text; None: the text is the answer."""
+        self._body, self._final, self._text = body, final, ""
         self._id = f"resp_{uuid.uuid4().hex}"
         self._item_id = f"msg_{uuid.uuid4().hex}"
         self._created = int(time.time())  # noqa: TID251  # a date
@@ -31,12 +35,13 @@ class ResponseAnswer:
     def whole(self, result: RequestOutput) -> Json:
         """The answer without streaming."""
         output = result.outputs[0]
+        self._new_text(output)
         status = "incomplete" if output.finish_reason in INCOMPLETE else "completed"
         reason = INCOMPLETE.get(str(output.finish_reason))
         usage = usage_of([result])
         return self._object(
             status,
-            output=[self._item(status, [_part(output.text)])],
+            output=[self._item(status, [_part(self._text)])],
             incomplete_details=None if reason is None else {"reason": reason},
             usage={
                 "input_tokens": usage["prompt_tokens"],
@@ -61,7 +66,7 @@ class ResponseAnswer:
         async with aclosing(running.updates()) as updates:
             try:
                 async for _, result in updates:
-                    if delta := result.outputs[0].text_diff:
+                    if delta := self._new_text(result.outputs[0]):
                         yield self._event(
                             "response.output_text.delta", **place, delta=delta, logprobs=[]
                         )
@@ -70,11 +75,20 @@ class ResponseAnswer:
                 yield self._event("error", message=message, code=error.kind, param=None)
                 return
         answer = self.whole(running.handles[0])
-        (item,), text = answer["output"], running.handles[0].outputs[0].text
-        yield self._event("response.output_text.done", **place, text=text, logprobs=[])
-        yield self._event("response.content_part.done", **place, part=_part(text))
+        (item,), part = answer["output"], _part(self._text)
+        yield self._event("response.output_text.done", **place, text=self._text, logprobs=[])
+        yield self._event("response.content_part.done", **place, part=part)
         yield self._event("response.output_item.done", output_index=0, item=item)
         yield self._event(f"response.{answer['status']}", response=answer)
+
+    def _new_text(self, output: CompletionOutput) -> str:
+        """What is new since the last call."""
+        if self._final is None:
+            new = output.text[len(self._text) :]
+        else:
+            new = self._final.new(output)
+        self._text += new
+        return new
 
     def _object(self, status: str, **own: Any) -> Json:
         body = self._body
@@ -112,6 +126,15 @@ class ResponseAnswer:
         data = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
+
+
+def response_answer(
+    body: ResponsesRequest, params: SamplingParams, tokenizer: Tokenizer, harmony: Mapping[int, str]
+) -> ResponseAnswer:
+    """harmony: special tokens of a model that writes this format, or empty. Guided text is the
+    answer."""
+    is_marked = harmony and params.guided_decoding is None
+    return ResponseAnswer(body, FinalText(tokenizer, harmony) if is_marked else None)
 
 
 def _part(text: str) -> Json:

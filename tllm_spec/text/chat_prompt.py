@@ -13,6 +13,7 @@ from typing import Any
 
 from tllm_spec.config.option_checks import check_text
 from tllm_spec.executor.faults import described
+from tllm_spec.text.harmony import harmony_message, harmony_tokens
 from tllm_spec.text.messages import Messages, checked
 from tllm_spec.text.template_process import RenderTime, has_own_renderer, template_processes
 from tllm_spec.text.tokenizer import Tokenizer
@@ -45,7 +46,8 @@ class Conversation:
 
 
 class ChatPrompts:
-    """check_length: raises ValueError for a text that cannot fit, before it is tokenised."""
+    """check_length: raises ValueError for a text that cannot fit, before it is tokenised.
+    `harmony`: special tokens of a model that reads and writes this format, or empty."""
 
     def __init__(
         self,
@@ -61,11 +63,14 @@ class ChatPrompts:
         ordered = sorted(map(re.escape, names), key=len, reverse=True)
         self._control = re.compile("|".join(ordered)) if ordered else None
         self._has_reported_names = False
+        self.harmony = harmony_tokens(tokenizer)
 
     def token_ids(self, conversation: Conversation) -> list[int]:
         """Raises ValueError when the template does not accept the messages, and when the prompt is
         too long."""
         messages = checked(conversation.messages)
+        if self.harmony:
+            messages = list(map(harmony_message, messages))
         variables = conversation.chat_template_kwargs
         options = signature(self._tokenizer.apply_chat_template).parameters.keys()
         if taken := variables.keys() & (options | RENDERED_NAMES):

@@ -162,6 +162,12 @@ class AdaptiveController:
         """Whether round times matter to what it decides."""
         return any(isinstance(slot, CostModelSlot) for slot in self._slots)
 
+    def round_seconds(self, batch_size: int) -> dict[str, float]:
+        """Expected seconds of a round of so many requests, by the name of the tier."""
+        assert self._times is not None
+        padded, _ = self._find_slot(batch_size)
+        return {str(self._name(tier)): each for tier, each in self._times.row(padded).items()}
+
     def _find_slot(self, batch_size: int) -> tuple[int, TierPolicy]:
         sizes = self._graph_batch_sizes
         at = bisect_left(sizes, batch_size)

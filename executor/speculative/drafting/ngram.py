@@ -1,11 +1,13 @@
 """NGram drafts: what followed the same tokens earlier in the text (`resources/ngram_pool.py`,
 `resources/ngram_tree_pool.py`)."""
 
+from collections.abc import Callable
+from typing import Any
+
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.ngram_pool import NGramPool
-from tllm_spec.executor.resources.ngram_tree_pool import NGramTreePool
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 
 
@@ -20,10 +22,11 @@ class NGramPoolManager(ResourceManager):
 
 
 class NGramDrafter(Drafter):
-    """Asks the pool for every generating request that wants drafts."""
+    """Asks a pool for every generating request that wants drafts."""
 
-    def __init__(self, pool: NGramPool) -> None:
-        self._pool = pool
+    def __init__(self, propose: Callable[[int, list[int], int, str | None], list[Any]]) -> None:
+        """propose: the pool's, which returns a chain, or for a tree paths."""
+        self._propose = propose
 
     def prepare_draft_tokens(
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
@@ -31,28 +34,7 @@ class NGramDrafter(Drafter):
         for request in scheduled_requests.generation_requests:
             wanted = request.num_drafts_wanted
             request.py_draft_tokens = (
-                self._pool.propose(request.request_id, request.tokens, wanted, request.cache_salt)
+                self._propose(request.request_id, request.tokens, wanted, request.cache_salt)
                 if wanted
                 else []
             )
-
-
-class NGramTreeDrafter(Drafter):
-    """As `NGramDrafter`, with several continuations of the last tokens."""
-
-    def __init__(self, pool: NGramTreePool) -> None:
-        self._pool = pool
-
-    def prepare_draft_tokens(
-        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
-    ) -> None:
-        for request in scheduled_requests.generation_requests:
-            wanted = request.num_drafts_wanted
-            paths = (
-                self._pool.propose_paths(
-                    request.request_id, request.tokens, wanted, request.cache_salt
-                )
-                if wanted
-                else []
-            )
-            request.py_draft_tokens = paths  # type: ignore[assignment] # a list of paths

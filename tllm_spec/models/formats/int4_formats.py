@@ -10,7 +10,8 @@ With whole numbers `weight = (code - zero) * scale`, with codes of 0 to 15:
 | compressed-tensors | `pack-quantized` | `weight_packed`, `weight_scale` | `weight_zero_point` |
 
 Without zero points they are 8. `mxfp4-pack-quantized` of compressed-tensors has E2M1 numbers
-instead, and scales that are powers of two.
+instead, and scales that are powers of two. So have the experts of gpt-oss, with
+`quant_method: mxfp4` (gpt_oss_tensors.py).
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Literal
 
 from tllm_spec.models.formats.fp8_formats import ModuleNames, lists_quantised
 
-Packing = Literal["awq", "gptq", "gptq_v2", "compressed", "mxfp4"]
+Packing = Literal["awq", "gptq", "gptq_v2", "compressed", "mxfp4", "mxfp4_experts"]
 
 
 @dataclass(frozen=True)

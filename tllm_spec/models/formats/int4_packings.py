@@ -82,10 +82,18 @@ def _unpack_compressed(tensors: Tensors) -> Unpacked:
 
 def _unpack_mxfp4(tensors: Tensors) -> Unpacked:
     """`weight_packed` `[N, K / 2]`, `weight_scale` `[N, K / 32]`: exponents of E8M0, plus 127."""
-    pairs = tensors["weight_packed"]
-    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
-    exponents = tensors["weight_scale"].view(torch.uint8).int() - 127
-    return Unpacked(codes, torch.ldexp(torch.ones(exponents.shape), exponents), None)
+    scales = mxfp4_scales(tensors["weight_scale"].view(torch.uint8))
+    return Unpacked(mxfp4_codes(tensors["weight_packed"]), scales, None)
+
+
+def mxfp4_codes(pairs: torch.Tensor) -> torch.Tensor:
+    """uint8 `[N, K / 2]` as codes `[N, K]`: the low bits come first."""
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
+
+
+def mxfp4_scales(exponents: torch.Tensor) -> torch.Tensor:
+    """uint8 exponents of E8M0, plus 127, as float32."""
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
 
 
 _GPTQ = "qweight", "scales", ("qzeros", "g_idx")

@@ -14,6 +14,7 @@ from tllm_spec.models.formats.fp8_readers import (
     wrong_types,
 )
 from tllm_spec.models.formats.int4_formats import Int4Format, Int4Groups, Packing
+from tllm_spec.models.gpt_oss_config import GPT_OSS
 from tllm_spec.models.json_file import read_json
 
 GPTQ_FILE = "quantize_config.json"
@@ -22,7 +23,8 @@ _PACKED, _MXFP4 = "pack-quantized", "mxfp4-pack-quantized"
 _SERVED = (
     "Of checkpoints with integer weights those of 4 bits in groups of "
     f"{', '.join(map(str, _SIZES))} inputs or whole rows are served: quant_method 'awq', 'gptq', "
-    f"and 'compressed-tensors' in the format {_PACKED!r}; also MXFP4, in its format {_MXFP4!r}."
+    f"and 'compressed-tensors' in the format {_PACKED!r}; also MXFP4, in its format {_MXFP4!r}, "
+    "and gpt-oss's experts with quant_method 'mxfp4'."
 )
 
 
@@ -51,6 +53,8 @@ def int4_format(path: Path | None, raw: Mapping[str, Any]) -> Int4Format | None:
     if any(str(name).startswith("Llama4") for name in raw.get("architectures") or ()):
         reasons.append("Llama 4's experts are served in 16 or 32 bits")
     found = reader(settings, reasons)
+    if found.packing == "mxfp4_experts" and raw["architectures"] != [GPT_OSS]:
+        reasons.append(f"quant_method 'mxfp4' is served for {GPT_OSS}")
     if reasons:
         raise ValueError(f"{source}: {'; '.join(reasons)}. {_SERVED}")
     return found
@@ -135,6 +139,13 @@ def _read_compressed(settings: Mapping[str, Any], reasons: list[str]) -> Int4For
     return Int4Format(own, packing, ignored, targets)
 
 
+def _read_mxfp4(settings: Mapping[str, Any], reasons: list[str]) -> Int4Format:
+    listed = list(settings.get("modules_to_not_convert") or ())
+    ignored = module_names(listed, "ignored modules", reasons)
+    experts = module_names(["*.experts"], "targets", reasons)
+    return Int4Format(Int4Groups(32, is_float=True), "mxfp4_experts", ignored, experts)
+
+
 # The settings of weights. Of `actorder` only "group", once called true, changes what is stored.
 _COMPRESSED: dict[str, tuple[Any, ...]] = {
     "type": ("int",),
@@ -156,4 +167,5 @@ _READERS: dict[str, Callable[[Mapping[str, Any], list[str]], Int4Format]] = {
     "awq": _read_awq,
     "gptq": _read_gptq,
     "compressed-tensors": _read_compressed,
+    "mxfp4": _read_mxfp4,
 }

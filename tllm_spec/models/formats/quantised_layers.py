@@ -11,6 +11,7 @@ import torch
 from tllm_spec.models.checkpoint import checkpoint_names, names_of_type
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.fp8_formats import BLOCK
+from tllm_spec.models.formats.gpt_oss_tensors import has_codes
 from tllm_spec.models.formats.int4_packings import PACKINGS
 from tllm_spec.models.module import Module, Placement, WeightSlot
 
@@ -126,7 +127,10 @@ def _quantised_modules(path: Path, config: ModelConfig, load_format: str) -> Cal
     if load_format == "dummy":
         return form.keeps
     if config.int4 is not None:
-        names, codes = frozenset(checkpoint_names(path)), PACKINGS[config.int4.packing].codes
+        names = frozenset(checkpoint_names(path))
+        if config.int4.packing == "mxfp4_experts":
+            return lambda module: has_codes(module, names)
+        codes = PACKINGS[config.int4.packing].codes
         return lambda module: f"{module}.{codes}" in names
     stored: Set[str] = names_of_type(path, "F8_E4M3")
     return lambda module: f"{module}.weight" in stored

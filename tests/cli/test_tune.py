@@ -1,0 +1,125 @@
+"""`tllm-bench tune`: the simulation of recorded arrivals, and its choice against what was really
+served."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lossless.cases import heldout_prompts
+from tllm_spec.bench.tune import (
+    PLAIN,
+    Candidate,
+    Score,
+    best_of,
+    candidates_of,
+    score,
+    score_of,
+    simulate,
+)
+from tllm_spec.bench.tune_report import best_yaml
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.speculative_config import speculative_config_from
+from tllm_spec.llm import LLM
+from tllm_spec.recording.traffic_folder import read_records
+from tllm_spec.recording.traffic_record import TrafficRecord
+from tllm_spec.sampling_params import SamplingParams
+
+LIMITS: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": 256}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "eagle3": {"decoding_type": "Eagle3", "speculative_model": "zoo:llama-eagle3"},
+    "ngram": {"decoding_type": "NGram", "max_matching_ngram_size": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "rounds", "max_batch_size", "latencies"),
+    [
+        ([0, 0], [2, 3], 1, [2, 5]),  # one after the other
+        ([0, 0], [2, 3], 2, [4, 5]),  # together, where a round takes twice as long
+        ([0, 0.5], [3, 1], 2, [4, 2.5]),  # the second joins after a round
+        ([0, 10], [1, 1], 2, [1, 1]),  # idle time counts for nobody
+    ],
+)
+def test_requests_end_when_their_rounds_have_been_played(
+    arrivals: list[float], rounds: list[int], max_batch_size: int, latencies: list[float]
+) -> None:
+    found = simulate(arrivals, rounds, float, max_batch_size)
+    assert found.latencies == latencies
+
+
+def test_a_chain_is_tried_with_shorter_drafts_and_a_tree_as_it_is() -> None:
+    chain = speculative_config_from(DRAFTERS["eagle3"] | {"max_draft_len": 4})
+    assert [each.name for each in candidates_of("e", chain)] == ["e 1", "e 2", "e 3", "e 4"]
+    tree = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2, "max_draft_len": 3}
+    (found,) = candidates_of("e", speculative_config_from(DRAFTERS["eagle3"] | tree))
+    assert found.name == "e 3x2/6"
+
+
+def test_the_best_configuration_says_why() -> None:
+    def of(candidate: Candidate, ms: float) -> Score:
+        return Score(candidate, 2.0, 100.0, ms, 1.0, 10)
+
+    spec = {"decoding_type": "SA", "max_draft_len": 3, "adaptive": None}
+    scores = [of(Candidate(PLAIN, PLAIN, None), 6.0), of(Candidate("sa", "3", spec), 4.0)]
+    text = best_yaml(scores)
+    assert "# sa 3: 4.000 ms a token" in text and "1.50 times that" in text
+    assert text.endswith("speculative_config:\n  decoding_type: SA\n  max_draft_len: 3\n")
+
+
+def prompts_of(kind: str, llm: LLM) -> tuple[list[list[int]], SamplingParams]:
+    """Code that goes on, edits that copy the prompt, and text at a high temperature."""
+    code = heldout_prompts(llm.get_tokenizer(), 6, 40)
+    if kind == "edits":
+        return [each + each[:20] for each in code], SamplingParams(max_tokens=40, ignore_eos=True)
+    temperature = 1.2 if kind == "hot" else 0.0
+    return code, SamplingParams(max_tokens=40, temperature=temperature, seed=1, ignore_eos=True)
+
+
+def served(folder: Path, kind: str, spec: Any) -> list[TrafficRecord]:
+    with LLM("zoo:llama", record_traffic=str(folder), speculative_config=spec, **LIMITS) as llm:
+        prompts, params = prompts_of(kind, llm)
+        llm.generate(prompts, params, use_tqdm=False)
+    return read_records(folder)
+
+
+def seconds_of(candidate: Candidate, batch_size: int) -> float:
+    length = 0 if candidate.spec is None else candidate.spec["max_draft_len"]
+    return (1 + 0.06 * length) * (1 + 0.05 * batch_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["code", "edits", "hot"])
+def test_the_choice_is_as_good_as_the_best_really_served(kind: str, tmp_path: Path) -> None:
+    plain = served(tmp_path / "plain", kind, None)
+    args = LlmArgs.from_kwargs("zoo:llama", **LIMITS)
+    candidates = [Candidate(PLAIN, PLAIN, None)]
+    for name, spec in DRAFTERS.items():
+        candidates += candidates_of(name, speculative_config_from(spec | {"max_draft_len": 5}))
+    tuned, real = [], []
+    for number, each in enumerate(candidates):
+
+        def seconds(batch_size: int, candidate: Candidate = each) -> float:
+            return seconds_of(candidate, batch_size)
+
+        tuned.append(score(each, plain, args, seconds, 4))
+        records = served(tmp_path / str(number), kind, each.spec)
+        real.append(really(each, plain, records, seconds))
+    choice = best_of(tuned).candidate
+    (chosen,) = [found for found in real if found.candidate is choice]
+    assert chosen.ms_per_token <= 1.03 * best_of(real).ms_per_token
+
+
+def really(
+    candidate: Candidate,
+    arrived: Sequence[TrafficRecord],
+    records: Sequence[TrafficRecord],
+    seconds: Any,
+) -> Score:
+    """By the rounds that serving took, with the same arrivals. No two prompts are equal."""
+    by_prompt = {tuple(each.prompt): each for each in records}
+    found = [by_prompt[tuple(each.prompt)] for each in arrived]
+    if candidate.spec is None:
+        return score(candidate, arrived, LlmArgs.from_kwargs("zoo:llama"), seconds, 4)
+    return score_of(candidate, arrived, [each.stats for each in found], seconds, 4)

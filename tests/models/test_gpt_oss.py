@@ -1,0 +1,180 @@
+"""gpt-oss: logits of transformers beyond the window, with experts in 32 bits and in MXFP4; folders
+as published; the size of the cache; what is refused."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.models.gpt_oss import SIZES, in_mxfp4, save_gpt_oss
+from tests.models.helpers import (
+    MAX_POSITIONS,
+    PagedRunner,
+    assert_logits_in_all_ways,
+    load,
+    random_tokens,
+    reference_logits,
+)
+from tests.models.published import Raw
+from tests.models.published_gpt_oss import GPT_OSS, GPT_OSS_20B
+from tllm_spec.attention.batch_invariant import BatchInvariantAttention
+from tllm_spec.attention.interface import HeadsBackend
+from tllm_spec.attention.triton import TritonAttention
+from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.kernels.key_spans import KeySpan
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.rotary import _frequencies
+
+TOKENS = random_tokens(MAX_POSITIONS, seed=3)
+MODELS: dict[str, dict[str, Any]] = {
+    "windows in every second layer": {},
+    "all layers see all keys": {"layer_types": ["full_attention"] * 4},
+    "no biases of attention": {"attention_bias": False},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, BatchInvariantAttention])
+@pytest.mark.thinned(2)
+def test_beyond_the_window_logits_equal_transformers(
+    kind: type[HeadsBackend], name: str, tmp_path: Path
+) -> None:
+    expected = reference_logits(save_gpt_oss(tmp_path, **MODELS[name]), TOKENS)
+    assert_logits_in_all_ways(tmp_path, kind, expected, TOKENS)
+
+
+def test_experts_in_mxfp4_have_the_logits_of_their_numbers(tmp_path: Path) -> None:
+    expected = reference_logits(in_mxfp4(tmp_path, save_gpt_oss(tmp_path)), TOKENS)
+    assert load(tmp_path).config.int4 is not None
+    assert_logits_in_all_ways(tmp_path, VanillaAttention, expected, TOKENS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sliding_window": MAX_POSITIONS},
+        {"swiglu_limit": 7.0},
+        {"layer_types": ["full_attention", "sliding_attention"] * 2},
+        {"rope_parameters": SIZES["rope_parameters"] | {"truncate": True}},
+    ],
+)
+def test_each_key_changes_the_reference(change: dict[str, Any], tmp_path: Path) -> None:
+    found = [reference_logits(save_gpt_oss(tmp_path, **each), TOKENS) for each in ({}, change)]
+    assert (found[0] - found[1]).abs()[-1].max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["sinks", "router.bias", "o_proj.bias", "down_proj_bias"])
+def test_sinks_and_biases_change_the_logits(name: str, tmp_path: Path) -> None:
+    save_gpt_oss(tmp_path)
+    found = [PagedRunner(load(tmp_path)).step({0: TOKENS})[0]]
+    tensors = load_file(tmp_path / "model.safetensors")
+    own = [each for each in tensors if each.endswith(name)]
+    assert len(own) == 4
+    save_file(tensors | {each: 0 * tensors[each] for each in own}, tmp_path / "model.safetensors")
+    found.append(PagedRunner(load(tmp_path)).step({0: TOKENS})[0])
+    assert (found[0] - found[1]).abs()[-1].max() > 1e-2
+
+
+def test_the_frequencies_are_those_of_the_published_models() -> None:
+    """YaRN whose ramp is not cut to whole pairs; the values are transformers'."""
+    found, amplitude = _frequencies(ModelConfig.from_dict(GPT_OSS_20B).rope, 64)
+    expected = {0: 1.0, 1: 0.6890443, 9: 0.03170570, 12: 6.794959e-3, 17: 1.293187e-4}
+    for pair, value in expected.items():
+        assert found[pair].item() == pytest.approx(value, rel=1e-5)
+    assert amplitude == pytest.approx(1.3465736)
+
+
+@pytest.mark.parametrize("name", GPT_OSS)
+def test_a_published_config_is_read_as_transformers_reads_it(name: str) -> None:
+    raw = GPT_OSS[name]
+    config, theirs = ModelConfig.from_dict(raw), transformers.GptOssConfig(**copy.deepcopy(raw))
+    assert config.moe is not None and config.int4 is not None
+    assert (config.moe.num_experts, config.moe.top_k, config.moe.intermediate_size) == (
+        *(theirs.num_local_experts, theirs.num_experts_per_tok, theirs.intermediate_size),
+    )
+    assert config.moe.swiglu_limit == theirs.swiglu_limit
+    assert config.qkv_bias and config.o_bias and config.has_sinks and config.moe.has_bias
+    first, second = config.layer_groups(SINGLE_RANK)
+    assert first.geometry.span == KeySpan(theirs.sliding_window, slides=True)
+    assert second.geometry.span is None and second.layers[0] == 1
+    assert len(first.layers) == len(second.layers) == theirs.num_hidden_layers / 2
+    assert config.max_positions == theirs.max_position_embeddings
+    keeps = config.int4.keeps
+    assert keeps("model.layers.3.mlp.experts.7.gate_proj")
+    others = "self_attn.q_proj", "mlp.router"
+    assert not any(keeps(f"model.layers.3.{each}") for each in others) and not keeps("lm_head")
+
+
+def test_a_missing_key_has_the_default_of_transformers() -> None:
+    theirs = transformers.GptOssConfig().to_dict() | {"architectures": ["GptOssForCausalLM"]}
+    found = ModelConfig.from_dict({"architectures": ["GptOssForCausalLM"]})
+    assert found == ModelConfig.from_dict(theirs | {"dtype": None, "eos_token_id": None})
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_missing_tensor_of_experts_is_named(tmp_path: Path) -> None:
+    in_mxfp4(tmp_path, save_gpt_oss(tmp_path))
+    kept = stored(tmp_path)
+    for name in ("down_proj_blocks", "gate_up_proj_scales", "gate_up_proj_bias"):
+        absent = f"model.layers.2.mlp.experts.{name}"
+        tensors = {each: tensor for each, tensor in kept.items() if each != absent}
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=rf"has no {absent}\."):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        (
+            "model.layers.0.self_attn.extra",
+            torch.ones(4),
+            r"surplus model\.layers\.0\.self_attn\.e",
+        ),
+        (
+            "model.layers.0.mlp.experts.down_proj_scales",
+            torch.ones(6, 64, 2, dtype=torch.uint8),
+            r"down_proj_blocks is torch\.uint8 of the shape \[6, 64, 3, 16\], and its scales",
+        ),
+        (
+            "model.layers.0.mlp.experts.gate_up_proj_bias",
+            torch.ones(192),
+            r"gate_up_proj_bias has the shape \[192\]; it must have a row an expert",
+        ),
+        ("model.layers.0.self_attn.sinks", torch.ones(3), r"sinks has the shape \[3\].* \[4\]"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(
+    name: str, tensor: torch.Tensor, message: str, tmp_path: Path
+) -> None:
+    in_mxfp4(tmp_path, save_gpt_oss(tmp_path))
+    save_file(stored(tmp_path) | {name: tensor}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+REFUSED: dict[str, tuple[Raw, str]] = {
+    "slope": ({"swiglu_alpha": 1.5}, r"swiglu_alpha is 1\.5; only 1\.702"),
+    "limit": ({"swiglu_limit": 0}, "swiglu_limit is 0; it must be a number"),
+    "other codes": ({"quantization_config": AWQ}, "GptOssForCausalLM has other quantised weights"),
+    "FP8": ({"quantization_config": {"quant_method": "fp8"}}, "has other quantised weights"),
+    "another model": ({"architectures": ["Qwen3MoeForCausalLM"]}, "'mxfp4' is served for GptOss"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_served_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    change, message = REFUSED[case]
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B | change))
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_pretrained(tmp_path)

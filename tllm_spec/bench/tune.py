@@ -1,0 +1,152 @@
+"""Which drafter and draft length recorded traffic would have been served best with.
+
+A candidate's replay says how many rounds each request takes, and measured round times how long a
+round of a number of requests takes. With the recorded arrivals that gives when each request would
+have ended. A prompt counts as one round."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import ceil
+from statistics import mean, median
+from typing import Any
+
+from tllm_spec.bench.break_even_runs import WITHOUT_LIMITS
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.speculative_config import DecodingBaseConfig
+from tllm_spec.outputs import SpeculativeStats
+from tllm_spec.recording.traffic_record import TrafficRecord
+from tllm_spec.replay import replay
+
+DRAFT_LENS = (1, 2, 3, 5, 7, 10, 15)
+PLAIN = "plain"
+
+# Seconds of a round with so many requests.
+RoundSeconds = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way of decoding. drafter: whose round times are measured together. shape: of its drafts, by
+    name. spec: None for plain decoding."""
+
+    drafter: str
+    shape: str
+    spec: Mapping[str, Any] | None
+
+    @property
+    def name(self) -> str:
+        return PLAIN if self.spec is None else f"{self.drafter} {self.shape}"
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Seconds. latencies: of each request, from its arrival to its last token."""
+
+    seconds: float
+    num_rounds: int
+    latencies: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a candidate would have done with the traffic. ms_per_token: mean of the requests'
+    latencies, each divided by its tokens."""
+
+    candidate: Candidate
+    tokens_per_round: float
+    output_tokens_per_s: float
+    ms_per_token: float
+    latency_s: float  # median
+    num_rounds: int
+    simulated: Sequence[str] = ()
+
+
+def candidates_of(name: str, spec: DecodingBaseConfig) -> list[Candidate]:
+    """A drafter with its own draft length and with shorter ones; a tree as it is."""
+    own = spec.as_options() | WITHOUT_LIMITS
+    longest = spec.shapes.longest
+    if longest.is_tree:
+        return [Candidate(name, str(longest.name), own)]
+    own.pop("max_total_draft_tokens", None)
+    lengths = sorted({spec.max_draft_len, *(k for k in DRAFT_LENS if k < spec.max_draft_len)})
+    return [Candidate(name, str(k), own | {"max_draft_len": k}) for k in lengths]
+
+
+def score(
+    candidate: Candidate,
+    records: Sequence[TrafficRecord],
+    args: LlmArgs,
+    seconds: RoundSeconds,
+    max_batch_size: int,
+) -> Score:
+    """args: of the engine, with any drafter. Raises ValueError for what cannot be replayed."""
+    if candidate.spec is None:
+        rounds = [SpeculativeStats(len(each.output) - 1, len(each.output) - 1) for each in records]
+        causes: list[str] = []
+    else:
+        options = args.as_options() | {"speculative_config": dict(candidate.spec)}
+        found = replay(records, LlmArgs(**options))
+        rounds, causes = found.requests, found.simulated
+    return score_of(candidate, records, rounds, seconds, max_batch_size, causes)
+
+
+def score_of(
+    candidate: Candidate,
+    records: Sequence[TrafficRecord],
+    rounds: Sequence[SpeculativeStats],
+    seconds: RoundSeconds,
+    max_batch_size: int,
+    simulated: Sequence[str] = (),
+) -> Score:
+    """rounds: of each record."""
+    first = min(each.arrived_us for each in records)
+    arrivals = [(each.arrived_us - first) / 1e6 for each in records]
+    numbers = [1 + each.rounds for each in rounds]
+    ran = simulate(arrivals, numbers, seconds, max_batch_size)
+    lengths = [len(each.output) for each in records]
+    total = sum(rounds, SpeculativeStats())
+    return Score(
+        candidate,
+        total.acceptance_length or 1.0,
+        sum(lengths) / ran.seconds,
+        1e3 * mean(took / num for took, num in zip(ran.latencies, lengths, strict=True)),
+        median(ran.latencies),
+        ran.num_rounds,
+        simulated,
+    )
+
+
+def best_of(scores: Sequence[Score]) -> Score:
+    """The shortest time per token. It counts waiting, too, so under full load it is the throughput
+    that decides."""
+    return min(scores, key=lambda score: score.ms_per_token)
+
+
+def simulate(
+    arrivals: Sequence[float],
+    num_rounds: Sequence[int],
+    seconds: RoundSeconds,
+    max_batch_size: int,
+) -> Simulated:
+    """Requests that arrive at these times (ascending) and take so many rounds each, in order of
+    arrival."""
+    now, played = arrivals[0], 0
+    latencies = [0.0] * len(arrivals)
+    running: list[tuple[int, int]] = []  # the round after which each request ends, and its number
+    coming = 0
+    while running or coming < len(arrivals):
+        if not running:
+            now = max(now, arrivals[coming])
+        while coming < len(arrivals) and arrivals[coming] <= now and len(running) < max_batch_size:
+            heappush(running, (played + num_rounds[coming], coming))
+            coming += 1
+        each = seconds(len(running))
+        steps = running[0][0] - played
+        if coming < len(arrivals) and len(running) < max_batch_size:
+            steps = min(steps, max(1, ceil((arrivals[coming] - now) / each)))
+        now, played = now + steps * each, played + steps
+        while running and running[0][0] <= played:
+            _, number = heappop(running)
+            latencies[number] = now - arrivals[number]
+    return Simulated(now - arrivals[0], played, latencies)

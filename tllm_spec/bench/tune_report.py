@@ -1,0 +1,135 @@
+"""`tllm-bench tune`: measures round times, scores candidates, and writes the best one as YAML."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tllm_spec.bench.plot import LoadPoint
+from tllm_spec.bench.replay_report import arguments_of, read_served
+from tllm_spec.bench.tune import (
+    PLAIN,
+    Candidate,
+    RoundSeconds,
+    Score,
+    best_of,
+    candidates_of,
+    score,
+)
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.speculative_config import DecodingBaseConfig
+from tllm_spec.executor.build import build_executor
+from tllm_spec.text.tokenizer import load_tokenizer
+
+MATCHES = {"decoding_type": "SA", "max_draft_len": 5}
+# By the shape's name: seconds of a round of a number of requests; PLAIN: without drafts.
+ShapeSeconds = Mapping[str, RoundSeconds]
+
+
+def tune(
+    folder: Path, model: str | None, configs: Sequence[Path], num_requests: int = 0
+) -> list[Score]:
+    """Scores of plain decoding and of every candidate: of the files, or else of the drafter that
+    served and of SA. Raises ValueError as `replay` does."""
+    records, served_model, options = read_served(folder, num_requests)
+    target = model or served_model
+    drafters = [(path.stem, arguments_of(target, options, path)) for path in configs]
+    if not drafters:
+        own = options.get("speculative_config")
+        specs = {"served": own} if own else {}
+        for name, spec in (specs | {"sa": MATCHES}).items():
+            drafters.append(
+                (name, LlmArgs(**options | {"model": target, "speculative_config": spec}))
+            )
+    scores: list[Score] = []
+    for name, args in drafters:
+        spec = args.speculative_config
+        if spec is None:
+            raise ValueError(f"{name}: speculative_config = None has no drafts to tune")
+        seconds = measured_seconds(args, spec)
+        plain = [] if scores else [Candidate(PLAIN, PLAIN, None)]
+        for each in [*plain, *candidates_of(name, spec)]:
+            scores.append(score(each, records, args, seconds(each.shape), served_batch_size(args)))
+    return scores
+
+
+def served_batch_size(args: LlmArgs) -> int:
+    return min(args.max_batch_size, args.max_num_tokens)
+
+
+def measured_seconds(args: LlmArgs, spec: DecodingBaseConfig) -> Callable[[str], RoundSeconds]:
+    """Round times of a drafter on this machine, by the name of the drafts' shape, as an adaptive
+    engine measures them at its start."""
+    shapes, longest = candidates_of("", spec), spec.shapes.longest
+    if not longest.is_tree:
+        adaptive: dict[str, Any] = {"candidate_steps": [0, *(int(each.shape) for each in shapes)]}
+    else:
+        adaptive = {
+            "candidate_steps": [0, longest.depth],
+            "candidate_trees": [
+                {
+                    "max_draft_len": longest.depth,
+                    "dynamic_tree_max_topK": longest.topk,
+                    "max_total_draft_tokens": longest.num_nodes,
+                }
+            ],
+        }
+    own = dict(shapes[-1].spec or {}) | {"adaptive": adaptive}
+    options = args.as_options() | {"speculative_config": own, "record_traffic": None}
+    tokenizer = load_tokenizer(args.tokenizer or args.model)
+    built = build_executor(LlmArgs(**options), tokenizer, lambda responses: None)
+    controller = built.executor.parts.controller
+
+    def of_shape(name: str) -> RoundSeconds:
+        tier = "0" if name == PLAIN else name
+        return lambda batch_size: controller.round_seconds(batch_size)[tier]
+
+    return of_shape
+
+
+def tune_table(scores: Sequence[Score]) -> str:
+    """Plain text, the best first."""
+    rows = sorted(scores, key=lambda each: each.ms_per_token)
+    width = max(len(each.candidate.name) for each in rows)
+    lines = [f"{'':{width}}  ms/token  tokens/s  latency s  tokens/round  rounds"]
+    lines += [
+        f"{each.candidate.name:{width}}  {each.ms_per_token:8.3f}  {each.output_tokens_per_s:8.1f}"
+        f"  {each.latency_s:9.3f}  {each.tokens_per_round:12.3f}  {each.num_rounds:6}"
+        f"{'  simulated' if each.simulated else ''}"
+        for each in rows
+    ]
+    return "\n".join(lines)
+
+
+def tune_report(scores: Sequence[Score]) -> list[dict[str, Any]]:
+    return [asdict(each) | {"name": each.candidate.name} for each in scores]
+
+
+def tune_curves(scores: Sequence[Score]) -> dict[str, list[LoadPoint]]:
+    """A curve for each drafter, a point for each of its shapes."""
+    curves: dict[str, list[LoadPoint]] = {}
+    for each in scores:
+        latencies = {"e2el_ms": 1e3 * each.latency_s, "tpot_ms": each.ms_per_token}
+        point = LoadPoint(each.candidate.shape, each.output_tokens_per_s, latencies)
+        curves.setdefault(each.candidate.drafter, []).append(point)
+    return curves
+
+
+def best_yaml(scores: Sequence[Score]) -> str:
+    """The best candidate as options of `LLM`, with a comment that says why."""
+    best = best_of(scores)
+    why = [
+        f"# {best.candidate.name}: {best.ms_per_token:.3f} ms a token with the recorded arrivals,",
+        f"# {best.tokens_per_round:.2f} tokens a round, {best.output_tokens_per_s:.1f} tokens a "
+        "second.",
+    ]
+    plain = next((each for each in scores if each.candidate.spec is None), None)
+    if plain is not None and plain is not best:
+        gain = plain.ms_per_token / best.ms_per_token
+        why.append(f"# Plain decoding: {plain.ms_per_token:.3f} ms a token, {gain:.2f} times that.")
+    why += [f"# Simulated: {cause}." for cause in best.simulated]
+    spec = best.candidate.spec
+    kept = None if spec is None else {key: each for key, each in spec.items() if each is not None}
+    return "\n".join(why) + "\n" + yaml.safe_dump({"speculative_config": kept}, sort_keys=False)

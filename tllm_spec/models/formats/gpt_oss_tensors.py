@@ -1,0 +1,103 @@
+"""The experts of gpt-oss as tensors of single experts, with the names that other models have. Its
+checkpoints have one tensor for all experts of a layer, below `mlp.experts.`:
+
+| | gates and ups | downs |
+|---|---|---|
+| 16 bits | `gate_up_proj` `[E, H, 2I]` | `down_proj` `[E, I, H]` |
+| MXFP4 | `gate_up_proj_blocks` `[E, 2I, H / 32, 16]` | `down_proj_blocks` `[E, H, I / 32, 16]` |
+| its scales | `gate_up_proj_scales` `[E, 2I, H / 32]` | `down_proj_scales` `[E, H, I / 32]` |
+| biases | `gate_up_proj_bias` `[E, 2I]` | `down_proj_bias` `[E, H]` |
+
+Blocks and scales are uint8. Of gates and ups the even outputs are gates."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from tllm_spec.models.checkpoint import checkpoint_names, checkpoint_tensors, listed
+from tllm_spec.models.formats.int4 import Int4Tensor
+from tllm_spec.models.formats.int4_packings import mxfp4_codes, mxfp4_scales
+
+GROUP = 32
+BLOCKS, SCALES = "_blocks", "_scales"
+_FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_bias|_blocks|_scales|)\Z")
+_SINGLE = re.compile(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\Z")
+
+
+def gpt_oss_tensors(
+    path: Path, num_layers: int, wants: Callable[[str], bool], *, in_mxfp4: bool
+) -> Iterator[tuple[str, torch.Tensor | Int4Tensor]]:
+    """As `checkpoint_tensors`. Raises ValueError if a tensor of experts is missing, or of a wrong
+    shape or type."""
+    suffixes = (BLOCKS, SCALES, "_bias") if in_mxfp4 else ("", "_bias")
+    names = {
+        f"model.layers.{layer}.mlp.experts.{kind}_proj{suffix}"
+        for layer in range(num_layers)
+        for kind in ("gate_up", "down")
+        for suffix in suffixes
+    }
+    if absent := {name for name in names if wants(name)} - set(checkpoint_names(path)):
+        raise ValueError(f"The checkpoint in {path} has no {listed(absent)}.")
+    scale_names = {name for name in names if name.endswith(SCALES)}
+    # They may be in another file than the blocks. They are mapped, not read.
+    scales = dict(checkpoint_tensors(path, lambda name: name in scale_names and wants(name)))
+    for name, tensor in checkpoint_tensors(
+        path, lambda name: name not in scale_names and wants(name)
+    ):
+        if name not in names:
+            yield name, tensor
+        elif name.endswith(BLOCKS):
+            yield from _mxfp4_experts(name, tensor, scales[name.removesuffix(BLOCKS) + SCALES])
+        else:
+            yield from _experts(name, tensor)
+
+
+def has_codes(module: str, names: frozenset[str]) -> bool:
+    """Whether a checkpoint with tensors `names` has the weight of `module`, a linear layer of a
+    single expert, in MXFP4."""
+    found = _SINGLE.match(module)
+    kind = "" if found is None else "down" if found[2] == "down" else "gate_up"
+    return found is not None and f"{found[1]}.{kind}_proj{BLOCKS}" in names
+
+
+def _experts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights and biases."""
+    found = _FUSED.match(name)
+    assert found is not None
+    is_bias = found[3] == "_bias"
+    if tensor.dim() != (2 if is_bias else 3):
+        raise ValueError(
+            f"{name} has the shape {list(tensor.shape)}; it must have a row an expert."
+        )
+    for expert, own in enumerate(tensor):
+        by_outputs, kind = own if is_bias else own.t(), "bias" if is_bias else "weight"
+        for part, rows in _parts(found[2]):
+            yield f"{found[1]}.{expert}.{part}.{kind}", by_outputs[rows]
+
+
+def _mxfp4_experts(
+    name: str, blocks: torch.Tensor, scales: torch.Tensor
+) -> Iterator[tuple[str, Int4Tensor]]:
+    found = _FUSED.match(name)
+    assert found is not None
+    shape = (*scales.shape, GROUP // 2)
+    if not blocks.dtype == scales.dtype == torch.uint8 or shape != tuple(blocks.shape):
+        raise ValueError(
+            f"{name} is {blocks.dtype} of the shape {list(blocks.shape)}, and its scales are "
+            f"{scales.dtype} of the shape {list(scales.shape)}; both must be uint8, with "
+            f"{GROUP // 2} bytes for a scale."
+        )
+    for expert, (own, own_scales) in enumerate(zip(blocks, scales, strict=True)):
+        for part, rows in _parts(found[2]):
+            codes = mxfp4_codes(own[rows].flatten(1))
+            words = mxfp4_scales(own_scales[rows])
+            yield f"{found[1]}.{expert}.{part}.weight", Int4Tensor(codes, words, GROUP)
+
+
+def _parts(kind: str) -> list[tuple[str, slice]]:
+    """The layers of an expert in a tensor, and their outputs."""
+    if kind == "down":
+        return [("down_proj", slice(None))]
+    return [("gate_proj", slice(0, None, 2)), ("up_proj", slice(1, None, 2))]
