@@ -4,7 +4,7 @@ A page counts as stored when a request with its tokens and one more would reuse 
 a group with a span has lost what the next query sees is not stored then, although it is in the tree
 and although pages after it may be stored."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tllm_spec.executor.resources.block_hashes import NO_BLOCK, block_hash, first_parent, salt_hash
@@ -20,13 +20,19 @@ MEDIUM = "GPU"  # of the device's memory, as in vLLM also on a CPU
 class KVEventLog:
     """Events since the last `take`, oldest first.
 
-    spans: by group; the keys that its queries see, None for all up to their own. lookahead: as of
-    the tree. Nodes that differ in the token after their page only are one page."""
+    is_current: whether a root is of the present version. spans: by group; the keys that its queries
+    see, None for all up to their own. lookahead: as of the tree. Nodes that differ in the token
+    after their page only are one page."""
 
     def __init__(
-        self, page_size: int, lookahead: int = 0, spans: Sequence[KeySpan | None] = (None,)
+        self,
+        page_size: int,
+        is_current: Callable[[Node], bool],
+        lookahead: int = 0,
+        spans: Sequence[KeySpan | None] = (None,),
     ) -> None:
         self._page_size = page_size
+        self._is_current = is_current
         self._key_len = page_size + lookahead
         self._spans = [(group, span) for group, span in enumerate(spans) if span is not None]
         self._hashes: dict[Node, int] = {}  # of the full pages in the tree
@@ -44,7 +50,7 @@ class KVEventLog:
 
     def present(self) -> list[Event]:
         """The events that make an empty cache this one, parents first."""
-        log = KVEventLog(self._page_size, self._key_len - self._page_size)
+        log = KVEventLog(self._page_size, self._is_current)
         log._hashes, log._spans = self._hashes, self._spans
         for node in self._hashes:  # in the order in which they came
             if node in self._stored:
@@ -56,6 +62,8 @@ class KVEventLog:
         if len(node.key) < self._key_len:
             return
         if node not in self._hashes:
+            if not self._may_be_reused(node):
+                return
             parent = self._parent_hash(node)
             self._hashes[node] = block_hash(parent, node.key[: self._page_size])
         if self._spans:
@@ -69,10 +77,18 @@ class KVEventLog:
             self._remove(node)
             del self._hashes[node]
 
-    def cleared(self) -> None:
-        """The tree is empty."""
-        assert not self._hashes
+    def clear(self) -> None:
+        """Nothing that is in the tree is reused from now on."""
+        self._hashes.clear()
+        self._stored.clear()
+        self._num_nodes.clear()
         self._events = [CLEARED]
+
+    def _may_be_reused(self, node: Node) -> bool:
+        """Whether a new node is below a root of the present version."""
+        parent = node.parent
+        assert parent is not None
+        return parent in self._hashes or (parent.parent is None and self._is_current(parent))
 
     def _look_again(self, changed: Node) -> None:
         """At the node, and at those after it whose next query sees its page."""

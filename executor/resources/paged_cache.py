@@ -74,7 +74,8 @@ class PagedCache:
 
     def log_events(self) -> KVEventLog:
         """From now on the log learns what is cached and what no longer is. The cache is empty."""
-        log = KVEventLog(self.page_size, self.lookahead, [own.span for own in self.groups])
+        spans = [own.span for own in self.groups]
+        log = KVEventLog(self.page_size, self._tree.is_current, self.lookahead, spans)
         self._tree.log = self._log = log
         return log
 
@@ -146,6 +147,8 @@ class PagedCache:
         Sequences that run store for their own version."""
         self.reset()
         self._tree.start_version(version)
+        if self._log is not None:
+            self._log.clear()
 
     def extend(self, seq_id: int, num_tokens: int) -> bool:
         """Takes pages for the first `num_tokens` tokens; False, and nothing changed, if there are
@@ -272,7 +275,7 @@ class PagedCache:
             while self._tree.num_evictable(group):
                 self._give_back(self._tree.evict(group))
         if self._log is not None and self._tree.is_empty:
-            self._log.cleared()
+            self._log.clear()
 
     def check_integrity(self) -> None:
         """Raises AssertionError with a sentence about a page that is lost, listed twice or

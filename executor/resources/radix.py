@@ -100,6 +100,10 @@ class RadixTree:
     def num_evictable(self, group: int = 0) -> int:
         return len(self._evictable[group])
 
+    def is_current(self, root: Node) -> bool:
+        """Whether the root is of the present version."""
+        return self._roots.get((self._version, root.salt)) is root
+
     @property
     def is_empty(self) -> bool:
         return not any(root.children for root in self._roots.values())

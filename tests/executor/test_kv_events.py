@@ -103,6 +103,28 @@ def test_salted_pages_carry_the_hash_of_their_salt_and_share_no_hash_with_others
     assert set(block_hashes([*tokens, 0], 2, "a")) < reader.stored
 
 
+def test_what_older_weights_have_computed_is_not_reported() -> None:
+    cache, reader = cache_of(12, 2, lambda *pages: None), Reader()
+    events = KVEvents(cache.log_events())
+    events.add_sink(reader.read)
+    run(cache, 1, [1, 2, 3, 4])
+    cache.add_sequence(2, [1, 2, 3])
+    assert cache.extend(2, 6)
+    events.send()
+    assert len(reader.stored) == 2
+    cache.start_version(1)
+    events.send()
+    assert not reader.stored
+    cache.store(2, [1, 2, 3, 4, 5, 6])  # of the older version
+    events.send()
+    assert not reader.stored
+    run(cache, 3, [1, 2, 3, 4])
+    cache.free(2, [1, 2, 3, 4, 5, 6])
+    events.send()
+    check_reader(reader, cache)
+    assert len(reader.stored) == 2
+
+
 def test_pages_that_follow_each_other_are_one_event_and_a_cleared_cache_is_another() -> None:
     cache = cache_of(9, 2, lambda *pages: None)
     events, payloads = KVEvents(cache.log_events()), list[bytes]()

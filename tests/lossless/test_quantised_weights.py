@@ -148,7 +148,7 @@ def test_mtp_modules_in_fp8_leave_the_text_alone(tmp_path: Path, requests: list[
             with LLM(folder, **option) as llm:
                 found = generate(llm, requests, option["max_batch_size"])
             texts.append([each.outputs[0].token_ids for each in found])
-    assert asked.call_count == 3
+    assert asked.call_count == 2 * 3  # two targets and the modules, as above
     assert texts[0] == texts[1]
     stats = [each.speculative_decoding for each in found if each.speculative_decoding]
     assert max(each.acceptance_length for each in stats) > 1.3
