@@ -148,7 +148,6 @@ def add_int4_dot(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDEN: tl.constexpr,
-    ROUNDS: tl.constexpr = False,
 ) -> tl.tensor:
     """`total + w x` for the block of inputs from `start` on. total: `[outputs, rows]`; x_rows,
     w_rows and word_rows: where the rows of x, of codes and of their groups' words begin."""
@@ -166,9 +165,9 @@ def add_int4_dot(
             high_word = tl.load(word_rows + _group(start + HALF + part * PART, IN, GROUP, BLOCK))
         w_low = _numbers(codes, word, False, dtype, WIDEN)
         w_high = _numbers(codes, high_word, True, dtype, WIDEN)
-        if ROUNDS or (GROUP == MXFP4_GROUP and word.dtype == tl.float32 and dtype != tl.float16):
-            w_low = _rounded(w_low, word)
-            w_high = _rounded(w_high, high_word)
+        if GROUP == MXFP4_GROUP and word.dtype == tl.float32 and dtype != tl.float16:
+            w_low = w_low * word.to(w_low.dtype)[:, None]
+            w_high = w_high * high_word.to(w_high.dtype)[:, None]
             total = tl.dot(w_low, x_low, total, input_precision="ieee")
             total = tl.dot(w_high, x_high, total, input_precision="ieee")
         elif GROUP == BLOCK:
@@ -185,17 +184,6 @@ def add_int4_dot(
 def _scale(word: tl.tensor) -> tl.tensor:
     """In float32."""
     return word if word.dtype == tl.float32 else (word & -16).to(tl.float32, bitcast=True)
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _rounded(numbers: tl.tensor, word: tl.tensor) -> tl.tensor:
-    """Weights of their type: numbers `[outputs, inputs]` times the scale that the word `[outputs]`
-    has."""
-    if word.dtype == tl.float32:
-        weights = numbers * word.to(numbers.dtype)[:, None]
-    else:
-        weights = (numbers.to(tl.float32) * _scale(word)[:, None]).to(numbers.dtype)
-    return weights
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types

@@ -159,7 +159,6 @@ def launch_scaled_linear(
     spreads: bool,
     adds: bool,
     group: int = 0,
-    rounds: bool = False,
 ) -> None:
     """spreads: whether each chunk of a tile has its own program, if there are several. The chunks'
     sums are then written and read again as float32. adds: whether to add to what `output` holds.
@@ -192,7 +191,6 @@ def launch_scaled_linear(
         SPREADS=spreads,
         ADDS=adds and not spreads,
         GROUP=group,
-        ROUNDS=rounds,
         WIDEN=x.device.type == "cpu",  # the interpreter cannot multiply bfloat16
         CHUNK=chunk,
         BLOCK_ROWS=tiling.rows,

@@ -37,7 +37,6 @@ def _sum_chunk(
     num_inputs: tl.tensor,
     IN: tl.constexpr,
     GROUP: tl.constexpr,
-    ROUNDS: tl.constexpr,
     WIDEN: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -49,7 +48,7 @@ def _sum_chunk(
     for start in tl.range(first, tl.minimum(first + CHUNK, num_inputs), BLOCK):
         if GROUP:
             total = add_int4_dot(
-                total, x_rows, real_row, w_rows, scale_rows, start, IN, GROUP, BLOCK, WIDEN, ROUNDS
+                total, x_rows, real_row, w_rows, scale_rows, start, IN, GROUP, BLOCK, WIDEN
             )
         else:
             inputs = start + tl.arange(0, BLOCK)
@@ -75,7 +74,6 @@ def _sum_chunks(
     IN: tl.constexpr,
     SPREADS: tl.constexpr,
     GROUP: tl.constexpr,
-    ROUNDS: tl.constexpr,
     WIDEN: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -88,14 +86,14 @@ def _sum_chunks(
         first = tl.program_id(1) * CHUNK
         total = _sum_chunk(
             x_rows, real_row, w_rows, scale_rows, first, num_inputs,
-            IN, GROUP, ROUNDS, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,
+            IN, GROUP, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,
         )  # fmt: skip
     else:
         total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
         for first in tl.range(0, num_inputs, CHUNK):
             total += _sum_chunk(
                 x_rows, real_row, w_rows, scale_rows, first, num_inputs,
-                IN, GROUP, ROUNDS, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,
+                IN, GROUP, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,
             )  # fmt: skip
     return total
 
@@ -116,7 +114,6 @@ def scaled_linear_kernel(
     SPREADS: tl.constexpr,
     ADDS: tl.constexpr,
     GROUP: tl.constexpr,
-    ROUNDS: tl.constexpr,
     WIDEN: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -141,7 +138,7 @@ def scaled_linear_kernel(
     scale_rows = scales + weight_row * tl.cdiv(IN, GROUP if GROUP else BLOCK)
     total = _sum_chunks(
         x_rows, real_row, w_rows, scale_rows, num_inputs,
-        IN, SPREADS, GROUP, ROUNDS, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,
+        IN, SPREADS, GROUP, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,
     )  # fmt: skip
     if SPREADS:
         output += tl.program_id(1).to(tl.int64) * num_rows * OUT

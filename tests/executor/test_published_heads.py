@@ -159,3 +159,10 @@ def test_a_p_eagle_head_drafts_all_tokens_of_the_reference_at_once(
                 drafts = token_map[logits.argmax(-1)].tolist()
                 assert slots.window[request.slot].tolist() == [request.tokens[-1], *drafts]
     assert num_checked > 20
+
+
+def test_a_p_eagle_head_is_refused_outside_torch(deep: Path, tmp_path: Path) -> None:
+    head = write_tiny_eagle3(tmp_path, mask_token=MASK, **PARALLEL_HEADS["flat"])
+    options = head_options(head, eagle3_one_model=False, draft_backend="onnxruntime")
+    with pytest.raises(ValueError, match="one draft after the other, and a P-EAGLE head all at"):
+        Harness(deep, **options)

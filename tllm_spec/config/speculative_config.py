@@ -333,7 +333,7 @@ TYPES_NOT_SERVED: Mapping[str, str] = {
 
 
 # Methods that other engines name.
-METHODS_NOT_SERVED = frozenset(("Domino", "LiLiCorr", "P-EAGLE", "Suffix", "UNO", "XPress"))
+METHODS_NOT_SERVED = frozenset(("Domino", "LiLiCorr", "Suffix", "UNO", "XPress"))
 
 
 def type_refusal(decoding_type: object) -> str:
