@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outputs(tmp_path: Path, folder: Path, num_ranks: int, names: list[str]) -> dict[str, Any]:
-    for name in {ALL[name].model for name in names if name in ALL} | {"eagle", "eagle3"}:
+    for name in {ALL[name].model for name in names if name in ALL} | {"dflash", "eagle", "eagle3"}:
         if not name.startswith("zoo:"):
             save_tiny(folder, name)
     results = tmp_path / "results"

@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.lossless.cases import (
     OUTPUT_LEN,
@@ -22,6 +25,7 @@ from tests.lossless.cases import (
 from tests.lossless.fitted_eagle import write_fitted_eagle
 from tests.lossless.oracle import Oracle
 from tests.models.helpers import load
+from tests.models.tiny_dflash import SIZES, write_tiny_dflash
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
@@ -100,8 +104,8 @@ def known_texts(
 def fitted_files(
     cases: list[Case], plain: list[RequestOutput], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], tuple[Path, Path]]:
-    """An EAGLE-1/2 head that knows the cases' texts, and a token map of half of the tokens that
-    they have. Made when it is first called."""
+    """An EAGLE-1/2 head that knows the cases' texts, with a DFlash head next to it that does not,
+    and a token map of half of the tokens that they have. Made when it is first called."""
 
     @cache
     def get() -> tuple[Path, Path]:
@@ -112,6 +116,8 @@ def fitted_files(
         root = tmp_path_factory.mktemp("eagle")
         target = load(resolve_model("zoo:llama"), max_positions=512)
         head = write_fitted_eagle(root / "head", target, texts)
+        sizes = {"hidden_size": 192, "vocab_size": 2048}
+        write_tiny_dflash(root / "dflash", layers=(1, 5, 8), mask_token=1, sizes=SIZES | sizes)
         counts = Counter(token for text in texts for token in text)
         hot = [token for token, _ in counts.most_common(len(counts) // 2)]
         torch.save(torch.tensor(hot), root / "hot.pt")
@@ -139,3 +145,18 @@ def oracle() -> Callable[[], Oracle]:
         return made[0]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def exact_attention() -> Iterator[None]:
+    """Attention in float64, rounded once. In float32 its last bits depend on the shape of the
+    batch, which gives one of some 100,000 activations the next code, up to an eighth away, and
+    moves logits by 0.1 or more. All else of a row is the same in every batch."""
+    attend = F.scaled_dot_product_attention
+
+    def attend_exactly(*tensors: Any, **options: Any) -> torch.Tensor:
+        wide = [each if each is None else each.double() for each in tensors]
+        return attend(*wide, **options).to(tensors[0].dtype)
+
+    with patch.object(F, "scaled_dot_product_attention", attend_exactly):
+        yield

@@ -58,7 +58,7 @@ EAGLE = {"decoding_type": "Eagle"}
 DRAFT_TARGET = {"decoding_type": "Draft_Target", "speculative_model": DRAFT_MODEL}
 TWO_MODEL = {"eagle3_one_model": False}
 MAP: dict[str, Any] = {"speculative_token_map": ""}  # the fixture's
-# Of EAGLE-1/2 heads and token maps, whose files are the fixture's.
+# Of EAGLE-1/2 and DFlash heads and token maps, whose files are the fixture's.
 FITTED: dict[str, dict[str, Any]] = {
     "eagle": EAGLE,
     "eagle_two_model": EAGLE | TWO_MODEL,
@@ -71,6 +71,8 @@ FITTED: dict[str, dict[str, Any]] = {
     "draft_target_map_tree": DRAFT_TARGET | MAP | DYNAMIC_TREE,
     "draft_target_one_model_map": DRAFT_TARGET | MAP | {"draft_target_one_model": True},
     "eagle_sa": EAGLE | {"sa_config": {}},
+    "dflash": {"decoding_type": "DFlash"},
+    "dflash_tree": {"decoding_type": "DFlash"} | DYNAMIC_TREE,
 }
 # Acceptance lengths that every draft length of a mode reaches: there were drafts, and some were
 # right.
@@ -106,6 +108,13 @@ FLOORS = {
     "eagle3_two_model_sa": 1.3,
     "draft_target_one_model_sa": 1.3,
     "eagle_sa": 1.3,
+    "peagle": 1.3,
+    "peagle_two_model": 1.3,
+    "peagle_tree": 1.4,
+    "pard": 1.2,
+    "pard_two_model": 1.2,
+    "dflash": 1.0,  # its weights are random
+    "dflash_tree": 1.0,
 }
 
 
@@ -138,6 +147,10 @@ COMBINED = (
     "draft_target_map",
     "draft_target_one_model_map",
     "eagle_sa",
+    "peagle_two_model",
+    "peagle_tree",
+    "pard",
+    "dflash_tree",
 )
 
 
@@ -188,6 +201,7 @@ def make_llm(
 
 
 def fitted(run: Run, head: Path, token_map: Path) -> dict[str, Any]:
+    head = head.with_name("dflash") if run.mode.startswith("dflash") else head
     config = {"speculative_model": str(head)} | FITTED[run.mode]
     if "speculative_token_map" in config:
         config["speculative_token_map"] = str(token_map)

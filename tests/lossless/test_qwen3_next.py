@@ -180,6 +180,23 @@ def test_a_prefix_is_reused_up_to_a_copy_of_the_states(folder: Path) -> None:
         ]
 
 
+@pytest.mark.parametrize(
+    ("family", "drafter", "setting"),
+    by_default(
+        [("Qwen3_5", "mtp", "prefix_reuse")],
+        *(("Qwen3_5", "Qwen3_5Moe"), ("ngram", "mtp"), MODES),
+    ),
+)
+def test_drafts_leave_the_text_of_qwen3_5_alone(
+    family: str, drafter: str, setting: str, tmp_path: Path
+) -> None:
+    save_predictable(tmp_path, family=family)
+    own = NGRAM if drafter == "ngram" else {"decoding_type": "MTP", "max_draft_len": 3}
+    found, acceptance_length = texts(tmp_path, speculative_config=own, **MODES[setting])
+    assert found == plain_texts(tmp_path)
+    assert acceptance_length > 1.1
+
+
 def test_a_prompt_in_a_broken_round_is_read_again_from_its_start(
     folder: Path, plain: list[list[int]]
 ) -> None:

@@ -4,8 +4,10 @@ import logging
 from pathlib import Path
 
 from tllm_spec.executor.speculative.drafting.loaded_draft import (
+    dflash_config,
     draft_folder,
     kind_of_head,
+    mask_token,
     token_ids,
 )
 from tllm_spec.executor.speculative.modes import DraftPlan
@@ -24,7 +26,7 @@ from tllm_spec.text.tokenizer import (
 
 logger = logging.getLogger(__name__)
 
-_TYPES: dict[HeadKind, str] = {"EAGLE-1/2": "Eagle", "EAGLE-3": "Eagle3"}
+_TYPES: dict[HeadKind, str] = {"EAGLE-1/2": "Eagle", "EAGLE-3": "Eagle3", "DFlash": "DFlash"}
 
 
 def check_draft(draft: DraftPlan | None, tokenizer: Tokenizer | None, target: ModelConfig) -> None:
@@ -44,6 +46,7 @@ def check_draft(draft: DraftPlan | None, tokenizer: Tokenizer | None, target: Mo
     else:
         if tokenizer is not None:
             _check_tokenizer(folder, tokenizer)
+        mask_token(draft)
         own = ModelConfig.from_pretrained(folder)
         reasons = _map_mistakes(draft, min(target.vocab_size, own.vocab_size))
         if own.delta is not None:
@@ -93,13 +96,17 @@ def _check_kind(draft: DraftPlan, folder: Path) -> None:
 
 
 def _head_mistakes(draft: DraftPlan, folder: Path, target: ModelConfig) -> list[str]:
-    if kind_of_head(draft, folder) == "EAGLE-3":
-        size = Eagle3Config.from_pretrained(folder).output_size if draft.token_map else None
+    if (kind := kind_of_head(draft, folder)) != "EAGLE-1/2":
+        is_dflash = kind == "DFlash"
+        own: Eagle3Config = (
+            dflash_config(draft, folder) if is_dflash else Eagle3Config.from_pretrained(folder)
+        )
+        size = own.output_size if draft.token_map else None
         if size in (None, target.vocab_size):
             return _map_mistakes(draft, target.vocab_size)
         return [
             f"speculative_config.speculative_token_map = {draft.token_map!r} is refused: the "
-            f"EAGLE-3 head has a vocabulary of its own, {size} tokens that its d2t maps to the "
+            f"{kind} head has a vocabulary of its own, {size} tokens that its d2t maps to the "
             "target's; accepted: null"
         ]
     found = _map_mistakes(draft, target.vocab_size)
