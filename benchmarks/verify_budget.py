@@ -1,8 +1,10 @@
 """Requests that share the rows of a round, against the best draft length for all of them.
 
-    python -m benchmarks.verify_budget [rounds] [--quick] [--output result.json]
+    python -m benchmarks.verify_budget [simulated] [rounds] [--quick] [--output result.json]
     python -m benchmarks.verify_budget --device cpu --quick   # the zoo: shows that it runs
 
+simulated  the same traffic without an engine, with round times of benchmarks.adaptive: what the
+        choice reaches, and what it would reach if it knew the drafts' true probabilities
 rounds  tokens per second by batch size and traffic: every uniform draft length, every budget of
         rows, and enable_adaptive_verification, which chooses
 
@@ -12,8 +14,7 @@ mixed traffic with mean 0.9 in one half of the requests and 0.2 in the other, an
 it with noise. Tokens are those expected from the drafts that each round verified. All players share
 an engine and its graphs. Each plays two blocks, in mirrored order; the choice settles before its
 own. Bars over the best uniform length: 0.99, and for mixed traffic 1.12 at batch 64 and 1.15 at
-128. The simulated columns have the same traffic without an engine, with these round times: the best
-choice of rows by the drafts' true probabilities."""
+128. The oracle knows the drafts' true probabilities; its rounds take what these took."""
 
 import copy
 import sys
@@ -28,6 +29,8 @@ from benchmarks.harness.engine import Rounds, synchronize
 from benchmarks.harness.models import Models, open_models
 from benchmarks.harness.report import Options, Row, Subject, main, table
 from benchmarks.harness.scripted_tokens import MIXED, TokenScript, quantiles, scripted_tokens
+from benchmarks.harness.simulated_rows import Simulation, round_ms
+from tllm_spec.config.verify_budget import with_budgets
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
@@ -164,6 +167,42 @@ def all_keys(plan: BuildPlan, sizes: Sequence[int]) -> list[GraphKey]:
     return [GraphKey(size, shapes.of(tier), False) for size in sizes for tier in tiers]
 
 
+def simulated(options: Options) -> Iterator[Row]:
+    shapes = with_budgets(STEPS[-1], STEPS)
+    for batch_size in SIZES[:3]:
+        for traffic, means in TRAFFIC.items():
+            simulation, number = Simulation(batch_size, means), 60 if options.quick else 300
+            found = {
+                tier: [each / round_ms(shapes.of(tier), batch_size) for each in tokens]
+                for tier in (*STEPS, *shapes.budgeted_tiers)
+                for tokens in [simulation.play(shapes.of(tier), number)]
+            }
+            best = max(STEPS, key=lambda tier: found[tier][0])
+            budget = max(shapes.budgeted_tiers, key=lambda tier: found[tier][0])
+            rate = found[best][0]
+            yield {
+                "batch_size": batch_size,
+                "traffic": traffic,
+                "best": best,
+                "plain": found[0][0] / rate,
+                "oracle": max(oracle for _, oracle in found.values()) / rate,
+                "budget": found[budget][0] / rate,
+                "best_budget": str(shapes.name(budget)),
+            }
+
+
+def simulated_table(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        [
+            *(str(row["batch_size"]), row["traffic"], str(row["best"])),
+            *(f"{row['plain']:.3f}", f"{row['oracle']:.3f}"),
+            f"{row['budget']:.3f} ({row['best_budget']})",
+        ]
+        for row in rows
+    ]
+    return table(("batch", "traffic", "best length", "plain", "oracle", "best budget"), lines)
+
+
 def rounds(options: Options) -> Iterator[Row]:
     with open_models(options.shape, options.device) as models:
         sizes = SIZES if models.is_8b else (2, 20)
@@ -191,6 +230,7 @@ def rounds_table(rows: Sequence[Row]) -> list[str]:
 
 
 SUBJECTS = (
+    Subject("simulated", "Simulated tokens per second", simulated, simulated_table),
     Subject("rounds", "Tokens per second over the best uniform length", rounds, rounds_table),
 )
 

@@ -67,11 +67,11 @@ def page() -> str:
     parts.append(table(model_rows(KVEventsConfig)))
     parts += ["### `speculative_config`\n", "For every `decoding_type`:\n"]
     parts.append(table(model_rows(DecodingBaseConfig)))
-    parts += ["For `Draft_Target`, `Eagle` and `Eagle3`:\n"]
+    parts += ["For `Draft_Target`, `PARD`, `Eagle`, `Eagle3` and `DFlash`:\n"]
     parts.append(table(model_rows(DraftModelDecodingConfig, own=True)))
-    parts += ["For `Draft_Target`, `Eagle`, `Eagle3` and `MTP`:\n"]
+    parts += ["For all of these and `MTP`:\n"]
     parts.append(table(model_rows(MatchedDraftsConfig, own=True)))
-    parts += ["For draft trees of `Draft_Target`, `Eagle`, `Eagle3` and `MTP`:\n"]
+    parts += ["For draft trees of all of these:\n"]
     parts.append(table(model_rows(DraftTreeDecodingConfig, own=True)))
     parts += ["For `Eagle` and `Eagle3`:\n"]
     parts.append(table(model_rows(EagleHeadDecodingConfig, own=True)))

@@ -177,6 +177,13 @@ def _kv_events(plan: BuildPlan, kv: KVCacheManager) -> KVEvents | None:
     config = plan.args.kv_cache_config.kv_events_config
     if config is None or not config.enable_kv_cache_events or plan.mapping.rank:
         return None
+    if plan.recurrent is not None:
+        if config.publisher == "null":
+            return None
+        raise ValueError(
+            "kv_events_config is not served for layers with a recurrent state: a prefix is reused "
+            "up to a snapshot only, which the events cannot say"
+        )
     events = KVEvents(kv.cache.log_events(), config.data_parallel_rank)
     if config.publisher == "zmq":
         events.add_sink(KVEventPublisher(config).publish)

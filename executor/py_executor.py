@@ -244,6 +244,7 @@ class PyExecutor:
         self._latest_name = shapes.name(shapes.tier_of(batch.shape))
         if self._speculating and batch.generation_requests:
             outcome.report_to(self.parts.controller, batch)
+            self.totals.add_drafts(sum(launched.num_drafts), outcome.num_drafted)
             self.parts.draft_watch.add(outcome.num_drafted, sum(outcome.num_accepted))
         if self.parts.iteration_stats is not None:
             self.parts.iteration_stats.add(batch, outcome)

@@ -224,6 +224,7 @@ class Scheduler:
             # A preempted request cannot be prefilled before its tokens in flight are known.
             if request.tokens_in_flight or not self._fits(request, reserved):
                 break
+            self._kv.restore(request)
             chunk = self._chunk_len(request, self._kv.match(request), budget)
             if not chunk:
                 break

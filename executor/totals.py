@@ -48,6 +48,7 @@ class Totals:
         self._by_finish_reason: Counter[str] = Counter()
         self._ended = _Tokens()
         self._num_changes = 0
+        self._offered_drafts = self._verified_drafts = 0
         self.latest_draft_len: int | None = None
         self.latest_batch_size = 0  # of generating requests
 
@@ -68,6 +69,11 @@ class Totals:
         if seconds is not None:
             row.timed_rounds += 1
             row.seconds += seconds
+
+    def add_drafts(self, num_offered: int, num_verified: int) -> None:
+        """Of a round: drafts that there were, and those that had a row."""
+        self._offered_drafts += num_offered
+        self._verified_drafts += num_verified
 
     def decoded(self) -> tuple[int, int]:
         """Rounds, counted once for each request in them, and the tokens that they emitted."""
@@ -93,6 +99,8 @@ class Totals:
             "by_draft_len": {
                 str(key): asdict(row) for key, row in sorted(self._by_draft_len.items())
             },
+            "offered_drafts": self._offered_drafts,
+            "verified_drafts": self._verified_drafts,
             "draft_len_changes": self._num_changes,
             "latest_round": {
                 "batch_size": self.latest_batch_size,

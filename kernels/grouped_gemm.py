@@ -8,6 +8,7 @@ in fp8_linear.py."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -59,77 +60,99 @@ class Tilings:
     down: Tiling
 
 
-# By the most rows per expert, on average. Few rows stream weights: tiles are small, so that one
-# token fills the device, and two programs share a multiprocessor. One stage of the pipeline is
-# being multiplied and one was, so the others are in flight: 48 KiB of weights per program. A
-# program of the down projection has fewer inputs, so it takes more outputs.
-TILINGS = (
-    (8, Tilings(Tiling(16, 64, 128, 4, 5), Tiling(16, 128, 64, 4, 5))),
-    (24, Tilings(Tiling(32, 64, 128, 4, 4), Tiling(32, 128, 64, 4, 4))),
-    (64, Tilings(Tiling(64, 128, 64, 4, 4), Tiling(64, 128, 64, 4, 4))),
-)
-LARGE = Tilings(Tiling(128, 256, 64, 8, 4), Tiling(128, 256, 64, 8, 4))
-FLOAT32 = Tilings(Tiling(16, 64, 32, 4, 2), Tiling(16, 64, 32, 4, 2))  # no tensor cores
-# Tiles for quantised weights by the same rows: a block of inputs at a time. Three or four programs
-# with small tiles of FP8 share a multiprocessor, each with 32 KiB of weights in flight.
-SCALED_OF_ROWS = {
-    16: Tiling(16, 64, BLOCK, 4, 5),
-    32: Tiling(32, 64, BLOCK, 4, 5),
-    64: Tiling(64, 128, BLOCK, 8, 4),
-    128: Tiling(128, 128, BLOCK, 8, 4),
-}
-CODES_OF_ROWS = SCALED_OF_ROWS
-INT4_OF_ROWS = {
-    16: Tiling(16, 128, BLOCK, 4, 4),
-    32: Tiling(32, 64, BLOCK, 4, 3),
-    64: Tiling(64, 128, BLOCK, 4, 3),
-    128: Tiling(128, 128, BLOCK, 8, 4),
-}
-SCALED_FLOAT32 = Tiling(16, 64, BLOCK, 4, 2)
-# Of weights of the type of x, in FP8, in FP8 for codes of activations, and of 4 bits: how many bits
-# a weight has, and bytes an activation.
-FORMS = {"plain": (16, 2), "fp8": (8, 2), "codes": (8, 1), "int4": (4, 2)}
-_OF_ROWS = {"fp8": SCALED_OF_ROWS, "codes": CODES_OF_ROWS, "int4": INT4_OF_ROWS}
+Form = Literal["plain", "fp8", "codes", "int4"]
+"""Weights of the type of x, in FP8, in FP8 for codes of activations, and of 4 bits."""
+# Rows of a block by the most rows per expert, on average; and with more, by form.
+ROWS = ((8, 16), (24, 32), (64, 64))
+MOST_ROWS: dict[Form, int] = {"plain": 128, "fp8": 128, "codes": 64, "int4": 128}
+FLOAT32_ROWS = 16
 
 
-def tilings_of(
+def _alike(rows: int, outputs: int, num_warps: int, num_stages: int) -> Tilings:
+    """Of quantised weights: both layers a block of inputs at a time."""
+    tiling = Tiling(rows, outputs, BLOCK, num_warps, num_stages)
+    return Tilings(tiling, tiling)
+
+
+# By rows. Few rows stream weights: tiles are small, so that one token fills the device, and two
+# programs share a multiprocessor. One stage of the pipeline is being multiplied and one was, so the
+# others are in flight: 48 KiB of weights per program. A program of the down projection has fewer
+# inputs, so it takes more outputs. Three or four programs with small tiles of FP8 share a
+# multiprocessor, each with 32 KiB of weights in flight.
+TILINGS: dict[Form, dict[int, Tilings]] = {
+    "plain": {
+        16: Tilings(Tiling(16, 64, 128, 4, 5), Tiling(16, 128, 64, 4, 5)),
+        32: Tilings(Tiling(32, 64, 128, 4, 4), Tiling(32, 128, 64, 4, 4)),
+        64: Tilings(Tiling(64, 128, 64, 4, 4), Tiling(64, 128, 64, 4, 4)),
+        128: Tilings(Tiling(128, 256, 64, 8, 4), Tiling(128, 256, 64, 8, 4)),
+    },
+    "fp8": {
+        16: _alike(16, 64, 4, 5),
+        32: _alike(32, 64, 4, 5),
+        64: _alike(64, 128, 8, 4),
+        128: _alike(128, 128, 8, 4),
+    },
+    "codes": {
+        16: _alike(16, 64, 4, 4),
+        32: _alike(32, 64, 4, 4),
+        64: _alike(64, 128, 4, 4),
+        128: _alike(128, 64, 4, 4),
+    },
+    "int4": {
+        16: _alike(16, 64, 4, 3),
+        32: _alike(32, 64, 4, 3),
+        64: _alike(64, 64, 4, 3),
+        128: _alike(128, 64, 4, 3),
+    },
+}
+# No tensor cores.
+FLOAT32 = Tilings(Tiling(16, 64, 32, 4, 2), Tiling(16, 64, 32, 4, 2))
+QUANTISED_FLOAT32 = _alike(FLOAT32_ROWS, 64, 4, 2)
+# Bits of a weight, and bytes of an activation.
+_SIZES: dict[Form, tuple[int, int]] = {
+    "plain": (16, 2),
+    "fp8": (8, 2),
+    "codes": (8, 1),
+    "int4": (4, 2),
+}
+
+
+def block_rows_of(
     num_assignments: int,
     num_experts: int,
     dtype: torch.dtype,
-    form: str = "plain",
-    shared_bytes: int = HOPPER_BYTES,
-) -> Tilings:
-    """For `num_assignments` rows of all experts together. dtype: of the layer's output; form: of
-    FORMS; shared_bytes: that a program may have (shared_memory.py). The form and shared_bytes
-    change no number of rows."""
+    device: torch.device,
+    form: Form = "plain",
+) -> int:
+    """The block size for `moe_permute`: a program's rows, or for the reference all rows. dtype: of
+    the layers' outputs; form: of their weights."""
+    if not has_kernels(device):
+        return max(num_assignments, 1)
     if dtype == torch.float32:
-        return FLOAT32 if form == "plain" else Tilings(SCALED_FLOAT32, SCALED_FLOAT32)
-    found = next(
-        (tilings for rows, tilings in TILINGS if num_assignments <= rows * num_experts), LARGE
-    )
-    if form != "plain":
-        own = _OF_ROWS[form][found.gate_up.rows]
-        found = Tilings(own, own)
+        return FLOAT32_ROWS
+    found = (rows for most, rows in ROWS if num_assignments <= most * num_experts)
+    return next(found, MOST_ROWS[form])
+
+
+def tilings_of(
+    block_rows: int, dtype: torch.dtype, form: Form, shared_bytes: int = HOPPER_BYTES
+) -> Tilings:
+    """For blocks of so many rows. dtype: of the layers' outputs; shared_bytes: that a program may
+    have (shared_memory.py)."""
+    if dtype == torch.float32:
+        return FLOAT32 if form == "plain" else QUANTISED_FLOAT32
+    found = TILINGS[form][block_rows]
     if shared_bytes >= HOPPER_BYTES:
         return found
     return Tilings(*(_fitting(each, form, shared_bytes) for each in (found.gate_up, found.down)))
 
 
-def _fitting(tiling: Tiling, form: str, shared_bytes: int) -> Tiling:
+def _fitting(tiling: Tiling, form: Form, shared_bytes: int) -> Tiling:
     """The tiling with as many stages as fit."""
-    bits, row_bytes = FORMS[form]
+    bits, row_bytes = _SIZES[form]
     stage_bytes = tiling.inputs * (bits * tiling.outputs // 8 + row_bytes * tiling.rows)
     number = stages_that_fit(tiling.num_stages, stage_bytes, shared_bytes)
     return replace(tiling, num_stages=number)
-
-
-def block_rows_of(
-    num_assignments: int, num_experts: int, dtype: torch.dtype, device: torch.device
-) -> int:
-    """The block size for `moe_permute`: a program's rows, or for the reference all rows."""
-    if not has_kernels(device):
-        return max(num_assignments, 1)
-    return tilings_of(num_assignments, num_experts, dtype).gate_up.rows
 
 
 @with_kernel("grouped_gemm.tiled_gate_up_silu")
@@ -248,13 +271,8 @@ def _launch(
     from tllm_spec.kernels.grouped_gemm_triton import grouped_gemm_kernel
 
     weight, scales, bias = weights.weight, weights.scales, weights.bias
-    tilings = tilings_of(
-        len(rows.order),
-        weight.shape[0],
-        output.dtype,
-        _checked_form(x, weights, code_scales),
-        shared_memory_bytes(x.device),
-    )
+    form = _checked_form(x, weights, code_scales)
+    tilings = tilings_of(rows.block_rows, output.dtype, form, shared_memory_bytes(x.device))
     tiling = tilings.gate_up if gated else tilings.down
     assert tiling.rows == rows.block_rows and (input_weights is None or bias is None)
     room, features = rows.blocks.shape[1], output.shape[1]
@@ -294,8 +312,10 @@ def _launch(
     )
 
 
-def _checked_form(x: torch.Tensor, weights: ExpertWeights, code_scales: torch.Tensor | None) -> str:
-    """One of FORMS. Asserts what the kernel needs."""
+def _checked_form(
+    x: torch.Tensor, weights: ExpertWeights, code_scales: torch.Tensor | None
+) -> Form:
+    """Asserts what the kernel needs."""
     weight, scales, inputs = weights.weight, weights.scales, x.shape[1]
     assert x.is_contiguous() and weight.is_contiguous()
     assert weights.bias is None or weights.bias.is_contiguous()

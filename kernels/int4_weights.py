@@ -1,5 +1,5 @@
 """How weights of 4 bits are stored. For the group g of the input k, `w[n, k] = scale[n, g] *
-(code[n, k] - zero[n, g])`; or of MXFP4 `w[n, k] = scale[n, g] * E2M1[code[n, k]]`.
+(code[n, k] - zero[n, g])`; or of E2M1 numbers `w[n, k] = scale[n, g] * E2M1[code[n, k]]`.
 
 Codes are stored in blocks of 2 * HALF inputs. Byte i of a block has its input i in the low four
 bits, and the input i + HALF in the high ones. So half of a block, or a shorter group, has one scale
@@ -7,7 +7,8 @@ of each output, and its codes are multiplied as they lie.
 
 A group has one word of 32 bits. Of whole numbers it is an int32: a float32 scale whose last four
 bits are the zero point. A scale thereby keeps 20 bits of its significand; those of checkpoints have
-at most 11. Of MXFP4 it is the float32 scale. So the words' type says what the codes are."""
+at most 11. Of E2M1 numbers (MXFP4, NVFP4) it is the float32 scale. So the words' type says what the
+codes are."""
 
 import torch
 
@@ -15,7 +16,7 @@ from tllm_spec.kernels.dispatch import with_kernel
 
 HALF = 64
 BLOCK = 2 * HALF
-GROUPS = (32, 64, 128)
+GROUPS = (16, 32, 64, 128)
 # The numbers of codes 0 to 7; those of 8 to 15 are their negatives.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

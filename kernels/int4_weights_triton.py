@@ -10,6 +10,8 @@ from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
 
 BLOCKS_OF_PROGRAM, NUM_WARPS = 32, 4
+# E2M1 numbers whose scales are powers of two. Their products are exact in bfloat16.
+MXFP4_GROUP = tl.constexpr(32)
 
 
 def _assembly(shift: int, magic: int, one: int, kind: str) -> tl.constexpr:
@@ -163,7 +165,12 @@ def add_int4_dot(
             high_word = tl.load(word_rows + _group(start + HALF + part * PART, IN, GROUP, BLOCK))
         w_low = _numbers(codes, word, False, dtype, WIDEN)
         w_high = _numbers(codes, high_word, True, dtype, WIDEN)
-        if GROUP == BLOCK:
+        if GROUP == MXFP4_GROUP and word.dtype == tl.float32 and dtype != tl.float16:
+            w_low = w_low * word.to(w_low.dtype)[:, None]
+            w_high = w_high * high_word.to(w_high.dtype)[:, None]
+            total = tl.dot(w_low, x_low, total, input_precision="ieee")
+            total = tl.dot(w_high, x_high, total, input_precision="ieee")
+        elif GROUP == BLOCK:
             product = tl.dot(w_low, x_low, input_precision="ieee")
             product = tl.dot(w_high, x_high, product, input_precision="ieee")
             total = _add_scaled(total, product, word)

@@ -34,7 +34,7 @@ WIDE_FEATURES = 16384  # with 128 of them a program, most multiprocessors have o
 MIN_CHUNK = 1024  # fewer blocks would not fill a program's pipeline
 # The kernel converts a weight once for each tile, of 128 rows at most. Slices are converted once
 # for all rows, but for each byte read 2 are written and read again. On an H100 both take as long
-# with 256 rows (`python -m benchmarks.fp8_kernels linear`).
+# with 256 rows (`python -m benchmarks.fp8 linear`).
 MAX_KERNEL_ROWS = 256
 
 

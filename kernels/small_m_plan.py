@@ -26,6 +26,9 @@ MAX_RING_BYTES, MIN_DEPTH = 160 << 10, 3
 SUM_BYTES = 4 * (2 * 2 * 8 * WARPS * MAX_ROWS + (max(SPLITS) + WARPS) * MAX_ROWS)
 
 
+MIN_GROUP = 32  # columns of one instruction have one scale
+
+
 @dataclass(frozen=True)
 class Tiles:
     """number: of the whole GEMM; row_groups and splits: as in the kernel's argument."""
@@ -116,7 +119,10 @@ def splits_that_fit(rows: int, in_features: int, stored: Stored = WIDE) -> tuple
 
 
 def ring_of(rows: int, in_features: int, splits: int, stored: Stored = WIDE) -> Ring | None:
-    """The ring with the longest steps, as deep as shared memory allows; None if none fits."""
+    """The ring with the longest steps, as deep as shared memory allows; None if none fits, or if
+    groups are too small."""
+    if stored.group and stored.group < MIN_GROUP:
+        return None
     left = nvrtc.SHARED_BYTES - shared_bytes(rows, in_features, splits, Ring(0, 0))
     for columns in (8 * size // stored.bits for size in STEP_BYTES):
         depth = min(MAX_RING_BYTES, left) // Ring(1, columns, stored).bytes_of_all

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from tllm_spec.config.llm_args import CudaGraphConfig as CudaGraphConfig
     from tllm_spec.config.llm_args import KvCacheConfig as KvCacheConfig
     from tllm_spec.config.llm_args import LlmArgs as LlmArgs
+    from tllm_spec.config.parallel_drafts_config import (
+        DFlashDecodingConfig as DFlashDecodingConfig,
+    )
+    from tllm_spec.config.parallel_drafts_config import PARDDecodingConfig as PARDDecodingConfig
     from tllm_spec.config.scheduler_config import SchedulerConfig as SchedulerConfig
     from tllm_spec.config.speculative_config import (
         DraftTargetDecodingConfig as DraftTargetDecodingConfig,
@@ -50,10 +54,12 @@ _HOME = {
     "NGramDecodingConfig": "config.speculative_config",
     "SADecodingConfig": "config.speculative_config",
     "SAEnhancerConfig": "config.speculative_config",
+    "DFlashDecodingConfig": "config.parallel_drafts_config",
     "DraftTargetDecodingConfig": "config.speculative_config",
     "Eagle3DecodingConfig": "config.speculative_config",
     "EagleDecodingConfig": "config.speculative_config",
     "MTPDecodingConfig": "config.speculative_config",
+    "PARDDecodingConfig": "config.parallel_drafts_config",
     "UserProvidedDecodingConfig": "config.speculative_config",
 }
 __all__ = sorted(_HOME)

@@ -18,11 +18,13 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.scheduler_config import SchedulerConfig
 from tllm_spec.config.speculative_config import DecodingBaseConfig, NGramDecodingConfig
 from tllm_spec.executor.build import build_executor
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import DraftCounters, LlmRequest, StopMatch
 from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.executor.speculative.modes import draft_plan_of
 from tllm_spec.models.config import ModelConfig
@@ -34,7 +36,9 @@ from tllm_spec.zoo.registry import resolve_model
 if TYPE_CHECKING:
     from tllm_spec.executor.response import Response
 
-MAX_BATCH_SIZE = 64  # of a replay, whatever was served: it changes no count
+# Of a replay, whatever was served: they change no count.
+MAX_BATCH_SIZE = 64
+MAX_TOKENS = 1 << 15  # in the KV cache, unless a text is longer
 STAND_IN = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -83,7 +87,8 @@ def replay(records: Sequence[TrafficRecord], args: LlmArgs) -> Replayed:
     _check(args, spec)
     simulated = why_simulated(records, args)
     texts = {index: [*each.prompt, *each.output] for index, each in enumerate(records)}
-    with _target_of(_replayable(args, spec)) as built_args:
+    longest = max(map(len, texts.values()), default=0)
+    with _target_of(_replayable(args, spec, longest)) as built_args:
         tokenizer = load_tokenizer(args.tokenizer or args.model)
         built = build_executor(built_args, tokenizer, _ignore, texts=texts)
     requests = [_request(number, each, built.limits) for number, each in enumerate(records)]
@@ -148,12 +153,17 @@ def _check(args: LlmArgs, spec: DecodingBaseConfig) -> None:
         raise ValueError("synthetic_acceptance_rates: nothing to replay, as they say what happens")
 
 
-def _replayable(args: LlmArgs, spec: DecodingBaseConfig) -> LlmArgs:
-    """The same drafter, whose drafts are accepted where they equal the text."""
+def _replayable(args: LlmArgs, spec: DecodingBaseConfig, longest: int) -> LlmArgs:
+    """The same drafter, whose drafts are accepted where they equal the text, on a KV cache of
+    limited size. longest: tokens of a text. There are only so many requests at once that none lacks
+    pages, also for rounds that are scheduled ahead."""
+    window, cache = spec.shapes.longest.window, args.kv_cache_config
+    of_request = longest + (ROUNDS_AHEAD + 2) * window + 2 * cache.tokens_per_block
+    max_tokens = max(MAX_TOKENS, of_request)
+    at_once = min(MAX_BATCH_SIZE, args.max_num_tokens // window, max_tokens // of_request)
     off: dict[str, object] = {"use_rejection_sampling": False}
     if spec.relaxed_rule is not None:
         off["use_relaxed_acceptance_for_thinking"] = False
-    longest = spec.shapes.longest.window
     return args.model_copy(
         update={
             "speculative_config": spec.model_copy(update=off),
@@ -162,7 +172,9 @@ def _replayable(args: LlmArgs, spec: DecodingBaseConfig) -> LlmArgs:
             # Another engine of the process may be running, which forbids captures.
             "cuda_graph_config": None,
             "prefill_cuda_graph_backend": "disabled",
-            "max_batch_size": max(1, min(MAX_BATCH_SIZE, args.max_num_tokens // longest)),
+            "max_batch_size": max(1, at_once),
+            "kv_cache_config": cache.model_copy(update={"max_tokens": max_tokens}),
+            "scheduler_config": SchedulerConfig(),  # nobody is preempted
         }
     )
 

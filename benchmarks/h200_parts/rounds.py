@@ -50,14 +50,16 @@ def eagle3_rounds(setup: Setup, report: Report) -> None:
 
 
 def other_rounds(setup: Setup, report: Report) -> None:
-    """Other draft lengths, and one-model Draft/Target."""
+    """Other draft lengths, all drafts in one forward, and one-model Draft/Target."""
     models, sizes, k = setup.models, setup.scale.batch_sizes, setup.scale.draft_len
+    most = max(setup.scale.other_draft_lens)
     one_model = models.draft_target(k, draft_target_one_model=True)
     for name, batch_sizes, draft, config in (
         *(
             (f"EAGLE-3 K={other}", sizes[:2], "eagle3", models.eagle3(other))
             for other in setup.scale.other_draft_lens
         ),
+        (f"P-EAGLE K={most}", sizes[:2], "peagle", models.peagle(most)),
         (f"Draft/Target one-model K={k}", sizes, "draft", one_model),
     ):
         engine = _build(setup, batch_sizes, speculative_config=config)

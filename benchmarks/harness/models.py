@@ -28,6 +28,10 @@ EAGLE3_8B: Config = {
     **LLAMA_8B, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
     "draft_vocab_size": 32000,
 }  # fmt: skip
+PEAGLE_8B: Config = {
+    **EAGLE3_8B, "architectures": ["PeagleLlamaForCausalLM"], "parallel_drafting": True,
+    "mask_token_id": 0,
+}  # fmt: skip
 LLAMA_1B: Config = {
     **LLAMA_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
     "head_dim": 64, "tie_word_embeddings": True,
@@ -36,8 +40,13 @@ TINY: Config = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 512, "torch_dtype": "float32",
 }  # fmt: skip
-SHAPES: Mapping[str, Config] = {"target": LLAMA_8B, "eagle3": EAGLE3_8B, "draft": LLAMA_1B}
-ZOO = {"target": "zoo:llama", "eagle3": "zoo:llama-eagle3", "draft": "zoo:llama-draft"}
+SHAPES: Mapping[str, Config] = {
+    "target": LLAMA_8B, "eagle3": EAGLE3_8B, "peagle": PEAGLE_8B, "draft": LLAMA_1B,
+}  # fmt: skip
+ZOO = {
+    "target": "zoo:llama", "eagle3": "zoo:llama-eagle3", "peagle": "zoo:llama-peagle",
+    "draft": "zoo:llama-draft",
+}  # fmt: skip
 NUM_CAPTURED = 3  # target layers whose hidden states an EAGLE-3 head reads
 
 
@@ -65,6 +74,9 @@ class Models:
 
     def eagle3(self, draft_len: int, **options: Any) -> dict[str, Any]:
         return self._drafting("Eagle3", "eagle3", draft_len) | options
+
+    def peagle(self, draft_len: int, **options: Any) -> dict[str, Any]:
+        return self._drafting("Eagle3", "peagle", draft_len) | options
 
     def draft_target(self, draft_len: int, **options: Any) -> dict[str, Any]:
         return self._drafting("Draft_Target", "draft", draft_len) | options
@@ -134,14 +146,14 @@ def kv_bytes(config: Config, num_tokens: float) -> float:
 
 def round_bytes(num_tokens: float, draft: str | None = None, draft_len: int = 0) -> float:
     """What a round of the 8B target reads at least, with `num_tokens` tokens of context in all:
-    weights and KV of the target once, and of the draft (`eagle3` or `draft`) once per draft."""
+    weights and KV of the target once, and of the draft once per draft (`eagle3` or `draft`), or
+    once (`peagle`)."""
     num_bytes = streamed_bytes(LLAMA_8B) + kv_bytes(LLAMA_8B, num_tokens)
     if draft is None:
         return num_bytes
-    weights = (
-        eagle3_bytes(draft_len) if draft == "eagle3" else draft_len * streamed_bytes(SHAPES[draft])
-    )
-    return num_bytes + weights + draft_len * kv_bytes(SHAPES[draft], num_tokens)
+    passes = 1 if draft == "peagle" else draft_len
+    own = draft_len * streamed_bytes(SHAPES[draft]) if draft == "draft" else eagle3_bytes(passes)
+    return num_bytes + own + passes * kv_bytes(SHAPES[draft], num_tokens)
 
 
 def read_ms(num_bytes: float) -> float:

@@ -40,6 +40,10 @@ def check_draft_backend(plan: BuildPlan) -> None:
         kind = kind_of_head(draft, folder)
         if kind == "EAGLE-3":
             config = Eagle3Config.from_pretrained(folder)
+            if config.mask_token is not None:
+                reasons.append(
+                    "its network makes one draft after the other, and a P-EAGLE head all at once"
+                )
         else:
             reasons.append(f"its network is an EAGLE-3 head, and the head is {kind}")
     else:
@@ -50,7 +54,7 @@ def check_draft_backend(plan: BuildPlan) -> None:
                 f"its network is a dense decoder ({', '.join(ARCHITECTURES)}), and the draft model "
                 f"is {config.architecture}"
             )
-        if config.int4 is not None:
+        if config.int4 is not None and config.int4.packing != "gguf":  # hosts dequantise GGUF
             reasons.append("its network has weights of 16 or 32 bits, and the draft model's have 4")
         if (window := config.within(plan.max_len).sliding_window) is not None:
             reasons.append(f"its network sees all keys, and sliding_window is {window}")

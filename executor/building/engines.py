@@ -1,6 +1,7 @@
 """Loads models and builds engines around them: KV pools, caches, attention."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -21,6 +22,7 @@ from tllm_spec.executor.building.kv_formats import check_kv_cache, draft_format,
 from tllm_spec.executor.building.memory import check_free_memory, reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device.device_choice import pick_dtype
+from tllm_spec.executor.device.page_copies import HostCopies
 from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
 from tllm_spec.executor.engine.memory_plan import (
     DUMMY_PAGES,
@@ -36,6 +38,7 @@ from tllm_spec.executor.engine.page_plan import (
     with_draft,
 )
 from tllm_spec.executor.engine.rows import RowBuilder
+from tllm_spec.executor.resources.host_pages import HostPages
 from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.resources.pages import PageGroup
@@ -115,12 +118,14 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
             *(pages - DUMMY_PAGES, plan.page_size, size),
         )
     memory = [_memory(plan, own, pages) for own, pages in zip(groups, num_pages, strict=True)]
-    engine, kv, layers = _build_target(plan, target, memory[:number], draft)
+    num_host_pages = _num_host_pages(plan, groups)
+    engine, kv, layers = _build_target(plan, target, memory[:number], draft, num_host_pages)
     draft_kv = None
     if draft is not None and layers is None:
         layers = _draft_layers(plan, draft, memory[number:])
         options = {"extra_kv_tokens": plan.extra_kv_tokens.own_pages, "has_draft_layers": True}
         lookahead = layers.net.lookahead
+        options["num_host_pages"] = num_host_pages
         draft_kv = _manager(DraftKVManager, plan, memory[number:], lookahead, **options)
     with_heads = (each.head if isinstance(each, ExternalHead) else each for each in models)
     in_torch = [model for model in with_heads if not isinstance(model, ExternalDraft)]
@@ -199,6 +204,25 @@ def _plan_groups(
     return with_draft(groups, of_draft), []
 
 
+def _num_host_pages(plan: BuildPlan, groups: Sequence[GroupPlan]) -> int:
+    """Pages of all groups together that `host_cache_size` has room for, on every rank. Raises
+    ValueError where none fits, or pages of a model cannot come back."""
+    size = plan.args.kv_cache_config.host_cache_size
+    if not size:
+        return 0
+    if plan.recurrent is not None or any(own.span is not None for own in groups):
+        raise ValueError(
+            f"host_cache_size = {size} is served only where every layer keeps all keys: this model "
+            "has layers with a window, chunks or a recurrent state"
+        )
+    page_bytes = sum(own.page_bytes(plan.page_size) for own in groups)
+    number = plan.communicator.minimum(size // page_bytes)
+    if not number:
+        raise ValueError(f"host_cache_size = {size} is less than a page, {page_bytes} bytes")
+    logger.info("host memory: %d pages of %d tokens", number, plan.page_size)
+    return number
+
+
 @dataclass(frozen=True)
 class _Memory:
     """The memory of one group."""
@@ -236,7 +260,11 @@ def _memory(plan: BuildPlan, own: GroupPlan, num_pages: int) -> _Memory:
 
 
 def _build_target(
-    plan: BuildPlan, target: CausalLM, memory: list[_Memory], draft: LoadedDraft | None
+    plan: BuildPlan,
+    target: CausalLM,
+    memory: list[_Memory],
+    draft: LoadedDraft | None,
+    num_host_pages: int,
 ) -> tuple[ModelEngine, KVCacheManager, DraftLayers | None]:
     """The target with its cache, whose pages `draft` may share."""
     layers: DraftLayers | None = None
@@ -249,6 +277,7 @@ def _build_target(
         plan,
         memory,
         lookahead=0 if layers is None else layers.net.lookahead,
+        num_host_pages=num_host_pages,
         extra_kv_tokens=plan.extra_kv_tokens.target_pages,
         has_draft_layers=layers is not None,
         states=states,
@@ -298,12 +327,21 @@ def _backend(plan: BuildPlan, group: LayerGroup, pool: KVPool) -> AttentionBacke
 
 
 def _manager(
-    kind: type[Manager], plan: BuildPlan, memory: list[_Memory], lookahead: int, **options: Any
+    kind: type[Manager],
+    plan: BuildPlan,
+    memory: list[_Memory],
+    lookahead: int,
+    num_host_pages: int,
+    **options: Any,
 ) -> Manager:
     """options: those of `KVCacheManager`."""
     reuse, snapshots = plan.args.kv_cache_config, None
     if options.get("states") is not None and plan.num_snapshots:
         snapshots = Snapshots(plan.num_snapshots, reuse.state_snapshot_tokens)
+    host = None
+    if num_host_pages:
+        copies = HostCopies([own.pools for own in memory], num_host_pages)
+        host = HostPages(num_host_pages, copies)
     cache = PagedCache(
         [own.pages for own in memory],
         plan.page_size,
@@ -311,5 +349,6 @@ def _manager(
         enable_partial_reuse=reuse.enable_partial_reuse,
         lookahead=lookahead,
         snapshots=snapshots,
+        host=host,
     )
     return kind(cache, [own.kv for own in memory], plan.span_room, **options)

@@ -142,7 +142,9 @@ class BuildPlan:
         if plan is None:
             return ExtraKVTokens(0, 0)
         if plan.shares_pages:
-            return ExtraKVTokens(longest.num_read + (0 if plan.is_head else 1), 0)
+            return ExtraKVTokens(longest.num_read + plan.rows_before, 0)
+        if plan.drafts_at_once:
+            return ExtraKVTokens(0, 2 * longest.depth - 1)  # the longest run, and mask rows
         trees = max(longest.num_read, longest.path) + 1
         return ExtraKVTokens(0, trees if self.shapes.has_trees else 0)
 

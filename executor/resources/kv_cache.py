@@ -157,6 +157,11 @@ class KVCacheManager(ResourceManager):
                 needed[group] = min(self.pages_for(num_tokens), self._most_pages(own.span))
         return needed
 
+    def restore(self, request: LlmRequest) -> None:
+        """Brings pages of the request's prompt back from host memory."""
+        if request.reuses_prefix:
+            self.cache.restore(request.tokens, request.cache_salt)
+
     def match(self, request: LlmRequest) -> int:
         """Length of the cached prefix that `start` would give the request now, in tokens."""
         if not request.reuses_prefix:

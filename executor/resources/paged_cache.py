@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from tllm_spec.executor.resources.cache_checks import check_pages
+from tllm_spec.executor.resources.host_pages import HostPages, restore
 from tllm_spec.executor.resources.kv_event_log import KVEventLog
 from tllm_spec.executor.resources.pages import (
     CachedSequence,
@@ -18,7 +19,7 @@ from tllm_spec.executor.resources.pages import (
     PageGroup,
     SequencePages,
 )
-from tllm_spec.executor.resources.radix import NO_PAGE, Key, Node, RadixTree
+from tllm_spec.executor.resources.radix import NO_PAGE, Key, Node, RadixTree, num_unreferenced
 from tllm_spec.executor.resources.snapshots import Snapshots
 
 
@@ -53,9 +54,11 @@ class PagedCache:
         enable_partial_reuse: bool = True,
         lookahead: int = 0,
         snapshots: Snapshots | None = None,
+        host: HostPages | None = None,
     ) -> None:
         """snapshots: of recurrent states; a prefix is reused up to one of them only. None: the
-        model has no such states."""
+        model has no such states. host: where evicted pages are kept; only if every group keeps all
+        keys and there are no states."""
         assert lookahead in (0, 1), f"lookahead is {lookahead}"
         self.groups = groups
         self.page_size = page_size
@@ -71,6 +74,8 @@ class PagedCache:
             self._tree.on_leave = snapshots.drop
         self._sequences: dict[int, CachedSequence] = {}
         self._log: KVEventLog | None = None
+        self._host = host
+        assert host is None or not (self._spans or snapshots)
 
     def log_events(self) -> KVEventLog:
         """From now on the log learns what is cached and what no longer is. The cache is empty."""
@@ -103,6 +108,22 @@ class PagedCache:
         with single tokens, a client could guess another one's prompt token by token."""
         return cached_len if salt is not None else cached_len - cached_len % self.page_size
 
+    def restore(self, tokens: Sequence[int], salt: str | None = None) -> None:
+        """Brings pages of the tokens' beginning back from host memory, as far as other cached pages
+        make room. `match` finds them then, and what `add_sequence` and `extend` need is the
+        same."""
+        if self._host is not None and self._reuse:
+            restore(self._host, self._tree, self._tree.root_of(salt), tokens, self._new_node)
+
+    def _new_node(self, parent: Node, key: Key) -> Node | None:
+        """With new pages; None if there are none."""
+        if not self.num_available:
+            return None
+        pages = [self._take_pages(group, 1)[0] for group in range(len(self.groups))]
+        node, left_over = self._tree.insert(parent, key, pages)
+        self._give_back(left_over)
+        return node
+
     def new_pages_needed(
         self, tokens: Sequence[int], num_tokens: int, salt: str | None = None
     ) -> list[int]:
@@ -113,7 +134,7 @@ class PagedCache:
         nodes, source, _, firsts = self._find_prefix(tokens, self._tree.root_of(salt))
         num_new = max(self._pages_for(num_tokens) - len(nodes), int(source is not None))
         return [
-            num_new + _num_unreferenced(nodes[first:], group) for group, first in enumerate(firsts)
+            num_new + num_unreferenced(nodes[first:], group) for group, first in enumerate(firsts)
         ]
 
     def add_sequence(
@@ -139,7 +160,8 @@ class PagedCache:
         self._sequences[seq_id] = CachedSequence(groups, nodes, root)
         cached_len = len(nodes) * self.page_size + num_copied
         reported = self.reported_len(cached_len, salt)
-        self._count_reuse(len(tokens), reported, len(nodes), int(source is not None))
+        num_pages = self._pages_for(len(tokens))
+        self.stats.add(len(tokens), num_pages, reported, len(nodes), int(source is not None))
         return cached_len
 
     def start_version(self, version: int) -> None:
@@ -260,7 +282,8 @@ class PagedCache:
         several groups `groups` has all of them."""
         counts = [self._counts(group) for group in range(len(self.groups))]
         scarcest = min(counts, key=lambda own: 1 - own["used"] / own["num_pages"])
-        state = {**scarcest, "page_size": self.page_size, **asdict(self.stats)}
+        host = {} if self._host is None else {"host": self._host.state()}
+        state = {**scarcest, "page_size": self.page_size, **asdict(self.stats), **host}
         return state if len(counts) == 1 else {**state, "groups": counts}
 
     def _counts(self, group: int) -> dict[str, int]:
@@ -274,6 +297,8 @@ class PagedCache:
         for group in range(len(self.groups)):
             while self._tree.num_evictable(group):
                 self._give_back(self._tree.evict(group))
+        if self._host is not None:
+            self._host.clear()
         if self._log is not None and self._tree.is_empty:
             self._log.clear()
 
@@ -283,6 +308,8 @@ class PagedCache:
         check_pages(self.groups, self._free_pages, self._tree, self._sequences)
         if self.snapshots is not None:
             self.snapshots.check_integrity(self._tree.nodes())
+        if self._host is not None:
+            self._host.check_integrity()
 
     def _find_prefix(self, tokens: Sequence[int], root: Node) -> _Prefix:
         """The longest one from which every group can go on."""
@@ -294,7 +321,7 @@ class PagedCache:
         firsts = self._firsts(len(nodes) * self.page_size + num_copied)
         # The copy needs a page that is neither matched nor its own source.
         if source is not None and any(
-            self.available(group) <= _num_unreferenced([*nodes[first:], source], group)
+            self.available(group) <= num_unreferenced([*nodes[first:], source], group)
             for group, first in enumerate(firsts)
         ):
             return _Prefix(nodes, None, 0, self._firsts(len(nodes) * self.page_size))
@@ -354,6 +381,9 @@ class PagedCache:
         free = self._free_pages[group]
         while len(free) < number:
             self.stats.evicted_pages += 1
+            node = self._tree.next_evicted(group)
+            if self._host is not None and self._tree.is_full(node):
+                self._host.save(node)
             self._give_back(self._tree.evict(group))
         num_kept = len(free) - number
         taken = free[: num_kept - 1 if num_kept else None : -1]  # as if taken one by one
@@ -368,17 +398,3 @@ class PagedCache:
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
-
-    def _count_reuse(
-        self, num_tokens: int, cached_len: int, num_shared: int, num_copied: int
-    ) -> None:
-        stats = self.stats
-        stats.reused_tokens += cached_len
-        stats.missed_tokens += num_tokens - cached_len
-        stats.reused_pages += num_shared
-        stats.copied_pages += num_copied
-        stats.missed_pages += self._pages_for(num_tokens) - num_shared - num_copied
-
-
-def _num_unreferenced(nodes: list[Node], group: int) -> int:
-    return sum(node.num_users[group] == 0 for node in nodes)

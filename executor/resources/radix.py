@@ -35,13 +35,14 @@ class Node:
     lookahead` tokens; fewer in a partial leaf, which is never held and has no children.
 
     `num_holders` counts the sequences whose path has the node, `num_users` in each group those that
-    hold its page. `salt`: of a root."""
+    hold its page. `salt`: of a root. `name`: by which host_pages.py knows it; None: not known."""
 
     __slots__ = (
         "__weakref__",
         "child_keys",
         "children",
         "key",
+        "name",
         "num_holders",
         "num_users",
         "pages",
@@ -56,6 +57,7 @@ class Node:
         self.pages = list(pages)
         self.parent = parent
         self.salt = salt
+        self.name: bytes | None = None
         self.num_holders = 0
         self.num_users = [0] * len(self.pages)
         self.children: dict[Key, Node] = {}
@@ -110,7 +112,8 @@ class RadixTree:
 
     def start_version(self, version: int) -> None:
         """From now on nothing that was stored before is found; it stays until it is evicted."""
-        self._version, self.root = version, self._new_root(None)
+        self._version = version
+        self.root = self._new_root(None)
         self._roots[version, None] = self.root
 
     def root_of(self, salt: str | None) -> Node:
@@ -118,20 +121,27 @@ class RadixTree:
         return self._roots.setdefault((self._version, salt), self._new_root(salt))
 
     def _new_root(self, salt: str | None) -> Node:
-        return Node((), [NO_PAGE] * len(self._keeps_all), None, salt)
+        root = Node((), [NO_PAGE] * len(self._keeps_all), None, salt)
+        root.name = repr((self._version, salt)).encode()
+        return root
 
     def match(self, root: Node, tokens: Sequence[int], limit: int) -> list[Node]:
         """The nodes of the longest run of full pages below `root` within the entries of
         `tokens[:limit]`. Some may have no page in some groups."""
-        size, children, nodes = self._page_size, root.children, []
-        key_len = size + self._lookahead
-        for start in range(0, limit - size + 1, size):
-            node = children.get(tuple(tokens[start : start + key_len]))
+        children, nodes = root.children, []
+        for key in self.keys(tokens, limit):
+            node = children.get(key)
             if node is None:
                 break
             nodes.append(node)
             children = node.children
         return nodes
+
+    def keys(self, tokens: Sequence[int], limit: int) -> Iterator[Key]:
+        """Of the full pages within the entries of `tokens[:limit]`."""
+        size = self._page_size
+        for start in range(0, limit - size + 1, size):
+            yield tuple(tokens[start : start + size + self._lookahead])
 
     def closest_child(self, parent: Node, key: Key) -> tuple[Node | None, int]:
         """The child that shares most leading tokens with `key`, and how many; `(None, 0)` if none
@@ -213,13 +223,19 @@ class RadixTree:
             if node.num_users[group] == 0 and node.pages[group] != NO_PAGE:
                 evictable.move_to_end(node)
 
+    def next_evicted(self, group: int) -> Node:
+        return next(iter(self._evictable[group]))
+
+    def is_full(self, node: Node) -> bool:
+        return len(node.key) == self._page_size + self._lookahead
+
     def evict(self, group: int = 0) -> list[int]:
         """Drops the least recently used page of a group that nobody holds. Returns what leaves the
         tree in each group: a page, or `NO_PAGE`.
 
         The other pages of the same tokens go with one that keeps all keys, since no hit could reach
         them. Otherwise they stay."""
-        node = next(iter(self._evictable[group]))
+        node = self.next_evicted(group)
         if self._keeps_all[group] or len(node.key) < self._page_size + self._lookahead:
             return self._remove(node)
         left = [NO_PAGE] * len(node.pages)
@@ -325,3 +341,7 @@ def _common_length(left: Key, right: Key) -> int:
         if one != other:
             return length
     return min(len(left), len(right))
+
+
+def num_unreferenced(nodes: Sequence[Node], group: int) -> int:
+    return sum(node.num_users[group] == 0 for node in nodes)

@@ -14,6 +14,7 @@ from tllm_spec.config.matched_drafts_config import (
     MatchedDraftsConfig,
     SAEnhancerConfig,
 )
+from tllm_spec.config.parallel_drafts_config import DFlashDecodingConfig, PARDDecodingConfig
 from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
     DraftBackend,
@@ -110,6 +111,15 @@ class DraftPlan:
     token_map: str | None = None  # a file: the tokens that are drafted; None: all
     # A draft model's own cache has this type; None: as kv_cache_config says.
     kv_cache_dtype: KVCacheType | None = None
+    drafts_at_once: bool = False  # a draft model reads mask tokens and drafts all tokens at once
+    mask_token: int | None = None  # None: what the model's config.json says
+    num_filled: int = 0  # drafts that a head fills in at once, at most; 0: it does not
+
+    @property
+    def rows_before(self) -> int:
+        """Entries that drafting writes besides those of drafts, on the target's pages: a model's
+        of the newest token, and a block's of its last mask, too."""
+        return 2 if self.num_filled else 0 if self.is_head else 1
 
 
 @dataclass(frozen=True)
@@ -239,6 +249,33 @@ def _draft_target_model(config: DecodingBaseConfig) -> DraftPlan:
     )
 
 
+def _pard_model(config: DecodingBaseConfig) -> DraftPlan:
+    assert isinstance(config, PARDDecodingConfig)
+    return DraftPlan(
+        config.speculative_model,
+        config.load_format,
+        is_head=False,
+        shares_pages=config.draft_target_one_model,
+        token_map=config.speculative_token_map,
+        drafts_at_once=True,
+        mask_token=config.mask_token_id,
+    )
+
+
+def _dflash_head(config: DecodingBaseConfig) -> DraftPlan:
+    assert isinstance(config, DFlashDecodingConfig)
+    return DraftPlan(
+        config.speculative_model,
+        config.load_format,
+        is_head=True,
+        capture_layers=config.target_layer_ids,
+        head_kinds=("DFlash",),
+        token_map=config.speculative_token_map,
+        mask_token=config.mask_token_id,
+        num_filled=config.max_draft_len,
+    )
+
+
 def _eagle_head(config: DecodingBaseConfig) -> DraftPlan:
     """TensorRT-LLM serves EAGLE-3 heads under both names."""
     assert isinstance(config, EagleHeadDecodingConfig)
@@ -270,6 +307,8 @@ _MODES: dict[type[DecodingBaseConfig], Mode] = {
     NGramDecodingConfig: Mode(_build_ngram),
     UserProvidedDecodingConfig: Mode(_build_user_provided),
     DraftTargetDecodingConfig: Mode(_build_network, draft_plan=_draft_target_model),
+    PARDDecodingConfig: Mode(_build_network, draft_plan=_pard_model),
+    DFlashDecodingConfig: Mode(_build_network, draft_plan=_dflash_head),
     Eagle3DecodingConfig: Mode(_build_network, draft_plan=_eagle_head),
     EagleDecodingConfig: Mode(_build_network, draft_plan=_eagle_head),
     SADecodingConfig: Mode(_build_suffix_match),

@@ -96,6 +96,7 @@ def test_idle_time_of_a_round_of_two_graphs_is_before_and_between_them() -> None
         (ngram, "tree_step", 4),
         (experts, "qwen3", 4),
         (experts, "gpt_oss", 4),
+        (experts, "qwen3_next", 3),
         (fp8, "llama-8b", 8),
         pytest.param(fp8, "activations", 8, marks=pytest.mark.slow),
         pytest.param(fp8, "cache", 8, marks=pytest.mark.slow),
@@ -137,7 +138,7 @@ def test_a_subject_that_needs_a_gpu_is_refused_without_one(
 
 
 @pytest.mark.parametrize(
-    ("document", "num_tables"), list(zip(DOCUMENTS, (24, 1, 2, 13, 1, 1), strict=True))
+    ("document", "num_tables"), list(zip(DOCUMENTS, (24, 1, 2, 13, 1, 1, 1), strict=True))
 )
 def test_a_document_shows_the_tables_of_the_results(document: Path, num_tables: int) -> None:
     text = document.read_text(encoding="utf-8")

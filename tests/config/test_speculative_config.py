@@ -6,6 +6,7 @@ import pytest
 
 from tests.decoding_options import FixedDrafter, eagle3, ngram, speculate
 from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.parallel_drafts_config import DFlashDecodingConfig, PARDDecodingConfig
 from tllm_spec.config.speculative_config import (
     DraftTargetDecodingConfig,
     Eagle3DecodingConfig,
@@ -218,3 +219,13 @@ def test_synthetic_acceptance_rates_are_taken_by_every_decoding_type(
     decoding = {**decoding, "max_draft_len": 3, "synthetic_acceptance_rates": [1, 0.52, 0.52]}
     config = LlmArgs.from_kwargs("m", speculative_config=decoding).speculative_config
     assert config is not None and config.synthetic_acceptance_rates == (1.0, 0.52, 0.52)
+
+
+def test_vllms_parallel_draft_model_is_pard() -> None:
+    options = {"method": "draft_model", "model": "m", "num_speculative_tokens": 4}
+    config = LlmArgs(
+        model="m", **speculate(options | {"parallel_drafting": True})
+    ).speculative_config
+    assert config == PARDDecodingConfig(max_draft_len=4, speculative_model="m")
+    config = LlmArgs(model="m", **speculate(options | {"method": "dflash"})).speculative_config
+    assert config == DFlashDecodingConfig(max_draft_len=4, speculative_model="m")

@@ -49,6 +49,8 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "eagle3-tree": EAGLE3 | TREE,
     "eagle3-tree-two-model": EAGLE3 | TREE | {"eagle3_one_model": False},
     "eagle3-static-tree": EAGLE3 | {"eagle_choices": CHOICES},
+    "peagle": EAGLE3 | {"speculative_model": "zoo:llama-peagle"},
+    "pard": DRAFT_MODEL | {"decoding_type": "PARD", "mask_token_id": 1},
     "rejection-sampling": DRAFT_MODEL | {"use_rejection_sampling": True},
 }
 
@@ -196,6 +198,7 @@ TINY_EAGLE3 = {
     "max_draft_len": 2,
     "eagle3_layers_to_capture": [0, 2],
 }
+DFLASH = {"decoding_type": "DFlash", "speculative_model": "{folder}/dflash", "max_draft_len": 3}
 SMALL_CACHE = {
     "kv_cache_config": {"max_tokens": 104, "tokens_per_block": 8},
     "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
@@ -204,6 +207,9 @@ SMALL_CACHE = {
 SMALL_PAGES = {"kv_cache_config": {"tokens_per_block": 8}}
 CASES: dict[str, Case] = {
     "eagle3-sa": speculating("eagle3-sa"),
+    "peagle": speculating("peagle"),
+    "pard": speculating("pard"),
+    "dflash": Case("qwen2-moe", {"speculative_config": DFLASH}, generate_twice),
     "adaptive-draft-model": Case(
         options={"speculative_config": DRAFT_MODEL | {"adaptive": {}}}, accepts=True
     ),
@@ -280,10 +286,12 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle3": TINY_EAGLE3,
     "eagle3-two-model": TINY_EAGLE3 | {"eagle3_one_model": False},
 }
+STATES = {"kv_cache_config": {"tokens_per_block": 8, "state_snapshot_tokens": 8}}
+OWN: dict[str, dict[str, Any]] = {"qwen3-next": STATES, "qwen3.5": STATES}
 FAMILIES: dict[str, Case] = {
     f"{model}-{name}-{kind}": Case(
         model,
-        {"speculative_config": DRAFTERS[name], **divided},
+        {"speculative_config": DRAFTERS[name], **divided, **OWN.get(model, {})},
         run=generate_twice,
         accepts="mtp" in name,
     )
@@ -292,11 +300,13 @@ FAMILIES: dict[str, Case] = {
         "qwen3-moe": ["ngram"],
         "mixtral": ["ngram"],
         "llama4": ["ngram", "eagle3"],
+        "glm": ["mtp"],
         "gpt-oss": ["ngram", "eagle3"],
         "gpt-oss-mxfp4": ["ngram"],
         "deepseek-v2": ["ngram"],
         "deepseek-v3-strong": ["ngram"],
         "deepseek-v3": list(DRAFTERS),
+        "qwen3.5": ["mtp-two-model"],
         "qwen3-next": ["ngram", "mtp-two-model", "mtp-tree", "eagle3"],
         "zoo:deepseek": ["mtp"],
     }.items()

@@ -15,7 +15,7 @@ from tests.distributed.world import EXCHANGES
 from tests.distributed.worlds import run_world
 
 pytest.importorskip("mpi4py")
-DRAFTERS = {"eagle", "eagle3", "other-tokenizer"}
+DRAFTERS = {"dflash", "eagle", "eagle3", "other-tokenizer"}
 LONG = (
     "adaptive-draft-model",
     "adaptive-trees",

@@ -9,6 +9,7 @@ from typing import Any
 
 import tllm_spec
 from tests.lossless.other_tokenizer import write_draft_with_another_tokenizer
+from tests.models import tiny_dflash as dflash
 from tests.models.deepseek import save_deepseek
 from tests.models.fp8_checkpoint import quantise
 from tests.models.gpt_oss import in_mxfp4, save_gpt_oss
@@ -18,6 +19,7 @@ from tests.models.qwen3_next import save_predictable as save_qwen3_next
 from tests.models.test_gemma3 import save_gemma3
 from tests.models.test_llama4 import save_llama4
 from tests.models.test_phi3 import save as save_phi3
+from tests.models.tiny_dflash import write_tiny_dflash
 from tests.models.tiny_eagle import write_tiny_eagle
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 
@@ -37,6 +39,7 @@ IN_FP8 = EXPERTS | {
 }
 LLAMA4 = {"num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "attention_bias": True}
 V2 = {"q_lora_rank": None, "n_shared_experts": 2}
+SIZES = dflash.SIZES | {"hidden_size": 64, "vocab_size": 128}
 HEAD: dict[str, Any] = {"hidden_size": 64, "vocab_size": 128, "draft_vocab_size": 100}
 
 
@@ -101,12 +104,15 @@ SAVERS = {
     "gpt-oss-mxfp4": lambda folder: in_mxfp4(folder, save_gpt_oss(folder, intermediate_size=64)),
     "phi3": save_phi3,
     "qwen3-next": save_qwen3_next,
+    "qwen3.5": lambda folder: save_qwen3_next(folder, family="Qwen3_5Moe"),
     "deepseek-v2": lambda folder: save_deepseek(folder, "DeepseekV2", **V2),
     "deepseek-v3-strong": lambda folder: save_deepseek(folder, "DeepseekV3"),
+    "glm": lambda folder: save_predictable(folder, family="Glm4Moe"),
     "deepseek-v3": lambda folder: save_predictable(folder, num_modules=2),
     "eagle": save_eagle,
     "other-tokenizer": write_draft_with_another_tokenizer,
     "eagle3": lambda folder: write_tiny_eagle3(folder, num_captured=2, **HEAD),
+    "dflash": lambda folder: write_tiny_dflash(folder, mask_token=127, sizes=SIZES),
 }
 
 

@@ -23,9 +23,11 @@ from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetw
 from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.kernels.gumbel import gumbel_noise
+from tllm_spec.models.draft_head import Masks
 
 LAYERS = (0, 1)  # of the two-layer target, for a head with num_captured=2
 TOLERANCE = 1e-4
+MASK = 63  # of heads and models that draft all tokens at once
 HOT = 6.0  # a temperature at which the common noise makes any two networks agree now and then
 SMALL_POOL = {
     "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 72},
@@ -53,9 +55,10 @@ def eagle3(head: Path, draft_len: int = 3, **options: Any) -> dict[str, Any]:
 
 
 def write_heads(folder: Path) -> Path:
-    """An EAGLE-3 head for a two-layer target and, for the modes `eagle`, an EAGLE-1/2 head in a
-    folder in it."""
+    """An EAGLE-3 head for a two-layer target and, in folders in it, an EAGLE-1/2 head for the modes
+    `eagle` and a P-EAGLE head for the modes `peagle`."""
     write_tiny_eagle(folder / "eagle", bias=True, seed=1)
+    write_tiny_eagle3(folder / "peagle", num_captured=2, num_layers=2, mask_token=MASK, seed=2)
     return write_tiny_eagle3(folder, num_captured=2)
 
 
@@ -84,11 +87,17 @@ def one_model(
         return draft_target(draft, draft_len, **options)
     if mode == "draft_target":
         return draft_target(draft, draft_len, draft_target_one_model=True, **options)
+    if mode.startswith("pard"):
+        options |= {"decoding_type": "PARD", "mask_token_id": MASK}
+        options["draft_target_one_model"] = not mode.endswith("_two_model")
+        return draft_target(draft, draft_len, **options)
     options["eagle3_one_model"] = not mode.endswith(("_two_model", "_onnxruntime"))
     if mode.endswith("_onnxruntime"):
         options["draft_backend"] = "onnxruntime"
     if mode.startswith("eagle3"):
         return eagle3(head, draft_len, **options)
+    if mode.startswith("peagle"):
+        return eagle3(head / "peagle", draft_len, **options)
     return eagle(head / "eagle", draft_len, **options)
 
 
@@ -163,6 +172,7 @@ class SlowDrafter:
     ) -> None:
         net = proposer_of(harness).net
         self._map = net.head.draft_to_target if isinstance(net, HeadNet) else net.token_map
+        self._masks = net.masks
         self._runner, self._number, self._vocab_size = runner, number, harness.vocab_size
         self._logits, self._state = last
         self.num_entries = runner.lengths[number]
@@ -174,12 +184,14 @@ class SlowDrafter:
         return entries(self._runner.pool, self._runner.pages[self._number], self.num_entries)
 
     def drafts(self, num_drafts: int, temperature: float | None, seed: int) -> list[int]:
-        """Chosen one by one. With a temperature the noise is the target's at the same position."""
+        """Chosen one by one, or from mask rows. With a temperature the noise is the target's at the
+        same position."""
         chosen: list[int] = []
+        block = None if self._masks is None else self._block(self._masks, num_drafts - 1)
         for step in range(num_drafts):
-            if step:
+            if step and block is None:
                 self._read(chosen[-1])
-            scores = self._logits
+            scores = self._logits if block is None or not step else block[step - 1]
             if temperature is not None:
                 position = torch.tensor([self._num_tokens + step])
                 noise = gumbel_noise(torch.tensor([seed]), position, self._vocab_size)[0]
@@ -196,6 +208,20 @@ class SlowDrafter:
         found, (self._logits, self._state) = self._logits, before
         self._runner.rewind(self._number, len(path))
         return found
+
+    def _block(self, masks: Masks, number: int) -> torch.Tensor:
+        """The logits of mask rows, which are forgotten again."""
+        if not number:
+            return self._logits.new_empty(0)
+        tokens = [masks.token_id] * number
+        if isinstance(self._runner, HeadRunner):
+            assert masks.state is not None
+            windows = {self._number: (tokens, masks.state.expand(number, -1))}
+            logits, _ = self._runner.draft(windows=windows)[self._number]
+        else:
+            logits = self._runner.step(windows={self._number: tokens})[self._number]
+        self._runner.rewind(self._number, number)
+        return logits
 
     def _read(self, token: int) -> None:
         if isinstance(self._runner, HeadRunner):

@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from tests.executor.draft_caches import (
-    one_model,
-)
+from tests.executor.draft_caches import one_model, write_heads
 from tests.executor.harness import Harness, output_of
 from tests.executor.hooks import rounds_in_flight
 from tests.executor.tiny_llama import write_tiny_llama
-from tests.models.tiny_eagle3 import rewrite, write_tiny_eagle3
+from tests.models.tiny_eagle3 import rewrite
 from tllm_spec.executor.request import LlmRequest
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35]
@@ -23,7 +21,14 @@ NO_OVERLAP = {"disable_overlap_scheduler": True}
 Make = Callable[..., Harness]
 
 
-MODES = ["plain", "draft_target", "draft_target_two_model", "eagle3", "eagle3_two_model"]
+MODES = [
+    "plain",
+    "draft_target",
+    "draft_target_two_model",
+    "eagle3",
+    "eagle3_two_model",
+    "peagle",
+]
 GOOD: dict[str, Any] = {
     "logit_bias": {NAN_TOKEN: -100.0},
     "presence_penalty": 0.5,
@@ -37,7 +42,7 @@ def make_of(folder: Path, tiny: Path, mode: str) -> Make:
     (folder / "draft").mkdir()
     (folder / "head").mkdir()
     draft = write_tiny_llama(folder / "draft", vocab_size=NAN_TOKEN)
-    head = write_tiny_eagle3(folder / "head", num_captured=2)
+    head = write_heads(folder / "head")
     first = {"d2t": torch.zeros(48, dtype=torch.int64), "t2d": torch.arange(64) < 48}
     rewrite(head, lambda tensors: tensors.update(first))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.executor.graph_rounds import num_replays, with_graphs
+from tests.executor.graph_rounds import num_replays, on_cuda, with_graphs
 from tests.executor.guided_rounds import submit_guided
 from tests.executor.harness import Harness, output_of
 from tests.executor.row_rounds import DRAFT_LEN, PROMPT, rows_and_batches
@@ -80,3 +80,20 @@ def test_a_tail_reads_the_rows_that_its_forward_has_chosen(
     assert ROWS >= set(alone) >= {20}
     accepted = sum(request.counters.stats().num_accepted_tokens for request in requests)
     assert accepted > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa"])
+def test_on_a_gpu_graphs_choose_rows_and_have_the_text_of_plain_decoding(
+    tiny: Path, drafts: tuple[Path, Path], mode: str
+) -> None:
+    ways: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {}, {"presence_penalty": 0.5}, {}]
+    texts = []
+    options = tiny_engine(mode, drafts, DRAFT_LEN, verify_budget=BUDGET)
+    for sizes, own in ((None, {}), (list(SIZES), options)):
+        harness = on_cuda(tiny, sizes, **own)
+        requests = submit_guided(harness, 2) + submit(harness, *ways)
+        harness.run()
+        assert not any(request.error for request in requests)
+        texts.append(list(map(output_of, requests)))
+    assert texts[0] == texts[1]

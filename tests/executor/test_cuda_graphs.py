@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.executor.draft_caches import write_heads
 from tests.executor.graph_rounds import (
     CPU,
     DUMMY,
@@ -18,7 +19,6 @@ from tests.executor.graph_rounds import (
     with_graphs,
 )
 from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
-from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config.draft_shape import DraftShape, chain_of
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
@@ -28,7 +28,7 @@ from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
+    return write_heads(tmp_path_factory.mktemp("head"))
 
 
 def test_slot_ids_are_sent_only_when_they_change(

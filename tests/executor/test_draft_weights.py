@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.executor.harness import Harness
 from tests.lossless.cases import heldout_prompts
+from tests.models.mtp_reference import export_modules, save_predictable
 from tests.server.http_answers import wait_for
 from tllm_spec.draft_swap import MIN_REPLAYED
 from tllm_spec.executor.draft_weights import WATCHED_ROUNDS, DraftWeights
@@ -38,14 +39,14 @@ def copy_of(model: str, folder: Path, factor: float) -> Path:
     folder.mkdir()
     source = resolve_model(model)
     for path in source.iterdir():
-        if path.name != "model.safetensors":
+        if path.suffix != ".safetensors":
             (folder / path.name).write_bytes(path.read_bytes())
-    tensors = load_file(source / "model.safetensors")
-    changed = {
-        name: tensor * factor if tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
-    }
-    save_file(changed, folder / "model.safetensors")
+            continue
+        changed = {
+            name: tensor * factor if tensor.is_floating_point() else tensor
+            for name, tensor in load_file(path).items()
+        }
+        save_file(changed, folder / path.name)
     return folder
 
 
@@ -75,6 +76,31 @@ def test_a_swapped_engine_counts_what_a_new_engine_counts(name: str, tmp_path: P
 def with_head() -> Harness:
     spec = {"decoding_type": "Eagle3", "speculative_model": HEAD, "max_draft_len": 2}
     return Harness("zoo:llama", speculative_config=spec)
+
+
+def test_exported_mtp_modules_are_replaced(tmp_path: Path) -> None:
+    target, folder, other = tmp_path / "target", tmp_path / "modules", tmp_path / "other"
+    save_predictable(target)
+    export_modules(target, folder)
+    copy_of(str(folder), other, 0.0)
+    prompt = list(range(5, 15))
+
+    def run(harness: Harness) -> tuple[list[int], list[int]]:
+        request = harness.submit(prompt, max_tokens=30, seed=7)
+        harness.run()
+        return request.tokens, request.counters.rounds_by_outcome
+
+    def with_modules(modules: Path) -> Harness:
+        spec = {"decoding_type": "MTP", "speculative_model": str(modules), "max_draft_len": 2}
+        return Harness(target, max_seq_len=64, speculative_config=spec)
+
+    harness = with_modules(folder)
+    before, weights = run(harness), harness.parts.draft_weights
+    assert weights is not None
+    weights.swap(weights.stage(str(other)))
+    after = run(harness)
+    assert after == run(with_modules(other))
+    assert after[0] == before[0] and after[1] != before[1]
 
 
 def test_the_token_map_is_replaced_with_the_weights(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tests.executor.draft_caches import (
     HOT,
     TREE,
     assert_nothing_is_missing,
+    count_forwards,
     generating,
     one_model,
     proposer_of,
@@ -44,7 +45,8 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
-CHAINS = ["draft_target", "eagle3", "eagle3_two_model", "eagle"]
+AT_ONCE = ["peagle", "peagle_two_model", "pard"]
+CHAINS = ["draft_target", "eagle3", "eagle3_two_model", "eagle", *AT_ONCE]
 MODES = [*CHAINS, *(f"{mode}_tree" for mode in CHAINS)]
 
 
@@ -145,6 +147,21 @@ def test_a_prefix_hit_at_any_offset_in_a_page_leaves_no_hole_in_the_draft_cache(
             harness.round()
         # Of what is equal, EAGLE cannot use the last entry: it was made from another next token.
         assert request.cached_tokens >= min(length, len(request.tokens) - 12 - 1) - 1
+
+
+@pytest.mark.parametrize(("mode", "num_read"), [("peagle", 8), ("peagle_tree", 8), ("pard", 9)])
+def test_all_drafts_come_from_one_forward_of_masks_after_the_emitted_tokens(
+    tiny: Path, tiny_draft: Path, head: Path, mode: str, num_read: int
+) -> None:
+    harness = Harness(tiny, **one_model(tiny_draft, head, mode))
+    rows = count_forwards(harness)
+    harness.submit(PROMPT, max_tokens=20)
+    harness.round()
+    assert rows == [num_read, 2]  # next to a prompt masks have a forward of their own
+    for _ in range(3):
+        del rows[:]
+        harness.round()
+        assert rows == [6]  # four that may have been emitted, and two masks
 
 
 @pytest.mark.parametrize("temperature", [None, 0.9])

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.draft_caches import HOT
+from tests.executor.draft_caches import HOT, write_heads
 from tests.executor.draft_graphs import DUMMY, assert_same, captures_without_a_device
 from tests.executor.graph_rounds import MODES, on_cuda, replays_of, speculate, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back
-from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config.draft_shape import NO_DRAFTS
 from tllm_spec.executor.request import LlmRequest
 
@@ -26,7 +25,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
+    return write_heads(tmp_path_factory.mktemp("head"))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.executor.draft_caches import SMALL_POOL, random_lengths, with_lengths
+from tests.executor.draft_caches import SMALL_POOL, random_lengths, with_lengths, write_heads
 from tests.executor.draft_graphs import assert_same, captures_without_a_device
 from tests.executor.graph_rounds import MODES, on_cuda, replays_of, speculate, with_graphs
 from tests.executor.guided_rounds import (
@@ -22,7 +22,6 @@ from tests.executor.guided_rounds import (
 from tests.executor.harness import Harness, all_pages_are_back, output_of, user_provided
 from tests.executor.overlap_rounds import NO_OVERLAP
 from tests.executor.test_forward_graphs import forbid_eager_windows
-from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.graphs.slot_graphs import SlotGraphs
@@ -37,7 +36,7 @@ SIZES = (1, 4, 8)
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
+    return write_heads(tmp_path_factory.mktemp("head"))
 
 
 @pytest.fixture

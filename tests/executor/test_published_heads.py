@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.draft_caches import HOT, eagle3, generating, proposer_of
+from tests.executor.draft_caches import HOT, MASK, TOLERANCE, eagle3, generating, proposer_of
 from tests.executor.harness import Harness
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.eagle3_reference import Eagle3Reference
@@ -55,6 +55,25 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
+PARALLEL_HEADS: dict[str, dict[str, Any]] = {
+    "speculators": {
+        "speculators": True,
+        "spelling": "layers",
+        "eagle_aux_hidden_state_layer_ids": INPUTS,
+    },
+    "speculators, two Qwen3 layers and own embedding": {
+        "speculators": True,
+        "spelling": "layers",
+        "model_type": "qwen3",
+        "num_layers": 2,
+        "own_modules": True,
+        "norm_before_fc": True,
+        "eagle_aux_hidden_state_layer_ids": INPUTS,
+    },
+    "flat": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}},
+}
+
+
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("deep"), num_layers=7)
@@ -100,3 +119,50 @@ def test_the_engine_drafts_the_tokens_of_the_plain_torch_reference(
             assert window == [request.tokens[-1], *tokens[-DRAFT_LEN:]]
             num_checked += 1
     assert num_checked > 20
+
+
+@pytest.mark.parametrize("path", ["one model", "two models"])
+@pytest.mark.parametrize("name", PARALLEL_HEADS)
+def test_a_p_eagle_head_drafts_all_tokens_of_the_reference_at_once(
+    name: str, path: str, deep: Path, tmp_path: Path
+) -> None:
+    head = write_tiny_eagle3(tmp_path, mask_token=MASK, **PARALLEL_HEADS[name])
+    harness = Harness(
+        deep,
+        **head_options(head, eagle3_one_model=path == "one model"),
+        disable_overlap_scheduler=True,
+    )
+    target, slots = harness.parts.runner.engine.model, harness.parts.slots
+    reference, net = Eagle3Reference(head, target), proposer_of(harness).net
+    states: list[torch.Tensor] = []
+    compute_logits = net.compute_logits
+
+    def kept(state: torch.Tensor) -> torch.Tensor:
+        states.append(compute_logits(state))
+        return states[-1]
+
+    net.compute_logits = kept  # type: ignore[method-assign] # a spy on this one object
+    token_map = net.token_map
+    assert token_map is not None
+    submit(harness)
+    num_checked = 0
+    while harness.round():
+        running = generating(harness)
+        for place, request in enumerate(running):
+            hidden = reference.fuse(captured_states(target, request.tokens[:-1], LAYERS))
+            logits = reference.block(request.tokens[1:], hidden, DRAFT_LEN)
+            own = states[-1].view(DRAFT_LEN, -1, logits.shape[1])
+            if own.shape[1] == len(running):
+                assert (own[:, place] - logits).abs().max() < TOLERANCE
+                num_checked += 1
+            if not request.rules.temperature:
+                drafts = token_map[logits.argmax(-1)].tolist()
+                assert slots.window[request.slot].tolist() == [request.tokens[-1], *drafts]
+    assert num_checked > 20
+
+
+def test_a_p_eagle_head_is_refused_outside_torch(deep: Path, tmp_path: Path) -> None:
+    head = write_tiny_eagle3(tmp_path, mask_token=MASK, **PARALLEL_HEADS["flat"])
+    options = head_options(head, eagle3_one_model=False, draft_backend="onnxruntime")
+    with pytest.raises(ValueError, match="one draft after the other, and a P-EAGLE head all at"):
+        Harness(deep, **options)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.executor.draft_caches import write_heads
 from tests.executor.graph_rounds import MODES, on_cuda, speculate
 from tests.executor.harness import all_pages_are_back, user_provided
-from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.request import RequestState
 
@@ -32,7 +32,7 @@ NUM_ROUNDS = 12
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
+    return write_heads(tmp_path_factory.mktemp("head"))
 
 
 @pytest.mark.gpu

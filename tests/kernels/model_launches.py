@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from tllm_spec.kernels import (
     window_attention,
     window_splits,
 )
+from tllm_spec.kernels.int4_weights import row_bytes
 from tllm_spec.kernels.key_spans import KeySpan, KeySpans
 from tllm_spec.kernels.moe_permute import ExpertRows
 from tllm_spec.kernels.rotary_write import HeadWeights
@@ -97,21 +99,46 @@ def fp8_linears() -> None:
 MOE_SHAPES = ((128, 8, 2048, 768), (64, 6, 2048, 1408), (8, 2, 4096, 14336))
 
 
-def experts(*, scaled: bool) -> None:
+def experts(*, form: grouped_gemm.Form) -> None:
     for (number, top_k, hidden, inner), dtype, rows in product(
         MOE_SHAPES, FLOATS, (1, 20, 60, 200)
     ):
         tokens = rows * number // top_k
-        block = grouped_gemm.block_rows_of(tokens * top_k, number, dtype, META)
-        own = ExpertRows(int32(tokens * top_k), int32(3, number), int32(1), block, top_k)
-        weights = (
-            empty(number, 2 * inner, hidden, dtype=FP8 if scaled else dtype),
-            empty(number, hidden, inner, dtype=FP8 if scaled else dtype),
-        )
-        scales = tuple(scales_of(weight) if scaled else None for weight in weights)
-        x = empty(tokens, hidden, dtype=dtype)
-        grouped_gemm.gate_up_silu(x, weights[0], own, scales=scales[0])
-        grouped_gemm.down(empty(tokens * top_k, inner, dtype=dtype), weights[1], own, scales[1])
+        block = grouped_gemm.block_rows_of(tokens * top_k, number, dtype, META, form)
+        chosen = int32(tokens, top_k)
+        own = ExpertRows(int32(tokens * top_k), int32(3, number), int32(1), block, top_k, chosen)
+        layers = [
+            expert_weights(form, dtype, *shape)
+            for shape in ((number, 2 * inner, hidden), (number, hidden, inner))
+        ]
+        x, options = inputs_of(form, dtype, tokens, hidden)
+        grouped_gemm.gate_up_silu(x, layers[0], own, **options)
+        x, options = inputs_of(form, dtype, tokens * top_k, inner)
+        grouped_gemm.down(x, layers[1], own, **options)
+
+
+def expert_weights(
+    form: grouped_gemm.Form, dtype: torch.dtype, number: int, outputs: int, inputs: int
+) -> grouped_gemm.ExpertWeights:
+    if form == "int4":
+        stored = empty(number, outputs, row_bytes(inputs), dtype=torch.uint8)
+        return grouped_gemm.ExpertWeights(stored, int32(number, outputs, -(-inputs // 32)), 32)
+    weight = empty(number, outputs, inputs, dtype=dtype if form == "plain" else FP8)
+    if form == "plain":
+        return grouped_gemm.ExpertWeights(weight)
+    scales = scales_of(weight)
+    if form == "codes":
+        scales = scales.transpose(1, 2).contiguous().transpose(1, 2)
+    return grouped_gemm.ExpertWeights(weight, scales)
+
+
+def inputs_of(
+    form: grouped_gemm.Form, dtype: torch.dtype, rows: int, size: int
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    if form != "codes":
+        return empty(rows, size, dtype=dtype), {}
+    scales = float32(-(-size // 128), rows)
+    return empty(rows, size, dtype=FP8), {"code_scales": scales, "dtype": dtype}
 
 
 def heads() -> None:
@@ -270,8 +297,10 @@ CALLS: dict[str, Callable[[], None]] = {
     "scaled_linears": scaled_linears,
     "fp8_linears": fp8_linears,
     "int4_linears": int4_linears,
-    "experts": lambda: experts(scaled=False),
-    "scaled_experts": lambda: experts(scaled=True),
+    "experts": lambda: experts(form="plain"),
+    "scaled_experts": lambda: experts(form="fp8"),
+    "scaled_codes_experts": lambda: experts(form="codes"),
+    "int4_experts": lambda: experts(form="int4"),
     "heads": heads,
     "windows": lambda: windows(has_codes=False),
     "invariant_attention": lambda: invariant_attention(has_codes=False),

@@ -16,13 +16,12 @@ from tests.kernels.interpreter import (
 )
 from tests.kernels.test_grouped_gemm import QWEN3, V3, Shape
 from tllm_spec.kernels.grouped_gemm import (
-    SCALED_OF_ROWS,
+    TILINGS,
     ExpertWeights,
     block_rows_of,
     down,
     gate_up_silu,
     hit_experts,
-    tilings_of,
 )
 from tllm_spec.kernels.moe_permute import ExpertRows, moe_permute
 
@@ -200,9 +199,9 @@ def test_every_size_of_block_gives_the_formula(device: str) -> None:
     seen = set()
     for num_tokens in (3, 30, 70, 150):
         p = problem(Shape(2, 1, 136, 40), num_tokens, torch.bfloat16, device)
-        seen.add(tilings_of(num_tokens, 2, torch.bfloat16, "fp8"))
+        seen.add(block_rows_of(num_tokens, 2, torch.bfloat16, p.x.device, "fp8"))
         check_both(p)
-    assert {tilings.down for tilings in seen} == set(SCALED_OF_ROWS.values())
+    assert seen == set(TILINGS["fp8"])
 
 
 @on_each_kernel_device

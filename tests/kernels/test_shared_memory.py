@@ -24,11 +24,12 @@ from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes, s
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 WITH_LESS = [capability for capability, limit in LIMITS.items() if limit < HOPPER_BYTES >> 10]
-GEMMS = ("linears", "scaled_linears", "experts", "scaled_experts", "heads")
+EXPERTS = ("experts", "scaled_experts", "int4_experts")
+GEMMS = ("linears", "scaled_linears", *EXPERTS, "heads")
 LINEARS = ("fp8_linears", "int4_linears")
 ATTENTION = ("windows", "invariant_attention", "latents", "invariant_latents")
 OVER_CODES = tuple(f"{name} over codes" for name in ATTENTION)
-TILED = (*GEMMS, *LINEARS, *ATTENTION, *OVER_CODES)
+TILED = (*GEMMS, "scaled_codes_experts", *LINEARS, *ATTENTION, *OVER_CODES)
 SMALL = ("choices", "trees", "chains", "layers", "mixtures", "scaled_weights", "sums", "states")
 
 

@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.lossless.cases import (
     OUTPUT_LEN,
@@ -23,6 +26,7 @@ from tests.lossless.fitted_eagle import write_fitted_eagle
 from tests.lossless.oracle import Oracle
 from tests.lossless.other_tokenizer import write_draft_with_another_tokenizer
 from tests.models.helpers import load
+from tests.models.tiny_dflash import SIZES, write_tiny_dflash
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
@@ -30,7 +34,8 @@ from tllm_spec.text.tokenizer import Tokenizer, load_tokenizer
 from tllm_spec.zoo.registry import resolve_model
 
 PROMPT_LEN = 60
-HEAD, HOT, OTHER_TOKENIZER = "head", "hot.pt", "other_tokenizer"  # of `fitted_file`
+# Of `fitted_file`.
+HEAD, DFLASH, HOT, OTHER_TOKENIZER = "head", "dflash", "hot.pt", "other_tokenizer"
 STOPPING = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.8, ignore_eos=True, seed=7)
 
 
@@ -102,14 +107,18 @@ def known_texts(
 def fitted_file(
     cases: list[Case], plain: list[RequestOutput], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """By name an EAGLE-1/2 head that knows the cases' texts, a token map of half of the tokens that
-    they have, and a draft model with another tokenizer. Made when it is first asked for."""
+    """By name an EAGLE-1/2 head that knows the cases' texts, a DFlash head that does not, a token
+    map of half of the tokens that they have, and a draft model with another tokenizer. Made when it
+    is first asked for."""
 
     @cache
     def get(name: str) -> Path:
         path = tmp_path_factory.mktemp("fitted") / name
         if name == OTHER_TOKENIZER:
             return write_draft_with_another_tokenizer(path)
+        if name == DFLASH:
+            sizes = SIZES | {"hidden_size": 192, "vocab_size": 2048}
+            return write_tiny_dflash(path, layers=(1, 5, 8), mask_token=1, sizes=sizes)
         texts = [
             case.prompt + output.outputs[0].token_ids
             for case, output in zip(cases, plain, strict=True)
@@ -145,3 +154,18 @@ def oracle() -> Callable[[], Oracle]:
         return made[0]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def exact_attention() -> Iterator[None]:
+    """Attention in float64, rounded once. In float32 its last bits depend on the shape of the
+    batch, which gives one of some 100,000 activations the next code, up to an eighth away, and
+    moves logits by 0.1 or more. All else of a row is the same in every batch."""
+    attend = F.scaled_dot_product_attention
+
+    def attend_exactly(*tensors: Any, **options: Any) -> torch.Tensor:
+        wide = [each if each is None else each.double() for each in tensors]
+        return attend(*wide, **options).to(tensors[0].dtype)
+
+    with patch.object(F, "scaled_dot_product_attention", attend_exactly):
+        yield

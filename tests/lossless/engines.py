@@ -4,10 +4,18 @@ and of `Harness`."""
 from pathlib import Path
 from typing import Any
 
+from tests.executor.draft_caches import MASK
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 
 DRAFT_MODEL, HEAD = "zoo:llama-draft", "zoo:llama-eagle3"
+PARALLEL_HEAD = "zoo:llama-peagle"
+# Without a model that was trained for it, drafts after the first are rarely right.
+PARD: dict[str, Any] = {
+    "decoding_type": "PARD",
+    "speculative_model": DRAFT_MODEL,
+    "mask_token_id": 1,
+}
 MODES: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "ngram": {"decoding_type": "NGram", "max_matching_ngram_size": 3},
@@ -34,9 +42,17 @@ MODES: dict[str, dict[str, Any] | None] = {
         "eagle3_one_model": False,
         "draft_backend": "onnxruntime",
     },
+    "peagle": {"decoding_type": "Eagle3", "speculative_model": PARALLEL_HEAD},
+    "peagle_two_model": {
+        "decoding_type": "Eagle3",
+        "speculative_model": PARALLEL_HEAD,
+        "eagle3_one_model": False,
+    },
+    "pard": PARD,
+    "pard_two_model": PARD | {"draft_target_one_model": False},
 }
 DYNAMIC_TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4}
-TREES = ("eagle3", "eagle3_two_model", "draft_target_one_model", "draft_target", "ngram")
+TREES = ("eagle3", "eagle3_two_model", "draft_target_one_model", "draft_target", "ngram", "peagle")
 MODES |= {f"{mode}_tree": (MODES[mode] or {}) | DYNAMIC_TREE for mode in TREES}
 MODES["eagle3_static"] = MODES["eagle3"]
 MODES["sa"] = {"decoding_type": "SA"}
@@ -85,6 +101,7 @@ def write_tiny_drafts(root: Path) -> tuple[Path, Path]:
     """A draft model and a head for the target of `write_tiny_llama`: the model is right in every
     second place, the head, which has three quarters of the tokens, hardly ever."""
     head = write_tiny_eagle3(root / "head", num_captured=2)
+    write_tiny_eagle3(root / "peagle", num_captured=2, num_layers=2, mask_token=MASK)
     return write_tiny_llama(root / "draft", noise=0.15), head
 
 
@@ -96,6 +113,11 @@ def tiny_engine(
     own: dict[str, Any] = {}
     if mode.startswith("draft_target"):
         own = {"speculative_model": str(draft)}
+    elif mode.startswith("pard"):
+        own = {"speculative_model": str(draft), "mask_token_id": MASK}
+    elif mode.startswith("peagle"):
+        head = head.with_name("peagle")
+        own = {"speculative_model": str(head), "eagle3_layers_to_capture": [0, 1]}
     elif mode.startswith("eagle3"):
         own = {"speculative_model": str(head), "eagle3_layers_to_capture": [0, 1]}
     return engine(mode, draft_len, **own, **speculation)

@@ -2,7 +2,7 @@
 acceptance is asserted here."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -14,6 +14,11 @@ from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.text.tokenizer import Tokenizer
 
+
+def begins_with(first: int, prompt: list[int]) -> list[int]:
+    return [first, *prompt[1:]]
+
+
 DRAFT_LEN, OUTPUT_LEN, NUM_PROMPTS = 4, 64, 6
 MEASURED_LEN = 80  # of outputs whose acceptance is compared with a figure
 NO_REUSE = {"enable_block_reuse": False}
@@ -24,6 +29,13 @@ MODES_HERE = tuple(mode for mode in MODES if mode != "plain")
 SITUATIONS: dict[str, dict[str, Any]] = {
     "prefix_hit": {"kv_cache_config": {"tokens_per_block": 16}},
     "prefix_of_another": {"kv_cache_config": {"tokens_per_block": 16}},
+    "prefix_in_host_memory": {
+        "kv_cache_config": {
+            "tokens_per_block": 16,
+            "max_tokens": 1400,
+            "host_cache_size": 256 << 20,
+        },
+    },
     "chunked_prefill": {
         "kv_cache_config": NO_REUSE,
         "enable_chunked_prefill": True,
@@ -45,12 +57,15 @@ QUICK = (
     ("eagle3_tree", "preemption"),
     ("draft_target", "chunked_prefill"),
     ("draft_target_one_model", "prefix_of_another"),
+    ("eagle3", "prefix_in_host_memory"),
 )
 # What was served before: whole prompts, and others that share all but their last tokens. A draft
 # head's KV at the last common place is another for another continuation.
 CACHED: dict[str, tuple[Callable[[list[int]], list[int]], ...]] = {
     "prefix_hit": (list, lambda prompt: prompt[:-7] + [9] * 7),
     "prefix_of_another": (lambda prompt: [*prompt[:-2], 9, 9],),
+    # The prompts, and then so many others that they leave the device.
+    "prefix_in_host_memory": (list, *(partial(begins_with, first) for first in range(20, 25))),
 }
 
 
@@ -129,6 +144,8 @@ def test_prefix_hits_chunks_and_preemption_do_not_change_acceptance(
             llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=False)
         stats = speculate(llm, long_prompts)
         preempted = llm._executor.scheduler.num_preemptions
+        host = llm._executor.parts.kv.cache.state().get("host", {"loaded": 0})
+    assert (host["loaded"] >= 5 * NUM_PROMPTS) == (situation == "prefix_in_host_memory")
     assert bool(preempted) == situation.startswith("preemption")
     # A preempted request has some of its rounds replaced by contexts, at other places of the text.
     allowed = 0.06 if preempted else 0.02

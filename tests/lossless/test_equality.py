@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.lossless.cases import OUTPUT_LEN, Case, assert_same, generate
-from tests.lossless.conftest import HEAD, HOT, OTHER_TOKENIZER
+from tests.lossless.conftest import DFLASH, HEAD, HOT, OTHER_TOKENIZER
 from tests.lossless.drafters import (
     AdversarialDrafter,
     AdversarialTreeDrafter,
@@ -23,6 +23,7 @@ from tests.lossless.engines import (
     DRAFT_MODEL,
     DYNAMIC_TREE,
     MODES,
+    PARD,
     engine,
     static_choices,
 )
@@ -57,6 +58,7 @@ BATCH_SIZES = {
 }
 EAGLE = {"decoding_type": "Eagle", "speculative_model": HEAD}
 DRAFT_TARGET = {"decoding_type": "Draft_Target", "speculative_model": DRAFT_MODEL}
+DFLASH_HEAD = {"decoding_type": "DFlash", "speculative_model": DFLASH}
 TWO_MODEL = {"eagle3_one_model": False}
 ONE_MODEL = {"draft_target_one_model": True}
 MAP: dict[str, Any] = {"speculative_token_map": HOT}
@@ -78,6 +80,9 @@ FITTED: dict[str, dict[str, Any]] = {
     "draft_target_other_tree": OTHER | DYNAMIC_TREE,
     "draft_target_one_model_other": OTHER | ONE_MODEL,
     "draft_target_one_model_other_map": OTHER | MAP | ONE_MODEL,
+    "pard_other": PARD | {"speculative_model": OTHER_TOKENIZER},
+    "dflash": DFLASH_HEAD,
+    "dflash_tree": DFLASH_HEAD | DYNAMIC_TREE,
 }
 # Acceptance lengths that every draft length of a mode reaches: there were drafts, and some were
 # right.
@@ -113,10 +118,18 @@ FLOORS = {
     "eagle3_two_model_sa": 1.3,
     "draft_target_one_model_sa": 1.3,
     "eagle_sa": 1.3,
+    "peagle": 1.3,
+    "peagle_two_model": 1.3,
+    "peagle_tree": 1.4,
+    "pard": 1.2,
+    "pard_two_model": 1.2,
+    "dflash": 1.0,  # its weights are random
+    "dflash_tree": 1.0,
     "draft_target_other": 1.3,
     "draft_target_other_tree": 1.5,
     "draft_target_one_model_other": 1.3,
     "draft_target_one_model_other_map": 1.2,
+    "pard_other": 1.1,
 }
 
 
@@ -149,9 +162,14 @@ COMBINED = (
     "draft_target_map",
     "draft_target_one_model_map",
     "eagle_sa",
+    "peagle_two_model",
+    "peagle_tree",
+    "pard",
+    "dflash_tree",
     "draft_target_other_tree",
     "draft_target_one_model_other",
     "draft_target_one_model_other_map",
+    "pard_other",
 )
 
 
@@ -203,7 +221,7 @@ def make_llm(
 
 def fitted(run: Run, file_of: Callable[[str], Path]) -> dict[str, Any]:
     config = {
-        option: str(file_of(value)) if value in (HEAD, HOT, OTHER_TOKENIZER) else value
+        option: str(file_of(value)) if value in (HEAD, DFLASH, HOT, OTHER_TOKENIZER) else value
         for option, value in FITTED[run.mode].items()
     }
     if run.mode.endswith("_static"):

@@ -3,16 +3,15 @@ alone."""
 
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 
+from benchmarks.harness.flips import flips
 from tests.lossless.cases import (
     Case,
     NearTie,
@@ -68,21 +67,6 @@ def oracle_of(folder_of: Callable[[str], Path]) -> Callable[[str], Oracle]:
         return Oracle(transcribed(model, folder_of(name)))
 
     return get
-
-
-@pytest.fixture(scope="module")
-def exact_attention() -> Iterator[None]:
-    """Attention in float64, rounded once. In float32 its last bits depend on the shape of the
-    batch, which gives one of some 100,000 activations the next code, up to an eighth away, and
-    moves logits by 0.1 or more. All else of a row is the same in every batch."""
-    attend = F.scaled_dot_product_attention
-
-    def attend_exactly(*tensors: Any, **options: Any) -> torch.Tensor:
-        wide = [each if each is None else each.double() for each in tensors]
-        return attend(*wide, **options).to(tensors[0].dtype)
-
-    with patch.object(F, "scaled_dot_product_attention", attend_exactly):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -159,13 +143,6 @@ def test_deterministic_texts_on_a_gpu_have_no_flips(
     cases, options = many[:8], {"deterministic": True}
     expected = texts_of(folder_of(name), cases, "plain", 1, cuda_graph_config=None, **options)
     assert torch.equal(texts_of(folder_of(name), cases, mode, 3, **options), expected)
-
-
-def flips(found: torch.Tensor, expected: torch.Tensor) -> tuple[int, int]:
-    """The number of texts `[texts, tokens]` that part, and the tokens until then, of all texts."""
-    differ = found != expected
-    until = torch.where(differ.any(1), differ.int().argmax(1) + 1, differ.shape[1])
-    return int(differ.any(1).sum()), int(until.sum())
 
 
 @pytest.mark.gpu

@@ -109,7 +109,8 @@ def test_short_grammars_end_where_they_should(plain: list[CompletionOutput]) -> 
 # `tests/executor/test_guided_rounds.py` has both in its default run.
 LONG_ONLY = (
     *("draft_target_one_model", "eagle3_two_model", "sa", "ngram", "draft_target"),
-    *("draft_target_one_model_sa", "eagle3_two_model_sa"),
+    *("draft_target_one_model_sa", "eagle3_two_model_sa", "peagle_two_model", "peagle_tree"),
+    *("pard", "pard_two_model"),
 )
 
 

@@ -138,6 +138,7 @@ OWN_DRAFTS: dict[str, dict[str, Any]] = {
     "chain": {"max_draft_len": 3},
     "adaptive": {"max_draft_len": 3, "adaptive": EVERY_ROUND},
     "draft lengths by batch": {"max_draft_len": 3, "draft_len_schedule": {1: 3, 2: 0, 3: 2}},
+    "shared rows": {"max_draft_len": 3, "verify_budget": 2},
     "matches": {"max_draft_len": 2, "sa_config": {"threshold": 1}},
     **TREES,
 }
@@ -180,6 +181,23 @@ def test_a_prefix_is_reused_up_to_a_copy_of_the_states(folder: Path) -> None:
         ]
 
 
+@pytest.mark.parametrize(
+    ("family", "drafter", "setting"),
+    by_default(
+        [("Qwen3_5", "mtp", "prefix_reuse")],
+        *(("Qwen3_5", "Qwen3_5Moe"), ("ngram", "mtp"), MODES),
+    ),
+)
+def test_drafts_leave_the_text_of_qwen3_5_alone(
+    family: str, drafter: str, setting: str, tmp_path: Path
+) -> None:
+    save_predictable(tmp_path, family=family)
+    own = NGRAM if drafter == "ngram" else {"decoding_type": "MTP", "max_draft_len": 3}
+    found, acceptance_length = texts(tmp_path, speculative_config=own, **MODES[setting])
+    assert found == plain_texts(tmp_path)
+    assert acceptance_length > 1.1
+
+
 def test_a_prompt_in_a_broken_round_is_read_again_from_its_start(
     folder: Path, plain: list[list[int]]
 ) -> None:
@@ -216,6 +234,19 @@ def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
     config = None if drafter is None else config_of(drafter, drafts, plain)
     found, _ = texts(folder, speculative_config=config, **(SETTINGS["chunks"] | ON_GPU))
     assert found == plain
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("drafts", ["chain", "shared rows", "dynamic"])
+def test_a_gpu_drafts_with_the_models_own_layer(
+    drafts: str, with_mtp: Path, plain_of_mtp: list[list[int]]
+) -> None:
+    mtp = {"decoding_type": "MTP"} | OWN_DRAFTS[drafts]
+    options = MODES["prefix_reuse"] | ON_GPU
+    found, acceptance_length = texts(with_mtp, speculative_config=mtp, **options)
+    assert found == plain_of_mtp
+    assert acceptance_length > 1.1
 
 
 @pytest.mark.gpu

@@ -96,6 +96,10 @@ def test_rounds_with_budgets_of_their_own_give_the_text_of_plain_decoding(
     names = {batch.shape.name for rows, batch in seen if batch.generation_requests}
     assert any("@" in name for name in names) and any("@" not in name for name in names)
     assert all(rows == batch.num_window_rows for rows, batch in seen if not batch.context_requests)
-    state = harness.executor.state()["controller"]
-    assert state["slots"].keys() == {"1", "17"}
-    assert sum(state["slots"]["17"]["expected"].values()) > 0
+    state = harness.executor.state()
+    assert state["controller"]["slots"].keys() == {"1", "17"}
+    assert sum(state["controller"]["slots"]["17"]["expected"].values()) > 0
+    totals = state["totals"]
+    speculation = totals["speculation"]
+    assert totals["offered_drafts"] > totals["verified_drafts"] > 0
+    assert totals["verified_drafts"] >= speculation["num_drafted_tokens"]

@@ -40,7 +40,7 @@ class Eagle3Reference:
         """Captured states `[T, n * H]` to `[T, H]`."""
         if self.config["norm_before_fc"]:
             captured = self.norm("input_norm", captured)
-        if self.config["fc_norm"]:
+        if self.config.get("fc_norm"):
             old_names = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
             is_old = "aux_norm_low.weight" in self.tensors
             states = captured.split(self.config["hidden_size"], -1)
@@ -70,7 +70,14 @@ class Eagle3Reference:
             )
             hidden = hidden + self.linear(f"{name}.mlp.down_proj", F.silu(gate) * up)
         normed = self.norm("norm", hidden)
-        return F.linear(normed, self.output), normed if self.config["norm_output"] else hidden
+        return F.linear(normed, self.output), normed if self.config.get("norm_output") else hidden
+
+    def block(self, tokens: list[int], hidden: torch.Tensor, num_drafts: int) -> torch.Tensor:
+        """The logits of all drafts of a P-EAGLE head, `[K, V_draft]`, after a text."""
+        num_masks = num_drafts - 1
+        mask = self.fuse(self.tensors["mask_hidden"].flatten(0, 1))
+        masked = [*tokens, *[self.config["mask_token_id"]] * num_masks]
+        return self.forward(masked, torch.cat((hidden, *[mask] * num_masks)))[0][-num_drafts:]
 
     def attention(self, name: str, x: torch.Tensor) -> torch.Tensor:
         size, kv_heads = self.config["head_dim"], self.config["num_key_value_heads"]

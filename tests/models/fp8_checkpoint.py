@@ -96,7 +96,7 @@ def quantise(
         if wants(name):
             stored[name], stored[name + suffix], tensors[name] = tiled(tensor.float(), granularity)
             if granularity in STATIC:
-                scale = torch.tensor(INPUT_SCALES[index % len(INPUT_SCALES)])
+                scale = torch.tensor(INPUT_SCALES[(index + index // 3) % len(INPUT_SCALES)])
                 stored[f"{name.removesuffix('.weight')}.input_scale"] = scale
         else:
             stored[name] = tensor

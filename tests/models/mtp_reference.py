@@ -2,31 +2,36 @@
 have one."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV3Config
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
-    DeepseekV3DecoderLayer,
-    DeepseekV3RMSNorm,
-)
 
 from tests.models.deepseek import save_deepseek
+from tests.models.glm4_moe import save_glm4_moe
 
+SAVERS: dict[str, Callable[..., Any]] = {
+    "DeepseekV3": lambda folder, **config: save_deepseek(folder, "DeepseekV3", **config),
+    "Glm4Moe": save_glm4_moe,
+}
 NORMS = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
 
 
 def save_with_mtp(
-    folder: Path, num_modules: int = 1, noise: float = 1.0, **config: Any
+    folder: Path,
+    num_modules: int = 1,
+    noise: float = 1.0,
+    family: str = "DeepseekV3",
+    **config: Any,
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A random V3 with MTP modules after its layers. Returns transformers' model without them, and
-    the first module's tensors, by their names below `model.layers.N.` (`module_tensors` reads the
-    others'). `noise`: of the module's
-    projection, next to one that passes the embedding on."""
-    model = save_deepseek(folder, "DeepseekV3", **config)
+    """A random model of SAVERS with MTP modules after its layers. Returns transformers' model
+    without them, and the first module's tensors, by their names below `model.layers.N.`
+    (`module_tensors` reads the others'). `noise`: of the module's projection, next to one that
+    passes the embedding on."""
+    model = SAVERS[family](folder, **config)
     tensors = load_file(folder / "model.safetensors")
     number, size = model.config.num_hidden_layers, model.config.hidden_size
     layer, prefix = f"model.layers.{number - 1}.", f"model.layers.{number}."
@@ -58,10 +63,14 @@ class PlainMTP:
     """The module over whole sequences, without a cache, around transformers' decoder layer."""
 
     def __init__(self, model: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-        config: Any = DeepseekV3Config.from_pretrained(folder)
+        config: Any = type(model.config).from_pretrained(folder)
         config._attn_implementation = "eager"
         self.model, self.tensors = model, tensors
-        self.layer = DeepseekV3DecoderLayer(config, config.num_hidden_layers).eval()
+        family, module = type(model).__name__.removesuffix("ForCausalLM"), type(model).__module__
+        kinds: Any = import_module(module)
+        self.norm_type = getattr(kinds, f"{family}RMSNorm")
+        decoder_layer = getattr(kinds, f"{family}DecoderLayer")
+        self.layer = decoder_layer(config, config.num_hidden_layers).eval()
         self.layer.load_state_dict(self._layer_tensors(config.n_routed_experts))
         self.eps = config.rms_norm_eps
 
@@ -79,9 +88,10 @@ class PlainMTP:
         return found
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        norm = DeepseekV3RMSNorm(x.shape[-1], self.eps)
+        norm = self.norm_type(x.shape[-1], self.eps)
         norm.weight = torch.nn.Parameter(self.tensors[f"{name}.weight"])
-        return norm(x)
+        normed: torch.Tensor = norm(x)
+        return normed
 
     @torch.inference_mode()
     def states(self, tokens: list[int], hidden: torch.Tensor) -> torch.Tensor:

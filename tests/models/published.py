@@ -1,9 +1,8 @@
 """Fields of published `config.json` files that say how a model computes, and the same models with
 few layers, heads and hidden units."""
 
-from typing import Any
+from tests.models.published_glm import GLM_45, GLM_45_AIR, Raw
 
-Raw = dict[str, Any]
 _DEEPSEEK: Raw = {
     "attention_bias": False,
     "hidden_act": "silu",
@@ -283,40 +282,6 @@ GEMMA3_27B: Raw = GEMMA3_4B | {
         "query_pre_attn_scalar": 168,
     }
 }
-QWEN3_NEXT: Raw = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 5120,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 262144,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_next",
-    "moe_intermediate_size": 512,
-    "norm_topk_prob": True,
-    "num_attention_heads": 16,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 2,
-    "partial_rotary_factor": 0.25,
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": None,
-    "rope_theta": 10000000,
-    "shared_expert_intermediate_size": 512,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 151936,
-}
 PHI4_MINI: Raw = {
     "architectures": ["Phi3ForCausalLM"],
     "attention_bias": False,
@@ -352,6 +317,8 @@ PUBLISHED = {
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
     "Qwen2-57B-A14B": QWEN2_57B_A14B,
     "Mixtral-8x7B": MIXTRAL_8X7B,
+    "GLM-4.5-Air": GLM_45_AIR,
+    "GLM-4.5": GLM_45,
     "Llama-4-Scout": SCOUT,
     "Llama-4-Maverick": MAVERICK,
 }

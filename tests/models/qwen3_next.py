@@ -7,10 +7,6 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers.models.qwen3_next.modeling_qwen3_next import (
-    Qwen3NextDecoderLayer,
-    Qwen3NextRMSNorm,
-)
 
 from tests.models.helpers import MAX_POSITIONS, VOCAB_SIZE
 
@@ -41,9 +37,22 @@ SIZES: dict[str, Any] = {
 }
 
 
-def save_qwen3_next(folder: Path, *, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
+# By family: the name of its configuration class, and keys that it does not have.
+FAMILIES = {
+    "Qwen3Next": ("Qwen3Next", ()),
+    "Qwen3_5": ("Qwen3_5Text", ("num_experts", "num_experts_per_tok", "moe_intermediate_size")),
+    "Qwen3_5Moe": ("Qwen3_5MoeText", ("intermediate_size",)),
+}
+
+
+def save_qwen3_next(
+    folder: Path, *, family: str = "Qwen3Next", dtype: torch.dtype = torch.float32, **config: Any
+) -> Any:
     """Write a random model to `folder`; returns it."""
-    model = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**(SIZES | config)))
+    name, absent = FAMILIES[family]
+    sizes = {key: value for key, value in (SIZES | config).items() if key not in absent}
+    settings = getattr(transformers, f"{name}Config")(**sizes)
+    model = getattr(transformers, f"{family}ForCausalLM")(settings)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -53,6 +62,21 @@ def save_qwen3_next(folder: Path, *, dtype: torch.dtype = torch.float32, **confi
             if name.endswith("linear_attn.norm.weight"):
                 parameter.add_(1)
     model.eval().to(dtype).save_pretrained(folder)
+    return model
+
+
+def save_with_images(folder: Path, family: str) -> Any:
+    """A random model that also sees images, with experts as published; returns its text model."""
+    model = save_qwen3_next(folder, family=family)
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor.contiguous()
+        for name, tensor in model.state_dict().items()
+    }
+    tensors["model.visual.pos_embed.weight"] = torch.ones(8, 8)
+    save_file(tensors, folder / "model.safetensors")
+    names = [f"{family}ForConditionalGeneration"]
+    whole = getattr(transformers, f"{family}Config")
+    whole(text_config=model.config.to_dict(), architectures=names).save_pretrained(folder)
     return model
 
 
@@ -77,10 +101,10 @@ def save_with_mtp(folder: Path, noise: float = 1.0, **config: Any) -> Any:
     return model
 
 
-def save_predictable(folder: Path) -> None:
+def save_predictable(folder: Path, **config: Any) -> None:
     """The layers add little to the embedding, so that the next-token layer, which passes the
     embedding on, is often right."""
-    save_with_mtp(folder, noise=0.0)
+    save_with_mtp(folder, noise=0.0, **config)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
@@ -96,21 +120,24 @@ class PlainMTP:
         tensors = load_file(folder / "model.safetensors")
         self.tensors = {name: x for name, x in tensors.items() if name.startswith("mtp.")}
         self.model, config = model, model.config
-        self.layer = Qwen3NextDecoderLayer(config, config.layer_types.index(FULL)).eval()
-        prefix, experts = "mtp.layers.0.", config.num_experts
+        number = config.layer_types.index(FULL)
+        self.layer = type(model.model.layers[number])(config, number).eval()
+        prefix, experts = "mtp.layers.0.", getattr(config, "num_experts", 0)
         own = {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
         parts = [
             [own.pop(f"mlp.experts.{index}.{part}_proj.weight") for part in ("gate", "up", "down")]
             for index in range(experts)
         ]
-        own["mlp.experts.gate_up_proj"] = torch.stack([torch.cat(each[:2]) for each in parts])
-        own["mlp.experts.down_proj"] = torch.stack([each[2] for each in parts])
+        if parts:
+            own["mlp.experts.gate_up_proj"] = torch.stack([torch.cat(each[:2]) for each in parts])
+            own["mlp.experts.down_proj"] = torch.stack([each[2] for each in parts])
         self.layer.load_state_dict(own)
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        norm = Qwen3NextRMSNorm(x.shape[-1], self.model.config.rms_norm_eps)
+        norm = type(self.model.model.norm)(x.shape[-1], self.model.config.rms_norm_eps)
         norm.weight = torch.nn.Parameter(self.tensors[f"mtp.{name}.weight"])
-        return norm(x)  # type: ignore[no-any-return] # transformers'
+        output: torch.Tensor = norm(x)
+        return output
 
     @torch.inference_mode()
     def states(self, tokens: list[int], hidden: torch.Tensor) -> torch.Tensor:

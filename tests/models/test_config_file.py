@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.models.published import GEMMA3, PHI4_MINI, PUBLISHED, QWEN3_NEXT
+from tests.models.published import GEMMA3, PHI4_MINI, PUBLISHED
 from tests.models.published_fp8 import PUBLISHED_FP8
 from tests.models.published_gpt_oss import GPT_OSS
+from tests.models.published_states import QWEN3_5, QWEN3_NEXT
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.eagle_config import EagleConfig
@@ -54,8 +55,10 @@ CASES = {
     "gemma3": (GEMMA3["Gemma-3-4b"], read_model),
     "gemma3 text": (GEMMA3["Gemma-3-270m"], read_model),
     "phi3": (PHI4_MINI, read_model),
+    "glm": (PUBLISHED["GLM-4.5"], build),
     "gpt-oss": (GPT_OSS["gpt-oss-20b"], read_model),
-    "qwen3-next": (QWEN3_NEXT, build),
+    "qwen3-next": (QWEN3_NEXT, read_model),
+    "qwen3.5": (QWEN3_5, read_model),
     "moe": (PUBLISHED["Qwen2-57B-A14B"], read_model),
     "blocks": (PUBLISHED_FP8["Qwen3-8B-FP8"][0], read_model),
     "groups": (PUBLISHED_FP8["RedHatAI's Llama-3.1-8B-FP8"][0], read_model),

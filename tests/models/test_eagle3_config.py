@@ -9,11 +9,12 @@ import pytest
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.eagle3_runner import load_head
 from tests.models.helpers import load
-from tests.models.tiny_eagle3 import edit_config, write_tiny_eagle3
+from tests.models.tiny_eagle3 import edit_config, rewrite, write_tiny_eagle3
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.models.head_checkpoint import MASK_TOKENS
 
 
 @pytest.fixture
@@ -68,7 +69,12 @@ CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}},
         "The EAGLE-3 head has 4-bit weights",
     ),
-    "parallel drafter": ({"parallel_drafting": True}, "parallel_drafting is True, and only False"),
+    "no mask": ({"parallel_drafting": True}, "parallel_drafting is true .* has no mask token; .*"),
+    "a mask that is off": (
+        {"parallel_drafting": False, "pard_token": 5},
+        "the mask token 5, and parallel_drafting is false",
+    ),
+    "a mask outside": ({"mask_token_id": 64}, "mask token of the head is 64; .* 0 to 63"),
     "parallel steps": (
         {"eagle_config": {"parallel_draft_step": 4}},
         "parallel_draft_step is 4, and only 1 is served",
@@ -181,17 +187,31 @@ def test_keys_that_are_off_or_without_effect_are_ignored(tmp_path: Path) -> None
 
 
 def test_all_that_is_not_served_is_named_at_once(tmp_path: Path) -> None:
-    folder = write_tiny_eagle3(tmp_path, parallel_drafting=True, mask_token_id=5, logit_scale=0.5)
-    named = r"parallel_drafting is True.*logit_scale is 0\.5, and only 1\.0.*mask_token_id is 5"
+    folder = write_tiny_eagle3(tmp_path, use_last_layernorm=False, gates=5, logit_scale=0.5)
+    named = r"use_last_layernorm is False.*logit_scale is 0\.5, and only 1\.0.*gates is 5"
     with pytest.raises(ValueError, match=named):
         Eagle3Config.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("name", MASK_TOKENS)
+def test_every_name_of_the_mask_token_makes_a_p_eagle_head(name: str, tmp_path: Path) -> None:
+    folder = write_tiny_eagle3(tmp_path, parallel_drafting=True, **{name: 5})
+    assert Eagle3Config.from_pretrained(folder).mask_token == 5
+
+
+def test_a_p_eagle_head_without_mask_hidden_is_refused(target: CausalLM, tmp_path: Path) -> None:
+    folder = write_tiny_eagle3(tmp_path, mask_token=5)
+    rewrite(folder, lambda tensors: tensors.pop("mask_hidden"))
+    with pytest.raises(ValueError, match=r"missing mask_hidden"):
+        load_head(folder, target)
+
+
 SPECULATORS_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "another algorithm": (
-        {"speculators_model_type": "peagle"},
-        "speculators_model_type is 'peagle'; served is 'eagle3'",
+        {"speculators_model_type": "mlp"},
+        "speculators_model_type is 'mlp'; served are 'eagle3' and 'peagle'",
     ),
+    "no mask": ({"speculators_model_type": "peagle"}, "EAGLE-3 head has no mask_token_id"),
     "no layer": ({"transformer_layer_config": None}, "transformer_layer_config .* a JSON object"),
     "another layer": (
         {"transformer_layer_config": {"model_type": "deepseek_v3"}},

@@ -15,8 +15,8 @@ from tllm_spec.kernels.moe_permute import moe_permute
 from tllm_spec.models.experts import Experts
 from tllm_spec.models.formats.fp8_formats import ActivationScales
 from tllm_spec.models.formats.fp8_scaled import Fp8Tensor
-from tllm_spec.models.formats.int4 import Int4Tensor
 from tllm_spec.models.formats.int4_formats import Int4Groups
+from tllm_spec.models.formats.int4_tensor import Int4Tensor
 from tllm_spec.models.formats.stacked_codes import StackedCodes
 from tllm_spec.models.module import Placement
 from tllm_spec.models.moe import SparseMoE

@@ -48,8 +48,8 @@ REFUSED: dict[str, tuple[Raw | str, list[str]]] = {
         [r"'re:\(gate' among the targets is no regular expression"],
     ),
     "a group in another format": (
-        changed_group(format="nvfp4-pack-quantized"),
-        ["format is 'nvfp4-pack-quantized'"],
+        changed_group(format="int-quantized"),
+        ["format is 'int-quantized'"],
     ),
     "weights that are not stored in FP8": (
         compressed("tensor", "float-quantized", dynamic=True),
@@ -95,9 +95,9 @@ REFUSED: dict[str, tuple[Raw | str, list[str]]] = {
         compressed("tensor", "float-quantized") | {"ignore": ["re:(gate"]},
         [r"'re:\(gate' among the ignored modules is no regular expression"],
     ),
-    "NVFP4": (
-        MODELOPT | {"quant_algo": "NVFP4", "pre_quant_scale": True},
-        ["quant_algo is 'NVFP4'", "pre_quant_scale is True"],
+    "NVFP4 with scaled inputs": (
+        MODELOPT | {"quant_algo": "NVFP4_AWQ", "pre_quant_scale": True},
+        ["quant_algo is 'NVFP4_AWQ'", "pre_quant_scale is True"],
     ),
     "mixed precision": (
         MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {}}},

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from tests.models.helpers import PagedRunner, load, random_tokens, reference_logits, save_checkpoint
+from tests.models.int4_checkpoint import keeping_int4
+from tests.models.test_int4 import int4_names
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats import gguf_tensors
+from tllm_spec.models.weights import weight_table
 from tllm_spec.zoo import registry
 
 gguf = pytest.importorskip("gguf")
@@ -93,6 +96,21 @@ def test_all_types_give_the_logits_of_transformers(
     found, expected = logits_of(path), reference_logits(reference.eval(), TOKENS)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert expected.std() > 0.3
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_layers_of_q4_0_keep_4_bits(architecture: str, tmp_path: Path) -> None:
+    """But for a layer with a part of another type."""
+    types = {"layers.0.self_attn.q_proj.weight": Type.Q4_1, "weight": Type.Q4_0}
+    path = save(tmp_path, architecture, types, **CONFIGS[architecture])
+    expected = logits_of(path)
+    with keeping_int4():
+        model = load(path)
+    found = PagedRunner(model).step({0: TOKENS})[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    dequantised = {f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"}
+    projections = {name for name in weight_table(model) if "_proj.weight" in name}
+    assert int4_names(model) == projections - dequantised
 
 
 @pytest.mark.parametrize("kind", [Type.F32, Type.F16])

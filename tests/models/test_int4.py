@@ -18,12 +18,11 @@ from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.formats.int4 import Int4Slot
 from tllm_spec.models.formats.int4_formats import Int4Groups
-from tllm_spec.models.formats.int4_packings import PACKINGS
 from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
 from tllm_spec.models.module import Placement
 from tllm_spec.models.registry import MODELS, check_shards
 from tllm_spec.models.weights import stored_tensors, weight_table
-from tllm_spec.zoo.quantise import Style, awq_words, is_projection, quantise, words
+from tllm_spec.zoo.quantise import Style, is_projection, quantise
 
 TOKENS = random_tokens(20)
 CASES = (
@@ -40,6 +39,7 @@ CASES = (
     Style("compressed", 0),
     Style("compressed", is_ordered=True),
     Style("mxfp4"),
+    Style("nvfp4"),
 )
 # Groups of 128 of which the last is short, and blocks that are.
 SIZES = {"hidden_size": 128, "intermediate_size": 160}
@@ -131,6 +131,7 @@ def test_layers_that_the_checkpoint_leaves_out_keep_their_weights(
         ("DeepseekV2", Style("awq", 0)),
         ("Qwen3Moe", Style("gptq")),
         ("Qwen3Moe", Style("mxfp4")),
+        ("Qwen3Moe", Style("nvfp4")),
         ("Qwen3Moe", Style("compressed")),
     ],
     ids=str,
@@ -227,27 +228,6 @@ def test_slices_that_cut_a_group_are_refused_with_the_sizes_that_work(
     check_shards(path, 1, 1)
 
 
-# 8 numbers and the word that the producers' own code packs them into.
-NUMBERS = torch.tensor([[3, 7, 8, 15, 0, 1, 12, 9]])
-
-
-def test_words_are_those_of_the_producers() -> None:
-    assert awq_words(NUMBERS).item() == -1846034301
-    assert words(NUMBERS).item() == -1676609421
-    word = torch.tensor([[-1846034301]], dtype=torch.int32)
-    tensors = {"qweight": word, "scales": torch.ones(1, 8)}
-    assert PACKINGS["awq"].unpack(tensors).codes.t().tolist() == NUMBERS.tolist()
-    word = torch.tensor([[-1676609421]], dtype=torch.int32)
-    tensors = {"qweight": word, "scales": torch.ones(1, 1)}
-    for packing, zero_words in (("gptq", 2004318071), ("gptq_v2", -2004318072)):
-        zeros = torch.tensor([[zero_words]], dtype=torch.int32)
-        found = PACKINGS[packing].unpack(tensors | {"qzeros": zeros})  # type: ignore[index]  # a name
-        assert found.codes.tolist() == NUMBERS.tolist()
-        assert found.zeros is not None and found.zeros.t().tolist() == [[8] * 8]
-    found = PACKINGS["compressed"].unpack({"weight_packed": word, "weight_scale": torch.ones(1, 1)})
-    assert (found.codes.int() - 8).tolist() == [[-5, -1, 0, 7, -8, -7, 4, 1]]
-
-
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
@@ -310,6 +290,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "group_size is 16 .served: 32, 64, 128 or -1",
     ),
     "MXFP4 in other groups": (Style("mxfp4", 64).quantization, "group_size is 64 .served: 32"),
+    "NVFP4 in other groups": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
+        "group_size is 32 .served: 16",
+    ),
     "settings of single modules": (
         Style("gptq").quantization | {"dynamic": {"+:.*mlp.*": {"bits": 8}}},
         r"dynamic has other settings for '\+:",

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.helpers import PagedRunner, load, random_tokens, reference_logits
-from tests.models.mtp_reference import PlainMTP, export_modules, save_with_mtp
+from tests.models.mtp_reference import SAVERS, PlainMTP, export_modules, save_with_mtp
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.layers import Embedding
@@ -42,8 +42,11 @@ def load_module(folder: Path, **options: Any) -> NextnModules:
     return load_nextn(folder, target, options.get("load_format", "auto"))
 
 
-def test_a_module_equals_its_transcription_in_chunks_and_windows(tmp_path: Path) -> None:
-    plain = PlainMTP(*save_with_mtp(tmp_path), tmp_path)
+@pytest.mark.parametrize("family", SAVERS)
+def test_a_module_equals_its_transcription_in_chunks_and_windows(
+    family: str, tmp_path: Path
+) -> None:
+    plain = PlainMTP(*save_with_mtp(tmp_path, family=family), tmp_path)
     hidden = plain.target_states(TOKENS[:-1])
     expected = plain.states(TOKENS[1:], hidden)
     runner = ModuleRunner(load_module(tmp_path))

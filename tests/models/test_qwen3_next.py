@@ -18,8 +18,16 @@ from tests.models.helpers import (
     random_tokens,
     reference_logits,
 )
-from tests.models.published import QWEN3_NEXT, Raw
-from tests.models.qwen3_next import FULL, LINEAR, PlainMTP, save_qwen3_next, save_with_mtp
+from tests.models.published import Raw
+from tests.models.published_states import QWEN3_5, QWEN3_NEXT
+from tests.models.qwen3_next import (
+    FULL,
+    LINEAR,
+    PlainMTP,
+    save_qwen3_next,
+    save_with_images,
+    save_with_mtp,
+)
 from tests.models.test_mtp import ModuleRunner
 from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.models.config import ModelConfig
@@ -32,6 +40,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": [LINEAR, FULL, LINEAR, FULL],
         "attention_bias": True,
         "tie_word_embeddings": True,
+    },
+    "Qwen3.5": {"family": "Qwen3_5"},
+    "Qwen3.5 with experts": {
+        "family": "Qwen3_5Moe",
+        "num_hidden_layers": 3,
+        "layer_types": [LINEAR, FULL, LINEAR],
     },
     "a dense layer, a short convolution, one head for each key": {
         "mlp_only_layers": [1],
@@ -62,10 +76,21 @@ def test_logits_of_prompts_chunks_and_windows_equal_transformers(name: str, tmp_
     check(torch.cat([runner.step(windows={4: [token]})[4] for token in tokens[30:]]), 30)
 
 
-def test_the_next_token_layer_equals_its_transcription_in_chunks_and_windows(
-    tmp_path: Path,
+@pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3_5Moe"])
+def test_the_text_part_of_a_model_with_images_has_the_text_models_logits(
+    family: str, tmp_path: Path
 ) -> None:
-    plain = PlainMTP(save_with_mtp(tmp_path), tmp_path)
+    tokens = random_tokens(MAX_POSITIONS, seed=3)
+    expected = reference_logits(save_with_images(tmp_path, family), tokens)
+    found = PagedRunner(load(tmp_path)).step({0: tokens})[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["Qwen3Next", "Qwen3_5"])
+def test_the_next_token_layer_equals_its_transcription_in_chunks_and_windows(
+    family: str, tmp_path: Path
+) -> None:
+    plain = PlainMTP(save_with_mtp(tmp_path, family=family), tmp_path)
     tokens = random_tokens(31)
     hidden = plain.target_states(tokens[:-1])
     expected = plain.states(tokens[1:], hidden)
@@ -98,11 +123,24 @@ def test_tensors_without_a_parameter_are_refused_by_name(
         load(tmp_path)
 
 
+def test_a_published_config_of_qwen3_5_is_read_as_transformers_reads_it() -> None:
+    config = ModelConfig.from_dict(QWEN3_5)
+    theirs = transformers.Qwen3_5Config(**json.loads(json.dumps(QWEN3_5))).text_config
+    assert config.delta is not None and config.delta.is_split and config.moe is None
+    kinds = [LINEAR if layer in config.delta.layers else FULL for layer in range(32)]
+    assert kinds == theirs.layer_types and config.sees_images and config.num_nextn_layers == 1
+    rope = theirs.rope_parameters
+    assert (config.rope.theta, config.rope.partial_factor) == (rope["rope_theta"], 0.25)
+    assert (config.hidden_size, config.num_kv_heads) == (theirs.hidden_size, 4)
+
+
 REFUSED: dict[str, tuple[Raw, str]] = {
     "types": ({"layer_types": ["sliding_attention"] * 48}, "layer_types has .'sliding_attention"),
     "number of types": ({"layer_types": [FULL]}, "layer_types has 1 entries for 48 layers"),
     "no attention": ({"layer_types": [LINEAR] * 48}, "at least one layer must have"),
     "heads": ({"linear_num_key_heads": 12}, "linear_num_key_heads is 12; it must divide"),
+    "gate": ({"attn_output_gate": False}, "attn_output_gate is false; attention is served with"),
+    "rotated": ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; of 256 elements"),
     "modules": ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; served are 0"),
     "weights": (
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},

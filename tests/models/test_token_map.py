@@ -160,9 +160,9 @@ SHARED = SharedTokens({0: 5, 1: 3, 2: 3, 4: 0}, {5: 0, 3: 2, 0: 4}, unknown=7)
 
 
 def test_tokens_of_another_tokenizer_have_their_rows_and_all_others_are_read_as_unknown() -> None:
-    tokens = DraftTokens.of_shared(SHARED, 6, None)
+    tokens = DraftTokens.of_shared(SHARED, 6, mask_token=9)
     assert tokens.ids.tolist() == [0, 2, 4] and tokens.rows.tolist() == [5, 3, 0]
-    assert tokens.read_as is not None and tokens.read_as.tolist() == [5, 3, 3, 7, 0, 7]
+    assert tokens.read_as is not None and tokens.read_as.tolist() == [5, 3, 3, 7, 0, 7, 9]
     assert tokens.divisible(2).ids.tolist() == [0, 2] and tokens.divisible(2).read_as is not None
 
 

@@ -34,6 +34,7 @@ def write_tiny_eagle3(
     model_type: Literal["llama", "qwen3"] = "llama",
     speculators: bool = False,
     own_modules: bool = False,
+    mask_token: int | None = None,
     file: Literal["model.safetensors", "pytorch_model.bin"] = "model.safetensors",
     **config: Any,
 ) -> Path:
@@ -59,12 +60,12 @@ def write_tiny_eagle3(
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 16,
     }
+    if mask_token is not None:
+        config |= _PARALLEL[speculators] | {"mask_token_id": mask_token}
     flags = {flag: config.pop(flag, False) for flag in FLAGS}
     generator = torch.Generator().manual_seed(seed)
-    tensors = {
-        name: _random(name, shape, generator)
-        for name, shape in _shapes(sizes, num_captured, flags | layer).items()
-    }
+    shapes = _shapes(sizes, num_captured, flags | layer | config)
+    tensors = {name: _random(name, shape, generator) for name, shape in shapes.items()}
     is_tied = config.get("tie_word_embeddings", False)
     for name in () if own_modules else ("embed_tokens.weight", "lm_head.weight")[: 1 + is_tied]:
         tensors.pop(name, None)
@@ -81,6 +82,13 @@ _FLAT = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
+}
+
+
+# By whether config.json is in the speculators format.
+_PARALLEL: dict[bool, dict[str, Any]] = {
+    False: {"architectures": ["PeagleLlamaForCausalLM"], "parallel_drafting": True},
+    True: {"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle"},
 }
 
 
@@ -151,6 +159,8 @@ def _shapes(
                 shapes[f"layers.{layer}.self_attn.{name}.weight"] = (sizes["head_dim"],)
     for index in range(num_captured if settings["fc_norm"] else 0):
         shapes[f"fc_norm.{index}.weight"] = (size,)
+    if "mask_token_id" in settings:
+        shapes["mask_hidden"] = (1, 1, num_captured * size)
     for layer in range(sizes["num_hidden_layers"]):
         width = size if layer else 2 * size
         for name, shape in {

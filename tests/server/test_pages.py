@@ -135,6 +135,15 @@ def test_why_names_what_decided() -> None:
     assert why(plain).startswith("No drafts")
 
 
+def test_shared_rows_are_counted_next_to_the_reason() -> None:
+    totals = STATE["totals"] | {"offered_drafts": 90, "verified_drafts": 40}
+    totals["speculation"] = totals["speculation"] | {"num_accepted_tokens": 30}
+    shared = changed(STATE) | {"draft_shape": {"name": "7@4"}, "totals": totals}
+    found = dashboard_data(shared, {})["why"]
+    assert found.endswith(" Of 90 drafts 40 had a row, and 30 were accepted.")
+    assert "had a row" not in dashboard_data(changed(STATE), {})["why"]
+
+
 def test_the_explorers_own_point_is_what_was_measured() -> None:
     totals = STATE["totals"] | {"latest_round": {"batch_size": 3, "draft_len": 2}}
     state = changed(STATE, round_ms={"3": {"0": 10.0, "2": 12.0}}) | {"totals": totals}

@@ -45,8 +45,11 @@ class KVPool:
 
     def copy_page(self, source: int, destination: int) -> None:
         """Copy one page in all layers: a prefix that matches part of a page continues on a copy."""
-        pages = self.data.select(self._page_dim, source)
-        self.data.select(self._page_dim, destination).copy_(pages)
+        self.page(destination).copy_(self.page(source))
+
+    def page(self, number: int) -> torch.Tensor:
+        """A view of one page in all layers, not contiguous."""
+        return self.data.select(self._page_dim, number)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -20,7 +20,7 @@ DECODING_NOT_SERVED: Mapping[str, NotServed] = {
         (None,), "target and drafter share tensor_parallel_size"
     ),
     "parallel_drafting": NotServed(
-        (None, False), "a draft network makes one draft after the other"
+        (None, False), "a P-EAGLE head and a PARD model draft all tokens at once without it"
     ),
     "use_heterogeneous_vocab": NotServed(
         (None, True, False), "another tokenizer of a draft model is always mapped"

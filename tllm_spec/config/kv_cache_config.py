@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from tllm_spec.config.config_base import ConfigModel
 from tllm_spec.config.kv_events_config import KVEventsConfig
@@ -38,6 +38,9 @@ class KvCacheConfig(ConfigModel):
     checkpoint's scales or 1.0. `model`: the model's own type. `auto`: `fp8` where the checkpoint
     asks for it, otherwise `model`. See `docs/quantization.md`."""
 
+    host_cache_size: NonNegativeInt = 0
+    """Bytes of host memory, on each rank, for pages that are evicted from the device; pinned on
+    CUDA. They come back when a prompt begins with them. Only where every layer keeps all keys."""
     kv_events_config: KVEventsConfig | None = None
     """Events of the prefix cache for routers, in vLLM's form. null: none. See
     `docs/deploying.md`."""
@@ -48,6 +51,20 @@ class KvCacheConfig(ConfigModel):
     @classmethod
     def _null_means_default(cls, fraction: object) -> object:
         return cls.model_fields[FRACTION].default if fraction is None else fraction
+
+    @field_validator("host_cache_size", mode="before")
+    @classmethod
+    def _null_means_none(cls, size: object) -> object:
+        return 0 if size is None else size
+
+    @model_validator(mode="after")
+    def _check_host_cache(self) -> KvCacheConfig:
+        if self.host_cache_size and not self.enable_block_reuse:
+            raise ValueError(
+                f"host_cache_size = {self.host_cache_size} keeps pages for reuse and "
+                "enable_block_reuse is false: leave one of them out"
+            )
+        return self
 
     @field_validator("tokens_per_block")
     @classmethod

@@ -28,7 +28,7 @@ ONE_MOE = "kernels of experts are chosen by device and size"
 NO_COMPILER = "the model is not compiled"
 ONE_PROCESS = "prefill and decoding run in one process"
 NO_KV_EVENTS = "KV cache events are published by kv_cache_config.kv_events_config"
-NO_HOST_CACHE = "evicted pages are not kept in host memory"
+NO_HOST_CACHE = "evicted pages stay in host memory in the order of their last use"
 NO_RECURRENT_STATE = "layers with a recurrent state are not served"
 ALL_TOKENS = "every layer keeps all tokens"
 
@@ -187,7 +187,6 @@ KV_CACHE_NOT_SERVED: Mapping[str, NotServed] = {
     ),
     "enable_swa_scratch_reuse": NotServed((False,), ALL_TOKENS),
     "event_buffer_max_size": NotServed((0,), NO_KV_EVENTS),
-    "host_cache_size": NotServed((None, 0), NO_HOST_CACHE),
     "iteration_stats_interval": NotServed((1,), "statistics are of every round"),
     "kv_cache_event_hash_algo": NotServed(("auto",), NO_KV_EVENTS),
     "mamba_ssm_cache_dtype": NotServed(("auto",), NO_RECURRENT_STATE),

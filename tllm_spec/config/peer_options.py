@@ -65,6 +65,7 @@ SPECULATIVE_PEERS: Mapping[str, str] = {
 # Decoding types by the methods of vLLM and the algorithms of SGLang.
 METHODS: Mapping[str, str] = {
     "deepseek_mtp": "MTP",
+    "dflash": "DFlash",
     "draft_model": "Draft_Target",
     "eagle": "Eagle",
     "eagle3": "Eagle3",
@@ -72,6 +73,7 @@ METHODS: Mapping[str, str] = {
     "ngram": "NGram",
 }
 ALGORITHMS: Mapping[str, str] = {
+    "DFLASH": "DFlash",
     "EAGLE": "Eagle",
     "EAGLE3": "Eagle3",
     "NEXTN": "MTP",
@@ -86,4 +88,7 @@ def with_our_names(options: Mapping[str, Any]) -> dict[str, Any]:
     method = named.get("decoding_type")
     if isinstance(method, str):
         named["decoding_type"] = METHODS.get(method, method)
+    if method == "draft_model" and named.get("parallel_drafting") is True:
+        named["decoding_type"] = "PARD"
+        del named["parallel_drafting"]
     return named

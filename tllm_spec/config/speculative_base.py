@@ -56,8 +56,8 @@ class DecodingBaseConfig(ConfigModel):
     """The options that all decoding types share."""
 
     decoding_type: str
-    """Where drafts come from: `NGram`, `SA`, `Draft_Target`, `Eagle`, `Eagle3`, `MTP`
-    or `User_Provided`."""
+    """Where drafts come from: `NGram`, `SA`, `Draft_Target`, `PARD`, `Eagle`, `Eagle3`, `DFlash`,
+    `MTP` or `User_Provided`."""
     max_draft_len: PositiveInt
     """Draft tokens of a request in one round, at most. With `adaptive` or a schedule it is the
     longest length that may be chosen."""

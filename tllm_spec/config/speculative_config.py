@@ -30,6 +30,7 @@ from tllm_spec.config.kv_cache_config import KVCacheType
 from tllm_spec.config.matched_drafts_config import MAX_MATCH, POOL_NOT_SERVED
 from tllm_spec.config.matched_drafts_config import SAEnhancerConfig as SAEnhancerConfig
 from tllm_spec.config.option_checks import NotServed, many_unknown, shown, unknown_options
+from tllm_spec.config.parallel_drafts_config import DFlashDecodingConfig, PARDDecodingConfig
 from tllm_spec.config.peer_options import SPECULATIVE_PEERS, with_our_names
 from tllm_spec.config.speculative_base import DecodingBaseConfig as DecodingBaseConfig
 from tllm_spec.config.speculative_base import DraftModelDecodingConfig as DraftModelDecodingConfig
@@ -312,27 +313,27 @@ CONFIG_OF_TYPE: Mapping[str, type[DecodingBaseConfig]] = {
     "DraftTarget": DraftTargetDecodingConfig,
     "Eagle3": Eagle3DecodingConfig,
     "Eagle": EagleDecodingConfig,
+    "DFlash": DFlashDecodingConfig,
     "MTP": MTPDecodingConfig,
+    "PARD": PARDDecodingConfig,
     "SA": SADecodingConfig,
     "User_Provided": UserProvidedDecodingConfig,
     "UserProvided": UserProvidedDecodingConfig,
 }
 VLLM_TYPE = "method"  # its name for `decoding_type`
-TYPES_SERVED = "accepted: NGram, Draft_Target, Eagle, Eagle3, MTP, SA, User_Provided"
+TYPES_SERVED = "accepted: NGram, Draft_Target, DFlash, Eagle, Eagle3, MTP, PARD, SA, User_Provided"
 # TensorRT-LLM's other decoding types, with the classes that have them.
 TYPES_NOT_SERVED: Mapping[str, str] = {
     "AUTO": "AutoDecodingConfig",
-    "DFlash": "DFlashDecodingConfig",
     "DSpark": "DSparkDecodingConfig",
     "Lookahead": "LookaheadDecodingConfig",
     "Medusa": "MedusaDecodingConfig",
-    "PARD": "PARDDecodingConfig",
     "SaveState": "SaveHiddenStatesDecodingConfig",
 }
 
 
 # Methods that other engines name.
-METHODS_NOT_SERVED = frozenset(("Domino", "LiLiCorr", "P-EAGLE", "Suffix", "UNO", "XPress"))
+METHODS_NOT_SERVED = frozenset(("Domino", "LiLiCorr", "Suffix", "UNO", "XPress"))
 
 
 def type_refusal(decoding_type: object) -> str:

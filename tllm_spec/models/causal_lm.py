@@ -22,7 +22,8 @@ class CausalLM(Module, ABC):
     draft_to_target: torch.Tensor | None = None
     """`[V_draft]` int64: of a draft model, the target's ids of its logits; None: they are equal."""
     read_as: torch.Tensor | None = None
-    """`[V]` int64: of a draft model, its own ids of the target's; None: they are equal."""
+    """`[V + 1]` int64: of a draft model, its own ids of the target's and of its mask token; None:
+    they are equal."""
 
     @property
     def num_logits(self) -> int:

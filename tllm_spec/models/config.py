@@ -35,6 +35,7 @@ from tllm_spec.models.gemma3_config import (
     flat_gemma3,
     gemma3_config,
 )
+from tllm_spec.models.glm4_moe_config import GLM4_MOE, GLM4_MOE_DEFAULTS, flat_glm4_moe
 from tllm_spec.models.gpt_oss_config import GPT_OSS, GPT_OSS_DEFAULTS, flat_gpt_oss
 from tllm_spec.models.llama4_config import (
     LLAMA4_DEFAULTS,
@@ -46,8 +47,7 @@ from tllm_spec.models.moe_config import MOE_DEFAULTS, moe_config, sparse_layers
 from tllm_spec.models.moe_shape import MoEConfig
 from tllm_spec.models.phi3_config import PHI3, PHI3_DEFAULTS, flat_phi3
 from tllm_spec.models.qwen3_next_config import (
-    QWEN3_NEXT,
-    QWEN3_NEXT_DEFAULTS,
+    DELTA_DEFAULTS,
     DeltaConfig,
     delta_config,
     flat_qwen3_next,
@@ -93,23 +93,28 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(GEMMA3, GEMMA3_DEFAULTS),
     PHI3: PHI3_DEFAULTS,
     GPT_OSS: GPT_OSS_DEFAULTS,
-    QWEN3_NEXT: QWEN3_NEXT_DEFAULTS,
-} | DEEPSEEK_DEFAULTS
+    GLM4_MOE: GLM4_MOE_DEFAULTS,
+    **DELTA_DEFAULTS,
+    **DEEPSEEK_DEFAULTS,
+}
 _LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 # What brings a file into the keys of the other architectures.
 _FLAT: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     **dict.fromkeys(_LLAMA4, flat_llama4),
     **dict.fromkeys(GEMMA3, flat_gemma3),
     PHI3: flat_phi3,
-    QWEN3_NEXT: flat_qwen3_next,
+    **dict.fromkeys(DELTA_DEFAULTS, flat_qwen3_next),
     GPT_OSS: flat_gpt_oss,
+    GLM4_MOE: flat_glm4_moe,
 }
 _NO_BIAS = ("MistralForCausalLM", "MixtralForCausalLM", PHI3)
 _O_BIAS = (
-    *("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3_NEXT, GPT_OSS),
+    *("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *DELTA_DEFAULTS, GPT_OSS),
     *_LLAMA4,
     *GEMMA3,
 )
+_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *DELTA_DEFAULTS, *GEMMA3)
+_PARTLY_ROTATED = (*DELTA_DEFAULTS, GLM4_MOE)
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,7 @@ class ModelConfig:
         architecture = _architecture(raw)
         raw = _FLAT.get(architecture, dict)(raw)
         raw = with_defaults(raw, _DEFAULTS[architecture])
-        is_deepseek = architecture in DEEPSEEK_DEFAULTS
+        is_deepseek = architecture in (*DEEPSEEK_DEFAULTS, GLM4_MOE)
         _refuse_unserved(raw)
         bias = bool(raw.get("attention_bias"))
         num_heads = int(required(raw, "num_attention_heads"))
@@ -201,7 +206,7 @@ class ModelConfig:
             head_dim=head_dim_of(raw),
             rms_norm_eps=float(raw["rms_norm_eps"]),
             rope=rope_config(
-                raw, is_phi3=architecture == PHI3, may_be_partial=architecture == QWEN3_NEXT
+                raw, is_phi3=architecture == PHI3, may_be_partial=architecture in _PARTLY_ROTATED
             ),
             max_position_embeddings=int(raw["max_position_embeddings"]),
             sliding_window=raw["sliding_window"] if sliding else None,
@@ -211,8 +216,7 @@ class ModelConfig:
             o_bias=bias and architecture in _O_BIAS,
             mlp_bias=bool(raw.get("mlp_bias")) and architecture == "LlamaForCausalLM",
             has_sinks=architecture == GPT_OSS,
-            qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3_NEXT, *GEMMA3)
-            or (architecture in _LLAMA4 and bool(raw["use_qk_norm"])),
+            qk_norm=_qk_norm(raw, architecture),
             hidden_act=raw["hidden_act"],
             dtype=dtype_of(raw),
             eos_token_ids=token_ids_of(raw.get("eos_token_id")),
@@ -223,9 +227,9 @@ class ModelConfig:
             if is_deepseek
             else sparse_layers(architecture, raw),
             mla=mla_config(architecture, raw),
-            delta=delta_config(raw) if architecture == QWEN3_NEXT else None,
+            delta=delta_config(raw) if architecture in DELTA_DEFAULTS else None,
             num_nextn_layers=num_nextn_layers(raw)
-            if is_deepseek or architecture == QWEN3_NEXT
+            if is_deepseek or architecture in DELTA_DEFAULTS
             else 0,
             **_weight_formats(None, raw),
         )
@@ -331,7 +335,7 @@ def _weight_formats(path: Path | None, raw: dict[str, Any]) -> dict[str, Any]:
     int4 = int4_format(path, raw)
     fp8 = None if int4 is not None else fp8_format(path, raw)
     name = raw["architectures"][0]
-    if name in ("Gemma3ForConditionalGeneration", QWEN3_NEXT) and (int4 or fp8):
+    if name in ("Gemma3ForConditionalGeneration", *DELTA_DEFAULTS) and (int4 or fp8):
         raise ValueError(
             f"{name} has quantised weights; it is served with weights of 16 or 32 bits."
         )
@@ -356,6 +360,11 @@ def _refuse_unserved(raw: dict[str, Any]) -> None:
     unknown = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if unknown:
         raise ValueError(f"layer_types has {sorted(unknown)}; served is 'full_attention'.")
+
+
+def _qk_norm(raw: dict[str, Any], architecture: str) -> bool:
+    has_key = architecture in (*_LLAMA4, GLM4_MOE)
+    return architecture in _QK_NORM or (has_key and bool(raw["use_qk_norm"]))
 
 
 def _qkv_bias(raw: dict[str, Any], architecture: str) -> bool:

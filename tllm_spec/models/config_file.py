@@ -95,7 +95,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
     ),
     (
         _Kind(f"an integer from 0 to {MAX_LAYERS}", _is_int(0, MAX_LAYERS)),
-        "num_nextn_predict_layers",
+        "num_nextn_predict_layers mtp_num_hidden_layers",
     ),
     (
         _Kind(f"an integer from 0 to {MAX_LAYERS}", _is_int(0, MAX_LAYERS), is_nullable=False),
@@ -124,7 +124,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         """
         tie_word_embeddings attention_bias mlp_bias qkv_bias bias use_qk_norm use_sliding_window
         norm_topk_prob rope_interleave attn_temperature_tuning truncate norm_before_fc fc_norm
-        use_aux_norm norm_before_residual norm_output use_bidirectional_attention
+        use_aux_norm norm_before_residual norm_output use_bidirectional_attention attn_output_gate
         """,
     ),
     (

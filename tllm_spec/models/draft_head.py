@@ -2,6 +2,7 @@
 they form their inputs, and the modules that they borrow from the target."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,10 @@ from tllm_spec.models.layers import Embedding
 from tllm_spec.models.linear import Linear, OutputLinear
 from tllm_spec.models.module import Module, Placement
 from tllm_spec.models.registry import LoadFormat
+from tllm_spec.models.tied_output import OUTPUT
 from tllm_spec.models.token_map import DraftTokens, reduced_output
+
+EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,15 @@ class HeadSource:
         return Placement(
             target.dtype, target.device, communicator.mapping, communicator=communicator
         )
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What rows read that draft all tokens of a round at once. `state` `[1, H]`: instead of what a
+    head reads from the target; None: the network reads tokens only."""
+
+    token_id: int
+    state: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -71,8 +84,8 @@ def target_modules(target: CausalLM) -> tuple[Embedding, OutputLinear]:
 
 
 class DraftHead(Module, ABC):
-    """A draft network of few layers whose steps read a token and a hidden state, of the target or
-    of the step before. Embedding and output layer are the target's, unless it has its own."""
+    """A draft network of few layers that reads hidden states of the target. Embedding and output
+    layer are the target's, unless it has its own."""
 
     config: ModelConfig
     borrowed: BorrowedModules
@@ -83,6 +96,8 @@ class DraftHead(Module, ABC):
     """None: the target's."""
     draft_to_target: torch.Tensor | None
     """`[V_draft]` int64: the target's id of each of the head's tokens; None: the ids are equal."""
+    masks: "Masks | None" = None
+    """How the head drafts all tokens at once; None: it drafts one after the other."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -127,6 +142,28 @@ class DraftHead(Module, ABC):
         are not fused."""
 
     @abstractmethod
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[R, H]`, as `forward` returns it, to `[R, V_draft]`, or this rank's columns."""
+
+    def _add_own(
+        self, owns: Collection[str], rows: int, placement: Placement, *, is_tied: bool
+    ) -> None:
+        """The embedding and an output layer of so many rows, if they are not the target's."""
+        size = self.config.hidden_size
+        self.embed_tokens, self.lm_head = None, None
+        if EMBEDDING in owns:
+            self.embed_tokens = Embedding(self.config.vocab_size, size, placement)
+        if OUTPUT in owns:
+            self.lm_head = OutputLinear(size, rows, placement=placement)
+        elif self.embed_tokens is not None and is_tied:
+            tied = self.embed_tokens.weight
+            self.lm_head = OutputLinear(size, rows, placement=placement, tied=tied)
+
+
+class SteppedHead(DraftHead):
+    """A head whose forward reads tokens and hidden states."""
+
+    @abstractmethod
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -146,7 +183,3 @@ class DraftHead(Module, ABC):
             `[T, H]`, or `[R, H]` of the rows that the context wants, for `compute_logits` and for
             the next step.
         """
-
-    @abstractmethod
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[R, H]`, as `forward` returns it, to `[R, V_draft]`, or this rank's columns."""

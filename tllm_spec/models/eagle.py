@@ -14,10 +14,10 @@ from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.draft_input import draft_input
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.draft_head import BorrowedModules, DraftHead, HeadSource
+from tllm_spec.models.draft_head import EMBEDDING, BorrowedModules, HeadSource, SteppedHead
 from tllm_spec.models.eagle_config import EagleConfig
 from tllm_spec.models.head_checkpoint import head_tensors
-from tllm_spec.models.head_copies import EMBEDDING, drop_copies
+from tllm_spec.models.head_copies import drop_copies
 from tllm_spec.models.layers import Embedding
 from tllm_spec.models.linear import Linear, OutputLinear
 from tllm_spec.models.llama import DecoderLayer
@@ -31,7 +31,7 @@ _UNUSED = ("rotary_emb.inv_freq",)
 _INPUT_NORM, _FC_BIAS = "layers.0.input_layernorm.weight", "fc.bias"
 
 
-class EagleHead(DraftHead):
+class EagleHead(SteppedHead):
     """Module paths are the checkpoint's names, with q/k/v and gate/up fused."""
 
     def __init__(

@@ -1,11 +1,13 @@
 """The EAGLE-3 draft head (arXiv 2503.01840): a decoder of one or a few layers that reads a token
-and a hidden state, with the norms of EAGLE-3.1 (arXiv 2605.09992) and of speculators' heads.
+and a hidden state, with the norms of EAGLE-3.1 (arXiv 2605.09992) and of speculators' heads. A
+P-EAGLE head reads a mask token and `mask_hidden` where it has neither, so that it drafts all tokens
+in one forward.
 
 The state comes from the target (`fuse`) or from the head's own previous step. The embedding is the
 target's, and without a draft vocabulary the output layer too, unless the checkpoint has others.
 Requests, pages and the drafting loop are not known here."""
 
-from collections.abc import Collection, Set
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -16,17 +18,15 @@ from tllm_spec.kernels.draft_input import DraftInput, DraftInputNorms, draft_inp
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.draft_head import BorrowedModules, DraftHead, HeadSource
-from tllm_spec.models.eagle3_checkpoint import check_sizes, eagle3_tensors, target_ids
+from tllm_spec.models.draft_head import BorrowedModules, HeadSource, Masks, SteppedHead
+from tllm_spec.models.eagle3_checkpoint import eagle3_tensors
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.models.head_copies import EMBEDDING, drop_copies
+from tllm_spec.models.feature_head import fill_head
 from tllm_spec.models.layers import Embedding, RMSNorm
-from tllm_spec.models.linear import Linear, OutputLinear
+from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import MLP, Attention, DecoderLayer
-from tllm_spec.models.module import Module, Placement, specialize_for_cpu
+from tllm_spec.models.module import Module, Placement
 from tllm_spec.models.rotary import cos_sin_table
-from tllm_spec.models.tied_output import OUTPUT
-from tllm_spec.models.weights import fill, fill_random
 
 
 class Eagle3Layer(Module):
@@ -97,7 +97,7 @@ def _copied_rows(rows: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tenso
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Head(SteppedHead):
     """Module paths are the checkpoint's names (`eagle3_checkpoint.py`), with q/k/v and gate/up
     fused."""
 
@@ -128,21 +128,12 @@ class Eagle3Head(DraftHead):
         self.borrowed = BorrowedModules.of(
             target, tied=config.tie_word_embeddings, placement=placement
         )
-        self._add_own(owns, placement)
+        is_tied = config.tie_word_embeddings
+        self._add_own(owns, config.output_size, placement, is_tied=is_tied)
         self.cos_sin = cos_sin_table(config.rope, config.head_dim, max_positions, placement)
         self.draft_to_target = None
-
-    def _add_own(self, owns: Collection[str], placement: Placement) -> None:
-        config = self.config
-        size, rows = config.hidden_size, config.output_size
-        self.embed_tokens, self.lm_head = None, None
-        if EMBEDDING in owns:
-            self.embed_tokens = Embedding(config.vocab_size, size, placement)
-        if OUTPUT in owns:
-            self.lm_head = OutputLinear(size, rows, placement=placement)
-        elif self.embed_tokens is not None and config.tie_word_embeddings:
-            tied = self.embed_tokens.weight
-            self.lm_head = OutputLinear(size, rows, placement=placement, tied=tied)
+        if config.mask_token is not None:
+            self.mask_hidden = placement.parameter(1, 1, fused_size)
 
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
         if not self.config.fc_norm:
@@ -152,6 +143,11 @@ class Eagle3Head(DraftHead):
         states = captured.chunk(self.num_captured, -1)
         normed = [norm.forward(state) for norm, state in zip(self.fc_norm, states, strict=True)]
         return self.fc.forward(torch.cat(normed, -1))
+
+    def derive_masks(self) -> None:
+        """Called when the weights are there."""
+        if (token := self.config.mask_token) is not None:
+            self.masks = Masks(token, self.fuse(self.mask_hidden.flatten(0, 1)))
 
     def leave_fuse(self) -> None:
         """Frees all weights but those of `fuse`, after which nothing else can be called."""
@@ -192,48 +188,8 @@ def load_eagle3_head(source: HeadSource, num_captured: int) -> Eagle3Head:
         ValueError: the config or the checkpoint is not served or does not fit the target; the
         message says why.
     """
-    config, placement = Eagle3Config.from_pretrained(source.path), source.placement
+    config = Eagle3Config.from_pretrained(source.path)
     config = config.for_target(source.target.config, num_captured)
-    arguments = config, source.target, num_captured, source.max_positions, placement
-    if source.load_format == "dummy":
-        head = Eagle3Head(*arguments, owns={OUTPUT} if config.has_own_lm_head else ())
-        _fill_dummy(head)
-    else:
-        tensors = eagle3_tensors(source.path)
-        check_sizes(tensors, config, num_captured)
-        ids = target_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), config)
-        head = Eagle3Head(*arguments, owns=_own_modules(tensors, ids, config, source))
-        head.draft_to_target = None if ids is None else ids.to(head.device)
-        fill(
-            head,
-            tensors.items(),
-            f"The checkpoint in {source.path} does not fit its config.json (layers.0 is the layer "
-            "that some spell midlayer)",
-        )
-    specialize_for_cpu(head, placement)
+    head = fill_head(Eagle3Head, config, source, num_captured, eagle3_tensors)
+    head.derive_masks()
     return head
-
-
-def _own_modules(
-    tensors: dict[str, torch.Tensor],
-    ids: torch.Tensor | None,
-    config: Eagle3Config,
-    source: HeadSource,
-) -> Set[str]:
-    """The embedding and the output layer if they are not the target's, whose copies are removed
-    from `tensors`. With `ids` of its own a head must have an output layer."""
-    if ids is not None:
-        output = {OUTPUT: tensors.pop(OUTPUT)} if OUTPUT in tensors else {}
-        drop_copies(tensors, source)
-        tensors |= output
-        return tensors.keys() | {OUTPUT}
-    drop_copies(tensors, source, is_tied=config.tie_word_embeddings)
-    return tensors.keys()
-
-
-def _fill_dummy(head: Eagle3Head) -> None:
-    """The ids of a reduced vocabulary are spread evenly over the target's."""
-    fill_random(head)
-    size, vocab_size = head.config.output_size, head.config.vocab_size
-    if size < vocab_size:
-        head.draft_to_target = torch.arange(size, device=head.device) * vocab_size // size

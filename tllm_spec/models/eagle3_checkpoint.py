@@ -40,26 +40,27 @@ def check_sizes(tensors: dict[str, torch.Tensor], config: Eagle3Config, num_capt
     vocabulary."""
     if "fc.weight" not in tensors:
         raise ValueError(
-            "The checkpoint has no fc.weight; EAGLE-3 heads that do not fuse captured states of "
-            "the target with it are not served."
+            f"The checkpoint has no fc.weight; {config.kind} heads that do not fuse captured "
+            "states of the target with it are not served."
         )
     in_features, size = tensors["fc.weight"].shape[-1], config.target_hidden_size
     if in_features != num_captured * size:
         raise ValueError(
-            f"fc.weight of the EAGLE-3 head takes {in_features} inputs; {num_captured} captured "
-            f"layers of {size} each give {num_captured * size}. Set eagle3_layers_to_capture to as "
-            "many layers as the head was trained on."
+            f"fc.weight of the {config.kind} head takes {in_features} inputs; {num_captured} "
+            f"captured layers of {size} each give {num_captured * size}. Set "
+            "eagle3_layers_to_capture (of DFlash: target_layer_ids) to as many layers as the head "
+            "was trained on."
         )
     rows = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else None
     if rows not in (None, config.vocab_size) and config.draft_vocab_size is None:
         raise ValueError(
-            f"The EAGLE-3 head has an lm_head.weight of {rows} rows and draft_vocab_size is null, "
-            f"which means the target's output layer; set draft_vocab_size to {rows} in the head's "
-            "config.json."
+            f"The {config.kind} head has an lm_head.weight of {rows} rows and draft_vocab_size is "
+            "null, which means the target's output layer; set draft_vocab_size to "
+            f"{rows} in the head's config.json."
         )
     if rows not in (None, config.output_size):
         raise ValueError(
-            f"lm_head.weight of the EAGLE-3 head has {rows} rows; draft_vocab_size is "
+            f"lm_head.weight of the {config.kind} head has {rows} rows; draft_vocab_size is "
             f"{config.draft_vocab_size}."
         )
 
@@ -97,11 +98,11 @@ def target_ids(
     is_marked = len(marked) == size
     if is_marked and not _are(ids, marked) and _are(integers, marked):
         ids = integers
-    check_ids(ids, vocab_size, "d2t of the EAGLE-3 head leads to")
+    check_ids(ids, vocab_size, f"d2t of the {config.kind} head leads to")
     if is_marked and not _are(ids, marked):
         raise ValueError(
-            "d2t of the EAGLE-3 head leads to other tokens than its t2d marks, read as offsets and "
-            "as ids of the target."
+            f"d2t of the {config.kind} head leads to other tokens than its t2d marks, read as "
+            "offsets and as ids of the target."
         )
     return None if size == vocab_size and ids.equal(own_ids) else ids
 

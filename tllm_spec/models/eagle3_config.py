@@ -5,16 +5,21 @@ with further fields. `eagle3_format.py` knows the published spellings."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
 from tllm_spec.models.eagle3_format import check_layers, flat_config, without_window
+from tllm_spec.models.head_checkpoint import HeadKind
+
+Own = TypeVar("Own", bound="Eagle3Config")
 
 
 @dataclass(frozen=True)
 class Eagle3Config(ModelConfig):
     """`vocab_size` is the target's: the head reads its tokens."""
+
+    kind: ClassVar[HeadKind] = "EAGLE-3"
 
     draft_vocab_size: int | None
     """Tokens that the head proposes; None: all of the target's."""
@@ -33,6 +38,9 @@ class Eagle3Config(ModelConfig):
     """The next step reads the hidden state after the final norm instead of before it."""
     bias: bool
     """Whether `fc` has one."""
+    mask_token: int | None
+    """P-EAGLE: the token that stands for drafts in the rows that draft all tokens at once; None:
+    the head drafts one token after the other."""
 
     @property
     def output_size(self) -> int:
@@ -68,11 +76,12 @@ class Eagle3Config(ModelConfig):
             norm_before_residual=bool(flat.get("norm_before_residual")),
             norm_output=bool(flat.get("norm_output")),
             bias=bool(flat.get("bias")),
+            mask_token=flat["mask_token"],
         )
-        _check(config)
+        check_head(config)
         return config
 
-    def for_target(self, target: ModelConfig, num_captured: int) -> "Eagle3Config":
+    def for_target(self: Own, target: ModelConfig, num_captured: int) -> Own:
         """With the target's vocabulary, which may be padded to another size or have added tokens if
         the head proposes only some of it. Raises ValueError unless the head was trained for such a
         target with `num_captured` captured layers."""
@@ -84,8 +93,8 @@ class Eagle3Config(ModelConfig):
         ):
             if own != wanted:
                 raise ValueError(
-                    f"{key} of the EAGLE-3 head is {own}, the target's is {wanted}; they must be "
-                    "equal, since the head reads the target's embeddings and hidden states."
+                    f"{key} of the {self.kind} head is {own}, the target's is {wanted}; they must "
+                    "be equal, since the head reads the target's embeddings and hidden states."
                 )
         from_layers = None if self.capture_layers is None else len(self.capture_layers)
         for key, trained in (
@@ -94,10 +103,15 @@ class Eagle3Config(ModelConfig):
         ):
             if trained not in (None, num_captured):
                 raise ValueError(
-                    f"{num_captured} layers of the target are captured; the EAGLE-3 head reads "
+                    f"{num_captured} layers of the target are captured; the {self.kind} head reads "
                     f"{trained} ({key} of its config.json). Set eagle3_layers_to_capture to "
                     f"{trained} layers."
                 )
+        if self.mask_token is not None and not 0 <= self.mask_token < target.vocab_size:
+            raise ValueError(
+                f"the mask token of the head is {self.mask_token}; it must be a token of the "
+                f"target, 0 to {target.vocab_size - 1}."
+            )
         return replace(self, vocab_size=target.vocab_size)
 
 
@@ -115,8 +129,9 @@ def _draft_vocab_size(flat: dict[str, Any]) -> int | None:
     return int(truncated)
 
 
-def _check(config: Eagle3Config) -> None:
-    check_layers(config, "EAGLE-3")
+def check_head(config: Eagle3Config) -> None:
+    """Raises ValueError for quantised weights, and for vocabularies that do not fit each other."""
+    check_layers(config, config.kind)
     if not 0 < config.output_size <= config.vocab_size:
         raise ValueError(
             f"draft_vocab_size is {config.draft_vocab_size}; it must be 1 to vocab_size, which is "

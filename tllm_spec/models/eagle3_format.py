@@ -2,22 +2,30 @@
 
 Two are in use: a flat Llama config, in which NVIDIA's heads nest some keys under `eagle_config`,
 and the speculators format (vllm-project/speculators), which nests the decoder layer's keys under
-`transformer_layer_config`. A key that is not known and is not off is refused: ignoring it could
-change what the head computes."""
+`transformer_layer_config`. P-EAGLE heads have the same keys and a mask token. A key that is not
+known and is not off is refused: ignoring it could change what the head computes."""
 
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.head_checkpoint import MASK_TOKENS, mask_token_in
 
 logger = logging.getLogger(__name__)
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "LlamaForCausalLM",
+    "PEagleDraftModel",
+    "PeagleLlamaForCausalLM",
+)
 # `model_type` of a speculators layer -> the architecture whose attention and MLP it has.
 _LAYER_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SLIDING = "sliding_attention"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_PARALLEL = "parallel_drafting"
 
 # Variants that are not implemented, each with the value that means that the head is without it.
 _SERVED = {
@@ -26,7 +34,6 @@ _SERVED = {
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
     "next_layer_regular": True,
-    "parallel_drafting": False,
     "parallel_draft_step": 1,
     "logit_scale": 1.0,
     "position_embedding_type": "rope",
@@ -45,7 +52,8 @@ DECODER_KEYS = frozenset(
 _READ = DECODER_KEYS | frozenset(
     """
     draft_vocab_size truncated_vocab_size target_hidden_size num_aux_hidden_states capture_layers
-    norm_before_residual norm_before_fc norm_output fc_norm use_aux_norm bias
+    norm_before_residual norm_before_fc norm_output fc_norm use_aux_norm bias parallel_drafting
+    mask_token_id pard_token ptd_token_id
     """.split()  # noqa: SIM905 (a list of one key a line would fill the file)
 )
 # Names, versions, training and generation settings: they do not change what the head computes.
@@ -64,8 +72,9 @@ WITHOUT_EFFECT = frozenset(
 
 
 def flat_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """The head's keys on one level, with the `architectures` of its decoder layer and, as
-    `capture_layers`, the layers of the target whose outputs it reads, if the file names them.
+    """The head's keys on one level, with the `architectures` of its decoder layer; as
+    `capture_layers`, the layers of the target whose outputs it reads, if the file names them; and
+    as `mask_token`, the mask token of a P-EAGLE head, else None.
 
     Raises:
         ValueError: another kind of drafter, or keys that are not served; all of them are named.
@@ -76,7 +85,22 @@ def flat_config(raw: dict[str, Any]) -> dict[str, Any]:
     flat["capture_layers"] = _capture_layers(flat.pop(_LAYER_IDS, None), nested.get(_LAYER_IDS))
     flat |= {key: value for key, value in nested.items() if key != _LAYER_IDS}
     refuse_unserved(flat, _READ, _SERVED, "EAGLE-3")
-    return flat
+    return flat | {"mask_token": _mask_token(flat)}
+
+
+def _mask_token(flat: dict[str, Any]) -> int | None:
+    found = mask_token_in(flat)
+    if found is None and flat.get(_PARALLEL):
+        raise ValueError(
+            f"{_PARALLEL} is true in config.json of the EAGLE-3 head, which has no mask token; "
+            f"needed is one of {', '.join(MASK_TOKENS)}."
+        )
+    if found is not None and flat.get(_PARALLEL) is False:
+        raise ValueError(
+            f"config.json of the EAGLE-3 head has the mask token {found}, and {_PARALLEL} is "
+            "false; keep one."
+        )
+    return found
 
 
 def _flat_llama(raw: dict[str, Any]) -> dict[str, Any]:
@@ -90,11 +114,12 @@ def _flat_llama(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flat_speculators(raw: dict[str, Any]) -> dict[str, Any]:
-    """In this format a head always has an output layer of its own. Its readers assume different
-    defaults of `norm_before_residual`, so the key must be there."""
+    """In this format a head always has an output layer of its own. Readers of EAGLE-3 heads assume
+    different defaults of `norm_before_residual`, so the key must be there; of P-EAGLE heads it is
+    false."""
     kind, layer = raw["speculators_model_type"], raw.get("transformer_layer_config")
-    if kind != "eagle3":
-        raise ValueError(f"speculators_model_type is {kind!r}; served is 'eagle3'.")
+    if kind not in ("eagle3", "peagle"):
+        raise ValueError(f"speculators_model_type is {kind!r}; served are 'eagle3' and 'peagle'.")
     if not isinstance(layer, dict):
         raise ValueError("transformer_layer_config of the EAGLE-3 head must be a JSON object.")
     model_type = layer.get("model_type", "llama")
@@ -103,7 +128,8 @@ def _flat_speculators(raw: dict[str, Any]) -> dict[str, Any]:
             f"model_type in transformer_layer_config of the EAGLE-3 head is {model_type!r}; "
             f"served are {', '.join(_LAYER_ARCHITECTURES)}."
         )
-    for key in ("draft_vocab_size", "norm_before_residual"):
+    needed = {"eagle3": "norm_before_residual", "peagle": "mask_token_id"}[kind]
+    for key in ("draft_vocab_size", needed):
         if raw.get(key) is None:
             raise ValueError(f"config.json of the EAGLE-3 head has no {key}.")
     outer = {key: value for key, value in raw.items() if key != "transformer_layer_config"}

@@ -81,7 +81,8 @@ class Experts(Module):
         """Each assignment's output, `[T * k, H]`, for x `[T, H]` and its experts `[T, k]`; that of
         another rank's expert is not defined. `input_weights` `[T, k]` multiply the inputs."""
         number, first = self.shape[0], None if self.mapping.ep_size == 1 else self.first
-        block_rows = block_rows_of(experts.numel(), number, x.dtype, x.device)
+        form = self.gate_up_weights.form
+        block_rows = block_rows_of(experts.numel(), number, x.dtype, x.device, form)
         rows = moe_permute(experts, number, block_rows, first)
         inner = self.gate_up_weights.gated(x, rows, input_weights, self.limit)
         return self.down_weights.multiply(inner, rows)
@@ -127,15 +128,17 @@ class Experts(Module):
 
     def _fused_slot(self, weights: StackedWeight, shard_dim: int, parts: int) -> FusedSlot:
         mapping = self.mapping
-        by_inputs = weights.weight[: self.num_routed].transpose(1, 2)
-        shape = list(by_inputs.shape)
+        own = weights.weight[: self.num_routed]
+        if self.names.outputs_first:
+            shard_dim = 3 - shard_dim
+        else:
+            own = own.transpose(1, 2)
+        shape = list(own.shape)
         inner = shape[shard_dim] // parts
         shape[0] *= mapping.ep_size
         shape[shard_dim] *= mapping.moe_tp_size
         start = inner * mapping.moe_tp_rank
-        return FusedSlot(
-            by_inputs, tuple(shape), shard_dim, start, first_expert=self.first, parts=parts
-        )
+        return FusedSlot(own, tuple(shape), shard_dim, start, first_expert=self.first, parts=parts)
 
     def _slots_of(
         self, expert: int, path: str, parts: tuple[str, str, str]

@@ -22,7 +22,7 @@ class _Heads:
 
     def __init__(self, delta: DeltaConfig, placement: Placement) -> None:
         self.full, self.shape = delta.heads, delta.shape(placement.mapping)
-        self.rank = placement.mapping.tp_rank
+        self.rank, self.is_split = placement.mapping.tp_rank, delta.is_split
 
     def own(self, rows: torch.Tensor) -> torch.Tensor:
         """The rank's part of the rows `[N, ...]` of all heads."""
@@ -50,6 +50,9 @@ class DeltaProjection(Linear):
         self.heads, self.hidden_size = heads, hidden_size
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        if self.heads.is_split:
+            yield from self._split_slots(path)
+            return
         full, num_gates = self.heads.full, 2 * self.heads.shape.num_value_heads
         each = full.num_value_heads // full.num_key_heads
         parts = {
@@ -63,6 +66,22 @@ class DeltaProjection(Linear):
             shape = full.num_key_heads * sum(sizes), self.hidden_size
             order = self.heads.grouped(sizes)
             yield f"{sibling(path, name)}.weight", WeightSlot(rows, shape, order=order)
+
+    def _split_slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        heads, full = self.heads, self.heads.full
+        own, number = heads.shape, full.num_value_heads
+        orders = {
+            "in_proj_b": heads.own(torch.arange(number)),
+            "in_proj_a": heads.own(torch.arange(number)),
+            "in_proj_qkv": heads.segments(),
+            "in_proj_z": heads.own(torch.arange(number * full.value_dim)),
+        }
+        sizes = number, number, full.num_channels, number * full.value_dim
+        parts = self.weight.split_with_sizes([len(order) for order in orders.values()])
+        assert len(self.weight) == own.num_projected
+        for (name, order), size, rows in zip(orders.items(), sizes, parts, strict=True):
+            slot = WeightSlot(rows, (size, self.hidden_size), order=order)
+            yield f"{sibling(path, name)}.weight", slot
 
 
 class DeltaConv(Module):

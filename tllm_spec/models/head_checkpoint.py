@@ -4,17 +4,19 @@ they fill are not known here."""
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from tllm_spec.models.checkpoint import checkpoint_tensors
 from tllm_spec.models.config_file import read_config
 
-HeadKind = Literal["EAGLE-1/2", "EAGLE-3"]
+HeadKind = Literal["EAGLE-1/2", "EAGLE-3", "DFlash"]
 BIN = "pytorch_model.bin"
 # Keys of config.json that only EAGLE-3 heads have.
 _EAGLE3_KEYS = frozenset({"draft_vocab_size", "eagle_config", "speculators_model_type"})
+# Names of the mask token of networks that draft all tokens at once; the first that is there holds.
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 # Each kind has the first tensor, and only EAGLE-3 has the second.
 _FC, _HIDDEN_NORM = "fc.weight", "hidden_norm.weight"
 
@@ -28,6 +30,8 @@ def head_kind(path: Path) -> HeadKind | None:
     """
     config = read_config(path)
     names = [str(name).lower() for name in config.get("architectures") or []]
+    if any("dflash" in name for name in [*names, config.get("speculators_model_type") or ""]):
+        return "DFlash"
     if _EAGLE3_KEYS & config.keys() or any("eagle3" in name for name in names):
         return "EAGLE-3"
     if any("eagle" in name for name in names):
@@ -37,6 +41,12 @@ def head_kind(path: Path) -> HeadKind | None:
     if any(name.endswith(_HIDDEN_NORM) for name in found):
         return "EAGLE-3"
     return "EAGLE-1/2" if any(name.endswith(_FC) for name in found) else None
+
+
+def mask_token_in(config: Mapping[str, Any]) -> int | None:
+    """The mask token that config.json names; None: it names none."""
+    found = (config[name] for name in MASK_TOKENS if config.get(name) is not None)
+    return next(map(int, found), None)
 
 
 def head_tensors(

@@ -5,14 +5,13 @@ import logging
 
 import torch
 
-from tllm_spec.models.draft_head import HeadSource, target_modules
+from tllm_spec.models.draft_head import EMBEDDING, HeadSource, target_modules
 from tllm_spec.models.layers import Embedding
 from tllm_spec.models.linear import OutputLinear
 from tllm_spec.models.tied_output import OUTPUT, is_same
 
 logger = logging.getLogger(__name__)
 
-EMBEDDING = "embed_tokens.weight"
 ROWS = 1 << 14  # compared at a time
 
 

@@ -102,22 +102,25 @@ class OffsetRMSNorm(RMSNorm):
 
 class HeadNorm(Module):
     """RMSNorm over each head of q and k, applied by the attention backend. The weights of q's heads
-    are followed by those of k's."""
+    are followed by those of k's. `order`: `[D]` int64, the checkpoint's element for each one; None:
+    the same."""
 
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, placement: Placement
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
+        self.order: torch.Tensor | None = None
         self.weight = placement.parameter(num_heads + num_kv_heads, head_dim)
         self.head_weights = HeadWeights(self.weight, eps)
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         """One `[D]` tensor of the checkpoint fills the rows of all heads of q, another those of
         k."""
-        shape = (self.weight.shape[1],)
-        yield f"{sibling(path, 'q_norm')}.weight", WeightSlot(self.weight[: self.num_heads], shape)
-        yield f"{sibling(path, 'k_norm')}.weight", WeightSlot(self.weight[self.num_heads :], shape)
+        shape, order = (self.weight.shape[1],), self.order
+        parts = self.weight[: self.num_heads], self.weight[self.num_heads :]
+        for name, own in zip(("q_norm", "k_norm"), parts, strict=True):
+            yield f"{sibling(path, name)}.weight", WeightSlot(own, shape, order=order)
 
 
 class OffsetHeadNorm(HeadNorm):
@@ -130,4 +133,4 @@ class OffsetHeadNorm(HeadNorm):
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         for name, slot in super().slots(path):
-            yield name, OffsetSlot(slot.destination, slot.shape)
+            yield name, OffsetSlot(slot.destination, slot.shape, order=slot.order)

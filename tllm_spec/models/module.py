@@ -132,8 +132,9 @@ class Module(nn.Module):
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         """The checkpoint names of the module's own parameters, with their slots; `path` is the
         module's name."""
+        prefix = f"{path}." if path else ""
         for name, parameter in self.named_parameters(recurse=False):
-            yield f"{path}.{name}", WeightSlot(parameter, tuple(parameter.shape))
+            yield f"{prefix}{name}", WeightSlot(parameter, tuple(parameter.shape))
 
     def widen(self, placement: Placement) -> None:
         """Called before loading where the checkpoint's weights are not quantised: makes them of the

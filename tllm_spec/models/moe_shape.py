@@ -67,7 +67,8 @@ class MoEConfig:
 @dataclass(frozen=True)
 class MoENames:
     """The checkpoint's names below the layer's. With `fused`, all experts are one tensor of gates
-    and ups `[E, H, 2 * I]` and one of downs `[E, I, H]`, as in Llama 4."""
+    and ups `[E, H, 2 * I]` and one of downs `[E, I, H]`, as in Llama 4, or with `outputs_first`
+    `[E, 2 * I, H]` and `[E, H, I]`, as in Qwen3.5."""
 
     router: str = "gate"
     gate: str = "gate_proj"
@@ -76,10 +77,12 @@ class MoENames:
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"
     fused: bool = False
+    outputs_first: bool = False
 
 
 QWEN_NAMES = MoENames()
 DEEPSEEK_NAMES = MoENames(shared="shared_experts")
 MIXTRAL_NAMES = MoENames(gate="w1", up="w3", down="w2")
 GPT_OSS_NAMES = MoENames(router="router")
+QWEN3_5_NAMES = MoENames(fused=True, outputs_first=True)
 LLAMA4_NAMES = MoENames(router="router", fused=True)

@@ -19,14 +19,14 @@ from tllm_spec.kernels.draft_input import DraftInputNorms
 from tllm_spec.models.checkpoint import checkpoint_tensors
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekLayer
-from tllm_spec.models.draft_head import HeadSource
+from tllm_spec.models.draft_head import EMBEDDING, HeadSource
 from tllm_spec.models.formats.quantised_layers import (
     computed_as,
     log_quantised,
     prepare_quantised,
     with_quantised,
 )
-from tllm_spec.models.head_copies import EMBEDDING, drop_copies
+from tllm_spec.models.head_copies import drop_copies
 from tllm_spec.models.layers import Embedding, RMSNorm
 from tllm_spec.models.linear import Linear, OutputLinear
 from tllm_spec.models.llama import MLP, LlamaForCausalLM
@@ -55,12 +55,14 @@ class SharedHead(Module):
 
 
 class NextnModule(NextnStep, DeepseekLayer):
-    """DeepSeek's. Module paths are the checkpoint's names below `model.layers.N.`."""
+    """DeepSeek's and GLM's. Module paths are the checkpoint's names below `model.layers.N.`."""
 
     eh_proj: Linear
 
     def __init__(self, target: LlamaForCausalLM, index: int, placement: Placement) -> None:
         config = target.config
+        # Not a submodule: the target's weights are not this checkpoint's.
+        self.__dict__["target"] = target
         super().__init__(config, index, placement)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.enorm = RMSNorm(size, eps, placement)
@@ -68,8 +70,9 @@ class NextnModule(NextnStep, DeepseekLayer):
         self.norms = DraftInputNorms(self.enorm.weight, self.hnorm.weight, eps)
         self.eh_proj = Linear(2 * size, size, bias=False, placement=placement.wide)
         self.shared_head = SharedHead(config, placement)
-        # Not a submodule: the target's weights are not this checkpoint's.
-        self.__dict__["target"] = target
+
+    def add_attention(self, config: ModelConfig, layer: int, placement: Placement) -> None:
+        self.target.layer_type.add_attention(self, config, layer, placement)
 
     def add_mlp(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         """A module has experts if the model has any."""

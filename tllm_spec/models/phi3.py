@@ -10,6 +10,7 @@ from tllm_spec.models.formats.weight_format import Part
 from tllm_spec.models.linear import ColumnLinear
 from tllm_spec.models.llama import MLP, Attention, DecoderLayer, LlamaForCausalLM
 from tllm_spec.models.module import Placement, WeightSlot
+from tllm_spec.models.rotary import head_order
 
 
 class FusedLinear(ColumnLinear):
@@ -45,18 +46,12 @@ class PartlyRotatedQKV(FusedLinear):
 
 
 class Phi3Attention(Attention):
-    """The checkpoint pairs the halves of a head's first elements. The kernels pair the halves of
-    the whole head, so the other elements, whose angle is 0, are at the ends of both."""
-
     projection = PartlyRotatedQKV
 
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         super().__init__(config, layer, placement)
         assert isinstance(self.qkv_proj, PartlyRotatedQKV)
-        rotated = int(config.head_dim * config.rope.partial_factor)
-        halves = torch.arange(rotated).view(2, -1)
-        others = torch.arange(rotated, config.head_dim).view(2, -1)
-        self.qkv_proj.head_order = torch.cat((halves, others), 1).flatten()
+        self.qkv_proj.head_order = head_order(config.rope, config.head_dim)
 
 
 class FusedMLP(MLP):

@@ -1,5 +1,6 @@
-"""Qwen3-Next: layers with a recurrent state (gated delta net) and, every few layers, attention
-whose output is multiplied by a gate; experts next to a shared one."""
+"""Qwen3-Next and Qwen3.5's text models: layers with a recurrent state (gated delta net) and, every
+few layers, attention whose output is multiplied by a gate; an MLP, or experts next to a shared
+one."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,9 @@ from tllm_spec.models.layers import OffsetHeadNorm, OffsetRMSNorm, RMSNorm
 from tllm_spec.models.linear import ColumnLinear
 from tllm_spec.models.llama import Attention, DecoderLayer, LlamaForCausalLM
 from tllm_spec.models.module import Placement, WeightSlot
+from tllm_spec.models.moe import SparseMoE
+from tllm_spec.models.moe_shape import QWEN3_5_NAMES
+from tllm_spec.models.rotary import head_order
 
 # The checkpoint's next-token-prediction layer (qwen3_next_mtp.py loads it).
 MTP = (
@@ -23,16 +27,6 @@ MTP = (
     "mtp.pre_fc_norm_embedding.",
     "mtp.pre_fc_norm_hidden.",
 )
-
-
-def head_order(config: ModelConfig) -> torch.Tensor:
-    """`[D]` int64: the checkpoint's element of a head of q and k for each one here. The checkpoint
-    rotates a head's first elements, and pairs their halves. The kernels pair the halves of the
-    whole head, so the other elements, whose angle is 0, are at the ends of both."""
-    rotated = int(config.head_dim * config.rope.partial_factor)
-    halves = torch.arange(rotated).view(2, -1)
-    others = torch.arange(rotated, config.head_dim).view(2, -1)
-    return torch.cat((halves, others), 1).flatten()
 
 
 class GatedQKV(ColumnLinear):
@@ -52,27 +46,18 @@ class GatedQKV(ColumnLinear):
             yield name, replace(slot, order=order.flatten())
 
 
-class OrderedHeadNorm(OffsetHeadNorm):
-    """`GatedAttention` sets `head_order`."""
-
-    head_order: torch.Tensor
-
-    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        for name, slot in super().slots(path):
-            yield name, replace(slot, order=self.head_order)
-
-
 class GatedAttention(Attention):
     """Attention whose output is multiplied by the sigmoid of a gate for each element."""
 
     projection = GatedQKV
-    head_norm = OrderedHeadNorm
+    head_norm = OffsetHeadNorm
     query_outputs = 2
 
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         super().__init__(config, layer, placement)
-        assert isinstance(self.qkv_proj, GatedQKV) and isinstance(self.qk_norm, OrderedHeadNorm)
-        self.qkv_proj.head_order = self.qk_norm.head_order = head_order(config)
+        assert isinstance(self.qkv_proj, GatedQKV) and self.qk_norm is not None
+        order = head_order(config.rope, config.head_dim)
+        self.qkv_proj.head_order = self.qk_norm.order = order
 
     def forward(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
@@ -111,6 +96,13 @@ class Qwen3NextLayer(DecoderLayer):
         else:
             self.self_attn = GatedAttention(config, layer, placement)
 
+    def add_mlp(self, config: ModelConfig, layer: int, placement: Placement) -> None:
+        """transformers writes the experts of a text model one by one."""
+        if config.moe is not None and config.sees_images:
+            self.mlp = SparseMoE(config.moe, placement, QWEN3_5_NAMES)
+        else:
+            super().add_mlp(config, layer, placement)
+
 
 class Qwen3NextForCausalLM(LlamaForCausalLM):
     layer_type = Qwen3NextLayer
@@ -118,3 +110,14 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
     def ignores(self, name: str) -> bool:
         has_mtp = self.config.num_nextn_layers > 0
         return (has_mtp and name.startswith(MTP)) or super().ignores(name)
+
+
+class Qwen3_5ForConditionalGeneration(Qwen3NextForCausalLM):
+    """The text part of the model that also sees images."""
+
+    @staticmethod
+    def parameter_name(name: str) -> str:
+        return name.replace("language_model.", "", 1)
+
+    def ignores(self, name: str) -> bool:
+        return name.startswith("model.visual.") or super().ignores(name)

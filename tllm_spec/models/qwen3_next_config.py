@@ -1,5 +1,5 @@
-"""What Qwen3-Next adds to a `config.json`, and the same file in the keys that other architectures
-have."""
+"""What Qwen3-Next and Qwen3.5's text models add to a `config.json`, and the same file in the keys
+that other architectures have."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +9,10 @@ from tllm_spec.kernels.gated_delta import DeltaShape
 from tllm_spec.models.config_file import required, with_defaults
 
 QWEN3_NEXT = "Qwen3NextForCausalLM"
-QWEN3_NEXT_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 151936,
+QWEN3_5 = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+QWEN3_5_MOE = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+_COMMON: dict[str, Any] = {
     "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 48,
     "num_attention_heads": 16,
     "num_key_value_heads": 2,
     "head_dim": 256,
@@ -29,13 +28,51 @@ QWEN3_NEXT_DEFAULTS: dict[str, Any] = {
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
+}
+_EXPERTS = {
     "norm_topk_prob": True,
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
-    "num_nextn_predict_layers": 1,
 }
+# The defaults of each architecture's configuration class in transformers.
+DELTA_DEFAULTS: dict[str, dict[str, Any]] = {
+    QWEN3_NEXT: _COMMON
+    | _EXPERTS
+    | {
+        "vocab_size": 151936,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 48,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_nextn_predict_layers": 1,
+    },
+    **dict.fromkeys(
+        QWEN3_5,
+        _COMMON
+        | {
+            "vocab_size": 248320,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 4,
+            "mtp_num_hidden_layers": 1,
+        },
+    ),
+    **dict.fromkeys(
+        QWEN3_5_MOE,
+        _COMMON
+        | _EXPERTS
+        | {
+            "vocab_size": 248320,
+            "intermediate_size": 0,
+            "num_hidden_layers": 40,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "mtp_num_hidden_layers": 1,
+        },
+    ),
+}
+DELTA_WITH_EXPERTS = (QWEN3_NEXT, *QWEN3_5_MOE)
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
@@ -46,6 +83,9 @@ class DeltaConfig:
     layers: tuple[int, ...]
     heads: DeltaShape
     """On all ranks together."""
+    is_split: bool
+    """Whether the checkpoint has a tensor each for q, k and v, for z, for b and for a; otherwise
+    two, by key heads."""
 
     def shape(self, mapping: Mapping) -> DeltaShape:
         """One rank's share of the heads. Raises ValueError if they cannot be split evenly."""
@@ -61,7 +101,9 @@ class DeltaConfig:
 def flat_qwen3_next(raw: dict[str, Any]) -> dict[str, Any]:
     """With defaults, the types of all layers, and the rotated share of a head where the rotary
     embedding has it. Raises ValueError for what is not served."""
-    flat = with_defaults(raw, QWEN3_NEXT_DEFAULTS)
+    name = raw["architectures"][0]
+    flat = with_defaults(raw | (raw.get("text_config") or {}), DELTA_DEFAULTS[name])
+    flat["architectures"] = raw["architectures"]
     number, interval = required(flat, "num_hidden_layers"), flat["full_attention_interval"]
     types = flat.get("layer_types") or [
         LINEAR if (layer + 1) % interval else FULL for layer in range(number)
@@ -72,15 +114,26 @@ def flat_qwen3_next(raw: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"layer_types has {sorted(unknown)}; served are {LINEAR!r} and {FULL!r}.")
     if FULL not in types:
         raise ValueError(f"layer_types has no {FULL!r}, which at least one layer must have.")
-    if (flat["num_nextn_predict_layers"] or 0) > 1:
-        raise ValueError(
-            f"num_nextn_predict_layers is {flat['num_nextn_predict_layers']}; served are 0 and 1."
-        )
+    key = "num_nextn_predict_layers" if name == QWEN3_NEXT else "mtp_num_hidden_layers"
+    if (modules := flat[key] or 0) > 1:
+        raise ValueError(f"{key} is {modules}; served are 0 and 1.")
+    if flat.get("attn_output_gate") is False:
+        raise ValueError("attn_output_gate is false; attention is served with a gate only.")
     fields = flat.get("rope_scaling") or flat.get("rope_parameters") or {}
+    # The axes of images: a text's positions are the same on each.
+    fields = {key: value for key, value in fields.items() if not key.startswith("mrope_")}
     share = fields.get("partial_rotary_factor") or flat["partial_rotary_factor"] or 1.0
+    head_dim = required(flat, "head_dim")
+    rotated = int(head_dim * share)
+    if rotated % 2 or not 0 < rotated <= head_dim:
+        raise ValueError(
+            f"partial_rotary_factor is {share}; of {head_dim} elements a head, an even number must "
+            "be rotated."
+        )
     rope = {"rope_type": "default", **fields, "partial_rotary_factor": share}
     more = {"rope_parameters": rope, "rope_scaling": None, "sliding_window": None}
-    return flat | more | {"layer_types": None, "linear_layers": _layers_of(types, LINEAR)}
+    kept = {"num_nextn_predict_layers": modules, "linear_layers": _layers_of(types, LINEAR)}
+    return flat | more | kept | {"layer_types": None}
 
 
 def _layers_of(types: list[str], kind: str) -> tuple[int, ...]:
@@ -102,4 +155,6 @@ def delta_config(flat: dict[str, Any]) -> DeltaConfig | None:
             f"linear_num_key_heads is {heads.num_key_heads}; it must divide "
             f"linear_num_value_heads, which is {heads.num_value_heads}."
         )
-    return DeltaConfig(flat["linear_layers"], heads) if flat["linear_layers"] else None
+    if not flat["linear_layers"]:
+        return None
+    return DeltaConfig(flat["linear_layers"], heads, flat["architectures"][0] != QWEN3_NEXT)

@@ -19,13 +19,14 @@ from tllm_spec.models.formats.quantised_layers import (
     with_quantised,
 )
 from tllm_spec.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
+from tllm_spec.models.glm4_moe import Glm4MoeForCausalLM
 from tllm_spec.models.gpt_oss import GptOssForCausalLM
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
 from tllm_spec.models.module import Placement, specialize_for_cpu
 from tllm_spec.models.phi3 import Phi3ForCausalLM
-from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM
+from tllm_spec.models.qwen3_next import Qwen3_5ForConditionalGeneration, Qwen3NextForCausalLM
 from tllm_spec.models.tied_output import has_own_output
 from tllm_spec.models.weights import fill_random, load_weights
 
@@ -41,11 +42,16 @@ MODELS: dict[str, type[LlamaForCausalLM]] = {
     "Qwen2MoeForCausalLM": LlamaForCausalLM,
     "Qwen3MoeForCausalLM": LlamaForCausalLM,
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
+    "Qwen3_5ForCausalLM": Qwen3NextForCausalLM,
+    "Qwen3_5ForConditionalGeneration": Qwen3_5ForConditionalGeneration,
+    "Qwen3_5MoeForCausalLM": Qwen3NextForCausalLM,
+    "Qwen3_5MoeForConditionalGeneration": Qwen3_5ForConditionalGeneration,
     "Llama4ForCausalLM": Llama4ForCausalLM,
     "Llama4ForConditionalGeneration": Llama4ForConditionalGeneration,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
     "GptOssForCausalLM": GptOssForCausalLM,
+    "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
     "DeepseekV2ForCausalLM": DeepseekForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekForCausalLM,
 }

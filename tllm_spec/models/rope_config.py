@@ -56,6 +56,8 @@ def rope_config(
     partial = fields.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1.0) and not (is_phi3 or may_be_partial):
         raise ValueError(f"partial_rotary_factor is {partial}; only 1.0 is served.")
+    if may_be_partial:
+        _check_share(float(partial or 1.0), raw)
     if any(isinstance(value, dict) for value in fields.values()) or "mrope_section" in fields:
         raise ValueError(
             "rope_parameters differ by layer type or section; served is one set for all layers."
@@ -89,3 +91,16 @@ def rope_config(
         long_factor=tuple(fields.get("long_factor") or ()),
         is_long=max_positions > original,
     )
+
+
+def _check_share(share: float, raw: Mapping[str, Any]) -> None:
+    """Raises ValueError unless an even number of a head's elements is rotated, and another one
+    left alone."""
+    size = required(raw, "hidden_size") // required(raw, "num_attention_heads")
+    head_dim = raw.get("head_dim") or size
+    rotated = int(head_dim * share)
+    if head_dim % 2 or rotated % 2 or not 0 < rotated <= head_dim:
+        raise ValueError(
+            f"partial_rotary_factor is {share}; of {head_dim} elements a head, an even number must "
+            "be rotated, and an even number left alone."
+        )

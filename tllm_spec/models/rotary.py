@@ -30,6 +30,16 @@ def cos_sin_table(
     return cos_sin[:, :, None].to(placement.device, placement.dtype)
 
 
+def head_order(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """`[D]` int64: the checkpoint's element of a head of q and k for each one here. The checkpoint
+    rotates a head's first elements, and pairs their halves. The kernels pair the halves of the
+    whole head, so the other elements, whose angle is 0, are at the ends of both."""
+    rotated = int(head_dim * rope.partial_factor)
+    halves = torch.arange(rotated).view(2, -1)
+    others = torch.arange(rotated, head_dim).view(2, -1)
+    return torch.cat((halves, others), 1).flatten()
+
+
 def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
     """Inverse frequencies `[D / 2]`, and the factor of cosines and sines."""
     inverse = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)

@@ -28,8 +28,8 @@ _UNREADABLE = (
 @dataclass(frozen=True)
 class DraftTokens:
     """The tokens that a network drafts. ids `[V_draft]` int64: the target's; rows `[V_draft]`: of
-    the network's output layer. read_as `[V]`: the network's ids of all of the target's ids; None:
-    the ids are equal."""
+    the network's output layer. read_as `[V + 1]`: the network's ids of all of the target's, and
+    of the mask token if it has one; None: the ids are equal."""
 
     ids: torch.Tensor
     rows: torch.Tensor
@@ -37,12 +37,18 @@ class DraftTokens:
 
     @classmethod
     def of_shared(
-        cls, shared: SharedTokens, vocab_size: int, limit: torch.Tensor | None
+        cls,
+        shared: SharedTokens,
+        vocab_size: int,
+        limit: torch.Tensor | None = None,
+        mask_token: int | None = None,
     ) -> "DraftTokens":
-        """For a draft model with another tokenizer. vocab_size: the target's; limit: a token map.
-        Raises ValueError if none of its tokens is shared."""
+        """For a draft model with another tokenizer. vocab_size: the target's; limit: a token map;
+        mask_token: of a model that drafts all tokens at once. Raises ValueError if none of the
+        map's tokens is shared."""
         rows, ids = torch.tensor([*shared.target_ids.items()]).T
-        read_as = torch.full((vocab_size,), shared.unknown)
+        read_as = torch.full((vocab_size + 1,), shared.unknown)
+        read_as[-1] = shared.unknown if mask_token is None else mask_token
         read_as[torch.tensor([*shared.draft_ids])] = torch.tensor([*shared.draft_ids.values()])
         if limit is not None:
             row_of = torch.full((vocab_size,), -1).index_copy_(0, ids, rows)

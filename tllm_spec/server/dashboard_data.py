@@ -31,7 +31,7 @@ def dashboard_data(state: Mapping[str, Any], histograms: Mapping[str, Histogram]
         "drafted": speculation["per_position_drafted"],
         "accepted": speculation["per_position_accepted"],
         "kv": {name: state["kv_cache"][name] for name in ("num_pages", "used", "cached", "free")},
-        "why": why(state),
+        "why": why(state) + rows_shared(state),
         "decisions": [
             _sentence(each) for each in _decisions(state)[:-4:-1] if each is not _explaining(state)
         ],
@@ -62,6 +62,16 @@ def why(state: Mapping[str, Any]) -> str:
     if draft_len == "0":
         return "No drafts: plain decoding is configured."
     return f"Draft length {draft_len}: it is configured and does not adapt."
+
+
+def rows_shared(state: Mapping[str, Any]) -> str:
+    """What became of the drafts, where requests share the rows of a round."""
+    totals = state["totals"]
+    offered, verified = totals.get("offered_drafts", 0), totals.get("verified_drafts", 0)
+    if "@" not in shape_name(state) and verified >= offered:
+        return ""
+    accepted = totals["speculation"]["num_accepted_tokens"]
+    return f" Of {offered} drafts {verified} had a row, and {accepted} were accepted."
 
 
 def measured(state: Mapping[str, Any]) -> Json | None:

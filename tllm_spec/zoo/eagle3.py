@@ -14,12 +14,13 @@ import json
 import shutil
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Self
 
 from tllm_spec.attention.spec_metadata import default_capture_layers
 
@@ -27,7 +28,6 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 NUM_CAPTURED = 3
 # The only values that can be trained here. A missing key has this value.
 _FIXED = {
-    "num_hidden_layers": 1,
     "hidden_act": "silu",
     "rope_scaling": None,
     "attention_bias": False,
@@ -53,22 +53,32 @@ class Eagle3Shape:
     rms_norm_eps: float
 
     @classmethod
-    def read(cls, folder: Path) -> "Eagle3Shape":
-        """Raises ValueError if it is not an EAGLE-3 head, or one that cannot be trained here."""
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if not is_eagle3(folder):
-            raise ValueError(
-                f"architectures in {folder} is {raw.get('architectures')}, not [{ARCHITECTURE!r}]"
-            )
+    def read(cls, folder: Path) -> Self:
+        """Raises ValueError if it is no head of this kind, or one that cannot be trained here."""
+        raw = cls.flat(folder)
         for key, only in _FIXED.items():
             if raw.get(key, only) != only:
                 raise ValueError(
-                    f"{key} in {folder} is {raw[key]!r}; the zoo's EAGLE-3 heads have {only!r}"
+                    f"{key} in {folder} is {raw[key]!r}; the zoo's heads have {only!r}"
                 )
         missing = [field.name for field in fields(cls) if field.name not in raw]
         if missing:
             raise ValueError(f"config.json in {folder} lacks {', '.join(missing)}")
         return cls(**{field.name: raw[field.name] for field in fields(cls)})
+
+    @classmethod
+    def flat(cls, folder: Path) -> dict[str, Any]:
+        """The keys of config.json on one level."""
+        raw: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not is_eagle3(folder):
+            raise ValueError(
+                f"architectures in {folder} is {raw.get('architectures')}, not [{ARCHITECTURE!r}]"
+            )
+        if (layers := raw.get("num_hidden_layers", 1)) != 1:
+            raise ValueError(
+                f"num_hidden_layers in {folder} is {layers}; the zoo's EAGLE-3 heads have 1"
+            )
+        return raw
 
     def check_target(self, target: Any) -> None:
         """Raises ValueError if the head does not fit a target with this configuration."""
@@ -109,25 +119,34 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: Eagle3Shape) -> None:
+    def __init__(self, shape: Eagle3Shape, input_size: int) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
         width, kv_width = (
             count * shape.head_dim
             for count in (shape.num_attention_heads, shape.num_key_value_heads)
         )
-        self.q_proj = nn.Linear(2 * shape.hidden_size, width, bias=False)
-        self.k_proj = nn.Linear(2 * shape.hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(2 * shape.hidden_size, kv_width, bias=False)
+        self.q_proj = nn.Linear(input_size, width, bias=False)
+        self.k_proj = nn.Linear(input_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(input_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
+
+    def project(self, inputs: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`[B, S, input_size]` -> rotated queries and keys, and values, `[B, heads, S, D]`;
+        `cos_sin` is `[2, S, D]`."""
+        query, key, value = (
+            projection(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return rotate(query, cos_sin), rotate(key, cos_sin), value
+
+
+class ChainAttention(Attention):
+    """Over the entries of parallel chains."""
 
     def forward(self, both: Tensor, cos_sin: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
         """`[B, S, 2H]` -> `[B, S, H]`; `cos_sin` is `[2, S, D]`."""
-        query, key, value = (
-            projection(both).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query, key = rotate(query, cos_sin), rotate(key, cos_sin)
+        query, key, value = self.project(both, cos_sin)
         if cache is None:
             none = key.unsqueeze(-2)[..., :0, :]
             cache = Cache(key, value, none, none)
@@ -161,7 +180,7 @@ class Layer(nn.Module):
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = Attention(shape)
+        self.self_attn = ChainAttention(shape, 2 * shape.hidden_size)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = MLP(shape)
 
@@ -174,10 +193,11 @@ class Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden)), cache
 
 
-class Eagle3Head(nn.Module):
-    """Its `state_dict` is the checkpoint. `d2t` holds offsets: the target's id is `draft id +
-    d2t[draft id]`."""
+class FeatureHead(nn.Module):
+    """What heads on the target's hidden states have in common. The `state_dict` is the checkpoint.
+    `d2t` holds offsets: the target's id is `draft id + d2t[draft id]`."""
 
+    shape_type: ClassVar[type[Eagle3Shape]] = Eagle3Shape
     d2t: Tensor
     t2d: Tensor
 
@@ -187,7 +207,6 @@ class Eagle3Head(nn.Module):
         super().__init__()
         self.config = shape
         self.fc = nn.Linear(NUM_CAPTURED * shape.hidden_size, shape.hidden_size, bias=False)
-        self.midlayer = Layer(shape)
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
         in_draft = torch.zeros(shape.vocab_size, dtype=torch.bool)
@@ -196,9 +215,9 @@ class Eagle3Head(nn.Module):
         self.register_buffer("t2d", in_draft)
 
     @classmethod
-    def from_pretrained(cls, folder: Path) -> "Eagle3Head":
+    def from_pretrained(cls, folder: Path) -> Self:
         """In fp32, on the CPU."""
-        shape = Eagle3Shape.read(folder)
+        shape = cls.shape_type.read(folder)
         head = cls(shape, torch.arange(shape.draft_vocab_size))
         head.load_state_dict(load_file(folder / "model.safetensors"))
         return head
@@ -211,6 +230,19 @@ class Eagle3Head(nn.Module):
         """`[..., 3H]` of the target -> `[..., H]`, in fp32 also under autocast."""
         hidden: Tensor = self.fc(features).float()
         return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., H]` -> `[..., draft_vocab_size]`."""
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        return logits
+
+
+class Eagle3Head(FeatureHead):
+    """An EAGLE-3 head."""
+
+    def __init__(self, shape: Eagle3Shape, draft_ids: Tensor) -> None:
+        super().__init__(shape, draft_ids)
+        self.midlayer = Layer(shape)
 
     def forward(
         self, hidden: Tensor, embeddings: Tensor, cache: Cache | None = None
@@ -232,11 +264,6 @@ class Eagle3Head(nn.Module):
             hidden, embeddings, rotary_rows(self.config, positions), cache
         )
         return output
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[..., H]` -> `[..., draft_vocab_size]`."""
-        logits: Tensor = self.lm_head(self.norm(hidden))
-        return logits
 
 
 def attend(query: Tensor, cache: Cache) -> Tensor:
@@ -272,7 +299,7 @@ def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
     return (heads * cos_sin[0] + torch.cat((-high, low), -1) * cos_sin[1]).to(heads.dtype)
 
 
-def save_head(head: Eagle3Head, shape: Path, output: Path) -> None:
+def save_head(head: FeatureHead, shape: Path, output: Path) -> None:
     """Write the weights in bf16, the draft vocabulary (int64 offsets, bool) and a copy of the
     config.json in the folder `shape`."""
     tensors = {

@@ -1,8 +1,8 @@
-"""Loss and validation of an EAGLE-3 head: every step of its chains of drafts is compared with the
-target's distribution.
+"""Loss and validation of an EAGLE-3 or P-EAGLE head: every step of its chains of drafts is compared
+with the target's distribution.
 
-The head is trained on its own outputs, as in drafting ("training-time test" of the EAGLE-3 paper,
-arXiv 2503.01840): a chain of `unroll` steps along the text starts at every position."""
+An EAGLE-3 head is trained on its own outputs, as in drafting ("training-time test" of the EAGLE-3
+paper, arXiv 2503.01840): a chain of `unroll` steps along the text starts at every position."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ from tllm_spec.zoo.distill import (
     VALIDATION_LENGTH,
     VALIDATION_WINDOWS,
 )
-from tllm_spec.zoo.eagle3 import Eagle3Head, Eagle3Shape, target_states
+from tllm_spec.zoo.eagle3 import Eagle3Head, Eagle3Shape, FeatureHead, target_states
+from tllm_spec.zoo.peagle import PEagleHead, PEagleShape, Rows
 from tllm_spec.zoo.token_data import TokenData
 from tllm_spec.zoo.trainer import Settings, add_dropout
 
@@ -40,17 +41,37 @@ def draft_vocabulary(texts: list[TokenData], shape: Eagle3Shape) -> Tensor:
     return ids
 
 
-def build_head(shape: Eagle3Shape, target: Any, draft_ids: Tensor, run: Settings) -> Eagle3Head:
-    """A new fp32 head with the target's output layer and final norm."""
-    head = Eagle3Head(shape, draft_ids.cpu())
+def build_head(
+    shape: Eagle3Shape,
+    target: Any,
+    draft_ids: Tensor,
+    run: Settings,
+    start: FeatureHead | None = None,
+) -> FeatureHead:
+    """A new fp32 head of the kind of the shape, with the target's output layer and final norm, or
+    with all that it has in common with the trained head `start`."""
+    head: Eagle3Head | PEagleHead
+    if isinstance(shape, PEagleShape):
+        head = PEagleHead(shape, draft_ids.cpu())
+        layers = list(head.layers)
+    else:
+        head = Eagle3Head(shape, draft_ids.cpu())
+        layers = [head.midlayer]
     for matrix in (parameter for parameter in head.parameters() if parameter.dim() > 1):
         torch.nn.init.normal_(matrix, std=0.02)
     with torch.no_grad():
         head.lm_head.weight.copy_(target.lm_head.weight[draft_ids])
         head.norm.weight.copy_(target.model.norm.weight)
-    add_dropout(head.midlayer, run.dropout)
-    if run.compile:  # dynamic: otherwise each step and sequence length is compiled separately
-        head.midlayer.compile(dynamic=True)
+    if start is not None:
+        trained = {
+            name.replace("midlayer.", "layers.0."): tensor
+            for name, tensor in start.state_dict().items()
+        }
+        head.load_state_dict(trained, strict=False)
+    for layer in layers:
+        add_dropout(layer, run.dropout)
+        if run.compile:  # dynamic: otherwise each step and sequence length is compiled separately
+            layer.compile(dynamic=True)
     return head.to(draft_ids.device)
 
 
@@ -82,6 +103,38 @@ def labels(target_logits: Tensor, draft_ids: Tensor) -> Labels:
     return Labels(wanted, (1 - ARGMAX_SHARE) * floor, best)
 
 
+def step_logits(
+    head: FeatureHead, target: Any, features: Tensor, tokens: Tensor, unroll: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The head's logits `[B, n, D]` at steps 0..unroll-1 along the text, and for each of the n rows
+    the index `[n]` of the target's logits that predict the same token.
+
+    `features` `[B, T, 3H]` and `tokens` `[B, T]` are of the same text."""
+    embed = target.get_input_embeddings()
+    if isinstance(head, PEagleHead):
+        mask = embed(tokens.new_tensor(head.config.mask_token_id))
+        yield from mask_logits(head, features, embed(tokens), mask, unroll)
+        return
+    assert isinstance(head, Eagle3Head)
+    for step, logits in enumerate(chain_logits(head, features, embed(tokens), unroll)):
+        yield logits, torch.arange(step + 1, step + 1 + logits.shape[1], device=tokens.device)
+
+
+def mask_logits(
+    head: PEagleHead, features: Tensor, embeddings: Tensor, mask_embedding: Tensor, unroll: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """See `step_logits`. Mask rows follow a third of the positions, drawn by chance, as there are
+    many of them."""
+    num_pairs = features.shape[1] - unroll
+    num_anchors = max(1, num_pairs // 3 // ALIGNMENT) * ALIGNMENT
+    chosen = torch.randperm(num_pairs, device=features.device)[:num_anchors]
+    rows = Rows.of(num_pairs, chosen, unroll - 1)
+    pairs = features[:, :num_pairs], embeddings[:, 1 : 1 + num_pairs]
+    hidden = torch.split(head(*pairs, mask_embedding, rows), rows.sizes, 1)
+    for own, positions in zip(hidden, torch.split(rows.positions, rows.sizes), strict=True):
+        yield head.logits(own), positions + 1
+
+
 def chain_logits(
     head: Eagle3Head, features: Tensor, embeddings: Tensor, unroll: int
 ) -> Iterator[Tensor]:
@@ -97,17 +150,15 @@ def chain_logits(
         yield head.logits(hidden)
 
 
-def unrolled(head: Eagle3Head, target: Any, tokens: Tensor, unroll: int) -> tuple[Tensor, Tensor]:
+def unrolled(head: FeatureHead, target: Any, tokens: Tensor, unroll: int) -> tuple[Tensor, Tensor]:
     """Loss and agreement with the target's best tokens, each `[unroll]`, of `[B, T]` tokens."""
     tokens = tokens[:, : aligned_chains(tokens.shape[1], unroll) + unroll]
     with torch.autocast("cuda", torch.bfloat16, enabled=tokens.is_cuda):
         with torch.no_grad():
             features, target_logits = target_states(target, tokens)
-            embeddings = target.get_input_embeddings()(tokens)
             goal = labels(target_logits, head.draft_ids)
         losses, agreements = [], []
-        for step, logits in enumerate(chain_logits(head, features, embeddings, unroll)):
-            rows = slice(step + 1, step + 1 + logits.shape[1])
+        for logits, rows in step_logits(head, target, features, tokens, unroll):
             wanted, floor, best = (part[:, rows] for part in goal)
             log_probs = F.log_softmax(logits.float(), -1)
             losses.append((floor - (wanted * log_probs).sum(-1)).mean())
@@ -132,7 +183,7 @@ def weighted(losses: Tensor) -> Tensor:
 
 
 def eagle3_loss(
-    head: Eagle3Head, target: Any, data: TokenData, self_text: TokenData, unroll: int
+    head: FeatureHead, target: Any, data: TokenData, self_text: TokenData, unroll: int
 ) -> Callable[[int, int], Tensor]:
     """Training sequences come from the training files and from text that the target generated."""
 
@@ -145,7 +196,7 @@ def eagle3_loss(
 
 
 def eagle3_validation(
-    head: Eagle3Head, target: Any, heldout: TokenData, unroll: int
+    head: FeatureHead, target: Any, heldout: TokenData, unroll: int
 ) -> Callable[[], dict[str, float]]:
     """`agreement_k`: how often draft k along held-out text is the target's best token."""
 

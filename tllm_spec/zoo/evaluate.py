@@ -1,5 +1,5 @@
-"""Acceptance of a draft model, an EAGLE-3 head or MTP modules on held-out text, computed exactly
-without a speculative engine.
+"""Acceptance of a draft model, an EAGLE-3 or P-EAGLE head, or MTP modules on held-out text,
+computed exactly without a speculative engine.
 
 As long as a draft model agrees with the target's greedy text, it reads that text. So its best
 tokens at all positions of the finished text, from one forward, give the accepted length of every
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tllm_spec.zoo.eagle3 import Eagle3Head, target_states
+from tllm_spec.zoo.eagle3 import Eagle3Head, FeatureHead, target_states
 from tllm_spec.zoo.mtp import NextnModules
+from tllm_spec.zoo.peagle import PEagleHead, Rows
 from tllm_spec.zoo.self_text import continuations
 from tllm_spec.zoo.token_data import TokenData
 
@@ -35,7 +36,8 @@ def evaluate(
     is_vanilla: bool = False,
 ) -> dict[str, Any]:
     """Figures over greedy continuations of `prompts` held-out prompts of 256 tokens. `draft`: a
-    model, an `Eagle3Head` or `NextnModules`, with a module for each step if `is_vanilla`."""
+    model, an `Eagle3Head`, a `PEagleHead`, or `NextnModules`, with a module for each step if
+    `is_vanilla`."""
     prompt_len, eos = 256, target.config.eos_token_id
     starts = torch.linspace(0, len(heldout.tokens) - prompt_len, prompts).long().tolist()
     all_prompts = torch.stack(
@@ -44,9 +46,11 @@ def evaluate(
     accepted: list[int] = []
     for batch in torch.split(all_prompts, BATCH):
         text = continuations(target, batch, new_tokens, do_sample=False)
-        has_chains = isinstance(draft, (Eagle3Head, NextnModules))
+        has_chains = isinstance(draft, (FeatureHead, NextnModules))
         if isinstance(draft, Eagle3Head):
             rows = head_matches(target, draft, text, draft_len)[:, prompt_len:]
+        elif isinstance(draft, PEagleHead):
+            rows = mask_matches(target, draft, text, draft_len)[:, prompt_len:]
         elif isinstance(draft, NextnModules):
             rows = module_matches(draft, text, draft_len, is_vanilla=is_vanilla)[:, prompt_len:]
         else:
@@ -74,6 +78,19 @@ def head_matches(target: Any, head: Eagle3Head, text: Tensor, draft_len: int) ->
         hidden, cache = head(hidden, target.get_input_embeddings()(tokens), cache)
         tokens = head.draft_ids[head.logits(hidden).argmax(-1)]
         drafts.append(tokens)
+    return num_matches(drafts, text, draft_len)
+
+
+def mask_matches(target: Any, head: PEagleHead, text: Tensor, draft_len: int) -> Tensor:
+    """As `head_matches`, of a P-EAGLE head."""
+    features, _ = target_states(target, text)
+    chains = text.shape[1] - 1 - draft_len
+    rows = Rows.of(chains, torch.arange(chains, device=text.device), draft_len - 1)
+    embed = target.get_input_embeddings()
+    mask = embed(text.new_tensor(head.config.mask_token_id))
+    hidden = head(features[:, :chains], embed(text[:, 1 : chains + 1]), mask, rows)
+    states = torch.split(hidden, rows.sizes, 1)
+    drafts = [head.draft_ids[head.logits(state).argmax(-1)] for state in states]
     return num_matches(drafts, text, draft_len)
 
 

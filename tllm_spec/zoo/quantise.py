@@ -10,6 +10,7 @@ for tests and trials:
 | gptq, gptq_v2 | GPTQModel | 4 bits with zero points, which gptq stores less 1 |
 | compressed | llm-compressor (pack-quantized) | 4 bits with zero points |
 | mxfp4 | llm-compressor (mxfp4-pack-quantized) | E2M1, a power of two for each 32 |
+| nvfp4 | llm-compressor (nvfp4-pack-quantized) | E2M1, an E4M3 scale for each 16 |
 """
 
 import argparse
@@ -31,6 +32,7 @@ Tensors = dict[str, torch.Tensor]
 # AutoAWQ's word has the columns 0, 2, 4, 6, 1, 3, 5 and 7 from the lowest bits on.
 AWQ_COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]
 FP8_BLOCK, FP8_LARGEST = 128, 448.0
+NVFP4_GROUP = 16
 
 
 @dataclass(frozen=True)
@@ -56,15 +58,17 @@ class Style:
             settings = {"bits": 4, "group_size": size, "sym": self.symmetric}
             version = {"checkpoint_format": self.packing, "desc_act": self.is_ordered}
             return {"quant_method": "gptq", **settings, **version}
-        is_float = self.packing == "mxfp4"
+        is_float = self.packing in ("mxfp4", "nvfp4")
         weights: dict[str, Any] = {"num_bits": 4, "type": "float" if is_float else "int"}
         weights |= {"symmetric": self.symmetric or is_float, "dynamic": False}
         weights["strategy"] = "group" if self.group else "channel"
         weights |= {"group_size": self.group or None, "actorder": None}
+        if self.packing == "nvfp4":
+            weights |= {"strategy": "tensor_group", "group_size": NVFP4_GROUP}
         if self.is_ordered:
             weights["actorder"] = "group"
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-        written = "mxfp4-pack-quantized" if is_float else "pack-quantized"
+        written = f"{self.packing}-pack-quantized" if is_float else "pack-quantized"
         common = {"quant_method": "compressed-tensors", "format": written}
         return common | {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
@@ -104,6 +108,8 @@ def _written(weight: torch.Tensor, style: Style) -> tuple[Tensors, torch.Tensor]
         return _in_blocks(weight)
     if style.packing == "mxfp4":
         return _in_mxfp4(weight)
+    if style.packing == "nvfp4":
+        return _in_nvfp4(weight)
     found = rounded(weight, style)
     return _packed(found, style), found.values
 
@@ -125,13 +131,30 @@ def _in_mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     become 6."""
     groups = weight.reshape(len(weight), -1, 32)
     exponents = groups.abs().amax(2).log2().floor().clamp(-125, 127) - 2
-    scales = torch.exp2(exponents).unsqueeze(2)
+    pairs, values = _in_e2m1(groups, torch.exp2(exponents))
+    return {"weight_packed": pairs, "weight_scale": (exponents + 127).to(torch.uint8)}, values
+
+
+def _in_nvfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """A group's largest number becomes 6 or nearly so. Scales are divided by a number with which
+    the largest of them is 448."""
+    groups = weight.reshape(len(weight), -1, NVFP4_GROUP)
+    divisor = FP8_LARGEST * 6 / groups.abs().max()
+    stored = (groups.abs().amax(2) / 6 * divisor).clamp_min(2.0**-6).to(torch.float8_e4m3fn)
+    pairs, values = _in_e2m1(groups, stored.float() / divisor)
+    tensors = {"weight_packed": pairs, "weight_scale": stored}
+    return tensors | {"weight_global_scale": divisor.view(1)}, values
+
+
+def _in_e2m1(groups: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """groups `[N, G, inputs]` in units of scales `[N, G]`: two codes a byte, and their values
+    `[N, K]`."""
     table = torch.tensor([*E2M1, *(-number for number in E2M1)])
+    scales = scales.unsqueeze(2)
     codes = (groups / scales).unsqueeze(-1).sub(table).abs().argmin(-1).to(torch.uint8)
     values = (table[codes.int()] * scales).flatten(1)
     codes = codes.flatten(1)
-    pairs = codes[:, ::2] | codes[:, 1::2] << 4
-    return {"weight_packed": pairs, "weight_scale": (exponents + 127).to(torch.uint8)}, values
+    return codes[:, ::2] | codes[:, 1::2] << 4, values
 
 
 @dataclass(frozen=True)
@@ -199,15 +222,15 @@ def _packed(found: Rounded, style: Style) -> Tensors:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    formats = "fp8", "awq", "gptq", "gptq_v2", "compressed", "mxfp4"
+    formats = "fp8", "awq", "gptq", "gptq_v2", "compressed", "mxfp4", "nvfp4"
     parser.add_argument("model", help="a folder, or a model of the zoo")
     parser.add_argument("output", type=Path, help="a folder that does not exist")
     parser.add_argument("--format", choices=formats, required=True)
     size = parser.add_argument("--group-size", type=int, choices=(0, 32, 64, 128), default=32)
     size.help = "inputs that share a scale of 4-bit weights; 0: all of a row"
     options = parser.parse_args(arguments)
-    if options.format == "mxfp4" and options.group_size != 32:
-        parser.error("MXFP4 has groups of 32")
+    if options.format in ("mxfp4", "nvfp4") and options.group_size != 32:
+        parser.error("MXFP4 has groups of 32, and NVFP4 of 16: --group-size is not for them")
     shutil.copytree(resolve_model(options.model), options.output)
     quantise(options.output, Style(options.format, options.group_size))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 ZOO_PREFIX = "zoo:"
 GGUF = ".gguf"
 MISSING = "a GGUF file needs the package gguf: pip install 'tllm_spec[gguf]'"
-NAMES = ("llama", "llama-draft", "llama-eagle3", "deepseek")
+NAMES = ("llama", "llama-draft", "llama-eagle3", "llama-peagle", "deepseek")
 _ZOO = Path(__file__).parent
 _FOLDERS = {f"{ZOO_PREFIX}{name}": _ZOO / name for name in NAMES}
 

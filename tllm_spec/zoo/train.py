@@ -40,6 +40,7 @@ from tllm_spec.zoo.mtp_training import (
     mtp_validation,
     save_with_modules,
 )
+from tllm_spec.zoo.peagle import PEagleHead, PEagleShape, is_peagle
 from tllm_spec.zoo.registry import resolve_model
 from tllm_spec.zoo.self_text import write_self_text
 from tllm_spec.zoo.token_data import TokenData
@@ -164,6 +165,7 @@ def draft(
 @training_options("zoo:llama-eagle3", minutes=6.0, learning_rate=2e-3, dropout=0.0, windows=32)
 @teacher_options()
 @click.option("--unroll", default=5, show_default=True, help="Steps of a chain in training.")
+@click.option("--start", help="A trained head to begin from, also one with fewer layers.")
 def eagle3(
     data: Path,
     output: Path,
@@ -175,20 +177,24 @@ def eagle3(
     self_text_batch: int,
     self_text_tokens: int,
     unroll: int,
+    start: str | None,
     **settings: Any,
 ) -> None:
-    """An EAGLE-3 head on the target's hidden states, trained on the same text as the draft."""
+    """An EAGLE-3 head on the target's hidden states, trained on the same text as the draft, or a
+    P-EAGLE head (`--shape zoo:llama-peagle --start zoo:llama-eagle3 --unroll 8`)."""
     torch.manual_seed(seed)
     on, run, folder = torch.device(device), Settings(**settings), resolve_model(shape)
     training, heldout = (
         TokenData.load(data / f"{name}.npz", on) for name in ("training", "heldout")
     )
     teacher = load_model(target_name, on)
-    head_shape = Eagle3Shape.read(folder)
+    head_shape = (PEagleShape if is_peagle(folder) else Eagle3Shape).read(folder)
     head_shape.check_target(teacher.config)
     aligned_chains(run.length, unroll)  # refuses a short --length before text is generated
     own = write_self_text(teacher, training, self_text_minutes, self_text_batch, self_text_tokens)
-    head = build_head(head_shape, teacher, draft_vocabulary([training, own], head_shape), run)
+    before = None if start is None else load_draft(start, teacher, on)
+    ids = draft_vocabulary([training, own], head_shape) if before is None else before.draft_ids
+    head = build_head(head_shape, teacher, ids, run, before)
     loss = eagle3_loss(head, teacher, training, own, unroll)
     train(
         head,
@@ -329,11 +335,12 @@ def load_both(target: str, draft: str, device: torch.device) -> tuple[Any, Any]:
 
 
 def load_draft(name: str, target: Any, device: torch.device) -> Any:
-    """The draft model or EAGLE-3 head in a folder, without gradients."""
+    """The draft model, EAGLE-3 or P-EAGLE head in a folder, without gradients."""
     folder = resolve_model(name)
-    if not is_eagle3(folder):
+    kind = Eagle3Head if is_eagle3(folder) else PEagleHead if is_peagle(folder) else None
+    if kind is None:
         return load_model(name, device)
-    head = Eagle3Head.from_pretrained(folder).to(device)
+    head = kind.from_pretrained(folder).to(device)
     head.config.check_target(target.config)
     return head.eval().requires_grad_(False)
 

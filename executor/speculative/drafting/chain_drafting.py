@@ -1,5 +1,5 @@
-"""Drafts chains with a draft network on the target's pages: one forward of the network for each
-draft after the first."""
+"""Drafts chains with a draft network: one forward of the network for each draft after the first, or
+all drafts from the states of one forward."""
 
 import torch
 
@@ -34,28 +34,38 @@ class ChainDrafting:
     ) -> DraftChains:
         """As `TreeDrafting.draft`."""
         net, positions = self._layers.net, self._slots.positions(kv_lens, shape.depth)
-        drafts: list[torch.Tensor] = []
-        chances: list[torch.Tensor] = []
+        drawn: list[_Drawn] = []
         for step in range(shape.depth):
             if step:
                 # The draft before is at position kv_lens + step; see DraftNet.lookahead for its
                 # position in the draft cache.
                 first = positions[step - net.lookahead]
-                window = Windows(group.slots, first, drafts[-1].unsqueeze(1), bound + step)
+                window = Windows(group.slots, first, drawn[-1][0].unsqueeze(1), bound + step)
                 state = self._layers.forward([], window, state, step=step)
-            logits = net.compute_logits(state)
-            if self._slots.values is not None:
-                chance, best = self._sampling.best(group, logits, positions[1 + step], 1)
-                chances.append(chance.squeeze(1))
-                drafts.append(best.squeeze(1))
-                continue
-            tokens, probs = self._sampling.choose(group, step, logits, positions[1])
-            drafts.append(tokens)
-            if probs is not None:
-                assert self._probs is not None
-                self._probs[group.slots, step] = probs
-        likely = torch.stack(chances, dim=1) if chances else None
-        return DraftChains(torch.stack(drafts, dim=1), likely=likely)
+            drawn.append(self._draw(group, step, net.compute_logits(state), positions))
+        return _chains(drawn)
+
+    def draft_block(
+        self, group: RowGroup, shape: DraftShape, kv_lens: torch.Tensor, states: torch.Tensor
+    ) -> DraftChains:
+        """states `[K * N, H]`: those of all first drafts, then those of all second ones, and so
+        on. Otherwise as `draft`."""
+        positions = self._slots.positions(kv_lens, shape.depth)
+        logits = torch.split(self._layers.net.compute_logits(states), len(group.slots))
+        return _chains([self._draw(group, step, own, positions) for step, own in enumerate(logits)])
+
+    def _draw(
+        self, group: RowGroup, step: int, logits: torch.Tensor, positions: torch.Tensor
+    ) -> "_Drawn":
+        """Draft `step` of each request, `[N]`, and where requests share rows how likely it is."""
+        if self._slots.values is not None:
+            chance, best = self._sampling.best(group, logits, positions[1 + step], 1)
+            return best.squeeze(1), chance.squeeze(1)
+        tokens, probs = self._sampling.choose(group, step, logits, positions[1])
+        if probs is not None:
+            assert self._probs is not None
+            self._probs[group.slots, step] = probs
+        return tokens, None
 
     def probs(self, group: RowGroup) -> torch.Tensor | None:
         """As `RoundEnd.draft_probs`."""
@@ -63,3 +73,12 @@ class ChainDrafting:
             return None
         probs = self._probs.index_select(0, group.slots)[:, : group.rows.window - 1]
         return self._sampling.spread(probs)
+
+
+_Drawn = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def _chains(drawn: list[_Drawn]) -> DraftChains:
+    tokens = torch.stack([each for each, _ in drawn], dim=1)
+    chances = [chance for _, chance in drawn if chance is not None]
+    return DraftChains(tokens, likely=torch.stack(chances, dim=1) if chances else None)

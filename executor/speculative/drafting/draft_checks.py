@@ -5,7 +5,12 @@ from pathlib import Path
 
 import torch
 
-from tllm_spec.executor.speculative.drafting.loaded_draft import draft_folder, kind_of_head
+from tllm_spec.executor.speculative.drafting.loaded_draft import (
+    dflash_config,
+    draft_folder,
+    kind_of_head,
+    mask_token,
+)
 from tllm_spec.executor.speculative.modes import DraftPlan
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
@@ -20,7 +25,7 @@ from tllm_spec.zoo.registry import resolve_file
 
 logger = logging.getLogger(__name__)
 
-_TYPES: dict[HeadKind, str] = {"EAGLE-1/2": "Eagle", "EAGLE-3": "Eagle3"}
+_TYPES: dict[HeadKind, str] = {"EAGLE-1/2": "Eagle", "EAGLE-3": "Eagle3", "DFlash": "DFlash"}
 
 
 def check_draft(
@@ -54,6 +59,7 @@ def check_draft(
 def _tokens_of_model(
     draft: DraftPlan, folder: Path, tokenizer: Tokenizer | None, vocab_size: int, own_size: int
 ) -> DraftTokens | None:
+    mask = mask_token(draft)
     other = None if tokenizer is None else _tokenizer_of(folder)
     if tokenizer is None or other is None or have_same_ids(tokenizer, other):
         ids = _mapped_ids(draft, min(vocab_size, own_size))
@@ -66,7 +72,7 @@ def _tokens_of_model(
     ids = _mapped_ids(draft, vocab_size)
     try:
         shared = shared_tokens(tokenizer, other, vocab_size, own_size)
-        tokens = DraftTokens.of_shared(shared, vocab_size, ids)
+        tokens = DraftTokens.of_shared(shared, vocab_size, ids, mask)
     except ValueError as error:
         raise ValueError(f"speculative_config.speculative_model: {error}") from None
     logger.warning(
@@ -115,12 +121,16 @@ def _check_kind(draft: DraftPlan, folder: Path) -> None:
 
 
 def _check_head(draft: DraftPlan, folder: Path, target: ModelConfig) -> None:
-    if kind_of_head(draft, folder) == "EAGLE-3":
-        size = Eagle3Config.from_pretrained(folder).output_size if draft.token_map else None
+    if (kind := kind_of_head(draft, folder)) != "EAGLE-1/2":
+        is_dflash = kind == "DFlash"
+        own: Eagle3Config = (
+            dflash_config(draft, folder) if is_dflash else Eagle3Config.from_pretrained(folder)
+        )
+        size = own.output_size if draft.token_map else None
         if size not in (None, target.vocab_size):
             raise ValueError(
                 f"speculative_config.speculative_token_map = {draft.token_map!r} is refused: the "
-                f"EAGLE-3 head has a vocabulary of its own, {size} tokens that its d2t maps to the "
+                f"{kind} head has a vocabulary of its own, {size} tokens that its d2t maps to the "
                 "target's; accepted: null"
             )
     elif draft.capture_layers is not None:

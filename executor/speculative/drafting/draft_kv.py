@@ -31,6 +31,7 @@ class DraftKVManager(KVCacheManager):
         lacks nothing, or there are no pages. A new request starts with its longest cached prefix,
         which may be longer than the target's."""
         if not self.holds(request):
+            self.restore(request)
             request.draft_backlog = request.kv_len + 1 - self.start(request)
         start = max(self.num_shared(request), request.kv_len + 1 - request.draft_backlog)
         end = request.kv_len + request.context_chunk

@@ -13,7 +13,8 @@ from tllm_spec.distributed.vocab_shard import VocabShard
 from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.draft_head import DraftHead
+from tllm_spec.models.dflash import DFlashHead
+from tllm_spec.models.draft_head import DraftHead, Masks, SteppedHead
 from tllm_spec.models.mtp import NextnModules
 
 
@@ -25,7 +26,9 @@ class DraftNet(ABC):
     `reads_tokens_only`: what it has missed can be read later, from tokens. `has_one_layer`: rows
     that are not wanted need no attention. `vocab_size` is that of the logits; `token_map`
     `[vocab_size]` has the target's ids of a reduced vocabulary. `shard`: this rank's columns of the
-    logits; None: all."""
+    logits; None: all. `masks`: it drafts all tokens at once, from rows that read them; None: one
+    after the other. `fills_in`: a mask row drafts the token at its own position, and its rows see
+    each other."""
 
     lookahead: int
     reads_tokens_only: bool
@@ -33,6 +36,8 @@ class DraftNet(ABC):
     vocab_size: int
     token_map: torch.Tensor | None = None
     shard: VocabShard | None = None
+    masks: Masks | None = None
+    fills_in: bool = False
 
     @abstractmethod
     def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
@@ -88,7 +93,7 @@ class HiddenStatesNet(DraftNet):
 
 
 class HeadNet(HiddenStatesNet):
-    """An EAGLE head."""
+    """A head on captured states."""
 
     def __init__(self, head: DraftHead, spec: SpecMetadata) -> None:
         super().__init__(spec)
@@ -97,6 +102,7 @@ class HeadNet(HiddenStatesNet):
         self.vocab_size = head.num_logits
         self.token_map = head.draft_to_target
         self.shard = head.output.shard
+        self.masks = head.masks
 
     def state_of(self, rows: torch.Tensor) -> torch.Tensor | None:
         return self.head.fuse(gather_rows(self._spec.buffer, rows))
@@ -114,10 +120,38 @@ class HeadNet(HiddenStatesNet):
     ) -> torch.Tensor:
         if state is None:
             state = self.head.fuse(self._spec.captured(token_ids.shape[0]))
+        assert isinstance(self.head, SteppedHead)
         return self.head.forward(token_ids, positions, state, context)
 
     def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
         return self.head.compute_logits(state)
+
+
+class DFlashNet(HeadNet):
+    """A DFlash head. Step 0 writes the keys and values of the text, and step 1 fills in a block.
+    An entry depends on nothing after its own position; it is read and reused as an EAGLE head's."""
+
+    fills_in = True
+    head: DFlashHead
+
+    def __init__(self, head: DFlashHead, spec: SpecMetadata) -> None:
+        super().__init__(head, spec)
+        self.has_one_layer = True  # no row of the text needs attention
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        state: torch.Tensor | None,
+        step: int,
+    ) -> torch.Tensor:
+        if step:
+            return self.head.fill_in(token_ids, positions, context)
+        if state is None:
+            state = self.head.fuse(self._spec.captured(token_ids.shape[0]))
+        self.head.write_context(positions, state, context)
+        return state[:0]
 
 
 class NextnNet(HiddenStatesNet):
@@ -155,17 +189,24 @@ class NextnNet(HiddenStatesNet):
 
 class CausalNet(DraftNet):
     """A small causal model. `input_vocab_size` is the target's. With another tokenizer the model's
-    `read_as` says as what ids are read; else ids outside its vocabulary are read as its last id."""
+    `read_as` says as what ids are read; else ids outside its vocabulary are read as its last id.
+    mask_token: of a model that drafts all tokens at once."""
 
     lookahead = 0
     reads_tokens_only = True
     _read_as: torch.Tensor | None = None
 
-    def __init__(self, model: CausalLM, input_vocab_size: int) -> None:
+    def __init__(
+        self, model: CausalLM, input_vocab_size: int, mask_token: int | None = None
+    ) -> None:
         self._model = model
         self.has_one_layer = model.config.num_layers == 1
         self.vocab_size = model.num_logits
         self.token_map, self._read_as = model.draft_to_target, model.read_as
+        if mask_token is not None:
+            # Behind the target's ids, where there is a table of these.
+            own = mask_token if self._read_as is None else len(self._read_as) - 1
+            self.masks = Masks(own)
         self.shard = model.lm_head.shard
         self._last_token_id = model.config.vocab_size - 1
         self._clamps = input_vocab_size > model.config.vocab_size

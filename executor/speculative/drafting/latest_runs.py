@@ -1,7 +1,9 @@
-"""What the target has emitted last, for a draft model with pages of its own that drafts trees.
+"""What the target has emitted last, for a draft model with pages of its own that drafts trees or
+all tokens at once.
 
-The accepted path is not in the draft cache where it belongs, so a round of drafts first reads what
-the target emitted in the round before: its run of tokens, and the token before the run."""
+The accepted path is not in the draft cache where it belongs: beams or mask rows were. So a round
+of drafts first reads what the target emitted in the round before: its run of tokens, and the
+token before the run."""
 
 import torch
 
@@ -33,6 +35,10 @@ class LatestRuns:
         runs = torch.cat((before, sampled.new_tokens.clamp_min(0)), dim=1)
         self._tokens[slot_ids, : runs.shape[1]] = runs
         self._lens[slot_ids] = sampled.new_lens
+
+    def num_tokens(self, slot_ids: torch.Tensor) -> torch.Tensor:
+        """How many tokens of the windows of slots `[B]` are valid, `[B]`."""
+        return gather_rows(self._lens, slot_ids) + 1
 
     def windows(
         self, slot_ids: torch.Tensor, kv_lens: torch.Tensor, max_kv_len: int

@@ -1,6 +1,6 @@
 """Draft weights on the device, and the hidden states that a head needs from the target."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,18 +13,27 @@ from tllm_spec.executor.engine.attention_groups import AttentionGroups
 from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
 from tllm_spec.executor.speculative.drafting.draft_net import (
     CausalNet,
+    DFlashNet,
     DraftNet,
     HeadNet,
     NextnNet,
 )
 from tllm_spec.executor.speculative.modes import DraftPlan
 from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.config_file import read_config
+from tllm_spec.models.dflash import DFlashHead, load_dflash_head
+from tllm_spec.models.dflash_config import DFlashConfig
 from tllm_spec.models.draft_head import DraftHead, HeadSource, target_modules
 from tllm_spec.models.eagle import EagleHead, load_eagle_head
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.eagle_config import EagleConfig
-from tllm_spec.models.head_checkpoint import HeadKind, head_kind
+from tllm_spec.models.head_checkpoint import (
+    MASK_TOKENS,
+    HeadKind,
+    head_kind,
+    mask_token_in,
+)
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.module import Placement
 from tllm_spec.models.mtp import NextnModules, load_nextn
@@ -49,13 +58,16 @@ class LoadedDraft:
         net: DraftNet
         if isinstance(self.model, DraftHead):
             assert self.spec is not None
-            net = HeadNet(self.model, self.spec)
+            if isinstance(self.model, DFlashHead):
+                net = DFlashNet(self.model, self.spec)
+            else:
+                net = HeadNet(self.model, self.spec)
         elif isinstance(self.model, NextnModules):
             assert self.spec is not None
             net = NextnNet(self.model, self.spec)
         else:
             assert not isinstance(self.model, ExternalDraft)
-            net = CausalNet(self.model, vocab_size)
+            net = CausalNet(self.model, vocab_size, mask_token(self.plan))
         return TorchLayers(net, attention)
 
 
@@ -67,6 +79,46 @@ def draft_folder(plan: DraftPlan) -> Path:
         return resolve_model(plan.path)
     except ValueError as error:
         raise ValueError(f"speculative_config.speculative_model: {error}") from None
+
+
+def mask_token(plan: DraftPlan) -> int | None:
+    """The token that a draft model reads instead of drafts; None: it makes one after the other.
+    Raises ValueError if neither the option nor the model names it, or it is not in the model's
+    vocabulary."""
+    if not plan.drafts_at_once:
+        return None
+    config = read_config(draft_folder(plan))
+    token = plan.mask_token if plan.mask_token is not None else mask_token_in(config)
+    if token is None:
+        raise ValueError(
+            f"speculative_config.mask_token_id is needed, since config.json of {plan.path} names "
+            f"no mask token ({', '.join(MASK_TOKENS)})"
+        )
+    if (size := config["vocab_size"]) <= token:
+        raise ValueError(
+            f"speculative_config.mask_token_id = {token} is not a token of {plan.path}, whose "
+            f"vocabulary has {size}"
+        )
+    return token
+
+
+def dflash_config(plan: DraftPlan, folder: Path) -> DFlashConfig:
+    """Of the head in the folder, with the mode's mask token and layers. Raises ValueError if there
+    is no mask token, or the head was not trained for so many drafts."""
+    config = DFlashConfig.from_pretrained(folder)
+    token = plan.mask_token if plan.mask_token is not None else config.mask_token
+    if token is None:
+        raise ValueError(
+            f"speculative_config.mask_token_id is needed, since config.json of {plan.path} names "
+            "none"
+        )
+    if plan.num_filled >= config.block_size:
+        raise ValueError(
+            f"max_draft_len = {plan.num_filled} is refused: the DFlash head in {plan.path} has "
+            f"block_size {config.block_size}, of which one is no draft"
+        )
+    layers = plan.capture_layers or config.capture_layers
+    return replace(config, mask_token=token, capture_layers=layers)
 
 
 def load_mtp(
@@ -131,9 +183,14 @@ def load_head(
     folder, config = draft_folder(plan), target.config
     source = HeadSource(folder, target, plan.load_format, max_positions, communicator)
     head: DraftHead
-    if kind_of_head(plan, folder) == "EAGLE-3":
+    kind = kind_of_head(plan, folder)
+    if kind == "EAGLE-3":
         layers = _captured_layers(plan, folder, config.num_layers)
         head = load_eagle3_head(source, len(layers))
+    elif kind == "DFlash":
+        of_dflash = dflash_config(plan, folder)
+        layers = _captured_layers(plan, folder, config.num_layers)
+        head = load_dflash_head(source, of_dflash, len(layers))
     else:
         layers = (config.num_layers,)  # the final norm
         head = load_eagle_head(source)
@@ -157,19 +214,29 @@ def blank_head(plan: DraftPlan, target: CausalLM, device: torch.device) -> nn.Mo
         of_eagle.check_target(config)
         return EagleHead(of_eagle, target, 1, placement, has_bias=False, has_input_norm=False)
     num_captured = len(_captured_layers(plan, folder, config.num_layers))
+    if kind_of_head(plan, folder) == "DFlash":
+        of_dflash = dflash_config(plan, folder).for_target(config, num_captured)
+        has_output = {OUTPUT} if of_dflash.has_own_lm_head else set()
+        return DFlashHead(of_dflash, target, num_captured, 1, placement, has_output)
     of_eagle3 = Eagle3Config.from_pretrained(folder).for_target(config, num_captured)
     owns = {OUTPUT} if of_eagle3.has_own_lm_head else set()
     return Eagle3Head(of_eagle3, target, num_captured, 1, placement, owns)
 
 
 def _captured_layers(plan: DraftPlan, folder: Path, num_layers: int) -> tuple[int, ...]:
-    """The layers that an EAGLE-3 head reads. Raises ValueError if the target lacks them."""
-    layers = plan.capture_layers or Eagle3Config.from_pretrained(folder).capture_layers
-    layers = layers or default_capture_layers(num_layers)
+    """The layers that an EAGLE-3 or DFlash head reads. Raises ValueError if the target lacks
+    them."""
+    name = "eagle3_layers_to_capture"
+    if kind_of_head(plan, folder) == "DFlash":
+        name, config = "target_layer_ids", dflash_config(plan, folder)
+        own = config.capture_layers or config.default_layers(num_layers)
+    else:
+        own = Eagle3Config.from_pretrained(folder).capture_layers or ()
+    layers = plan.capture_layers or own or default_capture_layers(num_layers)
     outside = [layer for layer in layers if not 0 <= layer < num_layers]
     if outside:
         raise ValueError(
-            f"eagle3_layers_to_capture = {list(layers)}: the target has layers 0 to "
+            f"{name} = {list(layers)}: the target has layers 0 to "
             f"{num_layers - 1}, and not {outside}"
         )
     return layers

@@ -30,10 +30,12 @@ from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
 from tllm_spec.executor.speculative.drafting.draft_layers import ModelLayers
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.latest_runs import LatestRuns
+from tllm_spec.executor.speculative.drafting.mask_rows import with_masks
 from tllm_spec.executor.speculative.drafting.missed_tokens import missed_by, read_missed
-from tllm_spec.executor.speculative.drafting.proposer import write_drafts
+from tllm_spec.executor.speculative.drafting.proposer import DraftChains, write_drafts
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, RoundEnd, WindowResult
 from tllm_spec.executor.speculative.drafting.tree_drafting import TreeDrafting
+from tllm_spec.kernels.beam_pool import DraftTree
 from tllm_spec.kernels.row_copies import gather_rows
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,8 @@ class ModelDrafter(Drafter, RoundEnd):
         self._max_num_tokens = max_num_tokens
         self._chains = ChainDrafting(layers, slots, sampling)
         self._trees = TreeDrafting(layers, sampling, slots.device)
-        self._runs = LatestRuns(slots) if slots.shapes.has_trees else None
+        rereads = slots.shapes.has_trees or layers.net.masks is not None
+        self._runs = LatestRuns(slots) if rereads else None
         # Tokens that a round of drafts reads before it drafts, at most.
         self._num_latest = 2 if self._runs is None else self._runs.width
         self.graphs: SlotGraphs[None] | None = None
@@ -153,6 +156,8 @@ class ModelDrafter(Drafter, RoundEnd):
         """KV entries that drafting may write after those of a request's tokens."""
         if self._runs is None:
             return shape.depth
+        if self._layers.net.masks is not None:
+            return self._runs.width - 2 + shape.depth - 1  # a run has one token at least
         return max(shape.num_read, self._runs.width - 1) + 1
 
     def _replay(self, drafting: list[LlmRequest], shape: DraftShape) -> bool:
@@ -172,10 +177,31 @@ class ModelDrafter(Drafter, RoundEnd):
     def _draft(self, group: RowGroup, shape: DraftShape, longest: int) -> None:
         """Writes drafts into the windows of the group's slots. longest: bound of their tokens."""
         kv_lens = gather_rows(self._slots.kv_lens, group.slots)
-        state = self._read_latest(group.slots, kv_lens, longest)
-        drafting = self._trees if shape.is_tree else self._chains
-        drafts = drafting.draft(group, shape, kv_lens, state, longest)
+        drafts: DraftChains | DraftTree
+        if self._layers.net.masks is not None:
+            states = self._read_with_masks(group.slots, kv_lens, longest, shape.depth)
+            if shape.is_tree:
+                drafts = self._trees.draft_block(group, shape, kv_lens, states)
+            else:
+                drafts = self._chains.draft_block(group, shape, kv_lens, states)
+        else:
+            state = self._read_latest(group.slots, kv_lens, longest)
+            drafting = self._trees if shape.is_tree else self._chains
+            drafts = drafting.draft(group, shape, kv_lens, state, longest)
         write_drafts(self._slots, group.slots, drafts)
+
+    def _read_with_masks(
+        self, slot_ids: torch.Tensor, kv_lens: torch.Tensor, longest: int, num_drafts: int
+    ) -> torch.Tensor:
+        """Reads the latest tokens of slots `[B]`, with mask rows after them. Returns the states
+        that drafts come from, `[num_drafts * B, H]`."""
+        masks, runs, rows = self._layers.net.masks, self._runs, self._layers.rows
+        assert masks is not None and runs is not None
+        bound = min(longest + runs.width, rows.max_len - num_drafts + 1)
+        windows, _ = runs.windows(slot_ids, kv_lens, bound)
+        num_read = runs.num_tokens(slot_ids)
+        windows, _, wanted = with_masks(windows, None, num_read, num_drafts, masks)
+        return self._layers.forward([], windows, None, wanted=wanted)
 
     def _read_latest(
         self, slot_ids: torch.Tensor, kv_lens: torch.Tensor, longest: int

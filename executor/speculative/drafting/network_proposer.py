@@ -21,6 +21,7 @@ from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.chain_drafting import ChainDrafting
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
+from tllm_spec.executor.speculative.drafting.mask_rows import fill_in, read_masks, with_masks
 from tllm_spec.executor.speculative.drafting.proposer import DraftChains, Proposer
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
 from tllm_spec.executor.speculative.drafting.tree_drafting import TreeDrafting
@@ -74,12 +75,57 @@ class NetworkProposer(Proposer):
                 return None
             windows = None
         is_drafting = shape != NO_DRAFTS and len(group.slots) > 0
+        if self.net.masks is not None and is_drafting:
+            return self._propose_block(contexts, windows, group, shape)
         state, bound = self._catch_up(contexts, windows, is_drafting)
         if not is_drafting:
             return None
         drafting = self._trees if shape.is_tree else self._chains
         kv_lens = gather_rows(self._slots.kv_lens, group.slots)
         return drafting.draft(group, shape, kv_lens, state, bound)
+
+    def _propose_block(
+        self,
+        contexts: ContextResult | None,
+        windows: WindowResult | None,
+        group: RowGroup,
+        shape: DraftShape,
+    ) -> DraftChains | DraftTree:
+        """All drafts come from one forward, which reads what was emitted, too. With contexts or
+        parts of windows, and where mask rows fill in, they have a forward of their own."""
+        kv_lens = gather_rows(self._slots.kv_lens, group.slots)
+        if self.net.fills_in:
+            _, bound = self._catch_up(contexts, windows, False)
+            newest = gather_rows(self._slots.window[:, 0], group.slots)
+            parts = self._layers, group.slots, kv_lens, newest
+            states = fill_in(*parts, shape.depth, bound)
+        elif contexts is None and windows is not None and windows.windows.rows.offsets is None:
+            states = self._read_with_masks(windows, shape.depth)
+        else:
+            states, bound = self._catch_up(contexts, windows, True)
+            if num_masks := shape.depth - 1:
+                later = read_masks(self._layers, group.slots, kv_lens, num_masks, bound)
+                states = torch.cat((states, later))
+        if shape.is_tree:
+            return self._trees.draft_block(group, shape, kv_lens, states)
+        return self._chains.draft_block(group, shape, kv_lens, states)
+
+    def _read_with_masks(self, windows: WindowResult, num_drafts: int) -> torch.Tensor:
+        """Reads what windows have emitted, with mask rows after it. Returns the states that drafts
+        come from, `[num_drafts * N, H]`."""
+        net, read, state = self.net, windows.read(self.net.lookahead), None
+        assert net.masks is not None
+        if net.masks.state is not None:
+            rows = windows.captured_rows(0)
+            if rows is None:
+                captured = net.captured(read.token_ids.numel())
+                assert captured is not None
+                state = net.fuse(captured)
+            else:
+                state = net.state_of(rows)
+        new_lens = windows.sampled.new_lens
+        read, state, wanted = with_masks(read, state, new_lens, num_drafts, net.masks)
+        return self._layers.forward([], read, state, wanted=wanted)
 
     def _catch_up(
         self, contexts: ContextResult | None, windows: WindowResult | None, is_drafting: bool

@@ -7,6 +7,7 @@ S - 1 forwards of the network, since the last candidates are not read by it.
 What the network reads is stored after the accepted tokens, step by step. A mask lets each draft see
 its own ancestors only."""
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -46,6 +47,16 @@ class TreeDrafting:
         if shape.choices:
             return self._draft_static(growth, shape, state)
         return self._draft_dynamic(growth, shape, state)
+
+    def draft_block(
+        self, group: RowGroup, shape: DraftShape, kv_lens: torch.Tensor, states: torch.Tensor
+    ) -> DraftTree:
+        """states `[S * N, H]`: of step after step, from one forward. A step's candidates are the
+        same after every path. Otherwise as `draft`."""
+        growth = _BlockGrowth(self._layers, self._sampling, group, kv_lens, shape.topk, 0)
+        growth.states = torch.split(states, len(kv_lens))
+        draft = self._draft_static if shape.choices else self._draft_dynamic
+        return draft(growth, shape, growth.states[0])
 
     def _draft_dynamic(
         self, growth: "_Growth", shape: DraftShape, state: torch.Tensor
@@ -146,3 +157,21 @@ class _Growth:
             tree=TreeRows(depths, TreeMask(bits, length), num_before),
         )
         return self._layers.forward([], windows, state, step=depth)
+
+
+class _BlockGrowth(_Growth):
+    """Steps whose states are there. `states`: of each step, `[N, H]`."""
+
+    states: Sequence[torch.Tensor]
+
+    def read(
+        self,
+        depth: int,
+        tokens: torch.Tensor,
+        bits: torch.Tensor,
+        num_before: int,
+        state: torch.Tensor,
+        parents: torch.Tensor,
+    ) -> torch.Tensor:
+        """The step's state for each draft."""
+        return self.states[depth].repeat_interleave(tokens.shape[1], dim=0)

@@ -25,8 +25,8 @@ _SERVED = (
     f"block of {BLOCK} x {BLOCK} are served: quant_method 'fp8', 'fbgemm_fp8', "
     "'compressed-tensors' of linear layers, and ModelOpt's quant_algo 'FP8', "
     "'FP8_PER_CHANNEL_PER_TOKEN' and 'FP8_PB_WO'; and those with 4-bit integers: quant_method "
-    "'awq', 'gptq', and 'compressed-tensors' in the format 'pack-quantized'; other quantized "
-    "checkpoints are not served."
+    "'awq', 'gptq', and 'compressed-tensors' in the format 'pack-quantized'; also MXFP4 and NVFP4; "
+    "other quantized checkpoints are not served."
 )
 
 

@@ -1,4 +1,5 @@
-"""The tensors of a GGUF file under Hugging Face's names, dequantised at load."""
+"""The tensors of a GGUF file under Hugging Face's names, dequantised at load. Layers may keep those
+of Q4_0 in 4 bits."""
 
 import logging
 from collections import Counter
@@ -11,13 +12,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tllm_spec.kernels.int4_weights import group_words
 from tllm_spec.models.formats.gguf_architectures import architecture_of, stored_name
 from tllm_spec.models.formats.gguf_config import ROPE_FACTORS
 from tllm_spec.models.formats.gguf_file import TYPES, GgufFile, TensorPlace, read_gguf
+from tllm_spec.models.formats.int4_packings import SYMMETRIC_ZERO
+from tllm_spec.models.formats.int4_tensor import Int4Tensor
 
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 1 << 20  # elements that a thread dequantises
+Q4_0, Q4_0_GROUP, Q4_0_BYTES = 2, 32, 18
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,22 @@ class GgufTensor:
         return order
 
 
+class Q4Tensor(GgufTensor):
+    """A matrix of Q4_0. In a block of 32 elements, a scale in float16 is followed by bytes, each
+    with the code of element i in the low bits, and that of element i + 16 in the high ones. Codes
+    have 8 too much."""
+
+    def as_int4(self) -> Int4Tensor:
+        rows, order = self.file.rows(self.place), self._order()
+        stored = torch.from_numpy(np.ascontiguousarray(rows if order is None else rows[order]))
+        blocks = stored.view(len(rows), -1, Q4_0_BYTES)
+        scales = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1).float()
+        pairs = blocks[..., 2:]
+        codes = torch.cat((pairs & 15, pairs >> 4), -1).flatten(1)
+        zeros = torch.full_like(scales, SYMMETRIC_ZERO)
+        return Int4Tensor(codes, group_words(scales, zeros), Q4_0_GROUP)
+
+
 def gguf_tensors(
     path: Path, wants: Callable[[str], bool]
 ) -> Iterator[tuple[str, torch.Tensor | GgufTensor]]:
@@ -81,13 +102,17 @@ def gguf_tensors(
     for name, place in _named(file):
         if wants(name):
             offset = norm_offset if name.endswith("norm.weight") else 0
-            own = GgufTensor(file, place, heads.get(name[name.find("self_attn") :]), offset)
+            kind = Q4Tensor if place.type_number == Q4_0 else GgufTensor
+            own = kind(file, place, heads.get(name[name.find("self_attn") :]), offset)
             yield name, own if len(own.shape) > 1 else own.dequantised(torch.float32)
 
 
-def gguf_names(path: Path) -> list[str]:
-    """The names of the file's tensors in Hugging Face's format."""
-    return [name for name, _ in _named(read_gguf(path))]
+def gguf_names(path: Path, type_number: int | None = None) -> list[str]:
+    """The names of the file's tensors in Hugging Face's format. type_number: of those that count;
+    None: all."""
+    return [
+        name for name, place in _named(read_gguf(path)) if type_number in (None, place.type_number)
+    ]
 
 
 def _named(file: GgufFile) -> Iterator[tuple[str, TensorPlace]]:
@@ -101,7 +126,7 @@ def _named(file: GgufFile) -> Iterator[tuple[str, TensorPlace]]:
 def _log(file: GgufFile) -> None:
     counts = Counter(TYPES[place.type_number].name for place in file.tensors.values())
     shown = ", ".join(f"{number} of {name}" for name, number in counts.most_common())
-    logger.info("%s: tensors are dequantised at load: %s", file.path, shown)
+    logger.info("%s: layers may keep Q4_0, all else is dequantised at load: %s", file.path, shown)
 
 
 def _num_pairs_heads(file: GgufFile) -> dict[str, int]:

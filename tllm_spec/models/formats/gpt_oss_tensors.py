@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from tllm_spec.models.checkpoint import checkpoint_names, checkpoint_tensors, listed
-from tllm_spec.models.formats.int4 import Int4Tensor
-from tllm_spec.models.formats.int4_packings import mxfp4_codes, mxfp4_scales
+from tllm_spec.models.formats.int4_packings import e2m1_codes, mxfp4_scales
+from tllm_spec.models.formats.int4_tensor import Int4Tensor
 
 GROUP = 32
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -91,7 +91,7 @@ def _mxfp4_experts(
         )
     for expert, (own, own_scales) in enumerate(zip(blocks, scales, strict=True)):
         for part, rows in _parts(found[2]):
-            codes = mxfp4_codes(own[rows].flatten(1))
+            codes = e2m1_codes(own[rows].flatten(1))
             words = mxfp4_scales(own_scales[rows])
             yield f"{found[1]}.{expert}.{part}.weight", Int4Tensor(codes, words, GROUP)
 

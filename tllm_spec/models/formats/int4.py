@@ -17,35 +17,10 @@ from tllm_spec.kernels.int4_weights import (
 )
 from tllm_spec.models.formats.fp8_scaled import BatchInvariantScaledGemms, ScaledGemms
 from tllm_spec.models.formats.int4_formats import Int4Groups
+from tllm_spec.models.formats.int4_tensor import Int4Source, Int4Tensor, in_given_order
 from tllm_spec.models.formats.weight_format import Part, WeightFormat
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.module import Placement, StoredWeight, WeightSlot
-
-
-@dataclass(frozen=True)
-class Int4Tensor:
-    """A checkpoint's weight `[N, K]`: codes of 0 to 15, with the groups' words `[N, G]`."""
-
-    codes: torch.Tensor
-    words: torch.Tensor
-    group: int
-    """Inputs that share a scale; 0: all of a row."""
-    order: torch.Tensor | None = None
-    """`[K]` int64: the input of each column of the codes; None: its own."""
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.codes.shape
-
-    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
-        values = int4_dequantised(self.codes, self.words, self.group or self.shape[1], dtype)
-        return values if self.order is None else in_given_order(values, self.order)
-
-
-def in_given_order(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Columns of `values` `[N, K]`, which are those of the inputs `order` `[K]`, where they
-    belong."""
-    return torch.empty_like(values).index_copy_(1, order, values)
 
 
 @dataclass(frozen=True)
@@ -63,6 +38,8 @@ class Int4Slot(WeightSlot):
     def load(self, tensor: torch.Tensor | StoredWeight) -> None:
         if self.destination is None or self.words is None:
             return
+        if isinstance(tensor, Int4Source):
+            tensor = tensor.as_int4()
         assert isinstance(tensor, Int4Tensor)  # other layers have been made plain
         if self.take_order is not None:
             self.take_order(tensor.order)

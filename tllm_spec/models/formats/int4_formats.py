@@ -9,17 +9,26 @@ With whole numbers `weight = (code - zero) * scale`, with codes of 0 to 15:
 | GPTQModel, AutoGPTQ | `quant_method: gptq` | `qweight`, `scales` | `qzeros`, in v1 less 1 |
 | compressed-tensors | `pack-quantized` | `weight_packed`, `weight_scale` | `weight_zero_point` |
 
-Without zero points they are 8. `mxfp4-pack-quantized` of compressed-tensors has E2M1 numbers
-instead, and scales that are powers of two. So have the experts of gpt-oss, with
-`quant_method: mxfp4` (gpt_oss_tensors.py).
+Without zero points they are 8. Others have E2M1 numbers instead:
+
+| described in | codes | scales |
+|---|---|---|
+| `mxfp4-pack-quantized` | `weight_packed` | `weight_scale`, E8M0 |
+| `nvfp4-pack-quantized` | `weight_packed` | `weight_scale`, E4M3, / `weight_global_scale` |
+| `quant_algo: NVFP4` (ModelOpt) | `weight` | `weight_scale`, E4M3, * `weight_scale_2` |
+
+The experts of gpt-oss, with `quant_method: mxfp4`, are in gpt_oss_tensors.py, and tensors of a GGUF
+file in gguf_tensors.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tllm_spec.models.formats.fp8_formats import ModuleNames, lists_quantised
 
-Packing = Literal["awq", "gptq", "gptq_v2", "compressed", "mxfp4", "mxfp4_experts"]
+Packing = Literal[
+    "awq", "gptq", "gptq_v2", "compressed", "mxfp4", "mxfp4_experts", "nvfp4", "modelopt", "gguf"
+]
 
 
 @dataclass(frozen=True)
@@ -27,11 +36,11 @@ class Int4Groups:
     """Which weights of a row share a scale and a zero point."""
 
     size: int
-    """Neighbouring inputs; 0: all of a row. 32, 64 or 128."""
+    """Neighbouring inputs; 0: all of a row. 32, 64 or 128; 16 with NVFP4."""
     is_ordered: bool = False
     """Whether groups are neighbours only in an order of the inputs that each layer has."""
     is_float: bool = False
-    """Whether codes are E2M1 numbers (MXFP4)."""
+    """Whether codes are E2M1 numbers (MXFP4, NVFP4)."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,8 @@ class Int4Format:
     """Modules without 4-bit weights."""
     targets: ModuleNames | None = None
     """Other modules have none either; None: any may have them."""
+    unused: tuple[str, ...] = field(default=(), compare=False)
+    """As of `Fp8Format`."""
 
     def keeps(self, module: str) -> bool:
         """Whether the configuration gives the linear layer `module` 4-bit weights."""

@@ -39,7 +39,10 @@ class PackedTensors:
     optional: tuple[str, ...]
     unpack: Callable[[Tensors], Unpacked]
     dtype: torch.dtype = torch.int32
-    """The type of codes and zero points."""
+    """The type of codes and zero points. Tensors with the name of codes and another type are
+    weights that are not quantised, if the name is `weight`."""
+    required: tuple[str, ...] = ()
+    """Beside codes and scales."""
 
 
 def four_bits(words: torch.Tensor) -> torch.Tensor:
@@ -83,10 +86,10 @@ def _unpack_compressed(tensors: Tensors) -> Unpacked:
 def _unpack_mxfp4(tensors: Tensors) -> Unpacked:
     """`weight_packed` `[N, K / 2]`, `weight_scale` `[N, K / 32]`: exponents of E8M0, plus 127."""
     scales = mxfp4_scales(tensors["weight_scale"].view(torch.uint8))
-    return Unpacked(mxfp4_codes(tensors["weight_packed"]), scales, None)
+    return Unpacked(e2m1_codes(tensors["weight_packed"]), scales, None)
 
 
-def mxfp4_codes(pairs: torch.Tensor) -> torch.Tensor:
+def e2m1_codes(pairs: torch.Tensor) -> torch.Tensor:
     """uint8 `[N, K / 2]` as codes `[N, K]`: the low bits come first."""
     return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
 
@@ -94,6 +97,19 @@ def mxfp4_codes(pairs: torch.Tensor) -> torch.Tensor:
 def mxfp4_scales(exponents: torch.Tensor) -> torch.Tensor:
     """uint8 exponents of E8M0, plus 127, as float32."""
     return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+
+
+def _unpack_nvfp4(tensors: Tensors) -> Unpacked:
+    """`weight_packed` `[N, K / 2]`, `weight_scale` `[N, K / 16]` E4M3, and the number that scales
+    are divided by, `[1]` float32."""
+    scales = tensors["weight_scale"].float() / tensors["weight_global_scale"]
+    return Unpacked(e2m1_codes(tensors["weight_packed"]), scales, None)
+
+
+def _unpack_modelopt(tensors: Tensors) -> Unpacked:
+    """The same of ModelOpt: `weight`, and `[]` a factor of the scales."""
+    scales = tensors["weight_scale"].float() * tensors["weight_scale_2"]
+    return Unpacked(e2m1_codes(tensors["weight"]), scales, None)
 
 
 _GPTQ = "qweight", "scales", ("qzeros", "g_idx")
@@ -108,4 +124,15 @@ PACKINGS: dict[Packing, PackedTensors] = {
         _unpack_compressed,
     ),
     "mxfp4": PackedTensors("weight_packed", "weight_scale", (), _unpack_mxfp4, torch.uint8),
+    "nvfp4": PackedTensors(
+        "weight_packed",
+        "weight_scale",
+        ("input_global_scale",),
+        _unpack_nvfp4,
+        torch.uint8,
+        ("weight_global_scale",),
+    ),
+    "modelopt": PackedTensors(
+        "weight", "weight_scale", (), _unpack_modelopt, torch.uint8, ("weight_scale_2",)
+    ),
 }

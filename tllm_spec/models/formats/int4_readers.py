@@ -5,26 +5,29 @@ from pathlib import Path
 from typing import Any
 
 from tllm_spec.config.option_checks import shown
+from tllm_spec.models.formats.fp8_formats import ModuleNames
 from tllm_spec.models.formats.fp8_readers import (
-    MODELOPT_FILE,
-    QUANTIZATION_KEYS,
     module_names,
+    quantization_settings,
     target_names,
     unserved,
     wrong_types,
 )
+from tllm_spec.models.formats.gguf_tensors import Q4_0, Q4_0_GROUP, gguf_names
 from tllm_spec.models.formats.int4_formats import Int4Format, Int4Groups, Packing
 from tllm_spec.models.gpt_oss_config import GPT_OSS
 from tllm_spec.models.json_file import read_json
+from tllm_spec.zoo.registry import is_gguf
 
 GPTQ_FILE = "quantize_config.json"
 _SIZES = (32, 64, 128)
-_PACKED, _MXFP4 = "pack-quantized", "mxfp4-pack-quantized"
+_PACKED, _MXFP4, _NVFP4 = "pack-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized"
 _SERVED = (
     "Of checkpoints with integer weights those of 4 bits in groups of "
     f"{', '.join(map(str, _SIZES))} inputs or whole rows are served: quant_method 'awq', 'gptq', "
     f"and 'compressed-tensors' in the format {_PACKED!r}; also MXFP4, in its format {_MXFP4!r}, "
-    "and gpt-oss's experts with quant_method 'mxfp4'."
+    f"NVFP4, in its format {_NVFP4!r} and as ModelOpt's quant_algo 'NVFP4'; and gpt-oss's experts "
+    "with quant_method 'mxfp4'."
 )
 
 
@@ -36,16 +39,17 @@ def int4_format(path: Path | None, raw: Mapping[str, Any]) -> Int4Format | None:
         ValueError: it is in one of these formats in a way that is not served; all reasons are
             named.
     """
-    if path is not None and (path / MODELOPT_FILE).is_file():
-        return None
-    settings = next((raw[key] for key in QUANTIZATION_KEYS if raw.get(key)), None)
-    source = "quantization_config of config.json"
+    if path is not None and is_gguf(path):
+        has_codes = bool(gguf_names(path, Q4_0))
+        groups = Int4Groups(Q4_0_GROUP)
+        return Int4Format(groups, "gguf", ModuleNames()) if has_codes else None
+    settings, source, method = quantization_settings(path, raw)
     if settings is None and path is not None and (path / GPTQ_FILE).is_file():
         settings, source = {"quant_method": "gptq"} | read_json(path / GPTQ_FILE), GPTQ_FILE
     if not isinstance(settings, Mapping):
         return None
-    reader = _READERS.get(str(settings.get("quant_method")))
-    if reader is None or (reader is _read_compressed and not _is_packed(settings)):
+    reader = _READERS.get(method or str(settings.get("quant_method")))
+    if reader is None or not _is_4_bit(settings, reader):
         return None
     if wrong := wrong_types(settings):
         raise ValueError(f"{source}: {'; '.join(wrong)}. {_SERVED}")
@@ -106,11 +110,20 @@ def _skipped(settings: Mapping[str, Any], reasons: list[str]) -> Iterator[str]:
             reasons.append(f"dynamic has other settings for {shown(expression)} (served: '-:')")
 
 
-def _is_packed(settings: Mapping[str, Any]) -> bool:
+def _is_4_bit(settings: Mapping[str, Any], reader: "Reader") -> bool:
+    """Whether formats that may also be FP8 have 4 bits."""
+    if reader is _read_modelopt:
+        return _modelopt(settings).get("quant_algo") == "NVFP4"
+    return reader is not _read_compressed or _written(settings) is not None
+
+
+def _written(settings: Mapping[str, Any]) -> str | None:
+    """The format of compressed-tensors, if it has 4 bits. Groups may have it, too."""
     groups = settings.get("config_groups")
     own = groups.values() if isinstance(groups, Mapping) else ()
     formats = [group.get("format") for group in own if isinstance(group, Mapping)]
-    return any(name in (_PACKED, _MXFP4) for name in [settings.get("format"), *formats])
+    found = (name for name in [settings.get("format"), *formats] if name in _FORMATS)
+    return next(found, None)
 
 
 def _read_compressed(settings: Mapping[str, Any], reasons: list[str]) -> Int4Format:
@@ -120,23 +133,50 @@ def _read_compressed(settings: Mapping[str, Any], reasons: list[str]) -> Int4For
     groups = list((settings.get("config_groups") or {}).values())
     if len(groups) != 1:
         reasons.append(f"config_groups has {len(groups)} groups (served: 1)")
-    targets, size, actorder, is_float = None, 0, None, False
+    written = str(_written(settings))
+    packing, of_weights = _FORMATS[written]
+    targets, size, actorder, unused = None, 0, None, tuple[str, ...]()
     for group in groups[:1]:
-        is_float = _MXFP4 in (group.get("format"), settings.get("format"))
-        served = _MXFP4 if is_float else _PACKED
-        reasons += unserved(group, {"format": (served, None), "input_activations": (None,)})
+        reasons += unserved(group, {"format": (written, None)})
+        if group.get("input_activations") and written == _NVFP4:
+            unused = (UNUSED_ACTIVATIONS,)
+        else:
+            reasons += unserved(group, {"input_activations": (None,)})
         if (names := target_names(group, reasons)) is not None:
             targets = module_names(names, "targets", reasons)
         weights = group.get("weights") or {}
         actorder = weights.get("actorder")
-        reasons += unserved(weights, _COMPRESSED | (_FLOAT if is_float else {}))
-        if weights.get("strategy") == "group":
+        reasons += unserved(weights, _COMPRESSED | of_weights)
+        if written == _NVFP4:
+            size = NVFP4_GROUP
+        elif weights.get("strategy") == "group":
             size = _group_size(weights, "group_size", reasons)
     ignored = module_names(list(settings.get("ignore") or ()), "ignored modules", reasons)
     is_ordered = actorder in ("group", True) and size > 0
-    packing: Packing = "mxfp4" if is_float else "compressed"
-    own = Int4Groups(size, is_ordered, is_float)
-    return Int4Format(own, packing, ignored, targets)
+    own = Int4Groups(size, is_ordered, written != _PACKED)
+    return Int4Format(own, packing, ignored, targets, unused)
+
+
+def _modelopt(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """ModelOpt's own file nests the settings."""
+    nested = settings.get("quantization")
+    return nested if isinstance(nested, Mapping) else settings
+
+
+def _read_modelopt(settings: Mapping[str, Any], reasons: list[str]) -> Int4Format:
+    """Activations are quantised, too, there; here they are not."""
+    settings = _modelopt(settings)
+    served: dict[str, tuple[Any, ...]] = {"group_size": (NVFP4_GROUP, None)}
+    served |= {"quantized_layers": ({}, None), "pre_quant_scale": (False, None)}
+    reasons += unserved(settings, served)
+    listed = [*(settings.get("exclude_modules") or ()), *(settings.get("ignore") or ())]
+    ignored = module_names(listed, "ignored modules", reasons)
+    groups = Int4Groups(NVFP4_GROUP, is_float=True)
+    return Int4Format(groups, "modelopt", ignored, None, (UNUSED_ACTIVATIONS,))
+
+
+NVFP4_GROUP = 16
+UNUSED_ACTIVATIONS = "activations of NVFP4 are not quantised (W4A16)"
 
 
 def _read_mxfp4(settings: Mapping[str, Any], reasons: list[str]) -> Int4Format:
@@ -155,7 +195,7 @@ _COMPRESSED: dict[str, tuple[Any, ...]] = {
     "dynamic": (False, None),
     "actorder": (None, "group", "static", "weight", "dynamic", True, False),
 }
-# What is different with MXFP4.
+# What is different with MXFP4, and with NVFP4.
 _FLOAT: dict[str, tuple[Any, ...]] = {
     "type": ("float",),
     "strategy": ("group",),
@@ -163,9 +203,17 @@ _FLOAT: dict[str, tuple[Any, ...]] = {
     "symmetric": (True, None),
     "actorder": (None, False),
 }
-_READERS: dict[str, Callable[[Mapping[str, Any], list[str]], Int4Format]] = {
+_FLOAT_OF_16 = _FLOAT | {"strategy": ("tensor_group", "group"), "group_size": (NVFP4_GROUP,)}
+_FORMATS: dict[str, tuple[Packing, dict[str, tuple[Any, ...]]]] = {
+    _PACKED: ("compressed", {}),
+    _MXFP4: ("mxfp4", _FLOAT),
+    _NVFP4: ("nvfp4", _FLOAT_OF_16),
+}
+Reader = Callable[[Mapping[str, Any], list[str]], Int4Format]
+_READERS: dict[str, Reader] = {
     "awq": _read_awq,
     "gptq": _read_gptq,
     "compressed-tensors": _read_compressed,
+    "modelopt": _read_modelopt,
     "mxfp4": _read_mxfp4,
 }

@@ -9,9 +9,9 @@ import torch
 from tllm_spec.kernels.int4_weights import group_words
 from tllm_spec.models.checkpoint import checkpoint_tensors, listed
 from tllm_spec.models.formats.fp8_formats import is_left_out
-from tllm_spec.models.formats.int4 import Int4Tensor
 from tllm_spec.models.formats.int4_formats import Int4Format, Int4Groups
 from tllm_spec.models.formats.int4_packings import PACKINGS, SYMMETRIC_ZERO, Unpacked
+from tllm_spec.models.formats.int4_tensor import Int4Tensor
 
 
 def int4_tensors(
@@ -23,7 +23,7 @@ def int4_tensors(
         ValueError: a tensor of a module is missing, surplus, or of a wrong shape or type.
     """
     packing = PACKINGS[form.packing]
-    kinds = {packing.scales, *packing.optional}
+    kinds = {packing.scales, *packing.required, *packing.optional}
 
     def is_wanted(name: str) -> bool:
         return wants(name) and not is_left_out(name)
@@ -37,13 +37,15 @@ def int4_tensors(
     for name, tensor in checkpoint_tensors(
         path, lambda name: _kind(name) not in kinds and is_wanted(name)
     ):
-        if _kind(name) != packing.codes:
+        is_wide = packing.codes == "weight" and tensor.dtype != packing.dtype
+        if _kind(name) != packing.codes or is_wide:
             yield name, tensor
             continue
         module = _module(name)
         own = parts.pop(module, {}) | {packing.codes: tensor}
-        if packing.scales not in own:
-            raise ValueError(f"{path} has no {module}.{packing.scales} for {name}.")
+        for kind in (packing.scales, *packing.required):
+            if kind not in own:
+                raise ValueError(f"{path} has no {module}.{kind} for {name}.")
         for kind in {packing.codes, "qzeros", "weight_zero_point"} & own.keys():
             if own[kind].dtype != packing.dtype or own[kind].dim() != 2:
                 wanted = str(packing.dtype).removeprefix("torch.")

@@ -11,9 +11,11 @@ import torch
 from tllm_spec.models.checkpoint import checkpoint_names, names_of_type
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.fp8_formats import BLOCK
+from tllm_spec.models.formats.gguf_tensors import Q4_0, gguf_names
 from tllm_spec.models.formats.gpt_oss_tensors import has_codes
 from tllm_spec.models.formats.int4_packings import PACKINGS
 from tllm_spec.models.module import Module, Placement, WeightSlot
+from tllm_spec.zoo.registry import is_gguf
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +109,7 @@ def log_quantised(path: Path, config: ModelConfig, placement: Placement) -> None
         logger.info("%s: activations are quantised to FP8 %s (W8A8)", path, how)
     elif placement.fp8 is not None:
         logger.info("%s: activations have the model's type next to FP8 weights (W8A16)", path)
-    for sentence in config.fp8.unused if config.fp8 else ():
+    for sentence in form.unused:
         logger.info("%s: %s", path, sentence)
 
 
@@ -126,13 +128,18 @@ def _quantised_modules(path: Path, config: ModelConfig, load_format: str) -> Cal
     assert form is not None
     if load_format == "dummy":
         return form.keeps
+    if is_gguf(path):
+        matrices = frozenset(gguf_names(path, Q4_0))
+        return lambda module: f"{module}.weight" in matrices
+    codes = None
     if config.int4 is not None:
         names = frozenset(checkpoint_names(path))
         if config.int4.packing == "mxfp4_experts":
             return lambda module: has_codes(module, names)
         codes = PACKINGS[config.int4.packing].codes
+    if codes is not None and codes != "weight":
         return lambda module: f"{module}.{codes}" in names
-    stored: Set[str] = names_of_type(path, "F8_E4M3")
+    stored: Set[str] = names_of_type(path, "F8_E4M3" if codes is None else "U8")
     return lambda module: f"{module}.weight" in stored
 
 

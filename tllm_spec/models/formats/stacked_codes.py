@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.kernels.grouped_gemm import ExpertWeights, down, gate_up_silu
+from tllm_spec.kernels.grouped_gemm import ExpertWeights, Form, down, gate_up_silu
 from tllm_spec.kernels.moe_permute import ExpertRows
 from tllm_spec.kernels.quantise_rows import quantise_rows
 from tllm_spec.kernels.triton_support import has_kernels
@@ -24,6 +24,7 @@ class StackedCodes(StackedScaled):
     each. The reference multiplies codes in float64, so CPUs keep the weights' codes in that
     type."""
 
+    form: Form = "codes"
     input_scale: nn.Parameter | None = None
     """float32, static scales of activations: `[]` of a gated layer, whose experts share their
     inputs, and `[E]` of the other."""

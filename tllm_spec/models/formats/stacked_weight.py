@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from tllm_spec.kernels.grouped_gemm import ExpertWeights, down, gate_up_silu
+from tllm_spec.kernels.grouped_gemm import ExpertWeights, Form, down, gate_up_silu
 from tllm_spec.kernels.moe_permute import ExpertRows
 from tllm_spec.models.formats.fp8_scaled import ScaledSlot, scaled_parameters
 from tllm_spec.models.formats.int4 import Int4Slot, check_slice, int4_parameters
@@ -17,6 +17,7 @@ from tllm_spec.models.module import Placement, WeightSlot
 class StackedWeight:
     """E weights `[N, K]`, contiguous. Results have the same arithmetic for any number of rows."""
 
+    form: Form = "plain"
     operands: ExpertWeights
     weight: nn.Parameter
     scales: nn.Parameter | None = None
@@ -61,6 +62,7 @@ class StackedWeight:
 class StackedScaled(StackedWeight):
     """FP8 weights with scales as those of `ScaledTensors`."""
 
+    form: Form = "fp8"
     scales: nn.Parameter
 
     def __init__(
@@ -82,6 +84,7 @@ class StackedScaled(StackedWeight):
 class StackedInt4(StackedWeight):
     """Weights of 4 bits with words as those of `Int4Tensors`, without an order of the inputs."""
 
+    form: Form = "int4"
     scales: nn.Parameter
 
     def __init__(

@@ -1,0 +1,118 @@
+"""The shape of a DFlash head, read from its `config.json`.
+
+Two spellings are in use: a flat Qwen3 or Llama config that nests some keys under `dflash_config`
+(z-lab), and the speculators format (vllm-project/speculators), which nests the layers' keys under
+`transformer_layer_config`. Layers of the target are counted by their outputs in the first, and by
+the states that enter them in the second."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.config_file import read_config
+from tllm_spec.models.eagle3_config import Eagle3Config, check_head
+from tllm_spec.models.eagle3_format import DECODER_KEYS, refuse_unserved
+from tllm_spec.models.head_checkpoint import HeadKind
+
+_ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}  # by model_type
+# Variants that are not implemented, each with the value that means that the head is without it.
+_SERVED: Mapping[str, Any] = {
+    "is_causal": False,
+    "causal": False,
+    "sample_from_anchor": False,
+    "sliding_window_non_causal": False,
+    "use_swa": False,
+    "attention_sink_bias": False,
+    "attention_value_scale": 1.0,
+    "use_gemma_norm": False,
+    "is_neox_style": True,
+    "output_multiplier": 1,
+    "input_embedding_scale": 1,
+}
+_READ = DECODER_KEYS | {
+    *("block_size", "mask_token_id", "target_layer_ids", "draft_vocab_size", "target_hidden_size"),
+    *("num_target_layers", "swa_window_size", "mask_token"),
+}
+
+
+@dataclass(frozen=True)
+class DFlashConfig(Eagle3Config):
+    """`block_size`: the newest token and the mask tokens after it, at most."""
+
+    kind: ClassVar[HeadKind] = "DFlash"
+    block_size: int
+
+    @classmethod
+    def from_pretrained(cls, path: Path) -> "DFlashConfig":
+        """Read `path/config.json`.
+
+        Raises:
+            ValueError: the file is missing or unreadable, or asks for something that is not served.
+        """
+        if (path / "mask_embedding.pt").exists():
+            raise ValueError(f"{path / 'mask_embedding.pt'}: mask embeddings are not served.")
+        return cls.from_dict(read_config(path))
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> "DFlashConfig":
+        """The same, from the parsed file."""
+        flat = _flat(raw)
+        config = cls(
+            **vars(ModelConfig.from_dict(flat)),
+            draft_vocab_size=flat.get("draft_vocab_size"),
+            target_hidden_size=int(flat.get("target_hidden_size") or flat["hidden_size"]),
+            capture_layers=flat["capture_layers"],
+            num_aux_hidden_states=None,
+            norm_before_fc=False,
+            fc_norm=False,
+            norm_before_residual=False,
+            norm_output=False,
+            bias=False,
+            mask_token=flat.get("mask_token_id"),
+            block_size=int(flat.get("block_size") or 16),
+        )
+        check_head(config)
+        if config.sliding_window is not None:
+            raise ValueError(
+                f"sliding_window of the DFlash head is {config.sliding_window}; heads whose layers "
+                "attend to all tokens are served."
+            )
+        return config
+
+    def default_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """The target's layers whose outputs a head reads that does not name them: one for each of
+        its own, evenly spread."""
+        number = self.num_layers
+        if number == 1:
+            return (num_target_layers // 2,)
+        last = num_target_layers - 4
+        return tuple(round(1 + index * last / (number - 1)) for index in range(number))
+
+
+def _flat(raw: dict[str, Any]) -> dict[str, Any]:
+    """The keys on one level, with the layers as `capture_layers`."""
+    layer: dict[str, Any] = raw.get("transformer_layer_config") or {}
+    nested: dict[str, Any] = raw.get("dflash_config") or {}
+    outer = {
+        key: value
+        for key, value in raw.items()
+        if key not in ("transformer_layer_config", "dflash_config")
+    }
+    flat = layer | outer | nested
+    entering = flat.pop("aux_hidden_state_layer_ids", None)
+    kind = flat.get("speculators_model_type") or "dflash"
+    if kind != "dflash":
+        raise ValueError(f"speculators_model_type is {kind!r}; served is 'dflash'.")
+    model_type = layer.get("model_type") or raw.get("model_type", "qwen3")
+    if model_type not in _ARCHITECTURES:
+        raise ValueError(
+            f"model_type of the DFlash head is {model_type!r}; served are "
+            f"{', '.join(_ARCHITECTURES)}."
+        )
+    flat["architectures"] = [_ARCHITECTURES[model_type]]
+    flat.setdefault("tie_word_embeddings", False)
+    refuse_unserved(flat, _READ, _SERVED, "DFlash")
+    layers = flat.get("target_layer_ids") or [each - 1 for each in entering or ()]
+    return flat | {"capture_layers": tuple(layers) or None}
