@@ -112,3 +112,10 @@ def test_a_byte_level_and_a_sentencepiece_tokenizer_of_transformers_share_bytes_
     for text, name in names.items():
         [token] = target.encode(text)
         assert found.draft_ids[token] == sentencepiece_like().get_vocab()[name]
+
+
+def test_a_token_that_the_draft_lacks_is_read_as_its_longest_end_and_never_drafted() -> None:
+    target = tokenizer_of(["Ġ", "Ġtokens", "x", "<|x|>"], ["<|x|>"])
+    draft = tokenizer_of(["▁", "s", "kens", "ens", "x", "|>"])
+    found = shared_by(target, draft)
+    assert found.draft_ids == {0: 0, 1: 2, 2: 4} and found.target_ids == {0: 0, 4: 2}

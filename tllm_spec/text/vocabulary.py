@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,10 @@ Key = bytes | str | tuple[str]
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """draft_ids: by the target's id, the draft's id of the same token. target_ids: the reverse,
-    without two draft ids for a target's id or the reverse; special tokens come first, the others
-    in the order of the target's ids. unknown: the draft's id that all other tokens are read as."""
+    """draft_ids: by the target's id, the draft's id that it is read as: the same token, or else its
+    longest end. target_ids: by the draft's id, the target's id of the same token, one to one;
+    special tokens come first, the others in the order of the target's ids. unknown: the draft's id
+    that all other tokens are read as."""
 
     draft_ids: dict[int, int]
     target_ids: dict[int, int]
@@ -64,7 +65,7 @@ def shared_tokens(
 ) -> SharedTokens:
     """The tokens of both that write the same bytes, and special tokens of the same name or role.
     The sizes are those of the models' vocabularies; ids above are left out. Raises ValueError if
-    they are less than MIN_SHARE of the smaller vocabulary."""
+    the shared tokens are less than MIN_SHARE of the smaller vocabulary."""
     ours, theirs = _keys(target, target_size), dict(_keys(draft, draft_size))
     draft_ids = {own: theirs[key] for key, own in ours if key in theirs}
     target_ids = {other: own for own, other in draft_ids.items()}
@@ -79,7 +80,16 @@ def shared_tokens(
     unknown = getattr(draft, "unk_token_id", None)
     if unknown is None or unknown >= draft_size:
         unknown = theirs.get(b" ", 0)
-    return SharedTokens(draft_ids, target_ids, unknown)
+    lacking = ((key, own) for key, own in ours if own not in draft_ids and isinstance(key, bytes))
+    ends = {own: _longest_end(text, theirs) for text, own in lacking}
+    read_as = draft_ids | {own: end for own, end in ends.items() if end is not None}
+    return SharedTokens(read_as, target_ids, unknown)
+
+
+def _longest_end(text: bytes, tokens: Mapping[Key, int]) -> int | None:
+    """The token of the longest end of a text, on which what follows depends most."""
+    ends = (text[start:] for start in range(1, len(text)))
+    return next((tokens[end] for end in ends if end in tokens), None)
 
 
 def _keys(tokenizer: Tokenizer, size: int) -> list[tuple[Key, int]]:
