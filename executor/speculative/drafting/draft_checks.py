@@ -77,7 +77,7 @@ def _tokens_of_model(
         raise ValueError(f"speculative_config.speculative_model: {error}") from None
     logger.warning(
         "the draft model's tokenizer is not the target's: %d tokens that both have are drafted, "
-        "and tokens that it lacks are read as its id %d",
+        "and tokens that it lacks are read as their longest end, or else as its id %d",
         *(len(tokens.ids), shared.unknown),
     )
     return tokens
