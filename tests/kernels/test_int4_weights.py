@@ -79,7 +79,7 @@ def problem(
     num_rows: int, shape: tuple[int, int], form: tuple[int, bool], dtype: torch.dtype, device: str
 ) -> Problem:
     generator = torch.Generator(device).manual_seed(num_rows)
-    (inputs, outputs), (group, _) = shape, form
+    (inputs, outputs), (group, is_float) = shape, form
 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator, device=device)
@@ -88,10 +88,13 @@ def problem(
         return torch.randint(0, 16, size, generator=generator, device=device, dtype=torch.uint8)
 
     groups = -(-inputs // group)
+    scales = normal(outputs, groups).half().float()
+    if is_float and group == 32:  # of MXFP4
+        scales = scales.abs().log2().round().exp2()
     return Problem(
         normal(num_rows, inputs + 8).to(dtype)[:, :inputs],
         codes(outputs, inputs),
-        normal(outputs, groups).half().float(),
+        scales,
         codes(outputs, groups).float(),
         form,
         normal(outputs).to(dtype),
