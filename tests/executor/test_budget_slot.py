@@ -22,8 +22,10 @@ def row_ms(per_row: float, per_draft: float) -> dict[int, float]:
     return {n: 6 + per_row * s.rows_each + per_draft * s.depth for n, s in shapes.items()}
 
 
-def controller(per_row: float = 1.5, per_draft: float = 0.3) -> AdaptiveController:
-    seconds = {size: row_ms(per_row, per_draft) for size in (16, BATCH)}
+def controller(
+    per_row: float = 1.5, per_draft: float = 0.3, seconds: dict[int, dict[int, float]] | None = None
+) -> AdaptiveController:
+    seconds = seconds or {size: row_ms(per_row, per_draft) for size in (16, BATCH)}
     config = AdaptiveConfig.parse({"candidate_steps": [0, 1, 2, 3, 5, 7]}, 7)
     return AdaptiveController.from_config(
         config,
@@ -88,3 +90,18 @@ def test_a_probe_shows_what_the_longest_drafts_would_bring() -> None:
         own.observe(BATCH, [0] * BATCH, tier, expected=[n * BATCH for n in truth.get(tier, [])])
     assert own.tier_for(BATCH) == SEVEN
     assert own.state()["slots"]["17"]["expected"]["7@4"] == pytest.approx(2.9, abs=0.1)
+
+
+def test_the_best_budget_is_found_within_a_hundred_rounds_of_the_start() -> None:
+    """Round times and accepted drafts of a batch of 64 with mixed traffic, as on an H100."""
+    accepted = {1: 0.545, TWO: 0.85, THREE: 1.32, FIVE: 1.926, SEVEN: 2.18}
+    ms = {0: 6.95, 1: 7.68, TWO: 8.05, THREE: 10.06, FIVE: 11.78, SEVEN: 12.47}
+    times = {tier: ms.get(tier, 20.0) for tier in range(SHAPES.further_tiers.stop)}
+    own = controller(seconds={16: times, BATCH: times})
+    chosen = []
+    for _ in range(200):
+        tier = own.tier_for(BATCH)
+        known = [each for each in accepted if SHAPES.of(each).depth <= SHAPES.of(tier).depth]
+        own.observe(BATCH, [0] * BATCH, tier, expected=[accepted[each] * BATCH for each in known])
+        chosen.append(tier)
+    assert set(chosen[100:]) == {SEVEN}

@@ -3,8 +3,6 @@
 In every such round the device says what it expects of each tier, from the values of the drafts that
 are in the slots. Tiers with longer drafts than these keep the share that they had."""
 
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 from tllm_spec.config.adaptive_config import CostModelOptions
@@ -13,22 +11,22 @@ from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot
 from tllm_spec.executor.speculative.draft_length.tier_policy import ObservedRound
 
 MAX_WEIGHT = 0.125  # of a round
+MAX_PROBE_WEIGHT = 0.5  # of a round that shows a tier again
 MIN_EXPECTED = 0.01  # accepted drafts of a request
 
 
 class BudgetEstimate:
     """`expected`: accepted drafts of a request that is drafted for, by tier. `rates`: of verified
-    drafts those that were accepted."""
+    drafts those that were accepted. A round counts for a tier as all rounds since the tier was seen
+    last: probes are rare."""
 
     def __init__(self, shapes: DraftShapes, prior: float, window: float) -> None:
         self._shapes, self._window = shapes, window
         self._tiers = [1, *shapes.budgeted_tiers]  # ascending by depth
         self.expected = [0.0] * (1 + max(self._tiers))
-        for tier in self._tiers:  # as if every request had the mean number of rows
-            shape = shapes.of(tier)
-            reached = accumulate([prior] * shape.depth, mul)
-            shares = [min(max(shape.rows_each - 1 - n, 0.0), 1.0) for n in range(shape.depth)]
-            self.expected[tier] = sum(map(mul, reached, shares))
+        self._unseen = dict.fromkeys(self._tiers, 0)  # rounds since each tier was seen
+        for tier in self._tiers:  # all accepted, so that the first rounds show many tiers
+            self.expected[tier] = shapes.of(tier).rows_each - 1
         self.rates = [prior]
 
     def observe(self, observed: ObservedRound, tier: int) -> None:
@@ -51,12 +49,15 @@ class BudgetEstimate:
             return
         before = self.expected[known[-1]]
         for tier, value in zip(known, found, strict=False):
-            step = weight * (value - self.expected[tier])
+            own = max(weight, min(weight * (1 + self._unseen[tier]), MAX_PROBE_WEIGHT))
+            step = own * (value - self.expected[tier])
             self.expected[tier] = max(self.expected[tier] + step, MIN_EXPECTED)
+            self._unseen[tier] = 0
         ratio = self.expected[known[-1]] / before
         for tier in self._tiers:
             if tier not in known:
                 self.expected[tier] *= ratio
+                self._unseen[tier] += 1
 
     def state(self) -> dict[str, Any]:
         named = {str(self._shapes.name(tier)): self.expected[tier] for tier in self._tiers}
