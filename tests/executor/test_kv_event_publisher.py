@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from tests.executor.kv_event_reader import Cleared, Reader
-from tests.executor.test_kv_events import check_reader
+from tests.executor.test_kv_events import check_reader, reusable
 from tllm_spec import LLM, SamplingParams
 from tllm_spec.config.kv_events_config import KVEventsConfig
 from tllm_spec.executor.resources.kv_event_publisher import KVEventPublisher
@@ -110,9 +110,12 @@ def test_the_events_of_an_engine_describe_its_cache(
             handles = [llm.generate_async(each, params, cache_salt=salt) for each in prompts]
             assert all(handle.result(timeout=60).outputs[0].token_ids for handle in handles)
         llm.check_integrity()
-        reader = Reader()
-        batches = [reader.read(payload) for _, payload in subscriber.replay(0)]
         cache = llm._executor.parts.kv.cache
+        for _ in range(100):  # the publisher's thread may not have sent the last batch yet
+            reader = Reader()
+            batches = [reader.read(payload) for _, payload in subscriber.replay(0)]
+            if reader.prefixes() == reusable(cache):
+                break
         assert isinstance(batches[0].events[0], Cleared)
         assert cache.lookahead == bool(drafter) and len(reader.stored) > 20
         check_reader(reader, cache)

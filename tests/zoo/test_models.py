@@ -28,10 +28,10 @@ def spread(tokens: Tensor, num_windows: int, length: int) -> Tensor:
     return windows[:: len(windows) // num_windows][:num_windows]
 
 
-def test_all_weights_of_the_zoo_stay_under_24_mib() -> None:
+def test_all_weights_of_the_zoo_stay_under_26_mib() -> None:
     files = list(ZOO.rglob("*.safetensors"))
     assert len(files) >= len(NAMES)
-    assert sum(file.stat().st_size for file in files) < 24 * 2**20
+    assert sum(file.stat().st_size for file in files) < 26 * 2**20
 
 
 def test_the_draft_is_at_least_six_times_smaller(models: Models) -> None:

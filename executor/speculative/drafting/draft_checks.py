@@ -44,8 +44,7 @@ def check_draft(
     folder = draft_folder(draft)
     _check_kind(draft, folder)
     if draft.is_head:
-        _check_head(draft, folder, target)
-        ids = _mapped_ids(draft, target.vocab_size)
+        ids = _ids_of_head(draft, folder, target)
         return None if ids is None else DraftTokens(ids, ids)
     own = ModelConfig.from_pretrained(folder)
     if own.delta is not None:
@@ -120,24 +119,37 @@ def _check_kind(draft: DraftPlan, folder: Path) -> None:
         )
 
 
-def _check_head(draft: DraftPlan, folder: Path, target: ModelConfig) -> None:
-    if (kind := kind_of_head(draft, folder)) != "EAGLE-1/2":
-        is_dflash = kind == "DFlash"
-        own: Eagle3Config = (
-            dflash_config(draft, folder) if is_dflash else Eagle3Config.from_pretrained(folder)
-        )
-        size = own.output_size if draft.token_map else None
-        if size not in (None, target.vocab_size):
-            raise ValueError(
-                f"speculative_config.speculative_token_map = {draft.token_map!r} is refused: the "
-                f"{kind} head has a vocabulary of its own, {size} tokens that its d2t maps to the "
-                "target's; accepted: null"
-            )
-    elif draft.capture_layers is not None:
-        raise ValueError(
+def _ids_of_head(draft: DraftPlan, folder: Path, target: ModelConfig) -> torch.Tensor | None:
+    """As `_mapped_ids`. Raises ValueError with all options that the head does not have."""
+    mistakes, ids = _head_mistakes(draft, folder, target), None
+    try:
+        ids = _mapped_ids(draft, target.vocab_size)
+    except ValueError as error:
+        mistakes.insert(0, str(error))
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    return ids
+
+
+def _head_mistakes(draft: DraftPlan, folder: Path, target: ModelConfig) -> list[str]:
+    if (kind := kind_of_head(draft, folder)) == "EAGLE-1/2":
+        if draft.capture_layers is None:
+            return []
+        return [
             f"eagle3_layers_to_capture = {list(draft.capture_layers)} is refused: an EAGLE-1/2 "
             "head reads the target's last hidden state only; accepted: null"
-        )
+        ]
+    own: Eagle3Config = (
+        dflash_config(draft, folder) if kind == "DFlash" else Eagle3Config.from_pretrained(folder)
+    )
+    size = own.output_size if draft.token_map else None
+    if size in (None, target.vocab_size):
+        return []
+    return [
+        f"speculative_config.speculative_token_map = {draft.token_map!r} is refused: the {kind} "
+        f"head has a vocabulary of its own, {size} tokens that its d2t maps to the target's; "
+        "accepted: null"
+    ]
 
 
 def _mapped_ids(draft: DraftPlan, vocab_size: int) -> torch.Tensor | None:
