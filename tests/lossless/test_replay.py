@@ -27,7 +27,7 @@ PARAMS: list[dict[str, Any]] = [
 
 
 LEARNS = "eagle3_sa"
-DEFAULT = ("draft_target", "eagle3_tree")
+DEFAULT = ("eagle3_tree",)
 
 
 def served(folder: Path, mode: str) -> list[TrafficRecord]:
