@@ -45,7 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.llm",),
     ("tllm_spec.draft_swap",),
     (
-        "tllm_spec.replay",
+        "tllm_spec.recording.replay",
         "tllm_spec.ranks",
         "tllm_spec.intake",
     ),
@@ -79,8 +79,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.rounds.decode_step",
         "tllm_spec.executor.rounds.round_outcome",
     ),
-    ("tllm_spec.executor.speculative",),
     (
+        "tllm_spec.executor.speculative",
         "tllm_spec.executor.graphs.context_graphs",
         "tllm_spec.executor.graphs.dummy_contexts",
     ),
@@ -124,8 +124,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("tllm_spec.draft_network",),
     ("tllm_spec.models",),
-    ("tllm_spec.attention",),
     (
+        "tllm_spec.attention",
         "tllm_spec.distributed",
         "tllm_spec.recording",
         "tllm_spec.text.vocabulary",

@@ -9,8 +9,8 @@ from typing import Any
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.worker import Worker
+from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_folder import latest_records
-from tllm_spec.replay import replay
 
 NUM_REPLAYED = 64  # the latest recorded requests, which new weights are tried with
 MIN_REPLAYED = 8

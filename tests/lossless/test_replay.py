@@ -11,9 +11,9 @@ from tests.lossless.cases import heldout_prompts
 from tests.lossless.engines import MODES, engine
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.llm import LLM
+from tllm_spec.recording.replay import Replayed, replay, why_simulated
 from tllm_spec.recording.traffic_folder import read_records
 from tllm_spec.recording.traffic_record import TrafficRecord
-from tllm_spec.replay import Replayed, replay, why_simulated
 from tllm_spec.sampling_params import SamplingParams
 
 LIMITS: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": 256}

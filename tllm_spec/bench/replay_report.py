@@ -7,9 +7,9 @@ from typing import Any
 
 from tllm_spec.config.llm_args import LlmArgs, overlay, read_options
 from tllm_spec.outputs import SpeculativeStats
+from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_folder import files_of, read_records, read_traffic
 from tllm_spec.recording.traffic_record import TrafficRecord
-from tllm_spec.replay import replay
 
 # Options of the recorded engine that a configuration has, too, unless it says otherwise.
 KEPT = ("tokenizer", "dtype", "load_format", "deterministic", "max_seq_len", "max_num_tokens")

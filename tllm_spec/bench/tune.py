@@ -15,8 +15,8 @@ from tllm_spec.bench.break_even_runs import WITHOUT_LIMITS
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.outputs import SpeculativeStats
+from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_record import TrafficRecord
-from tllm_spec.replay import replay
 
 DRAFT_LENS = (1, 2, 3, 5, 7, 10, 15)
 PLAIN = "plain"
