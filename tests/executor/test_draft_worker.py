@@ -129,7 +129,7 @@ def test_drafts_are_those_of_a_slow_loop_up_to_each_requests_limit(
     assert all(drafted[0]) and all(drafted[3]) and all(drafted[2][:2])
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("other", [[], [60, 61]])
 def test_a_prefix_hit_at_any_offset_in_a_page_leaves_no_hole_in_the_draft_cache(

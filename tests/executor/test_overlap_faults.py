@@ -44,7 +44,7 @@ def make(
     return make_of(tmp_path_factory.mktemp("drafts"), tiny, request.param)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("prompt", "params", "output"),
     [([1, NAN_TOKEN, 2], {}, []), ([1, 2, 3], {"logit_bias": {NAN_TOKEN: 1000.0}}, [NAN_TOKEN])],

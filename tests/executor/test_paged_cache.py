@@ -43,7 +43,7 @@ SPANS = {
 }
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(10)
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize(("page_size", "num_pages"), [(1, 24), (2, 13), (4, 9)])
 @pytest.mark.parametrize("name", SPANS)

@@ -121,6 +121,7 @@ def test_the_engine_drafts_the_tokens_of_the_plain_torch_reference(
     assert num_checked > 20
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("path", ["one model", "two models"])
 @pytest.mark.parametrize("name", PARALLEL_HEADS)
 def test_a_p_eagle_head_drafts_all_tokens_of_the_reference_at_once(

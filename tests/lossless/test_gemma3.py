@@ -79,7 +79,7 @@ def test_the_text_does_not_depend_on_batch_chunks_prefix_hits_and_preemption(
 
 @pytest.mark.parametrize("setting", BACKENDS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.thinned(10)
+@pytest.mark.thinned(20)
 def test_drafts_leave_the_text_alone(
     drafter: str, setting: str, folder: Path, head: Path, plain: list[list[int]]
 ) -> None:

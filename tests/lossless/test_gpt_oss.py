@@ -42,7 +42,7 @@ def test_the_text_does_not_depend_on_batch_chunks_prefix_hits_and_preemption(
 
 @pytest.mark.parametrize("setting", HOW)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.thinned(12)
+@pytest.mark.thinned(24)
 def test_drafts_leave_the_text_alone(
     drafter: str, setting: str, folder: Path, head: Path, plain: list[list[int]]
 ) -> None:
