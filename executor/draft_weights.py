@@ -39,7 +39,7 @@ class StagedWeights:
 
 @dataclass
 class Acceptance:
-    """Of the requests of one version: rounds, and the tokens that these emitted."""
+    """Rounds of the requests of one version, and the tokens that these emitted."""
 
     rounds: int = 0
     tokens: int = 0

@@ -69,7 +69,7 @@ FLOAT32_ROWS = 16
 
 
 def _alike(rows: int, outputs: int, num_warps: int, num_stages: int) -> Tilings:
-    """Of quantised weights: both layers a block of inputs at a time."""
+    """Both layers of quantised weights have one tiling, a block of inputs at a time."""
     tiling = Tiling(rows, outputs, BLOCK, num_warps, num_stages)
     return Tilings(tiling, tiling)
 

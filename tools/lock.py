@@ -28,7 +28,7 @@ def normal(name: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of all installed packages that tllm_spec needs, without the part that names a build."""
+    """The versions of all installed packages that tllm_spec needs, without a build's name."""
     found: dict[str, str] = {}
     pending = requirements("tllm_spec", extras=True)
     while pending:

@@ -19,7 +19,7 @@ MIXED = (0.9, 0.2)
 
 
 def quantiles(mean: float) -> torch.Tensor:
-    """Of the probability of a draft, `[QUANTILES]`, at equal steps."""
+    """Returns quantiles of a draft's probability, `[QUANTILES]`, at equal steps."""
     torch.manual_seed(0)
     parts = torch.tensor(CONCENTRATION * mean), torch.tensor(CONCENTRATION * (1 - mean))
     samples = torch.distributions.Beta(*parts).sample((64 * QUANTILES,)).sort().values

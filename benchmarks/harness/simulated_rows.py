@@ -17,7 +17,7 @@ WARM_UP_ROUNDS = 40
 
 
 class Tokens(NamedTuple):
-    """Of a round of the whole batch, on average."""
+    """The mean tokens of a round of the whole batch."""
 
     reached: float
     oracle: float
@@ -32,7 +32,7 @@ class Simulation:
         self._generator = torch.Generator().manual_seed(seed)
 
     def probs(self, depth: int) -> torch.Tensor:
-        """Of drafts, `[B, depth]`."""
+        """Draws the drafts' probabilities, `[B, depth]`."""
         size = len(self._slots), depth
         index = torch.randint(QUANTILES, size, generator=self._generator)
         return self._table.gather(1, index)

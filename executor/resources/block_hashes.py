@@ -25,8 +25,8 @@ def block_hash(parent: int, tokens: Sequence[int]) -> int:
 
 
 def block_hashes(tokens: Sequence[int], page_size: int, salt: str | None) -> list[int]:
-    """Of the full pages that a request with these tokens can find in a cache: the last token is
-    computed in any case."""
+    """Hashes the full pages that a request with these tokens can find in a cache: the last token
+    is computed in any case."""
     hashes, parent = [], first_parent(salt)
     for start in range(0, len(tokens) - page_size, page_size):
         parent = block_hash(parent, tokens[start : start + page_size])

@@ -138,7 +138,7 @@ class RadixTree:
         return nodes
 
     def keys(self, tokens: Sequence[int], limit: int) -> Iterator[Key]:
-        """Of the full pages within the entries of `tokens[:limit]`."""
+        """Yields the keys of the full pages within the entries of `tokens[:limit]`."""
         size = self._page_size
         for start in range(0, limit - size + 1, size):
             yield tuple(tokens[start : start + size + self._lookahead])

@@ -70,7 +70,7 @@ class Reader:
         return batch
 
     def prefixes(self) -> set[tuple[str | None, tuple[int, ...]]]:
-        """Of each stored block its salt, and its tokens after all those before it."""
+        """Each stored block's salt, and its tokens after all those before it."""
         return {(self.known[own].salt, self._path(own)) for own in self.stored}
 
     def _path(self, own: int) -> tuple[int, ...]:

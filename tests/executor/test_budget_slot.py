@@ -17,7 +17,7 @@ BATCH = 64
 
 
 def row_ms(per_row: float, per_draft: float) -> dict[int, float]:
-    """Of every tier."""
+    """The milliseconds of every tier."""
     shapes = {tier: SHAPES.of(tier) for tier in range(SHAPES.further_tiers.stop)}
     return {n: 6 + per_row * s.rows_each + per_draft * s.depth for n, s in shapes.items()}
 

@@ -88,7 +88,7 @@ def test_groups_share_the_memory_by_what_the_longest_request_holds_of_each(
 def pages_for(
     budget: int, config: ModelConfig, max_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> list[int]:
-    """Of each group of a published model, with the usual size of prompts."""
+    """The tokens of each group of a published model, with the usual size of prompts."""
     args = LlmArgs(model="m", kv_cache_config={"free_gpu_memory_fraction": 1.0})
     model = model_of(8, 8, 8, torch.bfloat16)
     free = round_bytes(args, [model]) + budget

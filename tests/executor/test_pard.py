@@ -44,7 +44,7 @@ def drafted_logits(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 @torch.inference_mode()
 def reference_logits(model: Any, tokens: list[int]) -> torch.Tensor:
-    """Of the last token and of the mask tokens after it, `[K, V]`: a whole forward, no cache."""
+    """Logits `[K, V]` of the last token and of the mask tokens after it, without a cache."""
     ids = torch.tensor([[*tokens, *[MASK] * (DRAFT_LEN - 1)]])
     logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0, -DRAFT_LEN:]
     return logits

@@ -66,7 +66,7 @@ class Problem:
         return replace(self, x=self.x[tokens], experts=self.experts[tokens].contiguous())
 
     def inputs(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Of a layer, and its options."""
+        """What a layer reads, and its options."""
         if self.form not in CODES:
             return x, {}
         codes, scales = quantise_rows(x, in_blocks=self.form == "block")

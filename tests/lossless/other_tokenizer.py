@@ -17,8 +17,8 @@ NUM_REMOVED = 41
 
 
 def write_draft_with_another_tokenizer(folder: Path, num_removed: int = NUM_REMOVED) -> Path:
-    """Of the tokens, some and those that are no whole characters are gone, and others that the
-    target lacks are as many less 10. The embedding's rows move with the ids."""
+    """Some tokens, and those that are no whole characters, are gone. Others that the target lacks
+    are as many less 10. The embedding's rows move with the ids."""
     zoo = resolve_model("zoo:llama-draft")
     names, random = _names(), Random(0)
     words = [token for token in names if token >= FIRST_WORD]

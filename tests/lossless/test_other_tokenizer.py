@@ -17,7 +17,7 @@ from tllm_spec.text.tokenizer import Tokenizer
 
 
 def acceptance_length(model: str, prompts: list[list[int]], **options: Any) -> float:
-    """Of greedy and of sampled requests together."""
+    """The acceptance length of greedy and sampled requests together."""
     spec = {"decoding_type": "Draft_Target", "max_draft_len": 3, "speculative_model": model}
     params = [
         SamplingParams(max_tokens=64, ignore_eos=True, seed=i, temperature=0.8 * (i % 2))

@@ -165,8 +165,8 @@ def test_the_models_own_layer_drafts_and_leaves_the_text_alone(
 
 
 def test_a_prefix_is_reused_up_to_a_copy_of_the_states(folder: Path) -> None:
-    """Of 44 tokens 40 are, the greatest multiple of 8. There are as many copies as requests may
-    run; a prompt takes 5, and with only one it takes it away from another prompt."""
+    """40 of 44 tokens are reused, the greatest multiple of 8. There are as many copies as requests
+    may run; a prompt takes 5, and with only one it takes it away from another prompt."""
     prompts = [random_tokens(44, seed=seed) for seed in (5, 6)]
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     for max_batch_size, expected in ((10, [0, 0, 40, 40]), (1, [0, 0, 0, 0])):

@@ -189,4 +189,4 @@ class ForwardContext:
     which writes their keys and values and nothing else; what `spec` captures after that layer has
     the R rows only. None: all rows."""
     recurrent: RecurrentRows | None = None
-    """Of layers with a recurrent state; None: the model has none."""
+    """The rows of layers with a recurrent state; None: the model has none."""

@@ -123,8 +123,8 @@ class DraftShapes:
 
     @property
     def budgets(self) -> list[tuple[int, float]]:
-        """Of `budgeted_tiers`, after that of one draft each, whose outcome is known in all of their
-        rounds: drafts of a request at most, and rows of a request on average."""
+        """The most drafts of a request, and its mean rows: first for one draft each, whose outcome
+        is known in all rounds of the others, then for each of `budgeted_tiers`."""
         tiers = [1, *self.budgeted_tiers] if self.budgeted_tiers else []
         return [(self._all[tier].depth, self._all[tier].rows_each) for tier in tiers]
 

@@ -31,8 +31,8 @@ class KvCacheConfig(ConfigModel):
     tokens_per_block: PositiveInt = 32
     """Tokens of one page, a power of two."""
     state_snapshot_tokens: PositiveInt = 1024
-    """Of models with recurrent states: after so many tokens of a prompt, and each multiple, the
-    states are copied, and a prefix is reused up to a copy. A multiple of `tokens_per_block`."""
+    """Models with recurrent states copy them after so many tokens of a prompt, and each multiple; a
+    prefix is reused up to a copy. A multiple of `tokens_per_block`."""
     dtype: KVCacheType = "auto"
     """Type of keys, values and MLA's latents. `fp8` (E4M3) takes half of 16 bits, with the
     checkpoint's scales or 1.0. `model`: the model's own type. `auto`: `fp8` where the checkpoint

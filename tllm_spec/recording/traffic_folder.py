@@ -45,7 +45,7 @@ class TrafficFolder:
         return hmac.digest(self._key, name.encode(errors="surrogatepass"), "sha256").hex()[:32]
 
     def hashes_of(self, client: Sequence[str]) -> tuple[str, str]:
-        """Of a client, and of its user; client: as in `LlmRequest`."""
+        """Hashes a client, and its user; client: as in `LlmRequest`."""
         if not client:
             return NO_CLIENT, NO_CLIENT
         own, *rest = client
@@ -154,7 +154,7 @@ def _check_private(path: Path) -> None:
 
 
 def _key_of(path: Path) -> bytes:
-    """Of the hashes: made with the folder."""
+    """The key of the hashes, which is made with the folder."""
     file = path / "hash-key"
     if not file.exists():
         _write(file, secrets.token_bytes(32))

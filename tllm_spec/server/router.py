@@ -36,7 +36,7 @@ class PrefixRouter:
         self._cached[engine].clear()
 
     def hashes(self, tokens: Sequence[int], salt: str | None) -> list[int]:
-        """Of the prompt's pages, for `choose`."""
+        """Hashes the prompt's pages, for `choose`."""
         return block_hashes(tokens, self._page_size, salt)
 
     def choose(self, hashes: Sequence[int], unfinished: Mapping[int, int]) -> int:

@@ -55,7 +55,7 @@ def submission(requests: Sequence[LlmRequest], grammar: tuple[str, str] | None) 
 
 
 def tokens_wanted(message: Sequence[Any]) -> int:
-    """Of each sample of a submission: the tokens of the prompt, and of the output at most."""
+    """The most tokens of each sample of a submission, of prompt and output."""
     tokens, (max_tokens, *_) = message[3], message[5]
     return len(tokens) + int(max_tokens)
 

@@ -25,7 +25,7 @@ SHARE_ROUNDS = 8  # memory of the share of requests that are drafted for
 
 
 class Estimate(Protocol):
-    """Of a slot. `rates`: acceptance by position; `expected`: accepted drafts by tier."""
+    """What a slot knows. `rates`: acceptance by position; `expected`: accepted drafts by tier."""
 
     rates: list[float]
     expected: list[float]

@@ -103,8 +103,8 @@ def mask_token(plan: DraftPlan) -> int | None:
 
 
 def dflash_config(plan: DraftPlan, folder: Path) -> DFlashConfig:
-    """Of the head in the folder, with the mode's mask token and layers. Raises ValueError if there
-    is no mask token, or the head was not trained for so many drafts."""
+    """Reads the configuration of the folder's head; the mode's mask token and layers go before.
+    Raises ValueError if there is no mask token, or the head was not trained for so many drafts."""
     config = DFlashConfig.from_pretrained(folder)
     token = plan.mask_token if plan.mask_token is not None else config.mask_token
     if token is None:
