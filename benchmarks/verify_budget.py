@@ -13,7 +13,7 @@ rounds  tokens per second by batch size and traffic: every uniform draft length,
 mixed traffic with mean 0.9 in one half of the requests and 0.2 in the other, and the drafter knows
 it with noise. Tokens are those expected from the drafts that each round verified. All players share
 an engine and its graphs. Each plays two blocks, in mirrored order; the choice settles before its
-own. Bars over the best uniform length: 0.99, and for mixed traffic 1.12 at batch 64 and 1.15 at
+own. Targets over the best uniform length: 0.99, and for mixed traffic 1.12 at batch 64 and 1.15 at
 128. The oracle knows the drafts' true probabilities; its rounds take what these took."""
 
 import copy
@@ -39,7 +39,7 @@ STEPS = (0, 1, 2, 3, 5, 7)
 TRAFFIC: Mapping[str, Sequence[float]] = {
     "mixed": MIXED, "0.9": (0.9,), "0.8": (0.8,), "0.6": (0.6,), "0.3": (0.3,)
 }  # fmt: skip
-BARS = {("mixed", 64): 1.12, ("mixed", 128): 1.15}
+TARGETS = {("mixed", 64): 1.12, ("mixed", 128): 1.15}
 SIZES, QUICK_CELLS = (16, 64, 128, 256), (("mixed", 16), ("mixed", 64), ("0.6", 64))
 PROMPT_LEN, MAX_SEQ_LEN = 64, {True: 1200, False: 480}  # of the 8B shape, and of the zoo
 BLOCK_ROUNDS, SETTLING_ROUNDS, UNTIMED_ROUNDS = {True: 10, False: 2}, {True: 64, False: 6}, 3
@@ -220,10 +220,10 @@ def rounds(options: Options) -> Iterator[Row]:
 def rounds_table(rows: Sequence[Row]) -> list[str]:
     lines = []
     for row in rows:
-        bar = BARS.get((row["traffic"], row["batch_size"]), 0.99)
+        target = TARGETS.get((row["traffic"], row["batch_size"]), 0.99)
         found: list[Any] = [f"{row[name]:.3f}" for name in ("plain", "oracle", "budget", "chosen")]
         found[2] += f" ({row['best_budget']})"
-        found[3] += f" (bar {bar})" + " missed" * (row["chosen"] < bar)
+        found[3] += f" (target {target})" + " missed" * (row["chosen"] < target)
         lines.append([str(row["batch_size"]), row["traffic"], str(row["best"]), *found])
     titles = ("batch", "traffic", "best length", "plain", "oracle", "best budget", "chosen")
     return table(titles, lines)
