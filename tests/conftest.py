@@ -1,6 +1,7 @@
 """For the whole suite: one torch thread, tiny checkpoints, which tests are slow. On small models a
 second thread costs more than it computes, most of all when the machine is busy."""
 
+import atexit
 import gc
 import signal
 from collections.abc import Generator, Iterator
@@ -38,8 +39,20 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # extension modules count what is left at the process's end
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, Any, Any]:
+    """What is left after a file, such as imported modules, stays, too."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
+
+
+# Extension modules count what is left at the process's end.
+atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
