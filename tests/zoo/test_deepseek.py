@@ -23,8 +23,8 @@ from tests.zoo.runs import (
 )
 from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.mtp import load_nextn
-from tllm_spec.zoo import train
-from tllm_spec.zoo.deepseek_target import (
+from tllm_spec.training.acceptance import module_matches
+from tllm_spec.training.deepseek import (
     SHAPE,
     balance,
     build_target,
@@ -33,11 +33,11 @@ from tllm_spec.zoo.deepseek_target import (
     mixtures,
     published,
 )
-from tllm_spec.zoo.evaluate import module_matches
-from tllm_spec.zoo.mtp import NextnModules
-from tllm_spec.zoo.mtp_training import build_modules, mtp_loss, target_rows
-from tllm_spec.zoo.token_data import TokenData
-from tllm_spec.zoo.trainer import Settings
+from tllm_spec.training.mtp import NextnModules
+from tllm_spec.training.mtp_loss import build_modules, mtp_loss, target_rows
+from tllm_spec.training.token_data import TokenData
+from tllm_spec.training.trainer import Settings
+from tllm_spec.zoo import train
 
 TINY = {
     "vocab_size": 64,

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.zoo.runs import SELF_TEXT, ZOO, call, counting, read_json, read_weights, write_shape
 from tllm_spec.models.token_map import read_token_map
+from tllm_spec.training.acceptance import rounds, summary
 from tllm_spec.zoo import train
-from tllm_spec.zoo.evaluate import rounds, summary
 from tllm_spec.zoo.registry import resolve_file
 
 

@@ -16,35 +16,35 @@ import click
 import torch
 from transformers import AutoModelForCausalLM
 
-from tllm_spec.zoo.deepseek_target import (
+from tllm_spec.training.acceptance import evaluate as acceptance
+from tllm_spec.training.deepseek import (
     SHAPE,
     balanced_loss,
     build_target,
     load_target,
     save_target,
 )
-from tllm_spec.zoo.distill import draft_loss, draft_validation, target_loss, target_validation
-from tllm_spec.zoo.eagle3 import Eagle3Head, Eagle3Shape, is_eagle3, save_head
-from tllm_spec.zoo.eagle3_training import (
+from tllm_spec.training.distill import draft_loss, draft_validation, target_loss, target_validation
+from tllm_spec.training.eagle3 import Eagle3Head, Eagle3Shape, is_eagle3, save_head
+from tllm_spec.training.head_loss import (
     aligned_chains,
     build_head,
     draft_vocabulary,
     eagle3_loss,
     eagle3_validation,
 )
-from tllm_spec.zoo.evaluate import evaluate as acceptance
-from tllm_spec.zoo.mtp import NextnModules
-from tllm_spec.zoo.mtp_training import (
+from tllm_spec.training.mtp import NextnModules
+from tllm_spec.training.mtp_loss import (
     build_modules,
     mtp_loss,
     mtp_validation,
     save_with_modules,
 )
-from tllm_spec.zoo.peagle import PEagleHead, PEagleShape, is_peagle
+from tllm_spec.training.peagle import PEagleHead, PEagleShape, is_peagle
+from tllm_spec.training.self_text import write_self_text
+from tllm_spec.training.token_data import TokenData
+from tllm_spec.training.trainer import Settings, build_model, train
 from tllm_spec.zoo.registry import resolve_model
-from tllm_spec.zoo.self_text import write_self_text
-from tllm_spec.zoo.token_data import TokenData
-from tllm_spec.zoo.trainer import Settings, build_model, train
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

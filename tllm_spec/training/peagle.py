@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tllm_spec.zoo.eagle3 import (
+from tllm_spec.training.eagle3 import (
     MLP,
     NUM_CAPTURED,
     Attention,

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tllm_spec.zoo.eagle3 import Eagle3Head, FeatureHead, target_states
-from tllm_spec.zoo.mtp import NextnModules
-from tllm_spec.zoo.peagle import PEagleHead, Rows
-from tllm_spec.zoo.self_text import continuations
-from tllm_spec.zoo.token_data import TokenData
+from tllm_spec.training.eagle3 import Eagle3Head, FeatureHead, target_states
+from tllm_spec.training.mtp import NextnModules
+from tllm_spec.training.peagle import PEagleHead, Rows
+from tllm_spec.training.self_text import continuations
+from tllm_spec.training.token_data import TokenData
 
 BATCH = 64
 

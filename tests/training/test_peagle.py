@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from tests.models.eagle3_reference import Eagle3Reference
-from tests.zoo.eagle3_entries import DRAFT_IDS, SHAPE, with_large_weights
-from tllm_spec.zoo import eagle3_training as training
-from tllm_spec.zoo.eagle3 import save_head, target_states
-from tllm_spec.zoo.evaluate import mask_matches
-from tllm_spec.zoo.peagle import PEagleHead, PEagleShape, Rows
+from tests.training.eagle3_entries import DRAFT_IDS, SHAPE, with_large_weights
+from tllm_spec.training import head_loss as training
+from tllm_spec.training.acceptance import mask_matches
+from tllm_spec.training.eagle3 import save_head, target_states
+from tllm_spec.training.peagle import PEagleHead, PEagleShape, Rows
+from tllm_spec.training.trainer import Settings
 from tllm_spec.zoo.registry import resolve_model
-from tllm_spec.zoo.trainer import Settings
 
 FOLDER = resolve_model("zoo:llama-peagle")
 PARALLEL_SHAPE = PEagleShape(**asdict(SHAPE), num_hidden_layers=2, mask_token_id=5)

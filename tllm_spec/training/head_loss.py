@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tllm_spec.zoo.distill import (
+from tllm_spec.training.distill import (
     ARGMAX_SHARE,
     SELF_TEXT_SHARE,
     VALIDATION_LENGTH,
     VALIDATION_WINDOWS,
 )
-from tllm_spec.zoo.eagle3 import Eagle3Head, Eagle3Shape, FeatureHead, target_states
-from tllm_spec.zoo.peagle import PEagleHead, PEagleShape, Rows
-from tllm_spec.zoo.token_data import TokenData
-from tllm_spec.zoo.trainer import Settings, add_dropout
+from tllm_spec.training.eagle3 import Eagle3Head, Eagle3Shape, FeatureHead, target_states
+from tllm_spec.training.peagle import PEagleHead, PEagleShape, Rows
+from tllm_spec.training.token_data import TokenData
+from tllm_spec.training.trainer import Settings, add_dropout
 
 STEP_DECAY = 0.9
 """Ratio of a step's weight in the loss to the previous step's: a late draft matters only if the

@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
-from tests.zoo.eagle3_entries import DRAFT_IDS, SHAPE, EntryByEntryHead, learn
-from tllm_spec.zoo import eagle3_training as training
-from tllm_spec.zoo.distill import ARGMAX_SHARE
-from tllm_spec.zoo.eagle3 import Eagle3Head, Eagle3Shape, target_states
-from tllm_spec.zoo.token_data import TokenData
-from tllm_spec.zoo.trainer import Settings
+from tests.training.eagle3_entries import DRAFT_IDS, SHAPE, EntryByEntryHead, learn
+from tllm_spec.training import head_loss as training
+from tllm_spec.training.distill import ARGMAX_SHARE
+from tllm_spec.training.eagle3 import Eagle3Head, Eagle3Shape, target_states
+from tllm_spec.training.token_data import TokenData
+from tllm_spec.training.trainer import Settings
 
 
 @torch.no_grad()

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from tllm_spec.zoo import eagle3_training as training
-from tllm_spec.zoo.eagle3 import Eagle3Head, Eagle3Shape
+from tllm_spec.training import head_loss as training
+from tllm_spec.training.eagle3 import Eagle3Head, Eagle3Shape
+from tllm_spec.training.token_data import TokenData
+from tllm_spec.training.trainer import Settings
 from tllm_spec.zoo.registry import resolve_model
-from tllm_spec.zoo.token_data import TokenData
-from tllm_spec.zoo.trainer import Settings
 
 SIZES = {
     "vocab_size": 12,

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from tests.zoo.eagle3_entries import FOLDER, SHAPE
+from tests.training.eagle3_entries import FOLDER, SHAPE
 from tests.zoo.runs import read_json
-from tllm_spec.zoo.eagle3 import Eagle3Head, Eagle3Shape, save_head
+from tllm_spec.training.eagle3 import Eagle3Head, Eagle3Shape, save_head
 
 
 def test_the_checkpoint_has_the_published_format_and_loads_again(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from tests.zoo.eagle3_entries import DRAFT_IDS, EntryByEntryHead, learn
+from tests.training.eagle3_entries import DRAFT_IDS, EntryByEntryHead, learn
 from tests.zoo.runs import SELF_TEXT, ZOO, call, counting, read_json, write_shape
+from tllm_spec.training.acceptance import chain_rounds, evaluate, summary
+from tllm_spec.training.eagle3 import target_states
+from tllm_spec.training.self_text import continuations
+from tllm_spec.training.token_data import TokenData
 from tllm_spec.zoo import train
-from tllm_spec.zoo.eagle3 import target_states
-from tllm_spec.zoo.evaluate import chain_rounds, evaluate, summary
-from tllm_spec.zoo.self_text import continuations
-from tllm_spec.zoo.token_data import TokenData
 
 STEPS = 80
 
