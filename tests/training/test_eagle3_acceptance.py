@@ -35,7 +35,7 @@ def test_measured_acceptance_equals_that_of_a_loop_that_drafts_and_verifies(
     accepted = []
     for text in continuations(target, prompts, 40, do_sample=False):
         features, embeddings = (
-            target_states(target, text[None])[0][0],
+            target_states(target, text[None], None)[0][0],
             target.get_input_embeddings()(text),
         )
         reference = EntryByEntryHead(head, features, embeddings)

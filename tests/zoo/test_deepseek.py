@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.models.helpers import PagedRunner, load, reference_logits
 from tests.models.mtp_reference import PlainMTP
 from tests.models.test_mtp import ModuleRunner
+from tests.training.eagle3_entries import settings
 from tests.zoo.runs import (
     SELF_TEXT,
     call,
@@ -36,7 +37,6 @@ from tllm_spec.training.deepseek import (
 from tllm_spec.training.mtp import NextnModules
 from tllm_spec.training.mtp_loss import build_modules, mtp_loss, target_rows
 from tllm_spec.training.token_data import TokenData
-from tllm_spec.training.trainer import Settings
 from tllm_spec.zoo import train
 
 TINY = {
@@ -54,7 +54,7 @@ TINY = {
     "moe_intermediate_size": 16,
 }
 CPU = torch.device("cpu")
-RUN = Settings(1, 1, 1, 16, 1e-3, 0.0, 0.0, 1, False)
+RUN = settings()
 
 
 @pytest.fixture(scope="module")

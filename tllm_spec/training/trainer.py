@@ -1,12 +1,10 @@
-"""The training loop of all models of the zoo: AdamW, a cosine schedule over a budget, and the best
-weights are saved.
+"""The training loop of all models: AdamW, a cosine schedule over a budget, checkpoints to resume
+from, and the best weights are saved.
 
-The caller passes loss, validation and, for other models than those of transformers, a function that
-saves the weights."""
+The caller passes loss, validation and a function that saves the weights."""
 
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from tqdm import tqdm
 
-VALIDATE_EVERY_SECONDS = 30.0
+from tllm_spec.training.checkpoint import Checkpoint, Progress
+from tllm_spec.training.ranks import ALONE, Ranks
+
 LONG_WINDOWS_FROM = 0.85
 """After this part of the budget, sequences are twice as long and a batch has half as many."""
 
@@ -36,17 +36,10 @@ class Settings:
     dropout: float
     warmup_steps: int
     compile: bool
-
-
-def build_model(shape: Path, settings: Settings, device: torch.device) -> Any:
-    """A new fp32 model with the shape in `shape/config.json`."""
-    config = AutoConfig.from_pretrained(shape, dtype=torch.float32)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(device)
-    for layer in model.model.layers:
-        add_dropout(layer, settings.dropout)
-        if settings.compile:  # layer by layer: all layers share one compilation
-            layer.compile(dynamic=False)
-    return model
+    checkpoint_steps: int
+    """Steps from one validation and checkpoint to the next."""
+    seed: int
+    resume: bool = False
 
 
 def add_dropout(layer: Any, probability: float) -> None:
@@ -55,67 +48,85 @@ def add_dropout(layer: Any, probability: float) -> None:
         part.register_forward_hook(_dropout(probability))
 
 
-def logits_of(model: Any, tokens: Tensor) -> Tensor:
-    """`[B, T]` -> `[B, T, V]`, with bf16 autocast on a GPU and in fp32 on a CPU."""
-    with torch.autocast("cuda", torch.bfloat16, enabled=tokens.is_cuda):
-        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
-    return logits
-
-
-def save(model: Any, shape: Path, output: Path) -> None:
-    """Write the weights in bf16 with transformers, and copy the configuration files of `shape`."""
-    weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-    del weights["lm_head.weight"]  # tied to the embedding; the conversion made a second tensor
-    model.save_pretrained(output, state_dict=weights)
-    # They replace the files just written, which have the spelling of the installed version.
-    for name in ("config.json", "generation_config.json"):
-        shutil.copyfile(shape / name, output / name)
-
-
 def train(
     model: Any,
     loss_of: Callable[[int, int], Tensor],
     validate: Callable[[], dict[str, float]],
     settings: Settings,
-    shape: Path,
     output: Path,
-    save_weights: Callable[[Any, Path, Path], None] = save,
+    save_weights: Callable[[Any], None],
+    ranks: Ranks = ALONE,
 ) -> None:
-    """`loss_of(windows, length)` samples a batch. The weights with the lowest `loss` of
-    `validate()` are saved by `save_weights(model, shape, output)`."""
+    """Each `checkpoint_steps`, the weights are saved by `save_weights(model)` if `validate()` has
+    the lowest `loss` so far.
+
+    Args:
+        loss_of: `loss_of(windows, length)` samples a batch; the losses of several ranks add up.
+            Random numbers depend on the seed and the step only, so a run can be resumed.
+        output: folder of `metrics.json` and the checkpoint.
+    """
+    output.mkdir(parents=True, exist_ok=True)
     optimizer = _optimizer(model, settings)
-    start = last_validation = time.monotonic()
-    best, history, step, done = math.inf, [], 0, 0.0
-    while done < 1.0:
-        _set_learning_rate(optimizer, settings, step, done)
-        is_long = (
-            done >= LONG_WINDOWS_FROM
-            and model.config.max_position_embeddings >= 2 * settings.length
-        )
-        scale = 2 if is_long else 1
-        loss = loss_of(max(1, settings.windows // scale), settings.length * scale)
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        step += 1
-        if step % 10 == 0 and loss.is_cuda:
-            torch.cuda.synchronize()  # otherwise the host's clock runs ahead of the device
-        now = time.monotonic()
-        done = max((now - start) / (60 * settings.minutes), step / settings.steps)
-        if done >= 1.0 or now - last_validation >= VALIDATE_EVERY_SECONDS:
-            figures = _validation(model, validate)
-            seconds, tokens = time.monotonic() - start, step * settings.windows * settings.length
-            history.append(
-                {"step": step, "tokens": tokens, "seconds": round(seconds, 1), **figures}
-            )
-            print({"train_loss": round(loss.item(), 4), **history[-1]}, flush=True)
-            if figures["loss"] < best:
-                best = figures["loss"]
-                save_weights(model, shape, output)
-                metrics = json.dumps({**history[-1], "history": history}, indent=1)
-                (output / "metrics.json").write_text(metrics + "\n", encoding="utf-8")
-            last_validation = time.monotonic()
+    checkpoint = Checkpoint(output, model, optimizer)
+    progress = checkpoint.load() if settings.resume else Progress()
+    start = time.monotonic() - progress.seconds
+    done = _done(progress, settings)
+    with tqdm(total=100, unit="%", disable=None if ranks.is_first else True) as bar:
+        while done < 1.0:
+            torch.manual_seed((settings.seed << 32) + progress.step)
+            _set_learning_rate(optimizer, settings, progress.step, done)
+            loss = loss_of(*_sizes(model, settings, done))
+            torch.autograd.backward(loss)
+            loss = _update(model, loss.detach(), optimizer, ranks)
+            progress.step += 1
+            if progress.step % 10 == 0 and loss.is_cuda:
+                torch.cuda.synchronize()  # otherwise the host's clock runs ahead of the device
+            progress.seconds = time.monotonic() - start
+            done = ranks.of_first(_done(progress, settings), loss.device)
+            bar.update(round(100 * min(done, 1.0), 1) - bar.n)
+            is_due = done >= 1.0 or progress.step % settings.checkpoint_steps == 0
+            if is_due and ranks.is_first:
+                figures = {"train_loss": round(loss.item(), 4), **_validation(model, validate)}
+                _note(figures, progress, output, lambda: save_weights(model))
+                checkpoint.save(progress)
+
+
+def _done(progress: Progress, settings: Settings) -> float:
+    """The used part of the budget."""
+    return max(progress.seconds / (60 * settings.minutes), progress.step / settings.steps)
+
+
+def _sizes(model: Any, settings: Settings, done: float) -> tuple[int, int]:
+    """Sequences of a batch, and their length."""
+    is_long = (
+        done >= LONG_WINDOWS_FROM and model.config.max_position_embeddings >= 2 * settings.length
+    )
+    scale = 2 if is_long else 1
+    return max(1, settings.windows // scale), settings.length * scale
+
+
+def _update(model: Any, loss: Tensor, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Tensor:
+    """One step of the optimizer; the loss of all ranks together."""
+    parameters = list(model.parameters())
+    loss = ranks.add_up(loss, [each.grad for each in parameters])
+    nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss
+
+
+def _note(
+    figures: dict[str, float], progress: Progress, output: Path, save: Callable[[], None]
+) -> None:
+    """Adds a validation's figures to the history, and saves the best weights so far."""
+    row = {"step": progress.step, "seconds": round(progress.seconds, 1), **figures}
+    progress.history.append(row)
+    tqdm.write(json.dumps(row))
+    if figures["loss"] < progress.best:
+        progress.best = figures["loss"]
+        save()
+        metrics = json.dumps({**row, "history": progress.history}, indent=1)
+        (output / "metrics.json").write_text(metrics + "\n", encoding="utf-8")
 
 
 def _validation(model: Any, validate: Callable[[], dict[str, float]]) -> dict[str, float]:
