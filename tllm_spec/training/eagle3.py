@@ -124,6 +124,7 @@ class FeatureHead(nn.Module):
     the speculators format. `d2t` holds offsets: the target's id is `draft id + d2t[draft id]`."""
 
     config: Eagle3Config
+    layers: nn.ModuleList
     d2t: Tensor
     t2d: Tensor
 

@@ -142,8 +142,11 @@ def config_json(shape: Eagle3Config, target: ModelConfig, form: Format) -> str:
         "attention_bias": False,
         "mlp_bias": False,
     }
-    outer = {"draft_vocab_size": shape.output_size, "tie_word_embeddings": False}
-    outer["torch_dtype"] = "bfloat16"
+    outer = {
+        "draft_vocab_size": shape.output_size,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
     if form == "eagle":
         config = _authors(shape, layer | outer)
     else:

@@ -1,7 +1,7 @@
 """Trains a head for any target that transformers loads: `tllm-train head`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.training.acceptance import chain_rounds, num_matches, summary
 from tllm_spec.training.eagle3 import FeatureHead
 from tllm_spec.training.head_files import (
@@ -29,22 +30,24 @@ from tllm_spec.training.token_data import TokenData
 from tllm_spec.training.trainer import Settings, train
 from tllm_spec.zoo.registry import resolve_model
 
+Kind = Literal["eagle3", "peagle"]
+DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 MAX_LENGTH = 2048  # tokens of a sequence
 MAX_DRAFT_VOCABULARY = 32_000
 
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """What the command's options of the same names say."""
+    """What the command's options of the same names say; None: not given."""
 
     model: str
     data: Path
     output: Path
-    kind: Literal["eagle3", "peagle"]
+    kind: Kind | None
     start: str | None
     format: Format | None
     draft_vocab_size: int | None
-    layers: int
+    layers: int | None
     unroll: int
     dtype: Literal["bf16", "float32"]
     device: str
@@ -52,47 +55,58 @@ class HeadOptions:
 
 def train_head(options: HeadOptions, settings: Settings) -> None:
     """Raises ValueError for options that do not fit each other, the target or the texts."""
-    ranks, device = Ranks.join(options.device)
     folder = resolve_model(options.model)
     config = ModelConfig.from_pretrained(folder)
     start = None if options.start is None else load_head(resolve_model(options.start), config)
+    shape = _shape(options, config, start)
+    form = options.format or ("eagle" if shape.mask_token is None else "speculators")
+    config_file = config_json(shape, config, form)
     length = min(MAX_LENGTH, config.max_positions, settings.windows * settings.length)
     texts = read_texts(options.data, options.model, length - options.unroll, options.unroll)
     training, held_out = split(texts, options.data, options.unroll)
+    ranks, device = Ranks.join(options.device)
     if len(training) < ranks.size:
         raise ValueError(f"{options.data} has {len(training)} texts for {ranks.size} processes")
-    dtype = {"bf16": torch.bfloat16, "float32": torch.float32}[options.dtype]
-    target = load_language_model(folder, dtype, device)
-    torch.manual_seed(settings.seed)  # all ranks begin with the same weights
-    head = _head(options, config, target, training, settings, start)
-    form = options.format or ("eagle" if options.kind == "eagle3" else "speculators")
-    config_file = config_json(head.config, config, form)
     if ranks.is_first:
         print(f"{len(training)} texts to train on, {len(held_out)} held out", flush=True)
+    target = load_language_model(folder, DTYPES[options.dtype], device)
+    torch.manual_seed(settings.seed)  # all ranks begin with the same weights
+    ids = _vocabulary(training, shape) if start is None else start.draft_ids
+    head = build_head(shape, target, ids.to(device), settings, start)
     loss = head_loss(head, target, training, options.unroll, ranks)
     validation = partial(acceptance_of, head, target, held_out, options.unroll)
     save_best = partial(save_head, config=config_file, output=options.output)
     train(head, loss, validation, settings, options.output, save_best, ranks=ranks)
+    ranks.leave()
 
 
-def _head(
-    options: HeadOptions,
-    config: ModelConfig,
-    target: Any,
-    training: list[Text],
-    settings: Settings,
-    start: FeatureHead | None,
-) -> FeatureHead:
-    mask_token = config.eos_token_ids[0] if options.kind == "peagle" else None
-    size = options.draft_vocab_size or min(config.vocab_size, MAX_DRAFT_VOCABULARY)
-    shape = new_shape(config, size, options.layers, mask_token)
+def _shape(options: HeadOptions, config: ModelConfig, start: FeatureHead | None) -> Eagle3Config:
+    """A P-EAGLE head may start from an EAGLE-3 head."""
+    is_parallel_start = start is not None and start.config.mask_token is not None
+    kind = options.kind or ("peagle" if is_parallel_start else "eagle3")
+    layers = options.layers or {"eagle3": 1, "peagle": 2}[kind]
+    if kind == "eagle3" and layers != 1:
+        raise ValueError(
+            f"--layers is {layers}; an EAGLE-3 head has 1 (--kind peagle may have more)"
+        )
+    mask_token = config.eos_token_ids[0] if kind == "peagle" else None
+    size = min(options.draft_vocab_size or MAX_DRAFT_VOCABULARY, config.vocab_size)
     if start is None:
-        outputs = torch.cat([text.tokens[text.start :] for text in training])
-        everything = torch.cat([text.tokens for text in training])
-        ids, _ = draft_vocabulary([TokenData(each, 0) for each in (outputs, everything)], shape)
-    else:
-        ids = start.draft_ids
-    return build_head(shape, target, ids.to(target.device), settings, start)
+        return new_shape(config, size, layers, mask_token)
+    if options.draft_vocab_size is not None:
+        raise ValueError("--draft_vocab_size is that of the head in --start; leave it out")
+    if is_parallel_start:
+        if options.layers is not None or kind == "eagle3":
+            raise ValueError("--layers and --kind are those of the head in --start; leave them out")
+        return start.config
+    return replace(start.config, num_layers=layers, mask_token=mask_token)
+
+
+def _vocabulary(texts: list[Text], shape: Eagle3Config) -> Tensor:
+    """The most frequent tokens; outputs have more weight than prompts."""
+    outputs = torch.cat([text.tokens[text.start :] for text in texts])
+    everything = torch.cat([text.tokens for text in texts])
+    return draft_vocabulary([TokenData(each, 0) for each in (outputs, everything)], shape)[0]
 
 
 def head_loss(
@@ -115,19 +129,20 @@ def acceptance_of(
 ) -> dict[str, float]:
     """Figures over the outputs: the loss, and the acceptance of `unroll` greedy drafts a round
     where the target's best tokens are accepted."""
-    losses = torch.zeros(unroll, device=target.device)
-    number, accepted = 0, list[int]()
+    sums = torch.zeros(2, unroll, device=target.device)
+    accepted: list[int] = []
     for text in texts:
         batch = padded([text], unroll)
-        steps = list(steps_along(head, target, batch.tokens.to(target.device), unroll))
         counts = batch.counts.to(target.device)
-        losses += torch.stack([(counts[:, step.rows] * step.losses).sum() for step in steps])
-        number += int(batch.counts.sum())
+        steps = list(steps_along(head, target, batch.tokens.to(target.device), unroll))
+        for index, step in enumerate(steps):
+            weights = counts[:, step.rows]
+            sums[:, index] += torch.stack([(weights * step.losses).sum(), weights.sum()])
         chains = num_matches(torch.stack([step.is_best for step in steps], -1)[:, :-1])
         accepted += chain_rounds(chains[0, text.start : len(text.tokens)].tolist(), unroll)
     figures = summary(accepted, unroll)
     return {
-        "loss": weighted(losses / number).item(),
+        "loss": weighted(sums[0] / sums[1]).item(),
         "acceptance_length": figures["acceptance_length"],
         **{f"accepted_{k}": rate for k, rate in enumerate(figures["per_position"], start=1)},
     }

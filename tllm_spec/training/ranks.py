@@ -44,7 +44,7 @@ class Ranks:
         flat = torch.cat([loss.reshape(1), *(each.flatten() for each in gradients)])
         dist.all_reduce(flat)
         sizes = [each.numel() for each in gradients]
-        for gradient, total in zip(gradients, flat[1:].split(sizes), strict=True):
+        for gradient, total in zip(gradients, torch.split(flat[1:], sizes), strict=True):
             gradient.copy_(total.view_as(gradient))
         return flat[0]
 
@@ -55,6 +55,10 @@ class Ranks:
         shared = torch.tensor(value, dtype=torch.float64, device=device)
         dist.broadcast(shared, 0)
         return shared.item()
+
+    def leave(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()
 
 
 ALONE = Ranks()

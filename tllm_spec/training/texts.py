@@ -26,8 +26,8 @@ class Text(NamedTuple):
 
 
 def read_texts(data: Path, model: str, max_length: int, unroll: int) -> list[Text]:
-    """The texts of a folder of recorded traffic, or of a text file, in pieces of at most
-    `max_length` tokens, without those that have no whole round of `unroll` drafts. Raises
+    """The texts of a folder of recorded traffic, or of a text file, in pieces of `max_length`
+    tokens or a few less. Those that have no whole round of `unroll` drafts are left out. Raises
     ValueError for a file that cannot be read."""
     if data.is_dir():
         texts = [
@@ -36,6 +36,7 @@ def read_texts(data: Path, model: str, max_length: int, unroll: int) -> list[Tex
         ]
     else:
         texts = [Text(torch.tensor(load_tokenizer(model).encode(_read(data))), 1)]
+    max_length = max(1, max_length // ALIGNMENT) * ALIGNMENT
     pieces = [piece for text in texts for piece in _pieces(text, max_length)]
     return [text for text in pieces if len(text.tokens) - text.start > unroll + 1]
 
@@ -88,7 +89,7 @@ def padded(texts: Sequence[Text], unroll: int, share: slice = slice(None)) -> Ba
 def _pieces(text: Text, max_length: int) -> list[Text]:
     return [
         Text(tokens, max(1, text.start - index * max_length))
-        for index, tokens in enumerate(text.tokens.split(max_length))
+        for index, tokens in enumerate(torch.split(text.tokens, max_length))
     ]
 
 
