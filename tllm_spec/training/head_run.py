@@ -59,8 +59,7 @@ def train_head(options: HeadOptions, settings: Settings) -> None:
     config = ModelConfig.from_pretrained(folder)
     start = None if options.start is None else load_head(resolve_model(options.start), config)
     shape = _shape(options, config, start)
-    form = options.format or ("eagle" if shape.mask_token is None else "speculators")
-    config_file = config_json(shape, config, form)
+    config_file = _config_file(options, shape, config, start)
     length = min(MAX_LENGTH, config.max_positions, settings.windows * settings.length)
     texts = read_texts(options.data, options.model, length - options.unroll, options.unroll)
     training, held_out = split(texts, options.data, options.unroll)
@@ -100,6 +99,16 @@ def _shape(options: HeadOptions, config: ModelConfig, start: FeatureHead | None)
             raise ValueError("--layers and --kind are those of the head in --start; leave them out")
         return start.config
     return replace(start.config, num_layers=layers, mask_token=mask_token)
+
+
+def _config_file(
+    options: HeadOptions, shape: Eagle3Config, config: ModelConfig, start: FeatureHead | None
+) -> str:
+    """That of `--start` where nothing else is asked for, so that the head can be swapped in."""
+    if options.start is not None and options.format is None and start and shape == start.config:
+        return (resolve_model(options.start) / "config.json").read_text(encoding="utf-8")
+    form = options.format or ("eagle" if shape.mask_token is None else "speculators")
+    return config_json(shape, config, form)
 
 
 def _vocabulary(texts: list[Text], shape: Eagle3Config) -> Tensor:
