@@ -33,6 +33,7 @@ BORDERS = {
 # entry and from any lower floor, never sideways or up.
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
+        "tllm_spec.ray_serve",
         "tllm_spec.cli",
         "tllm_spec.zoo",
         "tllm_spec.examples",
@@ -54,7 +55,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.server_info",
         "tllm_spec.prompts",
         "tllm_spec.grammars",
-        "tllm_spec.rank_checks",
+        "tllm_spec.distributed.rank_checks",
         "tllm_spec.executor.worker",
     ),
     (
