@@ -32,8 +32,8 @@ BORDERS = {
 # Top floor first; the longest entry that fits a module is its own. A module may import from its own
 # entry and from any lower floor, never sideways or up.
 FLOORS: tuple[tuple[str, ...], ...] = (
+    ("tllm_spec.ray_serve",),
     (
-        "tllm_spec.ray_serve",
         "tllm_spec.cli",
         "tllm_spec.zoo",
         "tllm_spec.examples",
@@ -122,8 +122,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.draft_watch",
         "tllm_spec.executor.speculative.draft_length.request_pause",
         "tllm_spec.executor.graphs.eager_timing",
+        "tllm_spec.draft_network",
     ),
-    ("tllm_spec.draft_network",),
     ("tllm_spec.models",),
     (
         "tllm_spec.attention",
