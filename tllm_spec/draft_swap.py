@@ -10,7 +10,7 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.worker import Worker
 from tllm_spec.recording.replay import replay
-from tllm_spec.recording.traffic_folder import latest_records
+from tllm_spec.recording.traffic_folder import latest_records, states_files
 
 NUM_REPLAYED = 64  # the latest recorded requests, which new weights are tried with
 MIN_REPLAYED = 8
@@ -48,11 +48,12 @@ def _replayed(args: LlmArgs, old: str, new: str) -> dict[str, Any]:
     """Empty with too few records. Raises ValueError where the new weights are worse."""
     if args.record_traffic is None:
         return {}
-    records = latest_records(Path(args.record_traffic), NUM_REPLAYED)
+    recorded = Path(args.record_traffic)
+    records, states = latest_records(recorded, NUM_REPLAYED), states_files(recorded)
     if len(records) < MIN_REPLAYED:
         return {}
     lengths = [
-        replay(records, _with_weights(args, folder)).total.acceptance_length
+        replay(records, _with_weights(args, folder), states).total.acceptance_length
         for folder in (old, new)
     ]
     if lengths[1] < lengths[0]:

@@ -10,9 +10,10 @@ import pytest
 from tests.lossless.cases import heldout_prompts
 from tests.lossless.engines import MODES, engine
 from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.llm import LLM
 from tllm_spec.recording.replay import Replayed, replay, why_simulated
-from tllm_spec.recording.traffic_folder import read_records
+from tllm_spec.recording.traffic_folder import read_records, states_files
 from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.sampling_params import SamplingParams
 
@@ -30,9 +31,10 @@ LEARNS = "eagle3_sa"
 DEFAULT = ("eagle3_tree",)
 
 
-def served(folder: Path, mode: str) -> list[TrafficRecord]:
-    """Two prompts with each way of sampling."""
-    with LLM("zoo:llama", record_traffic=str(folder), **LIMITS, **engine(mode, 4)) as llm:
+def served(folder: Path, mode: str, share: float = 0.5) -> list[TrafficRecord]:
+    """Two prompts with each way of sampling. share: of those with hidden states."""
+    record = {"record_traffic": str(folder), "record_hidden_states": share}
+    with LLM("zoo:llama", **record, **LIMITS, **engine(mode, 4)) as llm:
         prompts = heldout_prompts(llm.get_tokenizer(), 2, 40)
         pairs = list(product(prompts, PARAMS))
         params = [SamplingParams(**{"max_tokens": 40, "seed": 3} | given) for _, given in pairs]
@@ -41,8 +43,9 @@ def served(folder: Path, mode: str) -> list[TrafficRecord]:
     return read_records(folder)
 
 
-def replayed(records: list[TrafficRecord], mode: str) -> Replayed:
-    return replay(records, LlmArgs.from_kwargs("zoo:llama", **LIMITS, **engine(mode, 4)))
+def replayed(records: list[TrafficRecord], mode: str, folder: Path) -> Replayed:
+    args = LlmArgs.from_kwargs("zoo:llama", **LIMITS, **engine(mode, 4))
+    return replay(records, args, states_files(folder))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +59,7 @@ def replayed(records: list[TrafficRecord], mode: str) -> Replayed:
 def test_counts_of_a_replay_are_those_of_serving(mode: str, tmp_path: Path) -> None:
     records = served(tmp_path / "traffic", mode)
     assert sum(record.stats.num_accepted_tokens for record in records) > 0
-    found = replayed(records, mode)
+    found = replayed(records, mode, tmp_path / "traffic")
     assert found.simulated == []
     assert found.requests == [record.stats for record in records]
 
@@ -69,7 +72,18 @@ def test_traffic_of_plain_decoding_tells_what_a_drafter_would_have_done(
     # Without a drafter nobody keeps that a request wanted shorter drafts.
     pairs = [pair for pair in zip(plain, drafted, strict=True) if pair[1].draft_limit is None]
     assert len(pairs) == 8
-    assert replayed([each for each, _ in pairs], mode).requests == [each.stats for _, each in pairs]
+    found = replayed([each for each, _ in pairs], mode, tmp_path / "plain")
+    assert found.requests == [each.stats for _, each in pairs]
+
+
+def test_a_head_is_replayed_from_recorded_states_without_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [each for each in served(tmp_path, "eagle3", 1.0) if not each.cached_tokens]
+    assert len(records) == len(states_files(tmp_path)) >= 4
+    monkeypatch.setattr(ModelEngine, "forward", None)
+    found = replayed(records, "eagle3", tmp_path)
+    assert found.requests == [each.stats for each in records]
 
 
 def test_counts_that_serving_may_not_have_are_called_simulated() -> None:

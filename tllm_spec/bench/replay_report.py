@@ -1,14 +1,19 @@
 """What `tllm-bench replay` prints: each configuration's acceptance on recorded traffic, after what
 was served."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tllm_spec.config.llm_args import LlmArgs, overlay, read_options
 from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.recording.replay import replay
-from tllm_spec.recording.traffic_folder import files_of, read_records, read_traffic
+from tllm_spec.recording.traffic_folder import (
+    files_of,
+    read_records,
+    read_traffic,
+    states_files,
+)
 from tllm_spec.recording.traffic_record import TrafficRecord
 
 # Options of the recorded engine that a configuration has, too, unless it says otherwise.
@@ -21,11 +26,12 @@ def replay_report(
     """A row for what was served, then one for each configuration. model: None: the recorded one.
     num_requests: the latest ones; 0: all. Raises ValueError for what cannot be replayed."""
     records, served_model, options = read_served(folder, num_requests)
+    states = states_of(folder, model, served_model)
     arguments = [arguments_of(model or served_model, options, path) for path in configs]
     served = sum((record.stats for record in records), SpeculativeStats())
     rows = [row_of("served", served, len(records), [])]
     for path, args in zip(configs, arguments, strict=True):
-        found = replay(records, args)
+        found = replay(records, args, states)
         rows.append(row_of(path.stem, found.total, len(records), found.simulated))
     return rows
 
@@ -40,6 +46,11 @@ def read_served(
     if not records:
         raise ValueError(f"{folder} has no recorded requests")
     return records, header["model"], header["options"]
+
+
+def states_of(folder: Path, model: str | None, served_model: str) -> Mapping[str, Path]:
+    """As `replay` takes them; of another model than the one that served there are none."""
+    return states_files(folder) if model in (None, served_model) else {}
 
 
 def arguments_of(model: str, served: dict[str, Any], path: Path) -> LlmArgs:

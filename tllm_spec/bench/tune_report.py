@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from tllm_spec.bench.plot import LoadPoint
-from tllm_spec.bench.replay_report import arguments_of, read_served
+from tllm_spec.bench.replay_report import arguments_of, read_served, states_of
 from tllm_spec.bench.tune import (
     PLAIN,
     Candidate,
@@ -34,7 +34,7 @@ def tune(
     """Scores of plain decoding and of every candidate: of the files, or else of the drafter that
     served and of SA. Raises ValueError as `replay` does."""
     records, served_model, options = read_served(folder, num_requests)
-    target = model or served_model
+    target, states = model or served_model, states_of(folder, model, served_model)
     drafters = [(path.stem, arguments_of(target, options, path)) for path in configs]
     if not drafters:
         own = options.get("speculative_config")
@@ -51,7 +51,8 @@ def tune(
         seconds = measured_seconds(args, spec)
         plain = [] if scores else [Candidate(PLAIN, PLAIN, None)]
         for each in [*plain, *candidates_of(name, spec)]:
-            scores.append(score(each, records, args, seconds(each.shape), served_batch_size(args)))
+            size = served_batch_size(args)
+            scores.append(score(each, records, args, seconds(each.shape), size, states))
     return scores
 
 
