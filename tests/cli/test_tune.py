@@ -1,6 +1,7 @@
 """`tllm-bench tune`: the simulation of recorded arrivals, and its choice against what was really
 served."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tllm_spec.bench.tune import (
     score_of,
     simulate,
 )
-from tllm_spec.bench.tune_report import best_yaml
+from tllm_spec.bench.tune_report import best_yaml, tune
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import speculative_config_from
 from tllm_spec.llm import LLM
@@ -66,6 +67,18 @@ def test_the_best_configuration_says_why() -> None:
     text = best_yaml(scores)
     assert "# sa 3: 4.000 ms a token" in text and "1.50 times that" in text
     assert text.endswith("speculative_config:\n  decoding_type: SA\n  max_draft_len: 3\n")
+
+
+def test_a_model_without_a_tokenizer_is_tuned(tiny: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "max_batch_size": 2, "max_seq_len": 64}
+    with LLM(tiny, record_traffic=str(tmp_path / "traffic"), **options) as llm:
+        llm.generate([1, 2, 1, 2, 1], SamplingParams(max_tokens=9, ignore_eos=True))
+    config = tmp_path / "sa.yaml"
+    spec = {"decoding_type": "SA", "max_draft_len": 1}
+    config.write_text(json.dumps({"speculative_config": spec, "max_batch_size": 2}))
+    scores = tune(tmp_path / "traffic", None, [config])
+    assert [each.candidate.name for each in scores] == ["plain", "sa 1"]
+    assert all(each.output_tokens_per_s > 0 for each in scores)
 
 
 def prompts_of(kind: str, llm: LLM) -> tuple[list[list[int]], SamplingParams]:

@@ -17,7 +17,15 @@ from tllm_spec.recording.traffic_folder import (
 from tllm_spec.recording.traffic_record import TrafficRecord
 
 # Options of the recorded engine that a configuration has, too, unless it says otherwise.
-KEPT = ("tokenizer", "dtype", "load_format", "deterministic", "max_seq_len", "max_num_tokens")
+KEPT = (
+    "tokenizer",
+    "skip_tokenizer_init",
+    "dtype",
+    "load_format",
+    "deterministic",
+    "max_seq_len",
+    "max_num_tokens",
+)
 
 
 def replay_report(

@@ -21,7 +21,7 @@ from tllm_spec.bench.tune import (
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.executor.build import build_executor
-from tllm_spec.text.tokenizer import load_tokenizer
+from tllm_spec.text.tokenizer import tokenizer_of
 
 MATCHES = {"decoding_type": "SA", "max_draft_len": 5}
 # By the shape's name: seconds of a round of a number of requests; PLAIN: without drafts.
@@ -80,8 +80,7 @@ def measured_seconds(args: LlmArgs, spec: DecodingBaseConfig) -> Callable[[str],
     own = dict(shapes[-1].spec or {}) | {"adaptive": adaptive}
     off = {"record_traffic": None, "record_hidden_states": 0.0}
     options = args.as_options() | {"speculative_config": own} | off
-    tokenizer = load_tokenizer(args.tokenizer or args.model)
-    built = build_executor(LlmArgs(**options), tokenizer, lambda responses: None)
+    built = build_executor(LlmArgs(**options), tokenizer_of(args), lambda responses: None)
     controller = built.executor.parts.controller
 
     def of_shape(name: str) -> RoundSeconds:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.scheduler_config import SchedulerConfig
@@ -34,7 +34,7 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.recording.hidden_states import read_states_file
 from tllm_spec.recording.traffic_record import TrafficRecord
-from tllm_spec.text.tokenizer import load_tokenizer
+from tllm_spec.text.tokenizer import tokenizer_of
 from tllm_spec.zoo.registry import resolve_model
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def replay(
     texts = {index: [*each.prompt, *each.output] for index, each in enumerate(records)}
     longest = max(map(len, texts.values()), default=0)
     with _target_of(_replayable(args, spec, longest)) as built_args:
-        tokenizer = load_tokenizer(args.tokenizer or args.model)
+        tokenizer = tokenizer_of(args)
         built = build_executor(built_args, tokenizer, _ignore, texts=texts)
     requests = [_request(number, each, built.limits) for number, each in enumerate(records)]
     built.executor.enter_thread()
@@ -143,7 +143,12 @@ def _find_states(
         else:
             # Nothing reads the last token.
             text = [*record.prompt, *record.output][:-1]
-            whole = {"tokens": text, "max_tokens": 1, "draft_limit": 0, "stop_checker": None}
+            whole: dict[str, Any] = {
+                "tokens": text,
+                "max_tokens": 1,
+                "draft_limit": 0,
+                "stop_checker": None,
+            }
             readers.append(replace(request, **whole))
     engine.is_reading = True
     _run(built, readers)
