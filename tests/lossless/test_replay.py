@@ -27,14 +27,28 @@ PARAMS: list[dict[str, Any]] = [
 ]
 
 
+MTP: dict[str, dict[str, Any]] = {
+    "mtp": {"decoding_type": "MTP", "num_nextn_predict_layers": 3},
+    "mtp_two_model": {
+        "decoding_type": "MTP",
+        "num_nextn_predict_layers": 3,
+        "mtp_eagle_one_model": False,
+    },
+}
 LEARNS = "eagle3_sa"
 DEFAULT = ("eagle3_tree",)
 
 
-def served(folder: Path, mode: str, share: float = 0.5) -> list[TrafficRecord]:
+def options_of(mode: str) -> dict[str, Any]:
+    return {"speculative_config": MTP[mode]} if mode in MTP else engine(mode, 4)
+
+
+def served(
+    folder: Path, mode: str, share: float = 0.5, model: str = "zoo:llama"
+) -> list[TrafficRecord]:
     """Two prompts with each way of sampling. share: of those with hidden states."""
     record = {"record_traffic": str(folder), "record_hidden_states": share}
-    with LLM("zoo:llama", **record, **LIMITS, **engine(mode, 4)) as llm:
+    with LLM(model, **record, **LIMITS, **options_of(mode)) as llm:
         prompts = heldout_prompts(llm.get_tokenizer(), 2, 40)
         pairs = list(product(prompts, PARAMS))
         params = [SamplingParams(**{"max_tokens": 40, "seed": 3} | given) for _, given in pairs]
@@ -43,8 +57,10 @@ def served(folder: Path, mode: str, share: float = 0.5) -> list[TrafficRecord]:
     return read_records(folder)
 
 
-def replayed(records: list[TrafficRecord], mode: str, folder: Path) -> Replayed:
-    args = LlmArgs.from_kwargs("zoo:llama", **LIMITS, **engine(mode, 4))
+def replayed(
+    records: list[TrafficRecord], mode: str, folder: Path, model: str = "zoo:llama"
+) -> Replayed:
+    args = LlmArgs.from_kwargs(model, **LIMITS, **options_of(mode))
     return replay(records, args, states_files(folder))
 
 
@@ -84,6 +100,15 @@ def test_a_head_is_replayed_from_recorded_states_without_the_target(
     monkeypatch.setattr(ModelEngine, "forward", None)
     found = replayed(records, "eagle3", tmp_path)
     assert found.requests == [each.stats for each in records]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MTP)
+def test_counts_of_the_models_own_modules_are_those_of_serving(mode: str, tmp_path: Path) -> None:
+    records = served(tmp_path, mode, model="zoo:deepseek")
+    assert sum(record.stats.num_accepted_tokens for record in records) > 0
+    found = replayed(records, mode, tmp_path, "zoo:deepseek")
+    assert found.requests == [record.stats for record in records]
 
 
 def test_counts_that_serving_may_not_have_are_called_simulated() -> None:
