@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.lossless.cases import heldout_prompts
+from tllm_spec.bench.replay_report import share_of_other_rounds
 from tllm_spec.bench.tune import (
     PLAIN,
     Candidate,
@@ -23,6 +24,7 @@ from tllm_spec.bench.tune_report import best_yaml, tune
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import speculative_config_from
 from tllm_spec.llm import LLM
+from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.recording.traffic_folder import read_records
 from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.sampling_params import SamplingParams
@@ -67,6 +69,19 @@ def test_the_best_configuration_says_why() -> None:
     text = best_yaml(scores)
     assert "# sa 3: 4.000 ms a token" in text and "1.50 times that" in text
     assert text.endswith("speculative_config:\n  decoding_type: SA\n  max_draft_len: 3\n")
+
+
+def test_rounds_that_differ_from_serving_are_counted_once_each() -> None:
+    served = TrafficRecord.model_construct(
+        num_rounds=10, num_emitted=16, drafted=[10, 10], accepted=[5, 1]
+    )
+    same, other = (
+        SpeculativeStats(10, 16, (10, 10), (5, 1)),
+        SpeculativeStats(9, 16, (9, 9), (5, 2)),
+    )
+    assert share_of_other_rounds([served], [same]) == 0.0
+    # With 0, 1 and 2 drafts accepted: 5, 4 and 1 rounds, then 4, 3 and 2.
+    assert share_of_other_rounds([served, served], [same, other]) == 2 / 20
 
 
 def test_a_model_without_a_tokenizer_is_tuned(tiny: Path, tmp_path: Path) -> None:
