@@ -16,8 +16,7 @@ NUM_REPLAYED = 64  # the latest recorded requests, which new weights are tried w
 MIN_REPLAYED = 8
 NOT_REPLACEABLE = (
     "load_draft_weights: this engine's draft weights cannot be replaced while it runs; an engine "
-    "with tensor_parallel_size 1 whose speculative_model is a folder and whose draft_backend is "
-    "torch is accepted"
+    "whose speculative_model is a folder and whose draft_backend is torch is accepted"
 )
 
 
@@ -30,14 +29,22 @@ def swap_draft_weights(
     keep_cache: bool = False,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Waits until the weights are served. Returns the new version, and with recorded traffic the
-    tokens a round of both in a replay.
+    """Waits until the weights are served. Returns the new version, and with recorded traffic and
+    one rank the tokens a round of both in a replay.
 
     Raises ValueError for weights that do not fit, and without `force` for those that are worse in
     the replay. Then nothing has changed."""
     weights = executor.parts.draft_weights
     if weights is None:
         raise ValueError(NOT_REPLACEABLE)
+    if args.tensor_parallel_size > 1:
+        path, queue = os.fspath(folder), executor.parts.queue
+
+        def swap_together() -> int:
+            queue.announce_swap(path, keep_cache=keep_cache)
+            return weights.swap_together(path, keep_cache=keep_cache)
+
+        return {"version": worker.call(swap_together), "folder": path}
     staged = weights.stage(os.fspath(folder))
     told = {} if force else _replayed(args, weights.folder, staged.folder)
     version = worker.call(partial(weights.swap, staged, keep_cache=keep_cache))

@@ -255,6 +255,8 @@ def run_until_end(built: BuiltExecutor, args: LlmArgs, tokenizer: Tokenizer | No
     assert isinstance(queue, FollowerQueue)
     grammars = Grammars.of(args, tokenizer, built.limits)
     queue.make = partial(_requests, built.limits, tokenizer, grammars)
+    if (weights := executor.parts.draft_weights) is not None:
+        queue.swap = weights.swap_together
     executor.enter_thread()
     try:
         while True:
