@@ -13,7 +13,7 @@ PROGRAMS = 256  # at most: all run at once on every supported GPU, so none waits
 
 
 def rank_sum_triton(
-    values: torch.Tensor, lines: RankLines, add_to: torch.Tensor | None = None
+    lines: RankLines, values: torch.Tensor, add_to: torch.Tensor | None = None
 ) -> None:
     """See `rank_sum`."""
     output = values if add_to is None else add_to

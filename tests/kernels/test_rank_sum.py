@@ -67,8 +67,8 @@ def test_a_rank_adds_the_lines_of_the_others_and_writes_them_its_own(
             for other in set(range(ranks)) - {rank}:
                 memory[rank][buffer, other, :num_words][here] = sent[other][here].to(device)
         values, total = parts[rank].to(device), None if residual is None else residual.to(device)
-        assert serves(lines, values)
-        rank_sum(values, lines, total)
+        assert serves(values, CAPACITY)
+        rank_sum(lines, values, total)
         assert torch.equal((values if total is None else total).cpu(), expected)
         for block in range(0, num_words, BLOCK_WORDS):
             buffer, here = int(counts[block]) & 1, slice(block, block + BLOCK_WORDS)
@@ -96,7 +96,7 @@ def test_interpreted_ranks_that_run_at_once_agree_on_every_sum(
         lines = lines_of(rank, memory)
         for number, size in enumerate(sizes):
             values = parts[number][rank].clone()
-            rank_sum(values, lines)
+            rank_sum(lines, values)
             found[rank, number, :size] = values
 
     processes = multiprocessing.get_context("fork")
@@ -113,11 +113,10 @@ def test_interpreted_ranks_that_run_at_once_agree_on_every_sum(
 
 @on_each_kernel_device
 def test_interpreted_what_lines_cannot_hold_is_not_served(device: str) -> None:
-    lines = lines_of(0, memory_of(2, device))
     values = torch.zeros(CAPACITY + 1, device=device)
-    assert serves(lines, values[:CAPACITY]) and not serves(lines, values)
-    assert not serves(lines, values[:0]) and not serves(lines, values[:CAPACITY:2])
-    assert not serves(lines, values[:8].half()) and not serves(lines, values[:3].bfloat16())
+    assert serves(values[:CAPACITY], CAPACITY) and not serves(values, CAPACITY)
+    assert not serves(values[:0], CAPACITY) and not serves(values[:CAPACITY:2], CAPACITY)
+    assert not serves(values[:8].half(), CAPACITY) and not serves(values[:3].bfloat16(), CAPACITY)
 
 
 @on_each_kernel_device
@@ -126,10 +125,10 @@ def test_interpreted_what_does_not_fit_is_not_written_past_the_memory(device: st
     lines, values = lines_of(0, memory), torch.zeros(CAPACITY + 2, device=device)
     for add_to in (None, values):
         with pytest.raises(AssertionError):
-            rank_sum(values, lines, add_to)
+            rank_sum(lines, values, add_to)
     for unlike in (values[:8], values[:4].bfloat16()):
         with pytest.raises(AssertionError):
-            rank_sum(values[:4], lines, unlike)
+            rank_sum(lines, values[:4], unlike)
     assert not lines.counts.any() and not any(each.any() for each in memory)
 
 

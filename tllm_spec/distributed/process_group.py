@@ -23,9 +23,9 @@ import torch.distributed as dist
 from tllm_spec.distributed.collectives import Collectives, ThroughHost
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.distributed.mapping import Mapping
-from tllm_spec.distributed.one_shot import OneShotSum
 from tllm_spec.distributed.peer_memory import NoPeerMemory
-from tllm_spec.distributed.sum_choice import SIZES, choose_sums, graph_seconds
+from tllm_spec.distributed.peer_sums import PeerSums
+from tllm_spec.distributed.sum_choice import choose_sums, graph_seconds
 from tllm_spec.distributed.watch import Watch, accept, connect, listen
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class ProcessGroup(Communicator):
     ) -> None:
         self._comm, self._tensors = comm, Collectives()
         self._started = started
-        self._one_shot: OneShotSum | None = None
+        self._peer_sums: PeerSums | None = None
         self.mapping = Mapping(comm.rank, comm.size, comm.size)
         self.mapping = replace(self.mapping, ep_size=self.share(ep_size))
         self._tell: Callable[[str], None] = lambda reason: None
@@ -140,12 +140,11 @@ class ProcessGroup(Communicator):
         """Where all devices can write each other's memory, NCCL's sum is not the only one. Other
         errors may be those of one rank, which must not go on without the others."""
         try:
-            one_shot = OneShotSum(max(SIZES), device, self)
+            self._peer_sums = PeerSums(device, self)
         except NoPeerMemory as error:
             logger.info("sums are NCCL's: %s", error)
             return
-        self._one_shot = one_shot
-        self._tensors = choose_sums({"one-shot": one_shot}, graph_seconds(device), self.share)
+        self._tensors = choose_sums(self._peer_sums.ways, graph_seconds(device), self.share)
 
     def before_close(self, release: Callable[[], None]) -> None:
         self._releases.append(release)
@@ -154,8 +153,8 @@ class ProcessGroup(Communicator):
         """Until the end another rank's death is noticed: what ranks do together would wait."""
         while self._releases:
             self._releases.pop(0)()
-        if self._one_shot is not None:
-            self._one_shot.close()
+        if self._peer_sums is not None:
+            self._peer_sums.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         if self._started is not None:
