@@ -62,11 +62,7 @@ def rank_sum_kernel(
         real = words < num_words
         number = tl.load(counts + block) + 1
         own = tl.load(values + words, mask=real, other=0)
-        line = (number.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
-        for other in tl.static_range(RANKS):
-            if other != RANK:
-                theirs = memory_of(other, addresses) + (number & 1) * RANKS * CAPACITY
-                tl.store(theirs + RANK * CAPACITY + words, line, mask=real)
+        send(own, words, real, number, addresses, CAPACITY, RANK, RANKS)
     for block in range(first, num_blocks, step):
         words = block * BLOCK + tl.arange(0, BLOCK)
         real = words < num_words
@@ -96,6 +92,25 @@ def rank_sum_kernel(
             high = upper(total) + rounded(high, PACKED)
         tl.store(output + words, packed(low, high, PACKED), mask=real)
         tl.store(counts + block, number)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def send(
+    own: tl.tensor,
+    words: tl.tensor,
+    real: tl.tensor,
+    number: tl.tensor,
+    addresses: tl.tensor,
+    CAPACITY: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+) -> None:
+    """Writes own words to the lines of all other ranks. `words`: their indices."""
+    line = (number.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
+    for other in tl.static_range(RANKS):
+        if other != RANK:
+            theirs = memory_of(other, addresses) + (number & 1) * RANKS * CAPACITY
+            tl.store(theirs + RANK * CAPACITY + words, line, mask=real)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types

@@ -33,7 +33,7 @@ from tllm_spec.distributed.peer_sums import PeerSums
 from tllm_spec.distributed.sum_choice import NCCL, SIZES, ChosenSums, Sum, graph_seconds, nccl_sum
 
 HANGS_AFTER_S = 150
-SUM_KERNELS = ("nccl", "rank_sum", "two_shot_sum")  # in a kernel's name
+SUM_KERNELS = ("nccl", "rank_sum", "two_shot_sum", "rank_best")  # in a kernel's name
 TIMINGS = 3
 
 

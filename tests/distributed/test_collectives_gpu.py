@@ -78,6 +78,7 @@ from mpi4py import MPI
 from tllm_spec.distributed.peer_sums import PeerSums
 from tllm_spec.distributed.process_group import ProcessGroup
 from tllm_spec.distributed.sum_choice import choose_sums, graph_seconds
+from tllm_spec.kernels.rank_best import rank_best_reference
 from tllm_spec.kernels.rank_sum import rank_sum_reference
 
 group = ProcessGroup(MPI.COMM_WORLD)
@@ -89,6 +90,10 @@ if group.captures:
     choice = choose_sums(sums.ways, graph_seconds(device), group.share)
 # Of sums that follow each other: bytes in bfloat16 are 8 KiB, 2 MiB, 600, 64 KiB, 512 KiB, 20 KiB.
 shapes = [(1, 4096), (256, 4096), (3, 100), (8, 4096), (64, 4096), (2, 5120)]
+# Of 300 rows: float32 values, and columns in the order of the ranks.
+chosen = torch.randn(300, size, generator=torch.Generator().manual_seed(1))
+columns = torch.arange(size, dtype=torch.int32).expand(300, -1)
+offers = torch.stack((chosen.view(torch.int32), columns), 2)
 for dtype in (torch.float32, torch.bfloat16):
     parts = [
         [torch.randn(*shape, generator=torch.Generator().manual_seed(100 * n + r)).to(dtype)
@@ -107,14 +112,15 @@ for dtype in (torch.float32, torch.bfloat16):
         last = [values[-1].clone() for _ in sums.ways]
         for way, each in zip(sums.ways.values(), last):
             way(each)
-        return totals, last
+        return totals, last, sums.best_offers(offers[:, rank].contiguous().to(device))
 
-    def check(totals, last):
+    def check(totals, last, best):
         torch.cuda.synchronize(device)
         for total, (_, n) in zip(totals, pairs):
             expected = rank_sum_reference(parts[n], torch.ones_like(parts[n][0]))
             assert torch.equal(total.cpu(), expected), (dtype, parts[n][0].shape)
         assert all(torch.equal(each.cpu(), rank_sum_reference(parts[-1])) for each in last), dtype
+        assert torch.equal(best.cpu(), rank_best_reference(offers))
 
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):

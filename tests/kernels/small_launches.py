@@ -31,6 +31,7 @@ from tllm_spec.kernels.latent_write import LatentNorm, latent_write
 from tllm_spec.kernels.moe_combine import moe_combine
 from tllm_spec.kernels.move_kv import move_kv
 from tllm_spec.kernels.path_ranks import path_ranks
+from tllm_spec.kernels.rank_best_triton import rank_best_triton
 from tllm_spec.kernels.rank_lines import BLOCK_WORDS, RankLines
 from tllm_spec.kernels.rank_parts import PART_WORDS, RankParts
 from tllm_spec.kernels.rank_sum_triton import rank_sum_triton
@@ -185,6 +186,7 @@ def scaled_weights() -> None:
 def sums() -> None:
     lines = RankLines(0, int64(2), int32((1 << 20) // 4 // BLOCK_WORDS))
     parts = RankParts(0, int64(2), int32((1 << 24) // 4 // (2 * PART_WORDS)))
+    rank_best_triton(lines, int32(BATCH, 2))
     for dtype in FLOATS:
         values = empty(BATCH, HIDDEN, dtype=dtype)
         rank_sum_triton(lines, values)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 import pytest
 import torch
 
 from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device, only_with_the_compiler
+from tests.kernels.process_ranks import run_at_once
 from tllm_spec.kernels.rank_lines import BLOCK_WORDS, WORD_BYTES, RankLines
 from tllm_spec.kernels.rank_sum import DTYPES, rank_sum, rank_sum_reference, serves
 
@@ -92,20 +91,13 @@ def test_interpreted_ranks_that_run_at_once_agree_on_every_sum(
     parts = [parts_of(ranks, size, torch.float32, size + n) for n, size in enumerate(sizes)]
 
     def run(rank: int) -> None:
-        torch.set_num_threads(1)  # a fork has no threads of its parent's pool
         lines = lines_of(rank, memory)
         for number, size in enumerate(sizes):
             values = parts[number][rank].clone()
             rank_sum(lines, values)
             found[rank, number, :size] = values
 
-    processes = multiprocessing.get_context("fork")
-    others = [processes.Process(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
-    for other in others:
-        other.start()
-    for other in others:
-        other.join(60)
-        assert other.exitcode == 0
+    run_at_once(ranks, run)
     for number, size in enumerate(sizes):
         expected = rank_sum_reference(parts[number])
         assert all(torch.equal(found[rank, number, :size], expected) for rank in range(ranks))

@@ -1,5 +1,5 @@
-"""Sums of tensors in one kernel that writes into the other ranks' memory: one-shot, where every
-rank adds all values, and two-shot, where each adds a part."""
+"""What ranks exchange in one kernel that writes into the other ranks' memory: one-shot sums, where
+every rank adds all values, two-shot sums, where each adds a part, and offered tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from tllm_spec.distributed.peer_memory import PeerMemory
 from tllm_spec.distributed.sum_choice import SIZES, Sum
+from tllm_spec.kernels.rank_best import rank_best
 from tllm_spec.kernels.rank_lines import BLOCK_WORDS, WORD_BYTES, RankLines
 from tllm_spec.kernels.rank_parts import PART_WORDS, RankParts
 from tllm_spec.kernels.rank_sum import rank_sum, serves
@@ -22,8 +23,8 @@ MAX_ONE_SHOT = 1 << 20  # bytes; two-shot, a larger sum sends half as much even 
 
 
 class PeerSums:
-    """Both ways of summing on `device`, of two or more ranks. Every rank makes one, and closes it,
-    at the same time.
+    """Both ways of summing, and exchanges of offers, on `device` of two or more ranks. Every rank
+    makes one, and closes it, at the same time.
 
     Attributes:
         ways: by their names.
@@ -41,12 +42,16 @@ class PeerSums:
         self._memory = PeerMemory(of_lines + of_parts, device, communicator)
         addresses = torch.tensor(self._memory.addresses, device=device)
         counts = torch.zeros(num_blocks, dtype=torch.int32, device=device)
-        lines = RankLines(rank, addresses, counts)
+        self._lines = lines = RankLines(rank, addresses, counts)
         parts = RankParts(rank, addresses + of_lines, counts.new_zeros(num_chunks))
         self.ways: dict[str, Sum] = {
             "one-shot": PeerSum(lambda *tensors: rank_sum(lines, *tensors), lines.capacity),
             "two-shot": PeerSum(lambda *tensors: two_shot_sum(parts, *tensors), parts.capacity),
         }
+
+    def best_offers(self, offers: torch.Tensor) -> torch.Tensor:
+        """As `Communicator.best_offers`."""
+        return rank_best(self._lines, offers.contiguous())
 
     def close(self) -> None:
         self._memory.close()

@@ -27,6 +27,7 @@ from tllm_spec.distributed.peer_memory import NoPeerMemory
 from tllm_spec.distributed.peer_sums import PeerSums
 from tllm_spec.distributed.sum_choice import choose_sums, graph_seconds
 from tllm_spec.distributed.watch import Watch, accept, connect, listen
+from tllm_spec.kernels.triton_support import has_kernels
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -107,6 +108,11 @@ class ProcessGroup(Communicator):
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         return self._tensors.all_gather(values).transpose(0, 1).reshape(len(values), -1)
 
+    def best_offers(self, offers: torch.Tensor) -> torch.Tensor:
+        if self._peer_sums is None:
+            return super().best_offers(offers)
+        return self._peer_sums.best_offers(offers)
+
     def broadcast_tensor(self, values: torch.Tensor) -> None:
         self._tensors.broadcast(values)
 
@@ -133,7 +139,7 @@ class ProcessGroup(Communicator):
                 logger.warning("ranks share a CUDA device: sums go over the host, without graphs")
         self.captures = self._tensors.captures
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-        if backend == "nccl" and size > 1 and self._is_one_host:
+        if backend == "nccl" and size > 1 and self._is_one_host and has_kernels(device):
             self._choose_sums(device)
 
     def _choose_sums(self, device: torch.device) -> None:
