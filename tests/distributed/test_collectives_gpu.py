@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from tests.distributed.cases import ALL, GPU_CASES, WIDE
+from tests.distributed.test_failures import PROGRAM, end_after_kill
 from tests.distributed.tiny_models import save_tiny
 from tests.distributed.worlds import run_world
 
@@ -94,6 +96,7 @@ shapes = [(1, 4096), (256, 4096), (3, 100), (8, 4096), (64, 4096), (2, 5120)]
 chosen = torch.randn(300, size, generator=torch.Generator().manual_seed(1))
 columns = torch.arange(size, dtype=torch.int32).expand(300, -1)
 offers = torch.stack((chosen.view(torch.int32), columns), 2)
+own_offers = offers[:, rank].contiguous().to(device)
 for dtype in (torch.float32, torch.bfloat16):
     parts = [
         [torch.randn(*shape, generator=torch.Generator().manual_seed(100 * n + r)).to(dtype)
@@ -112,7 +115,7 @@ for dtype in (torch.float32, torch.bfloat16):
         last = [values[-1].clone() for _ in sums.ways]
         for way, each in zip(sums.ways.values(), last):
             way(each)
-        return totals, last, sums.best_offers(offers[:, rank].contiguous().to(device))
+        return totals, last, sums.best_offers(own_offers)
 
     def check(totals, last, best):
         torch.cuda.synchronize(device)
@@ -185,6 +188,15 @@ def check(num_ranks: int, names: Sequence[str], folder: Path, **variables: str) 
 def test_collectives_of_all_devices_replay_in_a_graph() -> None:
     world = run_world(torch.cuda.device_count(), ["-c", LIMITED + CAPTURE])
     assert world.returncode == 0, world.output
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two CUDA devices are needed")
+def test_a_killed_rank_ends_the_ranks_of_all_devices(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "eight-heads")
+    ranks = str(torch.cuda.device_count())
+    command = [sys.executable, *PROGRAM, str(tmp_path / "eight-heads"), "none", "cuda", ranks]
+    status, output = end_after_kill(command, 1)
+    assert status > 0 and "error rank 1 (process" in output, output
 
 
 def test_collectives_of_one_rank_over_nccl_replay_in_a_graph() -> None:
