@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from tllm_spec.training.distill import (
     ARGMAX_SHARE,
-    SELF_TEXT_SHARE,
     VALIDATION_LENGTH,
     VALIDATION_WINDOWS,
+    mixed,
 )
 from tllm_spec.training.eagle3 import Eagle3Head, FeatureHead, target_states
 from tllm_spec.training.peagle import PEagleHead, Rows
@@ -191,11 +191,10 @@ def weighted(losses: Tensor) -> Tensor:
 def eagle3_loss(
     head: FeatureHead, target: Any, data: TokenData, self_text: TokenData, unroll: int
 ) -> Callable[[int, int], Tensor]:
-    """Training sequences come from the training files and from text that the target generated."""
+    """Of `mixed` sequences."""
 
     def loss(windows: int, length: int) -> Tensor:
-        own = int(windows * SELF_TEXT_SHARE)
-        tokens = torch.cat([data.sample(windows - own, length), self_text.sample(own, length)])
+        tokens = mixed(data, self_text, windows, length)
         return weighted(unrolled(head, target, Batch.whole(tokens, unroll), unroll)[0])
 
     return loss
