@@ -137,6 +137,7 @@ def test_recorded_hidden_states_have_the_loss_of_a_target_that_runs(
     folder = TrafficFolder(tmp_path / "traffic")
     target = load_language_model(model, torch.float32, torch.device("cpu"))
     head = load_head(trained, ModelConfig.from_pretrained(model)).eval()
+    folder.append([counted(5, 9, 20).to_line()])
     for record in (counted(first, 9, 60 - first) for first in range(3)):
         ids = torch.tensor(record.prompt + record.output)[:-1]
         output = target(input_ids=ids[None], output_hidden_states=True)
@@ -144,13 +145,15 @@ def test_recorded_hidden_states_have_the_loss_of_a_target_that_runs(
         states = HiddenStates(record, (1, 2, 3), ids, captured, output.hidden_states[-1][0])
         folder.add_states(record, states.to_file())
     texts = read_texts(folder.path, str(model), 40, 3, (1, 2, 3))
-    assert [text.offset for text in texts] == [0, 40] * 3
-    assert all(text.file is not None for text in texts)
+    assert [text.offset for text in texts] == [*[0, 40] * 3, 0]
+    assert [text.file is None for text in texts] == [*[False] * 6, True]
     # The second pieces of texts had other tokens before.
-    first = [text for text in texts if text.offset == 0]
+    first = [text for text in texts[:-1] if text.offset == 0]
     again = [text._replace(file=None) for text in first]
     recorded = acceptance_of(head, target, first, 3)
     assert recorded == pytest.approx(acceptance_of(head, target, again, 3), abs=1e-4)
+    mixed = [draw(texts, 10**6, 3, target.device, slice(None)) for _ in range(8)]
+    assert {(len(batch.tokens), batch.states is None) for batch in mixed} == {(6, False), (1, True)}
     shares = [draw(first, 1, 3, target.device, slice(rank, None, 2)) for rank in (0, 1)]
     assert [batch.states is not None and len(batch.states[0]) for batch in shares] == [1, 1]
     with pytest.raises(ValueError, match=r"layers \[1, 2, 3\]; the head reads \[0, 1, 2\]"):

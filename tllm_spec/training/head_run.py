@@ -66,10 +66,12 @@ def train_head(options: HeadOptions, settings: Settings) -> None:
     texts = read_texts(options.data, options.model, length - options.unroll, options.unroll, layers)
     training, held_out = split(texts, options.data, options.unroll)
     ranks, device = Ranks.join(options.device)
-    if len(training) < ranks.size:
-        raise ValueError(f"{options.data} has {len(training)} texts for {ranks.size} processes")
+    num_with_states = sum(text.file is not None for text in training)
+    for number in (num_with_states, len(training) - num_with_states):
+        if 0 < number < ranks.size:
+            raise ValueError(f"{options.data} has {number} texts for {ranks.size} processes")
     if ranks.is_first:
-        print(f"{len(training)} texts to train on, {len(held_out)} held out", flush=True)
+        print(f"{len(training)} texts, {num_with_states} with states, {len(held_out)} held out")
     target = load_language_model(folder, DTYPES[options.dtype], device)
     torch.manual_seed(settings.seed)  # all ranks begin with the same weights
     ids = _vocabulary(training, shape) if start is None else start.draft_ids

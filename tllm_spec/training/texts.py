@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tllm_spec.recording.hidden_states import read_states_file
 from tllm_spec.recording.traffic_folder import read_records, states_files_of
+from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.text.tokenizer import load_tokenizer
 from tllm_spec.training.head_loss import ALIGNMENT, Batch
 
@@ -34,16 +35,12 @@ def read_texts(
     data: Path, model: str, max_length: int, unroll: int, layers: tuple[int, ...]
 ) -> list[Text]:
     """The texts of a folder of recorded traffic, or of a text file, in pieces of `max_length`
-    tokens or a few less. Those that have no whole round of `unroll` drafts are left out. Where
-    hidden states were recorded, the texts that have some. Raises ValueError for a file that cannot
-    be read, or that has states of other layers."""
-    if data.is_dir() and (files := states_files_of(data)):
-        texts = [_with_states(file, layers) for file in files]
-    elif data.is_dir():
-        texts = [
-            Text(torch.tensor(each.prompt + each.output), max(1, len(each.prompt)))
-            for each in read_records(data)
-        ]
+    tokens or a few less. Those that have no whole round of `unroll` drafts are left out. Raises
+    ValueError for a file that cannot be read, or that has states of other layers."""
+    if data.is_dir():
+        known = dict(_with_states(file, layers) for file in states_files_of(data))
+        others = (each for each in read_records(data) if each.id not in known)
+        texts = [*known.values(), *(_text(each.prompt + each.output, each) for each in others)]
     else:
         texts = [Text(torch.tensor(load_tokenizer(model).encode(_read(data))), 1)]
     max_length = max(1, max_length // ALIGNMENT) * ALIGNMENT
@@ -74,15 +71,19 @@ def draw(
     texts: Sequence[Text], num_tokens: int, unroll: int, device: torch.device, share: slice
 ) -> Batch:
     """Texts drawn by chance, one or more for each rank, that have at most `num_tokens` with their
-    padding. Only outputs count."""
+    padding. All have hidden states or none. Only outputs count."""
     at_least = share.step or 1
+    order = torch.randperm(len(texts)).tolist()
+    has_states = texts[order[0]].file is not None
     chosen: list[Text] = []
     longest = 0
-    for index in torch.randperm(len(texts)).tolist():
-        longest = max(longest, len(texts[index].tokens))
+    for text in (texts[index] for index in order):
+        if (text.file is not None) != has_states:
+            continue
+        longest = max(longest, len(text.tokens))
         if len(chosen) >= at_least and (len(chosen) + 1) * longest > num_tokens:
             break
-        chosen.append(texts[index])
+        chosen.append(text)
     return padded(chosen, unroll, device, share)
 
 
@@ -120,14 +121,19 @@ def _states_of(text: Text) -> tuple[Tensor, Tensor]:
     return found.captured[piece], found.hidden[piece]
 
 
-def _with_states(file: Path, layers: tuple[int, ...]) -> Text:
+def _with_states(file: Path, layers: tuple[int, ...]) -> tuple[str, Text]:
+    """With the id of its record."""
     found = read_states_file(file)
     if found.layers != layers:
         raise ValueError(
             f"{file} has hidden states of the layers {list(found.layers)}; the head reads "
             f"{list(layers)}"
         )
-    return Text(found.ids, max(1, len(found.record.prompt)), file)
+    return found.record.id, _text(found.ids.tolist(), found.record)._replace(file=file)
+
+
+def _text(tokens: list[int], record: TrafficRecord) -> Text:
+    return Text(torch.tensor(tokens), max(1, len(record.prompt)))
 
 
 def _pieces(text: Text, max_length: int) -> list[Text]:
