@@ -92,7 +92,7 @@ def _shape(options: HeadOptions, config: ModelConfig, start: FeatureHead | None)
         raise ValueError(
             f"--layers is {layers}; an EAGLE-3 head has 1 (--kind peagle may have more)"
         )
-    mask_token = config.eos_token_ids[0] if kind == "peagle" else None
+    mask_token = next(iter(config.eos_token_ids), 0) if kind == "peagle" else None
     size = min(options.draft_vocab_size or MAX_DRAFT_VOCABULARY, config.vocab_size)
     if start is None:
         return new_shape(config, size, layers, mask_token)
