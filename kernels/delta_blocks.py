@@ -55,7 +55,7 @@ def delta_blocks(
         taps = torch.cat((carry.taps[0], channels)).unfold(0, shape.kernel_size, 1)
         mixed = F.silu((taps * weights.conv.float()).sum(2))
         parts = [
-            part.unflatten(0, (number, blocks.size)).transpose(1, 2)
+            part.reshape(number, blocks.size, *part.shape[1:]).transpose(1, 2)
             for part in head_inputs(inputs, mixed, shape, weights)
         ]
         state, answers = carry.state[0], []

@@ -96,9 +96,8 @@ def mix_blocks_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """What the convolution makes of q and k, which go to `keys` with their lengths divided out, and
-    of v, which goes where the answers go. Rows before the request's first one are in the ring. Grid
-    (blocks, heads of q, then of k, then of v)."""
+    """What the convolution makes of q and k, of length 1 in `keys`, and of v, where the answers go.
+    Grid (blocks, heads of q, then of k, then of v)."""
     begin(PDL)
     block, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request = tl.load(owners + block)
@@ -109,7 +108,6 @@ def mix_blocks_kernel(
     head = part - 2 * KEY_HEADS
     real = columns < tl.where(head < 0, KEYS, VALUES)
     channels = tl.where(head < 0, part * KEYS, 2 * KEY_HEADS * KEYS + head * VALUES) + columns
-    row_stride = tl.cast(row_stride, tl.int64)
     total = tl.zeros((BLOCK_T, BLOCK), tl.float32)
     exists = time < begins + SIZE
     for back in tl.static_range(KERNEL):

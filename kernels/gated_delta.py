@@ -7,6 +7,7 @@ accepted ones again from the ring (they are pending), keeps the state after them
 rows take the same steps in float32, so a state does not depend on drafts."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -73,9 +74,9 @@ class DeltaBlocks:
     owners: torch.Tensor
     """`[N]` int32: the request of each block."""
 
-    @property
+    @cached_property
     def num_rows(self) -> torch.Tensor:
-        """Rows of each request in blocks, `[B]`."""
+        """Rows of each request in blocks, `[B]` int32."""
         return self.starts.diff() * self.size
 
 

@@ -56,7 +56,7 @@ def gated_delta_triton(
         rows.pending,
         rows.rows.offsets,
         rows.tree,
-        None if rows.blocks is None else rows.blocks.starts,
+        None if rows.blocks is None else rows.blocks.num_rows,
         memory.states,
         weights.conv,
         weights.a_log,
@@ -71,7 +71,6 @@ def gated_delta_triton(
         BLOCK_T=triton.next_power_of_2(shape.kernel_size),
         BLOCK_K=triton.next_power_of_2(shape.key_dim),
         BLOCK_V=block,
-        SIZE=1 if rows.blocks is None else rows.blocks.size,
         ARE_KEPT=rows.are_kept,
         num_warps=_WARPS,
         **launch,
@@ -94,7 +93,7 @@ def gated_delta_kernel(
     pendings: tl.tensor,
     offsets: tl.tensor,
     tree: tl.tensor,
-    blocks: tl.tensor,
+    skipped: tl.tensor,
     states: tl.tensor,
     conv: tl.tensor,
     a_log: tl.tensor,
@@ -110,7 +109,6 @@ def gated_delta_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    SIZE: tl.constexpr,
     ARE_KEPT: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -128,9 +126,7 @@ def gated_delta_kernel(
     places = places + values[None, :]
     tile = (keys[:, None] < KEYS) & (values[None, :] < VALUES)
     pending = tl.load(pendings + request).to(tl.int32)
-    done = 0
-    if blocks is not None:
-        done = (tl.load(blocks + request + 1) - tl.load(blocks + request)) * SIZE
+    done = 0 if skipped is None else tl.load(skipped + request)
     begun = keys < tl.where(first + done > pending, KEYS, 0)
     state = tl.load(places, mask=tile & begun[:, None], other=0.0)
     for index in range(-pending, 0):
@@ -139,9 +135,7 @@ def gated_delta_kernel(
         )
     if not ARE_KEPT:
         tl.store(places, state, mask=tile)
-    bits = tree
-    if tree is not None:
-        bits = tree + request * window
+    bits = None if tree is None else tree + request * window
     answers = output + (start * HEADS + head) * VALUES + values
     state = _run(
         state, done, count, where, bits, columns, layer, answers, block, RING, INPUTS, KEY_HEADS,
