@@ -194,15 +194,12 @@ def _inverse(
     with the system's part C."""
     rows, columns = time[:, None], time[None, :]
     found = tl.where(rows == columns, 1.0, 0.0)
-    for level in tl.static_range(LEVELS):
+    for level in range(LEVELS):
         is_below = (rows >> level) == ((columns >> level) | 1)
         is_below = is_below & ((columns >> level) & 1 == 0)
         part = tl.where(is_below, system, 0.0)
-        if level == 0:
-            found -= part
-        else:
-            part = tl.dot(part, found, input_precision=PRECISION)
-            found -= tl.dot(found, part, input_precision=PRECISION)
+        part = tl.dot(part, found, input_precision=PRECISION)
+        found -= tl.dot(found, part, input_precision=PRECISION)
     return found
 
 
