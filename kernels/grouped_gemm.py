@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from tllm_spec.kernels.dispatch import with_kernel
-from tllm_spec.kernels.fp8_linear import fp8_linear
+from tllm_spec.kernels.fp8_linear import fp8_linear, inputs_added
 from tllm_spec.kernels.int4_weights import check_int4, int4_dequantised, unpacked
 from tllm_spec.kernels.moe_permute import ExpertRows
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
@@ -303,6 +303,7 @@ def _launch(
         X_BLOCKS=code_scales is not None and len(code_scales) > 1,
         W_BLOCKS=scales is not None and scales.shape[2] > 1,
         WIDEN=x.device.type == "cpu",  # the interpreter multiplies neither bfloat16 nor FP8
+        ADDED=inputs_added(output.dtype),
         BLOCK_ROWS=tiling.rows,
         BLOCK_OUT=tiling.outputs,
         BLOCK_IN=tiling.inputs,

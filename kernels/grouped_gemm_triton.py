@@ -108,6 +108,7 @@ def _sum_tile(
     X_BLOCKS: tl.constexpr,
     W_BLOCKS: tl.constexpr,
     WIDEN: tl.constexpr,
+    ADDED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
@@ -121,7 +122,8 @@ def _sum_tile(
         scale_rows = scales + expert * (ALL_OUT * BLOCKS) + out_row
         total = sum_codes(
             x_rows, x_scales + x_row, x_scales_stride, real_row, w_rows, scale_rows, ALL_OUT,
-            0, num_inputs, IN, X_BLOCKS, W_BLOCKS, WIDEN, IN, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN,
+            0, num_inputs, IN, X_BLOCKS, W_BLOCKS, WIDEN, ADDED, IN,
+            BLOCK_ROWS, BLOCK_OUT, BLOCK_IN,
         )  # fmt: skip
         if not X_BLOCKS:
             total = scaled(total, tl.load(x_scales + x_row, mask=real_row, other=0.0)[None, :])
@@ -147,7 +149,7 @@ def grouped_gemm_kernel(
     IN: tl.constexpr, OUT: tl.constexpr, TOP_K: tl.constexpr,
     GATED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr,
     GROUP: tl.constexpr, X_BLOCKS: tl.constexpr, W_BLOCKS: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    ADDED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid (blocks of rows x tiles of outputs); a block's tiles are adjacent. `num_inputs` is IN,
@@ -172,7 +174,7 @@ def grouped_gemm_kernel(
     total = _sum_tile(
         x, x_scales, x_scales_stride, assignment // TOP_K if GATED else row, real_row,
         weight, scales, expert, out_row, num_inputs,
-        IN, ALL_OUT, GROUP, X_BLOCKS, W_BLOCKS, WIDEN, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN,
+        IN, ALL_OUT, GROUP, X_BLOCKS, W_BLOCKS, WIDEN, ADDED, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN,
     )  # fmt: skip
     if bias is not None:
         total += tl.load(bias + expert * ALL_OUT + out_row).to(tl.float32)[:, None]
