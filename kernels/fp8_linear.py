@@ -140,17 +140,8 @@ def launch_fp8_linear(
         parts = torch.empty(shape, dtype=torch.float32, device=codes.device)
     tiles = -(-num_rows // tiling.rows) * -(-out_features // tiling.outputs)
     fp8_linear_kernel[(tiles, num_chunks if spreads else 1)](
-        codes,
-        code_scales,
-        code_scales.stride(0),
-        weight,
-        scales,
-        *scales.stride(),
-        None if spreads else bias,
-        parts,
-        parts.stride(-2),
-        num_rows,
-        in_features,
+        *(codes, code_scales, code_scales.stride(0), weight, scales, *scales.stride()),
+        *(None if spreads else bias, parts, parts.stride(-2), num_rows, in_features),
         IN=in_features,
         OUT=out_features,
         SPREADS=spreads,

@@ -109,8 +109,8 @@ def test_every_drafter_leaves_the_text_alone(
         assert max(each.acceptance_length for each in stats) > 1.3
 
 
-# Prompts are so long that a batch of all texts splits a text's keys among fewer programs than a text
-# alone, which changes attention's order of sums.
+# Prompts are so long that a batch of all texts splits a text's keys among fewer programs than a
+# text alone, which changes attention's order of sums.
 NUM_TEXTS, PROMPT_LEN, TEXT_LEN, BATCH = 64, 320, 64, 8
 
 
