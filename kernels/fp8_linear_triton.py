@@ -110,33 +110,14 @@ def sum_codes(
 
 @triton.jit(do_not_specialize=["num_rows", "num_inputs", "x_scales_stride"])  # type: ignore[untyped-decorator]  # triton has no types
 def fp8_linear_kernel(
-    x: tl.tensor,
-    x_scales: tl.tensor,
-    x_scales_stride: tl.tensor,
-    weight: tl.tensor,
-    scales: tl.tensor,
-    scales_stride: tl.tensor,
-    scales_block_stride: tl.tensor,
-    bias: tl.tensor,
-    output: tl.tensor,
-    output_stride: tl.tensor,
-    num_rows: tl.tensor,
-    num_inputs: tl.tensor,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    SPREADS: tl.constexpr,
-    ADDS: tl.constexpr,
-    X_BLOCKS: tl.constexpr,
-    W_BLOCKS: tl.constexpr,
-    WIDEN: tl.constexpr,
-    ADDED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FETCHED: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    x: tl.tensor, x_scales: tl.tensor, x_scales_stride: tl.tensor, weight: tl.tensor,
+    scales: tl.tensor, scales_stride: tl.tensor, scales_block_stride: tl.tensor, bias: tl.tensor,
+    output: tl.tensor, output_stride: tl.tensor, num_rows: tl.tensor, num_inputs: tl.tensor,
+    IN: tl.constexpr, OUT: tl.constexpr, SPREADS: tl.constexpr, ADDS: tl.constexpr,
+    X_BLOCKS: tl.constexpr, W_BLOCKS: tl.constexpr, WIDEN: tl.constexpr, ADDED: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr,
+    FETCHED: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (tiles, chunks or 1). With SPREADS the output is `[chunks, T, N]` float32, without bias
     and scales of whole rows of x. With ADDS the rounded result is added to what the output holds.
     X_BLOCKS, W_BLOCKS: whether a scale belongs to BLOCK inputs of a row, not to the row."""
