@@ -14,7 +14,12 @@ import torch
 
 from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.fp8_linear import fp8_linear, inputs_added
-from tllm_spec.kernels.int4_weights import check_int4, int4_dequantised, unpacked
+from tllm_spec.kernels.int4_weights import (
+    check_int4,
+    int4_dequantised,
+    kernel_words,
+    unpacked,
+)
 from tllm_spec.kernels.moe_permute import ExpertRows
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.scaled_linear import BLOCK, check_scaled, dequantised
@@ -33,7 +38,7 @@ class ExpertWeights:
     activations, the reference also takes float64."""
     scales: torch.Tensor | None = None
     """float32 `[E, N, ceil(K / 128)]` of FP8. For codes of activations also `[E, N, 1]`, in memory
-    `[E, columns, N]`. Words `[E, N, ceil(K / group)]` of 4 bits."""
+    `[E, columns, N]`. Words `[E, N, row_words(K)]` of 4 bits."""
     group: int = 0
     """Inputs that share a word of codes of 4 bits (int4_weights.py); 0: other weights."""
     bias: torch.Tensor | None = None
@@ -280,19 +285,9 @@ def _launch(
         return
     tiles = -(-features // (tiling.outputs // 2 if gated else tiling.outputs))
     grouped_gemm_kernel[(room * tiles,)](
-        x,
-        code_scales,
-        0 if code_scales is None else code_scales.stride(0),
-        weight,
-        scales,
-        bias,
-        input_weights,
-        output,
-        rows.order,
-        rows.blocks,
-        rows.num_blocks,
-        room,
-        x.shape[1],
+        *(x, code_scales, 0 if code_scales is None else code_scales.stride(0), weight),
+        *(None if scales is None else kernel_words(scales), bias, input_weights, output),
+        *(rows.order, rows.blocks, rows.num_blocks, room, x.shape[1]),
         IN=x.shape[1],
         OUT=features,
         TOP_K=rows.top_k,

@@ -130,7 +130,8 @@ def _sum_tile(
     else:
         scale_rows = None
         if scales is not None:
-            COLUMNS: tl.constexpr = tl.cdiv(IN, GROUP if GROUP else BLOCK_IN)
+            IN_BLOCKS: tl.constexpr = GROUP == 0 or scales.dtype.element_ty == tl.uint32
+            COLUMNS: tl.constexpr = tl.cdiv(IN, BLOCK_IN if IN_BLOCKS else GROUP)
             scale_rows = scales + (expert * ALL_OUT + out_row) * COLUMNS
         total = _sum_inputs(
             x_rows, real_row, w_rows, scale_rows, num_inputs,

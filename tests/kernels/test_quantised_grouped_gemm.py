@@ -26,7 +26,12 @@ from tllm_spec.kernels.grouped_gemm import (
     down,
     gate_up_silu,
 )
-from tllm_spec.kernels.int4_weights import group_words, int4_dequantised, packed
+from tllm_spec.kernels.int4_weights import (
+    exponent_words,
+    group_words,
+    int4_dequantised,
+    packed,
+)
 from tllm_spec.kernels.moe_permute import ExpertRows, moe_permute
 from tllm_spec.kernels.quantise_rows import quantise_rows
 
@@ -105,6 +110,8 @@ def weights_of(
     if kind == "int4":
         zeros = torch.randint(0, 16, shape, generator=generator, device=device)
         words = group_words(words, zeros)
+    elif kind == "mxfp4":
+        words = exponent_words(words)
     stored = torch.stack([packed(each) for each in codes])
     values = [
         int4_dequantised(*each, size, torch.float32) for each in zip(codes, words, strict=True)
@@ -249,7 +256,7 @@ def test_the_compiled_kernel_feeds_hoppers_tensor_cores(form: str) -> None:
     types = dict.fromkeys(("order", "blocks", "num_blocks"), "*i32")
     types |= dict.fromkeys(("x", "weight"), "*fp8e4nv") if is_codes else {"x": "*bf16"}
     types |= {"scales": "*fp32", "bias": "*bf16", "output": "*bf16"}
-    types |= {"x_scales": "*fp32"} if is_codes else {"weight": "*u8"}
+    types |= {"x_scales": "*fp32"} if is_codes else {"weight": "*u8", "scales": "*u32"}
     constants: dict[str, Any] = {"IN": 2048, "OUT": 768, "TOP_K": 8, "GATED": True, "SLOPE": 1.702}
     constants |= {"LIMIT": None if is_codes else 7.0, "GROUP": 0 if is_codes else 32}
     constants |= {"X_BLOCKS": is_codes, "W_BLOCKS": is_codes, "WIDEN": False, "PDL": True}
