@@ -43,6 +43,9 @@ class ExpertWeights:
     """Inputs that share a word of codes of 4 bits (int4_weights.py); 0: other weights."""
     bias: torch.Tensor | None = None
     """`[E, N]`."""
+    has_tiles: bool = False
+    """Whether 128 x 128 weights share a scale; of codes in blocks, without a bias. N is a multiple
+    of 256, K of 128."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,19 @@ class Tilings:
     down: Tiling
 
 
-Form = Literal["plain", "fp8", "codes", "int4"]
-"""Weights of the type of x, in FP8, in FP8 for codes of activations, and of 4 bits."""
+Form = Literal["plain", "fp8", "codes", "blocks", "tiles", "int4"]
+"""Weights of the type of x; in FP8; in FP8 for codes of activations, with scales of rows, of blocks
+of inputs, and of blocks where 128 x 128 weights share one; of 4 bits."""
 # Rows of a block by the most rows per expert, on average; and with more, by form.
 ROWS = ((8, 16), (24, 32), (64, 64))
-MOST_ROWS: dict[Form, int] = {"plain": 128, "fp8": 128, "codes": 64, "int4": 128}
+MOST_ROWS: dict[Form, int] = {
+    "plain": 128,
+    "fp8": 128,
+    "codes": 128,
+    "blocks": 64,
+    "tiles": 128,
+    "int4": 128,
+}
 FLOAT32_ROWS = 16
 
 
@@ -79,6 +90,7 @@ def _alike(rows: int, outputs: int, num_warps: int, num_stages: int) -> Tilings:
     return Tilings(tiling, tiling)
 
 
+_FEW_CODES = {16: _alike(16, 64, 4, 4), 32: _alike(32, 64, 4, 4)}
 # By rows. Few rows stream weights: tiles are small, so that one token fills the device, and two
 # programs share a multiprocessor. One stage of the pipeline is being multiplied and one was, so the
 # others are in flight: 48 KiB of weights per program. A program of the down projection has fewer
@@ -97,12 +109,9 @@ TILINGS: dict[Form, dict[int, Tilings]] = {
         64: _alike(64, 128, 8, 4),
         128: _alike(128, 128, 8, 4),
     },
-    "codes": {
-        16: _alike(16, 64, 4, 4),
-        32: _alike(32, 64, 4, 4),
-        64: _alike(64, 128, 4, 4),
-        128: _alike(128, 64, 4, 4),
-    },
+    "codes": _FEW_CODES | {64: _alike(64, 128, 4, 4), 128: _alike(128, 256, 8, 3)},
+    "blocks": _FEW_CODES | {64: _alike(64, 128, 4, 3)},
+    "tiles": _FEW_CODES | {64: _alike(64, 128, 4, 3), 128: _alike(128, 256, 8, 4)},
     "int4": {
         16: _alike(16, 64, 4, 3),
         32: _alike(32, 64, 4, 3),
@@ -118,6 +127,8 @@ _SIZES: dict[Form, tuple[int, int]] = {
     "plain": (16, 2),
     "fp8": (8, 2),
     "codes": (8, 1),
+    "blocks": (8, 1),
+    "tiles": (8, 1),
     "int4": (4, 2),
 }
 
@@ -284,6 +295,10 @@ def _launch(
     if not room:
         return
     tiles = -(-features // (tiling.outputs // 2 if gated else tiling.outputs))
+    if form == "tiles" and tiling.rows == MOST_ROWS[form]:
+        assert code_scales is not None and input_weights is None and limit is None
+        _launch_tiles(x, code_scales, weights, rows, output, tiling, room * tiles, gated=gated)
+        return
     grouped_gemm_kernel[(room * tiles,)](
         *(x, code_scales, 0 if code_scales is None else code_scales.stride(0), weight),
         *(None if scales is None else kernel_words(scales), bias, input_weights, output),
@@ -302,6 +317,38 @@ def _launch(
         BLOCK_ROWS=tiling.rows,
         BLOCK_OUT=tiling.outputs,
         BLOCK_IN=tiling.inputs,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        **programmatic_launch(x.device),
+    )
+
+
+def _launch_tiles(
+    x: torch.Tensor,
+    code_scales: torch.Tensor,
+    weights: ExpertWeights,
+    rows: ExpertRows,
+    output: torch.Tensor,
+    tiling: Tiling,
+    num_programs: int,
+    *,
+    gated: bool,
+) -> None:
+    from tllm_spec.kernels.grouped_gemm_triton import grouped_tiles_kernel
+
+    assert output.shape[1] % (BLOCK if gated else 2 * BLOCK) == 0 == x.shape[1] % BLOCK
+    assert tiling.outputs == 2 * BLOCK and tiling.inputs == BLOCK
+    grouped_tiles_kernel[(num_programs,)](
+        *(x, code_scales, code_scales.stride(0), weights.weight, weights.scales, output),
+        *(rows.order, rows.blocks, rows.num_blocks, rows.blocks.shape[1], x.shape[1]),
+        IN=x.shape[1],
+        OUT=output.shape[1],
+        TOP_K=rows.top_k,
+        GATED=gated,
+        WIDEN=x.device.type == "cpu",  # the interpreter cannot multiply FP8
+        ADDED=inputs_added(output.dtype),
+        BLOCK_ROWS=tiling.rows,
+        TILE=BLOCK,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         **programmatic_launch(x.device),
@@ -329,7 +376,10 @@ def _checked_form(
     assert scales.shape[2] in (1, num_blocks) and scales.transpose(1, 2).is_contiguous()
     assert len(code_scales) in (1, num_blocks)
     assert code_scales.shape[1] == len(x) and (code_scales.stride(1) == 1 or len(x) <= 1)
-    return "codes"
+    if weights.has_tiles:
+        assert len(code_scales) == scales.shape[2] == num_blocks and weights.bias is None
+        return "tiles"
+    return "codes" if len(code_scales) == scales.shape[2] == 1 else "blocks"
 
 
 def _product(

@@ -186,3 +186,71 @@ def grouped_gemm_kernel(
     pointers = output + output_row.to(tl.int64)[None, :] * OUT + columns[:, None]
     real = real_row[None, :] & (columns < OUT)[:, None]
     tl.store(pointers, total.to(output.dtype.element_ty), mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _add_tile(
+    total: tl.tensor,
+    x: tl.tensor,
+    w_rows: tl.tensor,
+    x_scale: tl.tensor,
+    w_scale: tl.tensor,
+    WIDEN: tl.constexpr,
+    ADDED: tl.constexpr,
+) -> tl.tensor:
+    """total `[rows, outputs]` plus x times a tile of the weight. x_scale `[rows]`, w_scale `[]`."""
+    w = tl.load(w_rows)
+    if WIDEN:
+        x, w = x.to(tl.float32), w.to(tl.float32)
+    product = tl.dot(x, tl.trans(w), input_precision="ieee", max_num_imprecise_acc=ADDED)
+    return tl.fma(product, tl.broadcast_to((w_scale * x_scale)[:, None], total.shape), total)
+
+
+@triton.jit(do_not_specialize=["room", "num_inputs", "x_scales_stride"])  # type: ignore[untyped-decorator]  # triton has no types
+def grouped_tiles_kernel(
+    x: tl.tensor, x_scales: tl.tensor, x_scales_stride: tl.tensor,
+    weight: tl.tensor, scales: tl.tensor, output: tl.tensor,
+    order: tl.tensor, blocks: tl.tensor, num_blocks: tl.tensor,
+    room: tl.tensor, num_inputs: tl.tensor,
+    IN: tl.constexpr, OUT: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr,
+    WIDEN: tl.constexpr, ADDED: tl.constexpr, BLOCK_ROWS: tl.constexpr, TILE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """As `grouped_gemm_kernel`, with two tiles of outputs: gates and ups, or neighbours. A tile is
+    `[rows, outputs]`: a thread has the scales of two rows, and that of the tile is one number, so
+    that registers hold more sums. Tensor cores add in the same order in both kernels, so a row has
+    the same bits."""
+    begin(PDL)
+    WIDTH: tl.constexpr = TILE if GATED else 2 * TILE
+    SECOND: tl.constexpr = OUT if GATED else TILE  # outputs between the two tiles
+    ALL_OUT: tl.constexpr = 2 * OUT if GATED else OUT
+    block, first_out = tl.program_id(0) // (OUT // WIDTH), tl.program_id(0) % (OUT // WIDTH) * WIDTH
+    number = tl.load(num_blocks)
+    expert = tl.load(blocks + block).to(tl.int64)
+    first, end = tl.load(blocks + room + block), tl.load(blocks + 2 * room + block)
+    if block >= number:
+        return
+    rows = first + tl.arange(0, BLOCK_ROWS)
+    real_row, row = rows < end, tl.minimum(rows, end - 1)
+    assignment = tl.load(order + row)
+    x_row = assignment // TOP_K if GATED else row
+    x_rows, outs = x + x_row.to(tl.int64)[:, None] * IN, first_out + tl.arange(0, TILE)
+    w_rows = weight + (expert * ALL_OUT + outs)[:, None] * IN
+    scale = scales + expert * (ALL_OUT * (IN // TILE)) + first_out
+    total = tl.zeros([BLOCK_ROWS, TILE], tl.float32)
+    second = tl.zeros([BLOCK_ROWS, TILE], tl.float32)
+    for start in tl.range(0, num_inputs, TILE):
+        inputs, group = start + tl.arange(0, TILE), start // TILE
+        x_scale = tl.load(x_scales + group * x_scales_stride + x_row, mask=real_row, other=0.0)
+        own = tl.load(x_rows + inputs[None, :], mask=real_row[:, None], other=0.0)
+        own_w, own_scale = w_rows + inputs[None, :], scale + group * ALL_OUT
+        total = _add_tile(total, own, own_w, x_scale, tl.load(own_scale), WIDEN, ADDED)
+        second_scale = tl.load(own_scale + SECOND)
+        second = _add_tile(second, own, own_w + SECOND * IN, x_scale, second_scale, WIDEN, ADDED)
+    output_row = row if GATED else assignment
+    pointers = output + output_row.to(tl.int64)[:, None] * OUT + outs[None, :]
+    if GATED:
+        total = total / (1.0 + tl.exp(-total)) * second
+    else:
+        tl.store(pointers + TILE, second.to(output.dtype.element_ty), mask=real_row[:, None])
+    tl.store(pointers, total.to(output.dtype.element_ty), mask=real_row[:, None])
