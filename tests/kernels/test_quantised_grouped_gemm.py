@@ -18,13 +18,15 @@ from tests.kernels.interpreter import (
 )
 from tests.kernels.test_grouped_gemm import QWEN3, V3, Shape
 from tllm_spec.kernels.grouped_gemm import (
-    MOST_ROWS,
-    TILINGS,
     ExpertWeights,
-    Form,
-    block_rows_of,
     down,
     gate_up_silu,
+)
+from tllm_spec.kernels.grouped_tilings import (
+    MOST_ROWS,
+    TILINGS,
+    Form,
+    block_rows_of,
 )
 from tllm_spec.kernels.int4_weights import (
     exponent_words,
