@@ -41,7 +41,8 @@ class HiddenStates:
         tensors = {"captured": self.captured.contiguous(), "hidden": self.hidden.contiguous()}
         layers = ",".join(map(str, self.layers))
         record = self.record.to_line().decode()
-        return save(tensors, {"format": FORMAT, "layers": layers, "record": record})
+        content: bytes = save(tensors, {"format": FORMAT, "layers": layers, "record": record})
+        return content
 
 
 def read_hidden_states(path: Path) -> Iterator[HiddenStates]:

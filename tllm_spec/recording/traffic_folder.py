@@ -25,14 +25,15 @@ NO_CLIENT = ""  # instead of a hash
 
 
 class TrafficFolder:
-    """header: the first line of each file. max_bytes: of all files together; the oldest go first.
+    """header: the first line of each file. max_bytes: of all files together, and max_states_bytes
+    of those with hidden states; the oldest go first.
 
     Raises ValueError for a path that cannot be such a folder, or that others may read."""
 
     def __init__(self, path: Path, header: bytes = b"", max_bytes: int = 1 << 30) -> None:
         self.path = path
         self._header = header
-        self._max_bytes = max_bytes
+        self._max_bytes, self.max_states_bytes = max_bytes, max_bytes // 2
         self._file: Path | None = None
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -102,7 +103,7 @@ class TrafficFolder:
 
     def _drop_oldest(self) -> None:
         """Hidden states have half of the room at most, so that they do not push out records."""
-        num_bytes = _drop_oldest(states_files_of(self.path), self._max_bytes // 2)
+        num_bytes = _drop_oldest(states_files_of(self.path), self.max_states_bytes)
         _drop_oldest(files_of(self.path), self._max_bytes - num_bytes)
 
     @contextmanager
