@@ -31,24 +31,26 @@ def budget_problem(
     adaptive: of `enable_adaptive_verification`; None: that is off."""
     if verify_budget is None and adaptive is None:
         return None
-    named = "enable_adaptive_verification = True"
+    named, reasons = "enable_adaptive_verification = True", []
     if verify_budget is not None:
         named = f"verify_budget = {verify_budget:g}"
         if is_adaptive:
             other = "enable_adaptive_verification" if adaptive else "adaptive"
-            return f"{named} and {other} are exclusive: each says what is verified"
-    elif adaptive is not None and not adaptive.is_cost_model:
-        return f"{named} needs adaptive's cost_model; ema has rounds of equal windows"
-    elif adaptive is not None and len(adaptive.draft_lens) > MAX_BUDGETS:
-        number = len(adaptive.draft_lens)
-        return f"{named} serves {MAX_BUDGETS} candidate_steps at most; there are {number}"
-    elif has_schedule:
-        return f"{named} and draft_len_schedule are exclusive; use the slots of adaptive"
+            reasons.append(f"{other} also says what is verified")
+    elif adaptive is not None:
+        if not adaptive.is_cost_model:
+            reasons.append("it needs adaptive's cost_model, and ema has rounds of equal windows")
+        elif (number := len(adaptive.draft_lens)) > MAX_BUDGETS:
+            reasons.append(
+                f"it serves {MAX_BUDGETS} candidate_steps at most, and there are {number}"
+            )
+        if has_schedule:
+            reasons.append("draft_len_schedule also says what is verified; use adaptive's slots")
     if drafts_trees:
-        return f"{named} needs chains: the drafts of a tree have rows of their own"
+        reasons.append("it needs chains, and the drafts of a tree have rows of their own")
     if use_rejection_sampling:
-        return (
-            f"{named} and use_rejection_sampling = True are exclusive: drafts that are chosen by "
-            "their probability would change the distribution of the text"
+        reasons.append(
+            "with use_rejection_sampling = True a choice by the drafts' probabilities would change "
+            "the distribution of the text"
         )
-    return None
+    return f"{named} is refused: {'; '.join(reasons)}" if reasons else None
