@@ -102,6 +102,11 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
     "--record_traffic_mib", type=click.IntRange(1), help="Its size in MiB, at most. [default: 1024]"
 )
 @click.option(
+    "--record_hidden_states",
+    type=click.FloatRange(0, 1),
+    help="Share of the recorded requests whose hidden states are recorded, too. [default: 0]",
+)
+@click.option(
     "--extra_llm_api_options",
     "--config",
     type=click.Path(dir_okay=False),
