@@ -50,6 +50,7 @@ def test_it_is_refused_with_a_reason(options: dict[str, Any], message: str) -> N
             "needs adaptive's cost_model",
         ),
         ({"draft_len_schedule": {1: 3}}, "use adaptive's slots"),
+        ({"max_draft_len": 2}, "candidate_steps of 3 or more"),
         ({"use_rejection_sampling": True}, "would change the distribution"),
         ({"adaptive": {"candidate_steps": list(range(20))}, "max_draft_len": 19}, "there are 20"),
     ],
