@@ -13,7 +13,8 @@ mixed traffic with mean 0.9 in one half of the requests and 0.2 in the other, an
 it with noise. Tokens are those expected from the drafts that each round verified. All players share
 an engine and its graphs. Each plays two blocks, in mirrored order with equal contexts; the choice
 settles before. Targets over the best uniform length: 0.99, and for mixed traffic 1.12 at batch 64
-and 1.15 at 128. The oracle knows the drafts' true probabilities; its rounds take what these took."""
+and 1.15 at 128. The oracle knows the drafts' true probabilities; its rounds take what these
+took."""
 
 import copy
 import sys
@@ -167,6 +168,7 @@ def all_keys(plan: BuildPlan, sizes: Sequence[int]) -> list[GraphKey]:
 
 def simulated(options: Options) -> Iterator[Row]:
     shapes = with_budgets(STEPS[-1], STEPS)
+    tiers = (*STEPS, *shapes.budgeted_tiers)
     for batch_size in SIZES[:4]:
         ms = {
             tier: round_ms(shapes.of(tier), batch_size) for tier in (*STEPS, *shapes.budgeted_tiers)
