@@ -170,9 +170,7 @@ def simulated(options: Options) -> Iterator[Row]:
     shapes = with_budgets(STEPS[-1], STEPS)
     tiers = (*STEPS, *shapes.budgeted_tiers)
     for batch_size in SIZES[:4]:
-        ms = {
-            tier: round_ms(shapes.of(tier), batch_size) for tier in (*STEPS, *shapes.budgeted_tiers)
-        }
+        ms = {tier: round_ms(shapes.of(tier), batch_size) for tier in tiers}
         for traffic, means in TRAFFIC.items():
             simulation, number = Simulation(batch_size, means), 60 if options.quick else 300
             choosing = AdaptiveController.from_config(
