@@ -1,0 +1,207 @@
+"""Loss and validation of an EAGLE-3 or P-EAGLE head: every step of its chains of drafts is compared
+with the target's distribution.
+
+An EAGLE-3 head is trained on its own outputs, as in drafting ("training-time test" of the EAGLE-3
+paper, arXiv 2503.01840): a chain of `unroll` steps along the text starts at every position."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tllm_spec.training.distill import (
+    ARGMAX_SHARE,
+    SELF_TEXT_SHARE,
+    VALIDATION_LENGTH,
+    VALIDATION_WINDOWS,
+)
+from tllm_spec.training.eagle3 import Eagle3Head, FeatureHead, target_states
+from tllm_spec.training.peagle import PEagleHead, Rows
+from tllm_spec.training.token_data import TokenData
+
+STEP_DECAY = 0.9
+"""Ratio of a step's weight in the loss to the previous step's: a late draft matters only if the
+earlier ones were right."""
+ALIGNMENT = 8
+"""The number of chains of a sequence is a multiple of this, so that GEMMs use the tensor cores."""
+
+
+class Labels(NamedTuple):
+    """The labels at every position of a text, in the head's vocabulary."""
+
+    wanted: Tensor
+    """`[B, T, D]`: weights of the draft tokens' log probabilities in the loss."""
+    floor: Tensor
+    """`[B, T]`: the constant that makes the KL part of a perfect head zero."""
+    best: Tensor
+    """`[B, T]`: the target's best token, in the target's ids."""
+
+
+def labels(target_logits: Tensor, draft_ids: Tensor) -> Labels:
+    """From logits `[B, T, V]`. With p the target's distribution, D the draft vocabulary and
+    a = ARGMAX_SHARE, a position's loss is
+
+        (1 - a) * sum over D of p(v) * (log p(v)/p(D) - log draft(v))  +  a * (-log draft(best))
+
+    The first part is the KL of the renormalised p, weighted by p(D): tokens outside D do not
+    contribute. The second part is zero if the target's best token is outside D."""
+    logits = target_logits.float()
+    best, restricted = logits.argmax(-1), logits[..., draft_ids]
+    probabilities = (restricted - logits.logsumexp(-1, keepdim=True)).exp()
+    floor = (probabilities * restricted.log_softmax(-1)).sum(-1)
+    is_best = draft_ids == best.unsqueeze(-1)
+    wanted = (1 - ARGMAX_SHARE) * probabilities + ARGMAX_SHARE * is_best
+    return Labels(wanted, (1 - ARGMAX_SHARE) * floor, best)
+
+
+def step_logits(
+    head: FeatureHead, target: Any, features: Tensor, tokens: Tensor, unroll: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The head's logits `[B, n, D]` at steps 0..unroll-1 along the text, and for each of the n rows
+    the index `[n]` of the target's logits that predict the same token.
+
+    `features` `[B, T, 3H]` and `tokens` `[B, T]` are of the same text."""
+    embed = target.get_input_embeddings()
+    if isinstance(head, PEagleHead):
+        mask = embed(tokens.new_tensor(head.config.mask_token))
+        yield from mask_logits(head, features, embed(tokens), mask, unroll)
+        return
+    assert isinstance(head, Eagle3Head)
+    for step, logits in enumerate(chain_logits(head, features, embed(tokens), unroll)):
+        yield logits, torch.arange(step + 1, step + 1 + logits.shape[1], device=tokens.device)
+
+
+def mask_logits(
+    head: PEagleHead, features: Tensor, embeddings: Tensor, mask_embedding: Tensor, unroll: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """See `step_logits`. In training mask rows follow a third of the positions, drawn by chance, as
+    there are many of them; otherwise all."""
+    num_pairs = features.shape[1] - unroll
+    if head.training:
+        num_anchors = max(1, num_pairs // 3 // ALIGNMENT) * ALIGNMENT
+        chosen = torch.randperm(num_pairs)[:num_anchors].to(features.device)
+    else:
+        chosen = torch.arange(num_pairs, device=features.device)
+    rows = Rows.of(num_pairs, chosen, unroll - 1)
+    pairs = features[:, :num_pairs], embeddings[:, 1 : 1 + num_pairs]
+    hidden = torch.split(head(*pairs, mask_embedding, rows), rows.sizes, 1)
+    for own, positions in zip(hidden, torch.split(rows.positions, rows.sizes), strict=True):
+        yield head.logits(own), positions + 1
+
+
+def chain_logits(
+    head: Eagle3Head, features: Tensor, embeddings: Tensor, unroll: int
+) -> Iterator[Tensor]:
+    """The head's logits at steps 0..unroll-1 along the text, for all chains that end within it.
+
+    `features` `[B, T, 3H]` and `embeddings` `[B, T, H]` are of the same tokens; each result is
+    `[B, T - unroll, D]`. Row s of step k predicts the token at `s + k + 2`, as the target's logits
+    at `s + k + 1` do."""
+    chains = features.shape[1] - unroll
+    hidden, cache = head.fuse(features[:, :chains]), None
+    for step in range(unroll):
+        hidden, cache = head(hidden, embeddings[:, step + 1 : step + 1 + chains], cache)
+        yield head.logits(hidden)
+
+
+class Batch(NamedTuple):
+    """Sequences of a step of training, with those of the other ranks."""
+
+    tokens: Tensor
+    """`[B, T]`."""
+    counts: Tensor
+    """`[B, T]` bool: whether the target's choice after the token is trained."""
+    share: slice = slice(None)
+    """The sequences of this rank."""
+
+    @classmethod
+    def whole(cls, tokens: Tensor, unroll: int) -> "Batch":
+        """All of `[B, T]` tokens, but for a few at the end where the chains are not aligned."""
+        tokens = tokens[:, : aligned_chains(tokens.shape[1], unroll) + unroll]
+        return cls(tokens, torch.ones_like(tokens, dtype=torch.bool))
+
+
+class Step(NamedTuple):
+    """One step of the chains of a text; rows as in `step_logits`."""
+
+    losses: Tensor
+    """`[B, n]`."""
+    is_best: Tensor
+    """`[B, n]`: whether the head's best token is the target's."""
+    rows: Tensor
+    """`[n]`."""
+
+
+def steps_along(head: FeatureHead, target: Any, tokens: Tensor, unroll: int) -> Iterator[Step]:
+    """Every step of the chains along `[B, T]` tokens. GEMMs are in the target's type."""
+    is_bf16 = target.dtype == torch.bfloat16
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=is_bf16):
+        with torch.no_grad():
+            features, target_logits = target_states(target, tokens, head.config.capture_layers)
+            goal = labels(target_logits, head.draft_ids)
+        for logits, rows in step_logits(head, target, features, tokens, unroll):
+            wanted, floor, best = (part[:, rows] for part in goal)
+            log_probs = F.log_softmax(logits.float(), -1)
+            losses = floor - (wanted * log_probs).sum(-1)
+            yield Step(losses, head.draft_ids[logits.argmax(-1)] == best, rows)
+
+
+def unrolled(head: FeatureHead, target: Any, batch: Batch, unroll: int) -> tuple[Tensor, Tensor]:
+    """Loss and agreement with the target's best tokens, each `[unroll]`: this rank's part of the
+    mean over the batch. The ranks' parts add up to the mean."""
+    losses, agreements = [], []
+    for step in steps_along(head, target, batch.tokens[batch.share], unroll):
+        counts = batch.counts[:, step.rows]
+        weights = counts[batch.share] / counts.sum().clamp(min=1)
+        losses.append((weights * step.losses).sum())
+        agreements.append((weights * step.is_best).sum())
+    return torch.stack(losses), torch.stack(agreements)
+
+
+def aligned_chains(length: int, unroll: int) -> int:
+    """The number of chains of a sequence of `length` tokens. Raises ValueError if it is 0."""
+    chains = (length - unroll) // ALIGNMENT * ALIGNMENT
+    if chains < 1:
+        raise ValueError(
+            f"--length is {length}; with --unroll {unroll} it must be {unroll + ALIGNMENT} or more"
+        )
+    return chains
+
+
+def weighted(losses: Tensor) -> Tensor:
+    """The mean of `[unroll]` losses with weights 1, STEP_DECAY, STEP_DECAY^2, ..."""
+    weights = STEP_DECAY ** torch.arange(len(losses), device=losses.device)
+    return (weights * losses).sum() / weights.sum()
+
+
+def eagle3_loss(
+    head: FeatureHead, target: Any, data: TokenData, self_text: TokenData, unroll: int
+) -> Callable[[int, int], Tensor]:
+    """Training sequences come from the training files and from text that the target generated."""
+
+    def loss(windows: int, length: int) -> Tensor:
+        own = int(windows * SELF_TEXT_SHARE)
+        tokens = torch.cat([data.sample(windows - own, length), self_text.sample(own, length)])
+        return weighted(unrolled(head, target, Batch.whole(tokens, unroll), unroll)[0])
+
+    return loss
+
+
+def eagle3_validation(
+    head: FeatureHead, target: Any, heldout: TokenData, unroll: int
+) -> Callable[[], dict[str, float]]:
+    """`agreement_k`: how often draft k along held-out text is the target's best token."""
+
+    def validate() -> dict[str, float]:
+        figures = [
+            torch.stack(unrolled(head, target, Batch.whole(tokens, unroll), unroll))
+            for tokens in heldout.windows(VALIDATION_LENGTH, VALIDATION_WINDOWS)
+        ]
+        losses, agreements = torch.stack(figures).mean(0)
+        return {"loss": weighted(losses).item()} | {
+            f"agreement_{draft}": rate for draft, rate in enumerate(agreements.tolist(), start=1)
+        }
+
+    return validate

@@ -1,0 +1,199 @@
+"""MTP modules (arXiv 2412.19437, section 2.2) for training, in plain torch, with the tensor names
+of published checkpoints. The engine has its own implementation for inference.
+
+As in `eagle3.py`, entry `j` of a module reads (the target's hidden state of token j after the final
+norm, embedding of token j+1) and predicts token j+2, and all chains of a text run in parallel.
+Later entries of a chain read the output of the step before. EAGLE-style, one module makes every
+step; "vanilla", step k is module k's. Each module has entries of its own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3DecoderLayer,
+    DeepseekV3RMSNorm,
+    apply_rotary_pos_emb_interleave,
+)
+
+from tllm_spec.training.deepseek import stacked, with_dense_experts
+from tllm_spec.training.eagle3 import Cache, attend
+
+_OUTER = ("enorm", "hnorm", "eh_proj", "shared_head")
+
+
+class NextnModule(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm = DeepseekV3RMSNorm(size, eps)
+        self.hnorm = DeepseekV3RMSNorm(size, eps)
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.layer: Any = with_dense_experts(
+            DeepseekV3DecoderLayer(config, config.num_hidden_layers - 1)
+        )
+        self.shared_head = nn.ModuleDict({"norm": DeepseekV3RMSNorm(size, eps)})
+
+    def forward(
+        self, hidden: Tensor, embeddings: Tensor, rotary: tuple[Tensor, Tensor], cache: Cache | None
+    ) -> tuple[Tensor, Cache]:
+        """The next step of all chains: `[B, S, H]` after the final norm, and the entries.
+
+        Args:
+            hidden: `[B, S, H]`: the target's after its final norm, then the step before's result.
+            embeddings: `[B, S, H]` of the token after.
+            rotary: cosines and sines of the entries' positions.
+            cache: of the steps before; None: this is the first.
+        """
+        x = self.eh_proj(torch.cat((self.enorm(embeddings), self.hnorm(hidden)), -1)).float()
+        layer = self.layer
+        query, key, value = entries(layer.self_attn, layer.input_layernorm(x), rotary)
+        cache = extended(cache, key, value)
+        if cache.own_keys.shape[-2]:
+            mixed = attend(query, cache)
+        else:
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + layer.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        output: Tensor = self.shared_head["norm"](x)
+        return output, cache
+
+
+class NextnModules(nn.Module):
+    """The modules of a checkpoint with their target, which is not trained."""
+
+    target: Any
+
+    def __init__(self, target: Any) -> None:
+        super().__init__()
+        self.config = target.config
+        count = target.config.num_nextn_predict_layers
+        self.steps = nn.ModuleList(NextnModule(target.config) for _ in range(count))
+        self.__dict__["target"] = target
+
+    @classmethod
+    def from_pretrained(cls, folder: Path, target: Any) -> "NextnModules":
+        """In fp32, on the target's device, without gradients."""
+        modules = cls(target)
+        stored = load_file(folder / "model.safetensors")
+        for index, module in enumerate(modules.steps):
+            prefix = f"model.layers.{target.config.num_hidden_layers + index}."
+            own = {
+                name.removeprefix(prefix): tensor.float()
+                for name, tensor in stored.items()
+                if name.startswith(prefix)
+            }
+            module.load_state_dict(
+                {
+                    name if name.startswith(_OUTER) else f"layer.{name}": tensor
+                    for name, tensor in stacked(own).items()
+                }
+            )
+        return modules.to(target.device).eval().requires_grad_(False)
+
+    def checkpoint(self) -> dict[str, Tensor]:
+        """The tensors by their names in a checkpoint, experts stacked. The target's embedding and
+        output layer are not repeated."""
+        first = self.config.num_hidden_layers
+        return {
+            f"model.layers.{first + index}.{name.removeprefix('layer.')}": tensor
+            for index, module in enumerate(self.steps)
+            for name, tensor in module.state_dict().items()
+        }
+
+    def chains(self, hidden: Tensor, num_steps: int, *, is_vanilla: bool) -> "Chains":
+        """Chains of `num_steps` drafts from all rows of the target's states `[B, S, H]`, after its
+        final norm."""
+        modules = list(self.steps[:num_steps]) if is_vanilla else [self.steps[0]]
+        return Chains(modules, self.target.model.rotary_emb, hidden)
+
+    def chain(
+        self, hidden: Tensor, embeddings: Tensor, num_steps: int, *, is_vanilla: bool
+    ) -> Iterator[Tensor]:
+        """The states of steps 0..num_steps-1 along the text, for all chains that end within it.
+
+        `hidden` (the target's after its final norm) and `embeddings` `[B, T, H]` are of the same
+        tokens; each result is `[B, T - num_steps, H]`. Row s of step k predicts the token at
+        `s + k + 2`."""
+        count = hidden.shape[1] - num_steps
+        chains = self.chains(hidden[:, :count], num_steps, is_vanilla=is_vanilla)
+        for step in range(num_steps):
+            yield chains.step(embeddings[:, step + 1 : step + 1 + count])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.target.lm_head(hidden)
+        return logits
+
+
+class Chains:
+    """Chains of drafts from every row. With one module it makes every step; with several, module k
+    makes step k, and the later ones only note what they read."""
+
+    def __init__(self, modules: list[Any], rotary: Any, hidden: Tensor) -> None:
+        self._modules, self._rotary, self._hidden = modules, rotary, hidden
+        self._caches: list[Cache | None] = [None] * len(modules)
+        self._num_done = 0
+
+    def step(self, embeddings: Tensor) -> Tensor:
+        """`[B, S, H]`, given the embeddings `[B, S, H]` of the tokens after each row's."""
+        hidden, step = self._hidden, self._num_done
+        now = step if len(self._modules) > 1 else 0
+        positions = torch.arange(step, step + hidden.shape[1], device=hidden.device)
+        rotary = self._rotary(hidden, positions[None])
+        for later in range(now + 1, len(self._modules)):
+            self._caches[later] = _only_entries(
+                self._modules[later], hidden, embeddings, rotary, self._caches[later]
+            )
+        self._hidden, self._caches[now] = self._modules[now](
+            hidden, embeddings, rotary, self._caches[now]
+        )
+        self._num_done += 1
+        return self._hidden
+
+
+def _only_entries(
+    module: Any,
+    hidden: Tensor,
+    embeddings: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    cache: Cache | None,
+) -> Cache:
+    """The entries of a module whose output is not needed."""
+    x = module.eh_proj(torch.cat((module.enorm(embeddings), module.hnorm(hidden)), -1)).float()
+    _, key, value = entries(module.layer.self_attn, module.layer.input_layernorm(x), rotary)
+    return extended(cache, key, value)
+
+
+def extended(cache: Cache | None, key: Tensor, value: Tensor) -> Cache:
+    """`cache` with a step's keys and values `[B, heads, S, D]`."""
+    if cache is None:
+        return Cache(key, value, key.unsqueeze(-2)[..., :0, :], value.unsqueeze(-2)[..., :0, :])
+    return cache._replace(
+        own_keys=torch.cat((cache.own_keys, key.unsqueeze(-2)), -2),
+        own_values=torch.cat((cache.own_values, value.unsqueeze(-2)), -2),
+    )
+
+
+def entries(
+    attention: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of latent attention, expanded for all heads, `[B, heads, S, D]`."""
+    config = attention.config
+    nope, rope, value_dim = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    query = attention.q_b_proj(attention.q_a_layernorm(attention.q_a_proj(hidden)))
+    query = query.unflatten(-1, (-1, nope + rope)).transpose(1, 2)
+    latent, shared = attention.kv_a_proj_with_mqa(hidden).split((config.kv_lora_rank, rope), -1)
+    both = attention.kv_b_proj(attention.kv_a_layernorm(latent))
+    key, value = (
+        both.unflatten(-1, (-1, nope + value_dim)).transpose(1, 2).split((nope, value_dim), -1)
+    )
+    turned, shared = apply_rotary_pos_emb_interleave(
+        query[..., nope:], shared.unsqueeze(1), *rotary
+    )
+    shared = shared.expand(-1, key.shape[1], -1, -1).to(key.dtype)
+    query = torch.cat((query[..., :nope], turned.to(query.dtype)), -1)
+    return query, torch.cat((key, shared), -1), value
