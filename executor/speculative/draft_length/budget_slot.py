@@ -5,6 +5,7 @@ In every round that shares its rows the device says what it expects of each tier
 the drafts that are in the slots. Whole windows show what shorter ones would have had accepted. All
 other tiers keep the share that they had."""
 
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -48,8 +49,8 @@ class BudgetEstimate:
             found = [each / number for each in observed.expected]
         else:  # whole windows
             known = [each for each in self._tiers if each <= tier]
-            accepted = observed.num_accepted
-            found = [sum(min(each, depth) for each in accepted) / number for depth in known]
+            counts = Counter(observed.num_accepted).items()
+            found = [sum(min(n, depth) * times for n, times in counts) / number for depth in known]
         self._follow(known, found, weight)
 
     def _follow(self, known: list[int], found: list[float], weight: float) -> None:
