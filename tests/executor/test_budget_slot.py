@@ -99,6 +99,7 @@ def test_whole_windows_show_what_shorter_ones_would_have_brought() -> None:
         own.observe(ObservedRound(2, BATCH, [0, 3], None, None, 99), 3)
     assert [own.expected[tier] for tier in (1, 2, 3)] == pytest.approx([0.5, 1.0, 1.5])
     assert own.expected[SEVEN] == pytest.approx(before[SEVEN] * 1.5 / before[3])
+    assert own.rates == [pytest.approx(0.5)], "what the log's line on a switch names"
 
 
 def test_a_probe_shows_what_the_longest_drafts_would_bring() -> None:

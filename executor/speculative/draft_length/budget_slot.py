@@ -23,8 +23,8 @@ MIN_EXPECTED = 0.01  # accepted drafts of a request
 
 
 class BudgetEstimate:
-    """`expected`: accepted drafts of a request that is drafted for, by tier. `rates`: of verified
-    drafts those that were accepted. A round counts for a tier as all rounds since the tier was seen
+    """`expected`: accepted drafts of a request that is drafted for, by tier. `rates`: the accepted
+    share of the shortest drafts. A round counts for a tier as all rounds since the tier was seen
     last: probes are rare."""
 
     def __init__(self, shapes: DraftShapes, prior: float, window: float) -> None:
@@ -68,6 +68,8 @@ class BudgetEstimate:
             if tier not in known:
                 self.expected[tier] *= ratio
                 self._unseen[tier] += 1
+        shortest = self._tiers[0]
+        self.rates[0] = self.expected[shortest] / self._shapes.of(shortest).depth
 
     def state(self) -> dict[str, Any]:
         named = {str(self._shapes.name(tier)): self.expected[tier] for tier in self._tiers}
