@@ -75,10 +75,10 @@ class DecodingBaseConfig(ConfigModel):
     max_concurrency: PositiveInt | None = None
     """No drafts in batches of more requests than this."""
     enable_adaptive_verification: bool = False
-    """In batches of more than 16 requests, drafts share the rows of a round: they go to those that
-    are likeliest to be accepted, whoever's they are. How many rows there are follows acceptance and
-    load, as draft lengths do with `adaptive`, of which it needs the cost model. Refused with draft
-    trees, `use_rejection_sampling` and `draft_len_schedule`."""
+    """In batches of more than 16 requests, drafts may share the rows of a round: they go to those
+    that are likeliest to be accepted, whoever's they are. Whether, and how many rows there are,
+    follows acceptance and load, as draft lengths do with `adaptive`, whose cost model it needs.
+    Refused with draft trees, `use_rejection_sampling` and `draft_len_schedule`."""
     verify_budget: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Rows that a request has on average in a round, its own token included. The rows of a batch go
     to the drafts that are likeliest to be accepted, whoever's they are; a request has 1 to
