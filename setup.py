@@ -121,6 +121,7 @@ setup(
         "console_scripts": [
             "tllm-serve = tllm_spec.cli.entry:serve",
             "tllm-bench = tllm_spec.cli.entry:bench",
+            "tllm-train = tllm_spec.cli.entry:train",
         ]
     },
 )

@@ -42,6 +42,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "tllm_spec.bench",
         "tllm_spec.server",
+        "tllm_spec.training",
     ),
     ("tllm_spec.llm",),
     ("tllm_spec.draft_swap",),
