@@ -273,6 +273,7 @@ def _dflash_head(config: DecodingBaseConfig) -> DraftPlan:
         is_head=True,
         capture_layers=config.target_layer_ids,
         head_kinds=("DFlash",),
+        window_size=config.draft_window_size,
         token_map=config.speculative_token_map,
         mask_token=config.mask_token_id,
         num_filled=config.max_draft_len,
