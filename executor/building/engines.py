@@ -150,13 +150,7 @@ def load_draft(
 ) -> LoadedDraft:
     """Never batch-invariant: with `deterministic` drafts may depend on the batch, the text does
     not. Raises ValueError for weights and options that are not served."""
-    loaded, size = _load_draft(plan, target, draft, tokens), draft.window_size
-    if size is not None and size < plan.max_len:
-        try:
-            loaded.model.config = loaded.model.config.windowed(size)
-        except ValueError as error:
-            raise ValueError(f"draft_window_size = {size} is refused: {error}") from None
-    return loaded
+    return _load_draft(plan, target, draft, tokens).windowed(plan.max_len)
 
 
 def _load_draft(

@@ -10,6 +10,7 @@ import pytest
 from tests.executor.draft_caches import HOT, SMALL_POOL, TREE, eagle, eagle3
 from tests.executor.harness import Harness, draft_target, output_of
 from tests.executor.tiny_llama import write_tiny_llama
+from tests.models.tiny_dflash import write_tiny_dflash
 from tests.models.tiny_eagle import write_tiny_eagle
 from tests.models.tiny_eagle3 import edit_config, write_tiny_eagle3
 from tllm_spec.outputs import SpeculativeStats
@@ -81,6 +82,13 @@ def test_a_window_changes_drafts_and_no_text_and_is_that_of_the_config(
     assert found[WHOLE] == found[None] != found[SIZE]
     own = draft(tmp_path / "own", mode, SIZE)
     assert served(tiny, **options_of(own, mode)) == found[SIZE]
+
+
+def test_a_dflash_head_refuses_a_window(tiny: Path, tmp_path: Path) -> None:
+    options = {"decoding_type": "DFlash", "max_draft_len": 3, "draft_window_size": SIZE}
+    head = {"speculative_model": str(write_tiny_dflash(tmp_path))}
+    with pytest.raises(ValueError, match="draft_window_size = 4 is refused: a DFlash head"):
+        Harness(tiny, speculative_config=options | head)
 
 
 @pytest.mark.parametrize(
