@@ -71,7 +71,7 @@ def test_slot_ids_are_sent_only_when_they_change(
     ]
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mode", MODES)
 def test_replayed_rounds_give_the_texts_of_eager_rounds(

@@ -196,6 +196,7 @@ def test_guided_requests_that_are_preempted_or_cancelled_leave_the_others_text(
     assert all_pages_are_back(harness.executor)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_masks_of_many_requests_are_filled_in_threads(
     tiny: Path,

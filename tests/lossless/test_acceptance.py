@@ -53,7 +53,6 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 
 # The other combinations are slow.
 QUICK = (
-    ("eagle3", "prefix_hit"),
     ("eagle3", "preemption"),
     ("draft_target", "chunked_prefill"),
     ("draft_target_one_model", "prefix_of_another"),
@@ -265,7 +264,8 @@ def test_a_tree_of_16_nodes_is_accepted_further_than_a_chain_of_its_depth(
     assert found[f"{mode}_tree"] >= 1.1 * found[mode]
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_tree_of_ngrams_is_accepted_further_than_chains_of_the_oldest_and_the_newest(
     long_prompts: list[list[int]], temperature: float
 ) -> None:

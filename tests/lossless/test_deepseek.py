@@ -68,7 +68,6 @@ def plain_of_mtp(with_mtp: Path) -> list[list[int]]:
         [
             (True, False, 3, "prefix_reuse"),
             (False, True, 2, "chunks"),
-            (True, True, 2, "preemption"),
         ],
         *((True, False), (False, True), (3, 2), SETTINGS),
     ),
@@ -204,10 +203,7 @@ DRAFTS = {"chain": {"max_draft_len": 2}} | TREES
 @pytest.mark.parametrize(
     ("drafts", "one_model", "setting"),
     by_default(
-        [
-            ("chain", True, "preemption"),
-            ("dynamic", False, "chunks"),
-        ],
+        [("dynamic", False, "chunks")],
         *(DRAFTS, (True, False), SETTINGS),
     ),
 )

@@ -156,6 +156,7 @@ def test_requests_with_limits_of_their_own_share_rounds_with_others(
         ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", WITH_DRAFT_WEIGHTS)
 def test_each_request_speculates_as_its_parameters_say(
     tiny: Path, drafts: tuple[Path, Path], mode: str
