@@ -114,3 +114,15 @@ def test_counts_of_the_models_own_modules_are_those_of_serving(mode: str, tmp_pa
 def test_counts_that_serving_may_not_have_are_called_simulated() -> None:
     (cause,) = why_simulated([], LlmArgs.from_kwargs("zoo:llama", **LIMITS, **engine(LEARNS, 4)))
     assert "sa_config" in cause
+    record = TrafficRecord.model_construct(
+        prompt=[1] * 30,
+        output=[2] * 10,
+        arrived_us=1,
+        rounds=[[5, 10, None]],
+        guided=False,
+        num_preemptions=0,
+    )
+    for max_tokens, causes in ((80, 0), (64, 1)):
+        pool = {"kv_cache_config": {"max_tokens": max_tokens}}
+        args = LlmArgs.from_kwargs("zoo:llama", **LIMITS, **pool, **engine("draft_target", 4))
+        assert len(why_simulated([record, record], args)) == causes

@@ -171,6 +171,7 @@ def why_simulated(records: Sequence[TrafficRecord], args: LlmArgs) -> list[str]:
         "what sa_config has learned depends on the order of requests": _learns(spec),
         "some requests had a grammar": any(each.guided for each in records),
         "some requests were preempted": any(each.num_preemptions for each in records),
+        "pages of the draft model may be missing": _may_lack_pages(records, args),
         "max_num_tokens cuts the drafts of large batches": (
             _most_at_once(records) * spec.shapes.longest.window > args.max_num_tokens
         ),
@@ -277,6 +278,15 @@ def _request(number: int, record: TrafficRecord, limits: RequestLimits) -> LlmRe
 def _follows_load(spec: DecodingBaseConfig) -> bool:
     limits = spec.draft_len_schedule, spec.max_concurrency, spec.acceptance_rate_threshold
     return spec.adaptive is not None or any(limit is not None for limit in limits)
+
+
+def _may_lack_pages(records: Sequence[TrafficRecord], args: LlmArgs) -> bool:
+    """A round has no drafts where a draft model's own pages do not suffice."""
+    draft, max_tokens = draft_plan_of(args.speculative_config), args.kv_cache_config.max_tokens
+    if draft is None or draft.shares_pages or max_tokens is None:
+        return False
+    longest = max((len(each.prompt) + len(each.output) for each in records), default=0)
+    return _most_at_once(records) * longest > max_tokens
 
 
 def _learns(spec: DecodingBaseConfig) -> bool:
