@@ -21,7 +21,7 @@ from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState, StopM
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
-from tllm_spec.executor.speculative.drafting.drafter import ReadyDrafts
+from tllm_spec.executor.speculative.drafting.ready_drafts import ReadyDrafts
 
 RATES = {"plain": (), "three": (0.73, 0.52, 0.35), "seven": (0.9,) * 7, "all_of_seven": (1.0,) * 7}
 
@@ -342,11 +342,12 @@ def test_placeholders_are_a_list_of_its_own_for_each_request_whatever_the_round_
 
 
 def test_ready_drafts_are_limited_by_the_round_and_by_the_request() -> None:
-    requests = ScriptedEngine(25, RATES["three"]).put(25, 5, 20)
+    engine = ScriptedEngine(25, RATES["three"])
+    requests = engine.put(25, 5, 20)
     numbers = list(product(range(5), repeat=2))
     for request, (ready, limit) in zip(requests, numbers, strict=True):
         request.num_drafts_ready, request.draft_limit = ready, limit
-    ReadyDrafts().prepare_draft_tokens(
+    ReadyDrafts(engine.parts.slots).prepare_draft_tokens(
         ScheduledBatch(generation_requests=requests, shape=chain_of(3))
     )
     assert [request.py_num_draft_tokens for request in requests] == [

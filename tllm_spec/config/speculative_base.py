@@ -25,6 +25,7 @@ from tllm_spec.config.draft_shape import MAX_DRAFT_LEN, DraftShapes
 from tllm_spec.config.option_checks import NotServed, shown
 from tllm_spec.config.peer_options import SPECULATIVE_PEERS
 from tllm_spec.config.synthetic_rates import Rates, rate_problem
+from tllm_spec.config.text_search import TextSearch
 from tllm_spec.config.verify_budget import budget_problem, with_budgets
 
 PathText = Annotated[
@@ -319,6 +320,10 @@ class DecodingBaseConfig(ConfigModel):
         if self.enable_adaptive_verification and self.adaptive is not None:
             return with_budgets(self.max_draft_len, self.adaptive.draft_lens)
         return DraftShapes.chains(self.max_draft_len, self.verify_budget or 0.0)
+
+    def text_search(self, max_batch_size: int) -> TextSearch | None:
+        """How drafts are looked up in texts; None: they are not."""
+        return None
 
     @property
     def relaxed_rule(self) -> RelaxedRule | None:

@@ -1,4 +1,4 @@
-"""Runs drafters that work on the host (NGram, user-provided): checks their drafts, pads them, and
+"""Runs the user's own drafter, which works on the host: checks their drafts, pads them, and
 sends them to the slots."""
 
 from array import array
