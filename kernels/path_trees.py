@@ -20,27 +20,33 @@ def path_trees(paths: torch.Tensor, lens: torch.Tensor, max_nodes: int, topk: in
         lens: `[B, M]` int64, contiguous: tokens of each path.
         max_nodes, topk: a path ends before a node or child for which there is no room.
     """
-    nodes = torch.arange(max_nodes + 1)
-    tokens = paths[:, 0, :1].repeat(1, max_nodes)
-    shape = len(paths), 1
-    parents = torch.where(nodes > 0, 0, -1).repeat(shape)
-    depths = (nodes > 0).to(torch.int64).repeat(shape)
-    own_bits = torch.ones_like(nodes) << nodes
-    bits = (own_bits | 1).repeat(shape)
-    trees = [
+    found = [
         _nodes_of(*each, max_nodes, topk)
         for each in zip(paths.tolist(), lens.tolist(), strict=True)
     ]
-    for request, tree in enumerate(trees):
-        rows: dict[Path, int] = {(): 0}
-        for row, node in enumerate(tree, 1):
-            rows[node], parent = row, rows[node[:-1]]
-            tokens[request, row - 1], depths[request, row] = node[-1], len(node)
-            parents[request, row], bits[request, row] = (
-                parent,
-                own_bits[row] | bits[request, parent],
-            )
-    return DraftTree(tokens, parents, depths, bits, torch.tensor(list(map(len, trees))))
+    paddings = paths[:, 0, 0].tolist()
+    trees = [_rows_of(*each, max_nodes) for each in zip(found, paddings, strict=True)]
+    rows = (torch.tensor(each) for each in zip(*trees, strict=True))
+    return DraftTree(*rows, torch.tensor(list(map(len, found))))
+
+
+def _rows_of(nodes: list[Path], padding: int, max_nodes: int) -> tuple[list[int], ...]:
+    """Tokens, parents, depths and bits. padding: the token of rows after the tree."""
+    rows: dict[Path, int] = {(): 0}
+    tokens, parents, depths, bits = list[int](), [-1], [0], [1]
+    for row, node in enumerate(nodes, 1):
+        rows[node], parent = row, rows[node[:-1]]
+        tokens.append(node[-1])
+        parents.append(parent)
+        depths.append(len(node))
+        bits.append(bits[parent] | 1 << row)
+    left = range(len(bits), max_nodes + 1)
+    tokens += [padding] * len(left)
+    parents += [0] * len(left)
+    depths += [1] * len(left)
+    bits += [1 | 1 << row for row in left]
+    bits[-1] -= (bits[-1] >> 63) << 64  # as int64
+    return tokens, parents, depths, bits
 
 
 def _nodes_of(paths: list[list[int]], lens: list[int], max_nodes: int, topk: int) -> list[Path]:

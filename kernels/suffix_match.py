@@ -109,7 +109,7 @@ def match_suffixes(
     order = LAST_PLACE - places if oldest else places
     scores = (2 * lengths + is_own << PLACE_BITS) + order
     best = _largest(scores, numbers, len(slots), num_matches)
-    return _drafts_at(table, best, firsts, ends, draft_len, oldest)
+    return _drafts_at(table, best, ends, draft_len, oldest)
 
 
 def _places_of_last_tokens(
@@ -152,6 +152,9 @@ def _largest(
 ) -> torch.Tensor:
     """`[B, num_wanted]`: the largest scores of each number, in order; 0: there are no more. scores
     and numbers, 0 to B-1: `[N]`."""
+    if num_wanted == 1:
+        largest = scores.new_zeros(batch_size).scatter_reduce_(0, numbers, scores, "amax")
+        return largest.unsqueeze(1)
     order = scores.argsort(descending=True)
     order = order[numbers[order].argsort(stable=True)]
     scores, numbers = scores[order], numbers[order]
@@ -163,30 +166,35 @@ def _largest(
     return found
 
 
+def _row_ends(table: TextTable, places: torch.Tensor) -> torch.Tensor:
+    """The last token of the row of each place, or of all rows for a shared one, which has NO_TOKEN
+    before."""
+    rows = (places // table.width).clamp_max(len(table.kv_lens) - 1)
+    ends = rows * table.width + table.kv_lens[rows].clamp_max(table.width - 1)
+    return torch.where(places < len(table.texts.view(-1)), ends, len(table.memory) - 1)
+
+
 def _drafts_at(
     table: TextTable,
     scores: torch.Tensor,
-    firsts: torch.Tensor,
     ends: torch.Tensor,
     draft_len: int,
     oldest: bool,
 ) -> Matches:
-    """scores `[B, M]`; firsts, ends `[B]`: of the texts, in memory."""
-    places = scores & LAST_PLACE
+    """scores `[B, M]`; ends `[B]`: of the texts, in memory."""
+    places, own_ends = scores & LAST_PLACE, ends.unsqueeze(1)
     starts = (LAST_PLACE - places if oldest else places) + 1
-    is_match, is_own = scores > 0, (scores >> PLACE_BITS) & 1 > 0
-    own_ends = ends.unsqueeze(1)
-    slot_rows = (starts // table.width).clamp_max(len(table.kv_lens) - 1)
-    slot_ends = slot_rows * table.width + table.kv_lens[slot_rows].clamp_max(table.width - 1)
-    is_slot = starts < len(table.texts.view(-1))
-    row_ends = torch.where(is_slot, slot_ends, len(table.memory) - 1).unsqueeze(2)
     columns = torch.arange(draft_len, device=scores.device)
-    starts, lens = starts.unsqueeze(2), (own_ends + 1 - starts).clamp_min(1).unsqueeze(2)
-    copied, read = starts + columns % lens, starts + columns
-    at = torch.where(is_own.unsqueeze(2), copied, read.minimum(row_ends))
-    is_there = is_own.unsqueeze(2) | (read <= row_ends)
-    drafts = table.memory[at.masked_fill(~is_match.unsqueeze(2), 0)].to(torch.int64)
-    is_there = (is_there & is_match.unsqueeze(2) & (drafts >= 0)).cumprod(2).bool()
+    copied = columns % (own_ends + 1 - starts).clamp_min(1).unsqueeze(2)
+    at, is_there = starts.unsqueeze(2) + copied, (scores > 0).unsqueeze(2)
+    if table.salts is not None:
+        is_own = ((scores >> PLACE_BITS) & 1 > 0).unsqueeze(2)
+        at = torch.where(is_own, at, starts.unsqueeze(2) + columns)
+        row_ends = _row_ends(table, starts).unsqueeze(2)
+        is_there = is_there & (is_own | (at <= row_ends))
+        at = at.minimum(row_ends)
+    drafts = table.memory[torch.where(is_there, at, 0)].to(torch.int64)
+    is_there = (is_there & (drafts >= 0)).cumprod(2).bool()
     last = table.memory[own_ends].to(torch.int64).unsqueeze(2)
     lengths = scores[:, 0] >> PLACE_BITS + 1
     return Matches(torch.where(is_there, drafts, last), is_there.sum(2), lengths)

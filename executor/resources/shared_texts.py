@@ -16,6 +16,7 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.kernels.suffix_match import NO_TOKEN, TextTable
 
+NO_SALT = -1
 OVERLAP = 64  # tokens that begin a piece and end the one before: matches are found on both sides
 
 
@@ -37,6 +38,9 @@ class SharedTexts(ResourceManager):
 
     def free_resources(self, request: LlmRequest) -> None:
         """A preempted request's text comes back."""
+        assert self._table.salts is not None
+        if request.slot >= 0:
+            self._table.salts[request.slot].fill_(NO_SALT)
         if not request.is_finished or len(request.tokens) < 2:
             return
         longest = SHARED_WIDTH - 1

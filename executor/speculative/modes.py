@@ -195,7 +195,10 @@ def _in_rounds(
     slots, sampler = around.slots, around.sampler
     worker = DraftWorker(proposer, slots, sampler.groups, splits_rounds=splits_rounds)
     resources = [] if match is None or match.shared is None else [match.shared]
-    return Speculation(ReadyDrafts(slots), resources, round_end=worker, causes=causes)
+    # Forced text has no draft probabilities to accept against.
+    work = None if config.use_rejection_sampling else sampler.grammar_masks.work
+    drafter = ReadyDrafts(slots, work)
+    return Speculation(drafter, resources, round_end=worker, causes=causes)
 
 
 def _draws(config: DecodingBaseConfig) -> str:

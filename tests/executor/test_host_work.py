@@ -175,7 +175,7 @@ def test_a_round_that_is_scheduled_before_the_last_is_read_keeps_its_pages_and_n
     tokens than the scheduled one."""
     num_pages = 61 if may_preempt else None
     watched = Watched(RATES["seven"], may_preempt=may_preempt, num_pages=num_pages)
-    watched.parts.drafts_in_flight = watched.parts.plain_in_flight = False
+    watched.parts.overlaps = False
     random, schedule = Random(2), watched.parts.scheduler.schedule
     watched.parts.tier_for = lambda *_: random.choice((0, 0, 0, 2, 7))
     in_flight = Counter[str]()

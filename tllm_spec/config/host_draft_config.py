@@ -101,10 +101,6 @@ class NGramDecodingConfig(DecodingBaseConfig):
         return TextSearch(self.max_matching_ngram_size, oldest, num_shared)
 
     @property
-    def why_no_overlap(self) -> str | None:
-        return None
-
-    @property
     def may_pause(self) -> bool:
         return False
 
@@ -166,10 +162,12 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
     resource_manager_args: dict[str, Any] | None = None
     """Keyword arguments for a `resource_manager` named by its import path."""
 
-    # A user's drafter sees every round end before the next one begins.
-    overlaps_plain_rounds: ClassVar[bool] = False
     serves_ranks: ClassVar[bool] = False
     not_served: ClassVar[Mapping[str, NotServed]] = TEXT_DRAFTS_NOT_SERVED
+
+    @property
+    def why_no_overlap(self) -> str | None:
+        return "the user's drafter sees every round end before the next one begins"
 
     @property
     def drafts_trees(self) -> bool:

@@ -264,10 +264,6 @@ class MTPDecodingConfig(DraftTreeDecodingConfig):
         )
 
     @property
-    def why_no_overlap(self) -> str | None:
-        return None
-
-    @property
     def may_pause(self) -> bool:
         return False
 
@@ -295,10 +291,6 @@ class SADecodingConfig(GlobalPoolConfig, DecodingBaseConfig):
         size = self.max_matching_ngram_size
         max_match = MAX_MATCH if size == -1 else size
         return TextSearch(max_match, num_shared=self.num_shared(max_batch_size))
-
-    @property
-    def why_no_overlap(self) -> str | None:
-        return None
 
     @property
     def may_pause(self) -> bool:

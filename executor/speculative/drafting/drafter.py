@@ -19,6 +19,8 @@ class Drafter(ABC):
     needed_manager: ClassVar[type[ResourceManager] | None] = None
     # Whether the drafts of a round were made in the round before.
     drafts_ahead: ClassVar[bool] = False
+    # Whether it drafts text that a grammar forces, once the tokens of the round before are read.
+    knows_forced_text: bool = False
 
     def __init__(
         self,

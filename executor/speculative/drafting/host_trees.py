@@ -12,6 +12,7 @@ from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.host_tree import HostTree, numbers_of, tree_of
+from tllm_spec.executor.speculative.drafting.sent_drafts import improve
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.kernels.beam_pool import DraftTree
 
@@ -69,7 +70,7 @@ class HostTreeDrafter(HostDrafter):
     def _pad(self, batch: ScheduledBatch, wanted: list[int]) -> None:
         requests = batch.generation_requests
         trees = [tree.up_to(limit) for tree, limit in zip(self._found, wanted, strict=True)]
-        self._improve(requests, trees, wanted, _better)
+        improve(self._work, requests, trees, wanted, _better)
         depths = [tree.depth for tree in trees]
         for request, tree in zip(requests, trees, strict=True):
             request.py_draft_tokens, request.py_draft_parents = tree.tokens, None

@@ -11,7 +11,7 @@ import torch
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.config.text_search import SHARED_WIDTH, TextSearch
 from tllm_spec.executor.device.transfer import to_device
-from tllm_spec.executor.resources.shared_texts import SharedTexts
+from tllm_spec.executor.resources.shared_texts import NO_SALT, SharedTexts
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.proposer import DraftChains, Proposer
@@ -38,7 +38,7 @@ class SuffixMatch(Proposer):
         num_slots, num_rows = len(slots.kv_lens), search.num_shared
         size = num_slots * max_len + num_rows * SHARED_WIDTH
         memory = torch.zeros(size, dtype=torch.int32, device=slots.device)
-        salts = torch.full((num_slots + num_rows,), -1, dtype=torch.int32, device=slots.device)
+        salts = torch.full((num_slots + num_rows,), NO_SALT, dtype=torch.int32, device=slots.device)
         self._table = TextTable(memory, max_len, slots.kv_lens, salts if num_rows else None)
         self._table.shared.fill_(NO_TOKEN)
         self.shared = SharedTexts(self._table) if num_rows else None
