@@ -20,6 +20,7 @@ GGUF = ["gguf>=0.17"]
 PLOT = ["matplotlib>=3.8"]
 OTEL = ["opentelemetry-sdk>=1.25", "opentelemetry-exporter-otlp-proto-http>=1.25"]
 EVENTS = ["pyzmq>=25"]
+RAY = ["ray[serve]>=2.60"]
 # For draft_backend.
 ONNXRUNTIME = ["onnx>=1.17", "onnxruntime>=1.20"]
 TENSORRT = ["tensorrt>=10.13.2"]
@@ -110,6 +111,7 @@ setup(
         "plot": PLOT,
         "otel": OTEL,
         "events": EVENTS,
+        "ray": RAY,
         "parallel": PARALLEL[:1],
         "onnxruntime": ONNXRUNTIME,
         "tensorrt": TENSORRT,
@@ -119,6 +121,7 @@ setup(
         "console_scripts": [
             "tllm-serve = tllm_spec.cli.entry:serve",
             "tllm-bench = tllm_spec.cli.entry:bench",
+            "tllm-train = tllm_spec.cli.entry:train",
         ]
     },
 )

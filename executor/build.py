@@ -49,6 +49,7 @@ from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
+from tllm_spec.executor.speculative.drafting.state_recorder import StateRecorder
 from tllm_spec.executor.speculative.modes import Surroundings, build_speculation
 from tllm_spec.executor.traffic_recorder import TrafficRecorder
 from tllm_spec.models.config import ModelConfig
@@ -105,7 +106,10 @@ def _build(
     slots = SlotState(plan.slots, plan.shapes, plan.device, counts_drafts=plan.counts_drafts)
     sampler = _sampler(plan, slots, engines, texts)
     speculation = build_speculation(plan.spec, _surroundings(plan, engines, slots, sampler))
-    runner = RoundRunner(engines.target, sampler, speculation.round_end)
+    recorder, round_end = _recorder(args, communicator, engines), speculation.round_end
+    if recorder is not None and engines.recorded is not None:
+        round_end = StateRecorder(round_end, engines.recorded, slots)
+    runner = RoundRunner(engines.target, sampler, round_end)
     num_threads = cpu_threads(engines.target.model)
     with torch.inference_mode(), on_threads(num_threads):
         controller = prepare_rounds(plan, runner, engines.models)
@@ -143,7 +147,7 @@ def _build(
         iteration_stats=_iteration_stats(args, scheduler, kv),
         round_log=RoundLog(scheduler) if logs_rounds else None,
         draft_weights=replaceable_weights(plan, engines, tokenizer),
-        recorder=_recorder(args, communicator),
+        recorder=recorder,
         ranks=_ranks(plan, engines),
     )
     limits = _limits(plan, tokenizer, scheduler)
@@ -235,7 +239,9 @@ def _iteration_stats(
     return IterationStats(args.max_stats_len, scheduler, kv.cache)
 
 
-def _recorder(args: LlmArgs, communicator: Communicator) -> TrafficRecorder | None:
+def _recorder(
+    args: LlmArgs, communicator: Communicator, engines: Engines
+) -> TrafficRecorder | None:
     if args.record_traffic is None or communicator.mapping.rank:
         return None
     folder = args.record_traffic
@@ -245,7 +251,9 @@ def _recorder(args: LlmArgs, communicator: Communicator) -> TrafficRecorder | No
         folder,
     )
     return TrafficRecorder(
-        TrafficFolder(Path(folder), header_of(args), args.record_traffic_mib << 20)
+        TrafficFolder(Path(folder), header_of(args), args.record_traffic_mib << 20),
+        engines.recorded,
+        args.record_hidden_states,
     )
 
 

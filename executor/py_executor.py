@@ -207,6 +207,8 @@ class PyExecutor:
             if request.first_scheduled_time is None:
                 if self.parts.draft_weights is not None:
                     self.parts.draft_weights.start(request)
+                if self.parts.recorder is not None:
+                    self.parts.recorder.start(request)
                 request.cached_tokens, request.first_scheduled_time = request.kv_len, monotonic()
                 request.reported_cached_tokens = self.parts.kv.cache.reported_len(
                     request.kv_len, request.cache_salt
@@ -330,7 +332,7 @@ class PyExecutor:
 
     def _restart(self, request: LlmRequest) -> None:
         """Takes the request back to what the host has read of it."""
-        request.num_drafts_ready = 0
+        request.num_drafts_ready, request.text_states = 0, None
         if self.parts.runner.engine.has_states:  # which may have the round's tokens
             self.scheduler.preempt(request)
             return

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
 from time import monotonic
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.outputs import Logprob, SpeculativeStats
+
+if TYPE_CHECKING:
+    from tllm_spec.executor.device.text_states import TextStates
 
 NO_TOKEN = -1  # stands for a token that could not be chosen
 
@@ -136,6 +139,7 @@ class LlmRequest:
     draft_version: int = 0  # how often draft weights had been swapped when it began
     # Of the recorder: microseconds since the arrival, tokens, drafts; of a context None.
     recorded_rounds: list[tuple[int, int, int | None]] = field(default_factory=list)
+    text_states: "TextStates | None" = None  # where hidden states are recorded
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     num_responded: int = 0  # output tokens that the front end has

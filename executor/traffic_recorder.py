@@ -7,14 +7,22 @@ import logging
 import secrets
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from queue import Empty, SimpleQueue
 from time import monotonic, time  # noqa: TID251  # records have dates
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
+import torch
+
+from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.device.text_states import TextStates
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
+from tllm_spec.recording.hidden_states import HiddenStates
 from tllm_spec.recording.traffic_folder import TrafficFolder
 from tllm_spec.recording.traffic_record import TrafficRecord, rounds_until
 
@@ -39,11 +47,16 @@ class ReadRound(NamedTuple):
 
 
 class TrafficRecorder:
-    """Lossy on purpose: a slow or full disk loses records and delays nothing."""
+    """Lossy on purpose: a slow or full disk loses records and delays nothing.
 
-    def __init__(self, folder: TrafficFolder) -> None:
+    share: of requests whose hidden states are recorded, too; `spec` captures them."""
+
+    def __init__(self, folder: TrafficFolder, spec: SpecMetadata | None, share: float) -> None:
         self.num_lost = 0
         self._folder = folder
+        self._spec, self._share = spec, share
+        self._num_without_hit = 0
+        self._running_states: WeakSet[TextStates] = WeakSet()
         self._rounds: deque[ReadRound] = deque(maxlen=MAX_ROUNDS)
         self._ends: SimpleQueue[LlmRequest | None] = SimpleQueue()
         self._epoch_us = int((time() - monotonic()) * 1e6)
@@ -52,7 +65,21 @@ class TrafficRecorder:
         self._thread = threading.Thread(target=self._main, name="tllm-recorder", daemon=True)
         self._thread.start()
 
-    # The executor's thread calls these three.
+    # The executor's thread calls these four.
+
+    def start(self, request: LlmRequest) -> None:
+        """The request begins. States of a cached prefix are not computed, and those of running
+        requests take as much of the host's memory as the files may have."""
+        if self._spec is None or request.kv_len or not is_wanted(request):
+            return
+        self._num_without_hit += 1
+        number = self._num_without_hit * self._share
+        row_bytes = self._spec.buffer[0].nbytes
+        states = TextStates((request.prompt_len + request.max_tokens) * row_bytes)
+        taken = sum(each.num_bytes for each in self._running_states) + states.num_bytes
+        if int(number) > int(number - self._share) and taken <= self._folder.max_states_bytes:
+            request.text_states = states
+            self._running_states.add(states)
 
     def add_round(
         self, launched: LaunchedRound, table: list[list[int]], *, counts_drafts: bool
@@ -85,8 +112,13 @@ class TrafficRecorder:
             ended = self._take_ended()
             is_open = None not in ended
             self._count_rounds()
-            if lines := [self._record(each).to_line() for each in ended if each is not None]:
-                self._append(lines)
+            requests = [each for each in ended if each is not None]
+            records = [self._record(each) for each in requests]
+            if records:
+                with self._writing(len(records)):
+                    self._folder.append([record.to_line() for record in records])
+            for request, record in zip(requests, records, strict=True):
+                self._add_states(request, record)
 
     def _take_ended(self) -> list[LlmRequest | None]:
         """None among them: the end."""
@@ -137,11 +169,25 @@ class TrafficRecorder:
             draft_version=request.draft_version,
         )
 
-    def _append(self, lines: list[bytes]) -> None:
+    def _add_states(self, request: LlmRequest, record: TrafficRecord) -> None:
+        states, request.text_states = request.text_states, None
+        if states is None or self._spec is None or record.num_preemptions:
+            return
+        ids = [*record.prompt, *record.output][:-1]
+        rows = states.read()[: len(ids)]
+        layers, size = self._spec.layers[:-1], rows.shape[1] // len(self._spec.layers)
+        parts = rows[:, :-size], rows[:, -size:]
+        found = HiddenStates(record, layers, torch.tensor(ids), *parts)
+        with self._writing(1):
+            self._folder.add_states(record, found.to_file())
+
+    @contextmanager
+    def _writing(self, number: int) -> Iterator[None]:
+        """number: of records that are lost if the disk is full."""
         try:
-            self._folder.append(lines)
+            yield
         except OSError as error:
-            self.num_lost += len(lines)
+            self.num_lost += number
             if not self._is_failing:
                 logger.warning("traffic cannot be recorded, records are lost: %s", error)
             self._is_failing = True
@@ -149,11 +195,16 @@ class TrafficRecorder:
             self._is_failing = False
 
 
-def is_recorded(request: LlmRequest) -> bool:
+def is_wanted(request: LlmRequest) -> bool:
     """A request whose cached text is its client's own is recorded only if the client says so
-    (`store: true`), any other unless the client says no; and only if it has an output."""
-    wanted = request.store if request.store is not None else request.cache_salt is None
-    return wanted and request.finish_reason != "error" and request.num_output_tokens > 0
+    (`store: true`), any other unless the client says no."""
+    return request.store if request.store is not None else request.cache_salt is None
+
+
+def is_recorded(request: LlmRequest) -> bool:
+    """Only if it has an output."""
+    has_output = request.finish_reason != "error" and request.num_output_tokens > 0
+    return has_output and is_wanted(request)
 
 
 def sampling_of(rules: DecodingRules) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def test_the_package_is_imported_without_a_heavy_library() -> None:
     [
         ("serve", "'--help'"),
         ("bench", "'--help'"),
+        ("train", "'head', '--help'"),
         ("bench", "'--model', 'zoo:llama', 'throughput', '--help'"),
         ("bench", "'--model', 'zoo:llama', 'compare', '--help'"),
         ("bench", "'--model', 'zoo:llama', 'break-even', '--help'"),

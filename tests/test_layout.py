@@ -32,6 +32,7 @@ BORDERS = {
 # Top floor first; the longest entry that fits a module is its own. A module may import from its own
 # entry and from any lower floor, never sideways or up.
 FLOORS: tuple[tuple[str, ...], ...] = (
+    ("tllm_spec.ray_serve",),
     (
         "tllm_spec.cli",
         "tllm_spec.zoo",
@@ -41,6 +42,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "tllm_spec.bench",
         "tllm_spec.server",
+        "tllm_spec.training",
     ),
     ("tllm_spec.llm",),
     ("tllm_spec.draft_swap",),
@@ -54,7 +56,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.server_info",
         "tllm_spec.prompts",
         "tllm_spec.grammars",
-        "tllm_spec.rank_checks",
+        "tllm_spec.distributed.rank_checks",
         "tllm_spec.executor.worker",
     ),
     (
@@ -121,8 +123,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.draft_watch",
         "tllm_spec.executor.speculative.draft_length.request_pause",
         "tllm_spec.executor.graphs.eager_timing",
+        "tllm_spec.draft_network",
     ),
-    ("tllm_spec.draft_network",),
     ("tllm_spec.models",),
     (
         "tllm_spec.attention",

@@ -1,10 +1,11 @@
-"""The commands of docs/recording.md: what is recorded over HTTP, swapped, replayed, tuned and
-erased."""
+"""The commands of docs/recording.md: what is recorded over HTTP, is trained on, swapped, replayed,
+tuned and erased."""
 
 import json
 import shutil
 import signal
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from tests.server.served_process import MODEL, ServedProcess
 from tllm_spec.cli.bench import main
+from tllm_spec.cli.train import main as train
 from tllm_spec.recording.traffic_folder import read_records
 from tllm_spec.zoo.registry import resolve_model
 
@@ -44,10 +46,23 @@ def swap(url: str, client: str, **body: Any) -> httpx.Response:
     return httpx.post(f"{url}/v1/draft_model", json=body, headers=headers, timeout=60)
 
 
+def train_on(traffic: Path, output: Path) -> None:
+    """On the three records of the test, when they are written."""
+    while not list(traffic.glob("*.jsonl")) or len(read_records(traffic)) < 3:
+        sleep(0.05)
+    command = ["head", "--model", "zoo:llama", "--data", str(traffic), "--output", str(output)]
+    run = "--start zoo:llama-eagle3 --steps 5 --unroll 3 --batch_tokens 64 --device cpu"
+    result = CliRunner().invoke(train, [*command, *run.split()])
+    assert result.exit_code == 0 and '"acceptance_length"' in result.output, result.output
+
+
 def check_swaps(url: str) -> None:
-    """In the folder of draft weights there is `other`, and a link that leads out of it."""
+    """In the folder of draft weights there are `other`, a trained head `new`, and a link that leads
+    out of it."""
     text = complete(url, "b")
     assert swap(url, "team-a", folder="other").json() == {"version": 1, "folder": "other"}
+    assert complete(url, "b") == text
+    assert swap(url, "team-a", folder="new").json() == {"version": 2, "folder": "new"}
     assert complete(url, "b") == text
     assert swap(url, "b", folder="other").status_code == 403
     for folder in ("../keys", "..", "/etc", "link", "nowhere", "other/config.json", "oth\0er"):
@@ -74,6 +89,7 @@ def test_served_traffic_is_recorded_replayed_and_erased(tmp_path: Path) -> None:
         complete(url, "team-a", store=True)
         complete(url, "b", store=True, temperature=0)
         complete(url, "b", store=False)
+        train_on(traffic, heads / "new")
         check_swaps(url)
         assert server.end(signal.SIGTERM) == 0
     assert "the prompts and outputs of all clients" in server.text

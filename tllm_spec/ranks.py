@@ -25,6 +25,7 @@ from tllm_spec.child_command import module_command
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.distributed.mpirun import find_mpiexec, undo_default_binding
+from tllm_spec.distributed.rank_checks import checkpoints, mismatch, versions
 from tllm_spec.executor.build import BuiltExecutor, build_executor
 from tllm_spec.executor.faults import described
 from tllm_spec.executor.ranks import FollowerQueue, RanksEnded
@@ -35,7 +36,6 @@ from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import recover
 from tllm_spec.grammars import Grammars
 from tllm_spec.models.registry import check_shards
-from tllm_spec.rank_checks import checkpoints, mismatch, versions
 from tllm_spec.text.stop_strings import StopStringChecker
 from tllm_spec.text.tokenizer import Tokenizer, load_tokenizer
 from tllm_spec.zoo.registry import resolve_model

@@ -12,6 +12,7 @@ from tllm_spec.attention.geometry import LayerGroup
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.recurrent import RecurrentMemory
+from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_layers
 from tllm_spec.draft_network.network import ExternalDraft, ExternalHead
 from tllm_spec.executor.building.draft_backend import (
     check_pool,
@@ -74,7 +75,8 @@ Manager = TypeVar("Manager", bound=KVCacheManager)
 class Engines:
     """The target with its cache, and the draft network, if there is one: `layers` on the target's
     pages, or on those of `draft_kv`. `models`: all that run in torch. `draft`: the
-    draft network as it was loaded."""
+    draft network as it was loaded. `recorded`: the hidden states that are recorded, the last of
+    them after the final norm; None: none are."""
 
     target: ModelEngine
     kv: KVCacheManager
@@ -82,6 +84,7 @@ class Engines:
     draft_kv: DraftKVManager | None
     models: list[TorchModel]
     draft: LoadedDraft | None
+    recorded: SpecMetadata | None
 
 
 def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
@@ -97,6 +100,7 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
         logger.info("loading weights: the drafter's")
         draft = load_draft(plan, target, plan.draft_plan, tokens)
     logger.info("weights took %.1f s", monotonic() - start)
+    recorded = _recorded_states(plan, target, draft)
     models: list[ServedModel] = [target, *([draft.model] if draft else [])]
     of_target, of_draft = _plan_groups(plan, target, draft)
     groups, number = of_target + of_draft, len(of_target)
@@ -119,7 +123,9 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
         )
     memory = [_memory(plan, own, pages) for own, pages in zip(groups, num_pages, strict=True)]
     num_host_pages = _num_host_pages(plan, groups)
-    engine, kv, layers = _build_target(plan, target, memory[:number], draft, num_host_pages)
+    engine, kv, layers = _build_target(
+        plan, target, memory[:number], draft, recorded, num_host_pages
+    )
     draft_kv = None
     if draft is not None and layers is None:
         layers = _draft_layers(plan, draft, memory[number:])
@@ -129,7 +135,7 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
         draft_kv = _manager(DraftKVManager, plan, memory[number:], lookahead, **options)
     with_heads = (each.head if isinstance(each, ExternalHead) else each for each in models)
     in_torch = [model for model in with_heads if not isinstance(model, ExternalDraft)]
-    return Engines(engine, kv, layers, draft_kv, in_torch, draft)
+    return Engines(engine, kv, layers, draft_kv, in_torch, draft, recorded)
 
 
 def load_target(plan: BuildPlan) -> CausalLM:
@@ -170,6 +176,34 @@ def load_draft(
         communicator=plan.communicator,
     )
     return loaded if draft.backend == "torch" else load_head_network(plan, loaded)
+
+
+def _recorded_states(
+    plan: BuildPlan, target: CausalLM, draft: LoadedDraft | None
+) -> SpecMetadata | None:
+    """The layers are those that the draft head reads, or else the default ones. Raises ValueError
+    for a target that has too few."""
+    if not plan.args.record_hidden_states:
+        return None
+    config, of_head = target.config, None if draft is None else draft.spec
+    layers = () if of_head is None or len(of_head.layers) == 1 else of_head.layers
+    try:
+        layers = layers or default_capture_layers(config.num_layers)
+    except ValueError:
+        raise ValueError(
+            f"record_hidden_states = {plan.args.record_hidden_states}: {plan.args.model} has "
+            f"{config.num_layers} layers, and 7 are needed, or a draft head that says which"
+        ) from None
+    recorded = SpecMetadata(
+        (*layers, config.num_layers),
+        config.hidden_size,
+        plan.args.max_num_tokens,
+        target.dtype,
+        target.device,
+    )
+    if of_head is not None:
+        of_head.other = recorded
+    return recorded
 
 
 def _load(
@@ -264,13 +298,14 @@ def _build_target(
     target: CausalLM,
     memory: list[_Memory],
     draft: LoadedDraft | None,
+    recorded: SpecMetadata | None,
     num_host_pages: int,
 ) -> tuple[ModelEngine, KVCacheManager, DraftLayers | None]:
     """The target with its cache, whose pages `draft` may share."""
     layers: DraftLayers | None = None
-    spec = None
+    spec = recorded
     if draft is not None and draft.plan.shares_pages:
-        layers, spec = _draft_layers(plan, draft, memory), draft.spec
+        layers, spec = _draft_layers(plan, draft, memory), draft.spec or recorded
     states = _recurrent_memory(plan, target)
     kv = _manager(
         KVCacheManager,

@@ -24,7 +24,7 @@ class ModelEngine:
         self.attention = attention
         self.spec = spec
         self._captures_last_layer = (
-            spec is not None and max(spec.layers) >= model.config.num_layers - 1
+            spec is not None and spec.last_layer >= model.config.num_layers - 1
         )
 
     @property

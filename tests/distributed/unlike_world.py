@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tllm_spec import rank_checks
+from tllm_spec.distributed import rank_checks
 from tllm_spec.distributed.mpirun import mpirun_rank
 from tllm_spec.llm import LLM
 

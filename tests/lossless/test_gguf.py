@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 from tests.lossless.engines import engine
 from tests.server.served_process import ServedProcess, complete
+from tllm_spec.distributed.rank_checks import fingerprint
 from tllm_spec.llm import LLM
-from tllm_spec.rank_checks import fingerprint
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.text.tokenizer import load_tokenizer
 from tllm_spec.zoo.registry import resolve_model

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.models.helpers import PagedRunner, load, reference_logits
 from tests.models.mtp_reference import PlainMTP
 from tests.models.test_mtp import ModuleRunner
+from tests.training.eagle3_entries import settings
 from tests.zoo.runs import (
     SELF_TEXT,
     call,
@@ -23,8 +24,8 @@ from tests.zoo.runs import (
 )
 from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.mtp import load_nextn
-from tllm_spec.zoo import train
-from tllm_spec.zoo.deepseek_target import (
+from tllm_spec.training.acceptance import module_matches
+from tllm_spec.training.deepseek import (
     SHAPE,
     balance,
     build_target,
@@ -33,11 +34,10 @@ from tllm_spec.zoo.deepseek_target import (
     mixtures,
     published,
 )
-from tllm_spec.zoo.evaluate import module_matches
-from tllm_spec.zoo.mtp import NextnModules
-from tllm_spec.zoo.mtp_training import build_modules, mtp_loss, target_rows
-from tllm_spec.zoo.token_data import TokenData
-from tllm_spec.zoo.trainer import Settings
+from tllm_spec.training.mtp import NextnModules
+from tllm_spec.training.mtp_loss import build_modules, mtp_loss, target_rows
+from tllm_spec.training.token_data import TokenData
+from tllm_spec.zoo import train
 
 TINY = {
     "vocab_size": 64,
@@ -54,7 +54,7 @@ TINY = {
     "moe_intermediate_size": 16,
 }
 CPU = torch.device("cpu")
-RUN = Settings(1, 1, 1, 16, 1e-3, 0.0, 0.0, 1, False)
+RUN = settings()
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.zoo.runs import NAMES, ZOO, Models, read_json, read_weights
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.zoo.evaluate import rounds, summary
+from tllm_spec.training.acceptance import rounds, summary
 from tllm_spec.zoo.registry import resolve_model
 
 

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.zoo.runs import SELF_TEXT, ZOO, call, counting, read_json, read_weights, write_shape
 from tllm_spec.models.token_map import read_token_map
+from tllm_spec.training.acceptance import rounds, summary
 from tllm_spec.zoo import train
-from tllm_spec.zoo.evaluate import rounds, summary
 from tllm_spec.zoo.registry import resolve_file
 
 
@@ -78,7 +78,7 @@ def test_a_training_run_saves_bf16_weights_and_its_shapes_configuration(
     for file in ("config.json", "generation_config.json"):
         assert (folder / file).read_bytes() == (shape / file).read_bytes()
     history = read_json(folder / "metrics.json")["history"]
-    assert history[-1]["step"] == 60 and history[-1]["tokens"] == 60 * 4 * 64
+    assert history[-1]["step"] == 60
 
 
 def test_a_token_map_lists_the_most_frequent_tokens_first(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ def default_capture_layers(num_layers: int) -> tuple[int, ...]:
 class SpecMetadata:
     """`layers`: ids of the layers whose outputs (residual included) are captured, in the order of
     the head's input; the number of layers, as an id, is the final norm. `buffer` `[T_max, n * H]`:
-    the states of the latest forward's rows."""
+    the states of the latest forward's rows. `other`: is given the same outputs; None: there is none
+    else who reads states."""
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class SpecMetadata:
         device: torch.device,
     ) -> None:
         self.layers = layers
+        self.other: SpecMetadata | None = None
         self.buffer = torch.zeros(
             (max_num_tokens, len(layers) * hidden_size), dtype=dtype, device=device
         )
@@ -45,6 +47,8 @@ class SpecMetadata:
     def maybe_capture_hidden_states(self, layer_id: int, hidden: torch.Tensor) -> None:
         """Called after every layer with its output `[T, H]`, residual included; keeps it if the
         layer is captured."""
+        if self.other is not None:
+            self.other.maybe_capture_hidden_states(layer_id, hidden)
         if layer_id not in self.layers:
             return
         if hidden.shape[0] != self._num_rows:
@@ -52,6 +56,12 @@ class SpecMetadata:
             parts = self.buffer[: self._num_rows].chunk(len(self.layers), 1)
             self._columns = dict(zip(self.layers, parts, strict=True))
         copy_rows(hidden, self._columns[layer_id])
+
+    @property
+    def last_layer(self) -> int:
+        """The last one that anybody reads."""
+        own = max(self.layers)
+        return own if self.other is None else max(own, self.other.last_layer)
 
     def captured(self, num_rows: int) -> torch.Tensor:
         """The states of the latest forward, `[T, n * H]`: a view that the next forward

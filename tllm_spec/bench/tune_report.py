@@ -77,7 +77,8 @@ def measured_seconds(args: LlmArgs, spec: DecodingBaseConfig) -> Callable[[str],
             ],
         }
     own = dict(shapes[-1].spec or {}) | {"adaptive": adaptive}
-    options = args.as_options() | {"speculative_config": own, "record_traffic": None}
+    off = {"record_traffic": None, "record_hidden_states": 0.0}
+    options = args.as_options() | {"speculative_config": own} | off
     tokenizer = load_tokenizer(args.tokenizer or args.model)
     built = build_executor(LlmArgs(**options), tokenizer, lambda responses: None)
     controller = built.executor.parts.controller

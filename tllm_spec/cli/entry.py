@@ -1,5 +1,5 @@
-"""The commands `tllm-serve` and `tllm-bench`. Ctrl-C during the imports ends them without a
-traceback."""
+"""The commands `tllm-serve`, `tllm-bench` and `tllm-train`. Ctrl-C during the imports ends them
+without a traceback."""
 
 import signal
 
@@ -16,6 +16,13 @@ def bench() -> None:
     from tllm_spec.cli.bench import main  # takes a moment
 
     signal.signal(signal.SIGINT, after_imports)
+    main()
+
+
+def train() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from tllm_spec.cli.train import main  # takes a moment
+
     main()
 
 

@@ -6,12 +6,13 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+from click.core import ParameterSource
 
 from tllm_spec.cli.peer_flags import PEER_FLAGS, ServeCommand
 from tllm_spec.cli.print_config import llm_lines, server_lines
@@ -44,13 +45,14 @@ from tllm_spec.distributed.mpirun import (
 from tllm_spec.server.child import ChildSettings
 from tllm_spec.server.host_limits import raise_file_limit
 from tllm_spec.server.logs import configure_logs
-from tllm_spec.server.options import hosts_of
+from tllm_spec.server.options import ANY, ServerOptions, hosts_of
 from tllm_spec.server.supervisor import ServeError, Supervisor
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
 
 KNOWN_OPTIONS = {**BY_NAME, **{option.name: option for option in PEER_FLAGS}}
+GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 SERVE_NAMES = ("model", "host", "port", "served_model_name", "log_level")
 
 
@@ -100,6 +102,11 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
 )
 @click.option(
     "--record_traffic_mib", type=click.IntRange(1), help="Its size in MiB, at most. [default: 1024]"
+)
+@click.option(
+    "--record_hidden_states",
+    type=click.FloatRange(0, 1),
+    help="Share of the recorded requests whose hidden states are recorded, too. [default: 0]",
 )
 @click.option(
     "--extra_llm_api_options",
@@ -166,6 +173,35 @@ def main(
     except KeyboardInterrupt:  # before the supervisor handles signals
         status = 128 + signal.SIGINT
     raise SystemExit(status)
+
+
+class ServeCommandLine(NamedTuple):
+    """What a command line of `tllm-serve` says, for a server that something else starts."""
+
+    args: LlmArgs
+    server: ServerOptions
+    served_model_name: str
+
+
+def read_command_line(words: Sequence[str], not_served: Sequence[str]) -> ServeCommandLine:
+    """words: those after `tllm-serve`. not_served: options that are refused. The server takes every
+    Host name. Raises ValueError for what `tllm-serve` refuses."""
+    try:
+        context = main.make_context("tllm-serve", list(words))
+    except click.ClickException as error:
+        raise ValueError(error.format_message()) from error
+    params = dict(context.params)
+    given = [name for name in not_served if context.get_parameter_source(name) in GIVEN]
+    if given:
+        raise ValueError(f"{', '.join(f'--{name}' for name in given)}: not served here")
+    model, yaml_path = params.pop("model"), params.pop("extra_llm_api_options")
+    name = params.pop("served_model_name")
+    configure_logs(params.pop("log_level"), params["log_format"])
+    for each in ("host", "port"):
+        del params[each]
+    server, llm_flags = _split(params)
+    args = read_args(model, read_flags(llm_flags), yaml_path)
+    return ServeCommandLine(args, options_of(server, ANY), name or _name_of(args.model))
 
 
 def serve(settings: ChildSettings, listener: socket.socket, num_fronts: int) -> int:

@@ -116,6 +116,10 @@ class LlmArgs(ConfigModel):
     record_traffic_mib: PositiveInt = 1024
     """Size of that folder, in MiB, at most; the oldest records are dropped."""
 
+    record_hidden_states: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """For this share of the recorded requests, the target's hidden states are recorded, too, for
+    training and replaying draft heads. They have half of the folder's size at most."""
+
     tensor_parallel_size: PositiveInt = 1
     """Devices that share the model, a process for each. `mpirun -n N` starts them, or else the
     model does."""
@@ -208,6 +212,15 @@ class LlmArgs(ConfigModel):
             raise ValueError(
                 f"max_num_tokens = {self.max_num_tokens} is too small: one request takes "
                 f"{drafts} + 1 = {longest.window} tokens of a round"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_recording(self) -> LlmArgs:
+        if self.record_hidden_states and self.record_traffic is None:
+            raise ValueError(
+                f"record_hidden_states = {self.record_hidden_states} needs record_traffic, the "
+                "folder that they go to"
             )
         return self
 

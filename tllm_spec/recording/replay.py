@@ -170,6 +170,7 @@ def _replayable(args: LlmArgs, spec: DecodingBaseConfig, longest: int) -> LlmArg
             "speculative_config": spec.model_copy(update=off),
             "guided_decoding_backend": None,
             "record_traffic": None,
+            "record_hidden_states": 0.0,
             # Another engine of the process may be running, which forbids captures.
             "cuda_graph_config": None,
             "prefill_cuda_graph_backend": "disabled",

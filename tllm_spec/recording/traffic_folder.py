@@ -1,10 +1,12 @@
-"""The folder of recorded traffic: JSON lines in files that rotate, readable by their owner only.
+"""The folder of recorded traffic: JSON lines in files that rotate, and files of hidden states,
+readable by their owner only.
 
 All who write lock the folder's `lock` file, so several engines may share it, and records can be
 erased while they run."""
 
 import fcntl
 import hmac
+import json
 import os
 import secrets
 from collections import deque
@@ -18,18 +20,20 @@ from tllm_spec.recording.traffic_record import TrafficRecord, read_line
 
 NUM_FILES = 16  # that the folder's size is divided into
 PATTERN = "traffic-*.jsonl"
+STATES_PATTERN = "hidden-*.safetensors"  # of `hidden_states`
 NO_CLIENT = ""  # instead of a hash
 
 
 class TrafficFolder:
-    """header: the first line of each file. max_bytes: of all files together; the oldest go first.
+    """header: the first line of each file. max_bytes: of all files together, and max_states_bytes
+    of those with hidden states; the oldest go first.
 
     Raises ValueError for a path that cannot be such a folder, or that others may read."""
 
     def __init__(self, path: Path, header: bytes = b"", max_bytes: int = 1 << 30) -> None:
         self.path = path
         self._header = header
-        self._max_bytes = max_bytes
+        self._max_bytes, self.max_states_bytes = max_bytes, max_bytes // 2
         self._file: Path | None = None
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -59,8 +63,20 @@ class TrafficFolder:
                 self._append(line)
             self._drop_oldest()
 
+    def add_states(self, record: TrafficRecord, content: bytes) -> None:
+        """Adds a file of hidden states. Raises OSError where it cannot be written."""
+        with self._locked():
+            file = self.path / f"hidden-{time_ns() // 1000:017d}-{record.id}.safetensors"
+            try:
+                _write(file, content)
+            except OSError:
+                file.unlink(missing_ok=True)
+                raise
+            self._drop_oldest()
+
     def erase(self, is_unwanted: Callable[[TrafficRecord], bool]) -> int:
-        """Removes records and returns how many. Raises OSError and ValueError as reading does."""
+        """Removes records and their hidden states, and returns how many records. Raises OSError and
+        ValueError as reading does."""
         number = 0
         with self._locked():
             for file in files_of(self.path):
@@ -69,6 +85,9 @@ class TrafficFolder:
                 if len(kept) < len(lines):
                     _replace(file, b"".join(kept))
                     number += len(lines) - len(kept)
+            for file in states_files_of(self.path):
+                if _is(is_unwanted, metadata_of(file)["record"].encode()):
+                    file.unlink()
         return number
 
     def _append(self, line: bytes) -> None:
@@ -83,12 +102,9 @@ class TrafficFolder:
         self._file = file
 
     def _drop_oldest(self) -> None:
-        files = files_of(self.path)
-        total = sum(file.stat().st_size for file in files)
-        while total > self._max_bytes:
-            oldest = files.pop(0)
-            total -= oldest.stat().st_size
-            oldest.unlink()
+        """Hidden states have half of the room at most, so that they do not push out records."""
+        num_bytes = _drop_oldest(states_files_of(self.path), self.max_states_bytes)
+        _drop_oldest(files_of(self.path), self._max_bytes - num_bytes)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -103,6 +119,23 @@ class TrafficFolder:
 def files_of(path: Path) -> list[Path]:
     """Oldest first."""
     return sorted(path.glob(PATTERN))
+
+
+def states_files_of(path: Path) -> list[Path]:
+    """Files of hidden states, oldest first."""
+    return sorted(path.glob(STATES_PATTERN))
+
+
+def metadata_of(file: Path) -> dict[str, str]:
+    """What a file in the format of safetensors says of its tensors. Raises ValueError for any other
+    file."""
+    try:
+        with file.open("rb") as content:
+            size = int.from_bytes(content.read(8), "little")
+            found: dict[str, str] = json.loads(content.read(size))["__metadata__"]
+    except (OSError, ValueError, KeyError, MemoryError, OverflowError) as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
+    return found
 
 
 def read_traffic(path: Path) -> Iterator[TrafficRecord | dict[str, Any]]:
@@ -134,6 +167,16 @@ def latest_records(path: Path, number: int) -> list[TrafficRecord]:
             break
         records = read_records(file, number - len(records)) + records
     return records
+
+
+def _drop_oldest(files: list[Path], max_bytes: int) -> int:
+    """Returns how many bytes are left."""
+    total = sum(file.stat().st_size for file in files)
+    while total > max_bytes:
+        oldest = files.pop(0)
+        total -= oldest.stat().st_size
+        oldest.unlink()
+    return total
 
 
 def _text_of(file: Path) -> Iterator[str]:

@@ -11,7 +11,7 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.outputs import SpeculativeStats
 
 FORMAT = "tllm_spec traffic 1"
-NOT_SHOWN = {"model", "record_traffic", "record_traffic_mib"}
+NOT_SHOWN = {"model", "record_traffic", "record_traffic_mib", "record_hidden_states"}
 
 
 class TrafficRecord(ConfigModel):

@@ -9,42 +9,44 @@ zoo on one H200."""
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from transformers import AutoModelForCausalLM
 
-from tllm_spec.zoo.deepseek_target import (
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.head_checkpoint import head_kind
+from tllm_spec.training.acceptance import evaluate as acceptance
+from tllm_spec.training.deepseek import (
     SHAPE,
     balanced_loss,
     build_target,
     load_target,
     save_target,
 )
-from tllm_spec.zoo.distill import draft_loss, draft_validation, target_loss, target_validation
-from tllm_spec.zoo.eagle3 import Eagle3Head, Eagle3Shape, is_eagle3, save_head
-from tllm_spec.zoo.eagle3_training import (
-    aligned_chains,
+from tllm_spec.training.distill import draft_loss, draft_validation, target_loss, target_validation
+from tllm_spec.training.head_files import (
     build_head,
     draft_vocabulary,
-    eagle3_loss,
-    eagle3_validation,
+    load_head,
+    read_shape,
+    save_head,
 )
-from tllm_spec.zoo.evaluate import evaluate as acceptance
-from tllm_spec.zoo.mtp import NextnModules
-from tllm_spec.zoo.mtp_training import (
+from tllm_spec.training.head_loss import aligned_chains, eagle3_loss, eagle3_validation
+from tllm_spec.training.language_model import build_model, load_language_model, save
+from tllm_spec.training.mtp import NextnModules
+from tllm_spec.training.mtp_loss import (
     build_modules,
     mtp_loss,
     mtp_validation,
     save_with_modules,
 )
-from tllm_spec.zoo.peagle import PEagleHead, PEagleShape, is_peagle
+from tllm_spec.training.self_text import write_self_text
+from tllm_spec.training.token_data import TokenData
+from tllm_spec.training.trainer import Settings, train
 from tllm_spec.zoo.registry import resolve_model
-from tllm_spec.zoo.self_text import write_self_text
-from tllm_spec.zoo.token_data import TokenData
-from tllm_spec.zoo.trainer import Settings, build_model, train
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,6 +78,8 @@ def training_options(
         click.option("--dropout", default=dropout, show_default=True),
         click.option("--warmup-steps", default=200, show_default=True),
         click.option("--compile/--no-compile", default=False, help="torch.compile the layers."),
+        click.option("--checkpoint-steps", default=500, show_default=True),
+        click.option("--resume", is_flag=True, help="Go on from the checkpoint in --output."),
     )
 
 
@@ -118,17 +122,16 @@ def main() -> None:
 
 @main.command()
 @training_options("zoo:llama", minutes=3.8, learning_rate=2e-3, dropout=0.1)
-def target(data: Path, output: Path, shape: str, device: str, seed: int, **settings: Any) -> None:
+def target(data: Path, output: Path, shape: str, device: str, **settings: Any) -> None:
     """Next-token prediction on the training files."""
-    torch.manual_seed(seed)
     on, run, folder = torch.device(device), Settings(**settings), resolve_model(shape)
+    torch.manual_seed(run.seed)
     model = build_model(folder, run, on)
     training, heldout = (
         TokenData.load(data / f"{name}.npz", on) for name in ("training", "heldout")
     )
-    train(
-        model, target_loss(model, training), target_validation(model, heldout), run, folder, output
-    )
+    loss, validation = target_loss(model, training), target_validation(model, heldout)
+    train(model, loss, validation, run, output, partial(save, shape=folder, output=output))
 
 
 @main.command()
@@ -139,7 +142,6 @@ def draft(
     output: Path,
     shape: str,
     device: str,
-    seed: int,
     target_name: str,
     self_text_minutes: float,
     self_text_batch: int,
@@ -147,8 +149,8 @@ def draft(
     **settings: Any,
 ) -> None:
     """Distillation from the target on the training files and on text that the target generates."""
-    torch.manual_seed(seed)
     on, run, folder = torch.device(device), Settings(**settings), resolve_model(shape)
+    torch.manual_seed(run.seed)
     training, heldout = (
         TokenData.load(data / f"{name}.npz", on) for name in ("training", "heldout")
     )
@@ -158,7 +160,7 @@ def draft(
         draft_loss(model, teacher, training, own),
         draft_validation(model, teacher, heldout),
     )
-    train(model, loss, validation, run, folder, output)
+    train(model, loss, validation, run, output, partial(save, shape=folder, output=output))
 
 
 @main.command()
@@ -171,7 +173,6 @@ def eagle3(
     output: Path,
     shape: str,
     device: str,
-    seed: int,
     target_name: str,
     self_text_minutes: float,
     self_text_batch: int,
@@ -182,28 +183,27 @@ def eagle3(
 ) -> None:
     """An EAGLE-3 head on the target's hidden states, trained on the same text as the draft, or a
     P-EAGLE head (`--shape zoo:llama-peagle --start zoo:llama-eagle3 --unroll 8`)."""
-    torch.manual_seed(seed)
     on, run, folder = torch.device(device), Settings(**settings), resolve_model(shape)
+    torch.manual_seed(run.seed)
     training, heldout = (
         TokenData.load(data / f"{name}.npz", on) for name in ("training", "heldout")
     )
-    teacher = load_model(target_name, on)
-    head_shape = (PEagleShape if is_peagle(folder) else Eagle3Shape).read(folder)
-    head_shape.check_target(teacher.config)
+    teacher, config = load_model(target_name, on), target_config(target_name)
+    head_shape = read_shape(folder, config)
     aligned_chains(run.length, unroll)  # refuses a short --length before text is generated
     own = write_self_text(teacher, training, self_text_minutes, self_text_batch, self_text_tokens)
-    before = None if start is None else load_draft(start, teacher, on)
-    ids = draft_vocabulary([training, own], head_shape) if before is None else before.draft_ids
+    before = None if start is None else load_head(resolve_model(start), config).to(on)
+    if before is None:
+        ids, share = draft_vocabulary([training, own], head_shape)
+        print(f"the draft vocabulary covers {share:.1%} of the texts", flush=True)
+    else:
+        ids = before.draft_ids
     head = build_head(head_shape, teacher, ids, run, before)
     loss = eagle3_loss(head, teacher, training, own, unroll)
+    validation = eagle3_validation(head, teacher, heldout, unroll)
+    config_file = (folder / "config.json").read_text(encoding="utf-8")
     train(
-        head,
-        loss,
-        eagle3_validation(head, teacher, heldout, unroll),
-        run,
-        folder,
-        output,
-        save_head,
+        head, loss, validation, run, output, partial(save_head, config=config_file, output=output)
     )
 
 
@@ -223,7 +223,6 @@ def deepseek(
     output: Path,
     shape: str,
     device: str,
-    seed: int,
     trained: Path | None,
     mtp_minutes: float,
     mtp_steps: int,
@@ -237,8 +236,8 @@ def deepseek(
 ) -> None:
     """A DeepSeek V3 target, then its MTP modules by distillation from it. The target is also left
     in OUTPUT/target."""
-    torch.manual_seed(seed)
     on, run, folder = torch.device(device), Settings(**settings), resolve_model(shape)
+    torch.manual_seed(run.seed)
     aligned_chains(run.length, unroll)  # refuses a short --length before the target is trained
     parts = {"target": 0.0 if trained else run.minutes, "text": self_text_minutes}
     parts["MTP modules"] = mtp_minutes
@@ -249,21 +248,30 @@ def deepseek(
     if trained is None:
         trained, model = output / "target", build_target(folder, run, on)
         loss = balanced_loss(model, training)
-        train(model, loss, target_validation(model, heldout), run, folder, trained, save_target)
+        validation = target_validation(model, heldout)
+        train(
+            model,
+            loss,
+            validation,
+            run,
+            trained,
+            partial(save_target, shape=folder, output=trained),
+        )
     teacher = load_target(trained, on)
     own = write_self_text(teacher, training, self_text_minutes, self_text_batch, self_text_tokens)
     run = replace(
         run, minutes=mtp_minutes, steps=mtp_steps, windows=mtp_windows, dropout=mtp_dropout
     )
     modules = build_modules(teacher, run)
+    mtp = mtp_loss(modules, training, own, unroll)
+    validation = mtp_validation(modules, heldout, unroll)
     train(
         modules,
-        mtp_loss(modules, training, own, unroll),
-        mtp_validation(modules, heldout, unroll),
+        mtp,
+        validation,
         run,
-        folder,
         output,
-        save_with_modules,
+        partial(save_with_modules, shape=folder, output=output),
     )
 
 
@@ -317,32 +325,26 @@ def evaluate(
 
 
 def load_model(name: str, device: torch.device) -> Any:
-    """A trained model in fp32, without gradients."""
-    model = AutoModelForCausalLM.from_pretrained(resolve_model(name), dtype=torch.float32).to(
-        device
-    )
-    return model.eval().requires_grad_(False)
+    """A trained model without gradients, in bf16 on a GPU and in fp32 on a CPU."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return load_language_model(resolve_model(name), dtype, device)
+
+
+def target_config(name: str) -> ModelConfig:
+    return ModelConfig.from_pretrained(resolve_model(name))
 
 
 def load_both(target: str, draft: str, device: torch.device) -> tuple[Any, Any]:
     """The target, and what drafts for it: its own MTP modules if both names are the same."""
-    folder = resolve_model(target)
-    if folder != resolve_model(draft):
-        teacher = load_model(target, device)
-        return teacher, load_draft(draft, teacher, device)
-    teacher = load_target(folder, device)
-    return teacher, NextnModules.from_pretrained(folder, teacher)
-
-
-def load_draft(name: str, target: Any, device: torch.device) -> Any:
-    """The draft model, EAGLE-3 or P-EAGLE head in a folder, without gradients."""
-    folder = resolve_model(name)
-    kind = Eagle3Head if is_eagle3(folder) else PEagleHead if is_peagle(folder) else None
-    if kind is None:
-        return load_model(name, device)
-    head = kind.from_pretrained(folder).to(device)
-    head.config.check_target(target.config)
-    return head.eval().requires_grad_(False)
+    folder, own = resolve_model(target), resolve_model(draft)
+    if folder == own:
+        teacher = load_target(folder, device)
+        return teacher, NextnModules.from_pretrained(folder, teacher)
+    teacher = load_model(target, device)
+    if head_kind(own) is None:
+        return teacher, load_model(draft, device)
+    head = load_head(own, target_config(target)).to(device)
+    return teacher, head.eval().requires_grad_(False)
 
 
 if __name__ == "__main__":

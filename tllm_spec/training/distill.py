@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tllm_spec.zoo.token_data import TokenData
-from tllm_spec.zoo.trainer import logits_of
+from tllm_spec.training.language_model import logits_of
+from tllm_spec.training.token_data import TokenData
 
 ARGMAX_SHARE = 0.3
 """Weight of the cross entropy on the target's best token in the draft's loss; the rest is KL."""

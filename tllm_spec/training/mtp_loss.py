@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tllm_spec.zoo.deepseek_target import balance, save_model
-from tllm_spec.zoo.distill import (
+from tllm_spec.training.deepseek import balance, save_model
+from tllm_spec.training.distill import (
     SELF_TEXT_SHARE,
     VALIDATION_LENGTH,
     VALIDATION_WINDOWS,
     distillation_loss,
 )
-from tllm_spec.zoo.eagle3_training import aligned_chains, weighted
-from tllm_spec.zoo.mtp import NextnModule, NextnModules
-from tllm_spec.zoo.token_data import TokenData
-from tllm_spec.zoo.trainer import Settings, add_dropout
+from tllm_spec.training.head_loss import aligned_chains, weighted
+from tllm_spec.training.mtp import NextnModule, NextnModules
+from tllm_spec.training.token_data import TokenData
+from tllm_spec.training.trainer import Settings, add_dropout
 
 
 def build_modules(target: Any, run: Settings) -> NextnModules:

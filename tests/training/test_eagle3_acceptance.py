@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from tests.zoo.eagle3_entries import DRAFT_IDS, EntryByEntryHead, learn
-from tests.zoo.runs import SELF_TEXT, ZOO, call, counting, read_json, write_shape
+from tests.training.eagle3_entries import DRAFT_IDS, EntryByEntryHead, learn
+from tests.zoo.runs import SELF_TEXT, ZOO, call, read_json, write_shape
+from tllm_spec.training.acceptance import chain_rounds, evaluate, summary
+from tllm_spec.training.eagle3 import target_states
+from tllm_spec.training.self_text import continuations
+from tllm_spec.training.token_data import TokenData
 from tllm_spec.zoo import train
-from tllm_spec.zoo.eagle3 import target_states
-from tllm_spec.zoo.evaluate import chain_rounds, evaluate, summary
-from tllm_spec.zoo.self_text import continuations
-from tllm_spec.zoo.token_data import TokenData
 
 STEPS = 80
 
@@ -35,7 +35,7 @@ def test_measured_acceptance_equals_that_of_a_loop_that_drafts_and_verifies(
     accepted = []
     for text in continuations(target, prompts, 40, do_sample=False):
         features, embeddings = (
-            target_states(target, text[None])[0][0],
+            target_states(target, text[None], None)[0][0],
             target.get_input_embeddings()(text),
         )
         reference = EntryByEntryHead(head, features, embeddings)
@@ -72,20 +72,16 @@ def test_a_round_advances_by_one_more_than_it_accepted() -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny target that was trained to count to 12 and a head for it, both trained
-    with the commands of the zoo."""
-    root = tmp_path_factory.mktemp("runs")
-    counting(root, 12)
+def tiny_run(counting_run: Path) -> Path:
+    """The folder of a target that counts, with a head for it that a command of the zoo trained."""
+    root = counting_run
     sizes = {"hidden_size": 32, "head_dim": 16, "num_attention_heads": 2, "intermediate_size": 32}
-    more = {"llama": {"num_hidden_layers": 7}, "llama-eagle3": {"draft_vocab_size": 16}}
-    for name, own in more.items():
-        write_shape(root / f"{name}-shape", ZOO / name, **sizes, vocab_size=64, **own)
-    run = f"--steps {STEPS} --windows 4 --length 64 --warmup-steps 10 --dropout 0"
-    common = ["--data", root, run, "--learning-rate", 5e-3]
-    call(train.target, "--output", root / "target", "--shape", root / "llama-shape", *common)
-    shape = ["--shape", root / "llama-eagle3-shape", "--target", root / "target"]
-    call(train.eagle3, "--output", root / "head", *shape, SELF_TEXT, "--unroll 3", *common)
+    write_shape(
+        root / "head-shape", ZOO / "llama-eagle3", **sizes, vocab_size=64, draft_vocab_size=16
+    )
+    run = f"--steps {STEPS} --windows 4 --length 64 --warmup-steps 10 --dropout 0 --unroll 3"
+    paths = ["--data", root, "--shape", root / "head-shape", "--target", root / "target"]
+    call(train.eagle3, "--output", root / "head", *paths, SELF_TEXT, run, "--learning-rate", 5e-3)
     return root
 
 

@@ -11,68 +11,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tllm_spec.zoo.distill import (
+from tllm_spec.training.distill import (
     ARGMAX_SHARE,
     SELF_TEXT_SHARE,
     VALIDATION_LENGTH,
     VALIDATION_WINDOWS,
 )
-from tllm_spec.zoo.eagle3 import Eagle3Head, Eagle3Shape, FeatureHead, target_states
-from tllm_spec.zoo.peagle import PEagleHead, PEagleShape, Rows
-from tllm_spec.zoo.token_data import TokenData
-from tllm_spec.zoo.trainer import Settings, add_dropout
+from tllm_spec.training.eagle3 import Eagle3Head, FeatureHead, target_states
+from tllm_spec.training.peagle import PEagleHead, Rows
+from tllm_spec.training.token_data import TokenData
 
 STEP_DECAY = 0.9
 """Ratio of a step's weight in the loss to the previous step's: a late draft matters only if the
 earlier ones were right."""
 ALIGNMENT = 8
 """The number of chains of a sequence is a multiple of this, so that GEMMs use the tensor cores."""
-
-
-def draft_vocabulary(texts: list[TokenData], shape: Eagle3Shape) -> Tensor:
-    """`[draft_vocab_size]`: the most frequent token ids, ascending. Every text has the same weight,
-    regardless of its size."""
-    counts = [
-        torch.bincount(text.tokens.int(), minlength=shape.vocab_size).double() for text in texts
-    ]
-    shares = torch.stack([count / count.sum() for count in counts]).mean(0)
-    ids = shares.argsort(descending=True, stable=True)[: shape.draft_vocab_size].sort().values
-    print(f"the draft vocabulary covers {shares[ids].sum().item():.1%} of the texts", flush=True)
-    return ids
-
-
-def build_head(
-    shape: Eagle3Shape,
-    target: Any,
-    draft_ids: Tensor,
-    run: Settings,
-    start: FeatureHead | None = None,
-) -> FeatureHead:
-    """A new fp32 head of the kind of the shape, with the target's output layer and final norm, or
-    with all that it has in common with the trained head `start`."""
-    head: Eagle3Head | PEagleHead
-    if isinstance(shape, PEagleShape):
-        head = PEagleHead(shape, draft_ids.cpu())
-        layers = list(head.layers)
-    else:
-        head = Eagle3Head(shape, draft_ids.cpu())
-        layers = [head.midlayer]
-    for matrix in (parameter for parameter in head.parameters() if parameter.dim() > 1):
-        torch.nn.init.normal_(matrix, std=0.02)
-    with torch.no_grad():
-        head.lm_head.weight.copy_(target.lm_head.weight[draft_ids])
-        head.norm.weight.copy_(target.model.norm.weight)
-    if start is not None:
-        trained = {
-            name.replace("midlayer.", "layers.0."): tensor
-            for name, tensor in start.state_dict().items()
-        }
-        head.load_state_dict(trained, strict=False)
-    for layer in layers:
-        add_dropout(layer, run.dropout)
-        if run.compile:  # dynamic: otherwise each step and sequence length is compiled separately
-            layer.compile(dynamic=True)
-    return head.to(draft_ids.device)
 
 
 class Labels(NamedTuple):
@@ -112,7 +65,7 @@ def step_logits(
     `features` `[B, T, 3H]` and `tokens` `[B, T]` are of the same text."""
     embed = target.get_input_embeddings()
     if isinstance(head, PEagleHead):
-        mask = embed(tokens.new_tensor(head.config.mask_token_id))
+        mask = embed(tokens.new_tensor(head.config.mask_token))
         yield from mask_logits(head, features, embed(tokens), mask, unroll)
         return
     assert isinstance(head, Eagle3Head)
@@ -123,11 +76,14 @@ def step_logits(
 def mask_logits(
     head: PEagleHead, features: Tensor, embeddings: Tensor, mask_embedding: Tensor, unroll: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """See `step_logits`. Mask rows follow a third of the positions, drawn by chance, as there are
-    many of them."""
+    """See `step_logits`. In training mask rows follow a third of the positions, drawn by chance, as
+    there are many of them; otherwise all."""
     num_pairs = features.shape[1] - unroll
-    num_anchors = max(1, num_pairs // 3 // ALIGNMENT) * ALIGNMENT
-    chosen = torch.randperm(num_pairs, device=features.device)[:num_anchors]
+    if head.training:
+        num_anchors = max(1, num_pairs // 3 // ALIGNMENT) * ALIGNMENT
+        chosen = torch.randperm(num_pairs)[:num_anchors].to(features.device)
+    else:
+        chosen = torch.arange(num_pairs, device=features.device)
     rows = Rows.of(num_pairs, chosen, unroll - 1)
     pairs = features[:, :num_pairs], embeddings[:, 1 : 1 + num_pairs]
     hidden = torch.split(head(*pairs, mask_embedding, rows), rows.sizes, 1)
@@ -150,19 +106,57 @@ def chain_logits(
         yield head.logits(hidden)
 
 
-def unrolled(head: FeatureHead, target: Any, tokens: Tensor, unroll: int) -> tuple[Tensor, Tensor]:
-    """Loss and agreement with the target's best tokens, each `[unroll]`, of `[B, T]` tokens."""
-    tokens = tokens[:, : aligned_chains(tokens.shape[1], unroll) + unroll]
-    with torch.autocast("cuda", torch.bfloat16, enabled=tokens.is_cuda):
+class Batch(NamedTuple):
+    """Sequences of a step of training, with those of the other ranks."""
+
+    tokens: Tensor
+    """`[B, T]`."""
+    counts: Tensor
+    """`[B, T]` bool: whether the target's choice after the token is trained."""
+    share: slice = slice(None)
+    """The sequences of this rank."""
+
+    @classmethod
+    def whole(cls, tokens: Tensor, unroll: int) -> "Batch":
+        """All of `[B, T]` tokens, but for a few at the end where the chains are not aligned."""
+        tokens = tokens[:, : aligned_chains(tokens.shape[1], unroll) + unroll]
+        return cls(tokens, torch.ones_like(tokens, dtype=torch.bool))
+
+
+class Step(NamedTuple):
+    """One step of the chains of a text; rows as in `step_logits`."""
+
+    losses: Tensor
+    """`[B, n]`."""
+    is_best: Tensor
+    """`[B, n]`: whether the head's best token is the target's."""
+    rows: Tensor
+    """`[n]`."""
+
+
+def steps_along(head: FeatureHead, target: Any, tokens: Tensor, unroll: int) -> Iterator[Step]:
+    """Every step of the chains along `[B, T]` tokens. GEMMs are in the target's type."""
+    is_bf16 = target.dtype == torch.bfloat16
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=is_bf16):
         with torch.no_grad():
-            features, target_logits = target_states(target, tokens)
+            features, target_logits = target_states(target, tokens, head.config.capture_layers)
             goal = labels(target_logits, head.draft_ids)
-        losses, agreements = [], []
         for logits, rows in step_logits(head, target, features, tokens, unroll):
             wanted, floor, best = (part[:, rows] for part in goal)
             log_probs = F.log_softmax(logits.float(), -1)
-            losses.append((floor - (wanted * log_probs).sum(-1)).mean())
-            agreements.append((head.draft_ids[logits.argmax(-1)] == best).float().mean())
+            losses = floor - (wanted * log_probs).sum(-1)
+            yield Step(losses, head.draft_ids[logits.argmax(-1)] == best, rows)
+
+
+def unrolled(head: FeatureHead, target: Any, batch: Batch, unroll: int) -> tuple[Tensor, Tensor]:
+    """Loss and agreement with the target's best tokens, each `[unroll]`: this rank's part of the
+    mean over the batch. The ranks' parts add up to the mean."""
+    losses, agreements = [], []
+    for step in steps_along(head, target, batch.tokens[batch.share], unroll):
+        counts = batch.counts[:, step.rows]
+        weights = counts[batch.share] / counts.sum().clamp(min=1)
+        losses.append((weights * step.losses).sum())
+        agreements.append((weights * step.is_best).sum())
     return torch.stack(losses), torch.stack(agreements)
 
 
@@ -190,7 +184,7 @@ def eagle3_loss(
     def loss(windows: int, length: int) -> Tensor:
         own = int(windows * SELF_TEXT_SHARE)
         tokens = torch.cat([data.sample(windows - own, length), self_text.sample(own, length)])
-        return weighted(unrolled(head, target, tokens, unroll)[0])
+        return weighted(unrolled(head, target, Batch.whole(tokens, unroll), unroll)[0])
 
     return loss
 
@@ -202,7 +196,7 @@ def eagle3_validation(
 
     def validate() -> dict[str, float]:
         figures = [
-            torch.stack(unrolled(head, target, tokens, unroll))
+            torch.stack(unrolled(head, target, Batch.whole(tokens, unroll), unroll))
             for tokens in heldout.windows(VALIDATION_LENGTH, VALIDATION_WINDOWS)
         ]
         losses, agreements = torch.stack(figures).mean(0)

@@ -10,7 +10,7 @@ import pytest
 from tests.models.helpers import save_checkpoint
 from tllm_spec import __version__
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.rank_checks import ABSENT, checkpoints, fingerprint, mismatch, versions
+from tllm_spec.distributed.rank_checks import ABSENT, checkpoints, fingerprint, mismatch, versions
 
 
 @pytest.fixture

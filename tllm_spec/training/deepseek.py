@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from tllm_spec.zoo.distill import target_loss
+from tllm_spec.training.distill import target_loss
+from tllm_spec.training.token_data import TokenData
+from tllm_spec.training.trainer import Settings, add_dropout
 from tllm_spec.zoo.registry import resolve_model
-from tllm_spec.zoo.token_data import TokenData
-from tllm_spec.zoo.trainer import Settings, add_dropout
 
-SHAPE = Path(__file__).parent / "deepseek"
+SHAPE = resolve_model("zoo:deepseek")
 BIAS_SPEED = 1e-3
 """Change of the correction bias in a step (arXiv 2412.19437, section 4.2)."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

@@ -11,11 +11,14 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from tllm_spec.zoo import eagle3_training as training
-from tllm_spec.zoo.eagle3 import Eagle3Head, Eagle3Shape
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.training import head_loss as training
+from tllm_spec.training.eagle3 import Eagle3Head, FeatureHead
+from tllm_spec.training.head_files import build_head
+from tllm_spec.training.token_data import TokenData
+from tllm_spec.training.trainer import Settings
 from tllm_spec.zoo.registry import resolve_model
-from tllm_spec.zoo.token_data import TokenData
-from tllm_spec.zoo.trainer import Settings
 
 SIZES = {
     "vocab_size": 12,
@@ -25,11 +28,29 @@ SIZES = {
     "head_dim": 8,
 }
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-SHAPE = Eagle3Shape(
-    **SIZES, **HEADS, max_position_embeddings=512, rope_theta=1e4, rms_norm_eps=1e-5
+SHAPE = Eagle3Config.from_dict(
+    {
+        **SIZES,
+        **HEADS,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+    }
 )
 DRAFT_IDS = torch.tensor([0, 1, 3, 4, 6, 7, 8, 10, 11])
 FOLDER = resolve_model("zoo:llama-eagle3")
+
+
+def settings(**changes: Any) -> Settings:
+    """Of one step, without dropout."""
+    values = {"minutes": 1, "steps": 1, "windows": 1, "length": 16, "learning_rate": 1e-3}
+    values |= {"weight_decay": 0.0, "dropout": 0.0, "warmup_steps": 1, "compile": False}
+    return Settings(**values | {"checkpoint_steps": 1, "seed": 0} | changes)
+
+
+def model_config(target: LlamaForCausalLM) -> ModelConfig:
+    return ModelConfig.from_dict(target.config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
 
 
 def with_large_weights(model: Any) -> Any:
@@ -79,7 +100,7 @@ class EntryByEntryHead:
         values: list[Tensor],
     ) -> Tensor:
         """Appends to `keys` and `values`; returns the hidden state before the final norm."""
-        layer = "midlayer"
+        layer = "layers.0"
         both = torch.cat(
             [
                 self.norm(f"{layer}.input_layernorm", embedding),
@@ -126,12 +147,10 @@ class EntryByEntryHead:
         return logits
 
 
-def learn(target: LlamaForCausalLM, num_steps: int) -> tuple[Eagle3Head, list[float]]:
+def learn(target: LlamaForCausalLM, num_steps: int) -> tuple[FeatureHead, list[float]]:
     """A head after a few training steps on random text, and their losses."""
     data = TokenData(torch.randint(12, (400,), dtype=torch.int16), 0)
-    head = training.build_head(
-        SHAPE, target, DRAFT_IDS, Settings(1, 1, 1, 16, 1e-3, 0.0, 0.0, 1, False)
-    )
+    head = build_head(SHAPE, target, DRAFT_IDS, settings())
     loss_of = training.eagle3_loss(head, target, data, data, unroll=4)
     optimizer, losses = torch.optim.AdamW(head.parameters(), 1e-2), []
     for _ in range(num_steps):

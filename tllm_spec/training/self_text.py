@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tllm_spec.zoo.token_data import TokenData
+from tllm_spec.training.token_data import TokenData
 
 PROMPT_LEN = 128
 

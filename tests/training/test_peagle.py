@@ -2,7 +2,7 @@
 checkpoint drafts what the plain-torch transcription of the format does."""
 
 import json
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,22 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from tests.models.eagle3_reference import Eagle3Reference
-from tests.zoo.eagle3_entries import DRAFT_IDS, SHAPE, with_large_weights
-from tllm_spec.zoo import eagle3_training as training
-from tllm_spec.zoo.eagle3 import save_head, target_states
-from tllm_spec.zoo.evaluate import mask_matches
-from tllm_spec.zoo.peagle import PEagleHead, PEagleShape, Rows
+from tests.training.eagle3_entries import (
+    DRAFT_IDS,
+    SHAPE,
+    model_config,
+    settings,
+    with_large_weights,
+)
+from tllm_spec.training import head_loss as training
+from tllm_spec.training.acceptance import head_matches
+from tllm_spec.training.eagle3 import target_states
+from tllm_spec.training.head_files import build_head, config_json, load_head, save_head
+from tllm_spec.training.peagle import PEagleHead, Rows
 from tllm_spec.zoo.registry import resolve_model
-from tllm_spec.zoo.trainer import Settings
 
 FOLDER = resolve_model("zoo:llama-peagle")
-PARALLEL_SHAPE = PEagleShape(**asdict(SHAPE), num_hidden_layers=2, mask_token_id=5)
+PARALLEL_SHAPE = replace(SHAPE, num_layers=2, mask_token=5)
 UNROLL = 4
 
 
@@ -31,23 +37,12 @@ def head() -> PEagleHead:
     return with_large_weights(PEagleHead(PARALLEL_SHAPE, DRAFT_IDS))
 
 
-def write_config(folder: Path) -> Path:
-    """The zoo's config.json with the sizes of the tiny head."""
-    config = json.loads((FOLDER / "config.json").read_text())
-    sizes = asdict(PARALLEL_SHAPE)
-    config |= {key: sizes.pop(key) for key in ("draft_vocab_size", "mask_token_id")}
-    config["transformer_layer_config"] |= sizes
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 @torch.no_grad()
 def test_mask_rows_of_all_anchors_together_are_those_of_each_alone(
     target: LlamaForCausalLM, head: PEagleHead
 ) -> None:
     tokens = torch.randint(12, (2, 25))
-    features, _ = target_states(target, tokens)
+    features, _ = target_states(target, tokens, None)
     embed = target.get_input_embeddings()
     found = list(training.step_logits(head, target, features, tokens, UNROLL))
     assert [len(rows) for _, rows in found] == [21, 8, 8, 8]
@@ -66,15 +61,16 @@ def test_mask_rows_of_all_anchors_together_are_those_of_each_alone(
 def test_a_saved_head_drafts_what_the_transcription_of_its_format_does(
     target: LlamaForCausalLM, head: PEagleHead, tmp_path: Path
 ) -> None:
-    save_head(head, write_config(tmp_path / "shape"), tmp_path / "head")
-    loaded = PEagleHead.from_pretrained(tmp_path / "head")
+    config = model_config(target)
+    save_head(head, config_json(PARALLEL_SHAPE, config, "speculators"), tmp_path / "head")
+    loaded = load_head(tmp_path / "head", config).eval()
     model: Any = target
     reference = Eagle3Reference(tmp_path / "head", model)
     reference.tensors = {name: each.float() for name, each in loaded.state_dict().items()}
     reference.output = loaded.lm_head.weight
     text = torch.randint(12, (1, 12))
-    features, _ = target_states(target, text)
-    matches = mask_matches(target, loaded, text, 3)[0]
+    features, _ = target_states(target, text, None)
+    matches = head_matches(loaded, target, text, 3)[0]
     for start in range(12 - 1 - 3):
         hidden = reference.fuse(features[0, : start + 1])
         logits = reference.block(text[0, 1 : start + 2].tolist(), hidden, 3)
@@ -84,23 +80,21 @@ def test_a_saved_head_drafts_what_the_transcription_of_its_format_does(
 
 
 def test_a_head_starts_from_what_a_trained_head_has_in_common(target: LlamaForCausalLM) -> None:
-    run = Settings(1, 1, 1, 16, 1e-3, 0.0, 0.0, 1, False)
-    eagle3 = with_large_weights(training.build_head(SHAPE, target, DRAFT_IDS, run))
-    head = training.build_head(PARALLEL_SHAPE, target, DRAFT_IDS, run, eagle3)
+    eagle3 = with_large_weights(build_head(SHAPE, target, DRAFT_IDS, settings()))
+    head = build_head(PARALLEL_SHAPE, target, DRAFT_IDS, settings(), eagle3)
     own, trained = head.state_dict(), eagle3.state_dict()
     assert torch.equal(own["fc.weight"], trained["fc.weight"])
     name = "self_attn.q_proj.weight"
-    assert torch.equal(own[f"layers.0.{name}"], trained[f"midlayer.{name}"])
+    assert torch.equal(own[f"layers.0.{name}"], trained[f"layers.0.{name}"])
 
 
 def test_a_few_steps_reduce_the_loss(target: LlamaForCausalLM) -> None:
     torch.manual_seed(4)
-    run = Settings(1, 1, 1, 16, 1e-3, 0.0, 0.0, 1, False)
-    head = training.build_head(PARALLEL_SHAPE, target, DRAFT_IDS, run)
+    head = build_head(PARALLEL_SHAPE, target, DRAFT_IDS, settings())
     optimizer, losses = torch.optim.AdamW(head.parameters(), lr=1e-2), []
-    tokens = torch.randint(12, (2, 28))
+    batch = training.Batch.whole(torch.randint(12, (2, 28)), UNROLL)
     for _ in range(20):
-        loss = training.weighted(training.unrolled(head, target, tokens, UNROLL)[0])
+        loss = training.weighted(training.unrolled(head, target, batch, UNROLL)[0])
         torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

@@ -9,46 +9,21 @@ position i predicts token i+2.
 In training such mask rows follow many positions of a text, the anchors. A mask row sees the pairs
 up to its anchor, and the mask rows between the two."""
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tllm_spec.zoo.eagle3 import (
+from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.training.eagle3 import (
     MLP,
     NUM_CAPTURED,
     Attention,
-    Eagle3Shape,
     FeatureHead,
     RMSNorm,
     rotary_rows,
 )
-
-KIND = "peagle"
-_LAYER = "transformer_layer_config"
-
-
-@dataclass(frozen=True)
-class PEagleShape(Eagle3Shape):
-    """Keys of config.json, those of `transformer_layer_config` included."""
-
-    num_hidden_layers: int
-    mask_token_id: int
-
-    @classmethod
-    def flat(cls, folder: Path) -> dict[str, Any]:
-        raw: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        layer: dict[str, Any] = raw.pop(_LAYER)
-        return layer | raw
-
-
-def is_peagle(folder: Path) -> bool:
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return bool(raw.get("speculators_model_type") == KIND)
 
 
 class Rows(NamedTuple):
@@ -84,7 +59,7 @@ class Rows(NamedTuple):
 class Layer(nn.Module):
     """A Llama layer. The first one (`reads_embeddings`) has the input of EAGLE-3."""
 
-    def __init__(self, shape: PEagleShape, *, reads_embeddings: bool) -> None:
+    def __init__(self, shape: Eagle3Config, *, reads_embeddings: bool) -> None:
         super().__init__()
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
@@ -111,13 +86,10 @@ class Layer(nn.Module):
 class PEagleHead(FeatureHead):
     """A P-EAGLE head."""
 
-    shape_type = PEagleShape
-    config: PEagleShape
-
-    def __init__(self, shape: PEagleShape, draft_ids: Tensor) -> None:
+    def __init__(self, shape: Eagle3Config, draft_ids: Tensor) -> None:
         super().__init__(shape, draft_ids)
         self.layers = nn.ModuleList(
-            Layer(shape, reads_embeddings=not index) for index in range(shape.num_hidden_layers)
+            Layer(shape, reads_embeddings=not index) for index in range(shape.num_layers)
         )
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, NUM_CAPTURED * shape.hidden_size))
 

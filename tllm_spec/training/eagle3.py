@@ -1,5 +1,5 @@
-"""An EAGLE-3 head (arXiv 2503.01840) for training, in plain torch, with the tensor names of public
-checkpoints. The engine has its own implementation for inference.
+"""An EAGLE-3 head (arXiv 2503.01840) for training, in plain torch, with the tensor names of the
+speculators format. The engine has its own implementation for inference.
 
 Entry `j` of the head reads (hidden states of the target at token j, embedding of token j+1) at
 rotary position j and predicts token j+2. For tokens that the target has not read, the head's output
@@ -10,89 +10,16 @@ s; its entry at step k has position s+k. It attends to the entries j <= s from t
 which are the same for every step, and to its own entries of steps 1..k, which no other chain
 reads."""
 
-import json
-import shutil
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from typing_extensions import Self
 
 from tllm_spec.attention.spec_metadata import default_capture_layers
+from tllm_spec.models.eagle3_config import Eagle3Config
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
 NUM_CAPTURED = 3
-# The only values that can be trained here. A missing key has this value.
-_FIXED = {
-    "hidden_act": "silu",
-    "rope_scaling": None,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "norm_output": False,
-}
-
-
-@dataclass(frozen=True)
-class Eagle3Shape:
-    """Keys of config.json."""
-
-    vocab_size: int
-    draft_vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rope_theta: float
-    rms_norm_eps: float
-
-    @classmethod
-    def read(cls, folder: Path) -> Self:
-        """Raises ValueError if it is no head of this kind, or one that cannot be trained here."""
-        raw = cls.flat(folder)
-        for key, only in _FIXED.items():
-            if raw.get(key, only) != only:
-                raise ValueError(
-                    f"{key} in {folder} is {raw[key]!r}; the zoo's heads have {only!r}"
-                )
-        missing = [field.name for field in fields(cls) if field.name not in raw]
-        if missing:
-            raise ValueError(f"config.json in {folder} lacks {', '.join(missing)}")
-        return cls(**{field.name: raw[field.name] for field in fields(cls)})
-
-    @classmethod
-    def flat(cls, folder: Path) -> dict[str, Any]:
-        """The keys of config.json on one level."""
-        raw: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if not is_eagle3(folder):
-            raise ValueError(
-                f"architectures in {folder} is {raw.get('architectures')}, not [{ARCHITECTURE!r}]"
-            )
-        if (layers := raw.get("num_hidden_layers", 1)) != 1:
-            raise ValueError(
-                f"num_hidden_layers in {folder} is {layers}; the zoo's EAGLE-3 heads have 1"
-            )
-        return raw
-
-    def check_target(self, target: Any) -> None:
-        """Raises ValueError if the head does not fit a target with this configuration."""
-        for key in ("hidden_size", "vocab_size"):
-            ours, theirs = getattr(self, key), getattr(target, key)
-            if ours != theirs:
-                raise ValueError(
-                    f"{key} of the EAGLE-3 head is {ours}; it must be the target's, {theirs}"
-                )
-
-
-def is_eagle3(folder: Path) -> bool:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return bool(config.get("architectures") == [ARCHITECTURE])
 
 
 class Cache(NamedTuple):
@@ -119,12 +46,11 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: Eagle3Shape, input_size: int) -> None:
+    def __init__(self, shape: Eagle3Config, input_size: int) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
         width, kv_width = (
-            count * shape.head_dim
-            for count in (shape.num_attention_heads, shape.num_key_value_heads)
+            count * shape.head_dim for count in (shape.num_heads, shape.num_kv_heads)
         )
         self.q_proj = nn.Linear(input_size, width, bias=False)
         self.k_proj = nn.Linear(input_size, kv_width, bias=False)
@@ -162,7 +88,7 @@ class ChainAttention(Attention):
 
 
 class MLP(nn.Module):
-    def __init__(self, shape: Eagle3Shape) -> None:
+    def __init__(self, shape: Eagle3Config) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
@@ -176,7 +102,7 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """A Llama layer whose attention reads the embedding and the hidden state."""
 
-    def __init__(self, shape: Eagle3Shape) -> None:
+    def __init__(self, shape: Eagle3Config) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
@@ -194,33 +120,26 @@ class Layer(nn.Module):
 
 
 class FeatureHead(nn.Module):
-    """What heads on the target's hidden states have in common. The `state_dict` is the checkpoint.
-    `d2t` holds offsets: the target's id is `draft id + d2t[draft id]`."""
+    """What heads on the target's hidden states have in common. The `state_dict` is a checkpoint in
+    the speculators format. `d2t` holds offsets: the target's id is `draft id + d2t[draft id]`."""
 
-    shape_type: ClassVar[type[Eagle3Shape]] = Eagle3Shape
+    config: Eagle3Config
+    layers: nn.ModuleList
     d2t: Tensor
     t2d: Tensor
 
-    def __init__(self, shape: Eagle3Shape, draft_ids: Tensor) -> None:
+    def __init__(self, shape: Eagle3Config, draft_ids: Tensor) -> None:
         """`draft_ids`: `[draft_vocab_size]`, the target's id of each token of the head,
         ascending."""
         super().__init__()
         self.config = shape
         self.fc = nn.Linear(NUM_CAPTURED * shape.hidden_size, shape.hidden_size, bias=False)
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.output_size, bias=False)
         in_draft = torch.zeros(shape.vocab_size, dtype=torch.bool)
         in_draft[draft_ids] = True
-        self.register_buffer("d2t", draft_ids - torch.arange(shape.draft_vocab_size))
+        self.register_buffer("d2t", draft_ids - torch.arange(shape.output_size))
         self.register_buffer("t2d", in_draft)
-
-    @classmethod
-    def from_pretrained(cls, folder: Path) -> Self:
-        """In fp32, on the CPU."""
-        shape = cls.shape_type.read(folder)
-        head = cls(shape, torch.arange(shape.draft_vocab_size))
-        head.load_state_dict(load_file(folder / "model.safetensors"))
-        return head
 
     @property
     def draft_ids(self) -> Tensor:
@@ -240,9 +159,9 @@ class FeatureHead(nn.Module):
 class Eagle3Head(FeatureHead):
     """An EAGLE-3 head."""
 
-    def __init__(self, shape: Eagle3Shape, draft_ids: Tensor) -> None:
+    def __init__(self, shape: Eagle3Config, draft_ids: Tensor) -> None:
         super().__init__(shape, draft_ids)
-        self.midlayer = Layer(shape)
+        self.layers = nn.ModuleList([Layer(shape)])
 
     def forward(
         self, hidden: Tensor, embeddings: Tensor, cache: Cache | None = None
@@ -260,7 +179,7 @@ class Eagle3Head(FeatureHead):
         """
         step = 0 if cache is None else cache.own_keys.shape[-2] + 1
         positions = torch.arange(step, step + hidden.shape[1], device=hidden.device)
-        output: tuple[Tensor, Cache] = self.midlayer(
+        output: tuple[Tensor, Cache] = self.layers[0](
             hidden, embeddings, rotary_rows(self.config, positions), cache
         )
         return output
@@ -285,11 +204,11 @@ def attend(query: Tensor, cache: Cache) -> Tensor:
     return mixed.flatten(1, 2)
 
 
-def rotary_rows(shape: Eagle3Shape, positions: Tensor) -> Tensor:
+def rotary_rows(shape: Eagle3Config, positions: Tensor) -> Tensor:
     """Cosines and sines `[2, S, D]` (RoFormer, arXiv 2104.09864), repeated for both halves of D as
     in Llama."""
     exponents = torch.arange(0, shape.head_dim, 2, device=positions.device).float() / shape.head_dim
-    angles = torch.outer(positions.float(), shape.rope_theta**-exponents).repeat(1, 2)
+    angles = torch.outer(positions.float(), shape.rope.theta**-exponents).repeat(1, 2)
     return torch.stack((angles.cos(), angles.sin()))
 
 
@@ -299,24 +218,13 @@ def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
     return (heads * cos_sin[0] + torch.cat((-high, low), -1) * cos_sin[1]).to(heads.dtype)
 
 
-def save_head(head: FeatureHead, shape: Path, output: Path) -> None:
-    """Write the weights in bf16, the draft vocabulary (int64 offsets, bool) and a copy of the
-    config.json in the folder `shape`."""
-    tensors = {
-        name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
-        .cpu()
-        .contiguous()
-        for name, tensor in head.state_dict().items()
-    }
-    output.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
-    shutil.copyfile(shape / "config.json", output / "config.json")
-
-
-def target_states(target: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """`[B, T]` tokens -> the captured states `[B, T, 3H]` and the logits `[B, T, V]` from one
-    forward of the target."""
+def target_states(
+    target: Any, tokens: Tensor, layers: tuple[int, ...] | None
+) -> tuple[Tensor, Tensor]:
+    """`[B, T]` tokens -> the states `[B, T, 3H]` that the head reads, by default those of the
+    engine's default layers, and the logits `[B, T, V]` from one forward of the target."""
     output = target(input_ids=tokens, output_hidden_states=True, use_cache=False)
-    layers = default_capture_layers(target.config.num_hidden_layers)
+    if layers is None:
+        layers = default_capture_layers(target.config.get_text_config().num_hidden_layers)
     # `hidden_states[0]` is the embedding: the output of layer i is `hidden_states[i + 1]`.
     return torch.cat([output.hidden_states[layer + 1] for layer in layers], -1), output.logits

@@ -1,18 +1,27 @@
 """Training of the zoo's EAGLE-3 head: unrolled chains equal entries computed one by one, and the
 loss."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
-from tests.zoo.eagle3_entries import DRAFT_IDS, SHAPE, EntryByEntryHead, learn
-from tllm_spec.zoo import eagle3_training as training
-from tllm_spec.zoo.distill import ARGMAX_SHARE
-from tllm_spec.zoo.eagle3 import Eagle3Head, Eagle3Shape, target_states
-from tllm_spec.zoo.token_data import TokenData
-from tllm_spec.zoo.trainer import Settings
+from tests.training.eagle3_entries import DRAFT_IDS, SHAPE, EntryByEntryHead, learn, settings
+from tllm_spec.training import head_loss as training
+from tllm_spec.training.distill import ARGMAX_SHARE
+from tllm_spec.training.eagle3 import Eagle3Head, FeatureHead, target_states
+from tllm_spec.training.head_files import build_head, draft_vocabulary
+from tllm_spec.training.token_data import TokenData
+
+
+def unrolled(
+    head: FeatureHead, target: LlamaForCausalLM, tokens: Tensor, unroll: int
+) -> tuple[Tensor, Tensor]:
+    batch = training.Batch.whole(tokens, unroll)
+    return training.unrolled(head, target, batch, unroll)
 
 
 @torch.no_grad()
@@ -20,7 +29,7 @@ def test_unrolled_training_equals_sequential_drafting_from_every_start(
     target: LlamaForCausalLM, head: Eagle3Head
 ) -> None:
     tokens, unroll = torch.randint(12, (2, 17)), 5
-    features, _ = target_states(target, tokens)
+    features, _ = target_states(target, tokens, None)
     embeddings = target.get_input_embeddings()(tokens)
     steps = torch.stack(list(training.chain_logits(head, features, embeddings, unroll)))
     assert steps.shape == (unroll, 2, 17 - unroll, 9)
@@ -44,7 +53,7 @@ def test_captured_states_are_the_outputs_of_a_low_a_middle_and_a_high_layer(
                 {index: output if isinstance(output, Tensor) else output[0]}
             )
         )
-    features, logits = target_states(target, torch.randint(12, (2, 5)))
+    features, logits = target_states(target, torch.randint(12, (2, 5)), None)
     assert torch.equal(features, torch.cat([outputs[1], outputs[4], outputs[6]], -1))
     assert torch.equal(logits, target.lm_head(target.model.norm(outputs[9])))
 
@@ -74,8 +83,8 @@ def test_each_step_is_compared_with_the_targets_logits_for_the_same_token(
     target: LlamaForCausalLM, head: Eagle3Head
 ) -> None:
     tokens, unroll = torch.randint(12, (2, 8 + 3)), 3
-    losses, agreements = training.unrolled(head, target, tokens, unroll)
-    features, target_logits = target_states(target, tokens)
+    losses, agreements = unrolled(head, target, tokens, unroll)
+    features, target_logits = target_states(target, tokens, None)
     wanted, floor, best = training.labels(target_logits, DRAFT_IDS)
     expected_losses, expected_agreements = torch.zeros(unroll), torch.zeros(unroll)
     steps = training.chain_logits(head, features, target.get_input_embeddings()(tokens), unroll)
@@ -100,37 +109,37 @@ def test_a_late_step_trains_all_weights_through_the_heads_own_outputs(
 ) -> None:
     """The slope along the gradient equals its norm only if no path to the weights is detached."""
     tokens, weight = torch.randint(12, (2, 20)), head.fc.weight
-    torch.autograd.backward(training.unrolled(head, target, tokens, 3)[0][2])
+    torch.autograd.backward(unrolled(head, target, tokens, 3)[0][2])
     assert all(parameter.grad is not None for parameter in head.parameters())
     assert weight.grad is not None
     norm, eps = weight.grad.norm(), 1e-3
     with torch.no_grad():
         weight += eps * weight.grad / norm
-        above = training.unrolled(head, target, tokens, 3)[0][2]
+        above = unrolled(head, target, tokens, 3)[0][2]
         weight -= 2 * eps * weight.grad / norm
-        below = training.unrolled(head, target, tokens, 3)[0][2]
+        below = unrolled(head, target, tokens, 3)[0][2]
     torch.testing.assert_close((above - below) / (2 * eps), norm, rtol=0.03, atol=0)
 
 
 def test_the_draft_vocabulary_weighs_both_texts_equally_whatever_their_sizes() -> None:
     large = TokenData(torch.tensor([2] * 50 + [5] * 30 + [7] * 20, dtype=torch.int16), 0)
     small = TokenData(torch.tensor([9, 9, 9, 7], dtype=torch.int16), 0)
-    shape = Eagle3Shape(**vars(SHAPE) | {"draft_vocab_size": 3})
-    assert training.draft_vocabulary([large, small], shape).tolist() == [2, 7, 9]
+    shape = replace(SHAPE, draft_vocab_size=3)
+    assert draft_vocabulary([large, small], shape)[0].tolist() == [2, 7, 9]
 
 
 def test_sequences_too_short_for_a_chain_are_refused(
     target: LlamaForCausalLM, head: Eagle3Head
 ) -> None:
     with pytest.raises(ValueError, match="--length is 12; with --unroll 5 it must be 13 or more"):
-        training.unrolled(head, target, torch.randint(12, (1, 12)), 5)
+        unrolled(head, target, torch.randint(12, (1, 12)), 5)
 
 
 def test_a_fresh_head_starts_from_the_targets_output_layer(target: LlamaForCausalLM) -> None:
-    run = Settings(1, 1, 1, 16, 1e-3, 0.0, 0.5, 1, False)
-    head = training.build_head(SHAPE, target, DRAFT_IDS, run)
+    run = settings(dropout=0.5)
+    head = build_head(SHAPE, target, DRAFT_IDS, run)
     assert torch.equal(head.lm_head.weight, target.lm_head.weight[DRAFT_IDS])
-    assert torch.equal(head.norm.weight, target.model.norm.weight)
+    torch.testing.assert_close(head.norm.weight, target.model.norm.weight)
     inputs = torch.randn(1, 40, 16)
     assert not torch.equal(head(inputs, inputs)[0], head(inputs, inputs)[0])  # dropout
     head.eval()

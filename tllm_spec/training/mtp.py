@@ -20,8 +20,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     apply_rotary_pos_emb_interleave,
 )
 
-from tllm_spec.zoo.deepseek_target import stacked, with_dense_experts
-from tllm_spec.zoo.eagle3 import Cache, attend
+from tllm_spec.training.deepseek import stacked, with_dense_experts
+from tllm_spec.training.eagle3 import Cache, attend
 
 _OUTER = ("enorm", "hnorm", "eh_proj", "shared_head")
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tllm_spec.zoo.eagle3 import Eagle3Head, FeatureHead, target_states
-from tllm_spec.zoo.mtp import NextnModules
-from tllm_spec.zoo.peagle import PEagleHead, Rows
-from tllm_spec.zoo.self_text import continuations
-from tllm_spec.zoo.token_data import TokenData
+from tllm_spec.training.eagle3 import FeatureHead
+from tllm_spec.training.head_loss import steps_along
+from tllm_spec.training.mtp import NextnModules
+from tllm_spec.training.self_text import continuations
+from tllm_spec.training.token_data import TokenData
 
 BATCH = 64
 
@@ -36,7 +36,7 @@ def evaluate(
     is_vanilla: bool = False,
 ) -> dict[str, Any]:
     """Figures over greedy continuations of `prompts` held-out prompts of 256 tokens. `draft`: a
-    model, an `Eagle3Head`, a `PEagleHead`, or `NextnModules`, with a module for each step if
+    model, a `FeatureHead` in eval mode, or `NextnModules`, with a module for each step if
     `is_vanilla`."""
     prompt_len, eos = 256, target.config.eos_token_id
     starts = torch.linspace(0, len(heldout.tokens) - prompt_len, prompts).long().tolist()
@@ -47,10 +47,8 @@ def evaluate(
     for batch in torch.split(all_prompts, BATCH):
         text = continuations(target, batch, new_tokens, do_sample=False)
         has_chains = isinstance(draft, (FeatureHead, NextnModules))
-        if isinstance(draft, Eagle3Head):
-            rows = head_matches(target, draft, text, draft_len)[:, prompt_len:]
-        elif isinstance(draft, PEagleHead):
-            rows = mask_matches(target, draft, text, draft_len)[:, prompt_len:]
+        if isinstance(draft, FeatureHead):
+            rows = head_matches(draft, target, text, draft_len)[:, prompt_len:]
         elif isinstance(draft, NextnModules):
             rows = module_matches(draft, text, draft_len, is_vanilla=is_vanilla)[:, prompt_len:]
         else:
@@ -63,35 +61,14 @@ def evaluate(
     return summary(accepted, draft_len)
 
 
-def head_matches(target: Any, head: Eagle3Head, text: Tensor, draft_len: int) -> Tensor:
+def head_matches(head: FeatureHead, target: Any, text: Tensor, draft_len: int) -> Tensor:
     """`[B, T]` -> `[B, T]`: the number of accepted drafts of the chain whose first draft predicts
     token i; 0 if the text is too short for a whole chain, and for the first two tokens, which a
     head does not predict.
 
-    Step k reads the head's own draft of step k - 1, as in an engine.
-    """
-    features, _ = target_states(target, text)
-    chains = text.shape[1] - 1 - draft_len
-    hidden, cache = head.fuse(features[:, :chains]), None
-    tokens, drafts = text[:, 1 : chains + 1], []
-    for _ in range(draft_len):
-        hidden, cache = head(hidden, target.get_input_embeddings()(tokens), cache)
-        tokens = head.draft_ids[head.logits(hidden).argmax(-1)]
-        drafts.append(tokens)
-    return num_matches(drafts, text, draft_len)
-
-
-def mask_matches(target: Any, head: PEagleHead, text: Tensor, draft_len: int) -> Tensor:
-    """As `head_matches`, of a P-EAGLE head."""
-    features, _ = target_states(target, text)
-    chains = text.shape[1] - 1 - draft_len
-    rows = Rows.of(chains, torch.arange(chains, device=text.device), draft_len - 1)
-    embed = target.get_input_embeddings()
-    mask = embed(text.new_tensor(head.config.mask_token_id))
-    hidden = head(features[:, :chains], embed(text[:, 1 : chains + 1]), mask, rows)
-    states = torch.split(hidden, rows.sizes, 1)
-    drafts = [head.draft_ids[head.logits(state).argmax(-1)] for state in states]
-    return num_matches(drafts, text, draft_len)
+    The steps read the text. As long as drafts are accepted, they are the text."""
+    steps = [step.is_best for step in steps_along(head, target, text, draft_len)]
+    return num_matches(torch.stack(steps, -1)[:, :-1])
 
 
 def module_matches(
@@ -106,14 +83,13 @@ def module_matches(
         states = chains.step(target.get_input_embeddings()(tokens))
         tokens = modules.logits(states).argmax(-1)
         drafts.append(tokens)
-    return num_matches(drafts, text, draft_len)
+    return num_matches(torch.stack(drafts, -1) == text[:, 2:].unfold(1, draft_len, 1))
 
 
-def num_matches(drafts: list[Tensor], text: Tensor, draft_len: int) -> Tensor:
-    """The leading drafts that equal the text, for chains from every position; see
+def num_matches(is_right: Tensor) -> Tensor:
+    """The leading right drafts of chains from every position, `[B, T - 1 - K, K]`, as in
     `head_matches`."""
-    matches = torch.stack(drafts, -1) == text[:, 2:].unfold(1, draft_len, 1)
-    return F.pad(matches.long().cumprod(-1).sum(-1), (2, draft_len - 1))
+    return F.pad(is_right.long().cumprod(-1).sum(-1), (2, is_right.shape[-1] - 1))
 
 
 def rounds(matches: list[bool], draft_len: int) -> list[int]:

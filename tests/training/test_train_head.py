@@ -1,0 +1,188 @@
+"""`tllm-train head`: acceptance rises, a resumed run equals an uninterrupted one, several processes
+have the gradients of one, and the engine drafts with what is exported."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import Tensor
+
+from tests.training.rank_gradients import added_up, gradients
+from tests.training.traffic import counted, write_traffic
+from tests.zoo.runs import ZOO, read_json
+from tllm_spec.cli.train import main
+from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.recording.replay import replay
+from tllm_spec.training import head_run
+from tllm_spec.training.head_files import load_head
+from tllm_spec.training.head_run import acceptance_of
+from tllm_spec.training.language_model import load_language_model
+from tllm_spec.training.ranks import ALONE, Ranks
+from tllm_spec.training.texts import Text, read_texts, split
+
+ROOT = Path(__file__).parents[2]
+RUN = "--unroll 3 --batch_tokens 256 --learning_rate 2e-3 --device cpu --draft_vocab_size 16"
+
+
+@pytest.fixture(scope="session")
+def model(counting_run: Path) -> Path:
+    """The target, with the files of a tokenizer."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(ZOO / "llama" / name, counting_run / "target" / name)
+    return counting_run / "target"
+
+
+@pytest.fixture(scope="session")
+def traffic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recorded")
+    folder.chmod(0o700)
+    write_traffic(folder, 60)
+    return folder
+
+
+def train(model: Path, data: Path, output: Path, more: str) -> Result:
+    paths = ["--model", str(model), "--data", str(data), "--output", str(output)]
+    return CliRunner().invoke(main, ["head", *paths, *RUN.split(), *more.split()])
+
+
+@pytest.fixture(scope="session")
+def trained(model: Path, traffic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("head")
+    assert train(model, traffic, output, "--steps 60 --checkpoint_steps 20").exit_code == 0
+    return output
+
+
+def test_held_out_acceptance_rises(trained: Path) -> None:
+    history = read_json(trained / "metrics.json")["history"]
+    assert [row["step"] for row in history] == [20, 40, 60]
+    assert history[-1]["acceptance_length"] > 3 > history[0]["acceptance_length"]
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    model: Path, traffic: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, num_calls = head_run.draw, 0
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 50:
+            raise KeyboardInterrupt
+        return draw(*arguments)
+
+    monkeypatch.setattr(head_run, "draw", interrupted)
+    steps = "--steps 60 --checkpoint_steps 20"
+    assert train(model, traffic, tmp_path, steps).exit_code == 1
+    monkeypatch.undo()
+    assert train(model, traffic, tmp_path, f"{steps} --resume").exit_code == 0
+    first, second = (
+        torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (trained, tmp_path)
+    )
+    assert second["progress"]["step"] == 60
+    for name, tensor in first["model"].items():
+        assert torch.equal(tensor, second["model"][name]), name
+    weights = [folder / "model.safetensors" for folder in (trained, tmp_path)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "--format speculators",
+        "--kind peagle",
+        pytest.param("--kind peagle --layers 1", marks=pytest.mark.slow),
+    ],
+)
+def test_the_engine_accepts_the_drafts_of_an_exported_head_as_training_said(
+    options: str, model: Path, traffic: Path, trained: Path, tmp_path: Path
+) -> None:
+    output = trained
+    if options:
+        output = tmp_path
+        start = "" if "peagle" in options else f"--start {trained} --steps 1"
+        run = RUN.replace(" --draft_vocab_size 16", "") if start else RUN
+        paths = ["--model", str(model), "--data", str(traffic), "--output", str(output)]
+        command = ["head", *paths, *run.split(), *(start or "--steps 60").split()]
+        result = CliRunner().invoke(main, [*command, *options.split()])
+        assert result.exit_code == 0, result.output
+    records = [counted(first, 13, 25) for first in range(4)]
+    spec = {"decoding_type": "Eagle3", "speculative_model": str(output), "max_draft_len": 3}
+    args = LlmArgs.from_kwargs(str(model), speculative_config=spec, dtype="float32")
+    replayed = replay(records, args).total
+
+    head = load_head(output, ModelConfig.from_pretrained(model)).eval()
+    target = load_language_model(model, torch.float32, torch.device("cpu"))
+    texts = [Text(torch.tensor(each.prompt + each.output), len(each.prompt)) for each in records]
+    with torch.no_grad():
+        said = acceptance_of(head, target, texts, 3)
+    assert said["acceptance_length"] > 1.5
+    assert replayed.acceptance_length == pytest.approx(said["acceptance_length"], abs=0.2)
+
+
+def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5, msg=name)
+
+
+def test_gradients_of_the_ranks_shares_add_up_to_those_of_the_batch(
+    model: Path, traffic: Path
+) -> None:
+    first, second = (gradients(model, traffic, Ranks(rank, 2)) for rank in (0, 1))
+    total = {name: tensor + second[name] for name, tensor in first.items()}
+    check_equal(total, gradients(model, traffic, ALONE))
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_gradients_of_one(
+    model: Path, traffic: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process is the first one. Both have the environment that torchrun gives them."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = str(server.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    command = [sys.executable, "-m", "tests.training.rank_gradients", str(model), str(traffic)]
+    second = {**os.environ, **place, "RANK": "1", "LOCAL_RANK": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=second) as process:
+        for name, value in (place | {"RANK": "0", "LOCAL_RANK": "0"}).items():
+            monkeypatch.setenv(name, value)
+        found = added_up(model, traffic)
+    assert process.returncode == 0
+    check_equal(found, gradients(model, traffic, ALONE))
+
+
+def test_a_text_file_is_cut_into_pieces_of_which_some_are_held_out(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("def f(x):\n    return x + 1\n\n\n" * 200)
+    texts = read_texts(file, "zoo:llama", 67, unroll=3)
+    assert {len(text.tokens) for text in texts[:-1]} == {64} and texts[0].start == 1
+    training, held_out = split(texts, file, 3)
+    assert len(held_out) == max(1, len(texts) // 20)
+    assert len(training) + len(held_out) == len(texts)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("", "--steps or --minutes"),
+        ("--steps 1 --layers 2", "an EAGLE-3 head has 1"),
+        ("--steps 1 --kind peagle --format eagle", "--format speculators"),
+        ("--steps 1 --resume", "to resume from"),
+        ("--steps 1 --start zoo:llama-eagle3", "hidden_size"),
+        ("--steps 1 --unroll 40", "2 or more are needed"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_with_the_reason(
+    more: str, words: str, model: Path, traffic: Path, tmp_path: Path
+) -> None:
+    result = train(model, traffic, tmp_path, more)
+    assert result.exit_code != 0 and words in result.output

@@ -1,0 +1,77 @@
+"""Recorded hidden states of the target (`record_hidden_states`): a safetensors file for a request,
+with its record as metadata.
+
+`read_hidden_states` is what trains and replays draft heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tllm_spec.recording.traffic_folder import metadata_of, states_files_of
+from tllm_spec.recording.traffic_record import TrafficRecord, read_line
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = "tllm_spec hidden states 1"
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """What the target computed for the T tokens of a text that it has read: the prompt and the
+    output but for its last token, which nothing read.
+
+    ids: `[T]` int64. captured: `[T, C * H]`, the outputs of C layers, residual included, in the
+    order of `layers`. hidden: `[T, H]`, after the final norm, so the LM head makes the logits of
+    token t + 1 from row t. States have the target's dtype and are on the CPU."""
+
+    record: TrafficRecord
+    layers: tuple[int, ...]
+    ids: torch.Tensor
+    captured: torch.Tensor
+    hidden: torch.Tensor
+
+    def to_file(self) -> bytes:
+        """The file's content; `ids` are in the record."""
+        from safetensors.torch import save
+
+        tensors = {"captured": self.captured.contiguous(), "hidden": self.hidden.contiguous()}
+        layers = ",".join(map(str, self.layers))
+        record = self.record.to_line().decode()
+        content: bytes = save(tensors, {"format": FORMAT, "layers": layers, "record": record})
+        return content
+
+
+def read_hidden_states(path: Path) -> Iterator[HiddenStates]:
+    """Those of a folder of recorded traffic, oldest first; one text is in memory at a time. Raises
+    ValueError for a folder without any, and for a file that is not in the format."""
+    files = states_files_of(path)
+    if not files:
+        raise ValueError(
+            f"{path} has no recorded hidden states; serving with record_hidden_states records them"
+        )
+    yield from map(read_states_file, files)
+
+
+def read_states_file(file: Path) -> HiddenStates:
+    """Raises ValueError for a file that is not in the format."""
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    metadata = metadata_of(file)
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{file}: format = {metadata.get('format')!r}: {FORMAT!r} is accepted")
+    record = read_line(metadata["record"])
+    assert isinstance(record, TrafficRecord)
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
+    captured, hidden = tensors["captured"], tensors["hidden"]
+    ids = torch.tensor([*record.prompt, *record.output][: len(hidden)])
+    layers = tuple(map(int, metadata["layers"].split(",")))
+    return HiddenStates(record, layers, ids, captured, hidden)

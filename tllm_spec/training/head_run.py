@@ -1,0 +1,157 @@
+"""Trains a head for any target that transformers loads: `tllm-train head`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.training.acceptance import chain_rounds, num_matches, summary
+from tllm_spec.training.eagle3 import FeatureHead
+from tllm_spec.training.head_files import (
+    Format,
+    build_head,
+    config_json,
+    draft_vocabulary,
+    load_head,
+    new_shape,
+    save_head,
+)
+from tllm_spec.training.head_loss import Batch, steps_along, unrolled, weighted
+from tllm_spec.training.language_model import load_language_model
+from tllm_spec.training.ranks import Ranks
+from tllm_spec.training.texts import Text, draw, padded, read_texts, split
+from tllm_spec.training.token_data import TokenData
+from tllm_spec.training.trainer import Settings, train
+from tllm_spec.zoo.registry import resolve_model
+
+Kind = Literal["eagle3", "peagle"]
+DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
+MAX_LENGTH = 2048  # tokens of a sequence
+MAX_DRAFT_VOCABULARY = 32_000
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """What the command's options of the same names say; None: not given."""
+
+    model: str
+    data: Path
+    output: Path
+    kind: Kind | None
+    start: str | None
+    format: Format | None
+    draft_vocab_size: int | None
+    layers: int | None
+    unroll: int
+    dtype: Literal["bf16", "float32"]
+    device: str
+
+
+def train_head(options: HeadOptions, settings: Settings) -> None:
+    """Raises ValueError for options that do not fit each other, the target or the texts."""
+    folder = resolve_model(options.model)
+    config = ModelConfig.from_pretrained(folder)
+    start = None if options.start is None else load_head(resolve_model(options.start), config)
+    shape = _shape(options, config, start)
+    config_file = _config_file(options, shape, config, start)
+    length = min(MAX_LENGTH, config.max_positions, settings.windows * settings.length)
+    texts = read_texts(options.data, options.model, length - options.unroll, options.unroll)
+    training, held_out = split(texts, options.data, options.unroll)
+    ranks, device = Ranks.join(options.device)
+    if len(training) < ranks.size:
+        raise ValueError(f"{options.data} has {len(training)} texts for {ranks.size} processes")
+    if ranks.is_first:
+        print(f"{len(training)} texts to train on, {len(held_out)} held out", flush=True)
+    target = load_language_model(folder, DTYPES[options.dtype], device)
+    torch.manual_seed(settings.seed)  # all ranks begin with the same weights
+    ids = _vocabulary(training, shape) if start is None else start.draft_ids
+    head = build_head(shape, target, ids.to(device), settings, start)
+    loss = head_loss(head, target, training, options.unroll, ranks)
+    validation = partial(acceptance_of, head, target, held_out, options.unroll)
+    save_best = partial(save_head, config=config_file, output=options.output)
+    train(head, loss, validation, settings, options.output, save_best, ranks=ranks)
+    ranks.leave()
+
+
+def _shape(options: HeadOptions, config: ModelConfig, start: FeatureHead | None) -> Eagle3Config:
+    """A P-EAGLE head may start from an EAGLE-3 head."""
+    is_parallel_start = start is not None and start.config.mask_token is not None
+    kind = options.kind or ("peagle" if is_parallel_start else "eagle3")
+    layers = options.layers or {"eagle3": 1, "peagle": 2}[kind]
+    if kind == "eagle3" and layers != 1:
+        raise ValueError(
+            f"--layers is {layers}; an EAGLE-3 head has 1 (--kind peagle may have more)"
+        )
+    mask_token = config.eos_token_ids[0] if kind == "peagle" else None
+    size = min(options.draft_vocab_size or MAX_DRAFT_VOCABULARY, config.vocab_size)
+    if start is None:
+        return new_shape(config, size, layers, mask_token)
+    if options.draft_vocab_size is not None:
+        raise ValueError("--draft_vocab_size is that of the head in --start; leave it out")
+    if is_parallel_start:
+        if options.layers is not None or kind == "eagle3":
+            raise ValueError("--layers and --kind are those of the head in --start; leave them out")
+        return start.config
+    return replace(start.config, num_layers=layers, mask_token=mask_token)
+
+
+def _config_file(
+    options: HeadOptions, shape: Eagle3Config, config: ModelConfig, start: FeatureHead | None
+) -> str:
+    """That of `--start` where nothing else is asked for, so that the head can be swapped in."""
+    if options.start is not None and options.format is None and start and shape == start.config:
+        return (resolve_model(options.start) / "config.json").read_text(encoding="utf-8")
+    form = options.format or ("eagle" if shape.mask_token is None else "speculators")
+    return config_json(shape, config, form)
+
+
+def _vocabulary(texts: list[Text], shape: Eagle3Config) -> Tensor:
+    """The most frequent tokens; outputs have more weight than prompts."""
+    outputs = torch.cat([text.tokens[text.start :] for text in texts])
+    everything = torch.cat([text.tokens for text in texts])
+    return draft_vocabulary([TokenData(each, 0) for each in (outputs, everything)], shape)[0]
+
+
+def head_loss(
+    head: FeatureHead, target: Any, texts: list[Text], unroll: int, ranks: Ranks
+) -> Callable[[int, int], Tensor]:
+    """The loss of this rank's share of a batch of `windows * length` tokens."""
+
+    def loss(windows: int, length: int) -> Tensor:
+        batch = draw(texts, windows * length, unroll, ranks.share)
+        on_device = Batch(
+            batch.tokens.to(target.device), batch.counts.to(target.device), batch.share
+        )
+        return weighted(unrolled(head, target, on_device, unroll)[0])
+
+    return loss
+
+
+def acceptance_of(
+    head: FeatureHead, target: Any, texts: list[Text], unroll: int
+) -> dict[str, float]:
+    """Figures over the outputs: the loss, and the acceptance of `unroll` greedy drafts a round
+    where the target's best tokens are accepted."""
+    sums = torch.zeros(2, unroll, device=target.device)
+    accepted: list[int] = []
+    for text in texts:
+        batch = padded([text], unroll)
+        counts = batch.counts.to(target.device)
+        steps = list(steps_along(head, target, batch.tokens.to(target.device), unroll))
+        for index, step in enumerate(steps):
+            weights = counts[:, step.rows]
+            sums[:, index] += torch.stack([(weights * step.losses).sum(), weights.sum()])
+        chains = num_matches(torch.stack([step.is_best for step in steps], -1)[:, :-1])
+        accepted += chain_rounds(chains[0, text.start : len(text.tokens)].tolist(), unroll)
+    figures = summary(accepted, unroll)
+    return {
+        "loss": weighted(sums[0] / sums[1]).item(),
+        "acceptance_length": figures["acceptance_length"],
+        **{f"accepted_{k}": rate for k, rate in enumerate(figures["per_position"], start=1)},
+    }

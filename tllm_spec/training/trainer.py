@@ -1,0 +1,165 @@
+"""The training loop of all models: AdamW, a cosine schedule over a budget, checkpoints to resume
+from, and the best weights are saved.
+
+The caller passes loss, validation and a function that saves the weights."""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from tllm_spec.training.checkpoint import Checkpoint, Progress
+from tllm_spec.training.ranks import ALONE, Ranks
+
+LONG_WINDOWS_FROM = 0.85
+"""After this part of the budget, sequences are twice as long and a batch has half as many."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One training run. It ends after `minutes` or `steps`, whichever is first."""
+
+    minutes: float
+    steps: int
+    windows: int
+    length: int
+    learning_rate: float
+    weight_decay: float
+    dropout: float
+    warmup_steps: int
+    compile: bool
+    checkpoint_steps: int
+    """Steps from one validation and checkpoint to the next."""
+    seed: int
+    resume: bool = False
+
+
+def add_dropout(layer: Any, probability: float) -> None:
+    """On both outputs that a layer adds to the residual stream."""
+    for part in (layer.self_attn.o_proj, layer.mlp):
+        part.register_forward_hook(_dropout(probability))
+
+
+def train(
+    model: Any,
+    loss_of: Callable[[int, int], Tensor],
+    validate: Callable[[], dict[str, float]],
+    settings: Settings,
+    output: Path,
+    save_weights: Callable[[Any], None],
+    ranks: Ranks = ALONE,
+) -> None:
+    """Each `checkpoint_steps`, the weights are saved by `save_weights(model)` if `validate()` has
+    the lowest `loss` so far.
+
+    Args:
+        loss_of: `loss_of(windows, length)` samples a batch; the losses of several ranks add up.
+            Random numbers depend on the seed and the step only, so a run can be resumed.
+        output: folder of `metrics.json` and the checkpoint.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    optimizer = _optimizer(model, settings)
+    checkpoint = Checkpoint(output, model, optimizer)
+    progress = checkpoint.load() if settings.resume else Progress()
+    start = time.monotonic() - progress.seconds
+    done = _done(progress, settings)
+    with tqdm(total=100, unit="%", disable=None if ranks.is_first else True) as bar:
+        while done < 1.0:
+            torch.manual_seed((settings.seed << 32) + progress.step)
+            _set_learning_rate(optimizer, settings, progress.step, done)
+            loss = loss_of(*_sizes(model, settings, done))
+            torch.autograd.backward(loss)
+            loss = _update(model, loss.detach(), optimizer, ranks)
+            progress.step += 1
+            if progress.step % 10 == 0 and loss.is_cuda:
+                torch.cuda.synchronize()  # otherwise the host's clock runs ahead of the device
+            progress.seconds = time.monotonic() - start
+            done = ranks.of_first(_done(progress, settings), loss.device)
+            bar.update(round(100 * min(done, 1.0), 1) - bar.n)
+            is_due = done >= 1.0 or progress.step % settings.checkpoint_steps == 0
+            if is_due and ranks.is_first:
+                figures = {"train_loss": round(loss.item(), 4), **_validation(model, validate)}
+                _note(figures, progress, output, lambda: save_weights(model))
+                checkpoint.save(progress)
+
+
+def _done(progress: Progress, settings: Settings) -> float:
+    """The used part of the budget."""
+    return max(progress.seconds / (60 * settings.minutes), progress.step / settings.steps)
+
+
+def _sizes(model: Any, settings: Settings, done: float) -> tuple[int, int]:
+    """Sequences of a batch, and their length."""
+    is_long = (
+        done >= LONG_WINDOWS_FROM and model.config.max_position_embeddings >= 2 * settings.length
+    )
+    scale = 2 if is_long else 1
+    return max(1, settings.windows // scale), settings.length * scale
+
+
+def _update(model: Any, loss: Tensor, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Tensor:
+    """One step of the optimizer; the loss of all ranks together."""
+    parameters = list(model.parameters())
+    loss = ranks.add_up(loss, [each.grad for each in parameters])
+    nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss
+
+
+def _note(
+    figures: dict[str, float], progress: Progress, output: Path, save: Callable[[], None]
+) -> None:
+    """Adds a validation's figures to the history, and saves the best weights so far."""
+    row = {"step": progress.step, "seconds": round(progress.seconds, 1), **figures}
+    progress.history.append(row)
+    tqdm.write(json.dumps(row))
+    if figures["loss"] < progress.best:
+        progress.best = figures["loss"]
+        save()
+        metrics = json.dumps({**row, "history": progress.history}, indent=1)
+        (output / "metrics.json").write_text(metrics + "\n", encoding="utf-8")
+
+
+def _validation(model: Any, validate: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """In eager mode, since a compilation would take longer than it saves."""
+    model.eval()
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        figures = {name: round(value, 5) for name, value in validate().items()}
+    model.train()
+    return figures
+
+
+def _optimizer(model: Any, settings: Settings) -> torch.optim.AdamW:
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    norms = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    decay = settings.weight_decay
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": norms, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=matrices[0].is_cuda
+    )
+
+
+def _set_learning_rate(
+    optimizer: torch.optim.Optimizer, settings: Settings, step: int, done: float
+) -> None:
+    """Linear warm-up over steps, then cosine decay to 2% of the peak over the budget."""
+    warmup = min(1.0, (step + 1) / settings.warmup_steps)
+    cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+    for group in optimizer.param_groups:
+        group["lr"] = settings.learning_rate * warmup * cosine
+
+
+def _dropout(probability: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return F.dropout(output, probability, module.training)
+
+    return hook
