@@ -194,11 +194,11 @@ def _in_rounds(
     """match: what of the proposer looks in texts."""
     slots, sampler = around.slots, around.sampler
     worker = DraftWorker(proposer, slots, sampler.groups, splits_rounds=splits_rounds)
-    resources = [] if match is None or match.shared is None else [match.shared]
+    texts = None if match is None else match.shared
     # Forced text has no draft probabilities to accept against.
     work = None if config.use_rejection_sampling else sampler.grammar_masks.work
-    drafter = ReadyDrafts(slots, work)
-    return Speculation(drafter, resources, round_end=worker, causes=causes)
+    resources: list[ResourceManager] = [] if texts is None else [texts]
+    return Speculation(ReadyDrafts(slots, work), resources, round_end=worker, causes=causes)
 
 
 def _draws(config: DecodingBaseConfig) -> str:

@@ -78,7 +78,8 @@ class ReadyDrafts(Drafter):
             request.py_num_draft_tokens = len(draft)
             batch.made_draft_len = max(batch.made_draft_len, len(draft))
         if better:
-            send_chains(self._slots, *zip(*better, strict=True), batch.draft_len)
+            requests, chains = zip(*better, strict=True)
+            send_chains(self._slots, requests, chains, batch.draft_len)
 
     def _narrow(self, batch: ScheduledBatch) -> None:
         """Windows become as long as the longest drafts. On the CPU nothing has to be waited for,
