@@ -26,8 +26,8 @@ def path_trees(paths: torch.Tensor, lens: torch.Tensor, max_nodes: int, topk: in
     ]
     paddings = paths[:, 0, 0].tolist()
     trees = [_rows_of(*each, max_nodes) for each in zip(found, paddings, strict=True)]
-    rows = (torch.tensor(each) for each in zip(*trees, strict=True))
-    return DraftTree(*rows, num_nodes=torch.tensor(list(map(len, found))))
+    tokens, parents, depths, bits = map(torch.tensor, zip(*trees, strict=True))
+    return DraftTree(tokens, parents, depths, bits, torch.tensor(list(map(len, found))))
 
 
 def _rows_of(nodes: list[Path], padding: int, max_nodes: int) -> tuple[list[int], ...]:

@@ -91,8 +91,8 @@ class HostTreeDrafter(HostDrafter):
         sent = to_device(numbers_of(trees, slot_ids, width, padding), self._slots.device)
         sizes = [batch * size for size in (1, 1, width - 1, width, width, width)]
         slots, num_drafts, *rows = sent.split_with_sizes(sizes)
-        tree = DraftTree(*(each.view(batch, -1) for each in rows), num_nodes=num_drafts)
-        self._slots.write_tree(slots, tree)
+        tokens, parents, depths, bits = (each.view(batch, -1) for each in rows)
+        self._slots.write_tree(slots, DraftTree(tokens, parents, depths, bits, num_drafts))
 
 
 def _better(grammar: GrammarState, tree: HostTree, limit: int) -> HostTree:
