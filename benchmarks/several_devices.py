@@ -6,7 +6,7 @@
     python -m benchmarks.several_devices llama-8b --device cpu   # tiny shapes: shows that it runs
 
 sums       an all-reduce after a GEMM by size, with the addition to the residual stream: NCCL's,
-           and one-shot over the ranks' memory
+           and one-shot and two-shot over the ranks' memory
 llama-8b   plain rounds and EAGLE-3 with 3 drafts; on several ranks also with NCCL's sums, and with
            one-shot sums, for all sizes
 llama-70b  both of Llama 3.3 70B's shape
@@ -49,6 +49,7 @@ EAGLE3_70B: Config = {**EAGLE3_8B, **AS_70B}
 EAGLE3_235B: Config = {**EAGLE3_8B, "vocab_size": QWEN3_235B["vocab_size"]}
 LARGE = {"v3-fp8": DEEPSEEK_V3, "qwen3-235b": QWEN3_235B}
 FIXED_SUMS = ("NCCL", "one-shot")
+WAYS = {"nccl_us": "NCCL, µs", "one_shot_us": "one-shot, µs", "two_shot_us": "two-shot, µs"}
 
 
 def jobs(subject: str, ranks: int, is_full: bool, num_layers: int) -> Iterator[Job]:
@@ -137,11 +138,13 @@ def _environment() -> dict[str, str]:
 def tables(rows: Sequence[Row]) -> list[str]:
     """Sums by size; rounds by job and batch size; a line for each job that failed."""
     by_size = [row for row in rows if "bytes" in row]
+    ways = [way for way in WAYS if any(way in row for row in by_size)]
     sums = [
-        [str(row["ranks"]), f"{row['bytes']:,}", number(row["nccl_us"]), number(row["one_shot_us"])]
+        [str(row["ranks"]), f"{row['bytes']:,}", *(number(row.get(way)) for way in ways)]
         for row in by_size
     ]
-    lines = table(("GPUs", "bytes", "NCCL, µs", "one-shot, µs"), sums) if sums else []
+    titles = ("GPUs", "bytes", *(WAYS[way] for way in ways))
+    lines = table(titles, sums) if sums else []
     if any("batch" in row for row in rows):
         lines += rounds_table(rows)
     failed = (row for row in rows if "status" in row)

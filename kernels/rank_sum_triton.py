@@ -13,7 +13,7 @@ PROGRAMS = 256  # at most: all run at once on every supported GPU, so none waits
 
 
 def rank_sum_triton(
-    values: torch.Tensor, lines: RankLines, add_to: torch.Tensor | None = None
+    lines: RankLines, values: torch.Tensor, add_to: torch.Tensor | None = None
 ) -> None:
     """See `rank_sum`."""
     output = values if add_to is None else add_to
@@ -52,7 +52,9 @@ def rank_sum_kernel(
 ) -> None:
     """Grid (programs), each of which has every so-many-th block of words: it sends all of them
     before it waits for any. PACKED: a word is two bfloat16. A block has its own lines and its own
-    count, so blocks of one rank do not wait for each other."""
+    count, so blocks of one rank do not wait for each other. A program that waits adds again all
+    that it has found: to wait for one source after the other would take as many times the latency
+    of a load."""
     begin(PDL)
     first, step, num_blocks = tl.program_id(0), tl.num_programs(0), tl.cdiv(num_words, BLOCK)
     for block in range(first, num_blocks, step):
@@ -60,11 +62,7 @@ def rank_sum_kernel(
         real = words < num_words
         number = tl.load(counts + block) + 1
         own = tl.load(values + words, mask=real, other=0)
-        line = (number.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
-        for other in tl.static_range(RANKS):
-            if other != RANK:
-                theirs = memory_of(other, addresses) + (number & 1) * RANKS * CAPACITY
-                tl.store(theirs + RANK * CAPACITY + words, line, mask=real)
+        send(own, words, real, number, addresses, CAPACITY, RANK, RANKS)
     for block in range(first, num_blocks, step):
         words = block * BLOCK + tl.arange(0, BLOCK)
         real = words < num_words
@@ -75,11 +73,20 @@ def rank_sum_kernel(
         mine = memory_of(RANK, addresses) + (number & 1) * RANKS * CAPACITY
         low = tl.zeros([BLOCK], tl.float32)
         high = tl.zeros([BLOCK], tl.float32)
-        for source in tl.static_range(RANKS):
-            word = own
-            if source != RANK:
-                word = received(mine + source * CAPACITY + words, real, number)
-            low, high = low + lower(word, PACKED), high + upper(word)
+        is_late = 1
+        while is_late != 0:  # the loads of all sources are under way together
+            late = tl.zeros([BLOCK], tl.int32)
+            low = tl.zeros([BLOCK], tl.float32)
+            high = tl.zeros([BLOCK], tl.float32)
+            for source in tl.static_range(RANKS):
+                word = own
+                if source != RANK:
+                    place = mine + source * CAPACITY + words
+                    line = tl.load(place, mask=real, other=0, volatile=True)
+                    late |= ((line >> 32).to(tl.int32) != number).to(tl.int32)
+                    word = line.to(tl.int32)
+                low, high = low + lower(word, PACKED), high + upper(word)
+            is_late = tl.max(late & real.to(tl.int32), 0)
         if ADDS:
             low = lower(total, PACKED) + rounded(low, PACKED)
             high = upper(total) + rounded(high, PACKED)
@@ -88,18 +95,28 @@ def rank_sum_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def memory_of(rank: tl.tensor, addresses: tl.tensor) -> tl.tensor:
-    """The lines of a rank. Its alignment is what lets a thread write 16 bytes at a time."""
-    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int64)), 16)
+def send(
+    own: tl.tensor,
+    words: tl.tensor,
+    real: tl.tensor,
+    number: tl.tensor,
+    addresses: tl.tensor,
+    CAPACITY: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+) -> None:
+    """Writes own words to the lines of all other ranks. `words`: their indices."""
+    line = (number.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
+    for other in tl.static_range(RANKS):
+        if other != RANK:
+            theirs = memory_of(other, addresses) + (number & 1) * RANKS * CAPACITY
+            tl.store(theirs + RANK * CAPACITY + words, line, mask=real)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def received(lines: tl.tensor, real: tl.tensor, number: tl.tensor) -> tl.tensor:
-    """The words of the lines, once all of them have the number."""
-    found = tl.load(lines, mask=real, other=0, volatile=True)
-    while tl.max(((found >> 32).to(tl.int32) != number).to(tl.int32) & real.to(tl.int32), 0) != 0:
-        found = tl.load(lines, mask=real, other=0, volatile=True)
-    return found.to(tl.int32)
+def memory_of(rank: tl.tensor, addresses: tl.tensor) -> tl.tensor:
+    """The lines of a rank. Its alignment is what lets a thread write 16 bytes at a time."""
+    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int64)), 16)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types

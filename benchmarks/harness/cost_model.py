@@ -31,10 +31,12 @@ class CostModel:
     flops: float = 0.848e15
     memory: float = 130e9  # bytes for weights and KV cache
     # Of sums in a CUDA graph, fitted to `benchmarks.several_devices sums` on two H100: a device
-    # sends to each other one at once. NCCL's took the same time on four H200.
+    # sends to each other one at once. NCCL's took 20 µs on eight H200, which its latency of a
+    # device is fitted to.
     one_shot_seconds: float = 2.4e-6
     one_shot_bandwidth: float = 122e9
-    nccl_seconds: float = 8.0e-6
+    nccl_seconds: float = 4.0e-6
+    nccl_device_seconds: float = 2.0e-6
     nccl_bandwidth: float = 95e9  # bytes of the tensor, not of what is sent
     # Between hosts (InfiniBand): assumptions, not measured.
     network_seconds: float = 25e-6
@@ -49,9 +51,10 @@ class CostModel:
     def one_shot_sum(self, num_bytes: float, devices: int) -> float:
         return self.one_shot_seconds + (devices - 1) * num_bytes / self.one_shot_bandwidth
 
-    def nccl_sum(self, num_bytes: float) -> float:
-        """The time on two to eight devices: more devices send more, over more links at once."""
-        return self.nccl_seconds + num_bytes / self.nccl_bandwidth
+    def nccl_sum(self, num_bytes: float, devices: int) -> float:
+        """More devices have more latency; they send more, but over more links at once."""
+        latency = self.nccl_seconds + devices * self.nccl_device_seconds
+        return latency + num_bytes / self.nccl_bandwidth
 
     def all_reduce_seconds(self, num_bytes: float, devices: int) -> float:
         """Within a host one step, or NCCL's where that is shorter; between hosts a ring of hosts on
@@ -59,7 +62,7 @@ class CostModel:
         local = min(devices, HOST_SIZE)
         if local == 1:
             return 0.0
-        one_shot, nccl = self.one_shot_sum(num_bytes, local), self.nccl_sum(num_bytes)
+        one_shot, nccl = self.one_shot_sum(num_bytes, local), self.nccl_sum(num_bytes, local)
         seconds, hosts = min(one_shot, nccl), devices // local
         if hosts > 1:
             sent = 2 * (hosts - 1) / hosts * num_bytes / local

@@ -29,11 +29,11 @@ from benchmarks.harness.models import RATES
 from benchmarks.harness.report import Row
 from tllm_spec.distributed import process_group
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.distributed.one_shot import OneShotSum
+from tllm_spec.distributed.peer_sums import PeerSums
 from tllm_spec.distributed.sum_choice import NCCL, SIZES, ChosenSums, Sum, graph_seconds, nccl_sum
 
 HANGS_AFTER_S = 150
-SUM_KERNELS = ("nccl", "rank_sum")  # in a kernel's name
+SUM_KERNELS = ("nccl", "rank_sum", "two_shot_sum", "rank_best")  # in a kernel's name
 TIMINGS = 3
 
 
@@ -87,15 +87,14 @@ def sums_of(trace: Trace, num_rounds: int) -> Row:
 def sum_times(device: torch.device, communicator: Communicator) -> Iterator[Row]:
     """Microseconds of a sum of each size that is added to other values, in a CUDA graph. All ranks
     measure together."""
-    one_shot = OneShotSum(max(SIZES), device, communicator)
-    seconds = graph_seconds(device)
+    peer_sums, seconds = PeerSums(device, communicator), graph_seconds(device)
     for size in SIZES:
-        yield {
-            "bytes": size,
-            "nccl_us": 1e6 * seconds(nccl_sum, size),
-            "one_shot_us": 1e6 * seconds(one_shot, size),
-        }
-    one_shot.close()
+        row = {"bytes": size, "nccl_us": 1e6 * seconds(nccl_sum, size)}
+        for name, way in peer_sums.ways.items():
+            if size <= way.max_bytes:
+                row[f"{name.replace('-', '_')}_us"] = 1e6 * seconds(way, size)
+        yield row
+    peer_sums.close()
 
 
 def speculation_of(job: Job) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """A world whose rounds fail, for tests: `all` ranks raise for one request, `one` rank raises, or
 none does.
 
-    python -m tests.distributed.failing_world MODEL_FOLDER (all | one | none | ends)
+    python -m tests.distributed.failing_world MODEL_FOLDER (all | one | none | ends) [DEVICE RANKS]
 
 It prints the requests' errors. For `none` it prints the process ids of its ranks, and has running
 requests until one fails. For `ends` nothing fails until it shuts down."""
@@ -33,12 +33,12 @@ def break_penalised(ranks: tuple[int, ...]) -> None:
 
 
 def main() -> None:
-    folder, kind = sys.argv[1:]
+    folder, kind, device, ranks = (*sys.argv[1:], "cpu", "2")[:4]
     break_penalised({"all": (0, 1), "one": (1,), "none": (), "ends": ()}[kind])
-    llm = LLM(folder, skip_tokenizer_init=True, device="cpu", tensor_parallel_size=2)
+    llm = LLM(folder, skip_tokenizer_init=True, device=device, tensor_parallel_size=int(ranks))
     if kind == "none":
-        ranks = llm.server_info()["internal_states"][0]["ranks"]
-        print("processes", *(rank["process"] for rank in ranks), flush=True)
+        found = llm.server_info()["internal_states"][0]["ranks"]
+        print("processes", *(rank["process"] for rank in found), flush=True)
         while (error := llm.generate_async(TOKEN_PROMPTS[0], LASTING).result().error) is None:
             pass
         print(f"error {error}", flush=True)  # at once: others print, too

@@ -18,11 +18,13 @@ NAMES = ["one-shot", "nccl"]
 class Recorded:
     """A stand-in for one-shot sums of up to 64 KiB in float32."""
 
+    max_bytes = 1 << 16
+
     def __init__(self, used: list[str]) -> None:
         self.used = used
 
     def serves(self, values: torch.Tensor) -> bool:
-        return values.dtype == torch.float32 and values.numel() * 4 <= 1 << 16
+        return values.dtype == torch.float32 and values.numel() * 4 <= self.max_bytes
 
     def __call__(self, values: torch.Tensor, add_to: torch.Tensor | None = None) -> None:
         self.used.append("one-shot")
@@ -91,12 +93,16 @@ def test_rank_0_decides_for_ranks_that_measured_otherwise(used: list[str]) -> No
     assert said[0].count("one-shot") == 3
 
 
-def test_every_rank_measures_all_ways_in_the_same_order(used: list[str]) -> None:
+def test_every_rank_measures_all_ways_that_can_serve_a_size_in_the_same_order(
+    used: list[str],
+) -> None:
     one_shot, measured = Recorded(used), list[tuple[bool, int]]()
 
     def seconds(way: object, size: int) -> float:
         measured.append((way is one_shot, size))
-        return 1.0
+        return 2.0 - (way is one_shot)
 
-    choose_sums({"one-shot": one_shot}, seconds, lambda value: value)
-    assert measured == [(is_other, size) for size in SIZES for is_other in (False, True)]
+    sums = choose_sums({"one-shot": one_shot}, seconds, lambda value: value)
+    sizes = [(is_other, size) for size in SIZES for is_other in (False, True)]
+    assert measured == [each for each in sizes if not each[0] or each[1] <= one_shot.max_bytes]
+    assert ways_of(sums, used, 1 << 14, 1 << 15, dtype=torch.float32) == NAMES

@@ -332,6 +332,7 @@ def test_a_shorter_tier_has_fewer_rows_in_the_targets_forward(
     assert shapes == [3 * rows for rows in [5, 2, 2, 1, 1, 5] * 3]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", ["draft_target", "draft_target_one_model"])
 def test_a_round_in_which_a_draft_model_catches_up_has_no_time(
     tiny: Path, itself: tuple[Path, Path], mode: str

@@ -32,7 +32,9 @@ from tllm_spec.kernels.moe_combine import moe_combine
 from tllm_spec.kernels.move_kv import move_kv
 from tllm_spec.kernels.path_ranks import path_ranks
 from tllm_spec.kernels.path_trees import path_trees
+from tllm_spec.kernels.rank_best_triton import rank_best_triton
 from tllm_spec.kernels.rank_lines import BLOCK_WORDS, RankLines
+from tllm_spec.kernels.rank_parts import PART_WORDS, RankParts
 from tllm_spec.kernels.rank_sum_triton import rank_sum_triton
 from tllm_spec.kernels.rms_norm import rms_norm
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
@@ -52,6 +54,7 @@ from tllm_spec.kernels.slot_windows import accept_windows, write_drafts
 from tllm_spec.kernels.suffix_match import TextTable, append_tokens, match_suffixes
 from tllm_spec.kernels.token_mask import mask_tokens
 from tllm_spec.kernels.top_tokens import top_tokens
+from tllm_spec.kernels.two_shot_sum_triton import two_shot_sum_triton
 from tllm_spec.kernels.widen_pages import widen_pages
 from tllm_spec.kernels.window_rows import window_rows
 
@@ -184,11 +187,15 @@ def scaled_weights() -> None:
 
 
 def sums() -> None:
-    lines = RankLines(0, int64(2), int32((4 << 20) // 4 // BLOCK_WORDS))
+    lines = RankLines(0, int64(2), int32((1 << 20) // 4 // BLOCK_WORDS))
+    parts = RankParts(0, int64(2), int32((1 << 24) // 4 // (2 * PART_WORDS)))
+    rank_best_triton(lines, int32(BATCH, 2))
     for dtype in FLOATS:
         values = empty(BATCH, HIDDEN, dtype=dtype)
-        rank_sum_triton(values, lines)
-        rank_sum_triton(values, lines, values)
+        rank_sum_triton(lines, values)
+        rank_sum_triton(lines, values, values)
+        two_shot_sum_triton(parts, values)
+        two_shot_sum_triton(parts, values, values)
 
 
 def states() -> None:

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -315,7 +313,7 @@ def test_a_draft_is_always_a_valid_token(run: Run) -> None:
 @pytest.mark.parametrize("number", [1, 2, 4])
 @pytest.mark.parametrize("drawn", [False, True])
 def test_the_best_of_all_ranks_offers_is_the_choice_among_all_columns(
-    run: Run, number: int, drawn: bool
+    run: Run, number: int, drawn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With ties within and between ranks, and rows with NaN, +inf and only -inf."""
     logits = random_logits(8, 2048)
@@ -332,8 +330,9 @@ def test_the_best_of_all_ranks_offers_is_the_choice_among_all_columns(
         arguments = own, rank * size, ids[rank * size : (rank + 1) * size], *keyed
         offered.append(run("offer_token_triton", *arguments))
         assert torch.equal(offered[-1], offer_token(*arguments))
-    gathering = SimpleNamespace(all_gather=lambda offers: torch.cat(offered, 1))
-    shard = VocabShard(cast(Communicator, gathering), 0, size)
+    gathering = Communicator()
+    monkeypatch.setattr(gathering, "all_gather", lambda offers: torch.cat(offered, 1))
+    shard = VocabShard(gathering, 0, size)
     assert torch.equal(shard.best(offered[0]), expected)
 
 

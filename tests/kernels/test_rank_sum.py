@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 import pytest
 import torch
 
 from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device, only_with_the_compiler
+from tests.kernels.process_ranks import run_at_once
 from tllm_spec.kernels.rank_lines import BLOCK_WORDS, WORD_BYTES, RankLines
 from tllm_spec.kernels.rank_sum import DTYPES, rank_sum, rank_sum_reference, serves
 
@@ -67,8 +66,8 @@ def test_a_rank_adds_the_lines_of_the_others_and_writes_them_its_own(
             for other in set(range(ranks)) - {rank}:
                 memory[rank][buffer, other, :num_words][here] = sent[other][here].to(device)
         values, total = parts[rank].to(device), None if residual is None else residual.to(device)
-        assert serves(lines, values)
-        rank_sum(values, lines, total)
+        assert serves(values, CAPACITY)
+        rank_sum(lines, values, total)
         assert torch.equal((values if total is None else total).cpu(), expected)
         for block in range(0, num_words, BLOCK_WORDS):
             buffer, here = int(counts[block]) & 1, slice(block, block + BLOCK_WORDS)
@@ -92,20 +91,13 @@ def test_interpreted_ranks_that_run_at_once_agree_on_every_sum(
     parts = [parts_of(ranks, size, torch.float32, size + n) for n, size in enumerate(sizes)]
 
     def run(rank: int) -> None:
-        torch.set_num_threads(1)  # a fork has no threads of its parent's pool
         lines = lines_of(rank, memory)
         for number, size in enumerate(sizes):
             values = parts[number][rank].clone()
-            rank_sum(values, lines)
+            rank_sum(lines, values)
             found[rank, number, :size] = values
 
-    processes = multiprocessing.get_context("fork")
-    others = [processes.Process(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
-    for other in others:
-        other.start()
-    for other in others:
-        other.join(60)
-        assert other.exitcode == 0
+    run_at_once(ranks, run)
     for number, size in enumerate(sizes):
         expected = rank_sum_reference(parts[number])
         assert all(torch.equal(found[rank, number, :size], expected) for rank in range(ranks))
@@ -113,11 +105,10 @@ def test_interpreted_ranks_that_run_at_once_agree_on_every_sum(
 
 @on_each_kernel_device
 def test_interpreted_what_lines_cannot_hold_is_not_served(device: str) -> None:
-    lines = lines_of(0, memory_of(2, device))
     values = torch.zeros(CAPACITY + 1, device=device)
-    assert serves(lines, values[:CAPACITY]) and not serves(lines, values)
-    assert not serves(lines, values[:0]) and not serves(lines, values[:CAPACITY:2])
-    assert not serves(lines, values[:8].half()) and not serves(lines, values[:3].bfloat16())
+    assert serves(values[:CAPACITY], CAPACITY) and not serves(values, CAPACITY)
+    assert not serves(values[:0], CAPACITY) and not serves(values[:CAPACITY:2], CAPACITY)
+    assert not serves(values[:8].half(), CAPACITY) and not serves(values[:3].bfloat16(), CAPACITY)
 
 
 @on_each_kernel_device
@@ -126,10 +117,10 @@ def test_interpreted_what_does_not_fit_is_not_written_past_the_memory(device: st
     lines, values = lines_of(0, memory), torch.zeros(CAPACITY + 2, device=device)
     for add_to in (None, values):
         with pytest.raises(AssertionError):
-            rank_sum(values, lines, add_to)
+            rank_sum(lines, values, add_to)
     for unlike in (values[:8], values[:4].bfloat16()):
         with pytest.raises(AssertionError):
-            rank_sum(values[:4], lines, unlike)
+            rank_sum(lines, values[:4], unlike)
     assert not lines.counts.any() and not any(each.any() for each in memory)
 
 

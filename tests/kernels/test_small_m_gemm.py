@@ -125,7 +125,7 @@ def test_the_reference_equals_the_formula_and_adds_in_place(
     assert relative_error(case.run(plain_small_m_gemm), expected) < 1e-6
 
 
-@pytest.mark.thinned(9)
+@pytest.mark.thinned(15)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "ring",

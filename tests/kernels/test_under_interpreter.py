@@ -30,6 +30,8 @@ NAMES = (
     "latent_write",
     "head_gemm",
     "rank_sum",
+    "rank_best",
+    "two_shot_sum",
     "scaled_linear",
     "scaled_linear_slices",
     "quantise_rows",

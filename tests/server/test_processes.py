@@ -204,6 +204,7 @@ def num_connections(pid: int) -> int:
     return sum(row[3] == "01" and row[9] in inodes for row in rows)
 
 
+@pytest.mark.slow
 def test_when_the_engine_dies_streams_get_an_error_and_the_status_is_not_zero(
     tmp_path: Path,
 ) -> None:

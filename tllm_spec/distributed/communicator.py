@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
+from tllm_spec.kernels.rank_best import rank_best_reference
 
 
 class Communicator:
@@ -56,6 +57,10 @@ class Communicator:
         """`[R, N]` of each rank, side by side in the order of the ranks, `[R, tp_size * N]`. As
         `all_reduce`."""
         return values
+
+    def best_offers(self, offers: torch.Tensor) -> torch.Tensor:
+        """`rank_best` of all ranks' offers. As `all_reduce`."""
+        return rank_best_reference(self.all_gather(offers).view(len(offers), -1, 2))
 
     def broadcast_tensor(self, values: torch.Tensor) -> None:
         """Rank 0's values, in place. As `all_reduce`."""

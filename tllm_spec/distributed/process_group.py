@@ -23,10 +23,11 @@ import torch.distributed as dist
 from tllm_spec.distributed.collectives import Collectives, ThroughHost
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.distributed.mapping import Mapping
-from tllm_spec.distributed.one_shot import OneShotSum
 from tllm_spec.distributed.peer_memory import NoPeerMemory
-from tllm_spec.distributed.sum_choice import SIZES, choose_sums, graph_seconds
+from tllm_spec.distributed.peer_sums import PeerSums
+from tllm_spec.distributed.sum_choice import choose_sums, graph_seconds
 from tllm_spec.distributed.watch import Watch, accept, connect, listen
+from tllm_spec.kernels.triton_support import has_kernels
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -52,7 +53,7 @@ class ProcessGroup(Communicator):
     ) -> None:
         self._comm, self._tensors = comm, Collectives()
         self._started = started
-        self._one_shot: OneShotSum | None = None
+        self._peer_sums: PeerSums | None = None
         self.mapping = Mapping(comm.rank, comm.size, comm.size)
         self.mapping = replace(self.mapping, ep_size=self.share(ep_size))
         self._tell: Callable[[str], None] = lambda reason: None
@@ -107,6 +108,11 @@ class ProcessGroup(Communicator):
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         return self._tensors.all_gather(values).transpose(0, 1).reshape(len(values), -1)
 
+    def best_offers(self, offers: torch.Tensor) -> torch.Tensor:
+        if self._peer_sums is None:
+            return super().best_offers(offers)
+        return self._peer_sums.best_offers(offers)
+
     def broadcast_tensor(self, values: torch.Tensor) -> None:
         self._tensors.broadcast(values)
 
@@ -133,19 +139,18 @@ class ProcessGroup(Communicator):
                 logger.warning("ranks share a CUDA device: sums go over the host, without graphs")
         self.captures = self._tensors.captures
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-        if backend == "nccl" and size > 1 and self._is_one_host:
+        if backend == "nccl" and size > 1 and self._is_one_host and has_kernels(device):
             self._choose_sums(device)
 
     def _choose_sums(self, device: torch.device) -> None:
         """Where all devices can write each other's memory, NCCL's sum is not the only one. Other
         errors may be those of one rank, which must not go on without the others."""
         try:
-            one_shot = OneShotSum(max(SIZES), device, self)
+            self._peer_sums = PeerSums(device, self)
         except NoPeerMemory as error:
             logger.info("sums are NCCL's: %s", error)
             return
-        self._one_shot = one_shot
-        self._tensors = choose_sums({"one-shot": one_shot}, graph_seconds(device), self.share)
+        self._tensors = choose_sums(self._peer_sums.ways, graph_seconds(device), self.share)
 
     def before_close(self, release: Callable[[], None]) -> None:
         self._releases.append(release)
@@ -154,8 +159,8 @@ class ProcessGroup(Communicator):
         """Until the end another rank's death is noticed: what ranks do together would wait."""
         while self._releases:
             self._releases.pop(0)()
-        if self._one_shot is not None:
-            self._one_shot.close()
+        if self._peer_sums is not None:
+            self._peer_sums.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         if self._started is not None:

@@ -15,8 +15,8 @@ from tllm_spec.distributed.collectives import Collectives
 
 logger = logging.getLogger(__name__)
 
-# Bytes; from one row of a small model to 256 rows of a large one. Larger sums are NCCL's.
-SIZES = tuple(1 << power for power in range(12, 23))
+# Bytes; from one row of a small model to 1,024 rows of a large one. Larger sums are NCCL's.
+SIZES = tuple(1 << power for power in range(12, 25))
 IN_A_ROW = 50  # sums of a graph that is timed
 WEIGHT_SIZE = 4096  # rows and columns of a GEMM before each sum; 32 MiB are not in the L2 cache
 NCCL = "nccl"
@@ -25,7 +25,9 @@ Way = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class Sum(Protocol):
-    """One way of summing."""
+    """One way of summing. `max_bytes`: of a sum that it can serve."""
+
+    max_bytes: int
 
     def serves(self, values: torch.Tensor) -> bool:
         """Known from size, dtype and layout: the same on all ranks."""
@@ -68,8 +70,11 @@ def choose_sums(
 ) -> ChosenSums:
     """seconds: of adding one sum of so many bytes. All ranks measure together, and rank 0's times
     count: `share` returns rank 0's value."""
-    ways: dict[str, Way] = {NCCL: nccl_sum, **others}
-    times = [{name: seconds(way, size) for name, way in ways.items()} for size in SIZES]
+    times = [
+        {NCCL: seconds(nccl_sum, size)}
+        | {name: seconds(way, size) for name, way in others.items() if size <= way.max_bytes}
+        for size in SIZES
+    ]
     choice = share([min(found, key=lambda name: found[name]) for found in times])
     for size, name, found in zip(SIZES, choice, times, strict=True):
         shown = ", ".join(f"{way} {1e6 * time:.1f} us" for way, time in found.items())

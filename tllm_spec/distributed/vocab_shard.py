@@ -7,8 +7,6 @@ import torch
 
 from tllm_spec.distributed.communicator import Communicator
 
-MAX_TOKEN = torch.iinfo(torch.int32).max
-
 
 @dataclass(frozen=True)
 class VocabShard:
@@ -30,9 +28,5 @@ class VocabShard:
 
     def best(self, offers: torch.Tensor) -> torch.Tensor:
         """The best column of all ranks' offers `[R, 2]` int32 (`offer_token`), `[R]` int64: 8 bytes
-        are sent for each row. Ties go to the lowest column; -1 if a rank offers a NaN, or none
-        offers a number."""
-        both = self.communicator.all_gather(offers).view(len(offers), -1, 2)
-        values = both[..., 0].contiguous().view(torch.float32)
-        is_best = values == values.amax(1, keepdim=True)
-        return torch.where(is_best, both[..., 1], MAX_TOKEN).amin(1).long()
+        are sent for each row. As `rank_best`."""
+        return self.communicator.best_offers(offers)

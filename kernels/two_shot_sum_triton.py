@@ -1,0 +1,177 @@
+"""The Triton kernel of two_shot_sum.py, which describes inputs and outputs; rank_parts.py describes
+the protocol. Importing this file imports Triton."""
+
+import torch
+import triton
+import triton.language as tl
+
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.programmatic_launch_triton import begin
+from tllm_spec.kernels.rank_lines import WORD_BYTES
+from tllm_spec.kernels.rank_parts import PART_WORDS, RankParts
+from tllm_spec.kernels.rank_sum_triton import PROGRAMS, lower, packed, upper
+
+
+def two_shot_sum_triton(
+    parts: RankParts, values: torch.Tensor, add_to: torch.Tensor | None = None
+) -> None:
+    """See `two_shot_sum`."""
+    output = values if add_to is None else add_to
+    num_words = values.numel() * values.element_size() // WORD_BYTES
+    ranks = parts.addresses.numel()
+    two_shot_sum_kernel[(min(triton.cdiv(num_words, ranks * PART_WORDS), PROGRAMS),)](
+        values.view(-1).view(torch.int32),
+        output.view(-1).view(torch.int32),
+        num_words,
+        parts.addresses,
+        parts.counts,
+        CHUNKS=parts.counts.numel(),
+        RANK=parts.rank,
+        RANKS=ranks,
+        SLOTS=triton.next_power_of_2(ranks),
+        ADDS=add_to is not None,
+        PACKED=values.dtype == torch.bfloat16,
+        PART=PART_WORDS,
+        FENCES=values.is_cuda,
+        num_warps=4,
+        **programmatic_launch(values.device),
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def two_shot_sum_kernel(
+    values: tl.tensor,
+    output: tl.tensor,
+    num_words: tl.tensor,
+    addresses: tl.tensor,
+    counts: tl.tensor,
+    CHUNKS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ADDS: tl.constexpr,
+    PACKED: tl.constexpr,
+    PART: tl.constexpr,
+    FENCES: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (programs), each of which has every so-many-th chunk. It sends the values of all of them
+    before it waits for any. SLOTS: RANKS or more. PACKED: a word is two bfloat16."""
+    begin(PDL)
+    first, step = tl.program_id(0), tl.num_programs(0)
+    num_chunks = tl.cdiv(num_words, RANKS * PART)
+    of_part, ranks = tl.arange(0, PART), tl.arange(0, SLOTS)
+    is_other = (ranks < RANKS) & (ranks != RANK)
+    near = tl.where(is_other, ranks, (RANK + 1) % RANKS)  # another rank's, also in unused slots
+    theirs = memories(ranks, is_other, addresses)
+    mine = tl.multiple_of(tl.load(addresses + RANK).to(tl.pointer_type(tl.int32)), 16)
+    summed: tl.constexpr = CHUNKS * RANKS * PART  # where sums are, after values
+    flags: tl.constexpr = 2 * CHUNKS * RANKS * PART
+    for chunk in range(first, num_chunks, step):
+        words = (chunk * RANKS + ranks[:, None]) * PART + of_part[None, :]
+        real = is_other[:, None] & (words < num_words)
+        place = theirs[:, None] + ((chunk * RANKS + RANK) * PART + of_part)[None, :]
+        tl.store(place, tl.load(values + words, mask=real, other=0), mask=real)
+        number = tl.load(counts + chunk) + 1
+        raise_flags(theirs + flags + chunk * RANKS + RANK, is_other, number, FENCES)
+    for chunk in range(first, num_chunks, step):
+        words = (chunk * RANKS + RANK) * PART + of_part
+        real = words < num_words
+        own = tl.load(values + words, mask=real, other=0)
+        before = start_of(output + words, real, ADDS)
+        number = tl.load(counts + chunk) + 1
+        wait_for(mine + flags + chunk * RANKS + near, number, FENCES)
+        received = mine + chunk * RANKS * PART + of_part
+        total = own_part(own, received, real, RANK, RANKS, PACKED, PART)
+        place = theirs[:, None] + summed + words[None, :]
+        tl.store(place, total[None, :], mask=is_other[:, None] & real[None, :])
+        place = theirs + flags + (CHUNKS + chunk) * RANKS + RANK
+        raise_flags(place, is_other, number, FENCES)
+        tl.store(output + words, added(before, total, ADDS, PACKED), mask=real)
+    for chunk in range(first, num_chunks, step):
+        words = (chunk * RANKS + ranks[:, None]) * PART + of_part[None, :]
+        real = is_other[:, None] & (words < num_words)
+        before = start_of(output + words, real, ADDS)
+        number = tl.load(counts + chunk) + 1
+        wait_for(mine + flags + (CHUNKS + chunk) * RANKS + near, number, FENCES)
+        total = tl.load(mine + summed + words, mask=real, other=0)
+        tl.store(output + words, added(before, total, ADDS, PACKED), mask=real)
+        tl.store(counts + chunk, number)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def memories(ranks: tl.tensor, is_other: tl.tensor, addresses: tl.tensor) -> tl.tensor:
+    """The memory of the other ranks. Its alignment is what lets a thread write 16 bytes at a
+    time."""
+    found = tl.load(addresses + ranks, mask=is_other, other=0)
+    return tl.multiple_of(found.to(tl.pointer_type(tl.int32)), 16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def own_part(
+    own: tl.tensor,
+    received: tl.tensor,
+    real: tl.tensor,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    PACKED: tl.constexpr,
+    PART: tl.constexpr,
+) -> tl.tensor:
+    """The sum of a part, in the order of the ranks."""
+    low = tl.zeros([PART], tl.float32)
+    high = tl.zeros([PART], tl.float32)
+    for source in tl.static_range(RANKS):
+        word = own
+        if source != RANK:
+            word = tl.load(received + source * PART, mask=real, other=0)
+        low, high = low + lower(word, PACKED), high + upper(word)
+    return packed(low, high, PACKED)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def raise_flags(
+    flags: tl.tensor, is_other: tl.tensor, number: tl.tensor, FENCES: tl.constexpr
+) -> None:
+    """Once what all threads have written has arrived."""
+    if FENCES:
+        text: tl.constexpr = "fence.acq_rel.sys; mov.u32 $0, 0;"
+        tl.inline_asm_elementwise(text, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+    tl.store(flags, number, mask=is_other)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def wait_for(flags: tl.tensor, number: tl.tensor, FENCES: tl.constexpr) -> None:
+    """Until all flags have the number; then all threads may read what was written before."""
+    found = raised(flags, FENCES)
+    while tl.max((found != number).to(tl.int32), 0) != 0:
+        found = raised(flags, FENCES)
+    tl.debug_barrier()
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def raised(flags: tl.tensor, FENCES: tl.constexpr) -> tl.tensor:
+    if FENCES:
+        text: tl.constexpr = "ld.acquire.sys.global.b32 $0, [$1];"
+        found = tl.inline_asm_elementwise(
+            text, "=r,l", [flags], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        found = tl.load(flags, volatile=True)
+    return found
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def start_of(output: tl.tensor, real: tl.tensor, ADDS: tl.constexpr) -> tl.tensor:
+    """The words that the sum is added to, if it is added to any."""
+    return tl.load(output, mask=real, other=0) if ADDS else tl.zeros(real.shape, tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def added(
+    before: tl.tensor, total: tl.tensor, ADDS: tl.constexpr, PACKED: tl.constexpr
+) -> tl.tensor:
+    if ADDS:
+        low = lower(before, PACKED) + lower(total, PACKED)
+        total = packed(low, upper(before) + upper(total), PACKED)
+    return total
