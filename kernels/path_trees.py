@@ -33,7 +33,8 @@ def path_trees(paths: torch.Tensor, lens: torch.Tensor, max_nodes: int, topk: in
 def _rows_of(nodes: list[Path], padding: int, max_nodes: int) -> tuple[list[int], ...]:
     """Tokens, parents, depths and bits. padding: the token of rows after the tree."""
     rows: dict[Path, int] = {(): 0}
-    tokens, parents, depths, bits = list[int](), [-1], [0], [1]
+    tokens: list[int] = []
+    parents, depths, bits = [-1], [0], [1]
     for row, node in enumerate(nodes, 1):
         rows[node], parent = row, rows[node[:-1]]
         tokens.append(node[-1])
