@@ -9,7 +9,7 @@ from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
 from tllm_spec.kernels.rank_lines import WORD_BYTES
 from tllm_spec.kernels.rank_parts import PART_WORDS, RankParts
-from tllm_spec.kernels.rank_sum_triton import PROGRAMS, lower, packed, upper
+from tllm_spec.kernels.rank_sum_triton import PROGRAMS, lower, memory_of, packed, upper
 
 
 def two_shot_sum_triton(
@@ -63,8 +63,8 @@ def two_shot_sum_kernel(
     of_part, ranks = tl.arange(0, PART), tl.arange(0, SLOTS)
     is_other = (ranks < RANKS) & (ranks != RANK)
     near = tl.where(is_other, ranks, (RANK + 1) % RANKS)  # another rank's, also in unused slots
-    theirs = memories(ranks, is_other, addresses)
-    mine = tl.multiple_of(tl.load(addresses + RANK).to(tl.pointer_type(tl.int32)), 16)
+    theirs = memory_of(ranks, is_other, addresses, tl.int32)
+    mine = memory_of(RANK, True, addresses, tl.int32)
     summed: tl.constexpr = CHUNKS * RANKS * PART  # where sums are, after values
     flags: tl.constexpr = 2 * CHUNKS * RANKS * PART
     for chunk in range(first, num_chunks, step):
@@ -97,14 +97,6 @@ def two_shot_sum_kernel(
         total = tl.load(mine + summed + words, mask=real, other=0)
         tl.store(output + words, added(before, total, ADDS, PACKED), mask=real)
         tl.store(counts + chunk, number)
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def memories(ranks: tl.tensor, is_other: tl.tensor, addresses: tl.tensor) -> tl.tensor:
-    """The memory of the other ranks. Its alignment is what lets a thread write 16 bytes at a
-    time."""
-    found = tl.load(addresses + ranks, mask=is_other, other=0)
-    return tl.multiple_of(found.to(tl.pointer_type(tl.int32)), 16)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
