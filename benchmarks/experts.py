@@ -1,23 +1,26 @@
 """Models and layers with experts on one GPU, with their floors.
 
-    python -m benchmarks.experts [qwen3] [gpt_oss] [v3] [mtp1] [mtp3] [qwen3_next]
+    python -m benchmarks.experts [qwen3] [gpt_oss] [gemma3] [v3] [mtp1] [mtp3] [qwen3_next]
         [qwen3_next_mtp3] [layer] [latent_attention]
 
 qwen3   Qwen3-30B-A3B: plain rounds of batch 1, 8 and 64, prefill of 64 prompts, start-up
 gpt_oss the same of gpt-oss-20b, with experts in MXFP4
+gemma3  the same of Gemma 3 12B, which has no experts, but windows in five of six layers
 v3      the same of a DeepSeek-V3-style model
 mtp1    its rounds with one draft of the MTP module, synthetic acceptance .8
 mtp3    its rounds with three, synthetic acceptance .8 .6 .45
 qwen3_next, qwen3_next_mtp3  rounds of 12 layers of Qwen3-Next, 9 with recurrent states: plain, and
-        with three drafts of its MTP layer; the floor reads and writes each state once
+        with three drafts of its MTP layer; the floor reads and writes each state once; and prompts
 layer   a layer (router, experts, shared expert) and its two grouped GEMMs, by tokens
 latent_attention  the window kernel alone, by batch, window and context
 
 Random weights, in bf16 where nothing else is said. The V3-style model is measured with a correction
 bias by which all tokens take the same experts, as with vLLM's dummy weights, and without one. The
 floor reads the weights, the experts that are really hit and the cache once at 4.45 TB/s, or
-computes at 790 TFLOP/s. Every call of a layer has weights and tokens of its own. `--device cpu`
-takes tiny shapes."""
+computes at 790 TFLOP/s, as an H200 does; of gpt_oss, gemma3 and qwen3_next it is computed with what
+a copy and a GEMM reach on the GPU at hand, and limits are multiples of it. Every call of a layer
+has weights and tokens of its own. `--device cpu` takes tiny shapes. `--attn-backend TRITON` runs
+prompts without FlashInfer, which may compile kernels for minutes at the first start."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +30,17 @@ from functools import partial
 import torch
 
 from benchmarks.harness.device_time import call_us
-from benchmarks.harness.expert_rounds import gpt_oss, qwen3, rounds_table, v3
+from benchmarks.harness.expert_rounds import (
+    gemma3,
+    gpt_oss,
+    multiples_table,
+    qwen3,
+    rounds_table,
+    v3,
+)
 from benchmarks.harness.models import MATMUL_FLOPS, READ_BYTES_PER_S, WEIGHT_BYTES
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
-from benchmarks.harness.state_rounds import qwen3_next, state_table
+from benchmarks.harness.state_rounds import qwen3_next
 from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.kernels.latent_attention import LatentTables, LatentWorkspace, latent_attention
 from tllm_spec.kernels.round_rows import RoundRows
@@ -171,12 +181,13 @@ def attention_table(rows: Sequence[Row]) -> list[str]:
 
 SUBJECTS = (
     Subject("qwen3", "Qwen3-30B-A3B", qwen3, rounds_table),
-    Subject("gpt_oss", "gpt-oss-20b, experts in MXFP4", gpt_oss, rounds_table),
+    Subject("gpt_oss", "gpt-oss-20b, experts in MXFP4", gpt_oss, multiples_table),
+    Subject("gemma3", "Gemma 3 12B", gemma3, multiples_table),
     Subject("v3", "V3-style, plain", v3(0), rounds_table),
     Subject("mtp1", "V3-style, MTP with 1 draft", v3(1), rounds_table),
     Subject("mtp3", "V3-style, MTP with 3 drafts", v3(3), rounds_table),
-    Subject("qwen3_next", "12 layers of Qwen3-Next, plain", qwen3_next(0), state_table),
-    Subject("qwen3_next_mtp3", "Its MTP layer with 3 drafts", qwen3_next(3), state_table),
+    Subject("qwen3_next", "12 layers of Qwen3-Next, plain", qwen3_next(0), multiples_table),
+    Subject("qwen3_next_mtp3", "Its MTP layer with 3 drafts", qwen3_next(3), multiples_table),
     Subject("layer", "Layers of experts", layer, layer_table, needs_cuda=True),
     Subject(
         "latent_attention", "Latent attention", latent_attention_us, attention_table,
@@ -186,4 +197,4 @@ SUBJECTS = (
 
 if __name__ == "__main__":
     with torch.inference_mode():
-        sys.exit(main(SUBJECTS, __doc__))
+        sys.exit(main(SUBJECTS, __doc__, attn_backend="auto"))

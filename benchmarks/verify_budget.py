@@ -3,8 +3,7 @@
     python -m benchmarks.verify_budget [simulated] [rounds] [--quick] [--output result.json]
     python -m benchmarks.verify_budget --device cpu --quick   # the zoo: shows that it runs
 
-simulated  the same traffic without an engine, with round times of benchmarks.adaptive: what the
-        choice reaches, and what it would reach if it knew the drafts' true probabilities
+simulated  without an engine, with round times of benchmarks.adaptive
 rounds  tokens per second by batch size and traffic: every uniform draft length, every budget of
         rows, and enable_adaptive_verification, which chooses
 
@@ -12,9 +11,10 @@ rounds  tokens per second by batch size and traffic: every uniform draft length,
 (harness/scripted_tokens.py): the probability of a draft is drawn from a Beta distribution, for
 mixed traffic with mean 0.9 in one half of the requests and 0.2 in the other, and the drafter knows
 it with noise. Tokens are those expected from the drafts that each round verified. All players share
-an engine and its graphs. Each plays two blocks, in mirrored order; the choice settles before its
-own. Targets over the best uniform length: 0.99, and for mixed traffic 1.12 at batch 64 and 1.15 at
-128. The oracle knows the drafts' true probabilities; its rounds take what these took."""
+an engine and its graphs. Each plays two blocks, in mirrored order with equal contexts; the choice
+settles before. Targets over the best uniform length: 0.99, and for mixed traffic 1.12 at batch 64
+and 1.15 at 128. The oracle knows the drafts' true probabilities; its rounds take what these
+took."""
 
 import copy
 import sys
@@ -34,14 +34,17 @@ from tllm_spec.config.verify_budget import with_budgets
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 
 STEPS = (0, 1, 2, 3, 5, 7)
 TRAFFIC: Mapping[str, Sequence[float]] = {
     "mixed": MIXED, "0.9": (0.9,), "0.8": (0.8,), "0.6": (0.6,), "0.3": (0.3,)
 }  # fmt: skip
 TARGETS = {("mixed", 64): 1.12, ("mixed", 128): 1.15}
-SIZES, QUICK_CELLS = (16, 64, 128, 256), (("mixed", 16), ("mixed", 64), ("0.6", 64))
+SIZES = (16, 32, 64, 128, 256)
+QUICK_CELLS = (("mixed", 32), ("0.9", 32), ("mixed", 64), ("0.6", 64), ("mixed", 128))
 PROMPT_LEN, MAX_SEQ_LEN = 64, {True: 1200, False: 480}  # of the 8B shape, and of the zoo
+CHOICE = -1  # the player that chooses its tier
 BLOCK_ROUNDS, SETTLING_ROUNDS, UNTIMED_ROUNDS = {True: 10, False: 2}, {True: 64, False: 6}, 3
 
 
@@ -73,16 +76,17 @@ class Measurement:
 
     def cell(self, traffic: str, batch_size: int) -> Row:
         self.script.set_means(TRAFFIC[traffic])
+        choosing, number = copy.deepcopy(self._fresh), BLOCK_ROUNDS[self.is_8b]
         self._start(batch_size)
-        choosing, played = copy.deepcopy(self._fresh), Block()
-        number = BLOCK_ROUNDS[self.is_8b]
         self.play(choosing, SETTLING_ROUNDS[self.is_8b])
-        blocks = {tier: Block() for tier in self.players}
-        for tier in (*blocks, None, *reversed(blocks)):
-            if tier is None:
-                played += self.play(choosing, 2 * number)
-            else:
-                blocks[tier] += self.play(self.players[tier], number)
+        tiers = list(self.players)
+        order = [*tiers[: len(tiers) // 2], CHOICE, *tiers[len(tiers) // 2 :]]
+        players, blocks = self.players | {CHOICE: choosing}, {tier: Block() for tier in order}
+        for each in (order, order[::-1]):
+            self._start(batch_size)
+            for tier in each:
+                blocks[tier] += self.play(players[tier], number)
+        played = blocks.pop(CHOICE)
         rates = {tier: block.rate for tier, block in blocks.items()}
         best = max(STEPS, key=rates.__getitem__)
         ms = {tier: block.seconds / block.rounds * 1e3 for tier, block in blocks.items()}
@@ -108,11 +112,6 @@ class Measurement:
         self.rounds.start(batch_size, PROMPT_LEN)
 
     def play(self, controller: AdaptiveController, number: int) -> "Block":
-        """Requests without room are replaced before."""
-        longest = max(request.num_tokens for request in self.rounds.requests)
-        most = (number + UNTIMED_ROUNDS + 4) * (1 + STEPS[-1])
-        if longest + most >= self.rounds.built.max_seq_len:
-            self._start(len(self.rounds.requests))
         self._control(controller)
         for _ in range(UNTIMED_ROUNDS):
             self.rounds.executor.step()
@@ -169,12 +168,20 @@ def all_keys(plan: BuildPlan, sizes: Sequence[int]) -> list[GraphKey]:
 
 def simulated(options: Options) -> Iterator[Row]:
     shapes = with_budgets(STEPS[-1], STEPS)
-    for batch_size in SIZES[:3]:
+    tiers = (*STEPS, *shapes.budgeted_tiers)
+    for batch_size in SIZES[:4]:
+        ms = {tier: round_ms(shapes.of(tier), batch_size) for tier in tiers}
         for traffic, means in TRAFFIC.items():
             simulation, number = Simulation(batch_size, means), 60 if options.quick else 300
+            choosing = AdaptiveController.from_config(
+                {"candidate_steps": STEPS},
+                graph_batch_sizes=SIZES,
+                round_times=MeasuredRoundTimes({batch_size: ms}),
+                shapes=shapes,
+            )
             found = {
-                tier: [each / round_ms(shapes.of(tier), batch_size) for each in tokens]
-                for tier in (*STEPS, *shapes.budgeted_tiers)
+                tier: [each / ms[tier] for each in tokens]
+                for tier in tiers
                 for tokens in [simulation.play(shapes.of(tier), number)]
             }
             best = max(STEPS, key=lambda tier: found[tier][0])
@@ -188,19 +195,8 @@ def simulated(options: Options) -> Iterator[Row]:
                 "oracle": max(oracle for _, oracle in found.values()) / rate,
                 "budget": found[budget][0] / rate,
                 "best_budget": str(shapes.name(budget)),
+                "chosen": simulation.chosen_rate(choosing, shapes, number) / rate,
             }
-
-
-def simulated_table(rows: Sequence[Row]) -> list[str]:
-    lines = [
-        [
-            *(str(row["batch_size"]), row["traffic"], str(row["best"])),
-            *(f"{row['plain']:.3f}", f"{row['oracle']:.3f}"),
-            f"{row['budget']:.3f} ({row['best_budget']})",
-        ]
-        for row in rows
-    ]
-    return table(("batch", "traffic", "best length", "plain", "oracle", "best budget"), lines)
 
 
 def rounds(options: Options) -> Iterator[Row]:
@@ -217,7 +213,7 @@ def rounds(options: Options) -> Iterator[Row]:
             measurement.rounds.stop()
 
 
-def rounds_table(rows: Sequence[Row]) -> list[str]:
+def rates_table(rows: Sequence[Row]) -> list[str]:
     lines = []
     for row in rows:
         target = TARGETS.get((row["traffic"], row["batch_size"]), 0.99)
@@ -230,8 +226,8 @@ def rounds_table(rows: Sequence[Row]) -> list[str]:
 
 
 SUBJECTS = (
-    Subject("simulated", "Simulated tokens per second", simulated, simulated_table),
-    Subject("rounds", "Tokens per second over the best uniform length", rounds, rounds_table),
+    Subject("simulated", "Simulated tokens per second", simulated, rates_table),
+    Subject("rounds", "Tokens per second over the best uniform length", rounds, rates_table),
 )
 
 if __name__ == "__main__":

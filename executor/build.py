@@ -5,7 +5,7 @@ rest. The larger steps have a module each in `building/`."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from tllm_spec.executor.building.rounds import (
 from tllm_spec.executor.device.device_choice import cpu_threads, on_device, on_threads
 from tllm_spec.executor.draft_watch import DraftWatch
 from tllm_spec.executor.engine.memory_plan import TorchModel
+from tllm_spec.executor.engine.replayed_engine import ReplayedEngine
 from tllm_spec.executor.executor_parts import ExecutorParts
 from tllm_spec.executor.iteration_stats import IterationStats, RoundLog
 from tllm_spec.executor.py_executor import PyExecutor
@@ -102,7 +103,7 @@ def _build(
     texts: Mapping[int, Sequence[int]] | None,
 ) -> BuiltExecutor:
     args, communicator = plan.args, plan.communicator
-    engines = build_engines(plan, _check(plan, tokenizer))
+    engines = _replayed(plan, build_engines(plan, _check(plan, tokenizer)), texts)
     slots = SlotState(plan.slots, plan.shapes, plan.device, counts_drafts=plan.counts_drafts)
     sampler = _sampler(plan, slots, engines, texts)
     speculation = build_speculation(plan.spec, _surroundings(plan, engines, slots, sampler))
@@ -122,6 +123,8 @@ def _build(
 
     queue, kv = queue_of(communicator), engines.kv
     resources = [*speculation.resources, kv, plan.slots]
+    if isinstance(engines.target, ReplayedEngine):
+        resources.append(engines.target)
     events = _kv_events(plan, kv)
     if events is not None:
         resources.append(events)
@@ -153,6 +156,18 @@ def _build(
     )
     limits = _limits(plan, tokenizer, scheduler)
     return BuiltExecutor(PyExecutor(parts, respond), queue, plan.config, limits, events)
+
+
+def _replayed(
+    plan: BuildPlan, engines: Engines, texts: Mapping[int, Sequence[int]] | None
+) -> Engines:
+    """With a target that only looks up hidden states, in a replay for a head. Where round times are
+    measured the target runs."""
+    target, spec = engines.target, plan.spec
+    if texts is None or target.spec is None or spec is None or spec.adaptive is not None:
+        return engines
+    num_slots, longest = plan.slots.dummy_slot + 1, max(map(len, texts.values()), default=0)
+    return replace(engines, target=ReplayedEngine(target, num_slots, longest))
 
 
 def _check(plan: BuildPlan, tokenizer: Tokenizer | None) -> DraftTokens | None:

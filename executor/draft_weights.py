@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.paged_cache import PagedCache
 
@@ -51,16 +52,22 @@ class Acceptance:
 
 class DraftWeights:
     """load: a network from a folder. model: the engine's. cache: has the network's KV. folder:
-    where its weights are from.
+    where its weights are from. communicator: of all ranks.
 
     `stage` may be called in any thread, all else in the executor's between two rounds."""
 
     def __init__(
-        self, load: Callable[[str], Any], model: Any, cache: PagedCache, folder: str
+        self,
+        load: Callable[[str], Any],
+        model: Any,
+        cache: PagedCache,
+        folder: str,
+        communicator: Communicator = SINGLE,
     ) -> None:
         self.version = 0
         self.folder = folder
         self._load, self._model, self._cache = load, model, cache
+        self._communicator = communicator
         self._acceptance = Acceptance()
         self._before: tuple[Acceptance, StagedWeights] | None = None  # while a swap is watched
 
@@ -79,6 +86,23 @@ class DraftWeights:
         self._acceptance = Acceptance()
         logger.info("draft weights of %s are served, version %d", staged.folder, self.version)
         return self.version
+
+    def swap_together(self, folder: str, *, keep_cache: bool) -> int:
+        """On all ranks between the same two rounds, which wait: all swap, or none. Raises
+        ValueError on every rank if one of them does, as `stage` does, or their files differ."""
+        files = self._communicator.gather(_files_of(folder))
+        if any(own != files[0] for own in files):
+            raise ValueError(f"{folder} has not the same files on all hosts of the engine")
+        staged, problem = None, ""
+        try:
+            staged = self.stage(folder)
+        except (ValueError, torch.cuda.OutOfMemoryError) as error:
+            problem = str(error)
+        for each in self._communicator.gather(problem):
+            if each:
+                raise ValueError(each)
+        assert staged is not None
+        return self.swap(staged, keep_cache=keep_cache)
 
     def start(self, request: LlmRequest) -> None:
         """The request begins."""
@@ -116,6 +140,13 @@ class DraftWeights:
         if not keep_cache:
             self._cache.start_version(self.version)
         return before
+
+
+def _files_of(folder: str) -> list[list[Any]]:
+    """Names and sizes; none where there is no such folder."""
+    path = Path(folder)
+    found = path.iterdir() if path.is_dir() else ()
+    return sorted([file.name, file.stat().st_size] for file in found)
 
 
 def pairs_of(old: Any, new: Any, path: str) -> Iterator[Pair]:

@@ -7,6 +7,7 @@ import os
 import socket
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
 from typing import Any
@@ -76,6 +77,9 @@ class LeaderQueue(RequestQueue):
         self._send({"new": packed, "cancelled": list(cancelled.items())})
         return new, cancelled
 
+    def announce_swap(self, folder: str, *, keep_cache: bool) -> None:
+        self._send({"swap": folder, "keep_cache": keep_cache})
+
     def all_failed(self, failure: str) -> bool:
         return self._communicator.all_say(f"round {self._num_taken}: {failure}")
 
@@ -97,9 +101,10 @@ class RanksEnded(Exception):
 
 class FollowerQueue(RequestQueue):
     """Another rank's inbox. `take` waits for rank 0's message; raises RanksEnded after the last.
-    `make` turns what `_pack` returned into requests."""
+    `make` turns what `_pack` returned into requests, `swap` is `DraftWeights.swap_together`."""
 
     make: Callable[[Sequence[Any]], list[LlmRequest]]
+    swap: Callable[..., int]
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__()
@@ -107,12 +112,22 @@ class FollowerQueue(RequestQueue):
         self._num_taken = 0
 
     def take(self) -> tuple[list[LlmRequest], dict[int, str]]:
-        message = msgpack.unpackb(self._communicator.broadcast(b""), strict_map_key=False)
+        message = self._receive()
+        while "swap" in message:
+            with suppress(ValueError):  # rank 0 raises the same
+                self.swap(message["swap"], keep_cache=message["keep_cache"])
+            message = self._receive()
         if message == END:
             raise RanksEnded
         self._num_taken += 1
         new = [request for packed in message["new"] for request in self.make(packed)]
         return new, dict(message["cancelled"])
+
+    def _receive(self) -> dict[str, Any]:
+        found: dict[str, Any] = msgpack.unpackb(
+            self._communicator.broadcast(b""), strict_map_key=False
+        )
+        return found
 
     def all_failed(self, failure: str) -> bool:
         return self._communicator.all_say(f"round {self._num_taken}: {failure}")

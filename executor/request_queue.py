@@ -69,6 +69,9 @@ class RequestQueue:
             self._closed = True
             self._changed.notify()
 
+    def announce_swap(self, folder: str, *, keep_cache: bool) -> None:
+        """The other ranks call `DraftWeights.swap_together` now, as the caller does next."""
+
     def all_failed(self, failure: str) -> bool:
         """After a round that raised: whether it did on every rank, so that all can recover."""
         return True

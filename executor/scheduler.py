@@ -149,12 +149,12 @@ class Scheduler:
         """Context tokens to run in this round after the first `kv_len`.
 
         0 if the rest does not fit and may not be cut. A preempted request is always cut, since its
-        output may have made it longer than one round. A chunk ends where the states are copied."""
+        output may have made it longer than one round."""
         remaining = request.num_tokens - kv_len
         may_cut = self.limits.chunked_prefill or request.num_preemptions
         if remaining > budget and not may_cut:
             return 0
-        return min(remaining, budget, self._kv.until_snapshot(kv_len) or remaining)
+        return self._kv.chunk_len(request, kv_len, min(remaining, budget))
 
     def _make_room(self, request: LlmRequest, num_tokens: int, batch: ScheduledBatch) -> bool:
         """Takes pages for `num_tokens` tokens.

@@ -48,14 +48,15 @@ class DraftValues:
         device: torch.device,
         budgets: Sequence[tuple[int, float]] = (),
     ) -> "DraftValues":
-        """Before anything was verified: a drafter's probabilities are believed."""
+        """Before anything was verified: a drafter's log odds are believed by half. What it thinks
+        unlikely is hardly ever verified, and would keep too low a value."""
         middles = (torch.arange(NUM_PROBABILITIES, device=device) + 0.5) / NUM_PROBABILITIES
         others = torch.full((NUM_POSITIONS,), PRIOR_LOGIT, device=device)
         positions = torch.arange(max_draft_len, dtype=torch.int32, device=device)
         positions = NUM_PROBABILITIES + positions.clamp_max(NUM_POSITIONS - 1)
         return cls(
             positions.repeat(num_slots, 1),
-            torch.cat((middles.logit(), others)),
+            torch.cat((middles.logit() / 2, others)),
             torch.zeros(num_slots, device=device),
             torch.zeros(num_slots, dtype=torch.int32, device=device),
             torch.tensor(budgets, dtype=torch.float32, device=device).view(-1, 2),

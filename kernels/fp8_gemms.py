@@ -14,6 +14,9 @@ TILE = 128  # outputs that share a scale with Scaling.TILES
 MIN_ROWS, MIN_ROWS_OF_BLOCKS = 129, 17
 # From so many rows and elements of the output on scales of tiles are faster than those of BLOCKS.
 MIN_TILED_ROWS, MIN_TILED_OUTPUTS = 65, 1 << 20
+# From so many rows on CTAs that share outputs form clusters, which the library's first proposal for
+# scales of rows does not have: on an H100 an 8B model's layers take 0.89 to 0.98 of its time.
+MIN_CLUSTERED_ROWS, CLUSTER = 1024, (1, 2)
 
 
 def tile_scales(scales: torch.Tensor) -> torch.Tensor | None:
@@ -90,5 +93,7 @@ class Fp8Gemms:
         if sizes not in self._prepared:
             plan = Plan(self.lt, sizes)
             found = plan.algorithms(1)
+            if found and scaling is Scaling.ROWS and rows >= MIN_CLUSTERED_ROWS:
+                found = [plan.variant(found[0], 1, CLUSTER) or found[0]]
             self._prepared[sizes] = (plan, found[0]) if found else None
         return self._prepared[sizes]

@@ -5,9 +5,9 @@ Triton kernel on FP8 tensor cores if Triton is available, otherwise the plain-to
 are batch-invariant.
 
 Products of codes are multiples of 2^-18 up to 2^18, so float64 holds the sum of a block exactly,
-whatever the order. FP8 tensor cores sum with fewer bits than float32; each block of 128 inputs is
-added to a float32 sum. The order of these sums depends on the weight's shape only, as in
-scaled_linear.py."""
+whatever the order. FP8 tensor cores sum with fewer bits than float32; each block of 128 inputs, or
+with other types than bfloat16 each 32, is added to a float32 sum. The order of these sums depends
+on the weight's shape only, as in scaled_linear.py."""
 
 import torch
 
@@ -20,9 +20,17 @@ from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes, s
 
 # Up to so many rows a program's tile has all of them.
 FEW_ROWS = 64
+TENSOR_CORE_INPUTS = 32  # of an instruction
 FETCHED = 4  # blocks of weights that a program fetches while the previous kernel runs
 # GEMMs of few and of more rows have two programs per multiprocessor of an H100 or H200, or one.
 MIN_PROGRAMS, MIN_WIDE_PROGRAMS = 256, 128
+
+
+def inputs_added(dtype: torch.dtype) -> int:
+    """Inputs that tensor cores add before their sum is added to a float32 one, for an output of
+    `dtype`. They keep 13 bits below the largest summand, in several instructions one after the
+    other fewer than float16 shows."""
+    return BLOCK if dtype == torch.bfloat16 else TENSOR_CORE_INPUTS
 
 
 def tiling_of(num_rows: int, in_blocks: bool, shared_bytes: int = HOPPER_BYTES) -> Tiling:
@@ -132,17 +140,8 @@ def launch_fp8_linear(
         parts = torch.empty(shape, dtype=torch.float32, device=codes.device)
     tiles = -(-num_rows // tiling.rows) * -(-out_features // tiling.outputs)
     fp8_linear_kernel[(tiles, num_chunks if spreads else 1)](
-        codes,
-        code_scales,
-        code_scales.stride(0),
-        weight,
-        scales,
-        *scales.stride(),
-        None if spreads else bias,
-        parts,
-        parts.stride(-2),
-        num_rows,
-        in_features,
+        *(codes, code_scales, code_scales.stride(0), weight, scales, *scales.stride()),
+        *(None if spreads else bias, parts, parts.stride(-2), num_rows, in_features),
         IN=in_features,
         OUT=out_features,
         SPREADS=spreads,
@@ -150,6 +149,7 @@ def launch_fp8_linear(
         X_BLOCKS=in_blocks,
         W_BLOCKS=scales.shape[1] > 1,
         WIDEN=codes.device.type == "cpu",  # the interpreter cannot multiply FP8
+        ADDED=inputs_added(output.dtype),
         CHUNK=chunk,
         BLOCK_ROWS=tiling.rows,
         BLOCK_OUT=tiling.outputs,

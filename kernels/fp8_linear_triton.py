@@ -69,12 +69,14 @@ def sum_codes(
     X_BLOCKS: tl.constexpr,
     W_BLOCKS: tl.constexpr,
     WIDEN: tl.constexpr,
+    ADDED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """`[BLOCK_OUT, BLOCK_ROWS]` float32: sum over inputs `first` to `first + CHUNK`, in order."""
+    """`[BLOCK_OUT, BLOCK_ROWS]` float32: sum over inputs `first` to `first + CHUNK`, in order.
+    ADDED: inputs that tensor cores add (fp8_linear.py)."""
     total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     # Scales are read a block ahead, so that no product waits for them.
     block, last = first // BLOCK, tl.cdiv(num_inputs, BLOCK) - 1
@@ -95,10 +97,9 @@ def sum_codes(
         if WIDEN:
             w, x = w.to(tl.float32), x.to(tl.float32)
         if not X_BLOCKS and not W_BLOCKS:
-            # FP8 tensor cores sum with fewer bits than float32: not more than a block.
-            total = tl.dot(w, x, total, input_precision="ieee", max_num_imprecise_acc=BLOCK)
+            total = tl.dot(w, x, total, input_precision="ieee", max_num_imprecise_acc=ADDED)
         else:
-            product = tl.dot(w, x, input_precision="ieee")
+            product = tl.dot(w, x, input_precision="ieee", max_num_imprecise_acc=ADDED)
             # An explicit FMA has the same bits wherever the compiler might contract and where not.
             total = tl.fma(product, w_scale[:, None] * x_scale[None, :], total)
         w_scale, x_scale = next_w, next_x
@@ -109,32 +110,14 @@ def sum_codes(
 
 @triton.jit(do_not_specialize=["num_rows", "num_inputs", "x_scales_stride"])  # type: ignore[untyped-decorator]  # triton has no types
 def fp8_linear_kernel(
-    x: tl.tensor,
-    x_scales: tl.tensor,
-    x_scales_stride: tl.tensor,
-    weight: tl.tensor,
-    scales: tl.tensor,
-    scales_stride: tl.tensor,
-    scales_block_stride: tl.tensor,
-    bias: tl.tensor,
-    output: tl.tensor,
-    output_stride: tl.tensor,
-    num_rows: tl.tensor,
-    num_inputs: tl.tensor,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    SPREADS: tl.constexpr,
-    ADDS: tl.constexpr,
-    X_BLOCKS: tl.constexpr,
-    W_BLOCKS: tl.constexpr,
-    WIDEN: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FETCHED: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    x: tl.tensor, x_scales: tl.tensor, x_scales_stride: tl.tensor, weight: tl.tensor,
+    scales: tl.tensor, scales_stride: tl.tensor, scales_block_stride: tl.tensor, bias: tl.tensor,
+    output: tl.tensor, output_stride: tl.tensor, num_rows: tl.tensor, num_inputs: tl.tensor,
+    IN: tl.constexpr, OUT: tl.constexpr, SPREADS: tl.constexpr, ADDS: tl.constexpr,
+    X_BLOCKS: tl.constexpr, W_BLOCKS: tl.constexpr, WIDEN: tl.constexpr, ADDED: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr,
+    FETCHED: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid (tiles, chunks or 1). With SPREADS the output is `[chunks, T, N]` float32, without bias
     and scales of whole rows of x. With ADDS the rounded result is added to what the output holds.
     X_BLOCKS, W_BLOCKS: whether a scale belongs to BLOCK inputs of a row, not to the row."""
@@ -154,7 +137,7 @@ def fp8_linear_kernel(
         total += sum_codes(
             x_rows, x_scale_rows, x_scales_stride, real_row, w_rows, w_scale_rows,
             scales_block_stride, first, num_inputs,
-            IN, X_BLOCKS, W_BLOCKS, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,
+            IN, X_BLOCKS, W_BLOCKS, WIDEN, ADDED, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,
         )  # fmt: skip
     if SPREADS:
         output += tl.program_id(1).to(tl.int64) * num_rows * OUT

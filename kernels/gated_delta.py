@@ -7,6 +7,7 @@ accepted ones again from the ring (they are pending), keeps the state after them
 rows take the same steps in float32, so a state does not depend on drafts."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +65,22 @@ class DeltaMemory:
 
 
 @dataclass(frozen=True)
+class DeltaBlocks:
+    """N blocks of `size` rows of prompts: the first rows of their requests in a forward."""
+
+    size: int
+    starts: torch.Tensor
+    """`[B + 1]` int32: request b has the blocks starts[b] to starts[b + 1]."""
+    owners: torch.Tensor
+    """`[N]` int32: the request of each block."""
+
+    @cached_property
+    def num_rows(self) -> torch.Tensor:
+        """Rows of each request in blocks, `[B]` int32."""
+        return self.starts.diff() * self.size
+
+
+@dataclass(frozen=True)
 class DeltaRows:
     """The rows of B requests in one forward, from position `first` on."""
 
@@ -80,19 +97,21 @@ class DeltaRows:
     tree: torch.Tensor | None = None
     """`[B, W]` int64: bit j of row r says that r is row j or comes after it. None: each row comes
     after the one before."""
+    blocks: DeltaBlocks | None = None
+    """Rows of prompts that `delta_blocks` runs."""
 
 
 @dataclass(frozen=True)
-class _Carry:
+class Carry:
     """What a row hands to the next one."""
 
     state: torch.Tensor  # [B, Hv, Dk, Dv]
     taps: torch.Tensor  # [B, K - 1, C]: the convolution's last inputs, oldest first
 
-    def where(self, chosen: torch.Tensor, other: "_Carry") -> "_Carry":
+    def where(self, chosen: torch.Tensor, other: "Carry") -> "Carry":
         """This one where `chosen` `[B]`, otherwise the other one."""
         state = torch.where(chosen[:, None, None, None], self.state, other.state)
-        return _Carry(state, torch.where(chosen[:, None, None], self.taps, other.taps))
+        return Carry(state, torch.where(chosen[:, None, None], self.taps, other.taps))
 
 
 @with_kernel("gated_delta_triton.gated_delta_triton")
@@ -102,19 +121,19 @@ def gated_delta(
     shape: DeltaShape,
     weights: DeltaWeights,
     rows: DeltaRows,
-) -> torch.Tensor:
-    """Runs the rows, and updates the memory.
+    output: torch.Tensor,
+) -> None:
+    """Runs the rows that are in no block, and updates the memory.
 
     Args:
         projected: `[T, P]`, any stride between rows: b, a, q, k, v and gates (not read).
         memory: of the layer. R is at least the rows that are pending and those of a window, and
             K - 1.
-
-    Returns:
-        `[T, Hv, Dv]` float32: the state's answer to q after each row.
+        output: `[T, Hv, Dv]` float32, gets the state's answer to q after each row.
     """
     base = rows.first - rows.pending
-    carry = _start(memory, shape, rows.slots, base)
+    done = torch.zeros_like(base) if rows.blocks is None else rows.blocks.num_rows
+    carry = start(memory, shape, rows.slots, base, done)
     for index in range(int(rows.pending.max())):
         inputs = memory.inputs[rows.slots, (base + index) % memory.inputs.shape[1]]
         after, _ = _advance(carry, inputs, shape, weights)
@@ -122,62 +141,82 @@ def gated_delta(
     if not rows.are_kept:
         memory.states[rows.slots] = carry.state
     inputs = rows.rows.padded(projected[:, : shape.num_inputs])
-    carries, answers = [carry], []
-    for index in range(inputs.shape[1]):
+    carries, width = [carry], inputs.shape[1]
+    answers = output.new_zeros((len(inputs), width, *output.shape[1:]))
+    for index in range(max(0, int(done.min()) + 1 - shape.kernel_size), width):
         before = carries[-1] if rows.tree is None else _parents(carries, rows.tree[:, index])
-        after, answer = _advance(before, inputs[:, index], shape, weights)
+        after, answers[:, index] = _advance(before, inputs[:, index], shape, weights)
         if rows.rows.offsets is not None:
             after = after.where(index < rows.rows.offsets.diff(), before)
+        if rows.blocks is not None:  # rows in blocks are read by the convolution only
+            after = Carry(after.where(index >= done, before).state, after.taps)
         carries = [*(carries if rows.tree is not None else ()), after]
-        answers.append(answer)
     if rows.are_kept:
         memory.states[rows.slots] = carries[-1].state
-    _keep_inputs(memory, rows, inputs, shape.kernel_size - 1 if rows.are_kept else inputs.shape[1])
-    return rows.rows.flat(torch.stack(answers, 1))
+    _keep_inputs(memory, rows, inputs, shape.kernel_size - 1 if rows.are_kept else width)
+    is_new = torch.arange(width, device=output.device) >= done.unsqueeze(1)
+    is_new = rows.rows.flat(is_new)
+    output[is_new] = rows.rows.flat(answers)[is_new]
 
 
-def _start(
-    memory: DeltaMemory, shape: DeltaShape, slots: torch.Tensor, base: torch.Tensor
-) -> _Carry:
-    """What slots `[B]` have before the rows at positions base `[B]`."""
+def start(
+    memory: DeltaMemory,
+    shape: DeltaShape,
+    slots: torch.Tensor,
+    base: torch.Tensor,
+    done: torch.Tensor | int = 0,
+) -> Carry:
+    """What slots `[B]` have before the rows at positions base `[B]`; the states have `done` rows
+    more."""
     state = memory.states.index_select(0, slots)
-    state = state.masked_fill_((base == 0)[:, None, None, None], 0.0)
+    state = state.masked_fill_((base + done == 0)[:, None, None, None], 0.0)
     positions = base.unsqueeze(1) + torch.arange(1 - shape.kernel_size, 0, device=base.device)
     taps = memory.inputs[slots.unsqueeze(1), positions % memory.inputs.shape[1]]
     taps = taps[..., 2 * shape.num_value_heads :].float()
-    return _Carry(state, taps.masked_fill_((positions < 0).unsqueeze(2), 0.0))
+    return Carry(state, taps.masked_fill_((positions < 0).unsqueeze(2), 0.0))
 
 
-def _parents(carries: list[_Carry], bits: torch.Tensor) -> _Carry:
+def _parents(carries: list[Carry], bits: torch.Tensor) -> Carry:
     """What each request's row comes after. bits `[B]`: of the rows; carries: before the windows,
     then after each row so far. A parent is the last of the rows that a row comes after."""
     number = torch.arange(len(carries), device=bits.device)
     sees = ((bits.unsqueeze(1) << 1) >> number) & 1
     parent = (sees * number).amax(1)
     requests = torch.arange(len(bits), device=bits.device)
-    return _Carry(
+    return Carry(
         torch.stack([each.state for each in carries])[parent, requests],
         torch.stack([each.taps for each in carries])[parent, requests],
     )
 
 
 def _advance(
-    carry: _Carry, inputs: torch.Tensor, shape: DeltaShape, weights: DeltaWeights
-) -> tuple[_Carry, torch.Tensor]:
+    carry: Carry, inputs: torch.Tensor, shape: DeltaShape, weights: DeltaWeights
+) -> tuple[Carry, torch.Tensor]:
     """One row of each request, inputs `[B, I]`: what it hands on, and its answer `[B, Hv, Dv]`."""
-    num_heads, keys = shape.num_value_heads, shape.num_key_heads * shape.key_dim
-    b, a, channels = inputs.float().split_with_sizes((num_heads, num_heads, shape.num_channels), 1)
-    taps = torch.cat((carry.taps, channels.unsqueeze(1)), 1)
+    inputs = inputs.float()
+    taps = torch.cat((carry.taps, inputs[:, 2 * shape.num_value_heads :].unsqueeze(1)), 1)
     mixed = F.silu((taps * weights.conv.float().t()).sum(1))
+    q, k, v, step, strength = head_inputs(inputs, mixed, shape, weights)
+    state = carry.state * step.exp()[:, :, None, None]
+    delta = (v - (state * k.unsqueeze(3)).sum(2)) * strength.unsqueeze(2)
+    state = state + k.unsqueeze(3) * delta.unsqueeze(2)
+    answer = (state * q.unsqueeze(3)).sum(2)
+    return Carry(state, taps[:, 1:]), answer
+
+
+def head_inputs(
+    inputs: torch.Tensor, mixed: torch.Tensor, shape: DeltaShape, weights: DeltaWeights
+) -> tuple[torch.Tensor, ...]:
+    """What each value head gets of N rows: q and k `[N, Hv, Dk]`, v `[N, Hv, Dv]`, the logarithm of
+    the state's decay, and how far a row changes the state, `[N, Hv]`. inputs `[N, I]` float32;
+    mixed `[N, C]`: what the convolution makes of them."""
+    num_heads, keys = shape.num_value_heads, shape.num_key_heads * shape.key_dim
+    b, a = inputs[:, : 2 * num_heads].chunk(2, 1)
     q, k, v = mixed.split_with_sizes((keys, keys, num_heads * shape.value_dim), 1)
     q, k = (_normed(each.unflatten(1, (shape.num_key_heads, -1)), num_heads) for each in (q, k))  # type: ignore[no-untyped-call] # torch's
     v = v.unflatten(1, (num_heads, -1))  # type: ignore[no-untyped-call] # torch's
-    decay = (-weights.a_log.exp() * F.softplus(a + weights.dt_bias)).exp()
-    state = carry.state * decay[:, :, None, None]
-    delta = (v - (state * k.unsqueeze(3)).sum(2)) * b.sigmoid().unsqueeze(2)
-    state = state + k.unsqueeze(3) * delta.unsqueeze(2)
-    answer = (state * (q * shape.key_dim**-0.5).unsqueeze(3)).sum(2)
-    return _Carry(state, taps[:, 1:]), answer
+    step = -weights.a_log.exp() * F.softplus(a + weights.dt_bias)
+    return q * shape.key_dim**-0.5, k, v, step, b.sigmoid()
 
 
 def _normed(heads: torch.Tensor, num_heads: int) -> torch.Tensor:

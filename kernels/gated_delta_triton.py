@@ -39,12 +39,13 @@ def gated_delta_triton(
     shape: DeltaShape,
     weights: DeltaWeights,
     rows: DeltaRows,
-) -> torch.Tensor:
+    output: torch.Tensor,
+) -> None:
     """See `gated_delta`."""
     num_heads, width = shape.num_value_heads, shape.value_dim
     assert projected.stride(1) == 1 and memory.states.is_contiguous()
     assert memory.inputs.is_contiguous() and memory.inputs.dtype == projected.dtype
-    output = projected.new_empty((len(projected), num_heads, width), dtype=torch.float32)
+    assert output.is_contiguous()
     block = min(triton.next_power_of_2(width), _COLUMNS)
     number = rows.rows.num_requests
     common = projected, projected.stride(0), rows.rows.window, memory.inputs, rows.slots, rows.first
@@ -55,6 +56,7 @@ def gated_delta_triton(
         rows.pending,
         rows.rows.offsets,
         rows.tree,
+        None if rows.blocks is None else rows.blocks.num_rows,
         memory.states,
         weights.conv,
         weights.a_log,
@@ -78,7 +80,6 @@ def gated_delta_triton(
         keep_inputs_kernel[(number, taps, columns)](
             *common, rows.rows.offsets, **sizes, BLOCK=_INPUTS, num_warps=4, **launch
         )
-    return output
 
 
 @triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]  # triton has no types
@@ -92,6 +93,7 @@ def gated_delta_kernel(
     pendings: tl.tensor,
     offsets: tl.tensor,
     tree: tl.tensor,
+    skipped: tl.tensor,
     states: tl.tensor,
     conv: tl.tensor,
     a_log: tl.tensor,
@@ -114,7 +116,7 @@ def gated_delta_kernel(
     begin(PDL)
     request, head, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     slot, first = tl.load(slots + request), tl.load(firsts + request)
-    start, count = _rows_of(offsets, request, window)
+    start, count = rows_of(offsets, request, window)
     row_stride = tl.cast(row_stride, tl.int64)
     where = (projected + start * row_stride, row_stride, rings + slot * RING * INPUTS, first)
     keys, values = tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -124,7 +126,8 @@ def gated_delta_kernel(
     places = places + values[None, :]
     tile = (keys[:, None] < KEYS) & (values[None, :] < VALUES)
     pending = tl.load(pendings + request).to(tl.int32)
-    begun = keys < tl.where(first > pending, KEYS, 0)
+    done = 0 if skipped is None else tl.load(skipped + request)
+    begun = keys < tl.where(first + done > pending, KEYS, 0)
     state = tl.load(places, mask=tile & begun[:, None], other=0.0)
     for index in range(-pending, 0):
         state, _ = _advance(
@@ -132,13 +135,11 @@ def gated_delta_kernel(
         )
     if not ARE_KEPT:
         tl.store(places, state, mask=tile)
-    bits = tree
-    if tree is not None:
-        bits = tree + request * window
+    bits = None if tree is None else tree + request * window
     answers = output + (start * HEADS + head) * VALUES + values
     state = _run(
-        state, count, where, bits, columns, layer, answers, block, RING, INPUTS, KEY_HEADS, HEADS,
-        VALUES, KERNEL, BLOCK_T, ARE_KEPT,
+        state, done, count, where, bits, columns, layer, answers, block, RING, INPUTS, KEY_HEADS,
+        HEADS, VALUES, KERNEL, BLOCK_T, ARE_KEPT,
     )  # fmt: skip
     if ARE_KEPT:
         tl.store(places, state, mask=tile)
@@ -147,6 +148,7 @@ def gated_delta_kernel(
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _run(
     state: tl.tensor,
+    done: tl.tensor,
     count: tl.tensor,
     where: tl.tensor,
     bits: tl.tensor,
@@ -163,11 +165,11 @@ def _run(
     BLOCK_T: tl.constexpr,
     ARE_KEPT: tl.constexpr,
 ) -> tl.tensor:
-    """Runs the request's rows. answers `[V]`: where those of the first row go. Returns the state
-    after the last one."""
+    """Runs the request's rows from `done` on. answers `[V]`: where those of the first row go.
+    Returns the state after the last one."""
     own, row_stride, ring, first = where
     kept, are_values = state, columns[2] >= 0
-    for row in range(count):
+    for row in range(done, count):
         begins = row
         if bits is not None:
             state = kept
@@ -203,7 +205,7 @@ def keep_inputs_kernel(
     """Writes the last rows of each prompt to the rings. Grid (requests, rows, blocks of inputs)."""
     begin(PDL)
     request = tl.program_id(0).to(tl.int64)
-    start, count = _rows_of(offsets, request, window)
+    start, count = rows_of(offsets, request, window)
     row = count - 1 - tl.program_id(1)
     if row >= 0:
         slot, first = tl.load(slots + request), tl.load(firsts + request)
@@ -215,7 +217,7 @@ def keep_inputs_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _rows_of(
+def rows_of(
     offsets: tl.tensor, request: tl.tensor, window: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
     """The first row of a request, and how many it has."""

@@ -7,19 +7,23 @@ may be FP8 or have 4 bits, as in scaled_linear.py, and with FP8 weights activati
 in fp8_linear.py."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 
 from tllm_spec.kernels.dispatch import with_kernel
-from tllm_spec.kernels.fp8_linear import fp8_linear
-from tllm_spec.kernels.int4_weights import check_int4, int4_dequantised, unpacked
+from tllm_spec.kernels.fp8_linear import fp8_linear, inputs_added
+from tllm_spec.kernels.grouped_tilings import MOST_ROWS, Form, Tiling, tilings_of
+from tllm_spec.kernels.int4_weights import (
+    check_int4,
+    int4_dequantised,
+    kernel_words,
+    unpacked,
+)
 from tllm_spec.kernels.moe_permute import ExpertRows
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.scaled_linear import BLOCK, check_scaled, dequantised
-from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes, stages_that_fit
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.shared_memory import shared_memory_bytes
 
 GATE_SLOPE = 1.702  # of gpt-oss's SwiGLU
 
@@ -33,126 +37,14 @@ class ExpertWeights:
     activations, the reference also takes float64."""
     scales: torch.Tensor | None = None
     """float32 `[E, N, ceil(K / 128)]` of FP8. For codes of activations also `[E, N, 1]`, in memory
-    `[E, columns, N]`. Words `[E, N, ceil(K / group)]` of 4 bits."""
+    `[E, columns, N]`. Words `[E, N, row_words(K)]` of 4 bits."""
     group: int = 0
     """Inputs that share a word of codes of 4 bits (int4_weights.py); 0: other weights."""
     bias: torch.Tensor | None = None
     """`[E, N]`."""
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """A program computes `outputs` outputs of up to `rows` rows of one expert, `inputs` inputs at a
-    time. `outputs` of a gated layer are half gates, half ups."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True)
-class Tilings:
-    """How both layers are tiled, with the same number of rows."""
-
-    gate_up: Tiling
-    down: Tiling
-
-
-Form = Literal["plain", "fp8", "codes", "int4"]
-"""Weights of the type of x, in FP8, in FP8 for codes of activations, and of 4 bits."""
-# Rows of a block by the most rows per expert, on average; and with more, by form.
-ROWS = ((8, 16), (24, 32), (64, 64))
-MOST_ROWS: dict[Form, int] = {"plain": 128, "fp8": 128, "codes": 64, "int4": 128}
-FLOAT32_ROWS = 16
-
-
-def _alike(rows: int, outputs: int, num_warps: int, num_stages: int) -> Tilings:
-    """Both layers of quantised weights have one tiling, a block of inputs at a time."""
-    tiling = Tiling(rows, outputs, BLOCK, num_warps, num_stages)
-    return Tilings(tiling, tiling)
-
-
-# By rows. Few rows stream weights: tiles are small, so that one token fills the device, and two
-# programs share a multiprocessor. One stage of the pipeline is being multiplied and one was, so the
-# others are in flight: 48 KiB of weights per program. A program of the down projection has fewer
-# inputs, so it takes more outputs. Three or four programs with small tiles of FP8 share a
-# multiprocessor, each with 32 KiB of weights in flight.
-TILINGS: dict[Form, dict[int, Tilings]] = {
-    "plain": {
-        16: Tilings(Tiling(16, 64, 128, 4, 5), Tiling(16, 128, 64, 4, 5)),
-        32: Tilings(Tiling(32, 64, 128, 4, 4), Tiling(32, 128, 64, 4, 4)),
-        64: Tilings(Tiling(64, 128, 64, 4, 4), Tiling(64, 128, 64, 4, 4)),
-        128: Tilings(Tiling(128, 256, 64, 8, 4), Tiling(128, 256, 64, 8, 4)),
-    },
-    "fp8": {
-        16: _alike(16, 64, 4, 5),
-        32: _alike(32, 64, 4, 5),
-        64: _alike(64, 128, 8, 4),
-        128: _alike(128, 128, 8, 4),
-    },
-    "codes": {
-        16: _alike(16, 64, 4, 4),
-        32: _alike(32, 64, 4, 4),
-        64: _alike(64, 128, 4, 4),
-        128: _alike(128, 64, 4, 4),
-    },
-    "int4": {
-        16: _alike(16, 64, 4, 3),
-        32: _alike(32, 64, 4, 3),
-        64: _alike(64, 64, 4, 3),
-        128: _alike(128, 64, 4, 3),
-    },
-}
-# No tensor cores.
-FLOAT32 = Tilings(Tiling(16, 64, 32, 4, 2), Tiling(16, 64, 32, 4, 2))
-QUANTISED_FLOAT32 = _alike(FLOAT32_ROWS, 64, 4, 2)
-# Bits of a weight, and bytes of an activation.
-_SIZES: dict[Form, tuple[int, int]] = {
-    "plain": (16, 2),
-    "fp8": (8, 2),
-    "codes": (8, 1),
-    "int4": (4, 2),
-}
-
-
-def block_rows_of(
-    num_assignments: int,
-    num_experts: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    form: Form = "plain",
-) -> int:
-    """The block size for `moe_permute`: a program's rows, or for the reference all rows. dtype: of
-    the layers' outputs; form: of their weights."""
-    if not has_kernels(device):
-        return max(num_assignments, 1)
-    if dtype == torch.float32:
-        return FLOAT32_ROWS
-    found = (rows for most, rows in ROWS if num_assignments <= most * num_experts)
-    return next(found, MOST_ROWS[form])
-
-
-def tilings_of(
-    block_rows: int, dtype: torch.dtype, form: Form, shared_bytes: int = HOPPER_BYTES
-) -> Tilings:
-    """For blocks of so many rows. dtype: of the layers' outputs; shared_bytes: that a program may
-    have (shared_memory.py)."""
-    if dtype == torch.float32:
-        return FLOAT32 if form == "plain" else QUANTISED_FLOAT32
-    found = TILINGS[form][block_rows]
-    if shared_bytes >= HOPPER_BYTES:
-        return found
-    return Tilings(*(_fitting(each, form, shared_bytes) for each in (found.gate_up, found.down)))
-
-
-def _fitting(tiling: Tiling, form: Form, shared_bytes: int) -> Tiling:
-    """The tiling with as many stages as fit."""
-    bits, row_bytes = _SIZES[form]
-    stage_bytes = tiling.inputs * (bits * tiling.outputs // 8 + row_bytes * tiling.rows)
-    number = stages_that_fit(tiling.num_stages, stage_bytes, shared_bytes)
-    return replace(tiling, num_stages=number)
+    has_tiles: bool = False
+    """Whether 128 x 128 weights share a scale; of codes in blocks, without a bias. N is a multiple
+    of 256, K of 128."""
 
 
 @with_kernel("grouped_gemm.tiled_gate_up_silu")
@@ -279,20 +171,14 @@ def _launch(
     if not room:
         return
     tiles = -(-features // (tiling.outputs // 2 if gated else tiling.outputs))
+    if form == "tiles" and tiling.rows == MOST_ROWS[form]:
+        assert code_scales is not None and input_weights is None and limit is None
+        _launch_tiles(x, code_scales, weights, rows, output, tiling, room * tiles, gated=gated)
+        return
     grouped_gemm_kernel[(room * tiles,)](
-        x,
-        code_scales,
-        0 if code_scales is None else code_scales.stride(0),
-        weight,
-        scales,
-        bias,
-        input_weights,
-        output,
-        rows.order,
-        rows.blocks,
-        rows.num_blocks,
-        room,
-        x.shape[1],
+        *(x, code_scales, 0 if code_scales is None else code_scales.stride(0), weight),
+        *(None if scales is None else kernel_words(scales), bias, input_weights, output),
+        *(rows.order, rows.blocks, rows.num_blocks, room, x.shape[1]),
         IN=x.shape[1],
         OUT=features,
         TOP_K=rows.top_k,
@@ -303,9 +189,42 @@ def _launch(
         X_BLOCKS=code_scales is not None and len(code_scales) > 1,
         W_BLOCKS=scales is not None and scales.shape[2] > 1,
         WIDEN=x.device.type == "cpu",  # the interpreter multiplies neither bfloat16 nor FP8
+        ADDED=inputs_added(output.dtype),
         BLOCK_ROWS=tiling.rows,
         BLOCK_OUT=tiling.outputs,
         BLOCK_IN=tiling.inputs,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        **programmatic_launch(x.device),
+    )
+
+
+def _launch_tiles(
+    x: torch.Tensor,
+    code_scales: torch.Tensor,
+    weights: ExpertWeights,
+    rows: ExpertRows,
+    output: torch.Tensor,
+    tiling: Tiling,
+    num_programs: int,
+    *,
+    gated: bool,
+) -> None:
+    from tllm_spec.kernels.grouped_gemm_triton import grouped_tiles_kernel
+
+    assert output.shape[1] % (BLOCK if gated else 2 * BLOCK) == 0 == x.shape[1] % BLOCK
+    assert tiling.outputs == 2 * BLOCK and tiling.inputs == BLOCK
+    grouped_tiles_kernel[(num_programs,)](
+        *(x, code_scales, code_scales.stride(0), weights.weight, weights.scales, output),
+        *(rows.order, rows.blocks, rows.num_blocks, rows.blocks.shape[1], x.shape[1]),
+        IN=x.shape[1],
+        OUT=output.shape[1],
+        TOP_K=rows.top_k,
+        GATED=gated,
+        WIDEN=x.device.type == "cpu",  # the interpreter cannot multiply FP8
+        ADDED=inputs_added(output.dtype),
+        BLOCK_ROWS=tiling.rows,
+        TILE=BLOCK,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         **programmatic_launch(x.device),
@@ -333,7 +252,10 @@ def _checked_form(
     assert scales.shape[2] in (1, num_blocks) and scales.transpose(1, 2).is_contiguous()
     assert len(code_scales) in (1, num_blocks)
     assert code_scales.shape[1] == len(x) and (code_scales.stride(1) == 1 or len(x) <= 1)
-    return "codes"
+    if weights.has_tiles:
+        assert len(code_scales) == scales.shape[2] == num_blocks and weights.bias is None
+        return "tiles"
+    return "codes" if len(code_scales) == scales.shape[2] == 1 else "blocks"
 
 
 def _product(

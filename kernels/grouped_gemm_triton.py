@@ -108,6 +108,7 @@ def _sum_tile(
     X_BLOCKS: tl.constexpr,
     W_BLOCKS: tl.constexpr,
     WIDEN: tl.constexpr,
+    ADDED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
@@ -121,14 +122,16 @@ def _sum_tile(
         scale_rows = scales + expert * (ALL_OUT * BLOCKS) + out_row
         total = sum_codes(
             x_rows, x_scales + x_row, x_scales_stride, real_row, w_rows, scale_rows, ALL_OUT,
-            0, num_inputs, IN, X_BLOCKS, W_BLOCKS, WIDEN, IN, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN,
+            0, num_inputs, IN, X_BLOCKS, W_BLOCKS, WIDEN, ADDED, IN,
+            BLOCK_ROWS, BLOCK_OUT, BLOCK_IN,
         )  # fmt: skip
         if not X_BLOCKS:
             total = scaled(total, tl.load(x_scales + x_row, mask=real_row, other=0.0)[None, :])
     else:
         scale_rows = None
         if scales is not None:
-            COLUMNS: tl.constexpr = tl.cdiv(IN, GROUP if GROUP else BLOCK_IN)
+            IN_BLOCKS: tl.constexpr = GROUP == 0 or scales.dtype.element_ty == tl.uint32
+            COLUMNS: tl.constexpr = tl.cdiv(IN, BLOCK_IN if IN_BLOCKS else GROUP)
             scale_rows = scales + (expert * ALL_OUT + out_row) * COLUMNS
         total = _sum_inputs(
             x_rows, real_row, w_rows, scale_rows, num_inputs,
@@ -147,7 +150,7 @@ def grouped_gemm_kernel(
     IN: tl.constexpr, OUT: tl.constexpr, TOP_K: tl.constexpr,
     GATED: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr,
     GROUP: tl.constexpr, X_BLOCKS: tl.constexpr, W_BLOCKS: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    ADDED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid (blocks of rows x tiles of outputs); a block's tiles are adjacent. `num_inputs` is IN,
@@ -172,7 +175,7 @@ def grouped_gemm_kernel(
     total = _sum_tile(
         x, x_scales, x_scales_stride, assignment // TOP_K if GATED else row, real_row,
         weight, scales, expert, out_row, num_inputs,
-        IN, ALL_OUT, GROUP, X_BLOCKS, W_BLOCKS, WIDEN, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN,
+        IN, ALL_OUT, GROUP, X_BLOCKS, W_BLOCKS, WIDEN, ADDED, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN,
     )  # fmt: skip
     if bias is not None:
         total += tl.load(bias + expert * ALL_OUT + out_row).to(tl.float32)[:, None]
@@ -183,3 +186,71 @@ def grouped_gemm_kernel(
     pointers = output + output_row.to(tl.int64)[None, :] * OUT + columns[:, None]
     real = real_row[None, :] & (columns < OUT)[:, None]
     tl.store(pointers, total.to(output.dtype.element_ty), mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _add_tile(
+    total: tl.tensor,
+    x: tl.tensor,
+    w_rows: tl.tensor,
+    x_scale: tl.tensor,
+    w_scale: tl.tensor,
+    WIDEN: tl.constexpr,
+    ADDED: tl.constexpr,
+) -> tl.tensor:
+    """total `[rows, outputs]` plus x times a tile of the weight. x_scale `[rows]`, w_scale `[]`."""
+    w = tl.load(w_rows)
+    if WIDEN:
+        x, w = x.to(tl.float32), w.to(tl.float32)
+    product = tl.dot(x, tl.trans(w), input_precision="ieee", max_num_imprecise_acc=ADDED)
+    return tl.fma(product, tl.broadcast_to((w_scale * x_scale)[:, None], total.shape), total)
+
+
+@triton.jit(do_not_specialize=["room", "num_inputs", "x_scales_stride"])  # type: ignore[untyped-decorator]  # triton has no types
+def grouped_tiles_kernel(
+    x: tl.tensor, x_scales: tl.tensor, x_scales_stride: tl.tensor,
+    weight: tl.tensor, scales: tl.tensor, output: tl.tensor,
+    order: tl.tensor, blocks: tl.tensor, num_blocks: tl.tensor,
+    room: tl.tensor, num_inputs: tl.tensor,
+    IN: tl.constexpr, OUT: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr,
+    WIDEN: tl.constexpr, ADDED: tl.constexpr, BLOCK_ROWS: tl.constexpr, TILE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """As `grouped_gemm_kernel`, with two tiles of outputs: gates and ups, or neighbours. A tile is
+    `[rows, outputs]`: a thread has the scales of two rows, and that of the tile is one number, so
+    that registers hold more sums. Tensor cores add in the same order in both kernels, so a row has
+    the same bits."""
+    begin(PDL)
+    WIDTH: tl.constexpr = TILE if GATED else 2 * TILE
+    SECOND: tl.constexpr = OUT if GATED else TILE  # outputs between the two tiles
+    ALL_OUT: tl.constexpr = 2 * OUT if GATED else OUT
+    block, first_out = tl.program_id(0) // (OUT // WIDTH), tl.program_id(0) % (OUT // WIDTH) * WIDTH
+    number = tl.load(num_blocks)
+    expert = tl.load(blocks + block).to(tl.int64)
+    first, end = tl.load(blocks + room + block), tl.load(blocks + 2 * room + block)
+    if block >= number:
+        return
+    rows = first + tl.arange(0, BLOCK_ROWS)
+    real_row, row = rows < end, tl.minimum(rows, end - 1)
+    assignment = tl.load(order + row)
+    x_row = assignment // TOP_K if GATED else row
+    x_rows, outs = x + x_row.to(tl.int64)[:, None] * IN, first_out + tl.arange(0, TILE)
+    w_rows = weight + (expert * ALL_OUT + outs)[:, None] * IN
+    scale = scales + expert * (ALL_OUT * (IN // TILE)) + first_out
+    total = tl.zeros([BLOCK_ROWS, TILE], tl.float32)
+    second = tl.zeros([BLOCK_ROWS, TILE], tl.float32)
+    for start in tl.range(0, num_inputs, TILE):
+        inputs, group = start + tl.arange(0, TILE), start // TILE
+        x_scale = tl.load(x_scales + group * x_scales_stride + x_row, mask=real_row, other=0.0)
+        own = tl.load(x_rows + inputs[None, :], mask=real_row[:, None], other=0.0)
+        own_w, own_scale = w_rows + inputs[None, :], scale + group * ALL_OUT
+        total = _add_tile(total, own, own_w, x_scale, tl.load(own_scale), WIDEN, ADDED)
+        second_scale = tl.load(own_scale + SECOND)
+        second = _add_tile(second, own, own_w + SECOND * IN, x_scale, second_scale, WIDEN, ADDED)
+    output_row = row if GATED else assignment
+    pointers = output + output_row.to(tl.int64)[:, None] * OUT + outs[None, :]
+    if GATED:
+        total = total / (1.0 + tl.exp(-total)) * second
+    else:
+        tl.store(pointers + TILE, second.to(output.dtype.element_ty), mask=real_row[:, None])
+    tl.store(pointers, total.to(output.dtype.element_ty), mask=real_row[:, None])

@@ -5,10 +5,11 @@ Codes are stored in blocks of 2 * HALF inputs. Byte i of a block has its input i
 bits, and the input i + HALF in the high ones. So half of a block, or a shorter group, has one scale
 of each output, and its codes are multiplied as they lie.
 
-A group has one word of 32 bits. Of whole numbers it is an int32: a float32 scale whose last four
-bits are the zero point. A scale thereby keeps 20 bits of its significand; those of checkpoints have
-at most 11. Of E2M1 numbers (MXFP4, NVFP4) it is the float32 scale. So the words' type says what the
-codes are."""
+A group has a word, whose type says what the codes are. Of whole numbers it is an int32: a float32
+scale whose last four bits are the zero point. A scale thereby keeps 20 bits of its significand;
+those of checkpoints have at most 11. Of E2M1 numbers it is the scale: float32 (NVFP4), or a uint8
+where scales are powers of two (MXFP4): the bits of a float32's exponent. A row has such bytes for
+whole blocks, so that kernels read those of a block together."""
 
 import torch
 
@@ -17,6 +18,8 @@ from tllm_spec.kernels.dispatch import with_kernel
 HALF = 64
 BLOCK = 2 * HALF
 GROUPS = (16, 32, 64, 128)
+MXFP4_GROUP = 32
+EXPONENTS = BLOCK // MXFP4_GROUP  # of a block
 # The numbers of codes 0 to 7; those of 8 to 15 are their negatives.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -45,33 +48,55 @@ def group_words(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
     return (bits + 8 & ~15) | zeros.int()
 
 
+def exponent_words(scales: torch.Tensor) -> torch.Tensor:
+    """float32 powers of two `[..., G]` as uint8 words `[..., ceil(G / 4) * 4]`."""
+    exponents = (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+    return torch.nn.functional.pad(exponents, (0, -exponents.shape[-1] % EXPONENTS))
+
+
+def row_words(in_features: int, group: int, dtype: torch.dtype) -> int:
+    """Words of one output."""
+    if dtype == torch.uint8:
+        return -(-in_features // BLOCK) * EXPONENTS
+    return -(-in_features // group)
+
+
 def scales_of(words: torch.Tensor) -> torch.Tensor:
     """float32, of the words' shape."""
-    return (words & ~15).view(torch.float32)
+    if words.dtype == torch.uint8:
+        return (words.int() << 23).view(torch.float32)
+    return words if words.dtype == torch.float32 else (words & ~15).view(torch.float32)
+
+
+def kernel_words(words: torch.Tensor) -> torch.Tensor:
+    """As the kernels take them: the bytes of a block are one number."""
+    return words.view(torch.uint32) if words.dtype == torch.uint8 else words
 
 
 def int4_dequantised(
     codes: torch.Tensor, words: torch.Tensor, group: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """codes `[N, K]` with words `[N, ceil(K / group)]`: `[N, K]` in `dtype`, rounded once."""
+    """codes `[N, K]` with their words: `[N, K]` in `dtype`, rounded once."""
 
     def by_input(of_group: torch.Tensor) -> torch.Tensor:
         return of_group.repeat_interleave(group, 1)[:, : codes.shape[1]]
 
-    if words.dtype == torch.float32:
+    if words.dtype == torch.int32:
+        numbers = codes.float() - by_input(words & 15)
+    else:
         table = torch.tensor([*E2M1, *(-number for number in E2M1)], device=codes.device)
-        return table[codes.int()].mul_(by_input(words)).to(dtype)
-    numbers = codes.float() - by_input(words & 15)
+        numbers = table[codes.int()]
     return numbers.mul_(by_input(scales_of(words))).to(dtype)
 
 
 def check_int4(stored: torch.Tensor, words: torch.Tensor, group: int, in_features: int) -> None:
     """Asserts the layout of a weight `[..., N, K]`."""
     assert group in GROUPS and stored.dtype == torch.uint8
-    assert words.dtype in (torch.int32, torch.float32)
+    assert words.dtype in (torch.int32, torch.float32, torch.uint8)
+    assert words.dtype != torch.uint8 or group == MXFP4_GROUP
     assert stored.is_contiguous() and words.is_contiguous()
     assert stored.shape[-1] == row_bytes(in_features)
-    assert words.shape == (*stored.shape[:-1], -(-in_features // group))
+    assert words.shape == (*stored.shape[:-1], row_words(in_features, group, words.dtype))
 
 
 @with_kernel("int4_weights_triton.dequantise_int4_triton")

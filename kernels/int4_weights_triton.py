@@ -5,13 +5,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tllm_spec.kernels.int4_weights import BLOCK, check_int4
+from tllm_spec.kernels.int4_weights import BLOCK, check_int4, kernel_words
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
 
 BLOCKS_OF_PROGRAM, NUM_WARPS = 32, 4
-# E2M1 numbers whose scales are powers of two. Their products are exact in bfloat16.
-MXFP4_GROUP = tl.constexpr(32)
 
 
 def _assembly(shift: int, magic: int, one: int, kind: str) -> tl.constexpr:
@@ -76,7 +74,7 @@ def _numbers(
     codes: tl.tensor, word: tl.tensor, HIGH: tl.constexpr, dtype: tl.constexpr, WIDEN: tl.constexpr
 ) -> tl.tensor:
     """A weight without its scale in `dtype`, exactly, or in float32 with WIDEN. codes: `[outputs,
-    inputs]` uint8, of which the 4 high or low bits count; word: `[outputs]`."""
+    inputs]` uint8, of which the 4 high or low bits count; word: `[outputs]`, float32 of E2M1."""
     if WIDEN or dtype == tl.float32:
         codes = (codes >> 4 if HIGH else codes & 15).to(tl.int32)
         if word.dtype == tl.float32:
@@ -137,6 +135,12 @@ def _group(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _power_of_two(exponents: tl.tensor, number: tl.constexpr) -> tl.tensor:
+    """Scale `number` of a block, in float32. exponents: those of the block."""
+    return ((exponents >> 8 * number & 255) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def add_int4_dot(
     total: tl.tensor,
     x_rows: tl.tensor,
@@ -154,18 +158,27 @@ def add_int4_dot(
     HALF: tl.constexpr = BLOCK // 2
     PART: tl.constexpr = min(GROUP, HALF)
     dtype: tl.constexpr = x_rows.dtype.element_ty
+    HAS_EXPONENTS: tl.constexpr = word_rows.dtype.element_ty == tl.uint32
+    if HAS_EXPONENTS:
+        exponents = tl.load(word_rows + start // BLOCK)
     for part in tl.static_range(HALF // PART):
         low = start + part * PART + tl.arange(0, PART)
         codes = tl.load(w_rows + (start // 2 + part * PART + tl.arange(0, PART))[None, :])
         x_low = _loaded(x_rows, real_row, low, IN, BLOCK, WIDEN)
         x_high = _loaded(x_rows, real_row, low + HALF, IN, BLOCK, WIDEN)
-        word = tl.load(word_rows + _group(start + part * PART, IN, GROUP, BLOCK))
-        high_word = word
-        if GROUP < BLOCK:
-            high_word = tl.load(word_rows + _group(start + HALF + part * PART, IN, GROUP, BLOCK))
+        if HAS_EXPONENTS:
+            word = _power_of_two(exponents, part)
+            high_word = _power_of_two(exponents, HALF // PART + part)
+        else:
+            word = tl.load(word_rows + _group(start + part * PART, IN, GROUP, BLOCK))
+            high_word = word
+            if GROUP < BLOCK:
+                high_group = _group(start + HALF + part * PART, IN, GROUP, BLOCK)
+                high_word = tl.load(word_rows + high_group)
         w_low = _numbers(codes, word, False, dtype, WIDEN)
         w_high = _numbers(codes, high_word, True, dtype, WIDEN)
-        if GROUP == MXFP4_GROUP and word.dtype == tl.float32 and dtype != tl.float16:
+        # E2M1 numbers times powers of two are exact in bfloat16.
+        if HAS_EXPONENTS and dtype != tl.float16:
             w_low = w_low * word.to(w_low.dtype)[:, None]
             w_high = w_high * high_word.to(w_high.dtype)[:, None]
             total = tl.dot(w_low, x_low, total, input_precision="ieee")
@@ -204,7 +217,7 @@ def dequantise_int4_triton(
     num_blocks = len(stored) * -(-in_features // BLOCK)
     dequantise_int4_kernel[(-(-num_blocks // BLOCKS_OF_PROGRAM),)](
         stored,
-        words,
+        kernel_words(words),
         out,
         num_blocks,
         IN=in_features,
@@ -244,9 +257,14 @@ def dequantise_int4_kernel(
     for half in tl.static_range(2):
         inputs = firsts[:, None] + half * HALF + within[None, :]
         real = is_block[:, None] & (inputs < IN)
-        groups = rows[:, None] * tl.cdiv(IN, GROUP) + inputs // GROUP
-        word, own = tl.load(words + groups, mask=real, other=0), codes >> 4 * half & 15
-        if word.dtype == tl.float32:
+        own = codes >> 4 * half & 15
+        WIDTH: tl.constexpr = BLOCK if words.dtype.element_ty == tl.uint32 else GROUP
+        places = rows[:, None] * tl.cdiv(IN, WIDTH) + inputs // WIDTH
+        word = tl.load(words + places, mask=real, other=0)
+        if word.dtype == tl.uint32:
+            shift = (half * HALF + within[None, :]) // GROUP * 8
+            values = _e2m1(own) * _power_of_two(word >> shift, 0)
+        elif word.dtype == tl.float32:
             values = _e2m1(own) * word
         else:
             values = (own - (word & 15)).to(tl.float32) * _scale(word)

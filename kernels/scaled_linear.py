@@ -19,7 +19,12 @@ from tllm_spec.kernels.dequantise import BLOCK as BLOCK
 from tllm_spec.kernels.dequantise import check_scaled as check_scaled
 from tllm_spec.kernels.dequantise import dequantised as dequantised
 from tllm_spec.kernels.dispatch import with_kernel
-from tllm_spec.kernels.int4_weights import check_int4, int4_dequantised, unpacked
+from tllm_spec.kernels.int4_weights import (
+    check_int4,
+    int4_dequantised,
+    kernel_words,
+    unpacked,
+)
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.scaled_linear_slices import multiply_slices, slice_outputs
 from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes, stages_that_fit
@@ -184,7 +189,7 @@ def launch_scaled_linear(
         parts = torch.empty(shape, dtype=torch.float32, device=x.device)
     tiles = -(-num_rows // tiling.rows) * -(-out_features // tiling.outputs)
     scaled_linear_kernel[(tiles, num_chunks if spreads else 1)](
-        x, x.stride(0), weight, scales, None if spreads else bias,
+        x, x.stride(0), weight, kernel_words(scales), None if spreads else bias,
         parts, parts.stride(-2), num_rows, in_features,
         IN=in_features,
         OUT=out_features,

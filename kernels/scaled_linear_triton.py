@@ -135,7 +135,8 @@ def scaled_linear_kernel(
     real_row, weight_row = rows < num_rows, (outs % OUT).to(tl.int64)
     x_rows = x + rows.to(tl.int64)[None, :] * x_stride
     w_rows = weight + weight_row[:, None] * (tl.cdiv(IN, BLOCK) * (BLOCK // 2) if GROUP else IN)
-    scale_rows = scales + weight_row * tl.cdiv(IN, GROUP if GROUP else BLOCK)
+    IN_BLOCKS: tl.constexpr = GROUP == 0 or scales.dtype.element_ty == tl.uint32
+    scale_rows = scales + weight_row * tl.cdiv(IN, BLOCK if IN_BLOCKS else GROUP)
     total = _sum_chunks(
         x_rows, real_row, w_rows, scale_rows, num_inputs,
         IN, SPREADS, GROUP, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,

@@ -9,6 +9,13 @@ typedef u16 Weight;
 #else
 typedef unsigned char Weight;
 #endif
+#if E2M1
+typedef unsigned char Scale;  // the bits of a float's exponent
+#elif BITS == 4
+typedef u32 Scale;
+#else
+typedef float Scale;
+#endif
 
 constexpr int PIECE = 8;                              // elements of x in 16 bytes
 constexpr int WEIGHT_PIECE = 128 / BITS;              // and of W
@@ -39,7 +46,7 @@ __device__ inline u32 widen_codes(u32 codes, u32 zero) {
     return E2M1 ? widen_e2m1(codes) : widen_int4(codes, zero);
 }
 __device__ inline float group_scale(u32 word) {
-    return E2M1 ? __uint_as_float(word) : int4_scale(word);
+    return E2M1 ? __uint_as_float(word << 23) : int4_scale(word);
 }
 
 // A piece of x whose pairs of elements are those that `widen_codes` makes of adjacent bytes.
@@ -55,7 +62,7 @@ __device__ inline uint4 paired(uint4 piece) {
 #if BITS == 4
 __device__ inline void multiply_block(
     float (&sums)[4], const uint4* weights, const uint4* pieces, int quad, int swizzle,
-    const float* scales) {
+    const Scale* scales) {
     constexpr int HALF = 64, PART = 32;  // a thread takes 8 of 32 adjacent columns
     float partial[4] = {};
 #pragma unroll
@@ -71,8 +78,8 @@ __device__ inline void multiply_block(
 #pragma unroll
         for (int column = first; column < first + 2 * HALF; column += PART) {
             const int part = column / PART % 2, shift = column / HALF % 2 * 4;
-            const u32 low_word = __float_as_uint(scales[column / GROUP]);
-            const u32 high_word = __float_as_uint(scales[8 * ROW_SCALES + column / GROUP]);
+            const u32 low_word = scales[column / GROUP];
+            const u32 high_word = scales[8 * ROW_SCALES + column / GROUP];
             const u32 low_zero = int4_zero(low_word), high_zero = int4_zero(high_word);
             const uint4 x = pieces[column / HALF * 8 + part];
             const u32 a[2] = {low[part].x >> shift, low[part].y >> shift};
@@ -96,7 +103,7 @@ __device__ inline void multiply_block(
 #else
 __device__ inline void multiply_block(
     float (&sums)[4], const uint4* weights, const uint4* pieces, int quad, int swizzle,
-    const float* scales) {
+    const Scale* scales) {
 #if BITS == 8
     float partial[4] = {};
 #pragma unroll

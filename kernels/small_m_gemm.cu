@@ -25,7 +25,8 @@
 //
 // W may also have codes of 4 bits, as int4_weights.py stores them: a byte has the codes of two
 // columns that are 64 apart. A word for each row and each GROUP columns has the scale and the zero
-// point. A code minus its zero point is a 16-bit number without rounding, and so is an E2M1 number.
+// point, or of E2M1 numbers a byte has the scale's exponent. A code minus its zero point is a 16-bit
+// number without rounding, and so is an E2M1 number.
 // All columns of one instruction belong to one group.
 //
 // Compiler options define BFLOAT16 (otherwise float16: x, and W of 16 bits), BITS of a number of W
@@ -38,7 +39,8 @@ constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int STEP_PIECES = BLOCKS * BLOCK_PIECES;
 constexpr int STEP_SCALES = 16 * ROW_SCALES;
 constexpr int LANE_SCALES = ROW_SCALES > 1 ? ROW_SCALES / 2 : 1;  // that a lane copies
-constexpr int SCALE_PIECE = LANE_SCALES < 4 ? LANE_SCALES : 4;    // at a time
+constexpr int MOST_SCALES = 16 / sizeof(Scale);
+constexpr int SCALE_PIECE = LANE_SCALES < MOST_SCALES ? LANE_SCALES : MOST_SCALES;  // at a time
 constexpr int LANES_PER_ROW = STEP_COLUMNS / WEIGHT_PIECE, ROWS_PER_COPY = 32 / LANES_PER_ROW;
 constexpr int COPIES = 16 / ROWS_PER_COPY;
 constexpr int TOKENS = 8;                 // most rows of x: the n of the tensor cores' m16n8k16
@@ -60,16 +62,17 @@ __device__ inline void copy_piece(uint4* destination, const Weight* source) {
         :: "r"(shared_address(destination)), "l"(source) : "memory");
 }
 
-__device__ inline void copy_scales(float* destination, const float* source) {
+__device__ inline void copy_scales(Scale* destination, const Scale* source) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
-        :: "r"(shared_address(destination)), "l"(source), "n"(4 * SCALE_PIECE) : "memory");
+        :: "r"(shared_address(destination)), "l"(source), "n"(sizeof(Scale) * SCALE_PIECE)
+        : "memory");
 }
 
 // Same layout as _Arguments in small_m_gemm.py.
 struct Gemm {
     const u16 *x, *bias, *norm_weight, *residual;
     const Weight* weight;
-    const float* scales;
+    const Scale* scales;
     u16* out;
     int out_features, in_features, x_stride, out_stride;
     int num_tokens, num_tiles, row_groups, splits, gated;
@@ -241,10 +244,10 @@ struct Stream {
     const Gemm& p;
     const Part& part;
     uint4* ring;  // [DEPTH][BLOCKS][16][8] pieces; piece c of row r is stored at c ^ swizzle(r)
-    float* scale_ring;  // [DEPTH][16][ROW_SCALES]
+    Scale* scale_ring;  // [DEPTH][16][ROW_SCALES]
     int lane, tile, step;
     const Weight* rows[COPIES];
-    const float* scale;  // of row lane % 16, in half lane / 16 of the first step
+    const Scale* scale;  // of row lane % 16, in half lane / 16 of the first step
 
     // The row of W that is row `row` of the warp's 16. Rows past the end read the last row; their
     // sums are not written.
@@ -270,7 +273,7 @@ struct Stream {
     __device__ void fetch_scales(int slot) {
         if (lane * LANE_SCALES >= STEP_SCALES) return;
         const int first = lane % 16 * ROW_SCALES + lane / 16 * LANE_SCALES;
-        float* destination = scale_ring + slot * STEP_SCALES + first;
+        Scale* destination = scale_ring + slot * STEP_SCALES + first;
 #pragma unroll
         for (int i = 0; i < LANE_SCALES; i += SCALE_PIECE)
             copy_scales(destination + i, scale + step * ROW_SCALES + i);
@@ -303,9 +306,9 @@ small_m_gemm(const __grid_constant__ Gemm p) {
     const Part part(p, warp);
     extern __shared__ uint4 shared[];
     uint4* ring = shared + warp * DEPTH * STEP_PIECES;
-    float* scale_rings = reinterpret_cast<float*>(shared + WARPS * DEPTH * STEP_PIECES);
-    float* scale_ring = scale_rings + warp * DEPTH * STEP_SCALES;
-    float* received = scale_rings + WARPS * DEPTH * STEP_SCALES;
+    Scale* scale_rings = reinterpret_cast<Scale*>(shared + WARPS * DEPTH * STEP_PIECES);
+    Scale* scale_ring = scale_rings + warp * DEPTH * STEP_SCALES;
+    float* received = reinterpret_cast<float*>(scale_rings + WARPS * DEPTH * STEP_SCALES);
     float* squares = received + 2 * 2 * SUMS;  // by CTA of the worker, then by warp
     uint4* tokens = reinterpret_cast<uint4*>(squares + (2 + WARPS) * TOKENS);
     const int stride = part.share / PIECE + 1;  // + 1: adjacent tokens use different banks
@@ -338,7 +341,7 @@ small_m_gemm(const __grid_constant__ Gemm p) {
                 const uint4* weights =
                     ring + slot * STEP_PIECES + block * BLOCK_PIECES + row * PIECES_PER_ROW;
                 const uint4* pieces = token + (step * BLOCKS + block) * TOKEN_PIECES + 2 * quad;
-                const float* scales = scale_ring + slot * STEP_SCALES + row * ROW_SCALES
+                const Scale* scales = scale_ring + slot * STEP_SCALES + row * ROW_SCALES
                     + block * (ROW_SCALES / BLOCKS);
                 multiply_block(sums, weights, pieces, quad, swizzle(row), scales);
             }

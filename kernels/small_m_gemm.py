@@ -73,7 +73,7 @@ def stored_as(weight: torch.Tensor, scales: torch.Tensor | None, group: int) -> 
         return WIDE
     if weight.dtype == FP8:
         return Stored(8, BLOCK)
-    return Stored(4, group, scales.dtype == torch.float32)
+    return Stored(4, group, scales.dtype == torch.uint8)
 
 
 def serves(

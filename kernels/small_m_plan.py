@@ -40,16 +40,20 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Stored:
-    """How the kernel reads weights: 16 bits, or fewer with 4 bytes for the scale of a group."""
+    """How the kernel reads weights: 16 bits, or fewer with 4 bytes for the scale of a group, or 1
+    byte with MXFP4."""
 
     bits: int = 16
     group: int = 0
     """Columns that share a scale; 0: there are none."""
     is_e2m1: bool = False
-    """Whether codes of 4 bits are E2M1 numbers."""
+    """Whether codes of 4 bits are E2M1 numbers, and their scales exponents (MXFP4)."""
 
     def row_bytes(self, columns: int) -> int:
-        return columns * self.bits // 8 + (4 * (columns // self.group) if self.group else 0)
+        scale_bytes = 1 if self.is_e2m1 else 4
+        return columns * self.bits // 8 + (
+            scale_bytes * (columns // self.group) if self.group else 0
+        )
 
 
 WIDE = Stored()

@@ -1,6 +1,8 @@
 """For the whole suite: one torch thread, tiny checkpoints, which tests are slow. On small models a
-second thread costs more than it computes, most of all when the machine is busy."""
+second thread costs more than it computes, most of all when the machine is busy. The process that
+hands out tests to others imports nothing heavy."""
 
+import atexit
 import gc
 import signal
 from collections.abc import Generator, Iterator
@@ -9,14 +11,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 
-from tests.executor.tiny_llama import write_tiny_llama
-from tests.kernels.interpreter import INTERPRETED
-from tests.lossless.engines import LONG_ONLY, write_tiny_drafts
-from tests.models.fp8_checkpoint import keeping_fp8
-
-torch.set_num_threads(1)
 # A shell ignores SIGINT for what it starts in the background, and children inherit that: tests of
 # Ctrl-C would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,6 +25,9 @@ LONGEST = ("tests/kernels/test_under_interpreter.py", "tests/distributed/test_eq
 def pytest_collection() -> Generator[None, Any, Any]:
     """What collection makes lives as long as the process: the garbage collector need not look at
     it, neither now nor again and again during the tests."""
+    import torch
+
+    torch.set_num_threads(1)
     gc.disable()
     try:
         return (yield)
@@ -38,8 +36,20 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # extension modules count what is left at the process's end
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, Any, Any]:
+    """What is left after a file, such as imported modules, stays, too."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
+
+
+# Extension modules count what is left at the process's end.
+atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -71,6 +81,9 @@ def longest_first(items: list[pytest.Item], num_workers: int) -> list[pytest.Ite
 def mark_slow(items: list[pytest.Item]) -> None:
     """What LONG_ONLY and the marker `thinned` say; under Triton's interpreter, all but the first
     combination of each test's parameters."""
+    from tests.kernels.interpreter import INTERPRETED
+    from tests.lossless.engines import LONG_ONLY
+
     seen: dict[tuple[str, str], list[str]] = {}  # the values of each parameter of each test
     interpreted: set[str] = set()
     for item in items:
@@ -101,17 +114,23 @@ def mark_slow(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with 64 tokens."""
+    from tests.executor.tiny_llama import write_tiny_llama
+
     return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A draft model and a head for `tiny`."""
+    from tests.lossless.engines import write_tiny_drafts
+
     return write_tiny_drafts(tmp_path_factory.mktemp("drafts"))
 
 
 @pytest.fixture
 def fp8_on_cpu() -> Iterator[Mock]:
     """FP8 weights stay so on CPUs, too. Yields what is asked whether a device multiplies them."""
+    from tests.models.fp8_checkpoint import keeping_fp8
+
     with keeping_fp8() as asked:
         yield asked

@@ -32,7 +32,7 @@ from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server_info import server_info
 from tllm_spec.text.chat_prompt import Conversation
 from tllm_spec.text.messages import Messages
-from tllm_spec.text.tokenizer import Tokenizer, load_tokenizer
+from tllm_spec.text.tokenizer import Tokenizer, tokenizer_of
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class LLM:
         self.args = LlmArgs.from_kwargs(model, tokenizer=tokenizer, **kwargs)
         self.llm_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         check_config(resolve_model(self.args.model))  # before its tokenizer is read
-        self.tokenizer = _tokenizer(self.args)
+        self.tokenizer = tokenizer_of(self.args)
         self._results = Results()
         communicator = join_ranks(self.args)
         built = build_together(self.args, self.tokenizer, self._results.respond, communicator)
@@ -365,14 +365,6 @@ def _aborted_if_interrupted(results: Sequence[RequestHandle]) -> Iterator[None]:
     finally:
         for result in results:
             result.abort()
-
-
-def _tokenizer(args: LlmArgs) -> Tokenizer | None:
-    if args.skip_tokenizer_init:
-        return None
-    if args.tokenizer is None or isinstance(args.tokenizer, str):
-        return load_tokenizer(args.tokenizer or args.model)
-    return cast(Tokenizer, args.tokenizer)
 
 
 def _one_each(name: str, value: Any, number: int) -> list[Any]:

@@ -37,7 +37,7 @@ from tllm_spec.executor.worker import recover
 from tllm_spec.grammars import Grammars
 from tllm_spec.models.registry import check_shards
 from tllm_spec.text.stop_strings import StopStringChecker
-from tllm_spec.text.tokenizer import Tokenizer, load_tokenizer
+from tllm_spec.text.tokenizer import Tokenizer, tokenizer_of
 from tllm_spec.zoo.registry import resolve_model
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def _follow(group: Communicator) -> None:
     _check_equal(VERSION, versions(), group)
     args = LlmArgs(**group.share(None))
     _check_equal(CHECKPOINT, checkpoints(args), group)
-    tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.tokenizer or args.model)
+    tokenizer = tokenizer_of(args)
     run_until_end(build_together(args, tokenizer, lambda responses: None, group), args, tokenizer)
 
 
@@ -255,6 +255,8 @@ def run_until_end(built: BuiltExecutor, args: LlmArgs, tokenizer: Tokenizer | No
     assert isinstance(queue, FollowerQueue)
     grammars = Grammars.of(args, tokenizer, built.limits)
     queue.make = partial(_requests, built.limits, tokenizer, grammars)
+    if (weights := executor.parts.draft_weights) is not None:
+        queue.swap = weights.swap_together
     executor.enter_thread()
     try:
         while True:

@@ -81,6 +81,18 @@ TINY_GPT_OSS: Config = GPT_OSS_20B | {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 8,
     "num_experts_per_tok": 2, "sliding_window": 12, "torch_dtype": "float32",
 }  # fmt: skip
+GEMMA3_12B: Config = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 262208,
+    "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "sliding_window": 1024,
+    "query_pre_attn_scalar": 256, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
+}  # fmt: skip
+TINY_GEMMA3: Config = GEMMA3_12B | {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 12,
+    "torch_dtype": "float32",
+}  # fmt: skip
 
 
 def dummy_engine(

@@ -35,7 +35,6 @@ from tllm_spec.ranks import run_until_end
 from tllm_spec.sampling_params import SamplingParams
 
 WARM_UP_ROUNDS = 20
-PHASE = "phase: "
 Trace = list[dict[str, Any]]
 
 
@@ -266,38 +265,6 @@ def stopwatch(owner: object, name: str, *, with_device: bool = False) -> Iterato
 
     with mock.patch.object(owner, name, timed):
         yield seconds
-
-
-@contextmanager
-def phases_noted(engine: Rounds) -> Iterator[None]:
-    """Inside the block a trace has the phases of the host's part of a round, as annotations whose
-    names begin with PHASE."""
-    executor, parts = engine.executor, engine.executor.parts
-    graphs = parts.runner.graphs
-    tails = [] if graphs is None else [("draft", graphs.tails, "replay")]
-    with ExitStack() as stack:
-        for kind, owner, name in (
-            ("schedule", executor, "_schedule"),
-            ("launch", executor, "_launch"),
-            ("read", executor, "_update_requests"),
-            ("wait", ToHost, "wait"),
-            # Launches inside these are drafts.
-            ("draft", parts.drafter, "prepare_draft_tokens"),
-            ("draft", parts.runner.round_end, "tail"),
-            *tails,
-        ):
-            noted = _noted(getattr(owner, name), PHASE + kind)
-            stack.enter_context(mock.patch.object(owner, name, noted))
-        yield
-
-
-def _noted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        with torch.profiler.record_function(name):
-            return function(*args, **kwargs)
-
-    return noted
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Rounds, prefill and start-up of models with experts, with the experts that are really hit."""
+"""Rounds, prefill and start-up of models without weights, with the experts that are really hit."""
 
 import statistics
 import time
@@ -10,9 +10,12 @@ from unittest import mock
 import torch
 
 from benchmarks.harness import models
+from benchmarks.harness.card import card
 from benchmarks.harness.dummy_models import (
+    GEMMA3_12B,
     GPT_OSS_20B,
     QWEN3_30B,
+    TINY_GEMMA3,
     TINY_GPT_OSS,
     TINY_QWEN3,
     TINY_V3,
@@ -48,6 +51,7 @@ def _rival(bars: Sequence[float], peer: Sequence[float]) -> Rival:
 
 
 QWEN3_RIVAL = _rival((3.4, 7.5, 16.5, 850.0, 25.0), (4.15, 9.24, 19.3, 895.0))
+GEMMA3_RIVAL = _rival((6.7, 7.4, 13.0, 2150.0), (8.32, 9.05, 15.6, 2309.0, 76.0))
 GPT_OSS_RIVAL = _rival((2.3, 2.9, 4.7, 720.0), (3.00, 3.41, 5.14, 750.0, 83.0))
 V3_RIVALS = {
     0: _rival((2.8, 3.2, 4.7, 740.0, 25.0), (3.26, 3.66, 5.20, 787.0)),
@@ -74,7 +78,16 @@ def gpt_oss(options: Options) -> Iterator[Row]:
             taken = config["num_experts_per_tok"] * config["intermediate_size"]
             active = {**config, "intermediate_size": taken}
             row["floor"] = models.prefill_flops(64, 1024, active) / models.MATMUL_FLOPS * 1e3
-        yield row | (limits(GPT_OSS_RIVAL, row) if is_full else {})
+        yield multiples(GPT_OSS_RIVAL, row) if is_full else row
+
+
+def gemma3(options: Options) -> Iterator[Row]:
+    is_full = options.device == "cuda"
+    config = GEMMA3_12B if is_full else TINY_GEMMA3
+    for row in measured(config, options, 0, (None,), dense_bytes):
+        if row["what"] == "prefill" and is_full:
+            row["floor"] = models.prefill_flops(64, 1024, config) / models.MATMUL_FLOPS * 1e3
+        yield multiples(GEMMA3_RIVAL, row) if is_full else row
 
 
 def v3(draft_len: int) -> Callable[[Options], Iterator[Row]]:
@@ -94,6 +107,23 @@ def v3(draft_len: int) -> Callable[[Options], Iterator[Row]]:
 def limits(rival: Rival, row: Row) -> Row:
     what = row["what"].partition(", ")[0]
     return {"bar": rival.bars.get(what), "peer": rival.peer.get(what)}
+
+
+def multiples(rival: Rival, row: Row) -> Row:
+    """The row with the floor of the GPU at hand instead of an H200's, and the limits, which are an
+    H200's milliseconds, as multiples of that GPU's floor."""
+    if not (floor := row["floor"]):
+        return row
+    found = {key: value and value / floor for key, value in limits(rival, row).items()}
+    return row | found | {"floor": floor * slowness(is_prefill=row["what"] == "prefill")}
+
+
+def slowness(*, is_prefill: bool = False) -> float:
+    """How many times as long as an H200 the GPU at hand reads or computes."""
+    own = card("cuda" if torch.cuda.is_available() else "cpu")
+    if is_prefill:
+        return models.MATMUL_FLOPS / own.flops
+    return models.READ_BYTES_PER_S / own.bytes_per_s
 
 
 def measured(
@@ -116,6 +146,7 @@ def measured(
         prompt_len=prompt_len,
         device=options.device,
         speculation=mtp if draft_len else None,
+        attn_backend=options.text("attn_backend", "auto"),
     )
     if not draft_len:
         yield {"what": "start-up", "value": time.perf_counter() - start, "floor": None}
@@ -158,7 +189,7 @@ def set_bias(engine: Rounds, case: str) -> None:
 
 def experts_hit(engine: Rounds, num_tokens: int) -> float:
     """Mean number of experts per layer that a round of `num_tokens` tokens takes, in rounds without
-    graphs."""
+    graphs. 0: the model has none."""
     found: list[torch.Tensor] = []
     route = Router.route
 
@@ -170,7 +201,7 @@ def experts_hit(engine: Rounds, num_tokens: int) -> float:
 
     with without_graphs(engine), mock.patch.object(Router, "route", counted):
         engine.run(HIT_ROUNDS)
-    return statistics.mean(len(experts.unique()) for experts in found)
+    return statistics.mean([len(experts.unique()) for experts in found] or [0])
 
 
 @contextmanager
@@ -187,6 +218,11 @@ def dense(config: Config, num_experts: float) -> Config:
 def qwen3_bytes(config: Config, hit: float, num_tokens: float, draft_len: int) -> float:
     """Attention, the experts hit, lm_head, and `num_tokens` of KV."""
     return models.streamed_bytes(dense(config, hit)) + models.kv_bytes(config, num_tokens)
+
+
+def dense_bytes(config: Config, hit: float, num_tokens: float, draft_len: int) -> float:
+    """All weights, and `num_tokens` of KV: in prompts of 1,024 tokens, a window sees nearly all."""
+    return models.streamed_bytes(config) + models.kv_bytes(config, num_tokens)
 
 
 def gpt_oss_bytes(config: Config, hit: float, num_tokens: float, draft_len: int) -> float:
@@ -223,6 +259,19 @@ def v3_bytes(config: Config, hit: float, num_tokens: float, draft_len: int) -> f
     module = layer_bytes(config, hit) + 2 * hidden * hidden * WEIGHT_BYTES + lm_head
     module += num_tokens * entry
     return num_bytes + dense + lm_head + layers * num_tokens * entry + draft_len * module
+
+
+def multiples_table(rows: Sequence[Row]) -> list[str]:
+    titles = ("", "measured", "floor", "of the floor", "at most", "vLLM 0.26.0", "experts hit")
+    lines = []
+    for row in rows:
+        what, floor = row["what"], row["floor"]
+        shares = row["value"] / floor if floor else None, row.get("bar"), row.get("peer")
+        times = [f"{share:.2f}x" if share else "" for share in shares]
+        unit = "s" if what == "start-up" else "ms"
+        figures = number(row["value"]), number(floor), *times, number(row.get("hit") or None)
+        lines.append([f"{what}, {unit}", *figures])
+    return table(titles, lines)
 
 
 def rounds_table(rows: Sequence[Row]) -> list[str]:

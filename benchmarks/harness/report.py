@@ -30,6 +30,9 @@ class Options:
     shape: str
     more: argparse.Namespace = field(default_factory=argparse.Namespace)
 
+    def text(self, name: str, default: str) -> str:
+        return str(getattr(self.more, name, default))
+
     def numbers(self, name: str) -> list[int]:
         """The numbers in an option such as 1,8,64."""
         return [int(each) for each in getattr(self.more, name).split(",")]

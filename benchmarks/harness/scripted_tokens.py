@@ -4,6 +4,7 @@ drafter knows it with noise. The text means nothing."""
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from unittest import mock
 
 import torch
@@ -18,6 +19,7 @@ QUANTILES = 4096
 MIXED = (0.9, 0.2)
 
 
+@cache
 def quantiles(mean: float) -> torch.Tensor:
     """Returns quantiles of a draft's probability, `[QUANTILES]`, at equal steps."""
     torch.manual_seed(0)

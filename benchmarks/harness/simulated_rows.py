@@ -9,8 +9,15 @@ import torch
 
 from benchmarks.harness.report import load
 from benchmarks.harness.scripted_tokens import NOISE, QUANTILES, quantiles
-from tllm_spec.config.draft_shape import DraftShape
-from tllm_spec.kernels.choose_rows import DraftValues, choose_rows, features_of, learn_values
+from tllm_spec.config.draft_shape import DraftShape, DraftShapes
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.kernels.choose_rows import (
+    EXPECTED_SCALE,
+    DraftValues,
+    choose_rows,
+    features_of,
+    learn_values,
+)
 
 DRAFT_MS, DRAFT_MS_PER_REQUEST = 0.22, 0.001  # of a draft step; the rest of a round has its rows
 WARM_UP_ROUNDS = 40
@@ -23,6 +30,14 @@ class Tokens(NamedTuple):
     oracle: float
 
 
+class _Round(NamedTuple):
+    """`expected`: of the batch, by budget."""
+
+    tokens: Tokens
+    num_accepted: list[int]
+    expected: list[float]
+
+
 class Simulation:
     """means: as `TokenScript.set_means`."""
 
@@ -31,36 +46,50 @@ class Simulation:
         self._table, self._slots = torch.stack(rows), torch.arange(batch_size)
         self._generator = torch.Generator().manual_seed(seed)
 
-    def probs(self, depth: int) -> torch.Tensor:
-        """Draws the drafts' probabilities, `[B, depth]`."""
-        size = len(self._slots), depth
-        index = torch.randint(QUANTILES, size, generator=self._generator)
-        return self._table.gather(1, index)
-
     def play(self, shape: DraftShape, rounds: int) -> Tokens:
         """Rounds of this shape, after some that are not counted."""
+        values = self._values(shape.depth)
+        played = [self._round(values, shape).tokens for _ in range(WARM_UP_ROUNDS + rounds)]
+        reached, oracle = zip(*played[WARM_UP_ROUNDS:], strict=True)
+        return Tokens(sum(reached) / rounds, sum(oracle) / rounds)
+
+    def chosen_rate(self, own: AdaptiveController, shapes: DraftShapes, rounds: int) -> float:
+        """Tokens a millisecond of rounds whose tiers the controller chooses, after as many rounds
+        that are not counted."""
+        batch_size, values = len(self._slots), self._values(shapes.longest.depth, shapes.budgets)
+        tokens = ms = 0.0
+        for number in range(2 * rounds):
+            tier = own.tier_for(batch_size)
+            played = self._round(values, shapes.of(tier))
+            accepted = played.num_accepted
+            own.observe(batch_size, accepted, tier, num_drafted=0, expected=played.expected)
+            if number >= rounds:
+                tokens += played.tokens.reached
+                ms += round_ms(shapes.of(tier), batch_size)
+        return tokens / ms
+
+    def _values(self, depth: int, budgets: Sequence[tuple[int, float]] = ()) -> DraftValues:
+        return DraftValues.of_slots(len(self._slots), depth, torch.device("cpu"), budgets)
+
+    def _round(self, values: DraftValues, shape: DraftShape) -> _Round:
         batch_size, depth = len(self._slots), shape.depth
         if not depth:
-            return Tokens(batch_size, batch_size)
-        values = DraftValues.of_slots(batch_size, depth, torch.device("cpu"))
-        num_rows, all_drafts = shape.num_rows(batch_size), torch.full_like(self._slots, depth)
-        reached = oracle = 0.0
-        for number in range(WARM_UP_ROUNDS + rounds):
-            probs = self.probs(depth)
-            noise = NOISE * torch.randn(probs.shape, generator=self._generator)
-            values.features.copy_(features_of((probs.logit() + noise).sigmoid()))
-            chosen = choose_rows.reference(values, all_drafts, self._slots, 1 + depth, num_rows)
-            coins = torch.rand(probs.shape, generator=self._generator) < probs
-            run = coins.cumprod(1).sum(1)
-            num_accepted = torch.minimum(run, chosen.num_verified)
-            learn_values.reference(values, chosen.num_verified, self._slots, 1 + num_accepted)
-            if number >= WARM_UP_ROUNDS:
-                paths = probs.cumprod(1)
-                is_verified = torch.arange(depth) < chosen.num_verified.unsqueeze(1)
-                best = paths.flatten().sort(descending=True).values
-                reached += float((paths * is_verified).sum())
-                oracle += float(best[: num_rows - batch_size].sum())
-        return Tokens(batch_size + reached / rounds, batch_size + oracle / rounds)
+            return _Round(Tokens(batch_size, batch_size), [0] * batch_size, [])
+        index = torch.randint(QUANTILES, (batch_size, depth), generator=self._generator)
+        probs = self._table.gather(1, index)
+        noise = NOISE * torch.randn(probs.shape, generator=self._generator)
+        values.features[:, :depth] = features_of((probs.logit() + noise).sigmoid())
+        num_rows, num_drafts = shape.num_rows(batch_size), torch.full_like(self._slots, depth)
+        chosen = choose_rows.reference(values, num_drafts, self._slots, shape.window, num_rows)
+        run = (torch.rand(probs.shape, generator=self._generator) < probs).cumprod(1).sum(1)
+        num_accepted = torch.minimum(run, chosen.num_verified)
+        learn_values.reference(values, chosen.num_verified, self._slots, 1 + num_accepted)
+        paths = probs.cumprod(1)
+        is_verified = torch.arange(depth) < chosen.num_verified.unsqueeze(1)
+        best = paths.flatten().sort(descending=True).values[: num_rows - batch_size]
+        tokens = batch_size + float((paths * is_verified).sum()), batch_size + float(best.sum())
+        expected = chosen.expected.sum(0) / EXPECTED_SCALE if shape.is_ragged else torch.empty(0)
+        return _Round(Tokens(*tokens), num_accepted.tolist(), expected.tolist())
 
 
 @cache

@@ -1,13 +1,13 @@
 """Rounds of a model whose layers have recurrent states, with the experts that are really hit."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from benchmarks.harness import models
 from benchmarks.harness.dummy_models import QWEN3_NEXT, TINY_QWEN3_NEXT, dummy_engine
-from benchmarks.harness.expert_rounds import MTP_RATES, experts_hit
+from benchmarks.harness.expert_rounds import MTP_RATES, experts_hit, slowness
 from benchmarks.harness.models import WEIGHT_BYTES, Config
-from benchmarks.harness.report import Options, Row, number, table
+from benchmarks.harness.report import Options, Row
 from tllm_spec.models.config import ModelConfig
 
 # Times of the floor, by batch size: of plain rounds, and of those with three drafts of MTP.
@@ -38,6 +38,7 @@ def qwen3_next(draft_len: int) -> Callable[[Options], Iterator[Row]]:
             prompt_len=prompt_len,
             device=options.device,
             speculation=mtp if draft_len else None,
+            attn_backend=options.text("attn_backend", "auto"),
         )
         for batch_size in sizes:
             engine.start(batch_size, prompt_len)
@@ -46,14 +47,14 @@ def qwen3_next(draft_len: int) -> Callable[[Options], Iterator[Row]]:
             hit = experts_hit(engine, batch_size * (1 + draft_len))
             later = experts_hit(engine, batch_size) if draft_len > 1 else hit
             size = RoundSize(batch_size, batch_size * timed.context, draft_len)
-            floor = models.read_ms(round_bytes(config, size, hit, later))
+            floor = models.read_ms(round_bytes(config, size, hit, later)) * slowness()
             what = f"batch {batch_size}, {draft_len} drafts"
             bar = BARS[draft_len].get(batch_size) if is_full else None
             yield {"what": what, "value": timed.round_ms, "floor": floor, "bar": bar, "hit": hit}
         engine.stop()
-        if not draft_len:
-            ms = [engine.prompts_ms(1, prompt_len) for _ in range(3)][-1]
-            yield {"what": f"1 prompt of {prompt_len}", "value": ms, "floor": None}
+        for number in () if draft_len else (1, sizes[-1]):
+            ms = [engine.prompts_ms(number, prompt_len) for _ in range(3)][-1]
+            yield {"what": f"{number} prompts of {prompt_len}", "value": ms, "floor": None}
 
     return run
 
@@ -82,14 +83,3 @@ def round_bytes(raw: Config, size: RoundSize, hit: float, later: float) -> float
         elements += config.vocab_size * hidden
     state = 2 * 4 * heads.num_value_heads * heads.key_dim * heads.value_dim
     return WEIGHT_BYTES * elements + size.batch * num_states * state
-
-
-def state_table(rows: Sequence[Row]) -> list[str]:
-    titles = ("", "measured, ms", "floor", "of the floor", "at most", "experts hit")
-    lines = []
-    for row in rows:
-        floor = row["floor"]
-        share = f"{row['value'] / floor:.2f}x" if floor else ""
-        figures = number(row["value"]), number(floor), share, number(row.get("bar"))
-        lines.append([row["what"], *figures, number(row.get("hit"))])
-    return table(titles, lines)

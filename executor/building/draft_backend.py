@@ -46,6 +46,7 @@ def check_draft_backend(plan: BuildPlan) -> None:
                 )
         else:
             reasons.append(f"its network is an EAGLE-3 head, and the head is {kind}")
+        window = draft.window_size or config.within(plan.max_len).sliding_window
     else:
         config = ModelConfig.from_pretrained(folder)
         dtype = pick_dtype(plan.args.dtype, config.dtype, plan.device)
@@ -56,8 +57,9 @@ def check_draft_backend(plan: BuildPlan) -> None:
             )
         if config.int4 is not None and config.int4.packing != "gguf":  # hosts dequantise GGUF
             reasons.append("its network has weights of 16 or 32 bits, and the draft model's have 4")
-        if (window := config.within(plan.max_len).sliding_window) is not None:
-            reasons.append(f"its network sees all keys, and sliding_window is {window}")
+        window = draft.window_size or config.within(plan.max_len).sliding_window
+    if window is not None:
+        reasons.append(f"its network sees all keys, and the draft network's window is {window}")
     if (size := plan.mapping.world_size) > 1:
         reasons.append(f"it runs on one device, and tensor_parallel_size is {size}")
     if draft.backend == "onnxruntime":

@@ -149,7 +149,13 @@ def load_draft(
     plan: BuildPlan, target: CausalLM, draft: DraftPlan, tokens: DraftTokens | None
 ) -> LoadedDraft:
     """Never batch-invariant: with `deterministic` drafts may depend on the batch, the text does
-    not."""
+    not. Raises ValueError for weights and options that are not served."""
+    return _load_draft(plan, target, draft, tokens).windowed(plan.max_len)
+
+
+def _load_draft(
+    plan: BuildPlan, target: CausalLM, draft: DraftPlan, tokens: DraftTokens | None
+) -> LoadedDraft:
     if draft.num_modules:
         return load_mtp(
             draft,

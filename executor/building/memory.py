@@ -30,8 +30,8 @@ from tllm_spec.zoo.registry import resolve_model
 
 def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None, groups: Sequence[GroupPlan]) -> int:
     """Workspaces of attention and of GEMMs, CUDA graphs, and what is kept for every slot: recurrent
-    states and their snapshots; the backlog of a draft network on the target's pages; a draft
-    network's distributions for rejection sampling; texts."""
+    states, their snapshots and what blocks of prompts need; the backlog of a draft network on the
+    target's pages; a draft network's distributions for rejection sampling; texts."""
     num_bytes = sum(
         workspace_bytes(
             plan.attention, pool.geometry, pool.kv_format, plans_latents=plan.plans_latents
@@ -42,6 +42,7 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None, groups: Sequence[
     if (recurrent := plan.recurrent) is not None:
         num_bytes += (plan.slots.dummy_slot + 1) * recurrent.slot_bytes(plan.dtype)
         num_bytes += plan.num_snapshots * recurrent.snapshot_bytes(plan.dtype)
+        num_bytes += recurrent.prompt_bytes(plan.args.max_num_tokens)
     if plan.device.type == "cuda" and not plan.args.deterministic:
         num_bytes += WORKSPACE_BYTES
     if draft is not None:

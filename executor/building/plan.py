@@ -3,6 +3,7 @@ executor's parts it constructs the slots only."""
 
 import logging
 from collections.abc import Iterable
+from math import gcd
 from typing import NamedTuple
 
 from tllm_spec.attention.choice import choose_backend
@@ -23,6 +24,7 @@ from tllm_spec.executor.speculative.draft_length.controller_for import controlle
 from tllm_spec.executor.speculative.draft_length.draft_len_limits import rows_with_contexts
 from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
 from tllm_spec.executor.speculative.modes import draft_plan_of
+from tllm_spec.kernels.delta_blocks import BLOCK_ROWS
 from tllm_spec.kernels.nvrtc import why_unavailable
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.models.config import ModelConfig
@@ -116,8 +118,14 @@ class BuildPlan:
         """This rank's share of the target's layers with a recurrent state, if it has any."""
         if (delta := self.config.delta) is None:
             return None
-        window = self.shapes.longest.window
-        return RecurrentGeometry(len(delta.layers), delta.shape(self.mapping), window)
+        window, reuse = self.shapes.longest.window, self.args.kv_cache_config
+        block = BLOCK_ROWS
+        if reuse.enable_block_reuse:
+            block = gcd(block, reuse.state_snapshot_tokens)
+        # A block must fit in a forward next to the windows of all other requests.
+        room = self.args.max_num_tokens - (self.slots.max_batch_size - 1) * window
+        block = min(block, 1 << max(room, 1).bit_length() - 1)
+        return RecurrentGeometry(len(delta.layers), delta.shape(self.mapping), window, block)
 
     @property
     def num_snapshots(self) -> int:

@@ -17,11 +17,9 @@ def replaceable_weights(
     plan: BuildPlan, engines: Engines, tokenizer: Tokenizer | None
 ) -> DraftWeights | None:
     """tokenizer: the target's. None where the weights cannot be replaced: there are none, they are
-    the target's or outside torch, or there are several ranks."""
+    the target's or outside torch."""
     draft, target = engines.draft, engines.target.model
     if draft is None or draft.plan.path is None or draft.plan.backend != "torch":
-        return None
-    if plan.communicator.mapping.tp_size > 1:
         return None
     of_draft = draft.plan
 
@@ -32,4 +30,4 @@ def replaceable_weights(
             return load_draft(plan, target, new, tokens).model
 
     manager = engines.draft_kv or engines.kv
-    return DraftWeights(load, draft.model, manager.cache, draft.plan.path)
+    return DraftWeights(load, draft.model, manager.cache, draft.plan.path, plan.communicator)

@@ -10,6 +10,7 @@ from tllm_spec.attention.interface import AttentionBackend, AttentionPlan, Group
 from tllm_spec.attention.recurrent import RecurrentMemory, RecurrentRows
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
+from tllm_spec.kernels.gated_delta import DeltaBlocks, DeltaRows
 from tllm_spec.kernels.move_kv import move_kv
 from tllm_spec.kernels.round_rows import RoundRows
 
@@ -73,13 +74,7 @@ class AttentionGroups:
             return None
         parts = []
         if contexts:
-            counts = [len(chunk.tokens) for chunk in contexts]
-            ends = [0, *accumulate(counts)]
-            numbers = [chunk.slot for chunk in contexts], [chunk.start for chunk in contexts], ends
-            sent = to_device([each for part in numbers for each in part], self.rows.device)
-            slots, first, offsets = sent.split_with_sizes([len(part) for part in numbers])
-            rows = RoundRows(len(counts), max(counts), ends[-1], offsets.to(torch.int32))
-            parts.append(self.memory.begin(slots, first, rows, are_kept=True))
+            parts.append(self._prompts(contexts, self.memory))
         if windows is not None:
             assert windows.num_padding is None, "a target's windows have no padding"
             tree = None if windows.tree is None else windows.tree.mask.bits
@@ -88,6 +83,20 @@ class AttentionGroups:
                 self.memory.begin(windows.slots, windows.first, rows, are_kept=False, tree=tree)
             )
         return RecurrentRows(self.memory, parts)
+
+    def _prompts(self, contexts: list[ContextChunk], memory: RecurrentMemory) -> DeltaRows:
+        counts = [len(chunk.tokens) for chunk in contexts]
+        number, geometry = len(counts), memory.geometry
+        blocks = [geometry.num_blocks(each.start, each.end, each.prompt_len) for each in contexts]
+        owners = [request for request in range(number) for _ in range(blocks[request])]
+        slots_and_first = [chunk.slot for chunk in contexts], [chunk.start for chunk in contexts]
+        numbers = *slots_and_first, [0, *accumulate(counts)], [0, *accumulate(blocks)], owners
+        sent = to_device([each for part in numbers for each in part], self.rows.device)
+        slots, first, *others = sent.split_with_sizes([len(part) for part in numbers])
+        offsets, starts, of_blocks = (each.to(torch.int32) for each in others)
+        rows = RoundRows(number, max(counts), sum(counts), offsets)
+        own = DeltaBlocks(geometry.block, starts, of_blocks) if owners else None
+        return memory.begin(slots, first, rows, are_kept=True, blocks=own)
 
     def keep_paths(self, windows: Windows, rows: torch.Tensor, lens: torch.Tensor) -> None:
         """Moves the KV of the accepted rows of trees to the front of their windows, and their

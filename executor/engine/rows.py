@@ -23,11 +23,13 @@ ROW_ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class ContextChunk:
-    """Tokens of one sequence, to be prefilled from position `start` on."""
+    """Tokens of one sequence, to be prefilled from position `start` on. prompt_len: tokens of its
+    prompt; only layers with a recurrent state read it."""
 
     slot: int
     start: int
     tokens: list[int]
+    prompt_len: int = 0
 
     @property
     def end(self) -> int:

@@ -196,10 +196,15 @@ class KVCacheManager(ResourceManager):
             self._states.restore(self.cache.snapshots.use(node), request.slot, cached_len)
         return cached_len
 
-    def until_snapshot(self, position: int) -> int | None:
-        """Tokens from a position on until the states are to be copied; None: they are not."""
-        snapshots = self.cache.snapshots
-        return None if snapshots is None else snapshots.every - position % snapshots.every
+    def chunk_len(self, request: LlmRequest, first: int, most: int) -> int:
+        """How many of the `most` context tokens after the first ones a round may read: up to where
+        the states are to be copied, and only whole blocks of them. It may be 0."""
+        if self._states is None:
+            return most
+        end, snapshots = first + most, self.cache.snapshots
+        if snapshots is not None:
+            end = min(end, first + snapshots.every - first % snapshots.every)
+        return self._states.geometry.chunk_end(end, request.prompt_len) - first
 
     def _take_snapshots(self, batch: ScheduledBatch) -> None:
         """Copies the states of prompts that have come to where a prefix may be reused up to.

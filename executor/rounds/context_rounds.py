@@ -32,7 +32,9 @@ class ContextRounds:
 
     def launch(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SentResults:
         chunks = [
-            ContextChunk(r.slot, r.kv_len, r.tokens[r.kv_len : r.kv_len + r.context_chunk])
+            ContextChunk(
+                *(r.slot, r.kv_len, r.tokens[r.kv_len : r.kv_len + r.context_chunk], r.prompt_len)
+            )
             for r in batch.context_requests
         ]
         hidden = self._replay(batch, chunks)

@@ -114,6 +114,7 @@ class DraftPlan:
     drafts_at_once: bool = False  # a draft model reads mask tokens and drafts all tokens at once
     mask_token: int | None = None  # None: what the model's config.json says
     num_filled: int = 0  # drafts that a head fills in at once, at most; 0: it does not
+    window_size: int | None = None  # tokens that it sees; None: as its own config.json says
 
     @property
     def rows_before(self) -> int:
@@ -245,6 +246,7 @@ def _draft_target_model(config: DecodingBaseConfig) -> DraftPlan:
         shares_pages=config.draft_target_one_model,
         kv_cache_dtype=config.kv_cache_dtype,
         backend=config.draft_backend,
+        window_size=config.draft_window_size,
         token_map=config.speculative_token_map,
     )
 
@@ -256,6 +258,7 @@ def _pard_model(config: DecodingBaseConfig) -> DraftPlan:
         config.load_format,
         is_head=False,
         shares_pages=config.draft_target_one_model,
+        window_size=config.draft_window_size,
         token_map=config.speculative_token_map,
         drafts_at_once=True,
         mask_token=config.mask_token_id,
@@ -270,6 +273,7 @@ def _dflash_head(config: DecodingBaseConfig) -> DraftPlan:
         is_head=True,
         capture_layers=config.target_layer_ids,
         head_kinds=("DFlash",),
+        window_size=config.draft_window_size,
         token_map=config.speculative_token_map,
         mask_token=config.mask_token_id,
         num_filled=config.max_draft_len,
@@ -288,6 +292,7 @@ def _eagle_head(config: DecodingBaseConfig) -> DraftPlan:
         splits_rounds=not config.eagle3_one_model,
         backend=config.draft_backend,
         head_kinds=("EAGLE-3",) if is_eagle3 else ("EAGLE-1/2", "EAGLE-3"),
+        window_size=config.draft_window_size,
         token_map=config.speculative_token_map,
     )
 

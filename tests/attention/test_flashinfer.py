@@ -157,6 +157,7 @@ class Forward:
         assert float(error.max()) < ERROR[self.device.type], error  # NaN fails, too
 
 
+@pytest.mark.thinned
 @on_each_device
 @pytest.mark.parametrize("page_size", [32, 64])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

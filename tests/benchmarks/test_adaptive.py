@@ -126,7 +126,9 @@ def test_as_many_drafts_are_accepted_as_the_script_promises(
     [
         ("lengths", 1, ["0", "2", "5"]),
         pytest.param("traffic", 10, [], marks=pytest.mark.slow),
-        ("trees", 1, ["0", "2", "5", "3x2/7", "4x4/15", "5x8/31"]),
+        pytest.param(
+            *("trees", 1, ["0", "2", "5", "3x2/7", "4x4/15", "5x8/31"]), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_run_has_a_row_for_each_cell_and_phase(

@@ -1,6 +1,7 @@
 """`tllm-bench tune`: the simulation of recorded arrivals, and its choice against what was really
 served."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.lossless.cases import heldout_prompts
+from tllm_spec.bench.replay_report import share_of_other_rounds
 from tllm_spec.bench.tune import (
     PLAIN,
     Candidate,
@@ -18,10 +20,11 @@ from tllm_spec.bench.tune import (
     score_of,
     simulate,
 )
-from tllm_spec.bench.tune_report import best_yaml
+from tllm_spec.bench.tune_report import best_yaml, tune
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import speculative_config_from
 from tllm_spec.llm import LLM
+from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.recording.traffic_folder import read_records
 from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.sampling_params import SamplingParams
@@ -66,6 +69,31 @@ def test_the_best_configuration_says_why() -> None:
     text = best_yaml(scores)
     assert "# sa 3: 4.000 ms a token" in text and "1.50 times that" in text
     assert text.endswith("speculative_config:\n  decoding_type: SA\n  max_draft_len: 3\n")
+
+
+def test_rounds_that_differ_from_serving_are_counted_once_each() -> None:
+    served = TrafficRecord.model_construct(
+        num_rounds=10, num_emitted=16, drafted=[10, 10], accepted=[5, 1]
+    )
+    same, other = (
+        SpeculativeStats(10, 16, (10, 10), (5, 1)),
+        SpeculativeStats(9, 16, (9, 9), (5, 2)),
+    )
+    assert share_of_other_rounds([served], [same]) == 0.0
+    # With 0, 1 and 2 drafts accepted: 5, 4 and 1 rounds, then 4, 3 and 2.
+    assert share_of_other_rounds([served, served], [same, other]) == 2 / 20
+
+
+def test_a_model_without_a_tokenizer_is_tuned(tiny: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "max_batch_size": 2, "max_seq_len": 64}
+    with LLM(tiny, record_traffic=str(tmp_path / "traffic"), **options) as llm:
+        llm.generate([1, 2, 1, 2, 1], SamplingParams(max_tokens=9, ignore_eos=True))
+    config = tmp_path / "sa.yaml"
+    spec = {"decoding_type": "SA", "max_draft_len": 1}
+    config.write_text(json.dumps({"speculative_config": spec, "max_batch_size": 2}))
+    scores = tune(tmp_path / "traffic", None, [config])
+    assert [each.candidate.name for each in scores] == ["plain", "sa 1"]
+    assert all(each.output_tokens_per_s > 0 for each in scores)
 
 
 def prompts_of(kind: str, llm: LLM) -> tuple[list[list[int]], SamplingParams]:

@@ -8,7 +8,7 @@ from tllm_spec.config.speculative_config import Eagle3DecodingConfig
 
 
 def config(**options: Any) -> Eagle3DecodingConfig:
-    return Eagle3DecodingConfig(max_draft_len=7, speculative_model="head", **options)
+    return Eagle3DecodingConfig(**{"max_draft_len": 7, "speculative_model": "head"} | options)
 
 
 def test_a_round_has_so_many_rows_a_request_on_average() -> None:
@@ -29,10 +29,32 @@ def test_a_token_budget_counts_these_rows() -> None:
     [
         ({"use_dynamic_tree": True, "dynamic_tree_max_topK": 4}, "needs chains"),
         ({"use_rejection_sampling": True}, "would change the distribution"),
-        ({"adaptive": {}}, "each says what is verified"),
+        ({"adaptive": {}}, "adaptive also says what is verified"),
         ({"verify_budget": 1}, "greater than 1"),
+        (
+            {"adaptive": {}, "use_dynamic_tree": True, "use_rejection_sampling": True},
+            "adaptive also says.*; it needs chains.*; with use_rejection_sampling",
+        ),
     ],
 )
 def test_it_is_refused_with_a_reason(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(**{"verify_budget": 2.5} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"adaptive": {"strategy": "ema", "candidate_steps": [1, 7]}},
+            "needs adaptive's cost_model",
+        ),
+        ({"draft_len_schedule": {1: 3}}, "use adaptive's slots"),
+        ({"max_draft_len": 2}, "candidate_steps of 3 or more"),
+        ({"use_rejection_sampling": True}, "would change the distribution"),
+        ({"adaptive": {"candidate_steps": list(range(20))}, "max_draft_len": 19}, "there are 20"),
+    ],
+)
+def test_its_choice_is_refused_with_a_reason(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**{"enable_adaptive_verification": True} | options)

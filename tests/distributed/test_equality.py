@@ -32,6 +32,7 @@ LONG = (
     "gemma3",
     "llama4-parts",
     "pard",
+    "peagle",
     "phi3",
     "plain-experts",
 )
@@ -43,7 +44,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outputs(tmp_path: Path, folder: Path, num_ranks: int, names: list[str]) -> dict[str, Any]:
-    for name in {ALL[name].model for name in names if name in ALL} | DRAFTERS:
+    cases = [ALL[name] for name in names if name in ALL]
+    options = str([case.options for case in cases])
+    drafters = {name for name in DRAFTERS if f"{{folder}}/{name}'" in options}
+    for name in {case.model for case in cases} | drafters:
         if not name.startswith("zoo:"):
             save_tiny(folder, name)
     results = tmp_path / "results"

@@ -98,6 +98,7 @@ def assert_equal_rounds(sides: tuple[HeadSide, HeadSide], vocab_size: int) -> No
     equal([side.read(windows=windows, new_lens=[2]) for side in sides], 1)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", HEADS)
 def test_every_kind_of_head_has_the_numbers_of_torch(
     name: str, make_network: MakeNetwork, tmp_path: Path

@@ -71,6 +71,7 @@ def test_the_zoos_head_builds_and_serialises() -> None:
     assert build(PACKAGE, head, replace(LIMITS, max_window=16)).nbytes > weight_bytes
 
 
+@pytest.mark.slow
 def test_the_zoos_draft_network_builds_and_serialises() -> None:
     model = zoo_model(torch.bfloat16)
     weight_bytes = sum(each.numel() * each.element_size() for each in model.parameters())

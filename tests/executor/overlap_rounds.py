@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.executor.draft_caches import one_model, write_heads
@@ -21,13 +22,14 @@ NO_OVERLAP = {"disable_overlap_scheduler": True}
 Make = Callable[..., Harness]
 
 
+# Of a draft model and of a head one path each is not slow.
 MODES = [
     "plain",
-    "draft_target",
+    pytest.param("draft_target", marks=pytest.mark.slow),
     "draft_target_two_model",
     "eagle3",
-    "eagle3_two_model",
-    "peagle",
+    pytest.param("eagle3_two_model", marks=pytest.mark.slow),
+    pytest.param("peagle", marks=pytest.mark.slow),
 ]
 GOOD: dict[str, Any] = {
     "logit_bias": {NAN_TOKEN: -100.0},

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.executor.graph_rounds import num_replays, on_cuda, with_graphs
 from tests.executor.guided_rounds import submit_guided
@@ -12,7 +13,9 @@ from tests.executor.row_rounds import DRAFT_LEN, PROMPT, rows_and_batches
 from tests.lossless.engines import tiny_engine
 from tests.models import qwen3_next
 from tests.models.mtp_reference import save_predictable
-from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.kernels.round_rows import RoundRows
 
 SIZES, BUDGET = (1, 2, 4, 8), 2.5
 MTP = {"decoding_type": "MTP", "max_draft_len": DRAFT_LEN, "verify_budget": BUDGET}
@@ -81,6 +84,38 @@ def test_a_tail_reads_the_rows_that_its_forward_has_chosen(
     assert ROWS >= set(alone) >= {20}
     accepted = sum(request.counters.stats().num_accepted_tokens for request in requests)
     assert accepted > 0
+
+
+def test_a_request_without_drafts_has_one_row_in_a_graph(
+    tiny: Path,
+    drafts: tuple[Path, Path],
+    eager_graphs: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[dict[int, int]] = []
+    choose = SlotState.choose_rows
+
+    def watched(slots: SlotState, slot_ids: torch.Tensor, window: int, num_rows: int) -> RoundRows:
+        rows = choose(slots, slot_ids, window, num_rows)
+        assert rows.offsets is not None
+        given.append(dict(zip(slot_ids.tolist(), rows.offsets.diff().tolist(), strict=False)))
+        return rows
+
+    options = tiny_engine("eagle3", drafts, DRAFT_LEN, verify_budget=BUDGET)
+    harness = with_graphs(tiny, SIZES, {0, DRAFT_LEN}, **options)
+    limits = (DRAFT_LEN, 0, DRAFT_LEN, DRAFT_LEN)
+    requests = [harness.submit([*PROMPT, i], 60, draft_limit=n) for i, n in enumerate(limits)]
+    for request in requests:
+        harness.run_until(request, RequestState.GENERATION)
+    harness.round()
+    monkeypatch.setattr(SlotState, "choose_rows", watched)
+    before = sum(num_replays(harness).values())
+    for _ in range(5):
+        harness.round()
+    assert sum(num_replays(harness).values()) == before + 5 == before + len(given)
+    assert [rows[requests[1].slot] for rows in given] == [1] * 5
+    assert all(sum(rows.values()) == 4 * BUDGET for rows in given)
+    harness.run()
 
 
 @pytest.mark.gpu

@@ -12,7 +12,8 @@ from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoun
 from tllm_spec.executor.speculative.draft_length.tier_policy import ObservedRound
 
 SHAPES = with_budgets(7, (0, 1, 2, 3, 5, 7))
-TWO, THREE, FIVE, SEVEN = SHAPES.budgeted_tiers
+THREE, FIVE, SEVEN = SHAPES.budgeted_tiers
+COMPARED = [1, 2, 3, THREE, 5, FIVE, 7, SEVEN]
 BATCH = 64
 
 
@@ -23,23 +24,34 @@ def row_ms(per_row: float, per_draft: float) -> dict[int, float]:
 
 
 def controller(
-    per_row: float = 1.5, per_draft: float = 0.3, seconds: dict[int, dict[int, float]] | None = None
+    per_row: float = 1.5,
+    per_draft: float = 0.3,
+    seconds: dict[int, dict[int, float]] | None = None,
+    sizes: tuple[int, ...] = (16, BATCH),
 ) -> AdaptiveController:
-    seconds = seconds or {size: row_ms(per_row, per_draft) for size in (16, BATCH)}
+    seconds = seconds or {size: row_ms(per_row, per_draft) for size in sizes}
     config = AdaptiveConfig.parse({"candidate_steps": [0, 1, 2, 3, 5, 7]}, 7)
     return AdaptiveController.from_config(
         config,
-        graph_batch_sizes=(16, BATCH),
+        graph_batch_sizes=sizes,
         round_times=MeasuredRoundTimes(seconds),
         shapes=SHAPES,
     )
 
 
 def test_budgets_are_for_batches_of_more_than_16_requests() -> None:
-    assert [SHAPES.name(tier) for tier in SHAPES.budgeted_tiers] == ["2@2", "3@3", "5@4", "7@4"]
+    assert [SHAPES.name(tier) for tier in SHAPES.budgeted_tiers] == ["3@2.5", "5@3.5", "7@4.5"]
+    assert SHAPES.compared_tiers == COMPARED
     own = controller()
     assert own.tiers_at(16) == {0, 1, 2, 3, 5, 7}
-    assert own.tiers_at(BATCH) == {0, 1, TWO, THREE, FIVE, SEVEN}
+    assert own.tiers_at(BATCH) == {0, *COMPARED}
+
+
+def test_large_batches_have_no_whole_windows_of_many_rows() -> None:
+    sizes = (64, 65, 128, 512)
+    own = controller(sizes=sizes)
+    found = {size: own.tiers_at(size) - set(SHAPES.budgeted_tiers) for size in sizes}
+    assert found == {64: {0, 1, 2, 3, 5, 7}, 65: {0, 1, 2, 3, 5}, 128: {0, 1, 2, 3}, 512: {0, 1}}
 
 
 def observe(own: AdaptiveController, tier: int, *expected: float, rounds: int = 60) -> None:
@@ -51,12 +63,14 @@ def observe(own: AdaptiveController, tier: int, *expected: float, rounds: int = 
 
 def test_the_tier_with_the_most_expected_tokens_a_second_is_chosen() -> None:
     own = controller()
-    observe(own, SEVEN, 0.6, 0.9, 1.3, 2.0, 2.1)
-    assert own.tier_for(BATCH) == FIVE  # 7@4 has 0.1 more tokens, which cost 0.6 ms
-    observe(own, SEVEN, 0.6, 0.9, 1.3, 2.0, 2.6)
+    observe(own, SEVEN, 0.6, 0.9, 1.1, 1.3, 1.3, 2.0, 1.4, 2.1)
+    assert own.tier_for(BATCH) == FIVE  # 7@4.5 has 0.1 more tokens and takes 2.1 ms more
+    observe(own, SEVEN, 0.6, 0.9, 1.1, 1.3, 1.3, 2.0, 1.4, 3.1)
     assert own.tier_for(BATCH) == SEVEN
-    observe(own, SEVEN, 0.1, 0.12, 0.13, 0.13, 0.13)
+    observe(own, SEVEN, 0.1, 0.12, 0.13, 0.13, 0.13, 0.13, 0.13, 0.13)
     assert own.tier_for(BATCH) == 0
+    observe(own, SEVEN, 0.9, 1.7, 2.5, 1.5, 4.0, 2.5, 5.5, 3.5)
+    assert own.tier_for(BATCH) == 7  # all drafts are good: whole windows
 
 
 def estimate() -> BudgetEstimate:
@@ -71,37 +85,50 @@ def test_longer_drafts_than_there_were_keep_their_share() -> None:
     own = estimate()
     before = list(own.expected)
     for _ in range(500):
-        own.observe(seen([0.8, 1.0, 1.2, 1.2, 1.2]), THREE)
-    assert [own.expected[tier] for tier in (1, TWO, THREE)] == pytest.approx([0.4, 0.5, 0.6])
+        own.observe(seen([0.8, 1.0, 1.1, 1.2, *[1.2] * 4]), THREE)
+    known = [own.expected[tier] for tier in (1, 2, 3, THREE)]
+    assert known == pytest.approx([0.4, 0.5, 0.55, 0.6])
     ratio = 0.6 / before[THREE]
     assert own.expected[FIVE] == pytest.approx(before[FIVE] * ratio)
+
+
+def test_whole_windows_show_what_shorter_ones_would_have_brought() -> None:
+    own = estimate()
+    before = list(own.expected)
     for _ in range(500):
-        own.observe(seen([]), 1)
-    assert own.expected[1] == pytest.approx(1) and own.expected[TWO] == pytest.approx(1.25)
+        own.observe(ObservedRound(2, BATCH, [0, 3], None, None, 99), 3)
+    assert [own.expected[tier] for tier in (1, 2, 3)] == pytest.approx([0.5, 1.0, 1.5])
+    assert own.expected[SEVEN] == pytest.approx(before[SEVEN] * 1.5 / before[3])
+    assert own.rates == [pytest.approx(0.5)], "what the log's line on a switch names"
 
 
 def test_a_probe_shows_what_the_longest_drafts_would_bring() -> None:
     own = controller(per_row=0.4)
-    observe(own, TWO, 0.02, 0.03, rounds=40)
+    observe(own, THREE, 0.02, 0.03, 0.03, 0.03, rounds=40)
     assert own.tier_for(BATCH) == 0
-    truth = {TWO: [0.7, 1.0], THREE: [0.7, 1.0, 1.9], SEVEN: [0.7, 1.0, 1.9, 2.4, 2.9]}
+    truth = {
+        THREE: [0.7, 0.9, 1.0, 1.3],
+        FIVE: [0.7, 0.9, 1.0, 1.3, 1.1, 2.2],
+        SEVEN: [0.7, 0.9, 1.0, 1.3, 1.1, 2.2, 1.1, 3.2],
+    }
     for _ in range(3000):
         tier = own.tier_for(BATCH)
         own.observe(BATCH, [0] * BATCH, tier, expected=[n * BATCH for n in truth.get(tier, [])])
     assert own.tier_for(BATCH) == SEVEN
-    assert own.state()["slots"]["17"]["expected"]["7@4"] == pytest.approx(2.9, abs=0.1)
+    assert own.state()["slots"]["17"]["expected"]["7@4.5"] == pytest.approx(3.2, abs=0.1)
 
 
 def test_the_best_budget_is_found_within_a_hundred_rounds_of_the_start() -> None:
     """Round times and accepted drafts of a batch of 64 with mixed traffic, as on an H100."""
-    accepted = {1: 0.545, TWO: 0.85, THREE: 1.32, FIVE: 1.926, SEVEN: 2.18}
-    ms = {0: 6.95, 1: 7.68, TWO: 8.05, THREE: 10.06, FIVE: 11.78, SEVEN: 12.47}
+    accepted = dict(zip(COMPARED, (0.54, 0.98, 1.34, 1.23, 1.99, 1.89, 2.47, 2.35), strict=True))
+    ms = {0: 9.0, 1: 9.8, 2: 10.8, 3: 11.8, THREE: 10.9, 5: 14.9, FIVE: 12.4, 7: 17.0, SEVEN: 13.9}
     times = {tier: ms.get(tier, 20.0) for tier in range(SHAPES.further_tiers.stop)}
     own = controller(seconds={16: times, BATCH: times})
     chosen = []
     for _ in range(200):
         tier = own.tier_for(BATCH)
         known = [each for each in accepted if SHAPES.of(each).depth <= SHAPES.of(tier).depth]
-        own.observe(BATCH, [0] * BATCH, tier, expected=[accepted[each] * BATCH for each in known])
+        expected = [accepted[each] * BATCH for each in known] if tier > 7 else []
+        own.observe(BATCH, [0] * BATCH, tier, expected=expected)
         chosen.append(tier)
     assert set(chosen[100:]) == {SEVEN}

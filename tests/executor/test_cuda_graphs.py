@@ -71,7 +71,7 @@ def test_slot_ids_are_sent_only_when_they_change(
     ]
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mode", MODES)
 def test_replayed_rounds_give_the_texts_of_eager_rounds(
@@ -95,6 +95,7 @@ def test_replayed_rounds_give_the_texts_of_eager_rounds(
     assert all_pages_are_back(harness.executor)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_dummy_slot_of_padded_batches_does_not_grow_and_has_no_pages(
     tiny: Path, tiny_draft: Path, head: Path, eager_graphs: None, mode: str

@@ -77,6 +77,7 @@ def test_the_engine_fills_in_the_block_of_the_plain_torch_transcription(
     assert num_checked > 20
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("drafting", ["chain", "tree", "copies"])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_texts_are_those_of_plain_decoding_with_any_draft_lengths(

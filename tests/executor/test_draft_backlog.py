@@ -98,7 +98,7 @@ def test_plain_rounds_share_one_forward_of_the_draft_network(
     assert rows == [4, 1, 1]
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_draft_cache_lacks_only_the_positions_of_the_backlog(
@@ -183,7 +183,7 @@ def test_catching_up_writes_the_positions_of_the_backlog_and_no_others(
     assert_nothing_is_missing(harness, *requests)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     "num_plain", [1, BACKLOG_LEN - 1, BACKLOG_LEN, BACKLOG_LEN + 1, 3 * BACKLOG_LEN + 2]
 )

@@ -60,7 +60,7 @@ def run_with_cancellations(harness: Harness) -> None:
             harness.queue.cancel(random.choice(running).request_id)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("mode", "rejects"), list(product(MODES, (False, True))), ids=str)
 def test_the_drafts_of_graphs_are_those_without(

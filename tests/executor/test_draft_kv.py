@@ -210,6 +210,7 @@ def test_a_round_that_breaks_off_leaves_the_draft_cache_usable(tiny: Path) -> No
         assert stats.num_drafted_tokens - stats.num_accepted_tokens <= 3
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_request_that_pauses_drafts_again_with_nothing_missing(
     tiny: Path, tiny_draft: Path, overlap: bool

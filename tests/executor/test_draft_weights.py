@@ -50,7 +50,7 @@ def copy_of(model: str, folder: Path, factor: float) -> Path:
     return folder
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", HEADS)
 def test_a_swapped_engine_counts_what_a_new_engine_counts(name: str, tmp_path: Path) -> None:
     model, spec = HEADS[name]

@@ -55,7 +55,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_heads(tmp_path_factory.mktemp("head"))
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_the_draft_cache_always_equals_a_prefill_of_the_true_tokens(
@@ -95,7 +95,7 @@ def test_the_draft_cache_always_equals_a_prefill_of_the_true_tokens(
     assert all_pages_are_back(harness.executor)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("mode", CHAINS)
 @pytest.mark.parametrize(
     ("draft_len", "sampling"), [(1, "coupled"), (4, "coupled"), (1, "greedy"), (4, "greedy")]
@@ -129,7 +129,7 @@ def test_drafts_are_those_of_a_slow_loop_up_to_each_requests_limit(
     assert all(drafted[0]) and all(drafted[3]) and all(drafted[2][:2])
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("other", [[], [60, 61]])
 def test_a_prefix_hit_at_any_offset_in_a_page_leaves_no_hole_in_the_draft_cache(

@@ -42,7 +42,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2, **sizes)
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("target", SAVERS)
 @pytest.mark.parametrize("one_model", [True, False])

@@ -72,7 +72,7 @@ def test_the_engine_drafts_the_tokens_of_the_plain_torch_reference(
     assert num_checked > 20
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("shape", ["chains", "dynamic trees", "static trees"])
 @pytest.mark.parametrize("one_model", [True, False])
 def test_the_drafts_of_graphs_are_those_of_eager_rounds(

@@ -310,6 +310,7 @@ def test_a_request_that_the_pool_can_never_hold_is_refused_with_the_figures(
         assert_clean(llm)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("policy", ["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"])
 def test_cancelling_at_random_moments_frees_everything_and_changes_no_other_text(
     model: Path, expected: list[list[int]], tiny_draft: Path, policy: str

@@ -82,7 +82,7 @@ def forbid_eager_windows(
     monkeypatch.setattr(engine, "forward", watched)
 
 
-@pytest.mark.thinned(7)
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_forward_of_any_windows_is_a_graph_and_the_text_that_without(

@@ -57,7 +57,7 @@ def test_the_round_before_is_read_and_masks_are_filled_after_the_forward_is_laun
     assert events == [*chain(*rounds), "read 5"]
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 def test_guided_text_is_that_without_graphs_and_overlap(
@@ -196,6 +196,7 @@ def test_guided_requests_that_are_preempted_or_cancelled_leave_the_others_text(
     assert all_pages_are_back(harness.executor)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_masks_of_many_requests_are_filled_in_threads(
     tiny: Path,
@@ -239,6 +240,7 @@ def work_until(event: Event) -> None:
         pass
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("in_threads", [False, True])
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_while_masks_of_a_grammar_do_not_end_only_its_own_requests_fail(

@@ -93,9 +93,10 @@ def test_an_endpoint_in_use_is_refused_with_its_name(config: KVEventsConfig) -> 
     other.destroy()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "drafter",
-    [{}, {"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": "zoo:llama-eagle3"}],
+    [{"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": "zoo:llama-eagle3"}, {}],
 )
 def test_the_events_of_an_engine_describe_its_cache(
     drafter: dict[str, Any], config: KVEventsConfig, subscriber: Subscriber

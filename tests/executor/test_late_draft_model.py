@@ -69,6 +69,7 @@ def conversations(
     return requests
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", range(2))

@@ -59,7 +59,7 @@ def source_of_drafts(harness: Harness, request: LlmRequest, slow: Any) -> int:
     return MATCH if length else NETWORK
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["undisturbed", "small_pool"])
 def test_a_long_match_takes_the_place_of_the_networks_drafts(

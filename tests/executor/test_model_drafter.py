@@ -46,7 +46,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("backend", ["torch", "onnxruntime"])
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_the_draft_cache_always_equals_a_prefill_of_the_same_tokens(

@@ -58,6 +58,7 @@ def force(harness: Harness, lengths: Iterable[int]) -> list[int]:
     return asked
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("overlap", [True, False])
 def test_every_observation_carries_the_draft_length_that_produced_it(
     tiny: Path, itself: tuple[Path, Path], overlap: bool
@@ -190,7 +191,7 @@ def test_missing_drafts_are_no_rejections_for_the_gate_but_count_for_ema(tiny: P
     assert harness.parts.controller.state()["slots"]["1"]["steps"] == 1  # half a draft a request
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("mode", DRAFTED)
 def test_padding_after_a_requests_own_limit_counts_as_rejected(
     tiny: Path, itself: tuple[Path, Path], mode: str
@@ -212,6 +213,7 @@ def test_padding_after_a_requests_own_limit_counts_as_rejected(
         assert harness.parts.controller.tier_for(1) <= 1
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_time_belongs_to_the_round_that_took_it_and_to_one_draft_length(
     monkeypatch: pytest.MonkeyPatch,
@@ -332,6 +334,7 @@ def test_a_shorter_tier_has_fewer_rows_in_the_targets_forward(
     assert shapes == [3 * rows for rows in [5, 2, 2, 1, 1, 5] * 3]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", ["draft_target", "draft_target_one_model"])
 def test_a_round_in_which_a_draft_model_catches_up_has_no_time(
     tiny: Path, itself: tuple[Path, Path], mode: str

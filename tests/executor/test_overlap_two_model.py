@@ -88,7 +88,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("temperature", [None, HOT])
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_overlap_changes_neither_drafts_nor_acceptance_of_a_draft_model(

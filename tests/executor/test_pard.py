@@ -80,7 +80,7 @@ def test_drafts_are_those_of_one_whole_forward_with_mask_tokens_at_the_end(
     assert num_checked >= 12 and sum(each.counters.by_accepted[1] for each in requests) > 0
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("mode", [*MODES, "pard_tree", "pard_two_model_tree"])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_texts_are_those_of_plain_decoding_with_preemption_and_prefix_hits(

@@ -17,6 +17,7 @@ def test_no_steady_traffic_is_served_worse_than_by_the_best_static_length(batch_
     assert min(shares.values()) >= adaptive.MIN_STEADY, shares
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kind", adaptive.MOVING)
 def test_moving_traffic_is_served_better_than_by_any_static_length(kind: str) -> None:
     statics = [

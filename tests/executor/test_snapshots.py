@@ -9,7 +9,7 @@ import torch
 from tests.executor.harness import Harness
 from tests.models.helpers import random_tokens
 from tests.models.qwen3_next import save_qwen3_next
-from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.radix import Node
 from tllm_spec.executor.resources.snapshots import Snapshots
 from tllm_spec.llm import LLM
@@ -91,3 +91,22 @@ def test_a_disturbed_request_has_the_states_of_plain_decoding(disturbed: str, fo
 def test_copies_are_taken_at_whole_pages_only(folder: Path) -> None:
     with pytest.raises(ValueError, match="state_snapshot_tokens = 24 must be a multiple of"):
         LLM(str(folder), kv_cache_config={"tokens_per_block": 16, "state_snapshot_tokens": 24})
+
+
+def test_a_round_cuts_no_block_of_a_prompt(folder: Path) -> None:
+    """There are 8 tokens in a block: more do not fit into 10 rows. After the last whole block, and
+    among generated tokens, there are none."""
+    options: dict[str, Any] = {"max_num_tokens": 10, "enable_chunked_prefill": True}
+    off = {"enable_block_reuse": False}
+    harness = Harness(folder, max_batch_size=1, max_seq_len=64, kv_cache_config=off, **options)
+    request, ends = harness.submit(PROMPT, 9), list[int]()
+    while request.state is not RequestState.GENERATION:
+        harness.round()
+        ends.append(request.kv_len)
+    assert ends == [8, 16, 24, 32, 42, 43]
+    memory = harness.parts.runner.engine.attention.memory
+    assert memory is not None
+    found = [memory.geometry.num_blocks(first, 52, len(PROMPT)) for first in (0, 32, 40, 43)]
+    assert found == [5, 1, 0, 0]
+    assert memory.geometry.chunk_end(47, len(PROMPT)) == 47
+    harness.run()

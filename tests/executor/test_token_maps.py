@@ -46,6 +46,7 @@ def figures(requests: list[LlmRequest]) -> list[Any]:
     return [(output_of(each), each.counters.stats()) for each in requests]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", WITH_TREES)
 def test_a_map_of_all_tokens_in_any_order_changes_no_draft(
     tiny: Path, tiny_draft: Path, head: Path, mode: str, tmp_path: Path
@@ -60,6 +61,7 @@ def test_a_map_of_all_tokens_in_any_order_changes_no_draft(
     assert sum(stats.num_accepted_tokens for _, stats in found[0]) > 0
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("ending", ["", "_tree"])
 @pytest.mark.parametrize("mode", PATHS)
 def test_the_text_is_plain_decodings_and_both_paths_draft_only_tokens_of_the_map(
@@ -85,6 +87,7 @@ def test_the_text_is_plain_decodings_and_both_paths_draft_only_tokens_of_the_map
     assert sum(stats.num_accepted_tokens for _, stats in found[0]) > 0
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("sampling", ["coupled", "greedy"])
 @pytest.mark.parametrize("mode", PATHS)
 def test_drafts_are_those_of_a_slow_loop_over_the_maps_tokens(

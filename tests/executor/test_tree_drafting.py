@@ -188,6 +188,7 @@ def assert_as_reference(
     assert all_pages_are_back(harness.executor)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", ["draft_target", "eagle3", "eagle3_two_model"])
 def test_a_static_tree_has_the_tokens_of_its_ranks(
     tiny: Path, tiny_draft: Path, head: Path, mode: str
@@ -253,7 +254,7 @@ def test_one_graph_holds_a_round_with_a_forward_of_the_drafter_for_each_step(
     assert rows == [2 * shape.path] + [2 * 3] * (depth - 1)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tier", [3, 4])
 def test_a_chain_and_a_tree_that_are_chosen_accept_what_fixed_ones_accept(
@@ -302,7 +303,7 @@ def test_the_controller_learns_acceptance_by_depth_and_rank_from_accepted_paths(
     assert slot["tree_gain"] == pytest.approx(1.0, abs=0.12)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("depth", "topk", "num_nodes"), [(2, 4, 20), (4, 5, 6)])
 @pytest.mark.parametrize("overlap", [True, False])

@@ -183,6 +183,7 @@ def test_a_grammar_that_takes_too_long_is_ended_and_others_go_on(
     assert compile_with(compiler, regex="and again") is not None
 
 
+@pytest.mark.slow
 def test_another_grammar_is_compiled_next_to_a_slow_one(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ TYPES = {
     torch.uint8: "u8",
     torch.int16: "i16",
     torch.int32: "i32",
+    torch.uint32: "u32",
     torch.int64: "i64",
     torch.bool: "i1",
 }

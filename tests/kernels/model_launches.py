@@ -22,6 +22,7 @@ from tllm_spec.kernels import (
     window_attention,
     window_splits,
 )
+from tllm_spec.kernels.grouped_tilings import Form, block_rows_of
 from tllm_spec.kernels.int4_weights import row_bytes
 from tllm_spec.kernels.key_spans import KeySpan, KeySpans
 from tllm_spec.kernels.moe_permute import ExpertRows
@@ -78,7 +79,8 @@ def int4_linears() -> None:
             codes = empty(outputs, int4_weights.row_bytes(inputs), dtype=torch.uint8)
             words = int32(outputs, -(-inputs // group))
             x = empty(rows, inputs, dtype=dtype)
-            for each in (words, words.float())[: 1 + (group == 32)]:
+            exponents = empty(outputs, -(-inputs // 128) * 4, dtype=torch.uint8)
+            for each in (words, exponents)[: 1 + (group == 32)]:
                 for invariant in (False, True):
                     scaled_linear.scaled_linear(x, codes, each, group=group, invariant=invariant)
 
@@ -99,12 +101,15 @@ def fp8_linears() -> None:
 MOE_SHAPES = ((128, 8, 2048, 768), (64, 6, 2048, 1408), (8, 2, 4096, 14336))
 
 
-def experts(*, form: grouped_gemm.Form) -> None:
+CODES: tuple[Form, ...] = ("codes", "blocks", "tiles")
+
+
+def experts(*, form: Form) -> None:
     for (number, top_k, hidden, inner), dtype, rows in product(
         MOE_SHAPES, FLOATS, (1, 20, 60, 200)
     ):
         tokens = rows * number // top_k
-        block = grouped_gemm.block_rows_of(tokens * top_k, number, dtype, META, form)
+        block = block_rows_of(tokens * top_k, number, dtype, META, form)
         chosen = int32(tokens, top_k)
         own = ExpertRows(int32(tokens * top_k), int32(3, number), int32(1), block, top_k, chosen)
         layers = [
@@ -118,7 +123,7 @@ def experts(*, form: grouped_gemm.Form) -> None:
 
 
 def expert_weights(
-    form: grouped_gemm.Form, dtype: torch.dtype, number: int, outputs: int, inputs: int
+    form: Form, dtype: torch.dtype, number: int, outputs: int, inputs: int
 ) -> grouped_gemm.ExpertWeights:
     if form == "int4":
         stored = empty(number, outputs, row_bytes(inputs), dtype=torch.uint8)
@@ -127,17 +132,19 @@ def expert_weights(
     if form == "plain":
         return grouped_gemm.ExpertWeights(weight)
     scales = scales_of(weight)
-    if form == "codes":
+    if form in CODES:
         scales = scales.transpose(1, 2).contiguous().transpose(1, 2)
-    return grouped_gemm.ExpertWeights(weight, scales)
+    if form == "codes":
+        scales = scales[..., :1].transpose(1, 2).contiguous().transpose(1, 2)
+    return grouped_gemm.ExpertWeights(weight, scales, has_tiles=form == "tiles")
 
 
 def inputs_of(
-    form: grouped_gemm.Form, dtype: torch.dtype, rows: int, size: int
+    form: Form, dtype: torch.dtype, rows: int, size: int
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    if form != "codes":
+    if form not in CODES:
         return empty(rows, size, dtype=dtype), {}
-    scales = float32(-(-size // 128), rows)
+    scales = float32(1 if form == "codes" else -(-size // 128), rows)
     return empty(rows, size, dtype=FP8), {"code_scales": scales, "dtype": dtype}
 
 
@@ -300,6 +307,8 @@ CALLS: dict[str, Callable[[], None]] = {
     "experts": lambda: experts(form="plain"),
     "scaled_experts": lambda: experts(form="fp8"),
     "scaled_codes_experts": lambda: experts(form="codes"),
+    "scaled_blocks_experts": lambda: experts(form="blocks"),
+    "scaled_tiles_experts": lambda: experts(form="tiles"),
     "int4_experts": lambda: experts(form="int4"),
     "heads": heads,
     "windows": lambda: windows(has_codes=False),

@@ -13,11 +13,13 @@ from tllm_spec.kernels.attention_sinks import add_sinks
 from tllm_spec.kernels.beam_pool import BeamPool, Beams, DraftTree
 from tllm_spec.kernels.choose_rows import DraftValues, choose_rows, learn_values
 from tllm_spec.kernels.choose_token import choose_best, choose_draft, offer_token
+from tllm_spec.kernels.delta_blocks import delta_blocks
 from tllm_spec.kernels.draft_beams import add_last, first_beams, grow, select
 from tllm_spec.kernels.draft_input import DraftInputNorms, draft_input
 from tllm_spec.kernels.draft_sources import choose_drafts, observe_drafts
 from tllm_spec.kernels.filter_cut import filter_cut
 from tllm_spec.kernels.gated_delta import (
+    DeltaBlocks,
     DeltaMemory,
     DeltaRows,
     DeltaShape,
@@ -206,14 +208,19 @@ def states() -> None:
         )
         conv = empty(shape.num_channels, shape.kernel_size, dtype=dtype)
         weights = DeltaWeights(conv, float32(heads[0]), float32(heads[0]))
+        blocks = DeltaBlocks(64, int32(BATCH + 1), int32(3))
         for rows in (
+            DeltaRows(*numbers, part, are_kept=True, blocks=blocks),
             DeltaRows(*numbers, whole, are_kept=False),
             DeltaRows(*numbers, whole, are_kept=False, tree=int64(BATCH, 4)),
             DeltaRows(*numbers, part, are_kept=False),
             DeltaRows(*numbers, part, are_kept=True),
         ):
             projected = empty(rows.rows.num_rows, shape.num_projected, dtype=dtype)
-            gated_delta(projected, memory, shape, weights, rows)
+            output = float32(rows.rows.num_rows, *heads[::2])
+            if rows.blocks is not None:
+                delta_blocks(projected, memory, shape, weights, rows, output)
+            gated_delta(projected, memory, shape, weights, rows, output)
         gates = empty(BATCH, shape.num_projected, dtype=dtype)[:, shape.num_inputs :]
         gated_norm(float32(BATCH, *heads[::2]), gates, empty(heads[2], dtype=dtype), 1e-6)
 

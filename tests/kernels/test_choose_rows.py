@@ -7,6 +7,7 @@ import torch
 from tests.kernels.interpreter import on_each_kernel_device
 from tllm_spec.kernels.choose_rows import (
     EXPECTED_SCALE,
+    NUM_PROBABILITIES,
     OFFERED_ROUNDS,
     DraftValues,
     choose_rows,
@@ -22,6 +23,7 @@ def values_with(probs: torch.Tensor) -> DraftValues:
     device = torch.device("cpu")
     values = DraftValues.of_slots(len(probs), probs.shape[1], device, BUDGETS)
     values.features.copy_(features_of(probs))
+    values.of_feature[:NUM_PROBABILITIES] *= 2  # believed wholly
     return values
 
 

@@ -1,17 +1,13 @@
 """The kernels against their references, bit for bit: under Triton's interpreter by default, on a
 CUDA device with `-m gpu`."""
 
-import importlib.util
-import os
-import pickle
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from tests.kernels.interpreter import DEVICES, INTERPRETED
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.distributed.vocab_shard import VocabShard
 from tllm_spec.kernels.choose_token import (
@@ -22,68 +18,30 @@ from tllm_spec.kernels.choose_token import (
 )
 from tllm_spec.kernels.gumbel import DRAFT_DOMAIN, TARGET_DOMAIN, gumbel_noise
 
-ROOT = Path(__file__).resolve().parents[2]
 SEEDS = [0, 1, -1, -(2**63), 2**63 - 1, 1 << 32, 0x299F31D0A4093822, -123456789012345]
 POSITIONS = [0, 1, 77, 4095, 2**31 - 1, 2**31, 2**32 - 1, 5]
 NAN, INF = float("nan"), float("inf")
 VOCAB_SIZES = [1, 3, 5, 64, 1000, 2048 + 3]
 
-# TRITON_INTERPRET is read when Triton is imported, so the interpreter runs in a subprocess.
-CHILD = """
-import pickle, sys
-from tests.kernels.quick_interpreter import install; install()
-from tllm_spec.kernels import choose_token_triton
-while True:
-    name, arguments, options = pickle.load(sys.stdin.buffer)
-    pickle.dump(getattr(choose_token_triton, name)(*arguments, **options), sys.stdout.buffer)
-    sys.stdout.buffer.flush()
-"""
-
 # Runs a function of choose_token_triton by name; arguments and result are on the CPU.
 Run = Callable[..., torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
-    if request.param == "cuda":
-        yield run_on_device
-        return
-    child = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", CHILD],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    pipe_in, pipe_out = child.stdin, child.stdout
-    assert pipe_in is not None and pipe_out is not None
-
-    def run_in_child(name: str, *arguments: object, **options: object) -> torch.Tensor:
-        pickle.dump((name, arguments, options), pipe_in)
-        pipe_in.flush()
-        result = pickle.load(pipe_out)
-        assert isinstance(result, torch.Tensor)
-        return result
-
-    with pipe_in, pipe_out:
-        yield run_in_child
-        child.kill()
-        child.wait()
-
-
-def run_on_device(name: str, *arguments: object, **options: object) -> torch.Tensor:
+@pytest.fixture(params=DEVICES)
+def run(request: pytest.FixtureRequest) -> Run:
     from tllm_spec.kernels import choose_token_triton
 
     def there(argument: object) -> object:
-        return argument.cuda() if isinstance(argument, torch.Tensor) else argument
+        return argument.to(request.param) if isinstance(argument, torch.Tensor) else argument
 
-    result = getattr(choose_token_triton, name)(
-        *map(there, arguments), **{key: there(value) for key, value in options.items()}
-    )
-    assert isinstance(result, torch.Tensor)
-    return result.cpu()
+    def run_there(name: str, *arguments: object, **options: object) -> torch.Tensor:
+        result = getattr(choose_token_triton, name)(
+            *map(there, arguments), **{key: there(value) for key, value in options.items()}
+        )
+        assert isinstance(result, torch.Tensor)
+        return result.cpu()
+
+    return run_there
 
 
 def keys() -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,7 +90,7 @@ def test_the_kernel_chooses_the_references_tokens_at_any_temperature(
 
 
 def test_sums_that_differ_in_the_last_bit_are_distinguished(run: Run) -> None:
-    num_rows = 8192 if run is run_on_device else 96  # the interpreter takes 15 ms per row
+    num_rows = 96 if INTERPRETED else 8192  # the interpreter takes 15 ms per row
     arguments = near_ties(num_rows)
     expected = choose_token.reference(*arguments)
     assert 0.2 < expected.double().mean() < 0.8  # both tokens win often
@@ -323,13 +281,13 @@ def test_the_best_of_all_ranks_offers_is_the_choice_among_all_columns(
     logits[5, [1023, 1024]] = INF
     temperature = torch.tensor([0.7, 0.0, 1.0, 3.0, 0.3, 2.0, 100.0, 0.0])
     keyed = (temperature, *keys()) if drawn else ()
-    expected = choose_token.reference(logits, *keyed) if drawn else choose_best(logits)
+    expected = choose_token.reference(logits, *keyed) if drawn else choose_best.reference(logits)
     size, offered = 2048 // number, list[torch.Tensor]()
     for rank in range(number):
         own, ids = logits[:, rank * size : (rank + 1) * size], torch.arange(2048)
         arguments = own, rank * size, ids[rank * size : (rank + 1) * size], *keyed
         offered.append(run("offer_token_triton", *arguments))
-        assert torch.equal(offered[-1], offer_token(*arguments))
+        assert torch.equal(offered[-1], offer_token.reference(*arguments))
     gathering = Communicator()
     monkeypatch.setattr(gathering, "all_gather", lambda offers: torch.cat(offered, 1))
     shard = VocabShard(gathering, 0, size)
@@ -337,11 +295,11 @@ def test_the_best_of_all_ranks_offers_is_the_choice_among_all_columns(
 
 
 @pytest.mark.gpu
-def test_a_large_vocabulary_has_the_references_noise_and_tokens_on_the_device() -> None:
+def test_a_large_vocabulary_has_the_references_noise_and_tokens_on_the_device(run: Run) -> None:
     num_rows, vocab_size = 40, 128256
     seeds, positions = (column.repeat(5) for column in keys())
     positions = positions ^ torch.arange(num_rows)
-    noise = run_on_device("gumbel_noise_triton", seeds, positions, vocab_size)
+    noise = run("gumbel_noise_triton", seeds, positions, vocab_size)
     assert torch.equal(noise, gumbel_noise(seeds, positions, vocab_size))
     logits, temperature = (
         random_logits(num_rows, vocab_size).cuda(),

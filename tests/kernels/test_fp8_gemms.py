@@ -107,7 +107,7 @@ def test_many_outputs_use_scales_of_tiles_where_all_rows_of_a_tile_have_one() ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [20, 33, 130, 1023])
+@pytest.mark.parametrize("rows", [20, 33, 130, 1025])
 @pytest.mark.parametrize("in_blocks", [OF_ROWS, OF_BLOCKS], ids=str)
 def test_the_librarys_gemms_equal_the_formula(rows: int, in_blocks: tuple[bool, bool]) -> None:
     library = shared_library()

@@ -192,7 +192,14 @@ def test_every_tiling_fits_hopper_and_runs_on_fp8_tensor_cores(
 
     tiling = tiling_of(num_rows, in_blocks)
     constants: dict[str, Any] = {"IN": 4096, "OUT": 4096, "SPREADS": False, "ADDS": True}
-    constants |= {"WIDEN": False, "CHUNK": 1024, "PDL": True, "bias": None, "BLOCK": BLOCK}
+    constants |= {
+        "WIDEN": False,
+        "ADDED": BLOCK,
+        "CHUNK": 1024,
+        "PDL": True,
+        "bias": None,
+        "BLOCK": BLOCK,
+    }
     constants |= {"BLOCK_ROWS": tiling.rows, "BLOCK_OUT": tiling.outputs, "FETCHED": 4}
     constants |= {"X_BLOCKS": in_blocks, "W_BLOCKS": in_blocks}
     types = {"x": "*fp8e4nv", "weight": "*fp8e4nv", "scales": "*fp32", "output": "*bf16"}

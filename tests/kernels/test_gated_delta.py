@@ -1,7 +1,9 @@
 """The kernels against their reference, and what the reference promises: a state does not depend on
 drafts, chunks and trees."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +75,15 @@ def rows_in(
     return DeltaRows(numbers[0], numbers[1], waiting, rows, are_kept, bits)
 
 
+def answers_of(
+    run: Callable[..., None], projected: torch.Tensor, memory: DeltaMemory, *more: Any
+) -> torch.Tensor:
+    sizes = len(projected), memory.states.shape[1], memory.states.shape[3]
+    output = projected.new_empty(sizes, dtype=torch.float32)
+    run(projected, memory, *more, output)
+    return output
+
+
 CASES = {
     "windows": rows_in([3, 0, 1], [9, 7, 2], rows_of([4, 4, 4]), [0, 4, 2]),
     "single rows": rows_in([1, 2], [1, 30], rows_of([1, 1]), [1, 3]),
@@ -92,11 +103,10 @@ def test_the_kernel_equals_the_reference(
     own, rows = SHAPES[shape], CASES[case]
     projected = projections(own, rows.rows.num_rows).to(dtype)
     expected, weights = memory_of(own, dtype=dtype), weights_of(own, dtype=dtype)
-    answers = gated_delta.reference(projected, expected, own, weights, rows)
+    answers = answers_of(gated_delta.reference, projected, expected, own, weights, rows)
     found, on_device = memory_of(own, device, dtype), _on(rows, device)
-    output = gated_delta(
-        projected.to(device), found, own, weights_of(own, device, dtype), on_device
-    )
+    given = projected.to(device), found, own, weights_of(own, device, dtype), on_device
+    output = answers_of(gated_delta, *given)
     torch.testing.assert_close(output.cpu(), answers, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.states.cpu(), expected.states, rtol=1e-5, atol=1e-5)
     assert torch.equal(found.inputs.cpu(), expected.inputs)
@@ -120,17 +130,18 @@ def test_windows_go_on_from_a_prompt_as_plain_decoding_does(device: str) -> None
     plain, answers = memory_of(shape, device), list[torch.Tensor]()
     for each in (plain, memory):
         prompt = rows_in([1], [0], rows_of([21]), are_kept=True, device=device)
-        gated_delta(projected[:21], each, shape, weights, prompt)
+        answers_of(gated_delta, projected[:21], each, shape, weights, prompt)
     assert torch.equal(plain.states, memory.states)
     for first in range(21, 40):
         row = rows_in([1], [first], rows_of([1]), [int(first > 21)], device=device)
-        answers.append(gated_delta(projected[first : first + 1], plain, shape, weights, row))
+        own = projected[first : first + 1]
+        answers.append(answers_of(gated_delta, own, plain, shape, weights, row))
     first, waiting = 21, 0
     for accepted in (4, 1, 3, 2, 4, 1):
         window = projected[first : first + 4].clone()
         window[accepted:] += 1.0  # these drafts are wrong
         rows = rows_in([1], [first], rows_of([len(window)]), [waiting], device=device)
-        found = gated_delta(window, memory, shape, weights, rows)
+        found = answers_of(gated_delta, window, memory, shape, weights, rows)
         for index in range(min(accepted, len(window))):
             assert torch.equal(found[index : index + 1], answers[first - 21 + index])
         first, waiting = first + accepted, accepted
@@ -142,10 +153,12 @@ def test_a_path_of_a_tree_has_the_bits_of_a_chain(kernel_size: int) -> None:
     shape = replace(SHAPES["odd"], kernel_size=kernel_size)
     weights, projected = weights_of(shape), projections(shape, 4)
     tree = rows_in([2], [9], rows_of([4]), [2], tree=TREE)
-    found = gated_delta.reference(projected, memory_of(shape), shape, weights, tree)
+    found = answers_of(gated_delta.reference, projected, memory_of(shape), shape, weights, tree)
     for path in ([0, 1, 3], [0, 2]):
         chain = rows_in([2], [9], rows_of([len(path)]), [2])
-        expected = gated_delta.reference(projected[path], memory_of(shape), shape, weights, chain)
+        expected = answers_of(
+            gated_delta.reference, projected[path], memory_of(shape), shape, weights, chain
+        )
         assert torch.equal(found[path], expected)
 
 
@@ -158,11 +171,11 @@ def test_chunks_of_a_prompt_leave_the_same_bits(parts: tuple[int, ...]) -> None:
     for part in parts:
         rows = rows_in([1], [first], rows_of([part]), are_kept=True)
         piece = projected[first : first + part]
-        found.append(gated_delta.reference(piece, memory, shape, weights, rows))
+        found.append(answers_of(gated_delta.reference, piece, memory, shape, weights, rows))
         first += part
     whole = memory_of(shape)
     rows = rows_in([1], [0], rows_of([12]), are_kept=True)
-    expected = gated_delta.reference(projected, whole, shape, weights, rows)
+    expected = answers_of(gated_delta.reference, projected, whole, shape, weights, rows)
     assert torch.equal(torch.cat(found), expected) and torch.equal(memory.states, whole.states)
 
 

@@ -13,12 +13,14 @@ from tests.kernels.interpreter import (
     only_outside_the_interpreter,
 )
 from tllm_spec.kernels.grouped_gemm import (
-    TILINGS,
     ExpertWeights,
-    block_rows_of,
     down,
     gate_up_silu,
     hit_experts,
+)
+from tllm_spec.kernels.grouped_tilings import (
+    TILINGS,
+    block_rows_of,
 )
 from tllm_spec.kernels.moe_permute import moe_permute
 from tllm_spec.kernels.triton_support import has_kernels

@@ -24,7 +24,9 @@ from tllm_spec.kernels.int4_weights import (
     E2M1,
     GROUPS,
     HALF,
+    MXFP4_GROUP,
     dequantise_int4,
+    exponent_words,
     group_words,
     int4_dequantised,
     packed,
@@ -68,7 +70,9 @@ class Problem:
 
     @property
     def weight(self) -> tuple[torch.Tensor, torch.Tensor]:
-        words = self.scales if self.form[1] else group_words(self.scales, self.zeros)
+        words = group_words(self.scales, self.zeros)
+        if self.form[1]:
+            words = exponent_words(self.scales) if self.group == MXFP4_GROUP else self.scales
         return packed(self.codes), words
 
     def run(self, rows: slice = slice(None), **options: Any) -> torch.Tensor:
@@ -89,7 +93,7 @@ def problem(
 
     groups = -(-inputs // group)
     scales = normal(outputs, groups).half().float()
-    if is_float and group == 32:  # of MXFP4
+    if is_float and group == MXFP4_GROUP:
         scales = scales.abs().log2().round().exp2()
     return Problem(
         normal(num_rows, inputs + 8).to(dtype)[:, :inputs],

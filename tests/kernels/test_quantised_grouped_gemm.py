@@ -18,29 +18,42 @@ from tests.kernels.interpreter import (
 )
 from tests.kernels.test_grouped_gemm import QWEN3, V3, Shape
 from tllm_spec.kernels.grouped_gemm import (
-    MOST_ROWS,
-    TILINGS,
     ExpertWeights,
-    Form,
-    block_rows_of,
     down,
     gate_up_silu,
 )
-from tllm_spec.kernels.int4_weights import group_words, int4_dequantised, packed
+from tllm_spec.kernels.grouped_tilings import (
+    MOST_ROWS,
+    TILINGS,
+    Form,
+    block_rows_of,
+)
+from tllm_spec.kernels.int4_weights import (
+    exponent_words,
+    group_words,
+    int4_dequantised,
+    packed,
+)
 from tllm_spec.kernels.moe_permute import ExpertRows, moe_permute
 from tllm_spec.kernels.quantise_rows import quantise_rows
 
 FP8 = torch.float8_e4m3fn
 # Of FP8 what shares scales of activations and of weights; of 4 bits the inputs that share a word.
-CODES = ("token", "block", "block of a token")
+KINDS: dict[str, Form] = {
+    "token": "codes",
+    "block": "blocks",
+    "block of a token": "blocks",
+    "tile": "tiles",
+}
+CODES = tuple(KINDS)
 FORMS = (*CODES, "int4 32", "int4 128", "mxfp4 32", "nvfp4 16")
-on_each_form = pytest.mark.parametrize("form", FORMS)
+on_each_form = pytest.mark.parametrize("form", [form for form in FORMS if form != "tile"])
 # Less than a block of inputs, incomplete blocks, and one expert for everything.
 SMALL = [Shape(5, 2, 96, 40), Shape(3, 1, 160, 224), Shape(1, 1, 320, 130)]
 GPT_OSS = Shape(32, 4, 2880, 2880)
 LIMIT = 1.5
 # Relative to the sum of magnitudes: of products in 16 bits, and in FP8, which tensor cores sum with
-# fewer bits.
+# fewer bits: 13 below the largest summand.
 SUM_ERROR = (2.0**-19, 2.0**-19 if INTERPRETED else 2.0**-12)
 
 
@@ -59,7 +72,7 @@ class Problem:
     def rows(self) -> ExpertRows:
         number = len(self.gate_up)
         own = self.experts.numel(), number, self.x.dtype, self.x.device
-        kind: Form = "codes" if self.form in CODES else "int4"
+        kind = KINDS.get(self.form, "int4")
         return moe_permute(self.experts, number, block_rows_of(*own, kind))
 
     def of(self, tokens: slice) -> "Problem":
@@ -69,7 +82,7 @@ class Problem:
         """What a layer reads, and its options."""
         if self.form not in CODES:
             return x, {}
-        codes, scales = quantise_rows(x, in_blocks=self.form == "block")
+        codes, scales = quantise_rows(x, in_blocks=self.form in ("block", "tile"))
         return codes, {"code_scales": scales}
 
     def inner(self, limit: float | None = None) -> torch.Tensor:
@@ -92,10 +105,13 @@ def weights_of(
     if form in CODES:
         columns = 1 if form == "token" else -(-inputs // 128)
         scales = torch.rand(number, columns, outputs, generator=generator, device=device)
+        if has_tiles := form == "tile":
+            scales, bias = scales[..., ::128].repeat_interleave(128, 2), None
         scales = scales.add_(0.5).div_(inputs**0.5).transpose(1, 2)
         stored = weight.to(FP8)
         by_input = scales.double().repeat_interleave(128 if columns > 1 else inputs, 2)
-        return ExpertWeights(stored, scales, bias=bias), stored.double() * by_input[..., :inputs]
+        layer = ExpertWeights(stored, scales, bias=bias, has_tiles=has_tiles)
+        return layer, stored.double() * by_input[..., :inputs]
     kind, group = form.split()
     size = int(group)
     codes = torch.randint(0, 16, weight.shape, generator=generator, device=device).byte()
@@ -105,6 +121,8 @@ def weights_of(
     if kind == "int4":
         zeros = torch.randint(0, 16, shape, generator=generator, device=device)
         words = group_words(words, zeros)
+    elif kind == "mxfp4":
+        words = exponent_words(words)
     stored = torch.stack([packed(each) for each in codes])
     values = [
         int4_dequantised(*each, size, torch.float32) for each in zip(codes, words, strict=True)
@@ -155,12 +173,13 @@ def check(p: Problem, limit: float | None = None) -> None:
     for layer, values, own, output in zip(
         p.layers, (p.gate_up, p.down), inputs, (inner, found[rows.order.long()]), strict=True
     ):
-        assert layer.bias is not None
         expected = torch.empty(len(own), values.shape[1], dtype=torch.float64, device=own.device)
         bound = torch.empty_like(expected)
         for expert in range(number):
             mine, weight = experts == expert, values[expert].t()
-            expected[mine] = own[mine] @ weight + layer.bias[expert].double()
+            expected[mine] = own[mine] @ weight
+            if layer.bias is not None:
+                expected[mine] += layer.bias[expert].double()
             bound[mine] = (own[mine].abs() @ weight.abs()) * SUM_ERROR[p.form in CODES]
         if layer is p.layers[0]:
             gates, ups = (each.abs() + 1 for each in expected.chunk(2, -1))
@@ -201,15 +220,15 @@ def test_gates_and_ups_are_clamped_to_the_limit(form: str, device: str) -> None:
 
 
 @on_each_kernel_device
-@pytest.mark.parametrize("form", ["token", "int4 32"])
+@pytest.mark.parametrize("form", ["tile", "token", "int4 32"])
 def test_every_size_of_block_gives_the_formula(form: str, device: str) -> None:
     seen = set()
+    shape = Shape(2, 1, 256, 128) if form == "tile" else Shape(2, 1, 160, 48)
     for num_tokens in (3, 30, 70, 150):
-        p = problem(form, Shape(2, 1, 160, 48), num_tokens, torch.bfloat16, device)
+        p = problem(form, shape, num_tokens, torch.bfloat16, device)
         seen.add(p.rows.block_rows)
         check(p)
-    kind: Form = "codes" if form in CODES else "int4"
-    assert seen == {16, 32, 64, MOST_ROWS[kind]}
+    assert seen == {16, 32, 64, MOST_ROWS[KINDS.get(form, "int4")]}
 
 
 @on_each_kernel_device
@@ -227,8 +246,10 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
 @pytest.mark.parametrize("shape", [QWEN3, V3, GPT_OSS], ids=str)
-@pytest.mark.parametrize("form", ["token", "block", "int4 128", "mxfp4 32"])
+@pytest.mark.parametrize("form", ["token", "block", "tile", "int4 128", "mxfp4 32"])
 def test_the_number_of_rows_changes_no_bit_of_a_row_on_the_device(form: str, shape: Shape) -> None:
+    if form == "tile" and shape == GPT_OSS:
+        shape = Shape(4, 2, 768, 384)
     p = problem(form, shape, 1024, torch.bfloat16, "cuda")
     check(p)
     expected = p.output(p.inner()).view(1024, shape.top_k, -1)
@@ -245,14 +266,15 @@ def test_the_compiled_kernel_feeds_hoppers_tensor_cores(form: str) -> None:
     from tllm_spec.kernels.grouped_gemm_triton import grouped_gemm_kernel
 
     is_codes = form in CODES
-    tiling = TILINGS["codes" if is_codes else "int4"][16].gate_up
+    tiling = TILINGS["blocks" if is_codes else "int4"][16].gate_up
     types = dict.fromkeys(("order", "blocks", "num_blocks"), "*i32")
     types |= dict.fromkeys(("x", "weight"), "*fp8e4nv") if is_codes else {"x": "*bf16"}
     types |= {"scales": "*fp32", "bias": "*bf16", "output": "*bf16"}
-    types |= {"x_scales": "*fp32"} if is_codes else {"weight": "*u8"}
+    types |= {"x_scales": "*fp32"} if is_codes else {"weight": "*u8", "scales": "*u32"}
     constants: dict[str, Any] = {"IN": 2048, "OUT": 768, "TOP_K": 8, "GATED": True, "SLOPE": 1.702}
     constants |= {"LIMIT": None if is_codes else 7.0, "GROUP": 0 if is_codes else 32}
     constants |= {"X_BLOCKS": is_codes, "W_BLOCKS": is_codes, "WIDEN": False, "PDL": True}
+    constants |= {"ADDED": 128}
     constants |= {} if is_codes else {"x_scales": None, "x_scales_stride": 0}
     tile = {"BLOCK_ROWS": 16, "BLOCK_OUT": tiling.outputs, "BLOCK_IN": tiling.inputs}
     code = compiled_for_hopper(

@@ -16,12 +16,14 @@ from tests.kernels.interpreter import (
 )
 from tests.kernels.test_grouped_gemm import QWEN3, V3, Shape
 from tllm_spec.kernels.grouped_gemm import (
-    TILINGS,
     ExpertWeights,
-    block_rows_of,
     down,
     gate_up_silu,
     hit_experts,
+)
+from tllm_spec.kernels.grouped_tilings import (
+    TILINGS,
+    block_rows_of,
 )
 from tllm_spec.kernels.moe_permute import ExpertRows, moe_permute
 

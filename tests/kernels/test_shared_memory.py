@@ -29,7 +29,8 @@ GEMMS = ("linears", "scaled_linears", *EXPERTS, "heads")
 LINEARS = ("fp8_linears", "int4_linears")
 ATTENTION = ("windows", "invariant_attention", "latents", "invariant_latents")
 OVER_CODES = tuple(f"{name} over codes" for name in ATTENTION)
-TILED = (*GEMMS, "scaled_codes_experts", *LINEARS, *ATTENTION, *OVER_CODES)
+CODES = tuple(f"scaled_{form}_experts" for form in ("codes", "blocks", "tiles"))
+TILED = (*GEMMS, *CODES, *LINEARS, *ATTENTION, *OVER_CODES)
 SMALL = ("choices", "trees", "chains", "layers", "mixtures", "scaled_weights", "sums", "states")
 
 

@@ -23,6 +23,7 @@ NAMES = (
     "draft_input",
     "slot_windows",
     "choose_rows",
+    "choose_token",
     "tree_attention",
     "batch_invariant_tree",
     "lossless/deterministic",

@@ -116,7 +116,7 @@ def test_unsupported_and_slower_shapes_use_the_triton_kernel() -> None:
     assert not serves(problem.qkv, problem.cos_sin, None, problem.layer)  # on a CPU
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(
     "variant",
     [

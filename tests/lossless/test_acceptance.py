@@ -53,8 +53,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 
 # The other combinations are slow.
 QUICK = (
-    ("eagle3", "prefix_hit"),
-    ("eagle3_tree", "preemption"),
+    ("eagle3", "preemption"),
     ("draft_target", "chunked_prefill"),
     ("draft_target_one_model", "prefix_of_another"),
     ("eagle3", "prefix_in_host_memory"),
@@ -188,9 +187,9 @@ def test_a_second_turn_is_drafted_for_as_if_it_were_the_first(
     assert found[0] == found[1]
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
-    "mode", ["draft_target", "draft_target_one_model", "eagle3", "eagle3_two_model"]
+    "mode", ["eagle3", "eagle3_two_model", "draft_target", "draft_target_one_model"]
 )
 def test_overlap_changes_no_draft(undisturbed: Callable[..., SpeculativeStats], mode: str) -> None:
     """Each request has its rounds, drafts and accepted drafts whether the host reads them soon or
@@ -202,7 +201,7 @@ def test_overlap_changes_no_draft(undisturbed: Callable[..., SpeculativeStats], 
     ("one_model", "two_model"),
     [
         pytest.param("draft_target_one_model", "draft_target", marks=pytest.mark.slow),
-        ("draft_target_one_model_tree", "draft_target_tree"),
+        pytest.param("draft_target_one_model_tree", "draft_target_tree", marks=pytest.mark.slow),
         ("eagle3", "eagle3_two_model"),
         pytest.param("eagle3_tree", "eagle3_two_model_tree", marks=pytest.mark.slow),
     ],
@@ -215,7 +214,10 @@ def test_a_drafter_proposes_the_same_inside_the_targets_forward_and_outside(
 
 @pytest.mark.parametrize(
     ("in_torch", "outside"),
-    [("draft_target", "draft_target_onnxruntime"), ("eagle3_two_model", "eagle3_onnxruntime")],
+    [
+        pytest.param("draft_target", "draft_target_onnxruntime", marks=pytest.mark.slow),
+        ("eagle3_two_model", "eagle3_onnxruntime"),
+    ],
 )
 def test_a_drafter_proposes_the_same_outside_torch(
     undisturbed: Callable[..., SpeculativeStats], in_torch: str, outside: str
@@ -262,7 +264,8 @@ def test_a_tree_of_16_nodes_is_accepted_further_than_a_chain_of_its_depth(
     assert found[f"{mode}_tree"] >= 1.1 * found[mode]
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_tree_of_ngrams_is_accepted_further_than_chains_of_the_oldest_and_the_newest(
     long_prompts: list[list[int]], temperature: float
 ) -> None:

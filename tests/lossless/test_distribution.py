@@ -134,7 +134,7 @@ def assert_drawn_from(
     ("rejection", "way", "draft_len", "one_model"),
     [
         pytest.param(True, "plain", 1, False, marks=pytest.mark.slow),
-        (True, "plain", 4, False),
+        pytest.param(True, "plain", 4, False, marks=pytest.mark.slow),
         pytest.param(True, "plain", 3, True, marks=pytest.mark.slow),
         pytest.param(True, "filtered", 3, False, marks=pytest.mark.slow),
         (True, "filtered", 2, True),

@@ -89,6 +89,7 @@ def test_a_schedule_and_a_concurrency_limit_choose_the_windows_and_not_the_text(
     assert list(map(output_of, requests)) == plain
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", WITH_DRAFT_WEIGHTS)
 def test_a_draft_length_that_is_new_in_every_round_changes_no_text(
     tiny: Path, drafts: tuple[Path, Path], plain: list[list[int]], mode: str
@@ -130,6 +131,7 @@ def test_drafts_are_right_again_at_once_after_rounds_without_drafts(
         assert stats.num_drafted_tokens - stats.num_accepted_tokens <= NUM_REQUESTS * MAX_DRAFT_LEN
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", ["user_provided", *WITH_DRAFT_WEIGHTS])
 def test_requests_with_limits_of_their_own_share_rounds_with_others(
     tiny: Path, drafts: tuple[Path, Path], plain: list[list[int]], mode: str
@@ -154,6 +156,7 @@ def test_requests_with_limits_of_their_own_share_rounds_with_others(
         ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", WITH_DRAFT_WEIGHTS)
 def test_each_request_speculates_as_its_parameters_say(
     tiny: Path, drafts: tuple[Path, Path], mode: str

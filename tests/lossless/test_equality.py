@@ -148,7 +148,7 @@ class Run:
         return f"{self.mode}-{self.setting}-K{self.draft_len}-{self.batch_size}-{rounds}"
 
 
-# Each is made of two that are not slow.
+# Each is made of two that are not slow, or has texts of its own in tests/executor.
 COMBINED = (
     "draft_target_onnxruntime",
     "eagle3_two_model_tree",
@@ -160,11 +160,18 @@ COMBINED = (
     "eagle_map",
     "eagle_map_tree",
     "draft_target_map",
+    "draft_target_map_tree",
     "draft_target_one_model_map",
+    "draft_target_one_model_sa",
+    "eagle3_onnxruntime",
+    "eagle3_sa",
+    "eagle3_two_model_sa",
     "eagle_sa",
     "peagle_two_model",
     "peagle_tree",
     "pard",
+    "pard_two_model",
+    "dflash",
     "dflash_tree",
     "draft_target_other_tree",
     "draft_target_one_model_other",

@@ -39,9 +39,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "preemption": {"kv_cache_config": FP8 | {"tokens_per_block": 16, "max_tokens": 288}},
 }
 RUNS = (
-    ("ngram", "prefix_reuse"),
+    ("ngram", "preemption"),
     ("eagle3_tree", "chunks_of_16"),
-    ("draft_target", "preemption"),
 )
 MODES = (
     "plain",
@@ -160,7 +159,8 @@ def test_no_drafter_chunk_prefix_hit_or_preemption_changes_the_text(
         assert max(each.acceptance_length for each in stats) > 1.2
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 7, 64])
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("size", [7, 1, 64])
 def test_prompts_in_chunks_of_any_size_give_the_same_text(
     size: int,
     folder: Path,
@@ -175,7 +175,8 @@ def test_prompts_in_chunks_of_any_size_give_the_same_text(
         assert_same(case, own, plain, oracle, TOLERANCE)
 
 
-@pytest.mark.parametrize("mtp", [None, MTP], ids=["plain", "mtp"])
+@pytest.mark.thinned
+@pytest.mark.parametrize("mtp", [MTP, None], ids=["mtp", "plain"])
 def test_latents_in_fp8_give_the_same_text_with_and_without_mtp(
     mtp: dict[str, Any] | None, requests: list[Case], latents_alone: list[list[int]]
 ) -> None:

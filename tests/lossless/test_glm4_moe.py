@@ -33,7 +33,7 @@ def plain(folder: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 def test_drafts_leave_the_text_alone(
     drafter: str, setting: str, folder: Path, plain: list[list[int]]
 ) -> None:

@@ -110,7 +110,7 @@ def test_short_grammars_end_where_they_should(plain: list[CompletionOutput]) -> 
 LONG_ONLY = (
     *("draft_target_one_model", "eagle3_two_model", "sa", "ngram", "draft_target"),
     *("draft_target_one_model_sa", "eagle3_two_model_sa", "peagle_two_model", "peagle_tree"),
-    *("pard", "pard_two_model"),
+    *("pard", "pard_two_model", "peagle", "eagle3", "ngram_tree"),
 )
 
 

@@ -65,7 +65,7 @@ def values(entries: list[Any]) -> torch.Tensor:
     return torch.tensor(rows)
 
 
-LONG_ONLY = ("draft_target_one_model", "eagle3_two_model")
+LONG_ONLY = ("draft_target", "draft_target_one_model", "eagle3_two_model", "eagle3_in_turn")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def plain(folder: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.thinned(12)
+@pytest.mark.thinned(24)
 def test_drafts_leave_the_text_alone(
     drafter: str, setting: str, folder: Path, head: Path, plain: list[list[int]]
 ) -> None:

@@ -36,7 +36,7 @@ PLAIN: dict[str, Any] = {
 }
 MODES = ("plain", "ngram_tree", "draft_target", "eagle3", "eagle3_two_model", "eagle3_tree")
 MTP = {"decoding_type": "MTP", "max_draft_len": 3}
-BY_DEFAULT = (("fp8", "eagle3_tree"), ("int4", "eagle3"))
+BY_DEFAULT = (("int4", "eagle3"),)
 KEEPING = {"fp8": fp8_checkpoint.keeping_fp8, "int4": keeping_int4}  # on CPUs, too
 
 

@@ -98,11 +98,8 @@ def test_the_text_does_not_depend_on_batch_chunks_overlap_and_preemption(
             ("ngram", "preemption"),
             ("ngram tree", "chunks"),
             ("sa", "no overlap"),
-            ("known", "chunks"),
             ("known tree", "preemption"),
-            ("draft model", "chunks"),
             ("head", "undisturbed"),
-            ("head tree, two-model", "preemption"),
         ],
         *(DRAFTERS, MODES),
     ),
@@ -149,7 +146,6 @@ OWN_DRAFTS: dict[str, dict[str, Any]] = {
     by_default(
         [
             ("chain", True, "preemption"),
-            ("draft lengths by batch", True, "chunks"),
             ("dynamic", False, "chunks"),
         ],
         *(OWN_DRAFTS, (True, False), MODES),

@@ -10,9 +10,10 @@ import pytest
 from tests.lossless.cases import heldout_prompts
 from tests.lossless.engines import MODES, engine
 from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.llm import LLM
 from tllm_spec.recording.replay import Replayed, replay, why_simulated
-from tllm_spec.recording.traffic_folder import read_records
+from tllm_spec.recording.traffic_folder import read_records, states_files
 from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.sampling_params import SamplingParams
 
@@ -26,13 +27,28 @@ PARAMS: list[dict[str, Any]] = [
 ]
 
 
+MTP: dict[str, dict[str, Any]] = {
+    "mtp": {"decoding_type": "MTP", "num_nextn_predict_layers": 3},
+    "mtp_two_model": {
+        "decoding_type": "MTP",
+        "num_nextn_predict_layers": 3,
+        "mtp_eagle_one_model": False,
+    },
+}
 LEARNS = "eagle3_sa"
 DEFAULT = ("eagle3_tree",)
 
 
-def served(folder: Path, mode: str) -> list[TrafficRecord]:
-    """Two prompts with each way of sampling."""
-    with LLM("zoo:llama", record_traffic=str(folder), **LIMITS, **engine(mode, 4)) as llm:
+def options_of(mode: str) -> dict[str, Any]:
+    return {"speculative_config": MTP[mode]} if mode in MTP else engine(mode, 4)
+
+
+def served(
+    folder: Path, mode: str, share: float = 0.5, model: str = "zoo:llama"
+) -> list[TrafficRecord]:
+    """Two prompts with each way of sampling. share: of those with hidden states."""
+    record = {"record_traffic": str(folder), "record_hidden_states": share}
+    with LLM(model, **record, **LIMITS, **options_of(mode)) as llm:
         prompts = heldout_prompts(llm.get_tokenizer(), 2, 40)
         pairs = list(product(prompts, PARAMS))
         params = [SamplingParams(**{"max_tokens": 40, "seed": 3} | given) for _, given in pairs]
@@ -41,8 +57,11 @@ def served(folder: Path, mode: str) -> list[TrafficRecord]:
     return read_records(folder)
 
 
-def replayed(records: list[TrafficRecord], mode: str) -> Replayed:
-    return replay(records, LlmArgs.from_kwargs("zoo:llama", **LIMITS, **engine(mode, 4)))
+def replayed(
+    records: list[TrafficRecord], mode: str, folder: Path, model: str = "zoo:llama"
+) -> Replayed:
+    args = LlmArgs.from_kwargs(model, **LIMITS, **options_of(mode))
+    return replay(records, args, states_files(folder))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +75,7 @@ def replayed(records: list[TrafficRecord], mode: str) -> Replayed:
 def test_counts_of_a_replay_are_those_of_serving(mode: str, tmp_path: Path) -> None:
     records = served(tmp_path / "traffic", mode)
     assert sum(record.stats.num_accepted_tokens for record in records) > 0
-    found = replayed(records, mode)
+    found = replayed(records, mode, tmp_path / "traffic")
     assert found.simulated == []
     assert found.requests == [record.stats for record in records]
 
@@ -69,9 +88,41 @@ def test_traffic_of_plain_decoding_tells_what_a_drafter_would_have_done(
     # Without a drafter nobody keeps that a request wanted shorter drafts.
     pairs = [pair for pair in zip(plain, drafted, strict=True) if pair[1].draft_limit is None]
     assert len(pairs) == 8
-    assert replayed([each for each, _ in pairs], mode).requests == [each.stats for _, each in pairs]
+    found = replayed([each for each, _ in pairs], mode, tmp_path / "plain")
+    assert found.requests == [each.stats for _, each in pairs]
+
+
+def test_a_head_is_replayed_from_recorded_states_without_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [each for each in served(tmp_path, "eagle3", 1.0) if not each.cached_tokens]
+    assert len(records) == len(states_files(tmp_path)) >= 4
+    monkeypatch.setattr(ModelEngine, "forward", None)
+    found = replayed(records, "eagle3", tmp_path)
+    assert found.requests == [each.stats for each in records]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MTP)
+def test_counts_of_the_models_own_modules_are_those_of_serving(mode: str, tmp_path: Path) -> None:
+    records = served(tmp_path, mode, model="zoo:deepseek")
+    assert sum(record.stats.num_accepted_tokens for record in records) > 0
+    found = replayed(records, mode, tmp_path, "zoo:deepseek")
+    assert found.requests == [record.stats for record in records]
 
 
 def test_counts_that_serving_may_not_have_are_called_simulated() -> None:
     (cause,) = why_simulated([], LlmArgs.from_kwargs("zoo:llama", **LIMITS, **engine(LEARNS, 4)))
     assert "sa_config" in cause
+    record = TrafficRecord.model_construct(
+        prompt=[1] * 30,
+        output=[2] * 10,
+        arrived_us=1,
+        rounds=[[5, 10, None]],
+        guided=False,
+        num_preemptions=0,
+    )
+    for max_tokens, causes in ((80, 0), (64, 1)):
+        pool = {"kv_cache_config": {"max_tokens": max_tokens}}
+        args = LlmArgs.from_kwargs("zoo:llama", **LIMITS, **pool, **engine("draft_target", 4))
+        assert len(why_simulated([record, record], args)) == causes

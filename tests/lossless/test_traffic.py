@@ -26,7 +26,7 @@ BUSY: dict[str, Any] = {
 }
 
 
-QUICK = ("ngram_tree", "draft_target", "eagle3_tree", "eagle3 in turn")
+QUICK = ("draft_target", "eagle3_tree")
 
 
 def quick_or_slow(names: Iterable[str]) -> list[Any]:

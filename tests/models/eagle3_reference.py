@@ -89,8 +89,11 @@ class Eagle3Reference:
         outputs = []
         for head in range(q.shape[1]):
             scores = q[:, head] @ k[:, head // group].T * size**-0.5
-            later = torch.ones_like(scores).triu(1).bool()
-            outputs.append(scores.masked_fill(later, -torch.inf).softmax(-1) @ v[:, head // group])
+            ones, size_of_window = torch.ones_like(scores), self.config.get("sliding_window")
+            hidden = ones.triu(1).bool()
+            if size_of_window is not None:
+                hidden |= ones.tril(-size_of_window).bool()
+            outputs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[:, head // group])
         return self.linear(f"{name}.o_proj", torch.cat(outputs, -1))
 
     def rotated(self, heads: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a Llama layer with biased q, k and v": {"qkv_bias": True},
     "a Qwen2 layer": {"architectures": ["Qwen2ForCausalLMEagle"], "qkv_bias": True},
     "other sizes": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 2048},
-    "a window, which is not used": {
+    "a window": {
         "architectures": ["MistralForCausalLMEagle"],
         "sliding_window": 4,
     },

@@ -24,7 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "whole vocabulary": {"draft_vocab_size": VOCAB_SIZE},
     "the target's output layer": {"draft_vocab_size": None},
     "the embedding as output layer": {"draft_vocab_size": None, "tie_word_embeddings": True},
-    "a window, which is not used": {"sliding_window": 4, "layer_types": ["sliding_attention"]},
+    "a window": {"sliding_window": 4, "layer_types": ["sliding_attention"]},
     "its own embedding": {"own_modules": True},
     "its own tied embedding": {
         "draft_vocab_size": None,

@@ -180,7 +180,7 @@ def test_dummy_weights_have_the_size_of_others(tmp_path: Path) -> None:
 def check_dummy(model: CausalLM) -> None:
     weight = model.get_submodule("model.layers.0.mlp.down_proj")
     assert isinstance(weight, Linear)
-    assert 0.6 < weight.full_weight().std() * 160**0.5 < 1.4
+    assert 0.5 < weight.full_weight().std() * 160**0.5 < 1.5  # powers of two are coarse
     assert PagedRunner(model).step({0: TOKENS})[0].isfinite().all()
 
 

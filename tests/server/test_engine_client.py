@@ -46,7 +46,7 @@ def texts_of(output: RequestOutput) -> list[tuple[object, ...]]:
 STOPPING = {"temperature": 0.0, "max_tokens": 60}
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     "params",

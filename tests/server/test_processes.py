@@ -18,7 +18,6 @@ from tests.server.http_answers import wait_for
 from tests.server.served_process import (
     LONG,
     MEDIUM,
-    MODEL,
     ROOT,
     RUN,
     SHORT,
@@ -72,26 +71,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
     folder = tmp_path_factory.mktemp("served")
     (folder / "queue.py").write_text("raise RuntimeError('this is not the queue of Python')")
     code = f"import sys; sys.path[:] = {sys.path}; {RUN}"
-    options = {"guided_decoding_backend": "xgrammar"}
     flags = ("--shutdown_timeout", "600")
-    with ServedProcess(folder, *flags, code=code, cwd=folder, **options) as served:
+    with ServedProcess(folder, *flags, code=code, cwd=folder) as served:
         yield served
-
-
-def test_a_front_does_without_torch(served: ServedProcess) -> None:
-    pytest.importorskip("xgrammar")
-    assert complete(served.url) == 200
-    chat = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
-    guided = chat | {"guided_choice": ["x", "yes"]}
-    answer = httpx.post(f"{served.url}/v1/chat/completions", json=guided, timeout=60)
-    assert answer.json()["choices"][0]["message"]["content"] in ("x", "yes")
-    wrong = chat | {"guided_regex": "("}
-    answer = httpx.post(f"{served.url}/v1/chat/completions", json=wrong, timeout=60)
-    assert answer.status_code == 400
-    (engine,), (front,) = served.pids(ENGINE), served.pids(FRONT)
-    assert "libtorch" in Path(f"/proc/{engine}/maps").read_text()
-    assert "libtorch" not in Path(f"/proc/{front}/maps").read_text()
-    assert "PyTorch" not in served.text
 
 
 def test_a_front_that_dies_is_replaced_and_its_requests_are_cancelled(
@@ -204,6 +186,7 @@ def num_connections(pid: int) -> int:
     return sum(row[3] == "01" and row[9] in inodes for row in rows)
 
 
+@pytest.mark.slow
 def test_when_the_engine_dies_streams_get_an_error_and_the_status_is_not_zero(
     tmp_path: Path,
 ) -> None:

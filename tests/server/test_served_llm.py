@@ -4,8 +4,6 @@ process."""
 import json
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +13,11 @@ import openai
 import pytest
 
 from tests.server.http_answers import events_of
+from tests.server.served_process import MODEL, OPTIONS, ServedProcess, complete
 from tllm_spec import LLM, SamplingParams
 
-ROOT = Path(__file__).parents[2]
-MODEL = "zoo:llama"
-OPTIONS = {
-    "load_format": "dummy",
-    "device": "cpu",
-    "max_batch_size": 4,
-    "kv_cache_config": {"max_tokens": 4096},
+MORE: dict[str, Any] = {
+    "guided_decoding_backend": "xgrammar",
     "enable_iter_perf_stats": True,
     "speculative_config": {
         "decoding_type": "Draft_Target",
@@ -45,32 +39,21 @@ SAMPLED = {"temperature": 0.8, "seed": 5, "max_tokens": 40}
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Runs the server from its command line. An interrupt ends it cleanly."""
-    options = tmp_path_factory.mktemp("serve") / "options.yaml"
-    options.write_text(json.dumps(OPTIONS))  # JSON is YAML, too
-    run = "from tllm_spec.cli.serve import main; main()"
-    command = [sys.executable, "-c", run, MODEL, "--port", "0", "--config", str(options)]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        log = []
-        for line in process.stderr:
-            log.append(line)
-            if address := re.search(r"serving zoo:llama on (http://\S+)", line):
-                break
-        else:
-            pytest.fail("".join(log))
-        yield address[1]
-        info = httpx.get(f"{address[1]}/server_info").json()
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
+    """An interrupt ends it cleanly."""
+    with ServedProcess(tmp_path_factory.mktemp("serve"), **MORE) as served:
+        yield served
+        info = httpx.get(f"{served.url}/server_info").json()
         num_switches = info["internal_states"][0]["controller"]["decisions"]["num_switches"]
-        process.send_signal(signal.SIGINT)
-        _, rest = process.communicate(timeout=60)
-        assert process.returncode == 0, rest
-        assert "Traceback" not in rest
-        lines = re.findall(
-            r"INFO \S+decision_log: draft length \d -> \d at batch size", "".join(log) + rest
-        )
+        assert served.end(signal.SIGINT) == 0, served.text
+        assert "Traceback" not in served.text
+        lines = re.findall(r"INFO \S+decision_log: draft length \d -> \d at batch", served.text)
         assert len(lines) == num_switches, "one log line a switch"
+
+
+@pytest.fixture(scope="module")
+def url(served: ServedProcess) -> str:
+    return served.url
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +64,24 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(MODEL, **OPTIONS) as llm:
+    with LLM(MODEL, **OPTIONS | MORE) as llm:
         yield llm
+
+
+def test_a_front_does_without_torch(served: ServedProcess) -> None:
+    pytest.importorskip("xgrammar")
+    assert complete(served.url) == 200
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+    guided = chat | {"guided_choice": ["x", "yes"]}
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=guided, timeout=60)
+    assert answer.json()["choices"][0]["message"]["content"] in ("x", "yes")
+    wrong = chat | {"guided_regex": "("}
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=wrong, timeout=60)
+    assert answer.status_code == 400
+    (engine,), (front,) = served.pids("engine_process"), served.pids("front_process")
+    assert "libtorch" in Path(f"/proc/{engine}/maps").read_text()
+    assert "libtorch" not in Path(f"/proc/{front}/maps").read_text()
+    assert "PyTorch" not in served.text
 
 
 def test_a_completion_is_the_text_of_the_llm_streamed_or_not(

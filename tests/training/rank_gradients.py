@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def gradients(model: Path, data: Path, ranks: Ranks) -> dict[str, Tensor]:
     """Of this rank's share, by parameter; and `loss`."""
-    texts = read_texts(data, str(model), 64, unroll=3)
+    texts = read_texts(data, str(model), 64, 3, (1, 2, 3))
     target = load_language_model(model, torch.float32, CPU)
     torch.manual_seed(0)
     shape = new_shape(ModelConfig.from_pretrained(model), 16, 1, None)

@@ -20,13 +20,15 @@ from tests.zoo.runs import ZOO, read_json
 from tllm_spec.cli.train import main
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.recording.hidden_states import HiddenStates
 from tllm_spec.recording.replay import replay
+from tllm_spec.recording.traffic_folder import TrafficFolder
 from tllm_spec.training import head_run
 from tllm_spec.training.head_files import load_head
 from tllm_spec.training.head_run import acceptance_of
 from tllm_spec.training.language_model import load_language_model
 from tllm_spec.training.ranks import ALONE, Ranks
-from tllm_spec.training.texts import Text, read_texts, split
+from tllm_spec.training.texts import Text, draw, read_texts, split
 
 ROOT = Path(__file__).parents[2]
 RUN = "--unroll 3 --batch_tokens 256 --learning_rate 2e-3 --device cpu --draft_vocab_size 16"
@@ -128,6 +130,36 @@ def test_the_engine_accepts_the_drafts_of_an_exported_head_as_training_said(
     assert replayed.acceptance_length == pytest.approx(said["acceptance_length"], abs=0.2)
 
 
+@torch.no_grad()
+def test_recorded_hidden_states_have_the_loss_of_a_target_that_runs(
+    model: Path, trained: Path, tmp_path: Path
+) -> None:
+    folder = TrafficFolder(tmp_path / "traffic")
+    target = load_language_model(model, torch.float32, torch.device("cpu"))
+    head = load_head(trained, ModelConfig.from_pretrained(model)).eval()
+    folder.append([counted(5, 9, 20).to_line()])
+    for record in (counted(first, 9, 60 - first) for first in range(3)):
+        ids = torch.tensor(record.prompt + record.output)[:-1]
+        output = target(input_ids=ids[None], output_hidden_states=True)
+        captured = torch.cat([output.hidden_states[layer + 1][0] for layer in (1, 2, 3)], -1)
+        states = HiddenStates(record, (1, 2, 3), ids, captured, output.hidden_states[-1][0])
+        folder.add_states(record, states.to_file())
+    texts = read_texts(folder.path, str(model), 40, 3, (1, 2, 3))
+    assert [text.offset for text in texts] == [*[0, 40] * 3, 0]
+    assert [text.file is None for text in texts] == [*[False] * 6, True]
+    # The second pieces of texts had other tokens before.
+    first = [text for text in texts[:-1] if text.offset == 0]
+    again = [text._replace(file=None) for text in first]
+    recorded = acceptance_of(head, target, first, 3)
+    assert recorded == pytest.approx(acceptance_of(head, target, again, 3), abs=1e-4)
+    mixed = [draw(texts, 10**6, 3, target.device, slice(None)) for _ in range(8)]
+    assert {(len(batch.tokens), batch.states is None) for batch in mixed} == {(6, False), (1, True)}
+    shares = [draw(first, 1, 3, target.device, slice(rank, None, 2)) for rank in (0, 1)]
+    assert [batch.states is not None and len(batch.states[0]) for batch in shares] == [1, 1]
+    with pytest.raises(ValueError, match=r"layers \[1, 2, 3\]; the head reads \[0, 1, 2\]"):
+        read_texts(folder.path, str(model), 40, 3, (0, 1, 2))
+
+
 def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -163,7 +195,7 @@ def test_two_processes_have_the_gradients_of_one(
 def test_a_text_file_is_cut_into_pieces_of_which_some_are_held_out(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text("def f(x):\n    return x + 1\n\n\n" * 200)
-    texts = read_texts(file, "zoo:llama", 67, unroll=3)
+    texts = read_texts(file, "zoo:llama", 67, 3, (1, 5, 8))
     assert {len(text.tokens) for text in texts[:-1]} == {64} and texts[0].start == 1
     training, held_out = split(texts, file, 3)
     assert len(held_out) == max(1, len(texts) // 20)

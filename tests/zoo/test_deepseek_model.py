@@ -37,7 +37,7 @@ def plain(prompts: list[list[int]]) -> list[list[int]]:
     return generate(prompts)[0]
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("one_model", "is_vanilla", "draft_len", "bar"),
     [
@@ -66,9 +66,8 @@ def test_the_models_own_modules_are_accepted_on_heldout_code(
     assert acceptance_length >= bar
 
 
-@pytest.mark.parametrize(
-    "one_model", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["one", "two"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("one_model", [True, False], ids=["one", "two"])
 def test_a_tree_of_the_models_own_module_is_accepted_further_than_a_chain(
     one_model: bool, prompts: list[list[int]], plain: list[list[int]]
 ) -> None:

@@ -74,6 +74,7 @@ def test_configs_are_spelt_as_in_transformers_4_and_load_here_and_there(
     assert loaded.decode([2, *loaded.encode("x = 1"), 3, 1], skip_special_tokens=True) == "x = 1"
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_both_models_predict_held_out_code_and_mostly_the_same(
     models: Models, heldout_tokens: Tensor

@@ -96,6 +96,7 @@ def test_an_unknown_model_is_refused_with_the_names_that_exist(name: str | Path)
     assert all(known in str(error.value) for known in (*NAMES, str(name)))
 
 
+@pytest.mark.slow
 def test_every_file_is_decoded_to_itself(tokenizer: Any) -> None:
     for path in heldout_files() + training_files()[::20]:
         text = read_source(path)

@@ -76,6 +76,12 @@ def create_backend(
     dtype = str(pool.kv_format.dtype).removeprefix("torch.")
     reason = f"FlashInfer has no kernels of head_dim {geometry.head_dim} in {dtype}"
     if geometry.head_dim in HEAD_DIMS and pool.kv_format.dtype in DTYPES:
+        logger.info(
+            "FlashInfer loads kernels of head_dim %d, keys of a row: %s; without prebuilt ones it "
+            "compiles them for minutes, once",
+            geometry.head_dim,
+            "all" if geometry.span is None else geometry.span.size,
+        )
         try:
             return FlashInferAttention(geometry, pool)
         except (RuntimeError, OSError, ImportError) as error:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tllm_spec.kernels.delta_blocks import delta_blocks, work_elements
 from tllm_spec.kernels.gated_delta import (
+    DeltaBlocks,
     DeltaMemory,
     DeltaRows,
     DeltaShape,
@@ -21,11 +23,24 @@ from tllm_spec.kernels.round_rows import RoundRows
 @dataclass(frozen=True)
 class RecurrentGeometry:
     """One rank's share of the layers with a recurrent state. window: the most rows of a request
-    that wait for acceptance."""
+    that wait for acceptance. block: rows of a prompt, from a multiple of their number on, that are
+    always in one forward. They run together (`delta_blocks`); those after the last whole block, and
+    generated tokens that are read again, run one after another."""
 
     num_layers: int
     shape: DeltaShape
     window: int
+    block: int
+
+    def num_blocks(self, first: int, end: int, prompt_len: int) -> int:
+        """Blocks in the context tokens from `first` to `end`."""
+        number = max(0, min(end, prompt_len) - first) // self.block
+        assert not number or first % self.block == 0, "a block is cut"
+        return number
+
+    def chunk_end(self, end: int, prompt_len: int) -> int:
+        """The last place up to `end` where a forward may end: not in a block."""
+        return end if end >= prompt_len // self.block * self.block else end - end % self.block
 
     @property
     def ring(self) -> int:
@@ -40,6 +55,10 @@ class RecurrentGeometry:
     def snapshot_bytes(self, dtype: torch.dtype) -> int:
         """The same of a snapshot."""
         return self._bytes(self.shape.kernel_size - 1, dtype)
+
+    def prompt_bytes(self, num_rows: int) -> int:
+        """What a layer takes for that many rows of prompts while it runs."""
+        return num_rows * work_elements(self.shape, self.block) * torch.float32.itemsize
 
     def _bytes(self, num_rows: int, dtype: torch.dtype) -> int:
         shape = self.shape
@@ -97,13 +116,14 @@ class RecurrentMemory:
         *,
         are_kept: bool,
         tree: torch.Tensor | None = None,
+        blocks: DeltaBlocks | None = None,
     ) -> DeltaRows:
         """The rows of slots `[B]` from positions first `[B]` on, which one forward runs in all
         layers; see `DeltaRows`. Device work only."""
         # Only dummy requests, whose lengths jump, have other numbers of pending rows.
         pending = (first - self.lens.index_select(0, slots)).clamp_(0, self.geometry.window)
         self.lens[slots] = first + rows.counts if are_kept else first
-        return DeltaRows(slots, first, pending, rows, are_kept, tree)
+        return DeltaRows(slots, first, pending, rows, are_kept, tree, blocks)
 
     def keep_paths(
         self, slots: torch.Tensor, first: torch.Tensor, rows: torch.Tensor, lens: torch.Tensor
@@ -122,11 +142,15 @@ class RecurrentRows:
     parts: Sequence[DeltaRows]
 
     def run(self, layer: int, projected: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
-        """See `gated_delta`. layer: its number in the group; projected `[T, P]`."""
+        """The states' answers `[T, Hv, Dv]` float32. layer: its number in the group; projected
+        `[T, P]`: see `gated_delta`."""
         memory, shape = self.memory.layers[layer], self.memory.geometry.shape
-        pieces = projected.split_with_sizes([part.rows.num_rows for part in self.parts])
-        found = [
-            gated_delta(piece, memory, shape, weights, part)
-            for piece, part in zip(pieces, self.parts, strict=True)
-        ]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        sizes = len(projected), shape.num_value_heads, shape.value_dim
+        output = projected.new_empty(sizes, dtype=torch.float32)
+        counts = [part.rows.num_rows for part in self.parts]
+        pieces = projected.split_with_sizes(counts), output.split_with_sizes(counts)
+        for part, piece, own in zip(self.parts, *pieces, strict=True):
+            if part.blocks is not None:
+                delta_blocks(piece, memory, shape, weights, part, own)
+            gated_delta(piece, memory, shape, weights, part, own)
+        return output

@@ -1,18 +1,33 @@
 """What `tllm-bench replay` prints: each configuration's acceptance on recorded traffic, after what
 was served."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
 from tllm_spec.config.llm_args import LlmArgs, overlay, read_options
+from tllm_spec.config.speculative_config import speculative_config_from
 from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.recording.replay import replay
-from tllm_spec.recording.traffic_folder import files_of, read_records, read_traffic
+from tllm_spec.recording.traffic_folder import (
+    files_of,
+    read_records,
+    read_traffic,
+    states_files,
+)
 from tllm_spec.recording.traffic_record import TrafficRecord
 
 # Options of the recorded engine that a configuration has, too, unless it says otherwise.
-KEPT = ("tokenizer", "dtype", "load_format", "deterministic", "max_seq_len", "max_num_tokens")
+KEPT = (
+    "tokenizer",
+    "skip_tokenizer_init",
+    "dtype",
+    "load_format",
+    "deterministic",
+    "max_seq_len",
+    "max_num_tokens",
+)
 
 
 def replay_report(
@@ -21,13 +36,36 @@ def replay_report(
     """A row for what was served, then one for each configuration. model: None: the recorded one.
     num_requests: the latest ones; 0: all. Raises ValueError for what cannot be replayed."""
     records, served_model, options = read_served(folder, num_requests)
+    states, own = states_of(folder, model, served_model), options.get("speculative_config")
     arguments = [arguments_of(model or served_model, options, path) for path in configs]
     served = sum((record.stats for record in records), SpeculativeStats())
     rows = [row_of("served", served, len(records), [])]
     for path, args in zip(configs, arguments, strict=True):
-        found = replay(records, args)
-        rows.append(row_of(path.stem, found.total, len(records), found.simulated))
+        found = replay(records, args, states)
+        row = row_of(path.stem, found.total, len(records), found.simulated)
+        if own is not None and speculative_config_from(own) == args.speculative_config:
+            row["other_rounds"] = share_of_other_rounds(records, found.requests)
+        rows.append(row)
     return rows
+
+
+def share_of_other_rounds(
+    records: Sequence[TrafficRecord], replayed: Sequence[SpeculativeStats]
+) -> float:
+    """The share of the served rounds that accepted another number of drafts in the replay: the
+    smallest one that a request's counts allow."""
+    moved = 0
+    for record, stats in zip(records, replayed, strict=True):
+        pairs = zip_longest(_by_accepted(record.stats), _by_accepted(stats), fillvalue=0)
+        gaps = [one - other for one, other in pairs]
+        moved += max(sum(max(0, gap) for gap in gaps), sum(max(0, -gap) for gap in gaps))
+    return moved / max(1, sum(record.num_rounds for record in records))
+
+
+def _by_accepted(stats: SpeculativeStats) -> list[int]:
+    """How many rounds accepted 0 drafts, 1 draft and so on."""
+    at_least = [stats.rounds, *stats.per_position_accepted, 0]
+    return [more - less for more, less in pairwise(at_least)]
 
 
 def read_served(
@@ -40,6 +78,11 @@ def read_served(
     if not records:
         raise ValueError(f"{folder} has no recorded requests")
     return records, header["model"], header["options"]
+
+
+def states_of(folder: Path, model: str | None, served_model: str) -> Mapping[str, Path]:
+    """As `replay` takes them; of another model than the one that served there are none."""
+    return states_files(folder) if model in (None, served_model) else {}
 
 
 def arguments_of(model: str, served: dict[str, Any], path: Path) -> LlmArgs:
@@ -63,7 +106,8 @@ def row_of(
 
 
 def replay_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Plain text; a cause under the table for each row whose counts are simulated."""
+    """Plain text; under the table how far the replay of what served is from serving, and a cause
+    for each row whose counts are simulated."""
     width = max(len(row["name"]) for row in rows)
     lines = [f"{'':{width}}  requests  rounds  tokens/round  accepted  by position"]
     for row in rows:
@@ -73,5 +117,7 @@ def replay_table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['tokens_per_round']:12.3f}  {row['draft_acceptance_rate']:8.3f}  {by_position}"
         )
     for row in rows:
+        if "other_rounds" in row:
+            lines.append(f"{row['name']} served: {row['other_rounds']:.2%} of its rounds differ")
         lines += [f"{row['name']} is simulated: {cause}" for cause in row["simulated"]]
     return "\n".join(lines)

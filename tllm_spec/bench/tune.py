@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import ceil
+from pathlib import Path
 from statistics import mean, median
+from types import MappingProxyType
 from typing import Any
 
 from tllm_spec.bench.break_even_runs import WITHOUT_LIMITS
@@ -79,14 +81,16 @@ def score(
     args: LlmArgs,
     seconds: RoundSeconds,
     max_batch_size: int,
+    states: Mapping[str, Path] = MappingProxyType({}),
 ) -> Score:
-    """args: of the engine, with any drafter. Raises ValueError for what cannot be replayed."""
+    """args: of the engine, with any drafter. states: as `replay` takes them. Raises ValueError for
+    what cannot be replayed."""
     if candidate.spec is None:
         rounds = [SpeculativeStats(len(each.output) - 1, len(each.output) - 1) for each in records]
         causes: list[str] = []
     else:
         options = args.as_options() | {"speculative_config": dict(candidate.spec)}
-        found = replay(records, LlmArgs(**options))
+        found = replay(records, LlmArgs(**options), states)
         rounds, causes = found.requests, found.simulated
     return score_of(candidate, records, rounds, seconds, max_batch_size, causes)
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from tllm_spec.bench.plot import LoadPoint
-from tllm_spec.bench.replay_report import arguments_of, read_served
+from tllm_spec.bench.replay_report import arguments_of, read_served, states_of
 from tllm_spec.bench.tune import (
     PLAIN,
     Candidate,
@@ -21,7 +21,7 @@ from tllm_spec.bench.tune import (
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.executor.build import build_executor
-from tllm_spec.text.tokenizer import load_tokenizer
+from tllm_spec.text.tokenizer import tokenizer_of
 
 MATCHES = {"decoding_type": "SA", "max_draft_len": 5}
 # By the shape's name: seconds of a round of a number of requests; PLAIN: without drafts.
@@ -34,7 +34,7 @@ def tune(
     """Scores of plain decoding and of every candidate: of the files, or else of the drafter that
     served and of SA. Raises ValueError as `replay` does."""
     records, served_model, options = read_served(folder, num_requests)
-    target = model or served_model
+    target, states = model or served_model, states_of(folder, model, served_model)
     drafters = [(path.stem, arguments_of(target, options, path)) for path in configs]
     if not drafters:
         own = options.get("speculative_config")
@@ -51,7 +51,8 @@ def tune(
         seconds = measured_seconds(args, spec)
         plain = [] if scores else [Candidate(PLAIN, PLAIN, None)]
         for each in [*plain, *candidates_of(name, spec)]:
-            scores.append(score(each, records, args, seconds(each.shape), served_batch_size(args)))
+            size = served_batch_size(args)
+            scores.append(score(each, records, args, seconds(each.shape), size, states))
     return scores
 
 
@@ -79,8 +80,7 @@ def measured_seconds(args: LlmArgs, spec: DecodingBaseConfig) -> Callable[[str],
     own = dict(shapes[-1].spec or {}) | {"adaptive": adaptive}
     off = {"record_traffic": None, "record_hidden_states": 0.0}
     options = args.as_options() | {"speculative_config": own} | off
-    tokenizer = load_tokenizer(args.tokenizer or args.model)
-    built = build_executor(LlmArgs(**options), tokenizer, lambda responses: None)
+    built = build_executor(LlmArgs(**options), tokenizer_of(args), lambda responses: None)
     controller = built.executor.parts.controller
 
     def of_shape(name: str) -> RoundSeconds:

@@ -89,7 +89,7 @@ def head(
         learning_rate=learning_rate,
         weight_decay=0.1,
         dropout=0.0,
-        warmup_steps=min(200, math.ceil((steps or 2000) / 10)),
+        warmup_steps=200,
         compile=False,
         checkpoint_steps=checkpoint_steps,
         seed=0,

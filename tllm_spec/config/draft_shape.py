@@ -9,10 +9,7 @@ from functools import cache
 from math import ceil
 
 MAX_DRAFT_LEN = 1 << 16  # each length up to the longest has a shape of its own
-MAX_BUDGETS = 16  # that a round says the outcome of
-# In batches of more requests, rounds that share their rows take the place of longer chains. In
-# smaller ones the device has time for whole windows.
-MAX_WHOLE_BATCH = 16
+MAX_BUDGETS = 32  # that a round says the outcome of
 
 
 @dataclass(frozen=True, order=True)
@@ -93,8 +90,8 @@ class DraftShapes:
     """The shapes that rounds may have, by tier. A tier is a number: up to the longest draft length
     it is that length. The tiers after it are `trees` to choose from, of which `longest` has at
     least the depth, the drafts and the children, and then `budgeted` chains, whose rounds share
-    their rows. With `narrows`, rounds of trees without branches
-    have the shape of chains."""
+    their rows, to be compared with chains of `lengths`. With `narrows`, rounds of trees without
+    branches have the shape of chains."""
 
     def __init__(
         self,
@@ -103,6 +100,7 @@ class DraftShapes:
         longest: DraftShape | None = None,
         *,
         budgeted: Sequence[DraftShape] = (),
+        lengths: Sequence[int] = (),
         narrows: bool = False,
     ) -> None:
         assert [shape.depth for shape in by_length] == list(range(len(by_length)))
@@ -120,13 +118,14 @@ class DraftShapes:
         self.tree_tiers = self.further_tiers[: len(trees)]
         self.budgeted_tiers = self.further_tiers[len(trees) :]
         self._rows_each = [shape.rows_each for shape in self._all]
+        depths = [shape.depth for shape in self._all]
+        # Ascending by depth: a round shows what all up to its own depth would bring.
+        self.compared_tiers = sorted((*lengths, *self.budgeted_tiers), key=depths.__getitem__)
 
     @property
     def budgets(self) -> list[tuple[int, float]]:
-        """The most drafts of a request, and its mean rows: first for one draft each, whose outcome
-        is known in all rounds of the others, then for each of `budgeted_tiers`."""
-        tiers = [1, *self.budgeted_tiers] if self.budgeted_tiers else []
-        return [(self._all[tier].depth, self._all[tier].rows_each) for tier in tiers]
+        """The most drafts of a request, and its mean rows, for each of `compared_tiers`."""
+        return [(self._all[tier].depth, self._rows_each[tier]) for tier in self.compared_tiers]
 
     @classmethod
     def chains(cls, max_draft_len: int, mean_rows: float = 0.0) -> DraftShapes:

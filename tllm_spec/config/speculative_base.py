@@ -75,10 +75,10 @@ class DecodingBaseConfig(ConfigModel):
     max_concurrency: PositiveInt | None = None
     """No drafts in batches of more requests than this."""
     enable_adaptive_verification: bool = False
-    """In batches of more than 16 requests, drafts share the rows of a round: they go to those that
-    are likeliest to be accepted, whoever's they are. How many rows there are follows acceptance and
-    load, as draft lengths do with `adaptive`, of which it needs the cost model. Refused with draft
-    trees, `use_rejection_sampling` and `draft_len_schedule`."""
+    """In batches of more than 16 requests, drafts may share the rows of a round: they go to those
+    that are likeliest to be accepted, whoever's they are. Whether, and how many rows there are,
+    follows acceptance and load, as draft lengths do with `adaptive`, whose cost model it needs.
+    Refused with draft trees, `use_rejection_sampling` and `draft_len_schedule`."""
     verify_budget: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Rows that a request has on average in a round, its own token included. The rows of a batch go
     to the drafts that are likeliest to be accepted, whoever's they are; a request has 1 to
@@ -129,6 +129,7 @@ class DecodingBaseConfig(ConfigModel):
     aliases: ClassVar[Mapping[str, str]] = {
         "speculative_model_dir": "speculative_model",
         "speculative_draft_model_path": "speculative_model",
+        "speculative_draft_window_size": "draft_window_size",
         "speculative_num_steps": "max_draft_len",
         SGLANG_NODES: "max_total_draft_tokens",
         "speculative_accept_threshold_single": "threshold_single",
@@ -353,6 +354,10 @@ class DraftModelDecodingConfig(DecodingBaseConfig):
     """File with the ids of frequent tokens, to which drafts are limited (FR-Spec): a smaller output
     layer drafts faster. What `torch.save` wrote (a tensor or a list), `.json` or `.safetensors`.
     Refused for EAGLE-3 heads with a vocabulary of their own."""
+    draft_window_size: PositiveInt | None = None
+    """Tokens that the draft network sees, its own included: fewer help on texts that are longer
+    than those it was trained on, and take less time. null: as its `config.json` says. Only drafts
+    change, no text. SGLang's name is `speculative_draft_window_size`."""
 
     @field_validator("load_format", mode="before")
     @classmethod

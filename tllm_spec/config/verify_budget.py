@@ -5,17 +5,18 @@ from collections.abc import Sequence
 from tllm_spec.config.adaptive_config import AdaptiveConfig
 from tllm_spec.config.draft_shape import MAX_BUDGETS, DraftShape, DraftShapes, chain_of
 
-# Rows of a request on average, at most. With more, drafts that are hardly ever accepted have rows.
-MAX_MEAN_ROWS = 4
+# In smaller batches the device has time for whole windows. In larger ones it has none for more rows
+# than these, which any GPU takes longer to compute than to read its weights.
+MAX_WHOLE_BATCH, MAX_WHOLE_ROWS = 16, 512
 
 
 def with_budgets(max_draft_len: int, draft_lens: Sequence[int]) -> DraftShapes:
-    """Chains of every length, and of the given ones from 2 on rounds that share as many rows as the
-    next shorter chain has. Longer drafts are made only to choose among them."""
-    lengths = [length for length in draft_lens if length > 1]
-    budgeted = [DraftShape(n, n, mean_rows=min(n, MAX_MEAN_ROWS)) for n in lengths]
+    """Chains of every length, and of the given ones above 2 rounds that verify half of the drafts,
+    the likeliest ones. Of 2 drafts that would be hardly better than a chain of 1."""
+    budgeted = [DraftShape(n, n, mean_rows=1 + n / 2) for n in draft_lens if n > 2]
     chains = [chain_of(length) for length in range(max_draft_len + 1)]
-    return DraftShapes(chains, budgeted=budgeted)
+    lengths = [length for length in draft_lens if length]
+    return DraftShapes(chains, budgeted=budgeted, lengths=lengths)
 
 
 def budget_problem(
@@ -31,24 +32,28 @@ def budget_problem(
     adaptive: of `enable_adaptive_verification`; None: that is off."""
     if verify_budget is None and adaptive is None:
         return None
-    named = "enable_adaptive_verification = True"
+    named, reasons = "enable_adaptive_verification = True", []
     if verify_budget is not None:
         named = f"verify_budget = {verify_budget:g}"
         if is_adaptive:
             other = "enable_adaptive_verification" if adaptive else "adaptive"
-            return f"{named} and {other} are exclusive: each says what is verified"
-    elif adaptive is not None and not adaptive.is_cost_model:
-        return f"{named} needs adaptive's cost_model; ema has rounds of equal windows"
-    elif adaptive is not None and len(adaptive.draft_lens) > MAX_BUDGETS:
-        number = len(adaptive.draft_lens)
-        return f"{named} serves {MAX_BUDGETS} candidate_steps at most; there are {number}"
-    elif has_schedule:
-        return f"{named} and draft_len_schedule are exclusive; use the slots of adaptive"
+            reasons.append(f"{other} also says what is verified")
+    elif adaptive is not None:
+        if not adaptive.is_cost_model:
+            reasons.append("it needs adaptive's cost_model, and ema has rounds of equal windows")
+        elif (number := len(adaptive.draft_lens)) > MAX_BUDGETS // 2:
+            reasons.append(
+                f"it serves {MAX_BUDGETS // 2} candidate_steps at most, and there are {number}"
+            )
+        elif adaptive.draft_lens[-1] < 3:
+            reasons.append("it needs candidate_steps of 3 or more: shorter drafts gain nothing")
+        if has_schedule:
+            reasons.append("draft_len_schedule also says what is verified; use adaptive's slots")
     if drafts_trees:
-        return f"{named} needs chains: the drafts of a tree have rows of their own"
+        reasons.append("it needs chains, and the drafts of a tree have rows of their own")
     if use_rejection_sampling:
-        return (
-            f"{named} and use_rejection_sampling = True are exclusive: drafts that are chosen by "
-            "their probability would change the distribution of the text"
+        reasons.append(
+            "with use_rejection_sampling = True a choice by the drafts' probabilities would change "
+            "the distribution of the text"
         )
-    return None
+    return f"{named} is refused: {'; '.join(reasons)}" if reasons else None

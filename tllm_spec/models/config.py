@@ -6,7 +6,7 @@ Both spellings are read: transformers 4.x (`rope_theta`, `rope_scaling`, `torch_
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -115,6 +115,9 @@ _O_BIAS = (
 )
 _QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *DELTA_DEFAULTS, *GEMMA3)
 _PARTLY_ROTATED = (*DELTA_DEFAULTS, GLM4_MOE)
+
+
+Shape = TypeVar("Shape", bound="ModelConfig")
 
 
 @dataclass(frozen=True)
@@ -276,7 +279,7 @@ class ModelConfig:
         """Elements of a key that are rotated."""
         return self.head_dim if self.mla is None else self.mla.rope_dim
 
-    def within(self, max_positions: int) -> "ModelConfig":
+    def within(self: Shape, max_positions: int) -> Shape:
         """The same for so many positions: without what changes attention after them only."""
         own = self
         if self.sliding_window is not None and self.sliding_window >= max_positions:
@@ -284,6 +287,14 @@ class ModelConfig:
         if self.llama4 is not None:
             own = replace(own, llama4=self.llama4.within(max_positions))
         return own
+
+    def windowed(self: Shape, size: int) -> Shape:
+        """The same with a sliding window of `size` tokens in every layer. Raises ValueError where
+        layers have others, or no keys of heads."""
+        if self.mla is not None or self.chunk_size is not None or self.gemma3 is not None:
+            raise ValueError(f"attention of {self.architecture} takes no other window")
+        layers = frozenset(range(self.num_layers))
+        return replace(self, sliding_window=size, sliding_layers=layers)
 
     @property
     def chunk_size(self) -> int | None:

@@ -81,6 +81,10 @@ class DFlashConfig(Eagle3Config):
             )
         return config
 
+    def windowed(self, size: int) -> "DFlashConfig":
+        """Raises ValueError."""
+        raise ValueError("a DFlash head attends to all tokens")
+
     def default_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """The target's layers whose outputs a head reads that does not name them: one for each of
         its own, evenly spread."""

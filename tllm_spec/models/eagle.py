@@ -96,6 +96,7 @@ def load_eagle_head(source: HeadSource) -> EagleHead:
         message says why.
     """
     config, placement = EagleConfig.from_pretrained(source.path), source.placement
+    config = config.within(source.max_positions)
     config.check_target(source.target.config)
     is_dummy = source.load_format == "dummy"
     tensors = {} if is_dummy else head_tensors(source.path, "EAGLE-1/2", _UNUSED, {})

@@ -189,7 +189,7 @@ def load_eagle3_head(source: HeadSource, num_captured: int) -> Eagle3Head:
         message says why.
     """
     config = Eagle3Config.from_pretrained(source.path)
-    config = config.for_target(source.target.config, num_captured)
+    config = config.for_target(source.target.config, num_captured).within(source.max_positions)
     head = fill_head(Eagle3Head, config, source, num_captured, eagle3_tensors)
     head.derive_masks()
     return head

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
-from tllm_spec.models.eagle3_format import check_layers, flat_config, without_window
+from tllm_spec.models.eagle3_format import check_layers, flat_config
 from tllm_spec.models.head_checkpoint import HeadKind
 
 Own = TypeVar("Own", bound="Eagle3Config")
@@ -66,7 +66,7 @@ class Eagle3Config(ModelConfig):
         """The same, from the parsed file."""
         flat = flat_config(raw)
         config = cls(
-            **vars(ModelConfig.from_dict(without_window(flat, "EAGLE-3"))),
+            **vars(ModelConfig.from_dict(flat)),
             draft_vocab_size=_draft_vocab_size(flat),
             target_hidden_size=int(flat.get("target_hidden_size") or flat["hidden_size"]),
             capture_layers=flat["capture_layers"],

@@ -5,14 +5,11 @@ and the speculators format (vllm-project/speculators), which nests the decoder l
 `transformer_layer_config`. P-EAGLE heads have the same keys and a mask token. A key that is not
 known and is not off is refused: ignoring it could change what the head computes."""
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.head_checkpoint import MASK_TOKENS, mask_token_in
-
-logger = logging.getLogger(__name__)
 
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
@@ -23,7 +20,6 @@ ARCHITECTURES = (
 )
 # `model_type` of a speculators layer -> the architecture whose attention and MLP it has.
 _LAYER_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-SLIDING = "sliding_attention"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _PARALLEL = "parallel_drafting"
 
@@ -183,16 +179,3 @@ def check_layers(config: ModelConfig, kind: str) -> None:
             raise ValueError(
                 f"The {kind} head has {name} weights; heads are served in 16 or 32 bits."
             )
-
-
-def without_window(raw: dict[str, Any], kind: str) -> dict[str, Any]:
-    """A head attends to all tokens: its drafts need not be exact, and those within the window are
-    the same."""
-    if raw.get("sliding_window"):
-        logger.info(
-            "the %s head attends to all tokens, also before its sliding_window of %d",
-            kind,
-            raw["sliding_window"],
-        )
-    types = ["full_attention" if each == SLIDING else each for each in raw.get("layer_types") or ()]
-    return raw | {"sliding_window": None, "use_sliding_window": False, "layer_types": types}

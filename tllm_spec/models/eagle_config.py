@@ -13,7 +13,6 @@ from tllm_spec.models.eagle3_format import (
     DECODER_KEYS,
     check_layers,
     refuse_unserved,
-    without_window,
 )
 
 # `architectures` of a head -> the architecture whose attention and MLP its layers have.
@@ -55,7 +54,7 @@ class EagleConfig(ModelConfig):
                 f"{', '.join(_LAYERS)}."
             )
         refuse_unserved(raw, _READ, {}, "EAGLE-1/2")
-        own = without_window(raw, "EAGLE-1/2") | {"architectures": [_LAYERS[names[0]]]}
+        own = raw | {"architectures": [_LAYERS[names[0]]]}
         shape = vars(ModelConfig.from_dict(own))
         if raw.get("qkv_bias") is not None:
             shape = shape | {"qkv_bias": bool(raw["qkv_bias"])}

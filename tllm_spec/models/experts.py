@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tllm_spec.kernels.grouped_gemm import block_rows_of
+from tllm_spec.kernels.grouped_tilings import (
+    block_rows_of,
+)
 from tllm_spec.kernels.moe_combine import OwnExperts
 from tllm_spec.kernels.moe_permute import moe_permute
 from tllm_spec.models.formats.choice import choose_stacked

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tllm_spec.kernels.int4_weights import group_words
+from tllm_spec.kernels.int4_weights import exponent_words, group_words
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.checkpoint import checkpoint_tensors, listed
 from tllm_spec.models.config import ModelConfig
@@ -130,8 +130,11 @@ def _fill_normal(
         if scales.dtype == torch.int32:
             zero = torch.tensor(SYMMETRIC_ZERO)
             scales.copy_(group_words(torch.tensor(scale / CODES_DEVIATION), zero))
-        else:  # of MXFP4
-            scales.fill_(scale / E2M1_DEVIATION)
+        else:
+            own = torch.full_like(scales, scale / E2M1_DEVIATION, dtype=torch.float32)
+            if scales.dtype == torch.uint8:
+                own = exponent_words(own * 2**0.5)  # the nearest power of two
+            scales.copy_(own)
         return
     deviation = parameter.shape[-1] ** -0.5
     if scales is None:

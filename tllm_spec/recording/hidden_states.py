@@ -5,7 +5,7 @@ with its record as metadata.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +33,17 @@ class HiddenStates:
     ids: torch.Tensor
     captured: torch.Tensor
     hidden: torch.Tensor
+
+    def of_layers(self, layers: Sequence[int], num_layers: int) -> torch.Tensor | None:
+        """`[T, n * H]` of these layers, of which the number `num_layers` is the final norm; None
+        where one of them is not recorded."""
+        import torch
+
+        parts = self.captured.chunk(len(self.layers), dim=1)
+        found = dict(zip(self.layers, parts, strict=True)) | {num_layers: self.hidden}
+        if not found.keys() >= set(layers):
+            return None
+        return torch.cat([found[layer] for layer in layers], dim=1)
 
     def to_file(self) -> bytes:
         """The file's content; `ids` are in the record."""

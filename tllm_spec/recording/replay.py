@@ -3,25 +3,28 @@ replay`.
 
 The text of a request does not depend on the drafter. So the engine drafts and verifies with a
 target whose choice at each position is the recorded token (`ReplayedSampler`), and its counts are
-those of serving. Drafts that come from the text, or from a draft model, do not depend on the
-target's hidden states: then the target is one small layer (`stand_in`), and its weights are not
-loaded."""
+those of serving. No layer of the target runs in these rounds. A head reads recorded hidden states,
+or those of one pass over the texts in large chunks (`ReplayedEngine`). Drafts that come from the
+text, or from a draft model, do not depend on them: then the target is one small layer (`STAND_IN`),
+and its weights are not loaded."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.scheduler_config import SchedulerConfig
 from tllm_spec.config.speculative_config import DecodingBaseConfig, NGramDecodingConfig
-from tllm_spec.executor.build import build_executor
+from tllm_spec.executor.build import BuiltExecutor, build_executor
 from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.engine.replayed_engine import ReplayedEngine
 from tllm_spec.executor.request import DraftCounters, LlmRequest, StopMatch
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
@@ -29,8 +32,9 @@ from tllm_spec.executor.speculative.draft_length.request_pause import RequestPau
 from tllm_spec.executor.speculative.modes import draft_plan_of
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.outputs import SpeculativeStats
+from tllm_spec.recording.hidden_states import read_states_file
 from tllm_spec.recording.traffic_record import TrafficRecord
-from tllm_spec.text.tokenizer import load_tokenizer
+from tllm_spec.text.tokenizer import tokenizer_of
 from tllm_spec.zoo.registry import resolve_model
 
 if TYPE_CHECKING:
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
 # Of a replay, whatever was served: they change no count.
 MAX_BATCH_SIZE = 64
 MAX_TOKENS = 1 << 15  # in the KV cache, unless a text is longer
+NUM_WITH_STATES = 256  # texts whose hidden states are in the host's memory together
 STAND_IN = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -78,9 +83,13 @@ class EndOfText:
         return StopMatch("", "", 0) if self.num_left <= 0 else None
 
 
-def replay(records: Sequence[TrafficRecord], args: LlmArgs) -> Replayed:
-    """Raises ValueError for arguments that cannot be replayed, and for records that do not fit the
-    model."""
+def replay(
+    records: Sequence[TrafficRecord],
+    args: LlmArgs,
+    states: Mapping[str, Path] = MappingProxyType({}),
+) -> Replayed:
+    """states: as `states_files`, of the same model. Raises ValueError for arguments that cannot be
+    replayed, and for records that do not fit the model."""
     spec = args.speculative_config
     if spec is None:
         raise ValueError("speculative_config = None: nothing to replay, as no round has drafts")
@@ -89,17 +98,63 @@ def replay(records: Sequence[TrafficRecord], args: LlmArgs) -> Replayed:
     texts = {index: [*each.prompt, *each.output] for index, each in enumerate(records)}
     longest = max(map(len, texts.values()), default=0)
     with _target_of(_replayable(args, spec, longest)) as built_args:
-        tokenizer = load_tokenizer(args.tokenizer or args.model)
+        tokenizer = tokenizer_of(args)
         built = build_executor(built_args, tokenizer, _ignore, texts=texts)
     requests = [_request(number, each, built.limits) for number, each in enumerate(records)]
     built.executor.enter_thread()
-    built.queue.put(requests)
+    engine = built.executor.parts.runner.engine
+    if not isinstance(engine, ReplayedEngine):
+        _run(built, requests)
+    else:
+        for first in range(0, len(requests), NUM_WITH_STATES):
+            part = slice(first, first + NUM_WITH_STATES)
+            _find_states(built, engine, requests[part], records[part], states)
+            _run(built, requests[part])
+    return Replayed([request.counters.stats() for request in requests], simulated)
+
+
+def _run(built: BuiltExecutor, requests: Sequence[LlmRequest]) -> None:
+    built.queue.put(list(requests))
     while built.executor.step():
         pass
     for request in requests:
         if request.error is not None:
             raise ValueError(f"a recorded request cannot be replayed: {request.error}")
-    return Replayed([request.counters.stats() for request in requests], simulated)
+
+
+def _find_states(
+    built: BuiltExecutor,
+    engine: ReplayedEngine,
+    requests: Sequence[LlmRequest],
+    records: Sequence[TrafficRecord],
+    states: Mapping[str, Path],
+) -> None:
+    """Gives the engine the hidden states of these requests, the recorded ones or else by reading
+    the texts."""
+    assert engine.spec is not None
+    layers, num_layers = engine.spec.layers, engine.model.config.num_layers
+    engine.states.clear()
+    readers = []
+    for request, record in zip(requests, records, strict=True):
+        file = states.get(record.id)
+        found = None if file is None else read_states_file(file).of_layers(layers, num_layers)
+        if found is not None:
+            engine.states[request.request_id] = found
+        else:
+            # Nothing reads the last token.
+            text = [*record.prompt, *record.output][:-1]
+            whole: dict[str, Any] = {
+                "tokens": text,
+                "max_tokens": 1,
+                "draft_limit": 0,
+                "stop_checker": None,
+            }
+            readers.append(replace(request, **whole))
+    engine.is_reading = True
+    _run(built, readers)
+    engine.is_reading = False
+    # The requests have the same ids.
+    built.executor.parts.sampler.groups.forget()
 
 
 def why_simulated(records: Sequence[TrafficRecord], args: LlmArgs) -> list[str]:
@@ -116,6 +171,7 @@ def why_simulated(records: Sequence[TrafficRecord], args: LlmArgs) -> list[str]:
         "what sa_config has learned depends on the order of requests": _learns(spec),
         "some requests had a grammar": any(each.guided for each in records),
         "some requests were preempted": any(each.num_preemptions for each in records),
+        "pages of the draft model may be missing": _may_lack_pages(records, args),
         "max_num_tokens cuts the drafts of large batches": (
             _most_at_once(records) * spec.shapes.longest.window > args.max_num_tokens
         ),
@@ -128,7 +184,7 @@ def _target_of(args: LlmArgs) -> Iterator[LlmArgs]:
     """The arguments with a target that gives the drafter what it reads: a stand-in where that is
     the text only."""
     draft = draft_plan_of(args.speculative_config)
-    if draft is not None and (draft.is_head or draft.shares_pages):
+    if draft is not None and draft.is_head:
         yield args
         return
     with TemporaryDirectory() as folder:
@@ -172,9 +228,12 @@ def _replayable(args: LlmArgs, spec: DecodingBaseConfig, longest: int) -> LlmArg
             "record_hidden_states": 0.0,
             # Another engine of the process may be running, which forbids captures.
             "cuda_graph_config": None,
+            "enable_chunked_prefill": True,
             "prefill_cuda_graph_backend": "disabled",
             "max_batch_size": max(1, at_once),
-            "kv_cache_config": cache.model_copy(update={"max_tokens": max_tokens}),
+            "kv_cache_config": cache.model_copy(
+                update={"max_tokens": max_tokens, "enable_block_reuse": False}
+            ),
             "scheduler_config": SchedulerConfig(),  # nobody is preempted
         }
     )
@@ -219,6 +278,15 @@ def _request(number: int, record: TrafficRecord, limits: RequestLimits) -> LlmRe
 def _follows_load(spec: DecodingBaseConfig) -> bool:
     limits = spec.draft_len_schedule, spec.max_concurrency, spec.acceptance_rate_threshold
     return spec.adaptive is not None or any(limit is not None for limit in limits)
+
+
+def _may_lack_pages(records: Sequence[TrafficRecord], args: LlmArgs) -> bool:
+    """A round has no drafts where a draft model's own pages do not suffice."""
+    draft, max_tokens = draft_plan_of(args.speculative_config), args.kv_cache_config.max_tokens
+    if draft is None or draft.shares_pages or max_tokens is None:
+        return False
+    longest = max((len(each.prompt) + len(each.output) for each in records), default=0)
+    return _most_at_once(records) * longest > max_tokens
 
 
 def _learns(spec: DecodingBaseConfig) -> bool:

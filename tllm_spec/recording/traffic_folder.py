@@ -126,6 +126,11 @@ def states_files_of(path: Path) -> list[Path]:
     return sorted(path.glob(STATES_PATTERN))
 
 
+def states_files(path: Path) -> dict[str, Path]:
+    """Files of hidden states by the `id` of their record."""
+    return {file.stem.split("-", 2)[2]: file for file in states_files_of(path)}
+
+
 def metadata_of(file: Path) -> dict[str, str]:
     """What a file in the format of safetensors says of its tensors. Raises ValueError for any other
     file."""

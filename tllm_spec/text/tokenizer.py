@@ -10,9 +10,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tllm_spec.zoo.registry import is_gguf, resolve_model
+
+if TYPE_CHECKING:
+    from tllm_spec.config.llm_args import LlmArgs
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,15 @@ class Tokenizer(Protocol):
     def get_vocab(self) -> Mapping[str, int]: ...
 
     def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any: ...
+
+
+def tokenizer_of(args: LlmArgs) -> Tokenizer | None:
+    """The tokenizer that the arguments name or have; None: they want none."""
+    if args.skip_tokenizer_init:
+        return None
+    if args.tokenizer is None or isinstance(args.tokenizer, str):
+        return load_tokenizer(args.tokenizer or args.model)
+    return cast(Tokenizer, args.tokenizer)
 
 
 def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:

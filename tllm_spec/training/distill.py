@@ -41,16 +41,21 @@ def target_validation(model: Any, heldout: TokenData) -> Callable[[], dict[str, 
 def draft_loss(
     draft: Any, target: Any, data: TokenData, self_text: TokenData
 ) -> Callable[[int, int], Tensor]:
-    """Training sequences come from the training files and from text that the target generated."""
+    """Of `mixed` sequences."""
 
     def loss(windows: int, length: int) -> Tensor:
-        own = int(windows * SELF_TEXT_SHARE)
-        tokens = torch.cat([data.sample(windows - own, length), self_text.sample(own, length)])
+        tokens = mixed(data, self_text, windows, length)
         with torch.no_grad():
             target_logits = logits_of(target, tokens)
         return distillation_loss(logits_of(draft, tokens), target_logits)
 
     return loss
+
+
+def mixed(data: TokenData, self_text: TokenData, windows: int, length: int) -> Tensor:
+    """`[windows, length]`: sequences of the training files and of text that the target wrote."""
+    own = int(windows * SELF_TEXT_SHARE)
+    return torch.cat([data.sample(windows - own, length), self_text.sample(own, length)])
 
 
 def draft_validation(draft: Any, target: Any, heldout: TokenData) -> Callable[[], dict[str, float]]:

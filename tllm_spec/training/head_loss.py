@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from tllm_spec.training.distill import (
     ARGMAX_SHARE,
-    SELF_TEXT_SHARE,
     VALIDATION_LENGTH,
     VALIDATION_WINDOWS,
+    mixed,
 )
 from tllm_spec.training.eagle3 import Eagle3Head, FeatureHead, target_states
 from tllm_spec.training.peagle import PEagleHead, Rows
@@ -107,14 +107,16 @@ def chain_logits(
 
 
 class Batch(NamedTuple):
-    """Sequences of a step of training, with those of the other ranks."""
+    """Sequences of a step of training."""
 
     tokens: Tensor
-    """`[B, T]`."""
+    """`[b, T]`, of this rank."""
     counts: Tensor
-    """`[B, T]` bool: whether the target's choice after the token is trained."""
+    """`[B, T]` bool, of all ranks: whether the target's choice after the token is trained."""
     share: slice = slice(None)
-    """The sequences of this rank."""
+    """This rank's rows of all B."""
+    states: tuple[Tensor, Tensor] | None = None
+    """`[b, T, 3H]` and, after the final norm, `[b, T, H]` of the target; None: it runs."""
 
     @classmethod
     def whole(cls, tokens: Tensor, unroll: int) -> "Batch":
@@ -134,12 +136,22 @@ class Step(NamedTuple):
     """`[n]`."""
 
 
-def steps_along(head: FeatureHead, target: Any, tokens: Tensor, unroll: int) -> Iterator[Step]:
-    """Every step of the chains along `[B, T]` tokens. GEMMs are in the target's type."""
+def steps_along(
+    head: FeatureHead,
+    target: Any,
+    tokens: Tensor,
+    unroll: int,
+    states: tuple[Tensor, Tensor] | None = None,
+) -> Iterator[Step]:
+    """Every step of the chains along `[B, T]` tokens. GEMMs are in the target's type. states: as in
+    `Batch`."""
     is_bf16 = target.dtype == torch.bfloat16
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=is_bf16):
         with torch.no_grad():
-            features, target_logits = target_states(target, tokens, head.config.capture_layers)
+            if states is None:
+                features, target_logits = target_states(target, tokens, head.config.capture_layers)
+            else:
+                features, target_logits = states[0], target.get_output_embeddings()(states[1])
             goal = labels(target_logits, head.draft_ids)
         for logits, rows in step_logits(head, target, features, tokens, unroll):
             wanted, floor, best = (part[:, rows] for part in goal)
@@ -152,7 +164,7 @@ def unrolled(head: FeatureHead, target: Any, batch: Batch, unroll: int) -> tuple
     """Loss and agreement with the target's best tokens, each `[unroll]`: this rank's part of the
     mean over the batch. The ranks' parts add up to the mean."""
     losses, agreements = [], []
-    for step in steps_along(head, target, batch.tokens[batch.share], unroll):
+    for step in steps_along(head, target, batch.tokens, unroll, batch.states):
         counts = batch.counts[:, step.rows]
         weights = counts[batch.share] / counts.sum().clamp(min=1)
         losses.append((weights * step.losses).sum())
@@ -179,11 +191,10 @@ def weighted(losses: Tensor) -> Tensor:
 def eagle3_loss(
     head: FeatureHead, target: Any, data: TokenData, self_text: TokenData, unroll: int
 ) -> Callable[[int, int], Tensor]:
-    """Training sequences come from the training files and from text that the target generated."""
+    """Of `mixed` sequences."""
 
     def loss(windows: int, length: int) -> Tensor:
-        own = int(windows * SELF_TEXT_SHARE)
-        tokens = torch.cat([data.sample(windows - own, length), self_text.sample(own, length)])
+        tokens = mixed(data, self_text, windows, length)
         return weighted(unrolled(head, target, Batch.whole(tokens, unroll), unroll)[0])
 
     return loss

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tllm_spec.attention.spec_metadata import default_capture_layers
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.training.acceptance import chain_rounds, num_matches, summary
@@ -22,7 +23,7 @@ from tllm_spec.training.head_files import (
     new_shape,
     save_head,
 )
-from tllm_spec.training.head_loss import Batch, steps_along, unrolled, weighted
+from tllm_spec.training.head_loss import steps_along, unrolled, weighted
 from tllm_spec.training.language_model import load_language_model
 from tllm_spec.training.ranks import Ranks
 from tllm_spec.training.texts import Text, draw, padded, read_texts, split
@@ -61,13 +62,16 @@ def train_head(options: HeadOptions, settings: Settings) -> None:
     shape = _shape(options, config, start)
     config_file = _config_file(options, shape, config, start)
     length = min(MAX_LENGTH, config.max_positions, settings.windows * settings.length)
-    texts = read_texts(options.data, options.model, length - options.unroll, options.unroll)
+    layers = shape.capture_layers or default_capture_layers(config.num_layers)
+    texts = read_texts(options.data, options.model, length - options.unroll, options.unroll, layers)
     training, held_out = split(texts, options.data, options.unroll)
     ranks, device = Ranks.join(options.device)
-    if len(training) < ranks.size:
-        raise ValueError(f"{options.data} has {len(training)} texts for {ranks.size} processes")
+    num_with_states = sum(text.file is not None for text in training)
+    for number in (num_with_states, len(training) - num_with_states):
+        if 0 < number < ranks.size:
+            raise ValueError(f"{options.data} has {number} texts for {ranks.size} processes")
     if ranks.is_first:
-        print(f"{len(training)} texts to train on, {len(held_out)} held out", flush=True)
+        print(f"{len(training)} texts, {num_with_states} with states, {len(held_out)} held out")
     target = load_language_model(folder, DTYPES[options.dtype], device)
     torch.manual_seed(settings.seed)  # all ranks begin with the same weights
     ids = _vocabulary(training, shape) if start is None else start.draft_ids
@@ -88,7 +92,7 @@ def _shape(options: HeadOptions, config: ModelConfig, start: FeatureHead | None)
         raise ValueError(
             f"--layers is {layers}; an EAGLE-3 head has 1 (--kind peagle may have more)"
         )
-    mask_token = config.eos_token_ids[0] if kind == "peagle" else None
+    mask_token = next(iter(config.eos_token_ids), 0) if kind == "peagle" else None
     size = min(options.draft_vocab_size or MAX_DRAFT_VOCABULARY, config.vocab_size)
     if start is None:
         return new_shape(config, size, layers, mask_token)
@@ -124,11 +128,8 @@ def head_loss(
     """The loss of this rank's share of a batch of `windows * length` tokens."""
 
     def loss(windows: int, length: int) -> Tensor:
-        batch = draw(texts, windows * length, unroll, ranks.share)
-        on_device = Batch(
-            batch.tokens.to(target.device), batch.counts.to(target.device), batch.share
-        )
-        return weighted(unrolled(head, target, on_device, unroll)[0])
+        batch = draw(texts, windows * length, unroll, target.device, ranks.share)
+        return weighted(unrolled(head, target, batch, unroll)[0])
 
     return loss
 
@@ -141,11 +142,10 @@ def acceptance_of(
     sums = torch.zeros(2, unroll, device=target.device)
     accepted: list[int] = []
     for text in texts:
-        batch = padded([text], unroll)
-        counts = batch.counts.to(target.device)
-        steps = list(steps_along(head, target, batch.tokens.to(target.device), unroll))
+        batch = padded([text], unroll, target.device)
+        steps = list(steps_along(head, target, batch.tokens, unroll, batch.states))
         for index, step in enumerate(steps):
-            weights = counts[:, step.rows]
+            weights = batch.counts[:, step.rows]
             sums[:, index] += torch.stack([(weights * step.losses).sum(), weights.sum()])
         chains = num_matches(torch.stack([step.is_best for step in steps], -1)[:, :-1])
         accepted += chain_rounds(chains[0, text.start : len(text.tokens)].tolist(), unroll)

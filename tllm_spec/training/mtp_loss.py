@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tllm_spec.training.deepseek import balance, save_model
 from tllm_spec.training.distill import (
-    SELF_TEXT_SHARE,
     VALIDATION_LENGTH,
     VALIDATION_WINDOWS,
     distillation_loss,
+    mixed,
 )
 from tllm_spec.training.head_loss import aligned_chains, weighted
 from tllm_spec.training.mtp import NextnModule, NextnModules
@@ -93,12 +93,11 @@ def both_ways(
 def mtp_loss(
     modules: NextnModules, data: TokenData, self_text: TokenData, unroll: int
 ) -> Callable[[int, int], Tensor]:
-    """Training sequences come from the training files and from text that the target generated."""
+    """Of `mixed` sequences."""
 
     def loss(windows: int, length: int) -> Tensor:
         balance(modules)
-        own = int(windows * SELF_TEXT_SHARE)
-        tokens = torch.cat([data.sample(windows - own, length), self_text.sample(own, length)])
+        tokens = mixed(data, self_text, windows, length)
         return both_ways(modules, tokens, unroll)[0]
 
     return loss

@@ -8,7 +8,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from tllm_spec.recording.traffic_folder import read_records
+from tllm_spec.recording.hidden_states import read_states_file
+from tllm_spec.recording.traffic_folder import read_records, states_files_of
+from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.text.tokenizer import load_tokenizer
 from tllm_spec.training.head_loss import ALIGNMENT, Batch
 
@@ -23,17 +25,22 @@ class Text(NamedTuple):
     """`[T]` int64, on the CPU."""
     start: int
     """The first token of the output, 1 or more: what is drafted follows it."""
+    file: Path | None = None
+    """Has the target's hidden states of the whole text; None: nobody has."""
+    offset: int = 0
+    """Of a piece in the text."""
 
 
-def read_texts(data: Path, model: str, max_length: int, unroll: int) -> list[Text]:
+def read_texts(
+    data: Path, model: str, max_length: int, unroll: int, layers: tuple[int, ...]
+) -> list[Text]:
     """The texts of a folder of recorded traffic, or of a text file, in pieces of `max_length`
     tokens or a few less. Those that have no whole round of `unroll` drafts are left out. Raises
-    ValueError for a file that cannot be read."""
+    ValueError for a file that cannot be read, or that has states of other layers."""
     if data.is_dir():
-        texts = [
-            Text(torch.tensor(each.prompt + each.output), max(1, len(each.prompt)))
-            for each in read_records(data)
-        ]
+        known = dict(_with_states(file, layers) for file in states_files_of(data))
+        others = (each for each in read_records(data) if each.id not in known)
+        texts = [*known.values(), *(_text(each.prompt + each.output, each) for each in others)]
     else:
         texts = [Text(torch.tensor(load_tokenizer(model).encode(_read(data))), 1)]
     max_length = max(1, max_length // ALIGNMENT) * ALIGNMENT
@@ -60,35 +67,78 @@ def split(texts: list[Text], data: Path, unroll: int) -> tuple[list[Text], list[
     return ordered[number:], held_out
 
 
-def draw(texts: Sequence[Text], num_tokens: int, unroll: int, share: slice) -> Batch:
+def draw(
+    texts: Sequence[Text], num_tokens: int, unroll: int, device: torch.device, share: slice
+) -> Batch:
     """Texts drawn by chance, one or more for each rank, that have at most `num_tokens` with their
-    padding. Only outputs count."""
+    padding. All have hidden states or none. Only outputs count."""
     at_least = share.step or 1
+    order = torch.randperm(len(texts)).tolist()
+    has_states = texts[order[0]].file is not None
     chosen: list[Text] = []
     longest = 0
-    for index in torch.randperm(len(texts)).tolist():
-        longest = max(longest, len(texts[index].tokens))
+    for text in (texts[index] for index in order):
+        if (text.file is not None) != has_states:
+            continue
+        longest = max(longest, len(text.tokens))
         if len(chosen) >= at_least and (len(chosen) + 1) * longest > num_tokens:
             break
-        chosen.append(texts[index])
-    return padded(chosen, unroll, share)
+        chosen.append(text)
+    return padded(chosen, unroll, device, share)
 
 
-def padded(texts: Sequence[Text], unroll: int, share: slice = slice(None)) -> Batch:
+def padded(
+    texts: Sequence[Text], unroll: int, device: torch.device, share: slice = slice(None)
+) -> Batch:
     """The texts as rows, with a chain from every token."""
     longest = max(len(text.tokens) for text in texts)
     width = -(-longest // ALIGNMENT) * ALIGNMENT + unroll
-    tokens = torch.zeros(len(texts), width, dtype=torch.int64)
     counts = torch.zeros(len(texts), width, dtype=torch.bool)
-    for row, (own, start) in enumerate(texts):
-        tokens[row, : len(own)] = own
-        counts[row, start - 1 : len(own) - 1] = True
-    return Batch(tokens, counts, share)
+    for row, text in enumerate(texts):
+        counts[row, text.start - 1 : len(text.tokens) - 1] = True
+    own = texts[share]
+    tokens = _rows([text.tokens for text in own], width)
+    read = [_states_of(text) for text in own if text.file is not None]
+    states = None
+    if read:
+        captured, hidden = (_rows(parts, width).to(device) for parts in zip(*read, strict=True))
+        states = captured, hidden
+    return Batch(tokens.to(device), counts.to(device), share, states)
+
+
+def _rows(parts: Sequence[Tensor], width: int) -> Tensor:
+    """`[T, ...]` each -> `[b, width, ...]`, padded with zeros."""
+    rows = parts[0].new_zeros(len(parts), width, *parts[0].shape[1:])
+    for row, part in zip(rows, parts, strict=True):
+        row[: len(part)] = part
+    return rows
+
+
+def _states_of(text: Text) -> tuple[Tensor, Tensor]:
+    assert text.file is not None
+    found = read_states_file(text.file)
+    piece = slice(text.offset, text.offset + len(text.tokens))
+    return found.captured[piece], found.hidden[piece]
+
+
+def _with_states(file: Path, layers: tuple[int, ...]) -> tuple[str, Text]:
+    """With the id of its record."""
+    found = read_states_file(file)
+    if found.layers != layers:
+        raise ValueError(
+            f"{file} has hidden states of the layers {list(found.layers)}; the head reads "
+            f"{list(layers)}"
+        )
+    return found.record.id, _text(found.ids.tolist(), found.record)._replace(file=file)
+
+
+def _text(tokens: list[int], record: TrafficRecord) -> Text:
+    return Text(torch.tensor(tokens), max(1, len(record.prompt)))
 
 
 def _pieces(text: Text, max_length: int) -> list[Text]:
     return [
-        Text(tokens, max(1, text.start - index * max_length))
+        Text(tokens, max(1, text.start - index * max_length), text.file, index * max_length)
         for index, tokens in enumerate(torch.split(text.tokens, max_length))
     ]
 

@@ -151,8 +151,9 @@ def _optimizer(model: Any, settings: Settings) -> torch.optim.AdamW:
 def _set_learning_rate(
     optimizer: torch.optim.Optimizer, settings: Settings, step: int, done: float
 ) -> None:
-    """Linear warm-up over steps, then cosine decay to 2% of the peak over the budget."""
-    warmup = min(1.0, (step + 1) / settings.warmup_steps)
+    """Linear warm-up over steps, or a twentieth of the budget if that is shorter, then cosine decay
+    to 2% of the peak over the budget."""
+    warmup = min(1.0, max((step + 1) / settings.warmup_steps, 20 * done))
     cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
     for group in optimizer.param_groups:
         group["lr"] = settings.learning_rate * warmup * cosine

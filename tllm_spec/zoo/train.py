@@ -27,6 +27,7 @@ from tllm_spec.training.deepseek import (
     save_target,
 )
 from tllm_spec.training.distill import draft_loss, draft_validation, target_loss, target_validation
+from tllm_spec.training.eagle3 import FeatureHead
 from tllm_spec.training.head_files import (
     build_head,
     draft_vocabulary,
@@ -93,9 +94,16 @@ def teacher_options() -> Decorator:
             show_default=True,
             help="The trained target.",
         ),
+        self_text_options(0.8),
+    )
+
+
+def self_text_options(minutes: float) -> Decorator:
+    """As `write_self_text` has them, one after the other."""
+    return all_of(
         click.option(
             "--self-text-minutes",
-            default=0.8,
+            default=minutes,
             show_default=True,
             help="How long the target generates text.",
         ),
@@ -115,6 +123,37 @@ def all_of(*options: Decorator) -> Decorator:
     return decorate
 
 
+class Run:
+    """What the options of a training say, and its texts."""
+
+    def __init__(
+        self,
+        data: Path,
+        output: Path,
+        shape: str,
+        device: str,
+        self_text_minutes: float = 0.0,
+        self_text_batch: int = 0,
+        self_text_tokens: int = 0,
+        **settings: Any,
+    ) -> None:
+        self.output, self.folder, self.device = output, resolve_model(shape), torch.device(device)
+        self.settings = Settings(**settings)
+        self.self_text = self_text_minutes, self_text_batch, self_text_tokens
+        torch.manual_seed(self.settings.seed)
+        self.training, self.heldout = (
+            TokenData.load(data / f"{name}.npz", self.device) for name in ("training", "heldout")
+        )
+
+    def written_by(self, teacher: Any) -> TokenData:
+        return write_self_text(teacher, self.training, *self.self_text)
+
+    def train(self, model: Any, loss: Any, validation: Any, save_weights: Any = save) -> None:
+        """`save_weights(model, shape, output)` writes the folder `output`."""
+        save_best = partial(save_weights, shape=self.folder, output=self.output)
+        train(model, loss, validation, self.settings, self.output, save_best)
+
+
 @click.group()
 def main() -> None:
     torch.set_float32_matmul_precision("high")
@@ -122,45 +161,23 @@ def main() -> None:
 
 @main.command()
 @training_options("zoo:llama", minutes=3.8, learning_rate=2e-3, dropout=0.1)
-def target(data: Path, output: Path, shape: str, device: str, **settings: Any) -> None:
+def target(**options: Any) -> None:
     """Next-token prediction on the training files."""
-    on, run, folder = torch.device(device), Settings(**settings), resolve_model(shape)
-    torch.manual_seed(run.seed)
-    model = build_model(folder, run, on)
-    training, heldout = (
-        TokenData.load(data / f"{name}.npz", on) for name in ("training", "heldout")
-    )
-    loss, validation = target_loss(model, training), target_validation(model, heldout)
-    train(model, loss, validation, run, output, partial(save, shape=folder, output=output))
+    run = Run(**options)
+    model = build_model(run.folder, run.settings, run.device)
+    run.train(model, target_loss(model, run.training), target_validation(model, run.heldout))
 
 
 @main.command()
 @training_options("zoo:llama-draft", minutes=6.7, learning_rate=3e-3, dropout=0.0)
 @teacher_options()
-def draft(
-    data: Path,
-    output: Path,
-    shape: str,
-    device: str,
-    target_name: str,
-    self_text_minutes: float,
-    self_text_batch: int,
-    self_text_tokens: int,
-    **settings: Any,
-) -> None:
+def draft(target_name: str, **options: Any) -> None:
     """Distillation from the target on the training files and on text that the target generates."""
-    on, run, folder = torch.device(device), Settings(**settings), resolve_model(shape)
-    torch.manual_seed(run.seed)
-    training, heldout = (
-        TokenData.load(data / f"{name}.npz", on) for name in ("training", "heldout")
-    )
-    teacher, model = load_model(target_name, on), build_model(folder, run, on)
-    own = write_self_text(teacher, training, self_text_minutes, self_text_batch, self_text_tokens)
-    loss, validation = (
-        draft_loss(model, teacher, training, own),
-        draft_validation(model, teacher, heldout),
-    )
-    train(model, loss, validation, run, output, partial(save, shape=folder, output=output))
+    run = Run(**options)
+    teacher = load_model(target_name, run.device)
+    model = build_model(run.folder, run.settings, run.device)
+    loss = draft_loss(model, teacher, run.training, run.written_by(teacher))
+    run.train(model, loss, draft_validation(model, teacher, run.heldout))
 
 
 @main.command()
@@ -168,43 +185,23 @@ def draft(
 @teacher_options()
 @click.option("--unroll", default=5, show_default=True, help="Steps of a chain in training.")
 @click.option("--start", help="A trained head to begin from, also one with fewer layers.")
-def eagle3(
-    data: Path,
-    output: Path,
-    shape: str,
-    device: str,
-    target_name: str,
-    self_text_minutes: float,
-    self_text_batch: int,
-    self_text_tokens: int,
-    unroll: int,
-    start: str | None,
-    **settings: Any,
-) -> None:
+def eagle3(target_name: str, unroll: int, start: str | None, **options: Any) -> None:
     """An EAGLE-3 head on the target's hidden states, trained on the same text as the draft, or a
     P-EAGLE head (`--shape zoo:llama-peagle --start zoo:llama-eagle3 --unroll 8`)."""
-    on, run, folder = torch.device(device), Settings(**settings), resolve_model(shape)
-    torch.manual_seed(run.seed)
-    training, heldout = (
-        TokenData.load(data / f"{name}.npz", on) for name in ("training", "heldout")
-    )
-    teacher, config = load_model(target_name, on), target_config(target_name)
-    head_shape = read_shape(folder, config)
-    aligned_chains(run.length, unroll)  # refuses a short --length before text is generated
-    own = write_self_text(teacher, training, self_text_minutes, self_text_batch, self_text_tokens)
-    before = None if start is None else load_head(resolve_model(start), config).to(on)
+    run = Run(**options)
+    teacher, config = load_model(target_name, run.device), target_config(target_name)
+    head_shape = read_shape(run.folder, config)
+    aligned_chains(run.settings.length, unroll)  # refuses a short --length before text is generated
+    own = run.written_by(teacher)
+    before = None if start is None else load_head(resolve_model(start), config).to(run.device)
     if before is None:
-        ids, share = draft_vocabulary([training, own], head_shape)
+        ids, share = draft_vocabulary([run.training, own], head_shape)
         print(f"the draft vocabulary covers {share:.1%} of the texts", flush=True)
     else:
         ids = before.draft_ids
-    head = build_head(head_shape, teacher, ids, run, before)
-    loss = eagle3_loss(head, teacher, training, own, unroll)
-    validation = eagle3_validation(head, teacher, heldout, unroll)
-    config_file = (folder / "config.json").read_text(encoding="utf-8")
-    train(
-        head, loss, validation, run, output, partial(save_head, config=config_file, output=output)
-    )
+    head = build_head(head_shape, teacher, ids, run.settings, before)
+    loss = eagle3_loss(head, teacher, run.training, own, unroll)
+    run.train(head, loss, eagle3_validation(head, teacher, run.heldout, unroll), save_as)
 
 
 @main.command()
@@ -215,64 +212,34 @@ def eagle3(
 @click.option("--mtp-windows", default=32, show_default=True, help="Sequences a step.")
 @click.option("--mtp-dropout", default=0.0, show_default=True)
 @click.option("--unroll", default=3, show_default=True, help="Steps of a chain in training.")
-@click.option("--self-text-minutes", default=0.6, show_default=True)
-@click.option("--self-text-batch", default=4096, show_default=True)
-@click.option("--self-text-tokens", default=384, show_default=True, help="New tokens a text.")
+@self_text_options(0.6)
 def deepseek(
-    data: Path,
-    output: Path,
-    shape: str,
-    device: str,
     trained: Path | None,
     mtp_minutes: float,
     mtp_steps: int,
     mtp_windows: int,
     mtp_dropout: float,
     unroll: int,
-    self_text_minutes: float,
-    self_text_batch: int,
-    self_text_tokens: int,
-    **settings: Any,
+    **options: Any,
 ) -> None:
     """A DeepSeek V3 target, then its MTP modules by distillation from it. The target is also left
     in OUTPUT/target."""
-    on, run, folder = torch.device(device), Settings(**settings), resolve_model(shape)
-    torch.manual_seed(run.seed)
-    aligned_chains(run.length, unroll)  # refuses a short --length before the target is trained
-    parts = {"target": 0.0 if trained else run.minutes, "text": self_text_minutes}
-    parts["MTP modules"] = mtp_minutes
-    print({f"predicted seconds, {name}": 60 * part for name, part in parts.items()}, flush=True)
-    training, heldout = (
-        TokenData.load(data / f"{name}.npz", on) for name in ("training", "heldout")
-    )
+    run = Run(**options)
+    # Refuses a short --length before the target is trained.
+    aligned_chains(run.settings.length, unroll)
+    output = run.output
     if trained is None:
-        trained, model = output / "target", build_target(folder, run, on)
-        loss = balanced_loss(model, training)
-        validation = target_validation(model, heldout)
-        train(
-            model,
-            loss,
-            validation,
-            run,
-            trained,
-            partial(save_target, shape=folder, output=trained),
-        )
-    teacher = load_target(trained, on)
-    own = write_self_text(teacher, training, self_text_minutes, self_text_batch, self_text_tokens)
-    run = replace(
-        run, minutes=mtp_minutes, steps=mtp_steps, windows=mtp_windows, dropout=mtp_dropout
-    )
-    modules = build_modules(teacher, run)
-    mtp = mtp_loss(modules, training, own, unroll)
-    validation = mtp_validation(modules, heldout, unroll)
-    train(
-        modules,
-        mtp,
-        validation,
-        run,
-        output,
-        partial(save_with_modules, shape=folder, output=output),
-    )
+        run.output = trained = output / "target"
+        model = build_target(run.folder, run.settings, run.device)
+        loss = balanced_loss(model, run.training)
+        run.train(model, loss, target_validation(model, run.heldout), save_target)
+    teacher = load_target(trained, run.device)
+    own = run.written_by(teacher)
+    sizes: dict[str, Any] = {"steps": mtp_steps, "windows": mtp_windows, "dropout": mtp_dropout}
+    run.output, run.settings = output, replace(run.settings, minutes=mtp_minutes, **sizes)
+    modules = build_modules(teacher, run.settings)
+    loss = mtp_loss(modules, run.training, own, unroll)
+    run.train(modules, loss, mtp_validation(modules, run.heldout, unroll), save_with_modules)
 
 
 @main.command()
@@ -328,6 +295,11 @@ def load_model(name: str, device: torch.device) -> Any:
     """A trained model without gradients, in bf16 on a GPU and in fp32 on a CPU."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return load_language_model(resolve_model(name), dtype, device)
+
+
+def save_as(head: FeatureHead, shape: Path, output: Path) -> None:
+    """With the config.json of `shape`."""
+    save_head(head, (shape / "config.json").read_text(encoding="utf-8"), output)
 
 
 def target_config(name: str) -> ModelConfig:

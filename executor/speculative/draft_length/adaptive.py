@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tllm_spec.config.adaptive_config import AdaptiveConfig, EmaOptions, SlotOptions
-from tllm_spec.config.draft_shape import MAX_WHOLE_BATCH, DraftShapes
+from tllm_spec.config.draft_shape import DraftShapes
+from tllm_spec.config.verify_budget import MAX_WHOLE_BATCH
 from tllm_spec.executor.speculative.draft_length.budget_slot import BudgetSlot
 from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot, ladder_of
 from tllm_spec.executor.speculative.draft_length.decision_log import DecisionLog
@@ -110,8 +111,8 @@ class AdaptiveController:
 
     def tiers_at(self, batch_size: int) -> set[int]:
         """All that `tier_for` may ever answer."""
-        _, slot = self._find_slot(batch_size)
-        tiers = slot.reachable(self._limits.max_tier_open(batch_size))
+        padded, slot = self._find_slot(batch_size)
+        tiers = slot.reachable(padded, self._limits.max_tier_open(batch_size))
         return tiers | {0} if self._limits.has_gate else tiers
 
     def observe(

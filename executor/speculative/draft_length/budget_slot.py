@@ -1,13 +1,20 @@
-"""How many rows the requests of a round share: the tier with the most expected tokens per second.
+"""Whether the requests of a round share its rows, and how many: the tier with the most expected
+tokens per second.
 
-In every such round the device says what it expects of each tier, from the values of the drafts that
-are in the slots. Tiers with longer drafts than these keep the share that they had."""
+In every round that shares its rows the device says what it expects of each tier, from the values of
+the drafts that are in the slots. Whole windows show what shorter ones would have had accepted. All
+other tiers keep the share that they had."""
 
+from collections import Counter
+from functools import cache
 from typing import Any
 
 from tllm_spec.config.adaptive_config import CostModelOptions
 from tllm_spec.config.draft_shape import DraftShapes
+from tllm_spec.config.verify_budget import MAX_WHOLE_ROWS
 from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot, Estimate
+from tllm_spec.executor.speculative.draft_length.decision_log import DecisionLog
+from tllm_spec.executor.speculative.draft_length.round_times import CorrectedRoundTimes
 from tllm_spec.executor.speculative.draft_length.tier_policy import ObservedRound
 
 MAX_WEIGHT = 0.125  # of a round
@@ -16,16 +23,18 @@ MIN_EXPECTED = 0.01  # accepted drafts of a request
 
 
 class BudgetEstimate:
-    """`expected`: accepted drafts of a request that is drafted for, by tier. `rates`: of verified
-    drafts those that were accepted. A round counts for a tier as all rounds since the tier was seen
+    """`expected`: accepted drafts of a request that is drafted for, by tier. `rates`: the accepted
+    share of the shortest drafts. A round counts for a tier as all rounds since the tier was seen
     last: probes are rare."""
 
     def __init__(self, shapes: DraftShapes, prior: float, window: float) -> None:
-        self._shapes, self._window = shapes, window
-        self._tiers = [1, *shapes.budgeted_tiers]  # ascending by depth
+        self._shapes, self._window, self._tiers = shapes, window, shapes.compared_tiers
         self.expected = [0.0] * (1 + max(self._tiers))
-        self._unseen = dict.fromkeys(self._tiers, 0)  # rounds since each tier was seen
-        for tier in self._tiers:  # all accepted, so that the first rounds show many tiers
+        # Rounds since each tier was seen. The first round counts as a probe.
+        self._unseen = dict.fromkeys(self._tiers, int(window))
+        for tier in self._tiers:
+            self.expected[tier] = sum(prior**n for n in range(1, 1 + shapes.of(tier).depth))
+        for tier in shapes.budgeted_tiers:  # all accepted: the first rounds show all tiers
             self.expected[tier] = shapes.of(tier).rows_each - 1
         self.rates = [prior]
 
@@ -34,13 +43,14 @@ class BudgetEstimate:
         if not number or not tier:
             return
         weight = min(number / self._window, MAX_WEIGHT)
-        found = [each / number for each in observed.expected]
-        if not any(found):  # whole windows: what was accepted is known of one tier only
-            found = [sum(observed.num_accepted) / number]
-            self._follow([tier] if tier in self._tiers else [], found, weight)
-            return
-        depth = self._shapes.of(tier).depth
-        known = [each for each in self._tiers if self._shapes.of(each).depth <= depth]
+        if any(observed.expected):
+            depth = self._shapes.of(tier).depth
+            known = [each for each in self._tiers if self._shapes.of(each).depth <= depth]
+            found = [each / number for each in observed.expected]
+        else:  # whole windows
+            known = [each for each in self._tiers if each <= tier]
+            counts = Counter(observed.num_accepted).items()
+            found = [sum(min(n, depth) * times for n, times in counts) / number for depth in known]
         self._follow(known, found, weight)
 
     def _follow(self, known: list[int], found: list[float], weight: float) -> None:
@@ -58,6 +68,8 @@ class BudgetEstimate:
             if tier not in known:
                 self.expected[tier] *= ratio
                 self._unseen[tier] += 1
+        shortest = self._tiers[0]
+        self.rates[0] = self.expected[shortest] / self._shapes.of(shortest).depth
 
     def state(self) -> dict[str, Any]:
         named = {str(self._shapes.name(tier)): self.expected[tier] for tier in self._tiers}
@@ -65,11 +77,28 @@ class BudgetEstimate:
 
 
 class BudgetSlot(CostModelSlot):
-    """Chooses among no drafts, one draft each, and rounds that share their rows. Probes are of the
-    longest drafts, which show what all tiers would bring."""
+    """Chooses among whole windows and rounds that share their rows. Probes are of the longest
+    drafts that share rows, which show what all tiers would bring."""
+
+    def __init__(
+        self,
+        lower_bound: int,
+        options: CostModelOptions,
+        log: DecisionLog,
+        times: CorrectedRoundTimes,
+        shapes: DraftShapes,
+    ) -> None:
+        super().__init__(lower_bound, options, log, times, shapes)
+        self._ladder_at = cache(self._find_ladder_at)  # type: ignore[method-assign] # every round
+
+    def _find_ladder_at(self, batch_size: int) -> tuple[int, ...]:
+        most = max(MAX_WHOLE_ROWS // batch_size - 1, 1)
+        return tuple(
+            tier for tier in self._ladder if tier <= most or tier in self._shapes.budgeted_tiers
+        )
 
     def _find_ladder(self, options: CostModelOptions) -> tuple[int, ...]:
-        return (*(n for n in options.candidate_steps if n < 2), *self._shapes.budgeted_tiers)
+        return (*options.candidate_steps, *self._shapes.budgeted_tiers)
 
     def _find_longer(self, options: CostModelOptions) -> dict[int, int]:
         *others, longest = self._ladder

@@ -100,8 +100,12 @@ class CostModelSlot:
             return probe.tier
         return tier
 
-    def reachable(self, max_tier: int) -> set[int]:
-        return {tier for tier in self._ladder if tier <= max_tier} or {0}
+    def reachable(self, batch_size: int, max_tier: int) -> set[int]:
+        return {tier for tier in self._ladder_at(batch_size) if tier <= max_tier} or {0}
+
+    def _ladder_at(self, batch_size: int) -> tuple[int, ...]:
+        """Those of the tiers that rounds of this batch size may have."""
+        return self._ladder
 
     def observe(self, observed: ObservedRound) -> bool:
         num_requests, batch_size, num_accepted, verified_tier, seconds, max_tier, *_ = observed
@@ -131,7 +135,7 @@ class CostModelSlot:
         self._decided[batch_size] = max_tier
 
     def _best(self, batch_size: int, max_tier: int) -> int:
-        allowed, present = self._ladder, self._tiers.get(batch_size)
+        allowed, present = self._ladder_at(batch_size), self._tiers.get(batch_size)
         if max_tier < allowed[-1]:
             allowed = tuple(tier for tier in allowed if tier <= max_tier)
         if not allowed:

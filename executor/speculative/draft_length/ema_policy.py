@@ -46,7 +46,7 @@ class AdaptiveSpeculativeParams:
             return self.draft_len
         return max((length for length in self._ladder if length <= max_tier), default=0)
 
-    def reachable(self, max_tier: int) -> set[int]:
+    def reachable(self, batch_size: int, max_tier: int) -> set[int]:
         return {length for length in self._ladder if length <= max_tier} or {0}
 
     def observe(self, observed: ObservedRound) -> bool:

@@ -28,7 +28,7 @@ class TierPolicy(Protocol):
     def tier_for(self, batch_size: int, max_tier: int) -> int:
         """The tier, at most `max_tier`; 0 = plain decoding. Asking changes no later answer."""
 
-    def reachable(self, max_tier: int) -> set[int]:
+    def reachable(self, batch_size: int, max_tier: int) -> set[int]:
         """All that `tier_for` may ever answer."""
 
     def observe(self, observed: ObservedRound) -> bool:
@@ -49,7 +49,7 @@ class FixedTier:
     def tier_for(self, batch_size: int, max_tier: int) -> int:
         return min(self._draft_len, max_tier)
 
-    def reachable(self, max_tier: int) -> set[int]:
+    def reachable(self, batch_size: int, max_tier: int) -> set[int]:
         return {min(self._draft_len, max_tier)}
 
     def observe(self, observed: ObservedRound) -> bool:

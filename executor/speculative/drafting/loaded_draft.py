@@ -53,6 +53,19 @@ class LoadedDraft:
     model: CausalLM | DraftHead | NextnModules | ExternalDraft
     spec: SpecMetadata | None
 
+    def windowed(self, max_positions: int) -> "LoadedDraft":
+        """With the plan's window, if it says one that positions go beyond. Raises ValueError where
+        the network takes none."""
+        size = self.plan.window_size
+        if size is None or size >= max_positions:
+            return self
+        assert not isinstance(self.model, ExternalDraft)
+        try:
+            self.model.config = self.model.config.windowed(size)
+        except ValueError as error:
+            raise ValueError(f"draft_window_size = {size} is refused: {error}") from None
+        return self
+
     def layers(self, attention: AttentionGroups, vocab_size: int) -> TorchLayers:
         """A network in torch as layers on the target's pages; `vocab_size` is the target's."""
         net: DraftNet

@@ -10,9 +10,12 @@ from torch import nn
 
 from tllm_spec.kernels.int4_weights import (
     BLOCK,
+    MXFP4_GROUP,
+    exponent_words,
     int4_dequantised,
     packed,
     row_bytes,
+    row_words,
     unpacked,
 )
 from tllm_spec.models.formats.fp8_scaled import BatchInvariantScaledGemms, ScaledGemms
@@ -45,7 +48,10 @@ class Int4Slot(WeightSlot):
             self.take_order(tensor.order)
         self.destination.copy_(packed(self._own(tensor.codes, 1)))
         # The word of a whole row belongs to each of its groups.
-        self.words.copy_(self._own(tensor.words, tensor.group).expand_as(self.words))
+        words = self._own(tensor.words, tensor.group)
+        if self.words.dtype == torch.uint8:
+            words = exponent_words(words)
+        self.words.copy_(words.expand_as(self.words))
 
     def _own(self, tensor: torch.Tensor, inputs: int) -> torch.Tensor:
         """This rank's slice. inputs: that share a column; 0: all."""
@@ -66,9 +72,12 @@ def int4_parameters(
     assert placement.int4 is not None
     groups, (*number, in_features) = placement.int4, shape
     group = groups.size or BLOCK
+    word_type = torch.int32
+    if groups.is_float:
+        word_type = torch.uint8 if group == MXFP4_GROUP else torch.float32
     kinds = (
         (torch.uint8, row_bytes(in_features)),
-        (torch.float32 if groups.is_float else torch.int32, -(-in_features // group)),
+        (word_type, row_words(in_features, group, word_type)),
     )
     codes, words = (
         nn.Parameter(

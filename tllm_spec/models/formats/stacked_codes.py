@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.kernels.grouped_gemm import ExpertWeights, Form, down, gate_up_silu
+from tllm_spec.kernels.grouped_gemm import (
+    ExpertWeights,
+    down,
+    gate_up_silu,
+)
+from tllm_spec.kernels.grouped_tilings import (
+    Form,
+)
 from tllm_spec.kernels.moe_permute import ExpertRows
 from tllm_spec.kernels.quantise_rows import quantise_rows
 from tllm_spec.kernels.triton_support import has_kernels
@@ -48,8 +55,14 @@ class StackedCodes(StackedScaled):
         # In memory `[E, columns, N]`, as the kernel reads it.
         scales = torch.empty(number, columns, outputs, device=device).transpose(1, 2)
         self.scales = nn.Parameter(scales, requires_grad=False)
-        self.operands = ExpertWeights(self.weight, self.scales, bias=bias)
         self.activations, self.dtype = placement.activations, placement.dtype
+        in_blocks = self.activations.shared_by == "block"
+        # Both layers, whose blocks of rows are the same, have tiles or neither.
+        aligned = outputs % (2 * BLOCK) == 0 == inputs % (2 * BLOCK if gated else BLOCK)
+        has_tiles = placement.fp8 == "block" and in_blocks and aligned and bias is None
+        if columns > 1 or in_blocks:
+            self.form = "tiles" if has_tiles else "blocks"
+        self.operands = ExpertWeights(self.weight, self.scales, bias=bias, has_tiles=has_tiles)
         if self.activations.shared_by == "tensor":
             zeros = torch.zeros(() if gated else number, dtype=torch.float32, device=device)
             self.input_scale = nn.Parameter(zeros, requires_grad=False)
