@@ -104,16 +104,16 @@ def _checked_experts(subject: str, shape: Shape, shared: int) -> Iterator[Checke
 
 
 def checked_on_several() -> Iterator[Checked]:
-    """Rounds of `benchmarks.several_devices` on one and two H100 and on four and eight H200,
-    but for those
-    whose sums were not chosen by size."""
+    """Rounds of `benchmarks.several_devices` on one and two H100 and on four and eight H200, but
+    for those whose sums were not chosen by size."""
     for file in ("several_devices", "several_devices_ranks_4", "several_devices_ranks_8"):
         for subject in load(file).values():
-            name, model = KINDS[subject["about"]["device"]]
-            if subject["about"]["commit"] in NO_TWO_SHOT:
-                model = replace(model, two_shot_seconds=inf)
+            about = subject["about"]
             for row in (row for row in subject["rows"] if "ms" in row):
                 job, kind, *fixed_sums = row["job"].split(", ")
+                name, model = KINDS[about["device"]]
+                if row.get("commit", about["commit"]) in NO_TWO_SHOT:
+                    model = replace(model, two_shot_seconds=inf)
                 if not fixed_sums:
                     yield _checked_on_several(row, ON_SEVERAL[job], kind, name, model)
 
