@@ -83,8 +83,10 @@ def test_the_kernel_equals_the_reference(
     expected, found = memory_of(own, dtype=dtype), memory_of(own, device, dtype)
     answers = run(projected, expected, own, weights, rows, by_reference=True)
     given = projected.to(device), found, own, weights_of(own, device, dtype), prompts(size, device)
-    torch.testing.assert_close(run(*given).cpu(), answers, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.states.cpu(), expected.states, rtol=1e-5, atol=1e-5)
+    # A 16-bit model's products are of TF32 on a GPU.
+    bound = 1e-5 if dtype == torch.float32 or device == "cpu" else 5e-3
+    for result, right in ((run(*given), answers), (found.states, expected.states)):
+        assert (result.cpu() - right).abs().max() < bound * right.abs().max()
     assert torch.equal(found.inputs.cpu(), expected.inputs)
 
 
