@@ -14,8 +14,9 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
+from math import inf
 from statistics import mean
 
 from benchmarks.harness.cost_model import H100, H200, CostModel
@@ -56,6 +57,7 @@ ON_SEVERAL = {  # by the name of a job
     "llama-70b of 40 layers": LLAMA_70B_HALF,
     "V3-style": V3_STYLE,
 }
+NO_TWO_SHOT = ("e74b9bf", "ace7060", "79a355d", "c8e0333e")  # commits of measured rounds
 KINDS = {"NVIDIA H100 80GB HBM3": ("H100", H100), "NVIDIA H200": ("H200", H200)}
 CHECK_CONTEXT = 1150  # prompts of 1,024 tokens, in the middle of the timed rounds
 
@@ -102,14 +104,16 @@ def _checked_experts(subject: str, shape: Shape, shared: int) -> Iterator[Checke
 
 
 def checked_on_several() -> Iterator[Checked]:
-    """Rounds of `benchmarks.several_devices` on one and two H100 and on four and eight H200,
-    but for those
-    whose sums were not chosen by size."""
+    """Rounds of `benchmarks.several_devices` on one and two H100 and on four and eight H200, but
+    for those whose sums were not chosen by size."""
     for file in ("several_devices", "several_devices_ranks_4", "several_devices_ranks_8"):
         for subject in load(file).values():
-            name, model = KINDS[subject["about"]["device"]]
+            about = subject["about"]
             for row in (row for row in subject["rows"] if "ms" in row):
                 job, kind, *fixed_sums = row["job"].split(", ")
+                name, model = KINDS[about["device"]]
+                if row.get("commit", about["commit"]) in NO_TWO_SHOT:
+                    model = replace(model, two_shot_seconds=inf)
                 if not fixed_sums:
                     yield _checked_on_several(row, ON_SEVERAL[job], kind, name, model)
 

@@ -9,9 +9,10 @@ With overlap the host reads a round after it has launched the next one. It sched
 round too many, whose results are dropped. Its slot and pages can go to others at once, since the
 device works in order. Where all running requests may turn out to be finished, the host reads first.
 
-Where the next round needs the tokens on the host (a host drafter, a logits processor), the device
-still runs while the host schedules; only then the host reads, drafts and launches. With a grammar
-the host reads between a round's two launches, the forward and what follows."""
+Where the next round needs the tokens on the host (a host drafter, a logits processor, drafts of
+text that grammars force), the device still runs while the host schedules; only then the host reads,
+drafts and launches. Elsewhere, with a grammar, the host reads between a round's two launches, the
+forward and what follows."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping

@@ -26,6 +26,7 @@ def rank_best_triton(lines: RankLines, offers: torch.Tensor) -> torch.Tensor:
         CAPACITY=lines.capacity,
         RANK=lines.rank,
         RANKS=lines.addresses.numel(),
+        SLOTS=triton.next_power_of_2(lines.addresses.numel()),
         ROWS=ROWS,
         num_warps=4,
         **programmatic_launch(offers.device),
@@ -43,11 +44,12 @@ def rank_best_kernel(
     CAPACITY: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
+    SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Grid (programs), each of which has every so-many-th block of rows: it sends all of them
-    before it waits for any. A row has two words."""
+    before it waits for any. SLOTS: RANKS or more. A row has two words."""
     begin(PDL)
     first, step, num_blocks = tl.program_id(0), tl.num_programs(0), tl.cdiv(num_rows, ROWS)
     for block in range(first, num_blocks, step):
@@ -57,14 +59,16 @@ def rank_best_kernel(
         for half in tl.static_range(2):
             words = 2 * rows + half
             own = tl.load(offers + words, mask=real, other=0)
-            send(own, words, real, number, addresses, CAPACITY, RANK, RANKS)
+            send(own, words, real, number, addresses, CAPACITY, RANK, RANKS, SLOTS)
     for block in range(first, num_blocks, step):
         rows = block * ROWS + tl.arange(0, ROWS)
         real = rows < num_rows
         number = tl.load(counts + block) + 1
         own_value = tl.load(offers + 2 * rows, mask=real, other=0)
         own_column = tl.load(offers + 2 * rows + 1, mask=real, other=0)
-        mine = memory_of(RANK, addresses) + (number & 1) * RANKS * CAPACITY + 2 * rows
+        mine = (
+            memory_of(RANK, True, addresses, tl.int64) + (number & 1) * RANKS * CAPACITY + 2 * rows
+        )
         column = own_column
         is_late = 1
         while is_late != 0:

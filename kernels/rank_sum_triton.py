@@ -27,6 +27,7 @@ def rank_sum_triton(
         CAPACITY=lines.capacity,
         RANK=lines.rank,
         RANKS=lines.addresses.numel(),
+        SLOTS=triton.next_power_of_2(lines.addresses.numel()),
         ADDS=add_to is not None,
         PACKED=values.dtype == torch.bfloat16,
         BLOCK=BLOCK_WORDS,
@@ -45,16 +46,17 @@ def rank_sum_kernel(
     CAPACITY: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
+    SLOTS: tl.constexpr,
     ADDS: tl.constexpr,
     PACKED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Grid (programs), each of which has every so-many-th block of words: it sends all of them
-    before it waits for any. PACKED: a word is two bfloat16. A block has its own lines and its own
-    count, so blocks of one rank do not wait for each other. A program that waits adds again all
-    that it has found: to wait for one source after the other would take as many times the latency
-    of a load."""
+    before it waits for any. SLOTS: RANKS or more. PACKED: a word is two bfloat16. A block has its
+    own lines and its own count, so blocks of one rank do not wait for each other. A program that
+    waits adds again all that it has found: to wait for one source after the other would take as
+    many times the latency of a load."""
     begin(PDL)
     first, step, num_blocks = tl.program_id(0), tl.num_programs(0), tl.cdiv(num_words, BLOCK)
     for block in range(first, num_blocks, step):
@@ -62,7 +64,7 @@ def rank_sum_kernel(
         real = words < num_words
         number = tl.load(counts + block) + 1
         own = tl.load(values + words, mask=real, other=0)
-        send(own, words, real, number, addresses, CAPACITY, RANK, RANKS)
+        send(own, words, real, number, addresses, CAPACITY, RANK, RANKS, SLOTS)
     for block in range(first, num_blocks, step):
         words = block * BLOCK + tl.arange(0, BLOCK)
         real = words < num_words
@@ -70,7 +72,7 @@ def rank_sum_kernel(
         own = tl.load(values + words, mask=real, other=0)
         if ADDS:
             total = tl.load(output + words, mask=real, other=0)
-        mine = memory_of(RANK, addresses) + (number & 1) * RANKS * CAPACITY
+        mine = memory_of(RANK, True, addresses, tl.int64) + (number & 1) * RANKS * CAPACITY
         low = tl.zeros([BLOCK], tl.float32)
         high = tl.zeros([BLOCK], tl.float32)
         is_late = 1
@@ -104,19 +106,25 @@ def send(
     CAPACITY: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
+    SLOTS: tl.constexpr,
 ) -> None:
     """Writes own words to the lines of all other ranks. `words`: their indices."""
     line = (number.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
-    for other in tl.static_range(RANKS):
-        if other != RANK:
-            theirs = memory_of(other, addresses) + (number & 1) * RANKS * CAPACITY
-            tl.store(theirs + RANK * CAPACITY + words, line, mask=real)
+    ranks = tl.arange(0, SLOTS)
+    is_other = (ranks < RANKS) & (ranks != RANK)
+    theirs = memory_of(ranks, is_other, addresses, tl.int64)
+    place = ((number & 1) * RANKS + RANK) * CAPACITY + words
+    mask = is_other[:, None] & real[None, :]
+    tl.store(theirs[:, None] + place[None, :], line[None, :], mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def memory_of(rank: tl.tensor, addresses: tl.tensor) -> tl.tensor:
-    """The lines of a rank. Its alignment is what lets a thread write 16 bytes at a time."""
-    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int64)), 16)
+def memory_of(
+    ranks: tl.tensor, is_wanted: tl.tensor, addresses: tl.tensor, WORD: tl.constexpr
+) -> tl.tensor:
+    """The memory of ranks. Its alignment is what lets a thread write 16 bytes at a time."""
+    found = tl.load(addresses + ranks, mask=is_wanted, other=0)
+    return tl.multiple_of(found.to(tl.pointer_type(WORD)), 16)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types

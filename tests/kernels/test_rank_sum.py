@@ -131,7 +131,7 @@ def test_the_kernel_compiles_for_hopper_and_moves_16_bytes_at_a_time(packed: boo
     from tllm_spec.kernels.rank_sum_triton import rank_sum_kernel
 
     types = {"values": "*i32", "output": "*i32", "addresses": "*i64", "counts": "*i32"}
-    constants = {"CAPACITY": CAPACITY, "RANK": 0, "RANKS": 2, "BLOCK": BLOCK_WORDS}
+    constants = {"CAPACITY": CAPACITY, "RANK": 0, "RANKS": 2, "SLOTS": 2, "BLOCK": BLOCK_WORDS}
     constants |= {"ADDS": True, "PACKED": packed, "PDL": True}
     compiled = compiled_for_hopper(
         rank_sum_kernel, types, constants, divisible=("num_words",), num_warps=4
