@@ -4,8 +4,9 @@
 
 rounds       milliseconds of a round with overlap in batches of which no request, half of them, or
              all have a grammar, and the ratio over batches without one
-forced_text  tokens per round of NGram (K = 4) on JSON schemas, with drafts of forced text, with
-             drafts that are only cut where the grammar excludes them, and with neither: the zoo
+forced_text  tokens per round of NGram and EAGLE-3 (K = 4) on JSON schemas, with drafts of forced
+             text, with drafts that are only cut where the grammar excludes them, and with neither:
+             the zoo
 fills        milliseconds of the host for one mask, by grammar: when a state is visited for the
              first time after the grammar was read, and again
 
@@ -18,6 +19,8 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
+from typing import Any
 from unittest import mock
 
 from benchmarks.harness.engine import Rounds, in_turns, release
@@ -32,6 +35,12 @@ from tllm_spec.sampling_params import SamplingParams
 
 K = 3
 KINDS = {"none": 0.0, "half": 0.5, "all": 1.0}
+DRAFTERS = {
+    "NGram": {"decoding_type": "NGram", "max_draft_len": K + 1, "max_matching_ngram_size": 3},
+    "EAGLE-3": {
+        "decoding_type": "Eagle3", "speculative_model": "zoo:llama-eagle3", "max_draft_len": K + 1
+    },
+}  # fmt: skip
 
 
 def rounds(options: Options) -> Iterator[Row]:
@@ -88,9 +97,9 @@ def forced_text(options: Options) -> Iterator[Row]:
         "cut": lambda state, drafts, limit: better(state, drafts, 0),
         "forced text": better,
     }
-    for name, way in ways.items():
+    for (drafter, config), (name, way) in product(DRAFTERS.items(), ways.items()):
         with mock.patch.object(GrammarState, "better_drafts", way):
-            outputs = _json_outputs(options.device, number)
+            outputs = _json_outputs(config, options.device, number)
         texts.add(tuple(output.outputs[0].text for output in outputs))
         assert len(texts) == 1, "the text depends on the drafts"
         stats = [each.speculative_decoding for each in outputs if each.speculative_decoding]
@@ -98,14 +107,14 @@ def forced_text(options: Options) -> Iterator[Row]:
         num_accepted = sum(sum(each.per_position_accepted) for each in stats)
         num_tokens = sum(each.num_emitted_tokens for each in stats)
         yield {
+            "drafter": drafter,
             "drafts": name,
             "acceptance_length": num_tokens / sum(each.rounds for each in stats),
             "draft_acceptance_rate": num_accepted / num_drafted,
         }
 
 
-def _json_outputs(device: str, number: int) -> list[RequestOutput]:
-    config = {"decoding_type": "NGram", "max_draft_len": K + 1, "max_matching_ngram_size": 3}
+def _json_outputs(config: dict[str, Any], device: str, number: int) -> list[RequestOutput]:
     params = [
         SamplingParams(
             max_tokens=160,
@@ -123,10 +132,15 @@ def _json_outputs(device: str, number: int) -> list[RequestOutput]:
 
 def drafts_table(rows: Sequence[Row]) -> list[str]:
     cells = [
-        (row["drafts"], f"{row['acceptance_length']:.3f}", f"{row['draft_acceptance_rate']:.3f}")
+        (
+            row["drafter"],
+            row["drafts"],
+            f"{row['acceptance_length']:.3f}",
+            f"{row['draft_acceptance_rate']:.3f}",
+        )
         for row in rows
     ]
-    return table(("drafts", "tokens per round", "accepted drafts"), cells)
+    return table(("drafter", "drafts", "tokens per round", "accepted drafts"), cells)
 
 
 def fills(options: Options) -> Iterator[Row]:
@@ -151,7 +165,7 @@ def fills_table(rows: Sequence[Row]) -> list[str]:
 
 SUBJECTS = (
     Subject("rounds", "Guided rounds, ms (over none)", rounds, ratios),
-    Subject("forced_text", "Forced text as drafts, NGram", forced_text, drafts_table),
+    Subject("forced_text", "Forced text as drafts", forced_text, drafts_table),
     Subject("fills", "A mask of 128,256 tokens, ms", fills, fills_table),
 )
 

@@ -24,6 +24,7 @@ from tllm_spec.config.matched_drafts_config import MatchedDraftsConfig, SAEnhanc
 from tllm_spec.config.scheduler_config import SchedulerConfig
 from tllm_spec.config.speculative_base import DecodingBaseConfig, DraftModelDecodingConfig
 from tllm_spec.config.speculative_config import CONFIG_OF_TYPE, EagleHeadDecodingConfig
+from tllm_spec.config.text_search import GlobalPoolConfig
 from tllm_spec.sampling_params import INTEGERS, NUMBERS, SamplingParams, SpeculationParams
 
 PAGE = Path(__file__).with_name("options.md")
@@ -81,7 +82,8 @@ def page() -> str:
         if rows := list(model_rows(decoding, own=True)):
             parts.append(table(rows))
     parts += ["#### `sa_config`\n", f"{inspect.getdoc(SAEnhancerConfig)}\n"]
-    parts.append(table(model_rows(SAEnhancerConfig)))
+    parts += [table(model_rows(SAEnhancerConfig, own=True)), "For `SA` and `sa_config`:\n"]
+    parts.append(table(model_rows(GlobalPoolConfig)))
     for strategy, options in (("cost_model", CostModelOptions), ("ema", EmaOptions)):
         parts += [
             f"#### `adaptive` with `strategy: {strategy}`\n",

@@ -40,10 +40,8 @@ class ExecutorParts:
     blame: Callable[[], list[LlmRequest] | None]
     draft_watch: DraftWatch
     max_in_flight: int = 0  # rounds that are launched before the oldest is read: 1 with overlap
-    # Whether rounds with drafts, and rounds of draft length 0, may be launched before the round
-    # before is read. False: the drafter needs tokens on the host.
-    drafts_in_flight: bool = True
-    plain_in_flight: bool = True
+    # Whether a round may be launched before the round before is read.
+    overlaps: bool = True
     cpu_threads: int | None = None  # of torch in the executor's thread; None: torch's own number
     stream_interval: int = 1
     iteration_stats: IterationStats | None = None  # with enable_iter_perf_stats

@@ -9,9 +9,10 @@ With overlap the host reads a round after it has launched the next one. It sched
 round too many, whose results are dropped. Its slot and pages can go to others at once, since the
 device works in order. Where all running requests may turn out to be finished, the host reads first.
 
-Where the next round needs the tokens on the host (a host drafter, a logits processor), the device
-still runs while the host schedules; only then the host reads, drafts and launches. With a grammar
-the host reads between a round's two launches, the forward and what follows."""
+Where the next round needs the tokens on the host (a host drafter, a logits processor, drafts of
+text that grammars force), the device still runs while the host schedules; only then the host reads,
+drafts and launches. Elsewhere, with a grammar, the host reads between a round's two launches, the
+forward and what follows."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -159,9 +160,13 @@ class PyExecutor:
 
     def _needs_all_tokens(self, draft_len: int) -> bool:
         """Whether a drafter or a user's logits processor must see the requests' tokens before the
-        next round is launched."""
-        overlaps = self.parts.drafts_in_flight if draft_len else self.parts.plain_in_flight
-        return not overlaps or any(map(_needs_host_tokens, self.scheduler.running))
+        next round is launched, or a drafter makes better drafts then."""
+        running = self.scheduler.running
+        if not self.parts.overlaps or any(map(_needs_host_tokens, running)):
+            return True
+        # Overlap is worth less than drafts of text that grammars force, if enough requests have it.
+        is_known = draft_len > 0 and self.parts.drafter.knows_forced_text
+        return is_known and len(running) <= 2 * sum(each.grammar is not None for each in running)
 
     def _fetch_new_requests(self) -> None:
         new, cancelled = self.parts.queue.take()

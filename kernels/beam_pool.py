@@ -67,3 +67,5 @@ class DraftTree:
     """`[B, W]` int64."""
     bits: torch.Tensor
     """`[B, W]` int64: bit j of node r: r is j or descends from j."""
+    num_nodes: torch.Tensor | None = None
+    """`[B]` int64: how many nodes after the root are proposed; None: all."""

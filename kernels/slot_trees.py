@@ -56,20 +56,18 @@ def write_trees(
     slots: torch.Tensor,
     tree: DraftTree,
     draft_limits: torch.Tensor,
-    num_drafts: torch.Tensor | None = None,
 ) -> None:
     """Writes trees whose nodes are ordered by depth into the windows of slots `[B]`. Rows after the
     tree's stay as they are.
 
     The tree's rows may be one layout, expanded. draft_limits `[S]` int64: the depth of the deepest
-    draft that a slot may verify; deeper ones do not count as proposed. num_drafts `[B]` int64,
-    contiguous: how many do; instead of the limits."""
+    draft that a slot may verify; deeper ones do not count as proposed."""
     width = tree.parents.shape[1]
     tables.window[slots, 1:width] = tree.tokens
     trees.parents[slots, :width] = tree.parents
     trees.depths[slots, :width] = tree.depths
     trees.bits[slots, :width] = tree.bits
-    if num_drafts is None:
-        limits = draft_limits.index_select(0, slots).unsqueeze(1)
-        num_drafts = (tree.depths[:, 1:] <= limits).sum(dim=1)
-    tables.num_drafts[slots] = num_drafts
+    is_proposed = tree.depths[:, 1:] <= draft_limits.index_select(0, slots).unsqueeze(1)
+    if tree.num_nodes is not None:
+        is_proposed &= torch.arange(width - 1, device=slots.device) < tree.num_nodes.unsqueeze(1)
+    tables.num_drafts[slots] = is_proposed.sum(dim=1)

@@ -67,7 +67,6 @@ def write_trees_triton(
     slots: torch.Tensor,
     tree: DraftTree,
     draft_limits: torch.Tensor,
-    num_drafts: torch.Tensor | None = None,
 ) -> None:
     """See `write_trees`."""
     stored = (trees.parents, trees.depths, trees.bits)
@@ -77,7 +76,7 @@ def write_trees_triton(
     assert tree.parents.stride(1) == 1
     assert all(each.stride() == trees.parents.stride() for each in stored)
     assert trees.parents.stride(1) == 1
-    assert num_drafts is None or num_drafts.is_contiguous()
+    assert tree.num_nodes is None or tree.num_nodes.is_contiguous()
     width = tree.parents.shape[1]
     _write[(len(slots),)](
         tables.window,
@@ -90,7 +89,7 @@ def write_trees_triton(
         *rows,
         tree.parents.stride(0),
         draft_limits,
-        num_drafts,
+        tree.num_nodes,
         width,
         triton.next_power_of_2(width),
         **programmatic_launch(slots.device),
@@ -187,7 +186,7 @@ def _write(
     windows: tl.tensor, windows_stride: tl.tensor, all_num_drafts: tl.tensor,
     all_parents: tl.tensor, all_depths: tl.tensor, all_bits: tl.tensor, trees_stride: tl.tensor,
     slots: tl.tensor, tokens: tl.tensor, parents: tl.tensor, depths: tl.tensor, bits: tl.tensor,
-    rows_stride: tl.tensor, draft_limits: tl.tensor, num_drafts: tl.tensor, width: tl.constexpr,
+    rows_stride: tl.tensor, draft_limits: tl.tensor, num_nodes: tl.tensor, width: tl.constexpr,
     block: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     begin(PDL)
@@ -201,9 +200,7 @@ def _write(
     tl.store(all_depths + stored, depth, mask=exists)
     tl.store(all_parents + stored, tl.load(parents + own, mask=exists, other=0), mask=exists)
     tl.store(all_bits + stored, tl.load(bits + own, mask=exists, other=0), mask=exists)
-    if num_drafts is None:
-        is_proposed = is_draft & (depth <= tl.load(draft_limits + slot))
-        number = tl.sum(is_proposed.to(tl.int64), axis=0)
-    else:
-        number = tl.load(num_drafts + request)
-    tl.store(all_num_drafts + slot, number)
+    is_proposed = is_draft & (depth <= tl.load(draft_limits + slot))
+    if num_nodes is not None:
+        is_proposed = is_proposed & (node <= tl.load(num_nodes + request))
+    tl.store(all_num_drafts + slot, tl.sum(is_proposed.to(tl.int64), axis=0))

@@ -17,8 +17,16 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# A worker that came to one of these files last would work alone for long.
-LONGEST = ("tests/kernels/test_under_interpreter.py", "tests/distributed/test_equality.py")
+# A worker that came to one of these files last would work alone for long, and one that took some
+# tests of them from another would start their server again.
+LONGEST = (
+    "tests/kernels/test_under_interpreter.py",
+    "tests/distributed/test_equality.py",
+    "tests/server/test_served_llm.py",
+    "tests/server/test_processes.py",
+    "tests/server/test_replicas.py",
+    "tests/test_recording_page.py",
+)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -28,6 +28,7 @@ OVERLAPPING = {
     *("draft_target", "draft_target_one_model", "draft_target_onnxruntime"),
     *("rejection_sampling", "schedule", "tensor_parallel", "mtp", "draft_target_token_map"),
     *("sa", "eagle3_sa", "peagle", "pard", "shared_rows"),
+    *("ngram", "ngram_tree", "max_utilization"),
 }
 # By adaptive example: the kind of its strategy's slots, and its tiers.
 STRATEGIES: dict[str, tuple[type, list[int | str]]] = {
@@ -76,7 +77,7 @@ def test_an_example_gives_the_text_of_plain_greedy_decoding_by_its_strategy(
 
 
 def test_there_is_an_example_for_every_way_of_running() -> None:
-    others = {"ngram", "ngram_tree", "user_provided", "max_utilization", "no_overlap"}
+    others = {"user_provided", "no_overlap"}
     assert OVERLAPPING | others <= {path.stem for path in ALL_EXAMPLES}
 
 

@@ -51,7 +51,7 @@ def train_on(traffic: Path, output: Path) -> None:
     while not list(traffic.glob("*.jsonl")) or len(read_records(traffic)) < 3:
         sleep(0.05)
     command = ["head", "--model", "zoo:llama", "--data", str(traffic), "--output", str(output)]
-    run = "--start zoo:llama-eagle3 --steps 5 --unroll 3 --batch_tokens 64 --device cpu"
+    run = "--init zoo:llama-eagle3 --steps 5 --unroll 3 --batch_tokens 64 --device cpu"
     result = CliRunner().invoke(train, [*command, *run.split()])
     assert result.exit_code == 0 and '"acceptance_length"' in result.output, result.output
 

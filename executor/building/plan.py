@@ -98,8 +98,7 @@ class BuildPlan:
                 "linear layers of few rows run as torch's GEMMs, which is slower: %s", reason
             )
         if self.why_no_overlap:
-            which = "rounds with drafts" if self.plain_in_flight else "rounds"
-            logger.info("%s do not overlap: %s", which, self.why_no_overlap)
+            logger.info("rounds do not overlap: %s", self.why_no_overlap)
 
     @property
     def counts_drafts(self) -> bool:
@@ -137,12 +136,6 @@ class BuildPlan:
     def max_in_flight(self) -> int:
         """Rounds that may be launched, or scheduled, before the oldest is read."""
         return int(not self.args.disable_overlap_scheduler)
-
-    @property
-    def plain_in_flight(self) -> bool:
-        """Whether a round of draft length 0 may be launched before the one before it is read."""
-        may_overlap = self.spec is None or self.spec.overlaps_plain_rounds
-        return may_overlap and not self.args.disable_overlap_scheduler
 
     @property
     def extra_kv_tokens(self) -> ExtraKVTokens:

@@ -102,11 +102,18 @@ class SlotState:
             self._trees.write_chains(slot_ids, drafts.shape[1])
 
     def num_verified(self, slot_ids: torch.Tensor, shape: DraftShape) -> torch.Tensor | None:
-        """How many real drafts the windows of this shape of slots `[B]` have, `[B]`; None: the host
-        knows. Before the slots advance."""
+        """How many real drafts the windows of this shape of slots `[B]` have, of trees on the
+        longest path, `[B]`; None: the host knows. Before the slots advance."""
         if not self.counts_drafts:
             return None
-        return gather_rows(self.num_drafts, slot_ids).clamp_max(shape.num_nodes)
+        return self.num_real(slot_ids, shape)
+
+    def num_real(self, slot_ids: torch.Tensor, shape: DraftShape) -> torch.Tensor:
+        """`num_verified`, whoever knows it."""
+        numbers = gather_rows(self.num_drafts, slot_ids).clamp_max(shape.num_nodes)
+        if self._trees is None:
+            return numbers
+        return self._trees.tables.depths[slot_ids, numbers]  # nodes are ordered by depth
 
     def tree(self, slot_ids: torch.Tensor, shape: DraftShape) -> WindowTree | None:
         """The trees in windows of this shape of slots `[B]`; None: they are chains."""
@@ -122,15 +129,12 @@ class SlotState:
         last = self.num_drafts.index_select(0, slot_ids).unsqueeze(1)
         return parents.masked_fill(torch.arange(width, device=self.device) > last, -1)
 
-    def write_tree(
-        self, slot_ids: torch.Tensor, tree: DraftTree, num_drafts: torch.Tensor | None = None
-    ) -> None:
-        """Writes trees to the next windows of slots `[B]`. num_drafts `[B]`: how many of their
-        nodes were proposed; None: all up to the depth that the request limits drafts to. Nodes are
-        ordered by depth. Rows after the tree's stay as they are: they are never accepted."""
+    def write_tree(self, slot_ids: torch.Tensor, tree: DraftTree) -> None:
+        """Writes trees to the next windows of slots `[B]`, up to the depth that the request limits
+        drafts to. Nodes are ordered by depth. Rows after the tree's stay as they are: they are
+        never accepted."""
         assert self._trees is not None
-        trees = self._trees.tables
-        write_trees(self._tables, trees, slot_ids, tree, self._draft_limits, num_drafts)
+        write_trees(self._tables, self._trees.tables, slot_ids, tree, self._draft_limits)
 
     def reset_dummy(self) -> None:
         """Padded rounds advance the dummy slot too; it must not grow."""

@@ -27,10 +27,6 @@ class DraftSampling:
         self._vocab_size = sampler.state.vocab_size
         self.keeps_probs = mode == "independent"
 
-    @property
-    def num_target_ids(self) -> int:
-        return self._vocab_size
-
     def width(self, vocab_size: int) -> int:
         """How many ids a draft model with `vocab_size` logits can draw."""
         return min(vocab_size, self._vocab_size)

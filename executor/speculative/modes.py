@@ -5,15 +5,10 @@ drafter is made."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from tllm_spec.config.import_path import import_path_of
 from tllm_spec.config.kv_cache_config import KVCacheType
-from tllm_spec.config.matched_drafts_config import (
-    MAX_MATCH,
-    MatchedDraftsConfig,
-    SAEnhancerConfig,
-)
+from tllm_spec.config.matched_drafts_config import MatchedDraftsConfig
 from tllm_spec.config.parallel_drafts_config import DFlashDecodingConfig, PARDDecodingConfig
 from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
@@ -29,24 +24,21 @@ from tllm_spec.config.speculative_config import (
 )
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
-from tllm_spec.executor.resources.ngram_pool import NGramPool
-from tllm_spec.executor.resources.ngram_tree_pool import NGramTreePool
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import draft_sampling_of
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers, TorchLayers
-from tllm_spec.executor.speculative.drafting.drafter import Drafter, NoDrafter, ReadyDrafts
+from tllm_spec.executor.speculative.drafting.drafter import Drafter, NoDrafter
 from tllm_spec.executor.speculative.drafting.external_layers import ExternalModelLayers
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
-from tllm_spec.executor.speculative.drafting.host_tree import UNLIMITED, Room
 from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
-from tllm_spec.executor.speculative.drafting.ngram import NGramDrafter, NGramPoolManager
 from tllm_spec.executor.speculative.drafting.proposer import Proposer
+from tllm_spec.executor.speculative.drafting.ready_drafts import ReadyDrafts
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.suffix_match import SuffixMatch
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
@@ -73,10 +65,8 @@ NETWORK_CAUSES = (
     "(eagle3_layers_to_capture, the vocabulary) are not those of their training, or they are "
     "random (load_format dummy)"
 )
-HOST_CAUSES = (
-    "the texts repeat nothing of what came before (NGram), or a drafter of your own reads other "
-    "tokens than request.tokens or another tokenizer's ids"
-)
+TEXT_CAUSES = "the texts repeat nothing of what came before"
+HOST_CAUSES = "the drafter reads other tokens than request.tokens, or another tokenizer's ids"
 
 
 @dataclass(frozen=True)
@@ -131,22 +121,6 @@ class Mode:
     draft_plan: Callable[[DecodingBaseConfig], DraftPlan] | None = None
 
 
-def _build_ngram(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
-    assert isinstance(config, NGramDecodingConfig)
-    limits: dict[str, Any] = {
-        "max_draft_len": config.max_draft_len,
-        "max_matching_ngram_size": config.max_matching_ngram_size,
-        "is_public_pool": config.is_public_pool,
-        "max_pool_entries": config.max_pool_entries,
-    }
-    if config.drafts_trees:
-        trees, longest = NGramTreePool(**limits), config.shapes.longest
-        room = Room(longest.topk, longest.num_nodes)
-        return _on_host(NGramDrafter(trees.propose_paths), NGramPoolManager(trees), around, room)
-    chains = NGramPool(**limits, is_keep_all=config.is_keep_all, is_use_oldest=config.is_use_oldest)
-    return _on_host(NGramDrafter(chains.propose), NGramPoolManager(chains), around)
-
-
 def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
     """Raises ValueError when the objects are of the wrong type."""
     assert isinstance(config, UserProvidedDecodingConfig)
@@ -172,19 +146,9 @@ def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Sp
             f"resource_manager = {manager!r}: {type(drafter).__name__} needs a "
             f"{import_path_of(drafter.needed_manager)}"
         )
-    return _on_host(drafter, manager, around)
-
-
-def _on_host(
-    drafter: Drafter,
-    manager: ResourceManager | None,
-    around: Surroundings,
-    room: Room = UNLIMITED,
-) -> Speculation:
-    """room: where a tree's paths end; without it, trees that are too large fail their requests."""
     sampler = around.sampler
     parts = drafter, manager, around.slots, sampler.state.vocab_size, sampler.grammar_masks.work
-    host = HostTreeDrafter(*parts, room) if around.slots.shapes.has_trees else HostDrafter(*parts)
+    host = HostTreeDrafter(*parts) if around.slots.shapes.has_trees else HostDrafter(*parts)
     managers = [] if manager is None else [manager]
     return Speculation(host, managers, host.blame, causes=HOST_CAUSES)
 
@@ -201,33 +165,41 @@ def _build_network(config: DecodingBaseConfig, around: Surroundings) -> Speculat
         return Speculation(drafter, [kv], round_end=drafter)
     backlog = DraftBacklog(layers, slots, around.max_num_tokens)
     network = NetworkProposer(layers, slots, sampling, backlog)
-    proposer = _with_matches(network, config, around)
-    return _in_rounds(proposer, around, splits_rounds=draft.splits_rounds)
-
-
-def _with_matches(
-    network: NetworkProposer, config: DecodingBaseConfig, around: Surroundings
-) -> Proposer:
-    if (own := _sa_config(config)) is None:
-        return network
-    match = SuffixMatch(around.slots, around.max_len, MAX_MATCH)
-    return MatchOrNetwork(network, match, around.slots, own.threshold)
-
-
-def _sa_config(config: DecodingBaseConfig) -> SAEnhancerConfig | None:
-    return config.sa_config if isinstance(config, MatchedDraftsConfig) else None
-
-
-def _in_rounds(
-    proposer: Proposer, around: Surroundings, *, splits_rounds: bool = False
-) -> Speculation:
-    parts = proposer, around.slots, around.sampler.groups
-    return Speculation(ReadyDrafts(), round_end=DraftWorker(*parts, splits_rounds=splits_rounds))
+    if (match := _suffix_match(config, around)) is None:
+        return _in_rounds(network, None, config, around, splits_rounds=draft.splits_rounds)
+    assert isinstance(config, MatchedDraftsConfig) and config.sa_config is not None
+    both = MatchOrNetwork(network, match, slots, config.sa_config.threshold)
+    return _in_rounds(both, match, config, around, splits_rounds=draft.splits_rounds)
 
 
 def _build_suffix_match(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
-    assert isinstance(config, SADecodingConfig)
-    return _in_rounds(SuffixMatch(around.slots, around.max_len, config.max_match), around)
+    match = _suffix_match(config, around)
+    assert match is not None
+    return _in_rounds(match, match, config, around, causes=TEXT_CAUSES)
+
+
+def _suffix_match(config: DecodingBaseConfig, around: Surroundings) -> SuffixMatch | None:
+    search = config.text_search(len(around.slots.kv_lens) - 1)
+    return None if search is None else SuffixMatch(around.slots, around.max_len, search)
+
+
+def _in_rounds(
+    proposer: Proposer,
+    match: SuffixMatch | None,
+    config: DecodingBaseConfig,
+    around: Surroundings,
+    *,
+    splits_rounds: bool = False,
+    causes: str = NETWORK_CAUSES,
+) -> Speculation:
+    """match: what of the proposer looks in texts."""
+    slots, sampler = around.slots, around.sampler
+    worker = DraftWorker(proposer, slots, sampler.groups, splits_rounds=splits_rounds)
+    texts = None if match is None else match.shared
+    # Forced text has no draft probabilities to accept against.
+    work = None if config.use_rejection_sampling else sampler.grammar_masks.work
+    resources: list[ResourceManager] = [] if texts is None else [texts]
+    return Speculation(ReadyDrafts(slots, work), resources, round_end=worker, causes=causes)
 
 
 def _draws(config: DecodingBaseConfig) -> str:
@@ -309,7 +281,7 @@ def _mtp_module(config: DecodingBaseConfig) -> DraftPlan:
 
 
 _MODES: dict[type[DecodingBaseConfig], Mode] = {
-    NGramDecodingConfig: Mode(_build_ngram),
+    NGramDecodingConfig: Mode(_build_suffix_match),
     UserProvidedDecodingConfig: Mode(_build_user_provided),
     DraftTargetDecodingConfig: Mode(_build_network, draft_plan=_draft_target_model),
     PARDDecodingConfig: Mode(_build_network, draft_plan=_pard_model),
@@ -329,11 +301,8 @@ def draft_plan_of(config: DecodingBaseConfig | None) -> DraftPlan | None:
 
 def slot_bytes_of(config: DecodingBaseConfig | None, num_slots: int, max_len: int) -> int:
     """Device memory that the mode keeps for the slots, for texts of at most `max_len` tokens."""
-    if config is None or not (
-        isinstance(config, SADecodingConfig) or _sa_config(config) is not None
-    ):
-        return 0
-    return SuffixMatch.num_bytes(num_slots, max_len)
+    search = None if config is None else config.text_search(num_slots - 1)
+    return 0 if search is None else SuffixMatch.num_bytes(num_slots, max_len, search)
 
 
 def build_speculation(config: DecodingBaseConfig | None, around: Surroundings) -> Speculation:

@@ -239,9 +239,9 @@ def max_rejected_rounds(decoding_type: str, **options: Any) -> object:
 
 
 def test_max_rejected_rounds_is_reported_only_where_it_has_an_effect() -> None:
-    assert max_rejected_rounds("NGram") == 8
-    assert max_rejected_rounds("NGram", adaptive={}) == 8
     weights = {"speculative_model": "folder"}
     assert max_rejected_rounds("Draft_Target", **weights) == 8
+    assert max_rejected_rounds("Draft_Target", adaptive={}, **weights) == 8
+    assert max_rejected_rounds("NGram") is None, "its drafts are made in the target's round"
     assert max_rejected_rounds("Eagle3", **weights) is None, "its drafts are made in the forward"
     assert max_rejected_rounds("Draft_Target", draft_target_one_model=True, **weights) is None

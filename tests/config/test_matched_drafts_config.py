@@ -47,8 +47,11 @@ def test_it_is_a_mapping_or_an_object_whose_threshold_may_be_left_out(
     [
         ({"sa_config": {"threshold": 0}}, "sa_config.threshold = 0: .* greater than or equal to 1"),
         ({"sa_config": {"threshold": 65}}, "sa_config.threshold = 65: .* less than or equal to 64"),
-        ({"sa_config": {"size": 3}}, "sa_config.size = 3 is not a known option; known: threshold"),
-        ({"sa_config": {"enable_global_pool": True}}, "= True is refused: .* its own text only"),
+        (
+            {"sa_config": {"size": 3}},
+            "sa_config.size = 3 is not a known option; known: .*threshold",
+        ),
+        ({"sa_config": {"global_pool_size": 8}}, "= 8 needs enable_global_pool: true"),
         ({"sa_config": 4}, "sa_config = 4: a mapping is needed"),
         ({"sa_config": {}} | TREE, "sa_config is refused for draft trees"),
         ({"sa_config": {}, "use_rejection_sampling": True}, "have no probabilities"),

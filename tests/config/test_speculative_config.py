@@ -14,6 +14,7 @@ from tllm_spec.config.speculative_config import (
     NGramDecodingConfig,
     SADecodingConfig,
 )
+from tllm_spec.config.text_search import TextSearch
 
 
 @pytest.mark.parametrize("spelling", ["Draft_Target", "DraftTarget"])
@@ -44,17 +45,32 @@ def test_ngram_refuses_options_of_a_draft_model(option: dict[str, object]) -> No
         NGramDecodingConfig(max_draft_len=4, **option)
 
 
-def test_an_ngram_pool_is_private_and_bounded_by_default() -> None:
+def test_an_ngram_pool_is_private_by_default_and_a_public_one_is_bounded() -> None:
     config = NGramDecodingConfig(max_draft_len=4)
-    assert not config.is_public_pool
-    assert config.max_pool_entries == 1_000_000
+    assert config.text_search(8) == TextSearch(2, oldest=True)
+    public = {"max_draft_len": 4, "is_public_pool": True}
+    assert NGramDecodingConfig(**public).text_search(8).num_shared == 245
+    small = NGramDecodingConfig(**public, max_pool_entries=4097, is_use_oldest=False)
+    assert small.text_search(8) == TextSearch(2, num_shared=2)
+    first = NGramDecodingConfig(**public, is_keep_all=False, is_use_oldest=False)
+    assert first.text_search(8).oldest
+    with pytest.raises(ValueError, match="max_pool_entries = 9 needs is_public_pool: true"):
+        NGramDecodingConfig(max_draft_len=4, max_pool_entries=9)
+
+
+def test_a_global_pool_has_room_for_64_texts_or_a_batch_of_them() -> None:
+    """The names are TensorRT-LLM's."""
+    for size, batch, rows in ((None, 8, 64), (None, 100, 100), (3, 8, 3)):
+        config = SADecodingConfig(max_draft_len=4, enable_global_pool=True, global_pool_size=size)
+        assert config.text_search(batch) == TextSearch(64, num_shared=rows)
 
 
 def test_a_match_in_the_text_has_1_to_64_tokens_or_any_number() -> None:
     """The names and -1 are TensorRT-LLM's."""
     for size, most in ((-1, 64), (1, 1), (64, 64)):
         config = SADecodingConfig(max_draft_len=4, max_matching_ngram_size=size)
-        assert config.max_match == most and config.overlaps and not config.may_pause
+        assert config.text_search(8) == TextSearch(most)
+        assert config.overlaps and not config.may_pause
     assert SADecodingConfig(max_draft_len=4).max_matching_ngram_size == -1
     for refused in (0, -2, 65):
         with pytest.raises(ValueError, match=f"max_matching_ngram_size = {refused}.*1 to 64"):
@@ -63,9 +79,9 @@ def test_a_match_in_the_text_has_1_to_64_tokens_or_any_number() -> None:
 
 @pytest.mark.parametrize(
     "option",
-    [{"enable_global_pool": True}, {"global_pool_size": 64}, {"speculative_model": "d"}],
+    [{"global_pool_size": 64}, {"speculative_model": "d"}, {"use_rejection_sampling": True}],
 )
-def test_matches_in_the_text_refuse_pools_and_draft_models(option: dict[str, object]) -> None:
+def test_matches_in_the_text_refuse_what_has_no_effect(option: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(option))):
         SADecodingConfig(max_draft_len=4, **option)
     off = {"enable_global_pool": False, "global_pool_size": None}
@@ -191,10 +207,10 @@ def test_synthetic_acceptance_excludes_rejection_sampling() -> None:
         (eagle3(eagle3_one_model=False), None),
         (eagle3(decoding_type="Draft_Target", draft_target_one_model=True), None),
         (eagle3(decoding_type="Draft_Target"), None),
-        (ngram(), "NGram drafts are made on the host from tokens"),
+        (ngram(), None),
         (
             ngram(decoding_type="User_Provided", drafter=FixedDrafter()),
-            "User_Provided drafts are made on",
+            "the user's drafter sees every round end",
         ),
     ],
 )

@@ -35,6 +35,8 @@ class Harness:
         self.parts = built.executor.parts
         self.queue = built.queue
         self.max_draft_len = built.max_draft_len
+        spec = args.speculative_config
+        self.text_search = None if spec is None else spec.text_search(args.max_batch_size)
         self.vocab_size = built.model_config.vocab_size
         self.responses: dict[int, list[Response]] = {}
         self._ids = count(1)
@@ -50,6 +52,7 @@ class Harness:
         *,
         draft_limit: int | None = None,
         patience: int | None = None,
+        cache_salt: str | None = None,
         streaming: bool = False,
         grammar: GrammarState | None = None,
         **params: Any,
@@ -71,6 +74,7 @@ class Harness:
             arrival=number,
             max_tokens=max_tokens,
             draft_limit=self.max_draft_len if draft_limit is None else draft_limit,
+            cache_salt=cache_salt,
             streaming=streaming,
             grammar=grammar,
             counters=DraftCounters(self.max_draft_len),

@@ -37,7 +37,8 @@ from tllm_spec.executor.sampling.sharded_sampler import sampler_of
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.drafting.drafter import NoDrafter, ReadyDrafts
+from tllm_spec.executor.speculative.drafting.drafter import NoDrafter
+from tllm_spec.executor.speculative.drafting.ready_drafts import ReadyDrafts
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.sampling_params import SamplingParams
 
@@ -151,7 +152,7 @@ class ScriptedEngine:
             resources=[kv, managed],
             slots=slots,
             runner=ScriptedRunner(sampler, Script(rates, token_ids)),
-            drafter=ReadyDrafts() if draft_len else NoDrafter(),
+            drafter=ReadyDrafts(slots) if draft_len else NoDrafter(),
             sampler=sampler,
             controller=AdaptiveController.fixed(draft_len),
             tier_for=lambda *_: draft_len,

@@ -118,6 +118,24 @@ def test_a_probe_shows_what_the_longest_drafts_would_bring() -> None:
     assert own.state()["slots"]["17"]["expected"]["7@4.5"] == pytest.approx(3.2, abs=0.1)
 
 
+def test_probes_that_take_less_time_and_emit_fewer_tokens_are_rare() -> None:
+    """Longer windows than the probe's are played: round times as of 32 requests on an H200."""
+    ms = {0: 5.4, 1: 5.8, 2: 6.4, 3: 6.9, 5: 8.4, 7: 10.0, THREE: 6.5, FIVE: 7.3, SEVEN: 8.2}
+    times = {tier: ms.get(tier, 20.0) for tier in range(SHAPES.further_tiers.stop)}
+    own = controller(seconds={16: times, BATCH: times})
+    accepted = dict(zip(COMPARED, (0.8, 1.43, 1.97, 1.28, 2.69, 1.9, 3.15, 2.4), strict=True))
+    counts = enumerate((13, 11, 5, 9, 6, 4, 3, 13))  # the same for whole windows
+    runs = [length for length, number in counts for _ in range(number)]
+    chosen = []
+    for _ in range(1000):
+        tier = own.tier_for(BATCH)
+        known = [each for each in accepted if SHAPES.of(each).depth <= SHAPES.of(tier).depth]
+        expected = [accepted[each] * BATCH for each in known] if tier > 7 else []
+        own.observe(BATCH, [min(n, tier) for n in runs], tier, expected=expected)
+        chosen.append(tier)
+    assert set(chosen[200:]) == {5, SEVEN} and chosen[200:].count(SEVEN) < 0.15 * 800
+
+
 def test_the_best_budget_is_found_within_a_hundred_rounds_of_the_start() -> None:
     """Round times and accepted drafts of a batch of 64 with mixed traffic, as on an H100."""
     accepted = dict(zip(COMPARED, (0.54, 0.98, 1.34, 1.23, 1.99, 1.89, 2.47, 2.35), strict=True))

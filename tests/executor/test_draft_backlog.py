@@ -26,7 +26,7 @@ from tests.executor.draft_caches import (
     with_lengths,
     write_heads,
 )
-from tests.executor.harness import Harness, all_pages_are_back
+from tests.executor.harness import Harness, all_pages_are_back, user_provided
 from tests.executor.tiny_llama import write_tiny_llama
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.engines import load_draft
@@ -343,7 +343,7 @@ def test_memory_is_reserved_for_the_backlog_and_its_graphs(
 ) -> None:
     reserved = []
     speculations = [
-        {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3}},
+        user_provided(lambda _: [], 3),
         one_model(tiny_draft, head, "eagle3", **options),
     ]
     for speculation in speculations:

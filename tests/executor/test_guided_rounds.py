@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.executor.draft_caches import SMALL_POOL, random_lengths, with_lengths, write_heads
+from tests.executor.draft_caches import HOT, SMALL_POOL, random_lengths, with_lengths, write_heads
 from tests.executor.draft_graphs import assert_same, captures_without_a_device
 from tests.executor.graph_rounds import MODES, on_cuda, replays_of, speculate, with_graphs
 from tests.executor.guided_rounds import (
@@ -20,6 +20,7 @@ from tests.executor.guided_rounds import (
     submit_guided,
 )
 from tests.executor.harness import Harness, all_pages_are_back, output_of, user_provided
+from tests.executor.hooks import before_launch, rounds_in_flight
 from tests.executor.overlap_rounds import NO_OVERLAP
 from tests.executor.test_forward_graphs import forbid_eager_windows
 from tllm_spec.executor.batch import ScheduledBatch
@@ -32,6 +33,7 @@ from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.request_errors import SLOW_GRAMMAR
 
 SIZES = (1, 4, 8)
+SA = {"decoding_type": "SA", "max_draft_len": 3}
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,28 @@ def test_the_round_before_is_read_and_masks_are_filled_after_the_forward_is_laun
     rounds = [["forward 0", "fill 0", "sample 0"]]
     rounds += [[f"forward {i}", f"read {i - 1}", f"fill {i}", f"sample {i}"] for i in range(1, 6)]
     assert events == [*chain(*rounds), "read 5"]
+
+
+@pytest.mark.parametrize(("num_guided", "in_flight"), [(0, 1), (1, 1), (2, 0), (4, 0)])
+def test_rounds_with_drafts_are_read_first_where_half_of_the_requests_have_grammars(
+    tiny: Path, num_guided: int, in_flight: int
+) -> None:
+    """Then drafts follow the grammars."""
+    harness, found = Harness(tiny, speculative_config=SA), list[int]()
+    for i in range(4):
+        grammar = grammar_of("[a-m]*") if i < num_guided else None
+        harness.submit([3, 14, 15], 12, seed=i, temperature=HOT, grammar=grammar)
+
+    def look(batch: ScheduledBatch) -> None:
+        if len(batch.generation_requests) == 4:
+            found.append(len(rounds_in_flight(harness.executor)))
+        for request in batch.generation_requests if not in_flight else ():
+            drafts = harness.parts.slots.window[request.slot, 1:][: request.py_num_draft_tokens]
+            assert request.grammar is None or (drafts < 13).all()
+
+    before_launch(harness.executor, look)
+    harness.run()
+    assert len(found) > 3 and max(found) == in_flight
 
 
 @pytest.mark.thinned(8)

@@ -37,6 +37,7 @@ class Bench:
         ]
         for request in self.requests:
             slots.acquire(request)
+            self.slots.start(request)
 
     def round(self, draft_len: int = DRAFT_LEN) -> ScheduledBatch:
         for request in self.requests:
@@ -56,7 +57,7 @@ def test_drafts_are_padded_to_the_longest_and_their_real_number_is_kept() -> Non
         [7, 2],
         [7, 8],
     ]  # the requests' last tokens
-    assert [request.py_draft_tokens for request in bench.requests] == padded
+    assert [request.py_draft_tokens for request in bench.requests] == [[], [7], [7, 8]]
     assert bench.slots.window[:3, 1:3].tolist() == padded
     assert bench.slots.num_drafts[:3].tolist() == [
         0,
@@ -79,10 +80,7 @@ def test_drafts_beyond_what_a_request_can_use_are_cut_off() -> None:
     bench.requests[1].max_tokens = 3
     assert bench.round().draft_len == 4
     assert [request.py_num_draft_tokens for request in bench.requests] == [1, 2, 4]
-    assert [request.py_draft_tokens for request in bench.requests[:2]] == [
-        [7, 1, 1, 1],
-        [7, 8, 2, 2],
-    ]
+    assert bench.slots.window[:2, 1:5].tolist() == [[7, 1, 1, 1], [7, 8, 2, 2]]
     assert bench.round(draft_len=3).draft_len == 3
 
 

@@ -206,11 +206,11 @@ def test_a_round_without_branches_has_the_window_of_a_chain(tiny: Path) -> None:
 
 
 def test_rounds_of_chains_have_graphs_next_to_those_of_trees(tiny: Path) -> None:
-    own = {"decoding_type": "NGram", "max_draft_len": 2, **TREE, "max_total_draft_tokens": 5}
-    args = LlmArgs.from_kwargs(str(tiny), speculative_config=own, skip_tokenizer_init=True)
+    own = trees(Trees({}, as_parents=False), max_draft_len=2, max_total_draft_tokens=5)
+    args = LlmArgs.from_kwargs(str(tiny), **own, skip_tokenizer_init=True)
     keys = BuildPlan(args).round_keys([4])
     assert {key.shape for key in keys} == {
-        NO_DRAFTS, chain_of(1), chain_of(2), DraftShape(1, 2, 2), DraftShape(2, 5, 2)
+        NO_DRAFTS, chain_of(1), chain_of(2), DraftShape(1, 5, 5), DraftShape(2, 5, 5)
     }  # fmt: skip
     assert len(keys) == len(set(keys))
 

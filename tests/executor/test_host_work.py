@@ -21,7 +21,7 @@ from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState, StopM
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
-from tllm_spec.executor.speculative.drafting.drafter import ReadyDrafts
+from tllm_spec.executor.speculative.drafting.ready_drafts import ReadyDrafts
 
 RATES = {"plain": (), "three": (0.73, 0.52, 0.35), "seven": (0.9,) * 7, "all_of_seven": (1.0,) * 7}
 
@@ -175,7 +175,7 @@ def test_a_round_that_is_scheduled_before_the_last_is_read_keeps_its_pages_and_n
     tokens than the scheduled one."""
     num_pages = 61 if may_preempt else None
     watched = Watched(RATES["seven"], may_preempt=may_preempt, num_pages=num_pages)
-    watched.parts.drafts_in_flight = watched.parts.plain_in_flight = False
+    watched.parts.overlaps = False
     random, schedule = Random(2), watched.parts.scheduler.schedule
     watched.parts.tier_for = lambda *_: random.choice((0, 0, 0, 2, 7))
     in_flight = Counter[str]()
@@ -342,11 +342,12 @@ def test_placeholders_are_a_list_of_its_own_for_each_request_whatever_the_round_
 
 
 def test_ready_drafts_are_limited_by_the_round_and_by_the_request() -> None:
-    requests = ScriptedEngine(25, RATES["three"]).put(25, 5, 20)
+    engine = ScriptedEngine(25, RATES["three"])
+    requests = engine.put(25, 5, 20)
     numbers = list(product(range(5), repeat=2))
     for request, (ready, limit) in zip(requests, numbers, strict=True):
         request.num_drafts_ready, request.draft_limit = ready, limit
-    ReadyDrafts().prepare_draft_tokens(
+    ReadyDrafts(engine.parts.slots).prepare_draft_tokens(
         ScheduledBatch(generation_requests=requests, shape=chain_of(3))
     )
     assert [request.py_num_draft_tokens for request in requests] == [

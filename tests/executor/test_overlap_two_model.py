@@ -11,10 +11,10 @@ import pytest
 from tests.executor.draft_caches import HOT
 from tests.executor.harness import (
     Harness,
-    ScriptedDrafter,
     all_pages_are_back,
     draft_target,
     output_of,
+    user_provided,
 )
 from tests.executor.hooks import rounds_in_flight
 from tests.executor.tiny_llama import write_tiny_llama
@@ -26,18 +26,6 @@ PROMPT = [3, 14, 15, 9, 26, 5, 35]
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("draft"))
-
-
-TWO_MODEL: dict[str, dict[str, Any]] = {
-    "ngram": {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3}},
-    "user_provided": {
-        "speculative_config": {
-            "decoding_type": "User_Provided",
-            "drafter": ScriptedDrafter(lambda request: [1, 2, 3][: request.num_drafts_wanted]),
-            "max_draft_len": 3,
-        }
-    },
-}
 
 
 def run_lengths(harness: Harness, lengths: list[int]) -> tuple[list[int], list[int]]:
@@ -63,11 +51,9 @@ def run_lengths(harness: Harness, lengths: list[int]) -> tuple[list[int], list[i
     return in_flight[: sum(length > 0 for length in lengths) - 1], left
 
 
-@pytest.mark.parametrize("mode", TWO_MODEL)
-def test_a_drafter_on_the_host_sees_all_tokens_and_rounds_without_drafts_overlap(
-    mode: str, tiny: Path
-) -> None:
-    in_flight, left = run_lengths(Harness(tiny, **TWO_MODEL[mode]), [3, 3, 0, 0, 0, 3, 0, 3, 0, 0])
+def test_a_drafter_on_the_host_sees_all_tokens(tiny: Path) -> None:
+    harness = Harness(tiny, **user_provided(lambda request: [1, 2, 3][: request.num_drafts_wanted]))
+    in_flight, left = run_lengths(harness, [3, 3, 0, 0, 0, 3, 0, 3, 0, 0])
     assert in_flight == [0] * 3, "the first round had contexts only"
     assert left == [1] * 10
 

@@ -1,23 +1,33 @@
-"""Drafts from the request's own text, looked up on the device in the target's round."""
+"""Drafts from texts, looked up on the device in the target's round."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from tests.executor.draft_caches import SMALL_POOL, submit_traffic
 from tests.executor.graph_rounds import keys_of_build, num_replays, with_graphs
-from tests.executor.harness import Harness, all_pages_are_back, output_of
+from tests.executor.harness import Harness, all_pages_are_back, output_of, user_provided
 from tests.executor.hooks import before_launch
-from tests.kernels.test_suffix_match import drafts_of
-from tests.lossless.engines import tiny_engine
+from tests.kernels.test_suffix_match import paths_of
+from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.text_search import SHARED_WIDTH
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.resources.shared_texts import SharedTexts
+from tllm_spec.kernels.path_trees import path_trees
+from tllm_spec.kernels.suffix_match import NO_TOKEN, TextTable
+from tllm_spec.sampling_params import SamplingParams
 
+RULES = DecodingRules.from_params(SamplingParams(), vocab_size=64, end_ids=(), encode=None)
+Others = Sequence[tuple[int, list[int]]]
 NO_OVERLAP = {"disable_overlap_scheduler": True}
 
 
@@ -26,44 +36,153 @@ def sa(draft_len: int = 3, **options: Any) -> dict[str, Any]:
     return {"speculative_config": own | options}
 
 
-def watch_drafts(harness: Harness, max_match: int = 64) -> dict[tuple[int, int], list[int]]:
+def ngram(**options: Any) -> dict[str, Any]:
+    return sa(decoding_type="NGram", **options)
+
+
+def watch_drafts(
+    harness: Harness, others: Callable[[LlmRequest], Others | None] = lambda _: ()
+) -> dict[tuple[int, int], list[Any]]:
     """Checks the drafts of every round that is launched after the one before was read, against the
-    text that the host has. Returns them by request id and length of the text."""
-    seen: dict[tuple[int, int], list[int]] = {}
-    slots = harness.parts.slots
+    text that the host has. Returns them, by request id and length of the text. others: the texts
+    that a request shares, as `paths_of` takes them; None: its drafts are not checked."""
+    seen: dict[tuple[int, int], list[Any]] = {}
+    slots, search = harness.parts.slots, harness.text_search
+    assert search is not None
 
     def look(batch: ScheduledBatch) -> None:
         for request in batch.generation_requests:
-            number = min(int(slots.num_drafts[request.slot]), batch.draft_len)
-            drafts = slots.window[request.slot, 1 : 1 + number].tolist()
-            if not request.tokens_in_flight:
-                expected, length = drafts_of(request.tokens, 3, max_match)
+            slot, number = request.slot, int(slots.num_drafts[request.slot])
+            drafts = slots.window[slot, 1 : 1 + min(number, batch.shape.num_nodes)].tolist()
+            shared = others(request)
+            if not request.tokens_in_flight and shared is not None:
                 ready = min(request.num_drafts_ready, batch.draft_len, request.draft_limit)
-                assert drafts == (expected[:ready] if length else [])
+                how = (3, search.max_match, 8 if slots.shapes.has_trees else 1, search.oldest)
+                paths, _ = paths_of(request.tokens, *how, shared)
+                assert drafts == expected_drafts(paths, ready, slots.shapes)
             seen[request.request_id, request.num_tokens] = drafts
 
     before_launch(harness.executor, look)
     return seen
 
 
+def expected_drafts(paths: list[list[int]], ready: int, shapes: DraftShapes) -> list[int]:
+    """Of a tree the nodes' tokens."""
+    shape = shapes.of(ready)
+    if not shape.is_tree:
+        return paths[0][:ready]
+    cut = [path[:ready] for path in paths]
+    rows = torch.tensor([[path + [0] * (ready - len(path)) for path in cut]])
+    tree = path_trees(rows, torch.tensor([list(map(len, cut))]), shape.num_nodes, shape.topk)
+    assert tree.num_nodes is not None
+    return tree.tokens[0, : int(tree.num_nodes)].tolist()
+
+
+TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2, "max_total_draft_tokens": 5}
+SEARCHES = {
+    "longest": sa(),
+    "of_2": sa(max_matching_ngram_size=2),
+    "oldest": ngram(),
+    "newest": ngram(is_use_oldest=False, max_matching_ngram_size=1),
+    "tree": ngram(max_matching_ngram_size=3, **TREE),
+}
+
+
 @pytest.mark.thinned
-@pytest.mark.parametrize("max_match", [-1, 1, 2])
+@pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["undisturbed", "small_pool"])
-def test_a_rounds_drafts_follow_the_longest_match_in_the_requests_text(
-    tiny: Path, options: dict[str, Any], max_match: int
+def test_a_rounds_drafts_follow_the_best_matches_in_the_requests_text(
+    tiny: Path, options: dict[str, Any], search: str
 ) -> None:
     """Also after prefix hits, prompts in chunks and preemptions."""
-    speculation = sa(max_matching_ngram_size=max_match)
-    harness, plain = Harness(tiny, **options, **NO_OVERLAP, **speculation), Harness(tiny)
-    seen = watch_drafts(harness, 64 if max_match == -1 else max_match)
+    harness, plain = Harness(tiny, **options, **NO_OVERLAP, **SEARCHES[search]), Harness(tiny)
+    seen = watch_drafts(harness)
     requests, expected = (submit_traffic(each, Random(4), 20) for each in (harness, plain))
     harness.run()
     plain.run()
     assert bool(harness.parts.scheduler.num_preemptions) == bool(options)
     assert list(map(output_of, requests)) == list(map(output_of, expected))
-    assert sum(len(drafts) == 3 for drafts in seen.values()) > 15
+    assert sum(len(drafts) >= 3 for drafts in seen.values()) > 15
     assert not all(seen.values())  # there are texts without a match
     assert all_pages_are_back(harness.executor)
+
+
+POOLS = {
+    "ngram": ngram(is_public_pool=True),
+    "tree": ngram(is_public_pool=True, **TREE),
+    "sa": sa(enable_global_pool=True, global_pool_size=1),
+}
+
+
+@pytest.mark.parametrize("mode", POOLS)
+def test_requests_of_one_salt_share_running_and_finished_texts(tiny: Path, mode: str) -> None:
+    """Checked are the drafts of the last one, which begins after one has finished and while another
+    one runs."""
+    harness, requests = Harness(tiny, **NO_OVERLAP, **POOLS[mode]), list[LlmRequest]()
+
+    def others(request: LlmRequest) -> list[tuple[int, list[int]]] | None:
+        if request is not requests[-1] or len(requests) < 4:
+            return None
+        return [(1, requests[1].tokens), (10**6, requests[0].tokens)]  # their order in memory
+
+    seen = watch_drafts(harness, others)
+    lengths = 14, 80, 80, 14
+    for number, salt in enumerate("aaba"):
+        prompt = [7, 8, number, 9]
+        requests.append(harness.submit(prompt, lengths[number], cache_salt=salt))
+        harness.run_until(requests[-1], RequestState.GENERATION)
+        if not number:
+            harness.run()
+    harness.run()
+    last = requests[-1]
+    drafts = {key[1]: each for key, each in seen.items() if key[0] == last.request_id}
+    new = [number for number in drafts if last.tokens[number - 1] not in last.tokens[: number - 1]]
+    assert any(drafts[number] for number in new), "they are from the other texts"
+    assert all_pages_are_back(harness.executor)
+    alone = Harness(tiny)
+    texts = [
+        alone.submit([7, 8, number, 9], lengths[number], seed=each.seed)
+        for number, each in enumerate(requests)
+    ]
+    alone.run()
+    assert list(map(output_of, requests)) == list(map(output_of, texts))
+
+
+def table_with_rows(num_rows: int) -> TextTable:
+    memory = torch.full((2 * 8 + num_rows * SHARED_WIDTH,), NO_TOKEN, dtype=torch.int32)
+    salts = torch.full((2 + num_rows,), -1, dtype=torch.int32)
+    return TextTable(memory, 8, torch.zeros(2, dtype=torch.int64), salts)
+
+
+def finish(shared: SharedTexts, tokens: list[int], salt: str | None = None) -> None:
+    request = LlmRequest(1, tokens, RULES, seed=0, cache_salt=salt)
+    request.finish("stop")
+    shared.free_resources(request)
+
+
+def test_finished_texts_fill_the_rows_of_their_salt_and_the_oldest_row_goes_first() -> None:
+    table = table_with_rows(2)
+    shared, salts = SharedTexts(table), table.salts
+    assert salts is not None
+    finish(shared, [1, 2, 3])
+    finish(shared, [4, 5], "a")
+    finish(shared, [6, 7])
+    assert table.shared[:, :7].tolist() == [[1, 2, 3, -1, 6, 7, -1], [4, 5, -1, -1, -1, -1, -1]]
+    assert len({*salts[2:].tolist(), -1}) == 3
+    finish(shared, [8, 9], "b")  # takes the first row
+    finish(shared, [10, 11])  # and this the second
+    assert table.shared[:, :3].tolist() == [[8, 9, -1], [10, 11, -1]]
+    assert len({*salts[2:].tolist(), -1}) == 3
+    shared.free_resources(LlmRequest(1, [1, 2, 3], RULES, seed=0))  # preempted, not finished
+    assert table.shared[1, :4].tolist() == [10, 11, -1, -1]
+
+
+def test_a_long_text_is_kept_in_pieces_that_overlap() -> None:
+    table, text = table_with_rows(3), list(range(9000))
+    finish(SharedTexts(table), text)
+    first, second, third = (row[row >= 0].tolist() for row in table.shared)
+    assert first == text[: SHARED_WIDTH - 1] and first[-64:] == second[:64]
+    assert second[-64:] == third[:64] and third[-1] == text[-1]
 
 
 def test_the_host_learns_how_many_drafts_a_request_really_had(tiny: Path) -> None:
@@ -91,7 +210,7 @@ def test_rounds_overlap_with_the_same_texts_and_figures(
     options = {"max_batch_size": 8, **sa()}
     harness = with_graphs(tiny, (1, 4, 8), {0, 3}, **options) if graphs else None
     harness, in_turn = harness or Harness(tiny, **options), Harness(tiny, **options, **NO_OVERLAP)
-    assert harness.parts.max_in_flight == 1 and harness.parts.drafts_in_flight
+    assert harness.parts.max_in_flight == 1 and harness.parts.overlaps
     ours, theirs = run_in_step(harness), run_in_step(in_turn)
     assert list(map(output_of, ours)) == list(map(output_of, theirs))
     assert [r.counters.by_accepted for r in ours] == [r.counters.by_accepted for r in theirs]
@@ -116,11 +235,11 @@ def test_graphs_are_captured_for_the_draft_lengths_that_are_asked_for(tiny: Path
     assert {key.draft_len for key in keys} == {0, 3}
 
 
-def test_the_memory_plan_counts_the_texts(tiny: Path, tmp_path: Path) -> None:
-    spec = tiny_engine("ngram", (tmp_path, tmp_path), 3)["speculative_config"]
+def test_the_memory_plan_counts_the_texts(tiny: Path) -> None:
     plans = [
         BuildPlan(LlmArgs.from_kwargs(tiny, max_batch_size=8, cuda_graph_config=None, **options))
-        for options in (sa(), {"speculative_config": spec})
+        for options in (user_provided(lambda _: [], 3), sa(), sa(enable_global_pool=True))
     ]
-    more = reserved_bytes(plans[0], None, ()) - reserved_bytes(plans[1], None, ())
-    assert more == 9 * plans[0].max_len * 4
+    none, own, shared = (reserved_bytes(plan, None, ()) for plan in plans)
+    assert own - none == 9 * plans[0].max_len * 4
+    assert shared - own == 64 * SHARED_WIDTH * 4

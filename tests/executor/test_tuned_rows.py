@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.executor.harness import user_provided
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.build import prepare_rounds
@@ -54,10 +55,8 @@ def test_gemms_are_tuned_for_all_row_counts_before_graphs_are_captured(
     }
     if not has_graphs:
         options["cuda_graph_config"] = None
-    spec = {"decoding_type": "NGram", "max_draft_len": 2}
-    building = plan.BuildPlan(
-        LlmArgs.from_kwargs(tiny, max_seq_len=128, speculative_config=spec, **options)
-    )
+    options |= user_provided(lambda _: [], 2)
+    building = plan.BuildPlan(LlmArgs.from_kwargs(tiny, max_seq_len=128, **options))
     building.device = torch.device("cuda")
     runner: Any = FakeRunner(events)
     prepare_rounds(building, runner, [])

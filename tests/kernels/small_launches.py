@@ -33,6 +33,7 @@ from tllm_spec.kernels.latent_write import LatentNorm, latent_write
 from tllm_spec.kernels.moe_combine import moe_combine
 from tllm_spec.kernels.move_kv import move_kv
 from tllm_spec.kernels.path_ranks import path_ranks
+from tllm_spec.kernels.path_trees import path_trees
 from tllm_spec.kernels.rank_best_triton import rank_best_triton
 from tllm_spec.kernels.rank_lines import BLOCK_WORDS, RankLines
 from tllm_spec.kernels.rank_parts import PART_WORDS, RankParts
@@ -52,7 +53,7 @@ from tllm_spec.kernels.silu_and_mul import silu_and_mul
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates, TreeRates, TreeTables
 from tllm_spec.kernels.slot_trees import accept_trees, write_trees
 from tllm_spec.kernels.slot_windows import accept_windows, write_drafts
-from tllm_spec.kernels.suffix_match import append_tokens, match_suffixes
+from tllm_spec.kernels.suffix_match import TextTable, append_tokens, match_suffixes
 from tllm_spec.kernels.token_mask import mask_tokens
 from tllm_spec.kernels.top_tokens import top_tokens
 from tllm_spec.kernels.two_shot_sum_triton import two_shot_sum_triton
@@ -95,9 +96,10 @@ def trees() -> None:
     for synthetic in (None, rates):
         accept_trees(tables, int64(64, 64), slots, slots, nodes, 5, synthetic)
     own = TreeTables(int64(64, 64), int64(64, 64), int64(64, 64))
-    tree = DraftTree(int64(BATCH, 63), nodes, nodes, nodes)
-    for num_drafts in (None, slots):
-        write_trees(tables, own, slots, tree, int64(64), num_drafts)
+    for num_nodes in (None, slots):
+        tree = DraftTree(int64(BATCH, 63), nodes, nodes, nodes, num_nodes)
+        write_trees(tables, own, slots, tree, int64(64))
+    path_trees(int64(BATCH, 8, 4), int64(BATCH, 8), 16, 4)
     path_ranks(int64(64, 64), slots, slots, path, slots, 64)
     planes = empty(64, 1024, 32, 1024)
     move_kv(planes, int32(BATCH, 128), slots, path, slots)
@@ -115,9 +117,10 @@ def chains() -> None:
     for depths, offset in ((None, 0), (int64(BATCH, 4), 4)):
         window_rows(int32(64, 4096), slots, slots, 4, 128, 32, depths, offset)
     send_results(int64(4, 1024), int64(1), slots, tokens)
-    texts = int32(64, 4096)
-    append_tokens(texts, slots, int64(64), tokens, slots)
-    match_suffixes(texts, slots, int64(64), 3, 64)
+    append_tokens(int32(64, 4096), slots, int64(64), tokens, slots)
+    for salts, number in ((None, 1), (int32(66), 8)):
+        table = TextTable(int32(66 * 4096), 4096, int64(64), salts)
+        match_suffixes(table, slots, 3, 64, number, number == 1)
     sources = new_sources(65, 3, None, slots.device)
     observe_drafts(sources, slots, tokens, slots, True)
     choose_drafts(sources, slots, int64(64, 3), int64(64, 3), slots)

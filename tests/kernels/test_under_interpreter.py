@@ -51,6 +51,7 @@ NAMES = (
     "move_kv",
     "path_ranks",
     "suffix_match",
+    "path_trees",
     "draft_sources",
     "filter_cut",
     "batch_invariant_linear",

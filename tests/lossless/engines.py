@@ -59,7 +59,7 @@ MODES["sa"] = {"decoding_type": "SA"}
 SA_CONFIGS: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "eagle3_two_model": {"threshold": 2},
-    "draft_target_one_model": {"threshold": 3},
+    "draft_target_one_model": {"threshold": 3, "enable_global_pool": True},
 }
 MODES |= {
     f"{mode}_sa": (MODES[mode] or {}) | {"sa_config": own} for mode, own in SA_CONFIGS.items()
@@ -76,7 +76,6 @@ LONG_ONLY = (
     *(f"{mode}_sa" for mode in SA_CONFIGS),
 )
 ON_GPU = tuple(mode for mode in MODES if not mode.endswith("_onnxruntime"))
-OVERLAPPING = tuple(mode for mode in MODES if not mode.startswith("ngram"))
 
 
 def static_choices(depth: int) -> list[list[int]]:

@@ -176,7 +176,9 @@ def test_drafts_are_accepted_under_a_grammar() -> None:
     assert stats is not None and stats.acceptance_length > 1.1
 
 
-@pytest.mark.parametrize("mode", ["ngram", "ngram_tree"])
+@pytest.mark.parametrize(
+    "mode", ["ngram", "ngram_tree", "eagle3", "eagle3_two_model", "eagle3_tree"]
+)
 def test_text_that_a_grammar_forces_is_drafted(mode: str) -> None:
     text = "def __init__(self, name, value):\n        self.name = name\n        self.value = value"
     with LLM("zoo:llama", **engine(mode, 4)) as llm:

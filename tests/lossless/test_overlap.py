@@ -11,7 +11,7 @@ import pytest
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.executor.hooks import around_reads, before_launch, rounds_in_flight
 from tests.lossless.cases import latest_new_token
-from tests.lossless.engines import OVERLAPPING, tiny_engine
+from tests.lossless.engines import MODES, tiny_engine
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
@@ -144,7 +144,7 @@ def test_a_request_cancelled_in_flight_does_not_change_the_others(
         assert request.finish_reason == ("cancelled" if number % 2 else "length")
 
 
-@pytest.mark.parametrize("mode", OVERLAPPING)
+@pytest.mark.parametrize("mode", MODES)
 def test_host_edits_make_the_loop_read_every_round_before_the_next(
     tiny: Path, drafts: tuple[Path, Path], mode: str
 ) -> None:

@@ -40,7 +40,7 @@ def llm(
     else:
         options = engine("draft_target_one_model", length, speculative_model="zoo:llama")
     with LLM("zoo:llama", max_batch_size=2, **options) as llm:
-        assert llm._executor.parts.drafts_in_flight == (drafts == "itself")
+        assert llm._executor.parts.overlaps == (drafts == "itself")
         yield llm
         llm.check_integrity()
 

@@ -110,7 +110,7 @@ def test_the_engine_accepts_the_drafts_of_an_exported_head_as_training_said(
     output = trained
     if options:
         output = tmp_path
-        start = "" if "peagle" in options else f"--start {trained} --steps 1"
+        start = "" if "peagle" in options else f"--init {trained} --steps 1"
         run = RUN.replace(" --draft_vocab_size 16", "") if start else RUN
         paths = ["--model", str(model), "--data", str(traffic), "--output", str(output)]
         command = ["head", *paths, *run.split(), *(start or "--steps 60").split()]
@@ -209,7 +209,7 @@ def test_a_text_file_is_cut_into_pieces_of_which_some_are_held_out(tmp_path: Pat
         ("--steps 1 --layers 2", "an EAGLE-3 head has 1"),
         ("--steps 1 --kind peagle --format eagle", "--format speculators"),
         ("--steps 1 --resume", "to resume from"),
-        ("--steps 1 --start zoo:llama-eagle3", "hidden_size"),
+        ("--steps 1 --init zoo:llama-eagle3", "hidden_size"),
         ("--steps 1 --unroll 40", "2 or more are needed"),
     ],
 )

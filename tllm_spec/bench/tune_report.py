@@ -1,6 +1,6 @@
 """`tllm-bench tune`: measures round times, scores candidates, and writes the best one as YAML."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,6 @@ from tllm_spec.executor.build import build_executor
 from tllm_spec.text.tokenizer import tokenizer_of
 
 MATCHES = {"decoding_type": "SA", "max_draft_len": 5}
-# By the shape's name: seconds of a round of a number of requests; PLAIN: without drafts.
-ShapeSeconds = Mapping[str, RoundSeconds]
 
 
 def tune(

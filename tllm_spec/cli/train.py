@@ -28,11 +28,13 @@ def main() -> None:
     required=True,
     help="Folder for the best head so far and the checkpoint.",
 )
-@click.option("--start", help="Head whose shape and weights to begin with. [default: a new head]")
+@click.option(
+    "--init", "start", help="Head whose shape and weights to begin with. [default: a new head]"
+)
 @click.option(
     "--kind",
     type=click.Choice(["eagle3", "peagle"]),
-    help="EAGLE-3, or P-EAGLE, which drafts all tokens at once. [default: as --start, or eagle3]",
+    help="EAGLE-3, or P-EAGLE, which drafts all tokens at once. [default: as --init, or eagle3]",
 )
 @click.option(
     "--format",

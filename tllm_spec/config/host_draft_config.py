@@ -1,4 +1,4 @@
-"""The options of the decoding types whose drafts are made on the host."""
+"""The options of NGram and of the user's own drafter."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tllm_spec.config.draft_tree_config import MAX_NODES, MAX_TOPK, TREE_ALIASES
 from tllm_spec.config.import_path import find_class, make_object
 from tllm_spec.config.option_checks import NotServed
 from tllm_spec.config.speculative_base import DecodingBaseConfig
+from tllm_spec.config.text_search import SHARED_WIDTH, TextSearch
 
 NO_DRAFT_MODEL = "this decoding type has no draft model"
 NO_DRAFT_PROBABILITY = (
@@ -22,7 +23,7 @@ NO_DRAFT_PROBABILITY = (
     "tokens"
 )
 
-HOST_DRAFTS_NOT_SERVED: Mapping[str, NotServed] = {
+TEXT_DRAFTS_NOT_SERVED: Mapping[str, NotServed] = {
     **DECODING_NOT_SERVED,
     "speculative_model": NotServed((None,), NO_DRAFT_MODEL),
     "load_format": NotServed((None,), NO_DRAFT_MODEL),
@@ -41,15 +42,17 @@ class NGramDecodingConfig(DecodingBaseConfig):
     max_matching_ngram_size: PositiveInt = 2
     """Longest run of last tokens that is looked up; shorter runs are tried after it."""
     is_keep_all: bool = True
-    """Remember every continuation of a run, not only one."""
+    """Remember every continuation of a run, not only the oldest one."""
     is_use_oldest: bool = True
-    """Propose the oldest continuation of a run, not the newest."""
+    """Propose the oldest continuation of a run, not the newest. The request's own text comes
+    first."""
     is_public_pool: bool = False
-    """Share the pool between requests of the same key and `cache_salt`. A public pool proposes one
+    """Also look in texts of other requests with the same `cache_salt`. A public pool proposes one
     user's text to another, who can tell from timing that it was there. True is TensorRT-LLM's
     default."""
     max_pool_entries: PositiveInt = 1_000_000
-    """Entries of the pool; the oldest ones go first. In TensorRT-LLM it grows without a limit."""
+    """Tokens of finished texts in a public pool, rounded up to 4,096; the oldest ones go first. In
+    TensorRT-LLM it grows without a limit."""
     use_dynamic_tree: bool = False
     """True drafts a tree instead of a chain: several continuations of the last tokens, the longest
     matches first and of equals the newest, up to `max_total_draft_tokens` tokens. It needs
@@ -57,7 +60,8 @@ class NGramDecodingConfig(DecodingBaseConfig):
     dynamic_tree_max_topK: PositiveInt | None = None
     """Children of a node of the tree, at most. SGLang's name is `speculative_eagle_topk`."""
 
-    not_served: ClassVar[Mapping[str, NotServed]] = HOST_DRAFTS_NOT_SERVED
+    not_served: ClassVar[Mapping[str, NotServed]] = TEXT_DRAFTS_NOT_SERVED
+    counts_on_device: ClassVar[bool] = True
     aliases: ClassVar[Mapping[str, str]] = {
         **TREE_ALIASES,
         "prompt_lookup_num_tokens": "max_draft_len",
@@ -89,7 +93,25 @@ class NGramDecodingConfig(DecodingBaseConfig):
             return super().shapes
         depths = range(1, self.max_draft_len + 1)
         trees = [DraftShape(depth, min(nodes, _most_nodes(topk, depth)), topk) for depth in depths]
-        return DraftShapes([NO_DRAFTS, *trees], narrows=True)
+        return DraftShapes([NO_DRAFTS, *trees])
+
+    def text_search(self, max_batch_size: int) -> TextSearch:
+        num_shared = -(-self.max_pool_entries // SHARED_WIDTH) if self.is_public_pool else 0
+        oldest = self.is_use_oldest or not self.is_keep_all
+        return TextSearch(self.max_matching_ngram_size, oldest, num_shared)
+
+    @property
+    def may_pause(self) -> bool:
+        return False
+
+    @model_validator(mode="after")
+    def _check_pool(self) -> NGramDecodingConfig:
+        if "max_pool_entries" in self.model_fields_set and not self.is_public_pool:
+            raise ValueError(
+                f"max_pool_entries = {self.max_pool_entries} needs is_public_pool: true; a private "
+                "pool is the request's own text"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_tree(self) -> NGramDecodingConfig:
@@ -140,10 +162,12 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
     resource_manager_args: dict[str, Any] | None = None
     """Keyword arguments for a `resource_manager` named by its import path."""
 
-    # A user's drafter sees every round end before the next one begins.
-    overlaps_plain_rounds: ClassVar[bool] = False
     serves_ranks: ClassVar[bool] = False
-    not_served: ClassVar[Mapping[str, NotServed]] = HOST_DRAFTS_NOT_SERVED
+    not_served: ClassVar[Mapping[str, NotServed]] = TEXT_DRAFTS_NOT_SERVED
+
+    @property
+    def why_no_overlap(self) -> str | None:
+        return "the user's drafter sees every round end before the next one begins"
 
     @property
     def drafts_trees(self) -> bool:

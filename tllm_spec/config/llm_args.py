@@ -297,7 +297,7 @@ class LlmArgs(ConfigModel):
 
     @property
     def why_no_overlap(self) -> str | None:
-        """Why rounds with drafts do not overlap, or None."""
+        """Why rounds do not overlap, or None."""
         if self.disable_overlap_scheduler:
             return "disable_overlap_scheduler is set"
         return self.speculative_config.why_no_overlap if self.speculative_config else None

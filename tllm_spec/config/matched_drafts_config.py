@@ -3,23 +3,15 @@ text's end are combined."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from tllm_spec.config.config_base import ConfigModel
-from tllm_spec.config.option_checks import NotServed
 from tllm_spec.config.speculative_base import DecodingBaseConfig
-
-MAX_MATCH = 64  # tokens of a text's end, as in TensorRT-LLM's pool
-POOL_NOT_SERVED: Mapping[str, NotServed] = {
-    "enable_global_pool": NotServed((False,), "a request is drafted for from its own text only"),
-    "global_pool_size": NotServed((None,), "there is no pool: a request has its own text only"),
-}
+from tllm_spec.config.text_search import MAX_MATCH, GlobalPoolConfig, TextSearch
 
 
-class SAEnhancerConfig(ConfigModel):
+class SAEnhancerConfig(GlobalPoolConfig):
     """How drafts of a network and drafts that continue an earlier occurrence of the text's end are
     combined. Each request has those of one source in a round."""
 
@@ -28,7 +20,8 @@ class SAEnhancerConfig(ConfigModel):
     the network's. null: learned as it runs, from how many drafts of both were right after matches
     of each length. TensorRT-LLM's default is 4."""
 
-    not_served: ClassVar[Mapping[str, NotServed]] = POOL_NOT_SERVED
+    def text_search(self, max_batch_size: int) -> TextSearch:
+        return TextSearch(MAX_MATCH, num_shared=self.num_shared(max_batch_size))
 
 
 class MatchedDraftsConfig(DecodingBaseConfig):
@@ -53,3 +46,6 @@ class MatchedDraftsConfig(DecodingBaseConfig):
                 "from the text have no probabilities to accept against"
             )
         return self
+
+    def text_search(self, max_batch_size: int) -> TextSearch | None:
+        return None if self.sa_config is None else self.sa_config.text_search(max_batch_size)

@@ -25,6 +25,7 @@ from tllm_spec.config.draft_shape import MAX_DRAFT_LEN, DraftShapes
 from tllm_spec.config.option_checks import NotServed, shown
 from tllm_spec.config.peer_options import SPECULATIVE_PEERS
 from tllm_spec.config.synthetic_rates import Rates, rate_problem
+from tllm_spec.config.text_search import TextSearch
 from tllm_spec.config.verify_budget import budget_problem, with_budgets
 
 PathText = Annotated[
@@ -118,8 +119,6 @@ class DecodingBaseConfig(ConfigModel):
     `[0.73, 0.52, 0.35]`. Of trees, entry i has the probabilities that a path of i drafts continues
     to its last node's first child, second child and so on, e.g. `[[0.6, 0.2], [0.5, 0.2, 0.1]]`."""
 
-    # Whether rounds of draft length 0 may overlap, even if rounds with drafts may not.
-    overlaps_plain_rounds: ClassVar[bool] = True
     counts_on_device: ClassVar[bool] = False  # only the device knows how many drafts there are
     # Whether every rank of a model comes to the same drafts.
     serves_ranks: ClassVar[bool] = True
@@ -321,6 +320,10 @@ class DecodingBaseConfig(ConfigModel):
             return with_budgets(self.max_draft_len, self.adaptive.draft_lens)
         return DraftShapes.chains(self.max_draft_len, self.verify_budget or 0.0)
 
+    def text_search(self, max_batch_size: int) -> TextSearch | None:
+        """How drafts are looked up in texts; None: they are not."""
+        return None
+
     @property
     def relaxed_rule(self) -> RelaxedRule | None:
         """How drafts are accepted that the target has not chosen; None: they are not."""
@@ -329,11 +332,11 @@ class DecodingBaseConfig(ConfigModel):
     @property
     def why_no_overlap(self) -> str | None:
         """Why a round cannot start before the host has read the last one's tokens, or None."""
-        return f"{self.decoding_type} drafts are made on the host from tokens"
+        return None
 
     @property
     def overlaps(self) -> bool:
-        """Whether rounds with drafts may overlap."""
+        """Whether rounds may overlap."""
         return self.why_no_overlap is None
 
     @property
@@ -363,10 +366,6 @@ class DraftModelDecodingConfig(DecodingBaseConfig):
     @classmethod
     def _null_means_auto(cls, load_format: object) -> object:
         return "auto" if load_format is None else load_format
-
-    @property
-    def why_no_overlap(self) -> str | None:
-        return None
 
 
 def _counted_root(options: Mapping[str, Any], lines: list[str]) -> list[str]:

@@ -21,13 +21,12 @@ from pydantic import (
 from tllm_spec.config.config_base import ConfigError
 from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
 from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
-from tllm_spec.config.host_draft_config import HOST_DRAFTS_NOT_SERVED
+from tllm_spec.config.host_draft_config import TEXT_DRAFTS_NOT_SERVED
 from tllm_spec.config.host_draft_config import NGramDecodingConfig as NGramDecodingConfig
 from tllm_spec.config.host_draft_config import (
     UserProvidedDecodingConfig as UserProvidedDecodingConfig,
 )
 from tllm_spec.config.kv_cache_config import KVCacheType
-from tllm_spec.config.matched_drafts_config import MAX_MATCH, POOL_NOT_SERVED
 from tllm_spec.config.matched_drafts_config import SAEnhancerConfig as SAEnhancerConfig
 from tllm_spec.config.option_checks import NotServed, many_unknown, shown, unknown_options
 from tllm_spec.config.parallel_drafts_config import DFlashDecodingConfig, PARDDecodingConfig
@@ -38,6 +37,7 @@ from tllm_spec.config.speculative_base import (
     PathText,
     RelaxedRule,
 )
+from tllm_spec.config.text_search import MAX_MATCH, GlobalPoolConfig, TextSearch
 
 DraftBackend = Literal["torch", "tensorrt", "onnxruntime"]
 EAGLE_NOT_SERVED: Mapping[str, NotServed] = {
@@ -58,7 +58,6 @@ EAGLE_NOT_SERVED: Mapping[str, NotServed] = {
     ),
     "posterior_threshold": NotServed((None,), "drafts are not accepted for being merely likely"),
 }
-SA_NOT_SERVED: Mapping[str, NotServed] = {**HOST_DRAFTS_NOT_SERVED, **POOL_NOT_SERVED}
 RELAXED_OPTIONS = frozenset(
     ("relaxed_topk", "relaxed_delta", "begin_thinking_phase_token", "end_thinking_phase_token")
 )
@@ -265,25 +264,20 @@ class MTPDecodingConfig(DraftTreeDecodingConfig):
         )
 
     @property
-    def why_no_overlap(self) -> str | None:
-        return None
-
-    @property
     def may_pause(self) -> bool:
         return False
 
 
-class SADecodingConfig(DecodingBaseConfig):
-    """Drafts copied from an earlier occurrence of the text's end, which the device looks up."""
+class SADecodingConfig(GlobalPoolConfig, DecodingBaseConfig):
+    """Drafts copied from the latest of the longest earlier occurrences of the text's end."""
 
     decoding_type: Literal["SA"] = "SA"
-    """Copies what followed the longest earlier occurrence of the text's last tokens. As NGram, but
-    looked up on the device, in the target's own round: rounds overlap."""
+    """Copies what followed the longest earlier occurrence of the text's last tokens."""
     max_matching_ngram_size: int = -1
     """Most tokens of the text's end that are looked up, 1 to 64; fewer are tried after it. -1: the
     longest match, as 64."""
 
-    not_served: ClassVar[Mapping[str, NotServed]] = SA_NOT_SERVED
+    not_served: ClassVar[Mapping[str, NotServed]] = TEXT_DRAFTS_NOT_SERVED
     counts_on_device: ClassVar[bool] = True
 
     @field_validator("max_matching_ngram_size")
@@ -293,14 +287,10 @@ class SADecodingConfig(DecodingBaseConfig):
             raise ValueError(f"-1 (the longest match) or 1 to {MAX_MATCH} is accepted")
         return size
 
-    @property
-    def max_match(self) -> int:
-        """Tokens of a match, at most."""
-        return MAX_MATCH if self.max_matching_ngram_size == -1 else self.max_matching_ngram_size
-
-    @property
-    def why_no_overlap(self) -> str | None:
-        return None
+    def text_search(self, max_batch_size: int) -> TextSearch:
+        size = self.max_matching_ngram_size
+        max_match = MAX_MATCH if size == -1 else size
+        return TextSearch(max_match, num_shared=self.num_shared(max_batch_size))
 
     @property
     def may_pause(self) -> bool:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.scheduler_config import SchedulerConfig
-from tllm_spec.config.speculative_config import DecodingBaseConfig, NGramDecodingConfig
+from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.executor.build import BuiltExecutor, build_executor
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.engine.replayed_engine import ReplayedEngine
@@ -161,11 +161,12 @@ def why_simulated(records: Sequence[TrafficRecord], args: LlmArgs) -> list[str]:
     """What makes counts of serving differ from those of a replay."""
     spec = args.speculative_config
     assert spec is not None
+    search = spec.text_search(args.max_batch_size)
     causes = {
         "rejection sampling accepts by chance": spec.use_rejection_sampling,
         "relaxed acceptance accepts other tokens": spec.relaxed_rule is not None,
         "a public pool depends on the order of requests": (
-            isinstance(spec, NGramDecodingConfig) and spec.is_public_pool
+            search is not None and search.num_shared > 0
         ),
         "the draft length follows the load": _follows_load(spec),
         "what sa_config has learned depends on the order of requests": _learns(spec),

@@ -97,10 +97,10 @@ def _shape(options: HeadOptions, config: ModelConfig, start: FeatureHead | None)
     if start is None:
         return new_shape(config, size, layers, mask_token)
     if options.draft_vocab_size is not None:
-        raise ValueError("--draft_vocab_size is that of the head in --start; leave it out")
+        raise ValueError("--draft_vocab_size is that of the head in --init; leave it out")
     if is_parallel_start:
         if options.layers is not None or kind == "eagle3":
-            raise ValueError("--layers and --kind are those of the head in --start; leave them out")
+            raise ValueError("--layers and --kind are those of the head in --init; leave them out")
         return start.config
     return replace(start.config, num_layers=layers, mask_token=mask_token)
 
@@ -108,7 +108,7 @@ def _shape(options: HeadOptions, config: ModelConfig, start: FeatureHead | None)
 def _config_file(
     options: HeadOptions, shape: Eagle3Config, config: ModelConfig, start: FeatureHead | None
 ) -> str:
-    """That of `--start` where nothing else is asked for, so that the head can be swapped in."""
+    """That of `--init` where nothing else is asked for, so that the head can be swapped in."""
     if options.start is not None and options.format is None and start and shape == start.config:
         return (resolve_model(options.start) / "config.json").read_text(encoding="utf-8")
     form = options.format or ("eagle" if shape.mask_token is None else "speculators")

@@ -107,6 +107,12 @@ class BudgetSlot(CostModelSlot):
     def _new_estimate(self, options: CostModelOptions) -> Estimate:
         return BudgetEstimate(self._shapes, options.prior_acceptance, options.window_trials)
 
+    def _probe_seconds(self, row: dict[int, float], tier: int, longer: int) -> float:
+        """A round of fewer rows may take less time and emit fewer tokens, which take time, too."""
+        share, expected = self._drafted_share, self._estimate.expected
+        tokens = (1 + share * expected[longer]) / (1 + share * expected[tier])
+        return row[longer] - row[tier] * min(tokens, 1.0)
+
     def _may_win(self, row: dict[int, float], tier: int, longer: int) -> bool:
         """Whether the longest drafts would be better if all that have a row were accepted."""
         now = 1 + self._drafted_share * self._estimate.expected[tier]

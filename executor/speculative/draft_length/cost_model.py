@@ -121,7 +121,7 @@ class CostModelSlot:
                 self._drafted_share += (share - self._drafted_share) / SHARE_ROUNDS
         row, chosen = self._times.row(batch_size), self._tiers[batch_size]
         if self._probe is not None and before != chosen:
-            self._pay(self._probe, row[before] - row[chosen], tier)
+            self._pay(self._probe, self._probe_seconds(row, chosen, before), tier)
         else:
             saved = self._saved_seconds + self._probe_share * row.get(chosen, 0.0)
             self._saved_seconds = min(saved, MAX_SAVED_ROUNDS * row.get(chosen, 0.0))
@@ -181,9 +181,14 @@ class CostModelSlot:
         if longer is None or longer > max_tier:
             return
         num_rounds = min(MAX_PROBE_ROUNDS, ceil(PROBE_TRIALS / batch_size))
-        is_paid = self._saved_seconds >= (num_rounds + 1) * (row[longer] - row[tier])
+        seconds = self._probe_seconds(row, tier, longer)
+        is_paid = self._saved_seconds >= (num_rounds + 1) * seconds
         if is_paid and self._may_win(row, tier, longer):
             self._probe = _Probe(longer, num_rounds, num_rounds + SPARE_ROUNDS)
+
+    def _probe_seconds(self, row: dict[int, float], tier: int, longer: int) -> float:
+        """What a round of a probe costs."""
+        return row[longer] - row[tier]
 
     def _may_win(self, row: dict[int, float], tier: int, longer: int) -> bool:
         """Whether the longer length would be better if all that it adds were accepted."""

@@ -4,14 +4,11 @@ A drafter of your own subclasses `Drafter` and is given to `UserProvidedDecoding
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from operator import attrgetter
 from types import MappingProxyType
 from typing import ClassVar
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.interface import ResourceManager
-
-_num_ready = attrgetter("num_drafts_ready")
 
 
 class Drafter(ABC):
@@ -22,6 +19,8 @@ class Drafter(ABC):
     needed_manager: ClassVar[type[ResourceManager] | None] = None
     # Whether the drafts of a round were made in the round before.
     drafts_ahead: ClassVar[bool] = False
+    # Whether it drafts text that a grammar forces, once the tokens of the round before are read.
+    knows_forced_text: bool = False
 
     def __init__(
         self,
@@ -57,26 +56,6 @@ class Drafter(ABC):
         The children of a node must differ; equal beginnings of paths become one.
 
         `resource_manager` is the one that was configured with the drafter."""
-
-
-class ReadyDrafts(Drafter):
-    """The round before has left the drafts in the slots."""
-
-    drafts_ahead = True
-
-    def prepare_draft_tokens(
-        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
-    ) -> None:
-        batch, draft_len = scheduled_requests, scheduled_requests.draft_len
-        longest = max(map(_num_ready, batch.generation_requests), default=0)
-        batch.made_draft_len = batch.asked_draft_len = min(draft_len, longest)
-        for request in batch.generation_requests:
-            ready, limit = request.num_drafts_ready, request.draft_limit
-            # `min` of three numbers would take longer than the rest of the loop, and most requests
-            # have all drafts.
-            request.py_num_draft_tokens = (
-                draft_len if ready >= draft_len <= limit else min(ready, limit)
-            )
 
 
 class NoDrafter(Drafter):

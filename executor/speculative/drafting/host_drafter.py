@@ -1,21 +1,18 @@
-"""Runs drafters that work on the host (NGram, user-provided): checks their drafts, pads them, and
+"""Runs the user's own drafter, which works on the host: checks their drafts, pads them, and
 sends them to the slots."""
 
-from array import array
-from collections.abc import Callable
-from functools import partial
 from itertools import chain
 from operator import index
 from typing import Any, TypeVar
 
 from tllm_spec.config.option_checks import shown
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
+from tllm_spec.executor.speculative.drafting.sent_drafts import improve, send_chains
 from tllm_spec.grammar.grammar_state import GrammarState
 
 Drafts = TypeVar("Drafts")
@@ -122,51 +119,16 @@ class HostDrafter(Drafter):
 
     def _pad(self, batch: ScheduledBatch, wanted: list[int]) -> None:
         """Cuts drafts to what their request wants (the round may be shorter, or the request near
-        its end), and pads them to the longest one, since all windows of a round have one length.
-
-        Padding is never accepted. It is the request's own last token: the forward reads it, and
-        another token's embedding might be NaN."""
+        its end), and pads them to the longest one, since all windows of a round have one length."""
         requests = batch.generation_requests
-        # Copies: a list that a drafter keeps must not be padded.
+        # Copies: a list that a drafter keeps must not be changed.
         drafts: list[list[int]] = [
             request.py_draft_tokens[:limit] for request, limit in zip(requests, wanted, strict=True)
         ]
-        self._improve(requests, drafts, wanted, GrammarState.better_drafts)
+        improve(self._work, requests, drafts, wanted, GrammarState.better_drafts)
         draft_len = batch.made_draft_len = max(map(len, drafts))
         batch.shape = self._slots.shapes.of(draft_len)
-        rows: list[int] = []  # of slot, number of drafts, padded drafts
         for request, draft in zip(requests, drafts, strict=True):
-            num_drafts = len(draft)
-            if num_drafts < draft_len:
-                draft += request.tokens[-1:] * (draft_len - num_drafts)
-            request.py_draft_tokens, request.py_num_draft_tokens = draft, num_drafts
-            rows += (request.slot, num_drafts)
-            rows += draft
-        if not draft_len:
-            return
-        table = to_device(array("q", rows), self._slots.device).view(len(requests), -1)
-        slot_ids = table[:, 0]
-        self._slots.window[slot_ids, 1 : 1 + draft_len] = table[:, 2:]
-        self._slots.num_drafts[slot_ids] = table[:, 1]
-
-    def _improve(
-        self,
-        requests: list[LlmRequest],
-        drafts: list[Drafts],
-        limits: list[int],
-        better: Callable[[GrammarState, Drafts, int], Drafts],
-    ) -> None:
-        """Replaces drafts of requests with grammars, which may know better ones, in place."""
-
-        def job(number: int, grammar: GrammarState) -> None:
-            request = requests[number]
-            grammar.read(request.tokens, request.prompt_len)
-            drafts[number] = better(grammar, drafts[number], limits[number])
-
-        jobs = [
-            (request, partial(job, number, request.grammar))
-            for number, request in enumerate(requests)
-            if request.grammar is not None and limits[number]
-        ]
-        if jobs:
-            self._work.run(jobs)
+            request.py_draft_tokens, request.py_num_draft_tokens = draft, len(draft)
+        if draft_len:
+            send_chains(self._slots, requests, drafts, draft_len)

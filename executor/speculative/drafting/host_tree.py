@@ -14,16 +14,6 @@ _ROW_BITS = [1 << row for row in range(1, MAX_NODES)]
 _PADDING_BITS = [1 | 1 << row for row in range(MAX_NODES - 1)] + [1 - (1 << 63)]
 
 
-class Room(NamedTuple):
-    """How many children a node may have, and how many nodes a tree."""
-
-    topk: int
-    max_nodes: int
-
-
-UNLIMITED = Room(MAX_NODES, MAX_NODES)
-
-
 class HostTree(NamedTuple):
     """A draft tree of one request. `tokens` of the drafts, by depth. The others are of the window's
     rows, of which the first is the root: `parents` (-1 for the root), `depths`, and `bits`: bit j
@@ -35,17 +25,14 @@ class HostTree(NamedTuple):
     bits: list[int]
 
     @classmethod
-    def of_paths(cls, paths: Iterable[Sequence[Any]], room: Room = UNLIMITED) -> "HostTree":
-        """Equal beginnings of paths become one. A path ends before a node or child for which there
-        is no room. Raises TypeError for what is no token id."""
+    def of_paths(cls, paths: Iterable[Sequence[Any]]) -> "HostTree":
+        """Equal beginnings of paths become one. Raises TypeError for what is no token id."""
         tokens, parents, depths, children = list[int](), list[int](), [0], [dict[int, int]()]
         for path in paths:
             node = 0
             for token in map(index, path):
                 child = children[node].get(token)
                 if child is None:
-                    if len(tokens) == room.max_nodes or len(children[node]) == room.topk:
-                        break
                     tokens.append(token)
                     parents.append(node)
                     depths.append(depths[node] + 1)
@@ -114,14 +101,14 @@ class HostTree(NamedTuple):
         return HostTree(self.tokens[: rows - 1], parents, depths, bits)
 
 
-def tree_of(tokens: Any, parents: Any, room: Room) -> HostTree:
+def tree_of(tokens: Any, parents: Any) -> HostTree:
     """The tree that a drafter proposes: a list of tokens with or without parents, or of paths.
     Raises TypeError and ValueError as `HostTree.of_parents`."""
     if parents is not None:
         return HostTree.of_parents(tokens, parents)
     tokens = list(tokens)
     is_chain = not any(isinstance(each, (list, tuple)) for each in tokens)
-    return HostTree.of_paths([tokens] if is_chain else tokens, room)
+    return HostTree.of_paths([tokens] if is_chain else tokens)
 
 
 def numbers_of(

@@ -11,13 +11,8 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
-from tllm_spec.executor.speculative.drafting.host_tree import (
-    UNLIMITED,
-    HostTree,
-    Room,
-    numbers_of,
-    tree_of,
-)
+from tllm_spec.executor.speculative.drafting.host_tree import HostTree, numbers_of, tree_of
+from tllm_spec.executor.speculative.drafting.sent_drafts import improve
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.kernels.beam_pool import DraftTree
 
@@ -33,11 +28,8 @@ class HostTreeDrafter(HostDrafter):
         slots: SlotState,
         vocab_size: int,
         work: GrammarWork,
-        room: Room = UNLIMITED,
     ) -> None:
-        """room: where paths end; without it, a tree that is too large fails its request."""
         super().__init__(inner, resource_manager, slots, vocab_size, work)
-        self._room = room
         self._found: list[HostTree] = []  # a round's trees, in the requests' order
         # To the dummy slot: compiles the kernel before the first request.
         self._send([len(slots.kv_lens) - 1], [0], [HostTree.of_paths([])])
@@ -55,7 +47,7 @@ class HostTreeDrafter(HostDrafter):
         self.culprits = [request]
         tokens, parents = request.py_draft_tokens, request.py_draft_parents
         try:
-            tree = tree_of(tokens, parents, self._room)
+            tree = tree_of(tokens, parents)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"the drafter proposed {shown(tokens)} with the parents {shown(parents)}, which "
@@ -78,7 +70,7 @@ class HostTreeDrafter(HostDrafter):
     def _pad(self, batch: ScheduledBatch, wanted: list[int]) -> None:
         requests = batch.generation_requests
         trees = [tree.up_to(limit) for tree, limit in zip(self._found, wanted, strict=True)]
-        self._improve(requests, trees, wanted, _better)
+        improve(self._work, requests, trees, wanted, _better)
         depths = [tree.depth for tree in trees]
         for request, tree in zip(requests, trees, strict=True):
             request.py_draft_tokens, request.py_draft_parents = tree.tokens, None
@@ -99,8 +91,8 @@ class HostTreeDrafter(HostDrafter):
         sent = to_device(numbers_of(trees, slot_ids, width, padding), self._slots.device)
         sizes = [batch * size for size in (1, 1, width - 1, width, width, width)]
         slots, num_drafts, *rows = sent.split_with_sizes(sizes)
-        tree = DraftTree(*(each.view(batch, -1) for each in rows))
-        self._slots.write_tree(slots, tree, num_drafts)
+        tokens, parents, depths, bits = (each.view(batch, -1) for each in rows)
+        self._slots.write_tree(slots, DraftTree(tokens, parents, depths, bits, num_drafts))
 
 
 def _better(grammar: GrammarState, tree: HostTree, limit: int) -> HostTree:

@@ -86,7 +86,7 @@ class MatchOrNetwork(Proposer):
             return None
         assert isinstance(drafts, DraftChains)
         match = self._match.matches(group, shape)
-        parts = drafts.tokens, match.drafts
+        parts = drafts.tokens, match.drafts[:, 0].contiguous()
         return DraftChains(choose_drafts(self._sources, group.slots, *parts, match.lengths))
 
     def prepare(self, batch: ScheduledBatch) -> None:

@@ -1,4 +1,5 @@
-"""Drafts from the request's own text: what followed the longest match of the text's end.
+"""Drafts from texts: what followed the longest matches of the end of the request's text, in that
+text or in those that it shares.
 
 The texts of all slots are on the device, so that rounds overlap and a CUDA graph holds the search.
 The host sends a text when its context ends; each round adds what it emitted."""
@@ -8,27 +9,45 @@ from array import array
 import torch
 
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
+from tllm_spec.config.text_search import SHARED_WIDTH, TextSearch
 from tllm_spec.executor.device.transfer import to_device
+from tllm_spec.executor.resources.shared_texts import NO_SALT, SharedTexts
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.proposer import DraftChains, Proposer
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
-from tllm_spec.kernels.suffix_match import Matches, append_tokens, match_suffixes
+from tllm_spec.kernels.beam_pool import DraftTree
+from tllm_spec.kernels.path_trees import path_trees
+from tllm_spec.kernels.suffix_match import (
+    NO_TOKEN,
+    Matches,
+    TextTable,
+    append_tokens,
+    match_suffixes,
+)
+
+MAX_PATHS = 8  # matches that a tree is made of, at most
 
 
 class SuffixMatch(Proposer):
-    """Proposes chains. Texts have at most `max_len` tokens; `max_match`: of a text's end, how many
-    tokens are compared at most."""
+    """Proposes chains, or trees of several matches. Texts have at most `max_len` tokens. `shared`:
+    fills the texts that requests share; None: each has its own only."""
 
-    def __init__(self, slots: SlotState, max_len: int, max_match: int) -> None:
-        self._slots, self._max_match = slots, max_match
-        size = len(slots.kv_lens), max_len
-        self._texts = torch.zeros(size, dtype=torch.int32, device=slots.device)
+    def __init__(self, slots: SlotState, max_len: int, search: TextSearch) -> None:
+        self._slots, self._search = slots, search
+        num_slots, num_rows = len(slots.kv_lens), search.num_shared
+        size = num_slots * max_len + num_rows * SHARED_WIDTH
+        memory = torch.zeros(size, dtype=torch.int32, device=slots.device)
+        salts = torch.full((num_slots + num_rows,), NO_SALT, dtype=torch.int32, device=slots.device)
+        self._table = TextTable(memory, max_len, slots.kv_lens, salts if num_rows else None)
+        self._table.shared.fill_(NO_TOKEN)
+        self.shared = SharedTexts(self._table) if num_rows else None
 
     @staticmethod
-    def num_bytes(num_slots: int, max_len: int) -> int:
+    def num_bytes(num_slots: int, max_len: int, search: TextSearch) -> int:
         """Device memory of the texts."""
-        return num_slots * max_len * torch.int32.itemsize
+        size = num_slots * max_len + search.num_shared * SHARED_WIDTH
+        return size * torch.int32.itemsize
 
     def propose(
         self,
@@ -36,12 +55,15 @@ class SuffixMatch(Proposer):
         windows: WindowResult | None,
         group: RowGroup,
         shape: DraftShape,
-    ) -> DraftChains | None:
+    ) -> DraftChains | DraftTree | None:
         self.read(contexts, windows, group)
         if shape == NO_DRAFTS or not len(group.slots):
             return None
+        if shape.is_tree:
+            paths = self.matches(group, shape, MAX_PATHS)
+            return path_trees(paths.drafts, paths.num_drafts, shape.num_nodes, shape.topk)
         matches = self.matches(group, shape)
-        return DraftChains(matches.drafts, matches.num_drafts)
+        return DraftChains(matches.drafts[:, 0], matches.num_drafts[:, 0])
 
     def read(
         self, contexts: ContextResult | None, windows: WindowResult | None, group: RowGroup
@@ -51,21 +73,25 @@ class SuffixMatch(Proposer):
             self._start(contexts, contexts.first_tokens, group.slots)
         if windows is not None:
             slots, sampled, kv_lens = windows.windows.slots, windows.sampled, self._slots.kv_lens
-            append_tokens(self._texts, slots, kv_lens, sampled.new_tokens, sampled.new_lens)
+            append_tokens(self._table.texts, slots, kv_lens, sampled.new_tokens, sampled.new_lens)
 
-    def matches(self, group: RowGroup, shape: DraftShape) -> Matches:
-        """What follows the matches of the group's texts, one row each."""
-        kv_lens = self._slots.kv_lens
-        return match_suffixes(self._texts, group.slots, kv_lens, shape.depth, self._max_match)
+    def matches(self, group: RowGroup, shape: DraftShape, number: int = 1) -> Matches:
+        """What follows that many matches of the ends of the group's texts, one row each."""
+        search = self._search
+        how = (shape.depth, search.max_match, number, search.oldest)
+        return match_suffixes(self._table, group.slots, *how)
 
     def _start(
         self, contexts: ContextResult, first_tokens: torch.Tensor, slots: torch.Tensor
     ) -> None:
         """The texts of requests whose context ended, `[C]`, which have the first of the slots."""
+        texts = self._table.texts
         for request, following in zip(contexts.requests, contexts.following, strict=True):
             if following is None:
                 text = torch.frombuffer(array("i", request.tokens), dtype=torch.int32)
-                to_device(text, self._slots.device, self._texts[request.slot, : len(text)])
+                to_device(text, self._slots.device, texts[request.slot, : len(text)])
+                if self.shared is not None:
+                    self.shared.start(request)
         tokens = first_tokens.contiguous().unsqueeze(1)
         lens = torch.ones_like(first_tokens)
-        append_tokens(self._texts, slots[: len(tokens)], self._slots.kv_lens, tokens, lens)
+        append_tokens(texts, slots[: len(tokens)], self._slots.kv_lens, tokens, lens)

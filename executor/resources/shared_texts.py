@@ -1,0 +1,71 @@
+"""Texts that requests of the same `cache_salt` share, as far as drafts are copied from them: those
+of running requests, and pieces of finished ones, of which the oldest go first.
+
+They are on the device (`TextTable`); here is which of its rows belongs to whom. It mixes users'
+texts: one user's tokens are proposed to others, who can infer them from timing and acceptance
+figures."""
+
+from array import array
+from itertools import count
+
+import torch
+
+from tllm_spec.config.text_search import SHARED_WIDTH
+from tllm_spec.executor.device.transfer import to_device
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.kernels.suffix_match import NO_TOKEN, TextTable
+
+NO_SALT = -1
+OVERLAP = 64  # tokens that begin a piece and end the one before: matches are found on both sides
+
+
+class SharedTexts(ResourceManager):
+    """Fills the table's shared rows when requests finish. A row has texts of one salt."""
+
+    def __init__(self, table: TextTable) -> None:
+        self._table, self._num_slots = table, len(table.kv_lens)
+        self._num_rows = len(table.shared)
+        self._numbers: dict[str | None, int] = {}
+        self._next_number = count()
+        self._salts: dict[int, str | None] = {}  # of the table's slots and shared rows
+        self._filled: dict[str | None, tuple[int, int]] = {}  # a row with room, and its tokens
+        self._next_row = 0
+
+    def start(self, request: LlmRequest) -> None:
+        """The request's text is in its slot."""
+        self._mark(request.slot, request.cache_salt)
+
+    def free_resources(self, request: LlmRequest) -> None:
+        """A preempted request's text comes back."""
+        assert self._table.salts is not None
+        if request.slot >= 0:
+            self._table.salts[request.slot].fill_(NO_SALT)
+        if not request.is_finished or len(request.tokens) < 2:
+            return
+        longest = SHARED_WIDTH - 1
+        for first in range(0, max(1, len(request.tokens) - OVERLAP), longest - OVERLAP):
+            self._add(request.tokens[first : first + longest], request.cache_salt)
+
+    def _add(self, piece: list[int], salt: str | None) -> None:
+        row, filled = self._filled.get(salt, (0, SHARED_WIDTH))
+        if filled + len(piece) >= SHARED_WIDTH:
+            row, filled = self._next_row, 0
+            self._next_row = (row + 1) % self._num_rows
+            self._filled = {own: at for own, at in self._filled.items() if at[0] != row}
+            self._table.shared[row].fill_(NO_TOKEN)
+            self._mark(self._num_slots + row, salt)
+        tokens = torch.frombuffer(array("i", piece), dtype=torch.int32)
+        place = self._table.shared[row, filled : filled + len(piece)]
+        to_device(tokens, place.device, place)
+        self._filled[salt] = row, filled + len(piece) + 1
+
+    def _mark(self, row: int, salt: str | None) -> None:
+        """Says on the device whose a row of the table is."""
+        assert self._table.salts is not None
+        self._salts[row] = salt
+        if salt not in self._numbers:
+            used = set(self._salts.values())
+            self._numbers = {own: each for own, each in self._numbers.items() if own in used}
+            self._numbers[salt] = next(self._next_number)
+        self._table.salts[row].fill_(self._numbers[salt])

@@ -1,0 +1,50 @@
+"""How drafts are looked up in texts, and the options of texts that requests share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import PositiveInt, model_validator
+
+from tllm_spec.config.config_base import ConfigModel
+
+MAX_MATCH = 64  # tokens of a text's end, as in TensorRT-LLM's pool
+SHARED_WIDTH = 4096  # tokens of a row of shared texts, of which the last is none
+MIN_SHARED = 64  # rows of finished texts, as many as TensorRT-LLM keeps
+
+
+@dataclass(frozen=True)
+class TextSearch:
+    """max_match: tokens of a text's end that are compared, at most. oldest: of equally long matches
+    the first is taken, not the last. num_shared: rows of finished texts that requests share; 0:
+    they share none, and no texts of running requests either."""
+
+    max_match: int
+    oldest: bool = False
+    num_shared: int = 0
+
+
+class GlobalPoolConfig(ConfigModel):
+    """The options of a pool of texts."""
+
+    enable_global_pool: bool = False
+    """Drafts are also copied from texts of other requests with the same `cache_salt`: running ones,
+    and finished ones. It proposes one user's text to another, who can tell from timing that it was
+    there."""
+    global_pool_size: PositiveInt | None = None
+    """Finished texts of up to 4,095 tokens that are kept, more if they are shorter; the oldest go
+    first. null: `max_batch_size`, and at least 64."""
+
+    @model_validator(mode="after")
+    def _check_pool(self) -> GlobalPoolConfig:
+        if self.global_pool_size is not None and not self.enable_global_pool:
+            raise ValueError(
+                f"global_pool_size = {self.global_pool_size} needs enable_global_pool: true"
+            )
+        return self
+
+    def num_shared(self, max_batch_size: int) -> int:
+        """Rows of finished texts that requests share."""
+        if not self.enable_global_pool:
+            return 0
+        return self.global_pool_size or max(MIN_SHARED, max_batch_size)
