@@ -85,7 +85,7 @@ DRAFT_LEN, ROUNDS, TIMINGS = 3, 40, 3
 NUM_PROMPTS, PROMPT_LEN = 8, 1024
 CUDA, BF16, FP8 = "cuda", torch.bfloat16, torch.float8_e4m3fn
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-ROWS, SLICED_FROM = (1, 4, 8, 32, 64, 128, 256, 2048), 64
+ROWS, SLICED_FROM = (1, 4, 8, 32, 64, 128, 256, 2048, 8192), 64
 EXPERTS = {
     "Qwen3-30B-A3B": MoEConfig(2048, 128, 8, 768),
     "DeepSeek V3": MoEConfig(7168, 256, 8, 2048),

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ROUNDS = 1 << 11  # that wait; the times of older ones are lost
 MAX_ENDS = 1 << 10  # requests that wait to be written; more are lost
+MAX_TEXTS = 8  # that may have all of the memory for states of running requests
 PAUSE_SECONDS = 0.5  # after which rounds are looked at though no request has ended
 END_SECONDS = 10.0  # for what is left to write at the end
 
@@ -74,10 +75,12 @@ class TrafficRecorder:
             return
         self._num_without_hit += 1
         number = self._num_without_hit * self._share
-        row_bytes = self._spec.buffer[0].nbytes
-        states = TextStates((request.prompt_len + request.max_tokens) * row_bytes)
+        row_bytes, limit = self._spec.buffer[0].nbytes, self._folder.max_states_bytes
+        # Of each window all rows are sent.
+        most = (request.prompt_len + request.max_tokens * request.counters.width) * row_bytes
+        states = TextStates(min(most, limit // MAX_TEXTS), row_bytes)
         taken = sum(each.num_bytes for each in self._running_states) + states.num_bytes
-        if int(number) > int(number - self._share) and taken <= self._folder.max_states_bytes:
+        if int(number) > int(number - self._share) and taken <= limit:
             request.text_states = states
             self._running_states.add(states)
 
@@ -171,7 +174,7 @@ class TrafficRecorder:
 
     def _add_states(self, request: LlmRequest, record: TrafficRecord) -> None:
         states, request.text_states = request.text_states, None
-        if states is None or self._spec is None or record.num_preemptions:
+        if states is None or self._spec is None or record.num_preemptions or states.is_dropped:
             return
         ids = [*record.prompt, *record.output][:-1]
         rows = states.read()[: len(ids)]

@@ -7,19 +7,30 @@ from tllm_spec.executor.device.transfer import ToHost
 
 class TextStates:
     """The rows of one text in the order of its tokens, as far as rounds with it were launched. Only
-    `read` waits for the device. num_bytes: of the host's memory, when the text is complete."""
+    `read` waits for the device. num_bytes: of the host's memory, at most; a text that needs more is
+    dropped."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, row_bytes: int) -> None:
         self.num_bytes = num_bytes
+        self.is_dropped = False
+        self._num_rows_left = num_bytes // row_bytes
         self._parts: list[tuple[ToHost, int, int | None]] = []
 
     def add_chunk(self, sent: ToHost, first: int, number: int) -> None:
         """A context chunk has these rows of sent states `[T, C]`."""
-        self._parts.append((sent, first, number))
+        self._add(sent, first, number, number)
 
-    def add_window(self, sent: ToHost, index: int) -> None:
+    def add_window(self, sent: ToHost, index: int, width: int) -> None:
         """A window is one of sent windows `[N, W, C]` with lengths `[N]`."""
-        self._parts.append((sent, index, None))
+        self._add(sent, index, None, width)
+
+    def _add(self, sent: ToHost, first: int, number: int | None, num_rows: int) -> None:
+        self._num_rows_left -= num_rows
+        if self._num_rows_left < 0:
+            self.is_dropped = True
+            self._parts.clear()
+        if not self.is_dropped:
+            self._parts.append((sent, first, number))
 
     def read(self) -> torch.Tensor:
         """`[T, C]`. A round that was launched after the text's end adds rows that mean nothing."""

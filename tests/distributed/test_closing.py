@@ -94,7 +94,7 @@ def test_only_what_all_ranks_have_agreed_on_is_a_reason_for_nccls_sums(
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(process_group, "OneShotSum", fail)
+    monkeypatch.setattr(process_group, "PeerSums", fail)
     group = process_group.ProcessGroup(MPI.COMM_SELF)
     if isinstance(error, NoPeerMemory):
         group._choose_sums(CPU)

@@ -144,6 +144,19 @@ def test_preempted_requests_have_no_states_and_those_of_a_full_folder_are_droppe
     assert len(states_files_of(tmp_path / "b")) == 1
 
 
+def test_a_text_whose_states_take_too_much_memory_is_recorded_without(
+    deep: Path, tmp_path: Path
+) -> None:
+    """A row has four states of 32 numbers, and a text an eighth of half a MiB: 128 rows."""
+    folder = tmp_path / "traffic"
+    harness = recorder(deep, folder, record_traffic_mib=1)
+    for first, length in enumerate((127, 129)):
+        harness.submit([first + 1, 2], length)
+    found = states_of(harness, folder)
+    assert [each.record.prompt[0] for each in found] == [1]
+    assert len(read_records(folder)) == 2
+
+
 def test_states_need_a_folder_and_a_target_with_enough_layers(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"record_hidden_states = 1.0 needs record_traffic"):
         Harness(tiny, record_hidden_states=1.0)

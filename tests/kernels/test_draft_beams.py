@@ -1,7 +1,6 @@
 """Dynamic draft trees: SGLang's worked examples, random trees against a slow reference in plain
 Python, NaN, and the kernels against their references."""
 
-from dataclasses import fields
 from itertools import pairwise
 
 import pytest
@@ -12,6 +11,7 @@ from tests.kernels.tree_growth import Candidates, Draft, Path, grow_tree, random
 from tllm_spec.kernels.beam_pool import BeamPool, DraftTree
 from tllm_spec.kernels.draft_beams import add_last, first_beams, grow, select
 
+TABLES = ("tokens", "parents", "depths", "bits")  # of a `DraftTree`
 SIZES = [
     (1, 1, 1),  # a chain
     (1, 4, 4),
@@ -30,9 +30,7 @@ def check_the_tree(tree: DraftTree, draft: Draft, size: tuple[int, int, int], ro
     topk, num_steps, num_drafts = size
     expected = slow_tree(draft, topk, num_steps, num_drafts)
     numbers = {each: node for node, each in enumerate(expected, 1)}
-    tokens, parents, depths, bits = (
-        getattr(tree, each.name)[row].tolist() for each in fields(tree)
-    )
+    tokens, parents, depths, bits = (getattr(tree, name)[row].tolist() for name in TABLES)
     assert tokens == [each.path[-1] for each in expected]
     assert parents == [-1, *(numbers[e.parent] if e.parent else 0 for e in expected)]
     assert depths == [0, *(len(each.path) for each in expected)]
@@ -182,5 +180,5 @@ def test_a_tree_grows_in_a_cuda_graph_without_synchronisation() -> None:
         inputs.copy_(torch.arange(first, first + 3))
         graph.replay()
         expected = chained_tree(torch.arange(first, first + 3), probs, tokens)
-        for each in fields(found):
-            assert torch.equal(getattr(found, each.name).cpu(), getattr(expected, each.name))
+        for name in TABLES:
+            assert torch.equal(getattr(found, name).cpu(), getattr(expected, name))

@@ -64,8 +64,19 @@ def trained(model: Path, traffic: Path, tmp_path_factory: pytest.TempPathFactory
 
 def test_held_out_acceptance_rises(trained: Path) -> None:
     history = read_json(trained / "metrics.json")["history"]
-    assert [row["step"] for row in history] == [20, 40, 60]
+    assert [row["step"] for row in history] == [0, 20, 40, 60]
     assert history[-1]["acceptance_length"] > 3 > history[0]["acceptance_length"]
+
+
+def test_a_head_that_training_makes_worse_stays_as_it_was(
+    model: Path, traffic: Path, trained: Path, tmp_path: Path
+) -> None:
+    run = f"--model {model} --data {traffic} --output {tmp_path} --init {trained} --steps 3"
+    more = "--unroll 3 --batch_tokens 64 --learning_rate 1 --device cpu"
+    assert CliRunner().invoke(main, ["head", *run.split(), *more.split()]).exit_code == 0
+    assert [row["step"] for row in read_json(tmp_path / "metrics.json")["history"]] == [0]
+    weights = [folder / "model.safetensors" for folder in (trained, tmp_path)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(

@@ -41,7 +41,7 @@ def target_validation(model: Any, heldout: TokenData) -> Callable[[], dict[str, 
 def draft_loss(
     draft: Any, target: Any, data: TokenData, self_text: TokenData
 ) -> Callable[[int, int], Tensor]:
-    """Of `mixed` sequences."""
+    """The loss of `mixed` sequences."""
 
     def loss(windows: int, length: int) -> Tensor:
         tokens = mixed(data, self_text, windows, length)

@@ -191,7 +191,7 @@ def weighted(losses: Tensor) -> Tensor:
 def eagle3_loss(
     head: FeatureHead, target: Any, data: TokenData, self_text: TokenData, unroll: int
 ) -> Callable[[int, int], Tensor]:
-    """Of `mixed` sequences."""
+    """The loss of `mixed` sequences."""
 
     def loss(windows: int, length: int) -> Tensor:
         tokens = mixed(data, self_text, windows, length)

@@ -93,7 +93,7 @@ def both_ways(
 def mtp_loss(
     modules: NextnModules, data: TokenData, self_text: TokenData, unroll: int
 ) -> Callable[[int, int], Tensor]:
-    """Of `mixed` sequences."""
+    """The loss of `mixed` sequences."""
 
     def loss(windows: int, length: int) -> Tensor:
         balance(modules)

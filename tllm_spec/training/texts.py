@@ -26,9 +26,9 @@ class Text(NamedTuple):
     start: int
     """The first token of the output, 1 or more: what is drafted follows it."""
     file: Path | None = None
-    """Has the target's hidden states of the whole text; None: nobody has."""
+    """Has the target's hidden states of the whole text; None: they were not recorded."""
     offset: int = 0
-    """Of a piece in the text."""
+    """The place of a piece in the text."""
 
 
 def read_texts(

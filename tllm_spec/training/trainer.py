@@ -57,8 +57,8 @@ def train(
     save_weights: Callable[[Any], None],
     ranks: Ranks = ALONE,
 ) -> None:
-    """Each `checkpoint_steps`, the weights are saved by `save_weights(model)` if `validate()` has
-    the lowest `loss` so far.
+    """Before the first step and after each `checkpoint_steps`, the weights are saved by
+    `save_weights(model)` if `validate()` has the lowest `loss` so far.
 
     Args:
         loss_of: `loss_of(windows, length)` samples a batch; the losses of several ranks add up.
@@ -71,6 +71,8 @@ def train(
     progress = checkpoint.load() if settings.resume else Progress()
     start = time.monotonic() - progress.seconds
     done = _done(progress, settings)
+    if ranks.is_first and not progress.step:
+        _note(_validation(model, validate), progress, output, lambda: save_weights(model))
     with tqdm(total=100, unit="%", disable=None if ranks.is_first else True) as bar:
         while done < 1.0:
             torch.manual_seed((settings.seed << 32) + progress.step)

@@ -75,7 +75,7 @@ class StateRecorder(RoundEnd):
         found: list[tuple[LlmRequest, int]] = []
         for request, chunk in zip(contexts.requests, contexts.chunks, strict=True):
             number = len(chunk.tokens)
-            if request.text_states is not None:
+            if _is_recorded(request):
                 found.append((request, number))
                 rows += range(first, first + number)
             first += number
@@ -103,7 +103,7 @@ class StateRecorder(RoundEnd):
     def _send_windows(self, batch: ScheduledBatch) -> None:
         self._has_windows = True
         requests = batch.generation_requests
-        wanted = [i for i, request in enumerate(requests) if request.text_states is not None]
+        wanted = [i for i, request in enumerate(requests) if _is_recorded(request)]
         if not wanted:
             return
         path, buffer = batch.shape.path, self._spec.buffer
@@ -114,4 +114,8 @@ class StateRecorder(RoundEnd):
         for place, index in enumerate(wanted):
             found = requests[index].text_states
             assert found is not None
-            found.add_window(sent, place)
+            found.add_window(sent, place, path)
+
+
+def _is_recorded(request: LlmRequest) -> bool:
+    return request.text_states is not None and not request.text_states.is_dropped
