@@ -55,8 +55,8 @@ def two_shot_sum_kernel(
     FENCES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (programs), each of which has every so-many-th chunk. It does each step for all of them
-    before the next one. SLOTS: RANKS or more. PACKED: a word is two bfloat16."""
+    """Grid (programs), each of which has every so-many-th chunk. It sends the values of all of them
+    before it waits for any. SLOTS: RANKS or more. PACKED: a word is two bfloat16."""
     begin(PDL)
     first, step = tl.program_id(0), tl.num_programs(0)
     num_chunks = tl.cdiv(num_words, RANKS * PART)
@@ -72,20 +72,22 @@ def two_shot_sum_kernel(
         real = is_other[:, None] & (words < num_words)
         place = theirs[:, None] + ((chunk * RANKS + RANK) * PART + of_part)[None, :]
         tl.store(place, tl.load(values + words, mask=real, other=0), mask=real)
-    raise_flags(theirs + flags + RANK, is_other, counts, num_chunks, RANKS, FENCES)
+        number = tl.load(counts + chunk) + 1
+        raise_flags(theirs + flags + chunk * RANKS + RANK, is_other, number, FENCES)
     for chunk in range(first, num_chunks, step):
         words = (chunk * RANKS + RANK) * PART + of_part
         real = words < num_words
         own = tl.load(values + words, mask=real, other=0)
         before = start_of(output + words, real, ADDS)
-        wait_for(mine + flags + chunk * RANKS + near, tl.load(counts + chunk) + 1, FENCES)
+        number = tl.load(counts + chunk) + 1
+        wait_for(mine + flags + chunk * RANKS + near, number, FENCES)
         received = mine + chunk * RANKS * PART + of_part
         total = own_part(own, received, real, RANK, RANKS, PACKED, PART)
         place = theirs[:, None] + summed + words[None, :]
         tl.store(place, total[None, :], mask=is_other[:, None] & real[None, :])
+        place = theirs + flags + (CHUNKS + chunk) * RANKS + RANK
+        raise_flags(place, is_other, number, FENCES)
         tl.store(output + words, added(before, total, ADDS, PACKED), mask=real)
-    place = theirs + flags + CHUNKS * RANKS + RANK
-    raise_flags(place, is_other, counts, num_chunks, RANKS, FENCES)
     for chunk in range(first, num_chunks, step):
         words = (chunk * RANKS + ranks[:, None]) * PART + of_part[None, :]
         real = is_other[:, None] & (words < num_words)
@@ -120,21 +122,14 @@ def own_part(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def raise_flags(
-    flags: tl.tensor,
-    is_other: tl.tensor,
-    counts: tl.tensor,
-    num_chunks: tl.tensor,
-    RANKS: tl.constexpr,
-    FENCES: tl.constexpr,
+    flags: tl.tensor, is_other: tl.tensor, number: tl.tensor, FENCES: tl.constexpr
 ) -> None:
-    """Once what all threads have written has arrived. That takes microseconds, so a program waits
-    once for all of its chunks."""
+    """Once what all threads have written has arrived."""
     if FENCES:
         text: tl.constexpr = "fence.acq_rel.sys; mov.u32 $0, 0;"
         tl.inline_asm_elementwise(text, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
-    for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
-        tl.store(flags + chunk * RANKS, tl.load(counts + chunk) + 1, mask=is_other)
+    tl.store(flags, number, mask=is_other)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
