@@ -11,7 +11,7 @@ from tests.executor.graph_rounds import (
 )
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config.llm_args import CudaGraphConfig
-from tllm_spec.config.speculative_config import NGramDecodingConfig
+from tllm_spec.config.speculative_config import NGramDecodingConfig, UserProvidedDecodingConfig
 from tllm_spec.executor.building.tiers import tiers_of_rounds
 from tllm_spec.executor.graphs.slot_graphs import graph_keys
 from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
@@ -52,7 +52,12 @@ def test_keys_are_exactly_the_combinations_that_batches_can_have(
 
 
 def test_drafters_that_may_come_with_fewer_drafts_have_a_graph_for_every_length() -> None:
-    spec = config(draft_len_schedule={1: 3, 3: 1})
+    schedule = {1: 3, 3: 1}
+    spec = UserProvidedDecodingConfig(
+        drafter="tllm_spec.examples.copy_drafter:CopyDrafter",
+        max_draft_len=4,
+        draft_len_schedule=schedule,
+    )
     keys = graph_keys((2, 4), tiers_of_rounds(controller_for(spec), spec))
     lengths = {size: {key.draft_len for key in keys if key.batch_size == size} for size in (2, 4)}
     assert lengths == {2: {0, 1, 2, 3}, 4: {0, 1}}

@@ -1,6 +1,6 @@
 """An example of a user-provided drafter (yaml_examples/user_provided.yaml): it copies what followed
-the last few tokens before. It shows the whole interface. For real use, NGram does the same with an
-index."""
+the last few tokens before. It shows the whole interface. For real use, NGram does the same on the
+device."""
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
