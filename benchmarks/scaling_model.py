@@ -26,6 +26,7 @@ from benchmarks.harness.scaling_shapes import (
     LLAMA_70B,
     LLAMA_70B_HALF,
     QWEN3_30B,
+    QWEN3_235B_PART,
     SHAPES,
     V3_STYLE,
     Shape,
@@ -56,6 +57,7 @@ ON_SEVERAL = {  # by the name of a job
     "llama-70b": LLAMA_70B,
     "llama-70b of 40 layers": LLAMA_70B_HALF,
     "V3-style": V3_STYLE,
+    "qwen3-235b of 61 layers": QWEN3_235B_PART,
 }
 NO_TWO_SHOT = ("e74b9bf", "ace7060", "79a355d", "c8e0333e")  # commits of measured rounds
 KINDS = {"NVIDIA H100 80GB HBM3": ("H100", H100), "NVIDIA H200": ("H200", H200)}

@@ -88,6 +88,7 @@ DEEPSEEK_V3 = Shape(
 )  # fmt: skip
 LLAMA_70B = llama("Llama 3.3 70B, bf16", 80, 8192, 28672, 64)
 LLAMA_70B_HALF = replace(LLAMA_70B, name="Llama 3.3 70B, 40 layers", layers=40)
+QWEN3_235B_PART = replace(QWEN3_235B, name="Qwen3 235B-A22B, 61 layers", layers=61, weight_bytes=2)
 SHAPES = (
     LLAMA_8B,
     LLAMA_70B,
