@@ -121,9 +121,10 @@ class BuildPlan:
         block = BLOCK_ROWS
         if reuse.enable_block_reuse:
             block = gcd(block, reuse.state_snapshot_tokens)
-        # A block must fit in a forward next to the windows of all other requests.
-        room = self.args.max_num_tokens - (self.slots.max_batch_size - 1) * window
-        block = min(block, 1 << max(room, 1).bit_length() - 1)
+        # A prompt waits for a whole block's room in a forward. Its size, and so a sum's order, does
+        # not depend on the draft length.
+        share = max(self.args.max_num_tokens // 4, 1)
+        block = min(block, 1 << share.bit_length() - 1)
         return RecurrentGeometry(len(delta.layers), delta.shape(self.mapping), window, block)
 
     @property
