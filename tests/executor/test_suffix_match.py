@@ -67,7 +67,7 @@ def watch_drafts(
 
 
 def expected_drafts(paths: list[list[int]], ready: int, shapes: DraftShapes) -> list[int]:
-    """Of a tree the nodes' tokens."""
+    """A tree gives its nodes' tokens."""
     shape = shapes.of(ready)
     if not shape.is_tree:
         return paths[0][:ready]

@@ -43,7 +43,7 @@ FOLDER = resolve_model("zoo:llama-eagle3")
 
 
 def settings(**changes: Any) -> Settings:
-    """Of one step, without dropout."""
+    """Settings of one step, without dropout."""
     values = {"minutes": 1, "steps": 1, "windows": 1, "length": 16, "learning_rate": 1e-3}
     values |= {"weight_decay": 0.0, "dropout": 0.0, "warmup_steps": 1, "compile": False}
     return Settings(**values | {"checkpoint_steps": 1, "seed": 0} | changes)

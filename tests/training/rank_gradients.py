@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def gradients(model: Path, data: Path, ranks: Ranks) -> dict[str, Tensor]:
-    """Of this rank's share, by parameter; and `loss`."""
+    """Gradients of this rank's share, by parameter; and `loss`."""
     texts = read_texts(data, str(model), 64, 3, (1, 2, 3))
     target = load_language_model(model, torch.float32, CPU)
     torch.manual_seed(0)
@@ -31,7 +31,7 @@ def gradients(model: Path, data: Path, ranks: Ranks) -> dict[str, Tensor]:
 
 
 def added_up(model: Path, data: Path) -> dict[str, Tensor]:
-    """Of all processes, one of which is this one."""
+    """Gradients of all processes, one of which is this one."""
     ranks, _ = Ranks.join("cpu")
     found = gradients(model, data, ranks)
     found["loss"] = ranks.add_up(found.pop("loss"), list(found.values()))

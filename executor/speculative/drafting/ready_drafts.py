@@ -48,7 +48,7 @@ class ReadyDrafts(Drafter):
             self._narrow(batch)
 
     def _improve(self, batch: ScheduledBatch, work: GrammarWork) -> None:
-        """Of a tree nothing is left where the grammar forces as many tokens as it is deep."""
+        """A tree is dropped where the grammar forces as many tokens as it is deep."""
         guided = [
             request
             for request in batch.generation_requests
