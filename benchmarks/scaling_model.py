@@ -59,7 +59,7 @@ ON_SEVERAL = {  # by the name of a job
     "V3-style": V3_STYLE,
     "qwen3-235b of 61 layers": QWEN3_235B_PART,
 }
-NO_TWO_SHOT = ("e74b9bf", "ace7060", "79a355d", "c8e0333e")  # commits of measured rounds
+OLDER_SUMS = ("e74b9bf", "ace7060", "79a355d", "c8e0333e")  # commits of measured rounds
 KINDS = {"NVIDIA H100 80GB HBM3": ("H100", H100), "NVIDIA H200": ("H200", H200)}
 CHECK_CONTEXT = 1150  # prompts of 1,024 tokens, in the middle of the timed rounds
 
@@ -114,8 +114,8 @@ def checked_on_several() -> Iterator[Checked]:
             for row in (row for row in subject["rows"] if "ms" in row):
                 job, kind, *fixed_sums = row["job"].split(", ")
                 name, model = KINDS[about["device"]]
-                if row.get("commit", about["commit"]) in NO_TWO_SHOT:
-                    model = replace(model, two_shot_seconds=inf)
+                if row.get("commit", about["commit"]) in OLDER_SUMS:
+                    model = replace(model, two_shot_seconds=inf, one_shot_hidden=0.0)
                 if not fixed_sums:
                     yield _checked_on_several(row, ON_SEVERAL[job], kind, name, model)
 

@@ -49,7 +49,7 @@ def test_the_model_is_within_15_percent_of_every_round_of_several_devices() -> N
 
 @pytest.mark.parametrize(
     ("run", "devices", "tolerance"),
-    [("several_devices", 2, 0.17), ("several_devices_ranks_4", 4, 0.39)],
+    [("several_devices", 2, 0.17), ("several_devices_ranks_4", 4, 0.22)],
 )
 def test_the_sum_that_the_model_takes_is_as_fast_as_the_faster_measured_one(
     run: str, devices: int, tolerance: float
@@ -58,7 +58,7 @@ def test_the_sum_that_the_model_takes_is_as_fast_as_the_faster_measured_one(
     rows = load(run)["sums"]["rows"]
     assert {row["ranks"] for row in rows} == {devices}
     has_two_shot = any("two_shot_us" in row for row in rows)
-    model = H200 if has_two_shot else replace(H200, two_shot_seconds=inf)
+    model = H200 if has_two_shot else replace(H200, two_shot_seconds=inf, one_shot_hidden=0.0)
     for row in (row for row in rows if row["bytes"] <= 1 << 22):
         predicted = 1e6 * model.all_reduce_seconds(row["bytes"], devices)
         ways = ("nccl_us", "one_shot_us", "two_shot_us")
