@@ -24,7 +24,7 @@ class TextTable:
         NO_TOKEN after each piece and up to their end.
     width: L.
     kv_lens: `[S]` int64: the position of each slot's last token.
-    salts: `[S + R]` int32: slots and rows of equal numbers share texts; below 0: with nobody. None:
+    salts: `[S + R]` int32: slots and rows of equal numbers share texts; below 0: with none. None:
         no row is shared, and no slot."""
 
     memory: torch.Tensor

@@ -62,5 +62,5 @@ class ReplayedEngine(ModelEngine, ResourceManager):
         return states.new_zeros((num_rows, self.model.config.hidden_size))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Nobody chooses by them: see `ReplayedSampler`."""
+        """No token is chosen by them: see `ReplayedSampler`."""
         return hidden.new_zeros((len(hidden), self.model.config.vocab_size))
