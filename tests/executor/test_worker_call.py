@@ -25,6 +25,8 @@ class FakeExecutor:
 
     def enter_thread(self) -> None: ...
 
+    def close(self) -> None: ...
+
     def check_integrity(self) -> None:
         self.checked.set()
 

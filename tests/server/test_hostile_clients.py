@@ -1,6 +1,5 @@
 """Clients that send too much, too slowly or not at all, by raw sockets."""
 
-import asyncio
 import errno
 import json
 import logging
@@ -227,14 +226,14 @@ def test_while_no_file_is_left_clients_wait_and_the_log_has_a_line_a_try(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failures = [OSError(errno.EMFILE, "Too many open files") for _ in range(2)]
-    accept = asyncio.SelectorEventLoop.sock_accept
+    accept = socket.socket.accept
 
-    async def scarce(self: asyncio.SelectorEventLoop, listener: socket.socket) -> Any:
+    def scarce(self: socket.socket) -> Any:
         if failures:
             raise failures.pop()
-        return await accept(self, listener)
+        return accept(self)
 
-    monkeypatch.setattr(asyncio.SelectorEventLoop, "sock_accept", scarce)
+    monkeypatch.setattr(socket.socket, "accept", scarce)
     with serving() as host:
         assert is_serving(host)
     lines = [each.getMessage() for each in caplog.records if each.levelname != "INFO"]

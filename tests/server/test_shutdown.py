@@ -1,6 +1,7 @@
 """A server that shuts down lets requests finish, until a deadline."""
 
 import asyncio
+import socket
 
 import httpx
 import pytest
@@ -10,6 +11,7 @@ from tests.server.fake_llm import MODEL, SLOW_PROMPT, FakeLLM
 from tests.server.hosted import Host
 from tests.server.raw_client import completion, connect, head, read_until, until_closed
 from tllm_spec.server.app import OpenAIServer
+from tllm_spec.server.http_server import HttpServer
 from tllm_spec.server.options import ServerOptions
 
 
@@ -33,6 +35,26 @@ def test_a_running_request_is_finished_and_no_new_connection_is_accepted() -> No
     assert host.ended.wait(60)
     host.join()
     copy.close()
+
+
+def test_a_client_that_connects_as_the_server_stops_causes_no_error_in_the_loop() -> None:
+    errors: list[object] = []
+
+    async def serve(listener: socket.socket) -> socket.socket:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: errors.append(context))
+        app = OpenAIServer(FakeLLM(), MODEL).app()
+        server = HttpServer(app, ServerOptions(shutdown_timeout=1))
+        serving = asyncio.create_task(server.serve(listener, stop, lambda: None))
+        for _ in range(3):  # then it waits for connections
+            await asyncio.sleep(0)
+        stop.set()
+        client = connect(listener.getsockname())
+        await serving
+        return client
+
+    asyncio.run(serve(socket.create_server(("127.0.0.1", 0)))).close()
+    assert errors == []
 
 
 def test_health_says_that_the_server_is_about_to_end_and_nothing_else_does() -> None:

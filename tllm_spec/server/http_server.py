@@ -104,6 +104,7 @@ class HttpServer:
         try:
             await stop.wait()
             accepting.cancel()
+            await asyncio.wait([accepting])  # the loop watches the socket until then
             stop_listening(listener)
             listener.close()
             await self._drain(end_requests)
@@ -115,13 +116,17 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, _ = await loop.sock_accept(listener)
+                connection, _ = listener.accept()
+            except BlockingIOError:
+                await _readable(listener)
+                continue
             except OSError as error:
                 if error.errno == errno.EINVAL:
                     return  # another process has ended the listening
                 logger.warning("no connection can be accepted: %s", error)
                 await asyncio.sleep(FILES_EXHAUSTED_PAUSE)
                 continue
+            connection.setblocking(False)
             try:
                 await self._make_room()
             except asyncio.CancelledError:
@@ -181,3 +186,15 @@ class HttpServer:
         if tasks := list(self._state.tasks):
             await asyncio.wait(tasks, timeout=seconds)
         return not self._state.tasks
+
+
+async def _readable(listener: socket.socket) -> None:
+    """Until a connection waits. `loop.sock_accept` is not used: when it is cancelled while a
+    connection arrives, it accepts it nevertheless, and drops it with a traceback in the log."""
+    loop = asyncio.get_running_loop()
+    is_readable = asyncio.Event()
+    loop.add_reader(listener, is_readable.set)
+    try:
+        await is_readable.wait()
+    finally:
+        loop.remove_reader(listener)
