@@ -164,8 +164,10 @@ def _build_network(config: DecodingBaseConfig, around: Surroundings) -> Speculat
         drafter = ModelDrafter(layers, kv, slots, groups, sampling, max_num_tokens)
         return Speculation(drafter, [kv], round_end=drafter)
     backlog = DraftBacklog(layers, slots, around.max_num_tokens)
-    network = NetworkProposer(layers, slots, sampling, backlog)
-    if (match := _suffix_match(config, around)) is None:
+    match = _suffix_match(config, around)
+    has_matches = match is not None
+    network = NetworkProposer(layers, slots, sampling, backlog, scores_trees=has_matches)
+    if match is None:
         return _in_rounds(network, None, config, around, splits_rounds=draft.splits_rounds)
     assert isinstance(config, MatchedDraftsConfig) and config.sa_config is not None
     both = MatchOrNetwork(network, match, slots, config.sa_config.threshold)

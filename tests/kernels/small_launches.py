@@ -30,6 +30,7 @@ from tllm_spec.kernels.gated_norm import gated_norm
 from tllm_spec.kernels.gumbel import gumbel_noise
 from tllm_spec.kernels.kv_codes import CODES
 from tllm_spec.kernels.latent_write import LatentNorm, latent_write
+from tllm_spec.kernels.match_branches import add_match
 from tllm_spec.kernels.moe_combine import moe_combine
 from tllm_spec.kernels.move_kv import move_kv
 from tllm_spec.kernels.path_ranks import path_ranks
@@ -89,7 +90,8 @@ def trees() -> None:
         if topk > 1:
             grow(pool, 2, beams, *children)
         add_last(pool, steps - 1, beams, *children)
-        select(pool, drafts)
+        for with_scores in (False, True):
+            select(pool, drafts, with_scores)
     tables = SlotTables(int64(64), int64(64, 64), int64(64), int64(64))
     slots, nodes, path = int64(BATCH), int64(BATCH, 64), int64(BATCH, 6)
     rates = TreeRates(empty(5, 4, dtype=torch.float64), int64(64))
@@ -124,6 +126,10 @@ def chains() -> None:
     sources = new_sources(65, 3, None, slots.device)
     observe_drafts(sources, slots, tokens, slots, True)
     choose_drafts(sources, slots, int64(64, 3), int64(64, 3), slots)
+    nodes = int64(BATCH, 64)
+    tree = DraftTree(int64(BATCH, 63), nodes, nodes, nodes, scores=float32(BATCH, 63))
+    for learns in (True, False):
+        add_match(sources, slots, tree, int64(BATCH, 3), slots, slots, learns)
 
 
 def layers() -> None:
