@@ -3,7 +3,7 @@
 A row says what `build.py` plugs into the loop: the draft weights to load, if any, and how the
 drafter is made."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tllm_spec.config.import_path import import_path_of
@@ -49,7 +49,8 @@ from tllm_spec.models.registry import LoadFormat
 @dataclass(frozen=True)
 class Surroundings:
     """What a mode may build on. `layers`: the draft network, for modes with draft weights;
-    `draft_kv`: its cache, where it has pages of its own."""
+    `draft_kv`: its cache, where it has pages of its own; `corpus`: rows of texts for every
+    request."""
 
     slots: SlotState
     sampler: Sampler
@@ -57,6 +58,7 @@ class Surroundings:
     max_len: int  # tokens of a text
     layers: DraftLayers | None
     draft_kv: DraftKVManager | None
+    corpus: Sequence[list[int]] = ()
 
 
 # Why none of the drafts may be accepted.
@@ -182,7 +184,9 @@ def _build_suffix_match(config: DecodingBaseConfig, around: Surroundings) -> Spe
 
 def _suffix_match(config: DecodingBaseConfig, around: Surroundings) -> SuffixMatch | None:
     search = config.text_search(len(around.slots.kv_lens) - 1)
-    return None if search is None else SuffixMatch(around.slots, around.max_len, search)
+    if search is None:
+        return None
+    return SuffixMatch(around.slots, around.max_len, search, around.corpus)
 
 
 def _in_rounds(
@@ -301,10 +305,15 @@ def draft_plan_of(config: DecodingBaseConfig | None) -> DraftPlan | None:
     return row.draft_plan(config) if row and row.draft_plan and config else None
 
 
-def slot_bytes_of(config: DecodingBaseConfig | None, num_slots: int, max_len: int) -> int:
-    """Device memory that the mode keeps for the slots, for texts of at most `max_len` tokens."""
+def text_bytes_of(
+    config: DecodingBaseConfig | None, num_slots: int, max_len: int, num_corpus: int
+) -> int:
+    """Device memory that the mode keeps for texts: those of slots, of at most `max_len` tokens, and
+    rows of the corpus."""
     search = None if config is None else config.text_search(num_slots - 1)
-    return 0 if search is None else SuffixMatch.num_bytes(num_slots, max_len, search)
+    if search is None:
+        return 0
+    return SuffixMatch.num_bytes(num_slots, max_len, search, num_corpus)
 
 
 def build_speculation(config: DecodingBaseConfig | None, around: Surroundings) -> Speculation:

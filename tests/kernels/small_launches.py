@@ -120,8 +120,8 @@ def chains() -> None:
         window_rows(int32(64, 4096), slots, slots, 4, 128, 32, depths, offset)
     send_results(int64(4, 1024), int64(1), slots, tokens)
     append_tokens(int32(64, 4096), slots, int64(64), tokens, slots)
-    for salts, number in ((None, 1), (int32(66), 8)):
-        table = TextTable(int32(66 * 4096), 4096, int64(64), salts)
+    for salts, number in ((None, 1), (int32(66), 8), (int32(66), 1)):
+        table = TextTable(int32(66 * 4096), 4096, int64(64), salts, number == 8)
         match_suffixes(table, slots, 3, 64, number, number == 1)
     sources = new_sources(65, 3, None, slots.device)
     observe_drafts(sources, slots, tokens, slots, True)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.lossless.cases import OUTPUT_LEN, Case, assert_same, generate
-from tests.lossless.conftest import DFLASH, HEAD, HOT, OTHER_TOKENIZER
+from tests.lossless.conftest import CORPUS, DFLASH, FILES, HEAD, HOT, OTHER_TOKENIZER
 from tests.lossless.drafters import (
     AdversarialDrafter,
     AdversarialTreeDrafter,
@@ -81,6 +81,7 @@ FITTED: dict[str, dict[str, Any]] = {
     "draft_target_one_model_other": OTHER | ONE_MODEL,
     "draft_target_one_model_other_map": OTHER | MAP | ONE_MODEL,
     "pard_other": PARD | {"speculative_model": OTHER_TOKENIZER},
+    "ngram_corpus": (MODES["ngram"] or {}) | {"external_corpus_path": CORPUS},
     "dflash": DFLASH_HEAD,
     "dflash_tree": DFLASH_HEAD | DYNAMIC_TREE,
 }
@@ -116,9 +117,6 @@ FLOORS = {
     "sa": 1.02,
     "eagle3_sa": 1.3,
     "eagle3_two_model_sa": 1.3,
-    "eagle3_sa_tree": 1.5,
-    "eagle3_sa_static": 1.5,
-    "eagle3_two_model_sa_tree": 1.5,
     "draft_target_one_model_sa": 1.3,
     "eagle_sa": 1.3,
     "peagle": 1.3,
@@ -133,6 +131,10 @@ FLOORS = {
     "draft_target_one_model_other": 1.3,
     "draft_target_one_model_other_map": 1.2,
     "pard_other": 1.1,
+    "ngram_corpus": 2.0,
+    "eagle3_sa_tree": 1.5,
+    "eagle3_sa_static": 1.5,
+    "eagle3_two_model_sa_tree": 1.5,
 }
 
 
@@ -233,7 +235,7 @@ def make_llm(
 
 def fitted(run: Run, file_of: Callable[[str], Path]) -> dict[str, Any]:
     config = {
-        option: str(file_of(value)) if value in (HEAD, DFLASH, HOT, OTHER_TOKENIZER) else value
+        option: str(file_of(value)) if value in FILES else value
         for option, value in FITTED[run.mode].items()
     }
     if run.mode.endswith("_static"):

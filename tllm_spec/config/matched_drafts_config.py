@@ -22,7 +22,7 @@ class SAEnhancerConfig(GlobalPoolConfig):
     of each length. TensorRT-LLM's default is 4."""
 
     def text_search(self, max_batch_size: int) -> TextSearch:
-        return TextSearch(MAX_MATCH, num_shared=self.num_shared(max_batch_size))
+        return TextSearch(MAX_MATCH, num_shared=self.num_shared(max_batch_size), corpus=self.corpus)
 
 
 class MatchedDraftsConfig(DecodingBaseConfig):

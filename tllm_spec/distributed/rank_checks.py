@@ -28,7 +28,10 @@ def versions() -> dict[str, str]:
 def checkpoints(args: LlmArgs) -> dict[str, str]:
     """A fingerprint of each folder or file that the model is loaded from."""
     of_draft = ("speculative_model", "speculative_token_map")
-    drafts = (getattr(args.speculative_config, name, None) for name in of_draft)
+    drafts = [getattr(args.speculative_config, name, None) for name in of_draft]
+    search = args.speculative_config and args.speculative_config.text_search(args.max_batch_size)
+    if search is not None and search.corpus is not None:
+        drafts.append(search.corpus.path)
     return {name: fingerprint(name) for name in (args.model, args.tokenizer, *drafts) if name}
 
 
