@@ -110,10 +110,7 @@ def _add(
         token, parent = tl.where(is_new, drafted, token), tl.where(is_new, node, parent)
         depth, bits = tl.where(is_new, step + 1, depth), tl.where(is_new, path_bits, bits)
         node = tl.where(step < num_taken, place, node)
-    is_better = (score[None, :] > score[:, None]) | (
-        (score[None, :] == score[:, None]) & (own[None, :] < own[:, None])
-    )
-    is_chosen = tl.sum(is_better.to(tl.int32), axis=1) <= num_nodes
+    is_chosen = tl.sum(_is_before(-score, own).to(tl.int32), axis=1) <= num_nodes
     is_added = (own > num_nodes) & (score > -2.0)
     # The match's nodes have the bits of the node that they branch off from.
     is_above = is_tree[None, :] & (((bits[:, None] >> own[None, :].to(tl.int64)) & 1) > 0)
@@ -144,14 +141,18 @@ def _await(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _is_before(keys: tl.tensor, own: tl.tensor) -> tl.tensor:
+    """Whether each column's key is less than each row's; equal ones are in order."""
+    equal = (keys[None, :] == keys[:, None]) & (own[None, :] < own[:, None])
+    return (keys[None, :] < keys[:, None]) | equal
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _numbered(
     own: tl.tensor, parent: tl.tensor, depth: tl.tensor, is_chosen: tl.tensor, is_above: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The rows of chosen nodes, by depth, those of their parents, and of all above as bits."""
-    is_before = (depth[None, :] < depth[:, None]) | (
-        (depth[None, :] == depth[:, None]) & (own[None, :] < own[:, None])
-    )
-    row = tl.sum((is_before & is_chosen[None, :]).to(tl.int32), axis=1)
+    row = tl.sum((_is_before(depth, own) & is_chosen[None, :]).to(tl.int32), axis=1)
     parent_row = tl.sum(tl.where(parent[:, None] == own[None, :], row[None, :], 0), axis=1)
     row_bits = tl.full([own.shape[0]], 1, tl.int64) << row.to(tl.int64)
     above = tl.sum(tl.where(is_above, row_bits[None, :], 0), axis=1)

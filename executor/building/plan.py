@@ -94,9 +94,9 @@ class BuildPlan:
                 f"tokens_per_block, which is {self.page_size}"
             )
         self.slots = SeqSlotManager(min(args.max_batch_size, args.max_num_tokens))
-        search = self.spec and self.spec.text_search(self.slots.max_batch_size)
-        texts = read_corpus(search and search.corpus, tokenizer, self.config.vocab_size)
-        self.corpus = rows_of(texts)
+        search = self.spec.text_search(self.slots.max_batch_size) if self.spec else None
+        corpus = search.corpus if search is not None else None
+        self.corpus = rows_of(read_corpus(corpus, tokenizer, self.config.vocab_size))
         self._log()
 
     def _log(self) -> None:

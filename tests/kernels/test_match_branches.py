@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.interpreter import on_each_kernel_device
+from tests.kernels.interpreter import on_each_kernel_device, only_outside_the_interpreter
 from tests.kernels.tree_growth import grow_tree, random_draft
 from tllm_spec.executor.speculative.drafting.match_or_network import new_sources
 from tllm_spec.kernels.beam_pool import DraftTree
@@ -127,6 +127,7 @@ def slow_nodes(
 SIZES = [(1, 1, 1), (1, 4, 4), (2, 3, 5), (4, 4, 16), (8, 6, 31), (8, 6, 63)]
 
 
+@only_outside_the_interpreter
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("threshold", [None, 3])
 def test_the_likeliest_of_both_are_the_tree(

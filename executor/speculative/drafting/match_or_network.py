@@ -91,8 +91,8 @@ class MatchOrNetwork(Proposer):
         if isinstance(drafts, DraftTree):
             own = group.slots, drafts, match, lens, found.lengths
             return add_match(sources, *own, self._learns)
-        parts = drafts.tokens, match, found.lengths
-        return DraftChains(choose_drafts(sources, group.slots, *parts))
+        both = drafts.tokens, match, found.lengths
+        return DraftChains(choose_drafts(sources, group.slots, *both))
 
     def prepare(self, batch: ScheduledBatch) -> None:
         self.network.prepare(batch)

@@ -104,9 +104,9 @@ class TreeDrafting:
                 read = own.index_select(1, step.runs)
                 state = growth.read(index + 1, read, bits, num_read, state, parents)
                 num_read += num_rows
-        rows = (each.expand(batch, -1) for each in layout)
-        of_nodes = torch.cat(scores, dim=1) if scores else None
-        return DraftTree(torch.cat(found, dim=1), *rows, scores=of_nodes)
+        parents, depths, bits = (each.expand(batch, -1) for each in layout)
+        of_nodes, tokens = torch.cat(scores, dim=1) if scores else None, torch.cat(found, dim=1)
+        return DraftTree(tokens, parents, depths, bits, scores=of_nodes)
 
     def _static_tree(
         self, shape: DraftShape
