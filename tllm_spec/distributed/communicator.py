@@ -62,9 +62,6 @@ class Communicator:
         """`rank_best` of all ranks' offers. As `all_reduce`."""
         return rank_best_reference(self.all_gather(offers).view(len(offers), -1, 2))
 
-    def broadcast_tensor(self, values: torch.Tensor) -> None:
-        """Rank 0's values, in place. As `all_reduce`."""
-
     def join(self, device: torch.device) -> None:
         """Connects the devices; before it only plain data can be sent."""
 
