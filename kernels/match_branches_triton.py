@@ -77,8 +77,7 @@ def _add(
     request, own = tl.program_id(0).to(tl.int64), tl.arange(0, block)
     slot, num_drafts = tl.load(slots + request), tl.load(lens + request)
     own_class = tl.minimum(tl.load(lengths + request), num_classes - 1)
-    is_certain = own_class == num_classes - 1
-    num_taken = num_drafts if learns else tl.where(is_certain, num_drafts, 0)
+    num_taken = num_drafts if learns else tl.where(own_class == num_classes - 1, num_drafts, 0)
     is_tree, is_node = own <= num_nodes, (own > 0) & (own <= num_nodes)
     at = request * num_nodes + own - 1
     token = tl.load(tokens + at, mask=is_node, other=-1)
@@ -92,8 +91,7 @@ def _add(
     match_prior = tl.load(priors + own_class * 2 + 1)
     chance = match_prior * 0 + (1.0 if learns else certain)
     node = own_class.to(tl.int32) * 0
-    match += request * max_depth
-    latest = pending + slot * (2 * max_draft_len)
+    match, latest = match + request * max_depth, pending + slot * (2 * max_draft_len)
     _await(latest, own, token, parent, node, match, num_drafts, max_draft_len)
     for step in range(max_depth):
         drafted = tl.load(match + step)
