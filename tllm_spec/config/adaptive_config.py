@@ -224,7 +224,7 @@ class AdaptiveConfig:
 
 def _buckets(buckets: object) -> tuple[int, ...]:
     """Raises ConfigError for anything but ascending integers above 0."""
-    numbers = list(buckets) if isinstance(buckets, (list, tuple)) else [None]
+    numbers: list[Any] = list(buckets) if isinstance(buckets, (list, tuple)) else [None]
     if all(type(each) is int and each > 0 for each in numbers) and numbers == sorted({*numbers}):
         return tuple(numbers)
     raise ConfigError(
