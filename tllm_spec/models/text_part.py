@@ -53,6 +53,7 @@ class TextPart:
 
 
 _PROJECTOR = "multi_modal_projector."
+_QWEN3_VL: dict[str, Any] = {"max_position_embeddings": 128000, "rope_theta": 5e5}
 _WITH_IMAGES: dict[str, TextPart] = {
     "Llama4ForConditionalGeneration": TextPart("Llama4ForCausalLM", ("vision_model.", _PROJECTOR)),
     "Gemma3ForConditionalGeneration": TextPart("Gemma3ForCausalLM", ("vision_tower.", _PROJECTOR)),
@@ -60,6 +61,36 @@ _WITH_IMAGES: dict[str, TextPart] = {
     # Without images transformers writes the experts one by one.
     "Qwen3_5MoeForConditionalGeneration": TextPart(
         "Qwen3_5MoeForCausalLM", ("visual.",), QWEN3_5_NAMES
+    ),
+    "Qwen3VLForConditionalGeneration": TextPart(
+        "Qwen3ForCausalLM", ("visual.",), defaults=_QWEN3_VL
+    ),
+    "Qwen3VLMoeForConditionalGeneration": TextPart(
+        "Qwen3MoeForCausalLM",
+        ("visual.",),
+        QWEN3_5_NAMES,
+        _QWEN3_VL
+        | {
+            "num_key_value_heads": 16,
+            "intermediate_size": 5632,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": True,
+        },
+    ),
+    "Qwen2_5_VLForConditionalGeneration": TextPart(
+        "Qwen2ForCausalLM",
+        ("visual.",),
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "eos_token_id": 151645,
+        },
+    ),
+    "Mistral3ForConditionalGeneration": TextPart(
+        "MistralForCausalLM", ("vision_tower.", _PROJECTOR), text_type="mistral"
     ),
 }
 WITH_IMAGES = tuple(_WITH_IMAGES)

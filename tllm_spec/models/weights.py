@@ -165,7 +165,7 @@ def load_tensor(name: str, tensor: torch.Tensor | StoredWeight, slot: WeightSlot
             f"{name} is {_type_name(tensor.dtype)}, which its layer does not read; it reads "
             f"{', '.join(map(_type_name, slot.dtypes)) or 'FP8 with scales'}."
         )
-    if tuple(tensor.shape) != slot.shape:
+    if tuple(tensor.shape) not in slot.shapes:
         raise ValueError(
             f"{name} has the shape {list(tensor.shape)}; the config asks for {list(slot.shape)}."
         )
