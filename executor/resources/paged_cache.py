@@ -13,12 +13,7 @@ from typing import Any, NamedTuple
 from tllm_spec.executor.resources.cache_checks import check_pages
 from tllm_spec.executor.resources.host_pages import HostPages, restore
 from tllm_spec.executor.resources.kv_event_log import KVEventLog
-from tllm_spec.executor.resources.pages import (
-    CachedSequence,
-    CacheStats,
-    PageGroup,
-    SequencePages,
-)
+from tllm_spec.executor.resources.pages import CachedSequence, CacheStats, PageGroup, SequencePages
 from tllm_spec.executor.resources.radix import NO_PAGE, Key, Node, RadixTree, num_unreferenced
 from tllm_spec.executor.resources.snapshots import Snapshots
 

@@ -144,10 +144,7 @@ OWN_DRAFTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("drafts", "one_model", "setting"),
     by_default(
-        [
-            ("chain", True, "preemption"),
-            ("dynamic", False, "chunks"),
-        ],
+        [("chain", True, "preemption"), ("dynamic", False, "chunks")],
         *(OWN_DRAFTS, (True, False), MODES),
     ),
 )
@@ -180,8 +177,7 @@ def test_a_prefix_is_reused_up_to_a_copy_of_the_states(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "drafter", "setting"),
     by_default(
-        [("Qwen3_5", "mtp", "prefix_reuse")],
-        *(("Qwen3_5", "Qwen3_5Moe"), ("ngram", "mtp"), MODES),
+        [("Qwen3_5", "mtp", "prefix_reuse")], *(("Qwen3_5", "Qwen3_5Moe"), ("ngram", "mtp"), MODES)
     ),
 )
 def test_drafts_leave_the_text_of_qwen3_5_alone(

@@ -83,9 +83,7 @@ def tiled(
 
 
 def quantise(
-    folder: Path,
-    wants: Callable[[str], bool] = is_projection,
-    granularity: str = "block",
+    folder: Path, wants: Callable[[str], bool] = is_projection, granularity: str = "block"
 ) -> Tensors:
     """Rewrites the checkpoint with the tensors that `wants` names in FP8. Returns all, dequantised:
     what `save_file` writes for a checkpoint of the same values without FP8."""

@@ -18,13 +18,7 @@ from typing import Any, NamedTuple
 from tllm_spec.child_command import module_command
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.mpirun import mpirun_descriptors
-from tllm_spec.server.child import (
-    ENDS_SOON,
-    SIGNALS,
-    ChildSettings,
-    engine_process,
-    stop_listening,
-)
+from tllm_spec.server.child import ENDS_SOON, SIGNALS, ChildSettings, engine_process, stop_listening
 from tllm_spec.server.host_limits import memory_note
 from tllm_spec.server.wire import new_unpacker, pack
 
@@ -147,8 +141,7 @@ class Supervisor:
         traceback."""
         for number in self._signals:
             signal.signal(
-                number,
-                lambda caught, frame: self._events.put_nowait(Event(None, "signal", caught)),
+                number, lambda caught, frame: self._events.put_nowait(Event(None, "signal", caught))
             )
 
     async def run(self) -> int:
