@@ -10,9 +10,8 @@ import pytest
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.kernels.conftest import exact_dots as exact_dots
 from tests.kernels.interpreter import INTERPRETED, only_outside_the_interpreter
-from tests.models.fp8_checkpoint import quantise
+from tests.models.fp8_checkpoint import keeping_int4, quantise
 from tests.models.helpers import save_checkpoint
-from tests.models.int4_checkpoint import keeping_int4
 from tests.models.mtp_reference import save_with_mtp
 from tests.models.test_llama4 import save_llama4
 from tllm_spec.config.llm_args import LlmArgs

@@ -14,6 +14,7 @@ from tests.lossless.small_models import (
     PROMPTS,
     SETTINGS,
     TREES,
+    assert_deterministic_texts_do_not_depend_on_drafts,
     by_default,
     plain_texts,
     texts,
@@ -244,9 +245,4 @@ def test_a_gpu_drafts_with_the_models_own_layer(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_deterministic_gives_the_same_text_with_and_without_drafts(folder: Path) -> None:
-    options = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}
-    alone, _ = texts(folder, max_batch_size=1, **(SETTINGS["undisturbed"] | options))
-    for own in (None, NGRAM):
-        for setting in ("undisturbed", "chunks"):
-            found, _ = texts(folder, speculative_config=own, **(SETTINGS[setting] | options))
-            assert found == alone
+    assert_deterministic_texts_do_not_depend_on_drafts(folder)
