@@ -1,14 +1,16 @@
 """Rounds of models with FP8 or 4-bit weights, next to the same models in bf16, rounds over an FP8
 KV cache, next to one of 16 bits, and the GEMMs alone with their floors.
 
-    python -m benchmarks.fp8 [llama-8b] [activations] [blocks] [int4] [cache] [flips] [linear]
-        [linear-int4] [experts]
+    python -m benchmarks.fp8 [llama-8b] [activations] [blocks] [int4] [cache] [qwen3-30b]
+        [qwen3-30b-int4] [v3] [flips] [linear] [linear-int4] [experts]
 
 llama-8b     plain rounds, and EAGLE-3 with 3 drafts, whose head is bf16
 activations  the same with activations in FP8, too, with one scale a token
 blocks       the same with a scale for each 128 inputs of a token
 int4         the same with weights of 4 bits in groups of 128, as AWQ has them
 cache        the same with requests of 4,200 tokens; both sides have FP8 weights and activations
+qwen3-30b    plain rounds of a model with 128 experts, in FP8 with blocks, or with `-int4` in 4 bits
+v3           plain rounds of the DeepSeek-V3-style model, whose routers spread the tokens
 flips        after how many tokens a text of the zoo's model parts from itself, if its rounds have
              other requests, or drafts
 linear       GEMMs of an 8B Llama's layers with FP8 weights: activations in bf16; for many rows also
@@ -39,9 +41,24 @@ import torch.nn.functional as F
 
 from benchmarks.harness import flips
 from benchmarks.harness.device_time import call_us
-from benchmarks.harness.dummy_models import TINY_EAGLE3, TINY_LLAMA, dummy_engine
+from benchmarks.harness.dummy_models import (
+    QWEN3_30B,
+    TINY_EAGLE3,
+    TINY_LLAMA,
+    TINY_QWEN3,
+    TINY_V3,
+    V3_STYLE,
+    dummy_engine,
+)
 from benchmarks.harness.engine import release
-from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, MATMUL_FLOPS, READ_BYTES_PER_S, Config
+from benchmarks.harness.expert_rounds import SPREAD, set_bias
+from benchmarks.harness.models import (
+    EAGLE3_8B,
+    LLAMA_8B,
+    MATMUL_FLOPS,
+    READ_BYTES_PER_S,
+    Config,
+)
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.kernels.cublas_lt import CublasLt, shared_library
@@ -100,11 +117,23 @@ class Side:
 Sides = tuple[Side, Side]
 
 
-def compared(sides: Sides, context: int, options: Options) -> Iterator[Row]:
+def compared(
+    sides: Sides,
+    full: Config,
+    tiny: Config,
+    heads: Sequence[Config | None],
+    context: int,
+    options: Options,
+) -> Iterator[Row]:
+    """`heads`: EAGLE-3 heads of the full shape; None: plain rounds."""
     is_full = options.device == "cuda"
-    target, eagle3 = (LLAMA_8B, EAGLE3_8B) if is_full else (TINY_LLAMA, TINY_EAGLE3)
-    for drafting, head in (("plain", None), (f"EAGLE-3 K={DRAFT_LEN}", eagle3)):
-        found = [measured(side, target, head, context, options) for side in sides]
+    for head in heads:
+        if head is not None and not is_full:
+            head = TINY_EAGLE3
+        found = [
+            measured(side, full if is_full else tiny, head, context, options) for side in sides
+        ]
+        drafting = "plain" if head is None else f"EAGLE-3 K={DRAFT_LEN}"
         for what in found[0]:
             values = {side.name.lower(): own[what] for side, own in zip(sides, found, strict=True)}
             yield {"drafting": drafting, "what": what} | values
@@ -129,6 +158,8 @@ def measured(
         head=head,
         kv_cache_config=cache | side.cache,
     )
+    if "n_routed_experts" in target:
+        set_bias(engine, SPREAD)
     found: dict[str, float] = {}
     for batch_size in sizes:
         engine.start(batch_size, length)
@@ -158,14 +189,14 @@ def compared_table(rows: Sequence[Row], sides: Sides) -> list[str]:
 def subject(
     name: str,
     title: str,
-    *,
+    *shapes: Any,
     quantization: Config = BLOCKS,
     column: str = "FP8",
     sides: Sides | None = None,
     context: int = PROMPT_LEN,
 ) -> Subject:
     sides = sides or (Side("bf16"), Side(column, {"quantization_config": quantization}))
-    run = partial(compared, sides, context)
+    run = partial(compared, sides, *shapes, context)
     return Subject(name, title, run, partial(compared_table, sides=sides))
 
 
@@ -308,17 +339,24 @@ def kernels(
     return Subject(name, title, run, partial(kernels_table, columns=columns), needs_cuda=True)
 
 
+OF_8B = (LLAMA_8B, TINY_LLAMA, (None, EAGLE3_8B))
 IN_FP8: Config = {"quantization_config": BY_TOKEN}
 CACHES = (
     Side("16-bit cache", IN_FP8, {"dtype": "model"}),
     Side("FP8 cache", IN_FP8, {"dtype": "fp8"}),
 )
 SUBJECTS = (
-    subject("llama-8b", "8B in FP8", quantization=WEIGHTS_ONLY),
-    subject("activations", "8B with activations in FP8", quantization=BY_TOKEN),
-    subject("blocks", "8B with activations in FP8 in blocks"),
-    subject("int4", "8B in 4 bits", quantization=AWQ, column="INT4"),
-    subject("cache", "8B over an FP8 cache", sides=CACHES, context=4200),
+    subject("llama-8b", "8B in FP8", *OF_8B, quantization=WEIGHTS_ONLY),
+    subject("activations", "8B with activations in FP8", *OF_8B, quantization=BY_TOKEN),
+    subject("blocks", "8B with activations in FP8 in blocks", *OF_8B),
+    subject("int4", "8B in 4 bits", *OF_8B, quantization=AWQ, column="INT4"),
+    subject("cache", "8B over an FP8 cache", *OF_8B, sides=CACHES, context=4200),
+    subject("qwen3-30b", "Qwen3 30B-A3B in FP8", QWEN3_30B, TINY_QWEN3, (None,)),
+    subject(
+        "qwen3-30b-int4", "Qwen3 30B-A3B in 4 bits", QWEN3_30B, TINY_QWEN3, (None,),
+        quantization=AWQ, column="INT4",
+    ),
+    subject("v3", "V3-style in FP8", V3_STYLE, TINY_V3, (None,)),
     Subject("flips", "Texts that part", flips.rates, flips.rates_table),
     kernels(
         "linear", "Layers in FP8", linear, "FP8", "slices", "activations", "blocks", "bf16"

@@ -100,6 +100,8 @@ def test_idle_time_of_a_round_of_two_graphs_is_before_and_between_them() -> None
         (fp8, "llama-8b", 8),
         pytest.param(fp8, "activations", 8, marks=pytest.mark.slow),
         pytest.param(fp8, "cache", 8, marks=pytest.mark.slow),
+        pytest.param(fp8, "qwen3-30b", 4, marks=pytest.mark.slow),
+        pytest.param(fp8, "v3", 4, marks=pytest.mark.slow),
         (experts, "v3", 7),
         (experts, "mtp1", 4),
         pytest.param(cpu, "sampling", 3, marks=pytest.mark.slow),
