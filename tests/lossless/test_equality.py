@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.lossless.cases import OUTPUT_LEN, Case, assert_same, generate
-from tests.lossless.conftest import DFLASH, HEAD, HOT, OTHER_TOKENIZER
+from tests.lossless.conftest import DFLASH, FILES, HEAD, HOT, LATENT_HEAD, OTHER_TOKENIZER
 from tests.lossless.drafters import (
     AdversarialDrafter,
     AdversarialTreeDrafter,
@@ -59,6 +59,7 @@ BATCH_SIZES = {
 EAGLE = {"decoding_type": "Eagle", "speculative_model": HEAD}
 DRAFT_TARGET = {"decoding_type": "Draft_Target", "speculative_model": DRAFT_MODEL}
 DFLASH_HEAD = {"decoding_type": "DFlash", "speculative_model": DFLASH}
+LATENT = {"decoding_type": "Eagle3", "speculative_model": LATENT_HEAD}
 TWO_MODEL = {"eagle3_one_model": False}
 ONE_MODEL = {"draft_target_one_model": True}
 MAP: dict[str, Any] = {"speculative_token_map": HOT}
@@ -83,6 +84,9 @@ FITTED: dict[str, dict[str, Any]] = {
     "pard_other": PARD | {"speculative_model": OTHER_TOKENIZER},
     "dflash": DFLASH_HEAD,
     "dflash_tree": DFLASH_HEAD | DYNAMIC_TREE,
+    "eagle3_latent": LATENT,
+    "eagle3_latent_two_model": LATENT | TWO_MODEL,
+    "eagle3_latent_tree": LATENT | DYNAMIC_TREE,
 }
 # Acceptance lengths that every draft length of a mode reaches: there were drafts, and some were
 # right.
@@ -130,6 +134,9 @@ FLOORS = {
     "draft_target_one_model_other": 1.3,
     "draft_target_one_model_other_map": 1.2,
     "pard_other": 1.1,
+    "eagle3_latent": 1.2,
+    "eagle3_latent_two_model": 1.2,
+    "eagle3_latent_tree": 1.3,
 }
 
 
@@ -177,6 +184,8 @@ COMBINED = (
     "draft_target_one_model_other",
     "draft_target_one_model_other_map",
     "pard_other",
+    "eagle3_latent_two_model",
+    "eagle3_latent_tree",
 )
 
 
@@ -228,7 +237,7 @@ def make_llm(
 
 def fitted(run: Run, file_of: Callable[[str], Path]) -> dict[str, Any]:
     config = {
-        option: str(file_of(value)) if value in (HEAD, DFLASH, HOT, OTHER_TOKENIZER) else value
+        option: str(file_of(value)) if value in FILES else value
         for option, value in FITTED[run.mode].items()
     }
     if run.mode.endswith("_static"):
