@@ -288,9 +288,9 @@ class ModelConfig:
             own = replace(own, llama4=self.llama4.within(max_positions))
         return own
 
-    def windowed(self: Shape, size: int) -> Shape:
-        """The same with a sliding window of `size` tokens in every layer. Raises ValueError where
-        layers have others, or no keys of heads."""
+    def windowed(self: Shape, size: int | None) -> Shape:
+        """The same with a sliding window of `size` tokens in every layer; None: without windows.
+        Raises ValueError where layers have others, or no keys of heads."""
         if self.mla is not None or self.chunk_size is not None or self.gemma3 is not None:
             raise ValueError(f"attention of {self.architecture} takes no other window")
         layers = frozenset(range(self.num_layers))

@@ -1,4 +1,4 @@
-"""The tier of every round: asked before drafting, told what came of it after verification.
+"""Chooses the tier of every round before drafting, and observes the result after verification.
 
 It routes batch sizes to slots, holds the limits over what a slot's policy chooses, and shows what
 was decided. A tier is what a round may have (`DraftShapes`): a draft length, or where there are
