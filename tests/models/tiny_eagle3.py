@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 Tensors = dict[str, torch.Tensor]
 Spelling = Literal["flat", "layers", "model.flat", "model.layers"]
 FLAGS = ("norm_output", "norm_before_fc", "norm_before_residual", "fc_norm", "bias")
-# Sizes of latent attention.
-LATENT = {
+# Of a head with latent attention.
+LATENT: dict[str, Any] = {
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+    "model_type": "kimi_k2",
     "q_lora_rank": 20,
     "kv_lora_rank": 24,
     "qk_nope_head_dim": 12,
@@ -64,15 +66,9 @@ def write_tiny_eagle3(
         "intermediate_size": intermediate_size,
         "num_hidden_layers": num_layers,
     }
-    layer = {
-        "model_type": model_type,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 16,
-    }
+    layer = {"model_type": model_type} | _LAYER
     if latent:
-        own = {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2"}
-        config = LATENT | own | {"num_key_value_heads": num_heads} | config
+        config = LATENT | {"num_key_value_heads": num_heads} | config
     if mask_token is not None:
         config |= _PARALLEL[speculators] | {"mask_token_id": mask_token}
     flags = {flag: config.pop(flag, False) for flag in FLAGS}
@@ -91,6 +87,11 @@ def write_tiny_eagle3(
     return folder
 
 
+_LAYER: dict[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 16,
+}
 _FLAT = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "tie_word_embeddings": False,
