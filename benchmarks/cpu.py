@@ -37,9 +37,7 @@ from benchmarks.harness.edited_code import matches, matches_table
 from benchmarks.harness.engine import in_turns
 from benchmarks.harness.report import Options, Row, Subject, main, table
 from tllm_spec import LLM, SamplingParams
-from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.resources.interface import ResourceManager
-from tllm_spec.executor.speculative.drafting.drafter import Drafter
+from tllm_spec.bench.break_even_runs import FreeDrafts
 from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.text.tokenizer import load_tokenizer
 from tllm_spec.zoo.corpus import heldout_files, read_source
@@ -59,17 +57,8 @@ MEDIUM = {
 }  # fmt: skip
 
 
-class NeverRight(Drafter):
-    """Drafts that the target never emits."""
-
-    def prepare_draft_tokens(
-        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
-    ) -> None:
-        for request in scheduled_requests.generation_requests:
-            request.py_draft_tokens = [0] * request.num_drafts_wanted
-
-
-NEVER_RIGHT = {"decoding_type": "User_Provided", "max_draft_len": 4, "drafter": NeverRight()}
+# The target never emits token 0.
+NEVER_RIGHT = {"decoding_type": "User_Provided", "max_draft_len": 4, "drafter": FreeDrafts()}
 
 
 @dataclass(frozen=True)

@@ -204,13 +204,14 @@ DRAFTS = {"chain": {"max_draft_len": 2}} | TREES
 
 
 @pytest.mark.parametrize(
-    ("drafts", "one_model", "setting"),
+    ("latent", "drafts", "one_model", "setting"),
     by_default(
-        [("dynamic", False, "chunks")],
-        *(DRAFTS, (True, False), SETTINGS),
+        [(False, "dynamic", False, "chunks"), (True, "static", True, "preemption")],
+        *((True, False), DRAFTS, (True, False), SETTINGS),
     ),
 )
-def test_an_eagle3_head_with_heads_of_its_own_shares_the_page_numbers_of_a_latent_cache(
+def test_an_eagle3_head_with_heads_or_latents_shares_the_page_numbers_of_a_latent_cache(
+    latent: bool,
     drafts: str,
     one_model: bool,
     setting: str,
@@ -220,7 +221,7 @@ def test_an_eagle3_head_with_heads_of_its_own_shares_the_page_numbers_of_a_laten
 ) -> None:
     eagle3 = {
         "decoding_type": "Eagle3",
-        "speculative_model": str(write_head(tmp_path)),
+        "speculative_model": str(write_head(tmp_path, latent=latent)),
         "eagle3_layers_to_capture": [0, 2],
         "eagle3_one_model": one_model,
         **DRAFTS[drafts],
