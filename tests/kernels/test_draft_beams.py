@@ -72,6 +72,8 @@ def test_the_worked_example() -> None:
     assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 3]]
     rows = ["".join(str(b >> column & 1) for column in range(6)) for b in tree.bits[0].tolist()]
     assert rows == ["100000", "110000", "101000", "110100", "101010", "110101"]
+    assert tree.likely is not None
+    assert tree.likely[0].tolist() == pytest.approx([0.6, 0.3, 0.5, 0.9, 0.8])
 
 
 @pytest.mark.parametrize(
