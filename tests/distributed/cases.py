@@ -220,6 +220,9 @@ CASES: dict[str, Case] = {
         tiers=(5, 0, 3, 4, 1, 5, 4, 2, 0),
     ),
     "budget": Case(options={"speculative_config": EAGLE3 | {"verify_budget": 2.5}}, accepts=True),
+    "budget-tree": Case(
+        options={"speculative_config": EAGLE3 | TREE | {"verify_budget": 2.5}}, accepts=True
+    ),
     "plain-experts": Case(
         model="qwen2-moe", options=SMALL_PAGES, run=generate_twice, whole_pages=True
     ),

@@ -138,6 +138,7 @@ OWN_DRAFTS: dict[str, dict[str, Any]] = {
     "shared rows": {"max_draft_len": 3, "verify_budget": 2},
     "matches": {"max_draft_len": 2, "sa_config": {"threshold": 1}},
     **TREES,
+    **{f"{name}, shared rows": own | {"verify_budget": 2} for name, own in TREES.items()},
 }
 
 

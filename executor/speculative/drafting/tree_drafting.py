@@ -14,6 +14,7 @@ import torch
 
 from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.engine.rows import TreeRows, Windows
+from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
@@ -27,10 +28,11 @@ from tllm_spec.kernels.tree_mask import TreeMask
 
 class TreeDrafting:
     """Grows draft trees. Its methods are functions of device tensors, so that a CUDA graph can hold
-    them."""
+    them. Where requests share a round's rows it says how likely each draft is."""
 
-    def __init__(self, layers: DraftLayers, sampling: DraftSampling, device: torch.device) -> None:
-        self._layers, self._sampling, self._device = layers, sampling, device
+    def __init__(self, layers: DraftLayers, slots: SlotState, sampling: DraftSampling) -> None:
+        self._layers, self._sampling, self._device = layers, sampling, slots.device
+        self._says_likely = slots.values is not None
         self._static = cache(self._static_tree)
 
     def draft(
@@ -75,15 +77,18 @@ class TreeDrafting:
                 add_last(pool, step, beams, *children)
             else:
                 beams = grow(pool, step, beams, *children)
-        return select(pool, shape.num_nodes)
+        return select(pool, shape.num_nodes, self._says_likely)
 
     def _draft_static(self, growth: "_Growth", shape: DraftShape, state: torch.Tensor) -> DraftTree:
         steps, layout = self._static(shape)
-        batch, num_read, found = len(growth.kv_lens), 0, list[torch.Tensor]()
+        batch, num_read = len(growth.kv_lens), 0
+        found, likely = list[torch.Tensor](), list[torch.Tensor]()
         for index, step in enumerate(steps):
-            _, tokens = growth.candidates(index, state)
+            probs, tokens = growth.candidates(index, state)
             own = step.take(tokens.view(batch, -1, shape.topk))
             found.append(own)
+            if self._says_likely:
+                likely.append(step.take(probs.view(batch, -1, shape.topk)))
             if index + 1 < len(steps):
                 num_rows, num_parents = len(step.runs), len(state) // batch
                 firsts = torch.arange(0, len(state), num_parents, device=state.device)
@@ -92,8 +97,9 @@ class TreeDrafting:
                 read = own.index_select(1, step.runs)
                 state = growth.read(index + 1, read, bits, num_read, state, parents)
                 num_read += num_rows
-        rows = (each.expand(batch, -1) for each in layout)
-        return DraftTree(torch.cat(found, dim=1), *rows)
+        parents, depths, bits = (each.expand(batch, -1) for each in layout)
+        chances = torch.cat(likely, dim=1) if likely else None
+        return DraftTree(torch.cat(found, dim=1), parents, depths, bits, likely=chances)
 
     def _static_tree(
         self, shape: DraftShape
