@@ -359,7 +359,8 @@ def _draft_layers(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) ->
     if isinstance(net, ExternalDraft):
         return ExternalModelLayers(net, pools[0], place.rows, vocab_size)
     backends = (_backend(plan, own, pool) for own, pool in zip(groups, pools, strict=True))
-    attention = AttentionGroups([PagedGroup(backend, place.rows) for backend in backends])
+    paged = [PagedGroup(backend, place.rows) for backend in backends]
+    attention = AttentionGroups(paged, sees=draft.plan.sees)
     return draft.layers(attention, vocab_size)
 
 

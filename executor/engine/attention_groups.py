@@ -6,10 +6,16 @@ from itertools import accumulate
 
 import torch
 
-from tllm_spec.attention.interface import AttentionBackend, AttentionPlan, GroupAttention
+from tllm_spec.attention.interface import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionPlan,
+    GroupAttention,
+)
 from tllm_spec.attention.recurrent import RecurrentMemory, RecurrentRows
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
+from tllm_spec.executor.engine.sink_window import SinkWindow
 from tllm_spec.kernels.gated_delta import DeltaBlocks, DeltaRows
 from tllm_spec.kernels.move_kv import move_kv
 from tllm_spec.kernels.round_rows import RoundRows
@@ -36,11 +42,18 @@ class PlannedRows:
 
 class AttentionGroups:
     """All groups of one model. Ids and positions of rows are the same in each. memory: of layers
-    with a recurrent state, which have no pages; None: there are none."""
+    with a recurrent state, which have no pages; None: there are none. sees: the part of a text that
+    rows attend to; None: as each backend's geometry says."""
 
-    def __init__(self, groups: Sequence[PagedGroup], memory: RecurrentMemory | None = None) -> None:
+    def __init__(
+        self,
+        groups: Sequence[PagedGroup],
+        memory: RecurrentMemory | None = None,
+        sees: SinkWindow | None = None,
+    ) -> None:
         self.groups = tuple(groups)
         self.memory = memory
+        self._sees = sees
 
     @property
     def rows(self) -> RowBuilder:
@@ -57,15 +70,23 @@ class AttentionGroups:
     ) -> PlannedRows:
         """only_writes: plans no attention, only the writing of keys and values."""
         rows, planned = self.rows, list[GroupAttention]()
-        metadata, token_ids = rows.build(contexts, windows)
+        metadata, token_ids = self._metadata(rows, contexts, windows)
         positions = metadata.positions
         for group in self.groups:
             if group.rows is not rows:
                 rows = group.rows
-                metadata, _ = rows.build(contexts, windows)
+                metadata, _ = self._metadata(rows, contexts, windows)
             plan = AttentionPlan(metadata.kv_slots) if only_writes else group.backend.plan(metadata)
             planned.append(GroupAttention(group.backend, plan))
         return PlannedRows(token_ids, positions, tuple(planned), self._recurrent(contexts, windows))
+
+    def _metadata(
+        self, rows: RowBuilder, contexts: list[ContextChunk], windows: Windows | None
+    ) -> tuple[AttentionMetadata, torch.Tensor]:
+        metadata, token_ids = rows.build(contexts, windows)
+        if self._sees is not None:
+            metadata = self._sees.cut(metadata, rows.page_size)
+        return metadata, token_ids
 
     def _recurrent(
         self, contexts: list[ContextChunk], windows: Windows | None

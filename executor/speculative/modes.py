@@ -22,6 +22,7 @@ from tllm_spec.config.speculative_config import (
     SADecodingConfig,
     UserProvidedDecodingConfig,
 )
+from tllm_spec.executor.engine.sink_window import SinkWindow
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
@@ -105,6 +106,14 @@ class DraftPlan:
     mask_token: int | None = None  # None: what the model's config.json says
     num_filled: int = 0  # drafts that a head fills in at once, at most; 0: it does not
     window_size: int | None = None  # tokens that it sees; None: as its own config.json says
+    sink_size: int | None = None  # first tokens that it sees besides those; None: none
+
+    @property
+    def sees(self) -> SinkWindow | None:
+        """The part of a text that it sees; None: as its configuration says."""
+        if self.window_size is None or self.sink_size is None:
+            return None
+        return SinkWindow(self.sink_size, self.window_size)
 
     @property
     def rows_before(self) -> int:
@@ -219,6 +228,7 @@ def _draft_target_model(config: DecodingBaseConfig) -> DraftPlan:
         kv_cache_dtype=config.kv_cache_dtype,
         backend=config.draft_backend,
         window_size=config.draft_window_size,
+        sink_size=config.draft_sink_size,
         token_map=config.speculative_token_map,
     )
 
@@ -231,6 +241,7 @@ def _pard_model(config: DecodingBaseConfig) -> DraftPlan:
         is_head=False,
         shares_pages=config.draft_target_one_model,
         window_size=config.draft_window_size,
+        sink_size=config.draft_sink_size,
         token_map=config.speculative_token_map,
         drafts_at_once=True,
         mask_token=config.mask_token_id,
@@ -246,6 +257,7 @@ def _dflash_head(config: DecodingBaseConfig) -> DraftPlan:
         capture_layers=config.target_layer_ids,
         head_kinds=("DFlash",),
         window_size=config.draft_window_size,
+        sink_size=config.draft_sink_size,
         token_map=config.speculative_token_map,
         mask_token=config.mask_token_id,
         num_filled=config.max_draft_len,
@@ -265,6 +277,7 @@ def _eagle_head(config: DecodingBaseConfig) -> DraftPlan:
         backend=config.draft_backend,
         head_kinds=("EAGLE-3",) if is_eagle3 else ("EAGLE-1/2", "EAGLE-3"),
         window_size=config.draft_window_size,
+        sink_size=config.draft_sink_size,
         token_map=config.speculative_token_map,
     )
 

@@ -1,5 +1,5 @@
-"""Draft networks that see the last tokens only: `draft_window_size`, and a window in the network's
-own config.json."""
+"""Draft networks that see the last tokens only, or the first ones besides: `draft_window_size`,
+`draft_sink_size`, and a window in the network's own config.json."""
 
 from pathlib import Path
 from random import Random
@@ -65,10 +65,13 @@ def served(tiny: Path, **options: Any) -> list[tuple[list[int], SpeculativeStats
     return [(output_of(each), each.counters.stats()) for each in requests]
 
 
-@pytest.mark.parametrize(
+modes = pytest.mark.parametrize(
     "mode",
     [mode if mode in WITNESSES else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES],
 )
+
+
+@modes
 def test_a_window_changes_drafts_and_no_text_and_is_that_of_the_config(
     mode: str, tiny: Path, tmp_path: Path
 ) -> None:
@@ -84,6 +87,28 @@ def test_a_window_changes_drafts_and_no_text_and_is_that_of_the_config(
     assert served(tiny, **options_of(own, mode)) == found[SIZE]
 
 
+@modes
+def test_a_sink_changes_drafts_and_no_text(mode: str, tiny: Path, tmp_path: Path) -> None:
+    path = draft(tmp_path / "draft", mode)
+    sizes: dict[str, Options] = {
+        "all": {},
+        "sink": {"draft_window_size": 1, "draft_sink_size": 1},
+        "wide": {"draft_window_size": SIZE, "draft_sink_size": WHOLE},
+    }
+    found = {name: served(tiny, **options_of(path, mode, **own)) for name, own in sizes.items()}
+    plain = [text for text, _ in served(tiny)]
+    assert all([text for text, _ in each] == plain for each in found.values())
+    assert found["wide"] == found["all"] != found["sink"]
+
+
+def test_a_sink_is_instead_of_the_window_of_the_config(tiny: Path, tmp_path: Path) -> None:
+    own = {"draft_window_size": SIZE, "draft_sink_size": WHOLE}
+    without, with_window = (
+        draft(tmp_path / str(size), "head, one-model", size) for size in (None, SIZE)
+    )
+    assert served(tiny, **eagle3(with_window, 3, **own)) == served(tiny, **eagle3(without, 3))
+
+
 def test_a_dflash_head_refuses_a_window(tiny: Path, tmp_path: Path) -> None:
     options = {"decoding_type": "DFlash", "max_draft_len": 3, "draft_window_size": SIZE}
     head = {"speculative_model": str(write_tiny_dflash(tmp_path))}
@@ -95,6 +120,7 @@ def test_a_dflash_head_refuses_a_window(tiny: Path, tmp_path: Path) -> None:
     ("more", "message"),
     [
         ({"draft_window_size": 0}, "draft_window_size"),
+        ({"draft_window_size": None, "draft_sink_size": 4}, "draft_sink_size = 4 needs draft_w"),
         ({"draft_backend": "onnxruntime", "eagle3_one_model": False}, "sees all keys"),
     ],
 )

@@ -63,7 +63,8 @@ TWO_MODEL = {"eagle3_one_model": False}
 ONE_MODEL = {"draft_target_one_model": True}
 MAP: dict[str, Any] = {"speculative_token_map": HOT}
 OTHER = DRAFT_TARGET | {"speculative_model": OTHER_TOKENIZER}
-# With a file of `fitted_file`.
+SINK = {"draft_window_size": 12, "draft_sink_size": 4}
+# With a file of `fitted_file`, or options that few modes have.
 FITTED: dict[str, dict[str, Any]] = {
     "eagle": EAGLE,
     "eagle_two_model": EAGLE | TWO_MODEL,
@@ -83,6 +84,8 @@ FITTED: dict[str, dict[str, Any]] = {
     "pard_other": PARD | {"speculative_model": OTHER_TOKENIZER},
     "dflash": DFLASH_HEAD,
     "dflash_tree": DFLASH_HEAD | DYNAMIC_TREE,
+    "eagle3_sink": (MODES["eagle3"] or {}) | SINK,
+    "draft_target_sink_tree": DRAFT_TARGET | DYNAMIC_TREE | SINK,
 }
 # Acceptance lengths that every draft length of a mode reaches: there were drafts, and some were
 # right.
@@ -130,6 +133,8 @@ FLOORS = {
     "draft_target_one_model_other": 1.3,
     "draft_target_one_model_other_map": 1.2,
     "pard_other": 1.1,
+    "eagle3_sink": 1.3,
+    "draft_target_sink_tree": 1.4,
 }
 
 
@@ -177,6 +182,7 @@ COMBINED = (
     "draft_target_one_model_other",
     "draft_target_one_model_other_map",
     "pard_other",
+    "draft_target_sink_tree",
 )
 
 

@@ -59,8 +59,7 @@ def test_the_checkpoint_has_the_published_format_and_loads_again(tmp_path: Path)
     ("change", "words"),
     [
         ({"architectures": ["Qwen3ForCausalLM"]}, "architectures"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers"),
-        ({"norm_output": True}, "norm_output"),
+        ({"attention_bias": True}, "qkv_bias"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type"),
         ({"hidden_size": 64}, "hidden_size"),
     ],

@@ -31,6 +31,7 @@ from tllm_spec.training.ranks import ALONE, Ranks
 from tllm_spec.training.texts import Text, draw, read_texts, split
 
 ROOT = Path(__file__).parents[2]
+VARIANT = "--layers 2 --norm fc_norm --norm norm_output"
 RUN = "--unroll 3 --batch_tokens 256 --learning_rate 2e-3 --device cpu --draft_vocab_size 16"
 
 
@@ -58,7 +59,9 @@ def train(model: Path, data: Path, output: Path, more: str) -> Result:
 @pytest.fixture(scope="session")
 def trained(model: Path, traffic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("head")
-    assert train(model, traffic, output, "--steps 60 --checkpoint_steps 20").exit_code == 0
+    assert (
+        train(model, traffic, output, f"--steps 60 --checkpoint_steps 20 {VARIANT}").exit_code == 0
+    )
     return output
 
 
@@ -92,7 +95,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         return draw(*arguments)
 
     monkeypatch.setattr(head_run, "draw", interrupted)
-    steps = "--steps 60 --checkpoint_steps 20"
+    steps = f"--steps 60 --checkpoint_steps 20 {VARIANT}"
     assert train(model, traffic, tmp_path, steps).exit_code == 1
     monkeypatch.undo()
     assert train(model, traffic, tmp_path, f"{steps} --resume").exit_code == 0
@@ -112,7 +115,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         "",
         "--format speculators",
         "--kind peagle",
-        pytest.param("--kind peagle --layers 1", marks=pytest.mark.slow),
+        pytest.param("--layers 1", marks=pytest.mark.slow),
+        pytest.param(
+            "--layers 3 --norm norm_before_fc --norm norm_before_residual", marks=pytest.mark.slow
+        ),
+        pytest.param("--kind peagle --layers 1 --norm norm_before_fc", marks=pytest.mark.slow),
     ],
 )
 def test_the_engine_accepts_the_drafts_of_an_exported_head_as_training_said(
@@ -121,7 +128,7 @@ def test_the_engine_accepts_the_drafts_of_an_exported_head_as_training_said(
     output = trained
     if options:
         output = tmp_path
-        start = "" if "peagle" in options else f"--init {trained} --steps 1"
+        start = f"--init {trained} --steps 1" if options == "--format speculators" else ""
         run = RUN.replace(" --draft_vocab_size 16", "") if start else RUN
         paths = ["--model", str(model), "--data", str(traffic), "--output", str(output)]
         command = ["head", *paths, *run.split(), *(start or "--steps 60").split()]
@@ -213,11 +220,19 @@ def test_a_text_file_is_cut_into_pieces_of_which_some_are_held_out(tmp_path: Pat
     assert len(training) + len(held_out) == len(texts)
 
 
+def test_the_shape_of_a_head_to_begin_with_stays(
+    model: Path, traffic: Path, trained: Path, tmp_path: Path
+) -> None:
+    more = f"--steps 1 --init {trained} --layers 3 --norm fc_norm"
+    result = train(model, traffic, tmp_path, more)
+    words = "--draft_vocab_size, --norm, --layers: that of the head in --init stays; leave it out"
+    assert result.exit_code == 1 and words in result.output
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
         ("", "--steps or --minutes"),
-        ("--steps 1 --layers 2", "an EAGLE-3 head has 1"),
         ("--steps 1 --kind peagle --format eagle", "--format speculators"),
         ("--steps 1 --resume", "to resume from"),
         ("--steps 1 --init zoo:llama-eagle3", "hidden_size"),

@@ -123,7 +123,7 @@ PEER_FLAGS = (
     PeerOption(
         "--speculative_draft_window_size", int, f"{SPECULATIVE}.speculative_draft_window_size"
     ),
-    PeerOption("--speculative_draft_sink_size", int, f"{SPECULATIVE}.draft_sink_size"),
+    PeerOption("--speculative_draft_sink_size", int, f"{SPECULATIVE}.speculative_draft_sink_size"),
     PeerOption("--speculative_num_steps", int, f"{SPECULATIVE}.speculative_num_steps"),
     PeerOption("--speculative_eagle_topk", int, f"{SPECULATIVE}.speculative_eagle_topk"),
     PeerOption(

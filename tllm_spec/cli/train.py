@@ -46,7 +46,14 @@ def main() -> None:
     type=POSITIVE,
     help="The most frequent tokens, which the head drafts. [default: 32000, or all]",
 )
-@click.option("--layers", type=POSITIVE, help="Of a P-EAGLE head. [default: 2]")
+@click.option("--layers", type=POSITIVE, help="Of a new head. [default: 1; of peagle: 2]")
+@click.option(
+    "--norm",
+    "norms",
+    type=click.Choice(["norm_before_fc", "fc_norm", "norm_before_residual", "norm_output"]),
+    multiple=True,
+    help="A further norm of a new head; may be given several times.",
+)
 @click.option("--unroll", type=POSITIVE, default=5, show_default=True, help="Drafts in training.")
 @click.option("--steps", type=POSITIVE, help="End after so many steps.")
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), help="End after this time.")

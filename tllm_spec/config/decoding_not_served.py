@@ -19,9 +19,6 @@ DECODING_NOT_SERVED: Mapping[str, NotServed] = {
     "draft_tensor_parallel_size": NotServed(
         (None,), "target and drafter share tensor_parallel_size"
     ),
-    "draft_sink_size": NotServed(
-        (None,), "a window of draft_window_size has the last tokens, and none of the first"
-    ),
     "parallel_drafting": NotServed(
         (None, False), "a P-EAGLE head and a PARD model draft all tokens at once without it"
     ),

@@ -129,6 +129,7 @@ class DecodingBaseConfig(ConfigModel):
         "speculative_model_dir": "speculative_model",
         "speculative_draft_model_path": "speculative_model",
         "speculative_draft_window_size": "draft_window_size",
+        "speculative_draft_sink_size": "draft_sink_size",
         "speculative_num_steps": "max_draft_len",
         SGLANG_NODES: "max_total_draft_tokens",
         "speculative_accept_threshold_single": "threshold_single",
@@ -361,6 +362,16 @@ class DraftModelDecodingConfig(DecodingBaseConfig):
     """Tokens that the draft network sees, its own included: fewer help on texts that are longer
     than those it was trained on, and take less time. null: as its `config.json` says. Only drafts
     change, no text. SGLang's name is `speculative_draft_window_size`."""
+    draft_sink_size: PositiveInt | None = None
+    """First tokens of a text that the draft network sees besides those of `draft_window_size`,
+    without which it is refused. Both then count whole pages. null: none. SGLang's name is
+    `speculative_draft_sink_size`."""
+
+    @model_validator(mode="after")
+    def _check_sink(self) -> DraftModelDecodingConfig:
+        if self.draft_sink_size is not None and self.draft_window_size is None:
+            raise ValueError(f"draft_sink_size = {self.draft_sink_size} needs draft_window_size")
+        return self
 
     @field_validator("load_format", mode="before")
     @classmethod

@@ -81,7 +81,7 @@ class DFlashConfig(Eagle3Config):
             )
         return config
 
-    def windowed(self, size: int) -> "DFlashConfig":
+    def windowed(self, size: int | None) -> "DFlashConfig":
         """Raises ValueError."""
         raise ValueError("a DFlash head attends to all tokens")
 

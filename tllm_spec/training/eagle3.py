@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from tllm_spec.attention.spec_metadata import default_capture_layers
 from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.training.head_layers import Layer, RMSNorm, rotary_rows
 
 NUM_CAPTURED = 3
 
@@ -33,90 +34,16 @@ class Cache(NamedTuple):
     own_values: Tensor
 
 
-class RMSNorm(nn.Module):
-    """In fp32, also under autocast."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden.float()
-        return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.eps)
-
-
-class Attention(nn.Module):
-    def __init__(self, shape: Eagle3Config, input_size: int) -> None:
-        super().__init__()
-        self.head_dim = shape.head_dim
-        width, kv_width = (
-            count * shape.head_dim for count in (shape.num_heads, shape.num_kv_heads)
-        )
-        self.q_proj = nn.Linear(input_size, width, bias=False)
-        self.k_proj = nn.Linear(input_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(input_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
-
-    def project(self, inputs: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`[B, S, input_size]` -> rotated queries and keys, and values, `[B, heads, S, D]`;
-        `cos_sin` is `[2, S, D]`."""
-        query, key, value = (
-            projection(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return rotate(query, cos_sin), rotate(key, cos_sin), value
-
-
-class ChainAttention(Attention):
+class ChainLayer(Layer):
     """Over the entries of parallel chains."""
-
-    def forward(self, both: Tensor, cos_sin: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """`[B, S, 2H]` -> `[B, S, H]`; `cos_sin` is `[2, S, D]`."""
-        query, key, value = self.project(both, cos_sin)
-        if cache is None:
-            none = key.unsqueeze(-2)[..., :0, :]
-            cache = Cache(key, value, none, none)
-            mixed = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=True
-            )
-        else:
-            own_keys = torch.cat((cache.own_keys, key.unsqueeze(-2)), -2)
-            own_values = torch.cat((cache.own_values, value.unsqueeze(-2)), -2)
-            cache = cache._replace(own_keys=own_keys, own_values=own_values)
-            mixed = attend(query, cache)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2)), cache
-
-
-class MLP(nn.Module):
-    def __init__(self, shape: Eagle3Config) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
-        return output
-
-
-class Layer(nn.Module):
-    """A Llama layer whose attention reads the embedding and the hidden state."""
-
-    def __init__(self, shape: Eagle3Config) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = ChainAttention(shape, 2 * shape.hidden_size)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = MLP(shape)
 
     def forward(
         self, hidden: Tensor, embeddings: Tensor, cos_sin: Tensor, cache: Cache | None
     ) -> tuple[Tensor, Cache]:
-        both = torch.cat((self.input_layernorm(embeddings), self.hidden_norm(hidden)), -1)
-        attended, cache = self.self_attn(both, cos_sin, cache)
-        hidden = hidden + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)), cache
+        """`[B, S, H]` -> `[B, S, H]`, and the cache with this step's entries."""
+        inputs, residual = self.inputs(hidden, embeddings)
+        mixed, cache = attend_in_chains(*self.self_attn.project(inputs, cos_sin), cache)
+        return self.outputs(residual, mixed), cache
 
 
 class FeatureHead(nn.Module):
@@ -133,9 +60,13 @@ class FeatureHead(nn.Module):
         ascending."""
         super().__init__()
         self.config = shape
-        self.fc = nn.Linear(NUM_CAPTURED * shape.hidden_size, shape.hidden_size, bias=False)
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.output_size, bias=False)
+        size, eps = shape.hidden_size, shape.rms_norm_eps
+        self.input_norm = RMSNorm(NUM_CAPTURED * size, eps) if shape.norm_before_fc else None
+        num_norms = NUM_CAPTURED if shape.fc_norm else 0
+        self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in range(num_norms))
+        self.fc = nn.Linear(NUM_CAPTURED * size, size, bias=False)
+        self.norm = RMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, shape.output_size, bias=False)
         in_draft = torch.zeros(shape.vocab_size, dtype=torch.bool)
         in_draft[draft_ids] = True
         self.register_buffer("d2t", draft_ids - torch.arange(shape.output_size))
@@ -147,12 +78,23 @@ class FeatureHead(nn.Module):
 
     def fuse(self, features: Tensor) -> Tensor:
         """`[..., 3H]` of the target -> `[..., H]`, in fp32 also under autocast."""
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.config.fc_norm:
+            states = features.chunk(NUM_CAPTURED, -1)
+            normed = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
+            features = torch.cat(normed, -1)
         hidden: Tensor = self.fc(features).float()
         return hidden
 
+    def recurrent(self, hidden: Tensor) -> Tensor:
+        """What the next step reads of the last layer's output `[..., H]`."""
+        return self.norm(hidden) if self.config.norm_output else hidden
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[..., H]` -> `[..., draft_vocab_size]`."""
-        logits: Tensor = self.lm_head(self.norm(hidden))
+        """`[..., H]`, from `recurrent`, -> `[..., draft_vocab_size]`."""
+        normed = hidden if self.config.norm_output else self.norm(hidden)
+        logits: Tensor = self.lm_head(normed)
         return logits
 
 
@@ -161,28 +103,51 @@ class Eagle3Head(FeatureHead):
 
     def __init__(self, shape: Eagle3Config, draft_ids: Tensor) -> None:
         super().__init__(shape, draft_ids)
-        self.layers = nn.ModuleList([Layer(shape)])
+        self.layers = nn.ModuleList(ChainLayer(shape, index) for index in range(shape.num_layers))
 
     def forward(
-        self, hidden: Tensor, embeddings: Tensor, cache: Cache | None = None
-    ) -> tuple[Tensor, Cache]:
+        self, hidden: Tensor, embeddings: Tensor, caches: list[Cache] | None = None
+    ) -> tuple[Tensor, list[Cache]]:
         """The next step of all chains.
 
         Args:
             hidden: `[B, S, H]`: at the first step `fuse` of the target's states, then the output
                 of the previous step.
             embeddings: `[B, S, H]` of the token at `s + k + 1`, for chain s at step k.
-            cache: from the previous step.
+            caches: of the layers, from the previous step.
 
         Returns:
-            `[B, S, H]` before the final norm, and the cache with this step's entries.
+            `[B, S, H]`, for `logits` and the next step, and the caches with this step's entries.
         """
-        step = 0 if cache is None else cache.own_keys.shape[-2] + 1
+        step = 0 if caches is None else caches[0].own_keys.shape[-2] + 1
         positions = torch.arange(step, step + hidden.shape[1], device=hidden.device)
-        output: tuple[Tensor, Cache] = self.layers[0](
-            hidden, embeddings, rotary_rows(self.config, positions), cache
-        )
-        return output
+        cos_sin = rotary_rows(self.config, positions)
+        extended_caches = []
+        before = [None] * len(self.layers) if caches is None else caches
+        for layer, cache in zip(self.layers, before, strict=True):
+            hidden, own = layer(hidden, embeddings, cos_sin, cache)
+            extended_caches.append(own)
+        return self.recurrent(hidden), extended_caches
+
+
+def attend_in_chains(
+    query: Tensor, key: Tensor, value: Tensor, cache: Cache | None
+) -> tuple[Tensor, Cache]:
+    """A step of all chains: `[B, heads, S, D]`, and the cache with its entries."""
+    cache = extended(cache, key, value)
+    if cache.own_keys.shape[-2]:
+        return attend(query, cache), cache
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True), cache
+
+
+def extended(cache: Cache | None, key: Tensor, value: Tensor) -> Cache:
+    """`cache` with a step's keys and values `[B, heads, S, D]`."""
+    if cache is None:
+        return Cache(key, value, key.unsqueeze(-2)[..., :0, :], value.unsqueeze(-2)[..., :0, :])
+    return cache._replace(
+        own_keys=torch.cat((cache.own_keys, key.unsqueeze(-2)), -2),
+        own_values=torch.cat((cache.own_values, value.unsqueeze(-2)), -2),
+    )
 
 
 def attend(query: Tensor, cache: Cache) -> Tensor:
@@ -202,20 +167,6 @@ def attend(query: Tensor, cache: Cache) -> Tensor:
     mixed = (on_shared.flatten(2, 3) @ cache.values).view(grouped)
     mixed = mixed + torch.einsum("bngsk,bnskd->bngsd", on_own, cache.own_values)
     return mixed.flatten(1, 2)
-
-
-def rotary_rows(shape: Eagle3Config, positions: Tensor) -> Tensor:
-    """Cosines and sines `[2, S, D]` (RoFormer, arXiv 2104.09864), repeated for both halves of D as
-    in Llama."""
-    exponents = torch.arange(0, shape.head_dim, 2, device=positions.device).float() / shape.head_dim
-    angles = torch.outer(positions.float(), shape.rope.theta**-exponents).repeat(1, 2)
-    return torch.stack((angles.cos(), angles.sin()))
-
-
-def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
-    """`[B, heads, S, D]`, in the dtype of `heads`."""
-    low, high = heads.chunk(2, -1)
-    return (heads * cos_sin[0] + torch.cat((-high, low), -1) * cos_sin[1]).to(heads.dtype)
 
 
 def target_states(

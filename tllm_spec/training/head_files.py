@@ -21,11 +21,12 @@ from tllm_spec.training.token_data import TokenData
 from tllm_spec.training.trainer import Settings, add_dropout
 
 Format = Literal["eagle", "speculators"]
+# By their keys in config.json and in `Eagle3Config`.
+NORMS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
 # The only values that can be trained here, by their names in `Eagle3Config`.
 _TRAINED = {
     "architecture": "LlamaForCausalLM",
     "hidden_act": "silu",
-    **dict.fromkeys(("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output"), False),
     **dict.fromkeys(("bias", "qkv_bias", "o_bias", "mlp_bias", "tie_word_embeddings"), False),
 }
 
@@ -39,11 +40,6 @@ def read_shape(folder: Path, target: ModelConfig) -> Eagle3Config:
             raise ValueError(f"{key} of the head in {folder} is {found!r}; {only!r} is trained")
     if shape.rope.kind != "default":
         raise ValueError(f"rope_type of the head in {folder} is {shape.rope.kind!r}: not trained")
-    if shape.mask_token is None and shape.num_layers != 1:
-        raise ValueError(
-            f"num_hidden_layers of the head in {folder} is {shape.num_layers}; EAGLE-3 heads that "
-            "are trained have 1"
-        )
     return shape.for_target(target, NUM_CAPTURED)
 
 
@@ -102,9 +98,13 @@ def draft_vocabulary(texts: list[TokenData], shape: Eagle3Config) -> tuple[Tenso
 
 
 def new_shape(
-    target: ModelConfig, draft_vocab_size: int, num_layers: int, mask_token: int | None
+    target: ModelConfig,
+    draft_vocab_size: int,
+    num_layers: int,
+    mask_token: int | None,
+    norms: tuple[str, ...],
 ) -> Eagle3Config:
-    """A head whose layers have the sizes of the target's."""
+    """A head whose layers have the sizes of the target's. norms: those of `NORMS` that it has."""
     sizes = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "vocab_size": target.vocab_size,
@@ -119,6 +119,7 @@ def new_shape(
         "rope_theta": target.rope.theta,
         "rms_norm_eps": target.rms_norm_eps,
         "mask_token_id": mask_token,
+        **dict.fromkeys(norms, True),
     }
     return Eagle3Config.from_dict(sizes)
 
@@ -146,6 +147,7 @@ def config_json(shape: Eagle3Config, target: ModelConfig, form: Format) -> str:
         "draft_vocab_size": shape.output_size,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
+        **{norm: True for norm in NORMS if getattr(shape, norm)},
     }
     if form == "eagle":
         config = _authors(shape, layer | outer)

@@ -100,9 +100,9 @@ def chain_logits(
     `[B, T - unroll, D]`. Row s of step k predicts the token at `s + k + 2`, as the target's logits
     at `s + k + 1` do."""
     chains = features.shape[1] - unroll
-    hidden, cache = head.fuse(features[:, :chains]), None
+    hidden, caches = head.fuse(features[:, :chains]), None
     for step in range(unroll):
-        hidden, cache = head(hidden, embeddings[:, step + 1 : step + 1 + chains], cache)
+        hidden, caches = head(hidden, embeddings[:, step + 1 : step + 1 + chains], caches)
         yield head.logits(hidden)
 
 

@@ -49,6 +49,7 @@ class HeadOptions:
     format: Format | None
     draft_vocab_size: int | None
     layers: int | None
+    norms: tuple[str, ...]
     unroll: int
     dtype: Literal["bf16", "float32"]
     device: str
@@ -85,24 +86,26 @@ def train_head(options: HeadOptions, settings: Settings) -> None:
 
 def _shape(options: HeadOptions, config: ModelConfig, start: FeatureHead | None) -> Eagle3Config:
     """A P-EAGLE head may start from an EAGLE-3 head."""
-    is_parallel_start = start is not None and start.config.mask_token is not None
-    kind = options.kind or ("peagle" if is_parallel_start else "eagle3")
-    layers = options.layers or {"eagle3": 1, "peagle": 2}[kind]
-    if kind == "eagle3" and layers != 1:
-        raise ValueError(
-            f"--layers is {layers}; an EAGLE-3 head has 1 (--kind peagle may have more)"
-        )
+    starts_parallel = start is not None and start.config.mask_token is not None
+    kind = options.kind or ("peagle" if starts_parallel else "eagle3")
     mask_token = next(iter(config.eos_token_ids), 0) if kind == "peagle" else None
-    size = min(options.draft_vocab_size or MAX_DRAFT_VOCABULARY, config.vocab_size)
     if start is None:
-        return new_shape(config, size, layers, mask_token)
-    if options.draft_vocab_size is not None:
-        raise ValueError("--draft_vocab_size is that of the head in --init; leave it out")
-    if is_parallel_start:
-        if options.layers is not None or kind == "eagle3":
-            raise ValueError("--layers and --kind are those of the head in --init; leave them out")
+        size = min(options.draft_vocab_size or MAX_DRAFT_VOCABULARY, config.vocab_size)
+        num_layers = options.layers or {"eagle3": 1, "peagle": 2}[kind]
+        return new_shape(config, size, num_layers, mask_token, options.norms)
+    becomes_parallel = kind == "peagle" and not starts_parallel
+    refused = {
+        "--draft_vocab_size": options.draft_vocab_size is not None,
+        "--norm": bool(options.norms),
+        "--layers": options.layers is not None and not becomes_parallel,
+        "--kind": kind == "eagle3" and starts_parallel,
+    }
+    if given := ", ".join(name for name, is_given in refused.items() if is_given):
+        raise ValueError(f"{given}: that of the head in --init stays; leave it out")
+    if not becomes_parallel:
         return start.config
-    return replace(start.config, num_layers=layers, mask_token=mask_token)
+    num_layers = options.layers or max(2, start.config.num_layers)
+    return replace(start.config, num_layers=num_layers, mask_token=mask_token)
 
 
 def _config_file(

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3DecoderLayer,
     DeepseekV3RMSNorm,
@@ -21,7 +20,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from tllm_spec.training.deepseek import stacked, with_dense_experts
-from tllm_spec.training.eagle3 import Cache, attend
+from tllm_spec.training.eagle3 import Cache, attend_in_chains, extended
 
 _OUTER = ("enorm", "hnorm", "eh_proj", "shared_head")
 
@@ -52,11 +51,7 @@ class NextnModule(nn.Module):
         x = self.eh_proj(torch.cat((self.enorm(embeddings), self.hnorm(hidden)), -1)).float()
         layer = self.layer
         query, key, value = entries(layer.self_attn, layer.input_layernorm(x), rotary)
-        cache = extended(cache, key, value)
-        if cache.own_keys.shape[-2]:
-            mixed = attend(query, cache)
-        else:
-            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed, cache = attend_in_chains(query, key, value, cache)
         x = x + layer.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         output: Tensor = self.shared_head["norm"](x)
@@ -166,16 +161,6 @@ def _only_entries(
     x = module.eh_proj(torch.cat((module.enorm(embeddings), module.hnorm(hidden)), -1)).float()
     _, key, value = entries(module.layer.self_attn, module.layer.input_layernorm(x), rotary)
     return extended(cache, key, value)
-
-
-def extended(cache: Cache | None, key: Tensor, value: Tensor) -> Cache:
-    """`cache` with a step's keys and values `[B, heads, S, D]`."""
-    if cache is None:
-        return Cache(key, value, key.unsqueeze(-2)[..., :0, :], value.unsqueeze(-2)[..., :0, :])
-    return cache._replace(
-        own_keys=torch.cat((cache.own_keys, key.unsqueeze(-2)), -2),
-        own_values=torch.cat((cache.own_values, value.unsqueeze(-2)), -2),
-    )
 
 
 def entries(

@@ -16,14 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.training.eagle3 import (
-    MLP,
-    NUM_CAPTURED,
-    Attention,
-    FeatureHead,
-    RMSNorm,
-    rotary_rows,
-)
+from tllm_spec.training.eagle3 import NUM_CAPTURED, FeatureHead
+from tllm_spec.training.head_layers import Layer, rotary_rows
 
 
 class Rows(NamedTuple):
@@ -56,31 +50,15 @@ class Rows(NamedTuple):
         )
 
 
-class Layer(nn.Module):
-    """A Llama layer. The first one (`reads_embeddings`) has the input of EAGLE-3."""
-
-    def __init__(self, shape: Eagle3Config, *, reads_embeddings: bool) -> None:
-        super().__init__()
-        size, eps = shape.hidden_size, shape.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps)
-        self.hidden_norm = RMSNorm(size, eps) if reads_embeddings else None
-        self.self_attn = Attention(shape, 2 * size if reads_embeddings else size)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = MLP(shape)
-
+class MaskedLayer(Layer):
     def forward(self, hidden: Tensor, embeddings: Tensor, cos_sin: Tensor, sees: Tensor) -> Tensor:
         """`[B, R, H]` -> `[B, R, H]`."""
-        if self.hidden_norm is None:
-            inputs = self.input_layernorm(hidden)
-        else:
-            inputs = torch.cat((self.input_layernorm(embeddings), self.hidden_norm(hidden)), -1)
+        inputs, residual = self.inputs(hidden, embeddings)
         query, key, value = self.self_attn.project(inputs, cos_sin)
         each = query.shape[1] // key.shape[1]
         key, value = (heads.repeat_interleave(each, 1) for heads in (key, value))
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=sees)
-        hidden = hidden + self.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
-        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return output
+        return self.outputs(residual, mixed)
 
 
 class PEagleHead(FeatureHead):
@@ -88,15 +66,13 @@ class PEagleHead(FeatureHead):
 
     def __init__(self, shape: Eagle3Config, draft_ids: Tensor) -> None:
         super().__init__(shape, draft_ids)
-        self.layers = nn.ModuleList(
-            Layer(shape, reads_embeddings=not index) for index in range(shape.num_layers)
-        )
+        self.layers = nn.ModuleList(MaskedLayer(shape, index) for index in range(shape.num_layers))
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, NUM_CAPTURED * shape.hidden_size))
 
     def forward(
         self, features: Tensor, embeddings: Tensor, mask_embedding: Tensor, rows: Rows
     ) -> Tensor:
-        """The rows' states before the final norm, `[B, R, H]`.
+        """The rows' states `[B, R, H]`, for `logits`.
 
         Args:
             features: `[B, S, 3H]` of the target.
@@ -112,4 +88,4 @@ class PEagleHead(FeatureHead):
         cos_sin = rotary_rows(self.config, rows.positions)
         for layer in self.layers:
             hidden = layer(hidden, embeddings, cos_sin, rows.sees)
-        return hidden
+        return self.recurrent(hidden)

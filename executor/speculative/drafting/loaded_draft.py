@@ -54,14 +54,16 @@ class LoadedDraft:
     spec: SpecMetadata | None
 
     def windowed(self, max_positions: int) -> "LoadedDraft":
-        """With the plan's window, if it says one that positions go beyond. Raises ValueError where
-        the network takes none."""
+        """With the plan's window, if it says one that positions go beyond. With a sink, attention
+        gets the keys that it sees, and its layers see all of them. Raises ValueError where the
+        network takes none."""
         size = self.plan.window_size
         if size is None or size >= max_positions:
             return self
         assert not isinstance(self.model, ExternalDraft)
         try:
-            self.model.config = self.model.config.windowed(size)
+            own = size if self.plan.sink_size is None else None
+            self.model.config = self.model.config.windowed(own)
         except ValueError as error:
             raise ValueError(f"draft_window_size = {size} is refused: {error}") from None
         return self
