@@ -123,7 +123,7 @@ class SlotState:
         return self._on_longest_path(slot_ids, numbers)
 
     def _on_longest_path(self, slot_ids: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """Of the first drafts of slots `[B]`, as many as `numbers` `[B]` says."""
+        """How many of the first `numbers` `[B]` drafts of slots `[B]` are on the longest path."""
         if self._trees is None:
             return numbers
         return self._trees.tables.depths[slot_ids, numbers]  # nodes are ordered by depth

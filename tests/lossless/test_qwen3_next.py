@@ -42,6 +42,10 @@ DRAFTERS: dict[str, tuple[dict[str, Any], float]] = {
     "sa": ({"decoding_type": "SA", "max_draft_len": 3}, 1.01),
     "known": (KNOWN, 1.5),
     "known tree": (KNOWN | {"max_total_draft_tokens": 8}, 1.5),
+    "known tree, shared rows": (
+        KNOWN | {"max_total_draft_tokens": 8, "verify_budget": 3.5},
+        1.2,
+    ),
     "draft model": (MODEL | {"draft_target_one_model": True}, 1.0),
     "draft model tree, two-model": (MODEL | TREES["dynamic"], 1.0),
     "head": (HEAD, 1.0),
