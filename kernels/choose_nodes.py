@@ -7,16 +7,28 @@ the plain-torch references."""
 
 import torch
 
+from tllm_spec.kernels.beam_pool import DraftTree
 from tllm_spec.kernels.choose_rows import (
     ChosenRows,
     DraftValues,
     best_drafts,
+    features_at,
+    features_of,
     follow,
     offered,
     probabilities,
 )
 from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.slot_tables import SlotTables, TreeTables
+
+
+def features_of_tree(tree: DraftTree) -> torch.Tensor:
+    """The features of its nodes after the root, `[B, W-1]` int32: of their probabilities after
+    their parents, or where these are not known of their depths."""
+    if tree.scores is None:
+        return features_at(tree.depths[:, 1:] - 1)
+    before = torch.nn.functional.pad(tree.scores, (1, 0), value=1.0).gather(1, tree.parents[:, 1:])
+    return features_of(tree.scores / before)
 
 
 @with_kernel("choose_nodes_triton.choose_nodes_triton", argument=3)

@@ -63,20 +63,16 @@ def add_last(
 
 
 @with_kernel("draft_beams_triton.select_triton")
-def select(pool: BeamPool, num_drafts: int, says_likely: bool = False) -> DraftTree:
-    """The best `num_drafts` (W-1, 1 to 63) candidates of a full pool. Raises nothing: the pool has
-    at least so many candidates (`K + (S-1) K^2`). says_likely: with their probabilities."""
+def select(pool: BeamPool, num_drafts: int, with_scores: bool = False) -> DraftTree:
+    """The best `num_drafts` (W-1, 1 to 63) candidates of a full pool, with their scores or without.
+    Raises nothing: the pool has at least so many candidates (`K + (S-1) K^2`)."""
     (batch, size), topk, device = pool.scores.shape, pool.topk, pool.scores.device
     chosen = _best(pool.scores, num_drafts).sort(dim=1).values  # node j + 1 is candidate chosen[j]
     nodes = torch.zeros((batch, size), dtype=torch.int64, device=device)
     numbers = torch.arange(1, num_drafts + 1, device=device).expand(batch, num_drafts)
     nodes.scatter_(1, chosen, numbers)
     has_root = chosen < topk
-    before = pool.beams.gather(1, (chosen // topk - 1).clamp_min(0))
-    parent, likely = nodes.gather(1, before), None
-    if says_likely:
-        scores = pool.scores.gather(1, chosen)
-        likely = scores / torch.where(has_root, 1.0, pool.scores.gather(1, before))
+    parent = nodes.gather(1, pool.beams.gather(1, (chosen // topk - 1).clamp_min(0)))
     parents = torch.where(has_root, 0, parent)
     depths = torch.where(has_root, 1, (chosen - topk) // topk**2 + 2)
     own_bits = (torch.ones_like(numbers) << numbers) | 1
@@ -89,7 +85,7 @@ def select(pool: BeamPool, num_drafts: int, says_likely: bool = False) -> DraftT
         torch.cat((root - 1, parents), dim=1),
         torch.cat((root, depths), dim=1),
         torch.cat((root + 1, bits), dim=1),
-        likely=likely,
+        scores=pool.scores.gather(1, chosen) if with_scores else None,
     )
 
 

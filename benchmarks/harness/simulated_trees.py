@@ -11,8 +11,13 @@ from benchmarks.harness.scripted_tokens import NOISE, QUANTILES, quantiles
 from benchmarks.harness.simulated_rows import WARM_UP_ROUNDS, Tokens
 from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.kernels.beam_pool import BeamPool, DraftTree
-from tllm_spec.kernels.choose_nodes import choose_nodes, learn_nodes, node_values
-from tllm_spec.kernels.choose_rows import DraftValues, best_drafts, features_of
+from tllm_spec.kernels.choose_nodes import (
+    choose_nodes,
+    features_of_tree,
+    learn_nodes,
+    node_values,
+)
+from tllm_spec.kernels.choose_rows import DraftValues, best_drafts
 from tllm_spec.kernels.draft_beams import add_last, first_beams, grow, select
 from tllm_spec.kernels.slot_tables import SlotTables, TreeTables
 
@@ -87,8 +92,7 @@ class TreeSimulation:
         """coins `[B, W]`: the target's choice after each node."""
         batch, window = len(self._slots), tree.window
         num_rows = min(batch * window, round(batch * rows))
-        assert drawn.likely is not None
-        values.features.copy_(features_of(drawn.likely))
+        values.features.copy_(features_of_tree(drawn))
         own = shares.gather(1, drawn.tokens.unsqueeze(2).expand(-1, -1, 2))
         chances = own[:, :, 1] - own[:, :, 0]
         worth = node_values(chances, drawn.parents, tree.depth)

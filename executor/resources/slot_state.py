@@ -16,14 +16,8 @@ from tllm_spec.executor.resources.window_tree import SlotTrees, WindowTree
 from tllm_spec.kernels import slot_windows
 from tllm_spec.kernels.accept_tree import Accepted
 from tllm_spec.kernels.beam_pool import DraftTree
-from tllm_spec.kernels.choose_nodes import choose_nodes, learn_nodes
-from tllm_spec.kernels.choose_rows import (
-    DraftValues,
-    choose_rows,
-    features_at,
-    features_of,
-    learn_values,
-)
+from tllm_spec.kernels.choose_nodes import choose_nodes, features_of_tree, learn_nodes
+from tllm_spec.kernels.choose_rows import DraftValues, choose_rows, features_of, learn_values
 from tllm_spec.kernels.path_ranks import path_ranks
 from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.row_copies import gather_rows
@@ -150,8 +144,7 @@ class SlotState:
         write_trees(self._tables, self._trees.tables, slot_ids, tree, self._draft_limits)
         if self.values is not None:
             self._trees.keep_order(slot_ids)
-            likely = tree.likely
-            own = features_at(tree.depths[:, 1:] - 1) if likely is None else features_of(likely)
+            own = features_of_tree(tree)
             self.values.features[slot_ids, : own.shape[1]] = own
 
     def reset_dummy(self) -> None:

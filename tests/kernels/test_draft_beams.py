@@ -1,6 +1,7 @@
 """Dynamic draft trees: SGLang's worked examples, random trees against a slow reference in plain
 Python, NaN, and the kernels against their references."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
 from tests.kernels.tree_growth import Candidates, Draft, Path, grow_tree, random_draft, slow_tree
 from tllm_spec.kernels.beam_pool import BeamPool, DraftTree
+from tllm_spec.kernels.choose_nodes import features_of_tree
+from tllm_spec.kernels.choose_rows import features_at, features_of
 from tllm_spec.kernels.draft_beams import add_last, first_beams, grow, select
 
 TABLES = ("tokens", "parents", "depths", "bits")  # of a `DraftTree`
@@ -32,6 +35,9 @@ def check_the_tree(tree: DraftTree, draft: Draft, size: tuple[int, int, int], ro
     numbers = {each: node for node, each in enumerate(expected, 1)}
     tokens, parents, depths, bits = (getattr(tree, name)[row].tolist() for name in TABLES)
     assert tokens == [each.path[-1] for each in expected]
+    assert tree.scores is not None
+    scores = tree.scores[row].nan_to_num(nan=-1.0).tolist()
+    assert scores == [-1.0 if each.score != each.score else each.score for each in expected]
     assert parents == [-1, *(numbers[e.parent] if e.parent else 0 for e in expected)]
     assert depths == [0, *(len(each.path) for each in expected)]
     for node, value in enumerate(bits):
@@ -72,8 +78,10 @@ def test_the_worked_example() -> None:
     assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 3]]
     rows = ["".join(str(b >> column & 1) for column in range(6)) for b in tree.bits[0].tolist()]
     assert rows == ["100000", "110000", "101000", "110100", "101010", "110101"]
-    assert tree.likely is not None
-    assert tree.likely[0].tolist() == pytest.approx([0.6, 0.3, 0.5, 0.9, 0.8])
+    chances = torch.tensor([[0.6, 0.3, 0.5, 0.9, 0.8]])
+    assert torch.equal(features_of_tree(tree), features_of(chances))
+    depths = features_at(torch.tensor([[0, 0, 1, 1, 2]]))
+    assert torch.equal(features_of_tree(replace(tree, scores=None)), depths)
 
 
 @pytest.mark.parametrize(

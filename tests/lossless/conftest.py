@@ -1,6 +1,7 @@
 """What the lossless tests share: prompts, cases, and plain decoding's outputs, made once a
 session."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -36,6 +37,8 @@ from tllm_spec.zoo.registry import resolve_model
 PROMPT_LEN = 60
 # Of `fitted_file`.
 HEAD, DFLASH, HOT, OTHER_TOKENIZER = "head", "dflash", "hot.pt", "other_tokenizer"
+CORPUS = "corpus.jsonl"
+FILES = (HEAD, DFLASH, HOT, OTHER_TOKENIZER, CORPUS)
 STOPPING = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.8, ignore_eos=True, seed=7)
 
 
@@ -105,11 +108,14 @@ def known_texts(
 
 @pytest.fixture(scope="session")
 def fitted_file(
-    cases: list[Case], plain: list[RequestOutput], tmp_path_factory: pytest.TempPathFactory
+    cases: list[Case],
+    plain: list[RequestOutput],
+    tokenizer: Tokenizer,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], Path]:
     """By name an EAGLE-1/2 head that knows the cases' texts, a DFlash head that does not, a token
-    map of half of the tokens that they have, and a draft model with another tokenizer. Made when it
-    is first asked for."""
+    map of half of the tokens that they have, a draft model with another tokenizer, and a corpus of
+    the texts. Made when it is first asked for."""
 
     @cache
     def get(name: str) -> Path:
@@ -126,6 +132,9 @@ def fitted_file(
         if name == HEAD:
             target = load(resolve_model("zoo:llama"), max_positions=512)
             return write_fitted_eagle(path, target, texts)
+        if name == CORPUS:
+            path.write_text("\n".join(json.dumps(tokenizer.decode(text)) for text in texts))
+            return path
         assert name == HOT
         counts = Counter(token for text in texts for token in text)
         hot = [token for token, _ in counts.most_common(len(counts) // 2)]

@@ -31,17 +31,24 @@ from tllm_spec.kernels.row_copies import gather_rows
 
 class NetworkProposer(Proposer):
     """Drafts chains or trees with a network. What a round of draft length 0 leaves for the network
-    to read goes to the `backlog`."""
+    to read goes to the `backlog`. scores_trees: trees come with `DraftTree.scores`."""
 
     def __init__(
-        self, layers: DraftLayers, slots: SlotState, sampling: DraftSampling, backlog: DraftBacklog
+        self,
+        layers: DraftLayers,
+        slots: SlotState,
+        sampling: DraftSampling,
+        backlog: DraftBacklog,
+        *,
+        scores_trees: bool = False,
     ) -> None:
         self.net, self.reads_whole_windows = layers.net, layers.reads_whole_windows
         self._layers = layers
         self._backlog = backlog
         self._slots = slots
         self._chains = ChainDrafting(layers, slots, sampling)
-        self._trees = TreeDrafting(layers, slots, sampling)
+        with_scores = scores_trees or slots.values is not None
+        self._trees = TreeDrafting(layers, sampling, slots.device, with_scores=with_scores)
         self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
         # Kept, because making them is a launch.
         num_rows = len(slots.kv_lens) * slots.shapes.longest.path
@@ -99,7 +106,7 @@ class NetworkProposer(Proposer):
             newest = gather_rows(self._slots.window[:, 0], group.slots)
             parts = self._layers, group.slots, kv_lens, newest
             states = fill_in(*parts, shape.depth, bound)
-        elif contexts is None and windows is not None and windows.read_part is None:
+        elif contexts is None and windows is not None and windows.windows.rows.offsets is None:
             states = self._read_with_masks(windows, shape.depth)
         else:
             states, bound = self._catch_up(contexts, windows, True)
@@ -155,8 +162,8 @@ class NetworkProposer(Proposer):
         ended = to_device(last_rows, self._slots.device) if last_rows else self._no_rows
         if windows is None:
             return ended
-        (batch, width), part = windows.sampled.new_tokens.shape, windows.read_part
-        if part is None or part.offsets is None:
+        (batch, width), part = windows.sampled.new_tokens.shape, windows.windows.rows
+        if part.offsets is None:
             rows = self._rows_before[: batch * width : width] + windows.sampled.new_lens
         else:
             rows = part.offsets[:-1] + windows.sampled.new_lens - 1

@@ -14,7 +14,6 @@ import torch
 
 from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.engine.rows import TreeRows, Windows
-from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
@@ -28,11 +27,18 @@ from tllm_spec.kernels.tree_mask import TreeMask
 
 class TreeDrafting:
     """Grows draft trees. Its methods are functions of device tensors, so that a CUDA graph can hold
-    them. Where requests share a round's rows it says how likely each draft is."""
+    them. with_scores: as `DraftTree.scores`."""
 
-    def __init__(self, layers: DraftLayers, slots: SlotState, sampling: DraftSampling) -> None:
-        self._layers, self._sampling, self._device = layers, sampling, slots.device
-        self._says_likely = slots.values is not None
+    def __init__(
+        self,
+        layers: DraftLayers,
+        sampling: DraftSampling,
+        device: torch.device,
+        *,
+        with_scores: bool = False,
+    ) -> None:
+        self._layers, self._sampling, self._device = layers, sampling, device
+        self._with_scores = with_scores
         self._static = cache(self._static_tree)
 
     def draft(
@@ -77,18 +83,19 @@ class TreeDrafting:
                 add_last(pool, step, beams, *children)
             else:
                 beams = grow(pool, step, beams, *children)
-        return select(pool, shape.num_nodes, self._says_likely)
+        return select(pool, shape.num_nodes, self._with_scores)
 
     def _draft_static(self, growth: "_Growth", shape: DraftShape, state: torch.Tensor) -> DraftTree:
         steps, layout = self._static(shape)
-        batch, num_read = len(growth.kv_lens), 0
-        found, likely = list[torch.Tensor](), list[torch.Tensor]()
+        batch, num_read, found = len(growth.kv_lens), 0, list[torch.Tensor]()
+        scores, before = list[torch.Tensor](), state.new_ones((), dtype=torch.float32)
         for index, step in enumerate(steps):
             probs, tokens = growth.candidates(index, state)
             own = step.take(tokens.view(batch, -1, shape.topk))
             found.append(own)
-            if self._says_likely:
-                likely.append(step.take(probs.view(batch, -1, shape.topk)))
+            if self._with_scores:
+                scores.append(step.take(probs.view(batch, -1, shape.topk) * before))
+                before = scores[-1].index_select(1, step.runs).unsqueeze(2)
             if index + 1 < len(steps):
                 num_rows, num_parents = len(step.runs), len(state) // batch
                 firsts = torch.arange(0, len(state), num_parents, device=state.device)
@@ -98,8 +105,8 @@ class TreeDrafting:
                 state = growth.read(index + 1, read, bits, num_read, state, parents)
                 num_read += num_rows
         parents, depths, bits = (each.expand(batch, -1) for each in layout)
-        chances = torch.cat(likely, dim=1) if likely else None
-        return DraftTree(torch.cat(found, dim=1), parents, depths, bits, likely=chances)
+        of_nodes, tokens = torch.cat(scores, dim=1) if scores else None, torch.cat(found, dim=1)
+        return DraftTree(tokens, parents, depths, bits, scores=of_nodes)
 
     def _static_tree(
         self, shape: DraftShape
