@@ -21,6 +21,7 @@ from tllm_spec.kernels.round_rows import RoundRows
 
 BUDGET = 2.5
 TREES = ("eagle3_tree", "eagle3_static", "eagle3_two_model_tree", "draft_target_tree", "ngram_tree")
+TREES += ("eagle3_sa_tree", "eagle3_sa_static")
 
 
 def draw_budgets(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
