@@ -50,6 +50,7 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "eagle3-tree": EAGLE3 | TREE,
     "eagle3-tree-two-model": EAGLE3 | TREE | {"eagle3_one_model": False},
     "eagle3-static-tree": EAGLE3 | {"eagle_choices": CHOICES},
+    "budget-tree": EAGLE3 | TREE | {"verify_budget": 2.5},
     "peagle": EAGLE3 | {"speculative_model": "zoo:llama-peagle"},
     "pard": DRAFT_MODEL | {"decoding_type": "PARD", "mask_token_id": 1},
     "rejection-sampling": DRAFT_MODEL | {"use_rejection_sampling": True},
@@ -222,9 +223,6 @@ CASES: dict[str, Case] = {
         tiers=(5, 0, 3, 4, 1, 5, 4, 2, 0),
     ),
     "budget": Case(options={"speculative_config": EAGLE3 | {"verify_budget": 2.5}}, accepts=True),
-    "budget-tree": Case(
-        options={"speculative_config": EAGLE3 | TREE | {"verify_budget": 2.5}}, accepts=True
-    ),
     "plain-experts": Case(
         model="qwen2-moe", options=SMALL_PAGES, run=generate_twice, whole_pages=True
     ),
