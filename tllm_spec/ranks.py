@@ -274,10 +274,7 @@ def run_until_end(built: BuiltExecutor, args: LlmArgs, tokenizer: Tokenizer | No
 
 
 def _requests(
-    limits: RequestLimits,
-    tokenizer: Tokenizer | None,
-    grammars: Grammars,
-    message: Sequence[Any],
+    limits: RequestLimits, tokenizer: Tokenizer | None, grammars: Grammars, message: Sequence[Any]
 ) -> list[LlmRequest]:
     """Makes a prompt's requests as rank 0 has them."""
     packed, stop, grammar = message

@@ -183,10 +183,7 @@ class KVCacheManager(ResourceManager):
         """Starts a sequence with its longest cached prefix; returns the prefix's length in
         tokens."""
         cached_len = self.cache.add_sequence(
-            request.request_id,
-            request.tokens,
-            request.cache_salt,
-            reuse=request.reuses_prefix,
+            request.request_id, request.tokens, request.cache_salt, reuse=request.reuses_prefix
         )
         self._rows[request.request_id] = self.cache.groups_of(request.request_id)[0]
         self._write_rows(request)

@@ -13,12 +13,7 @@ from typing import Any, NamedTuple
 from tllm_spec.executor.resources.cache_checks import check_pages
 from tllm_spec.executor.resources.host_pages import HostPages, restore
 from tllm_spec.executor.resources.kv_event_log import KVEventLog
-from tllm_spec.executor.resources.pages import (
-    CachedSequence,
-    CacheStats,
-    PageGroup,
-    SequencePages,
-)
+from tllm_spec.executor.resources.pages import CachedSequence, CacheStats, PageGroup, SequencePages
 from tllm_spec.executor.resources.radix import NO_PAGE, Key, Node, RadixTree, num_unreferenced
 from tllm_spec.executor.resources.snapshots import Snapshots
 
@@ -95,7 +90,7 @@ class PagedCache:
 
     @property
     def num_available(self) -> int:
-        """In the group that has fewest."""
+        """`available` of the group that has the fewest."""
         return min(map(self.available, range(len(self.groups))))
 
     def match(self, tokens: Sequence[int], salt: str | None = None) -> int:
@@ -116,7 +111,7 @@ class PagedCache:
             restore(self._host, self._tree, self._tree.root_of(salt), tokens, self._new_node)
 
     def _new_node(self, parent: Node, key: Key) -> Node | None:
-        """With new pages; None if there are none."""
+        """A node with new pages; None if a group has none."""
         if not self.num_available:
             return None
         pages = [self._take_pages(group, 1)[0] for group in range(len(self.groups))]
@@ -312,7 +307,7 @@ class PagedCache:
             self._host.check_integrity()
 
     def _find_prefix(self, tokens: Sequence[int], root: Node) -> _Prefix:
-        """The longest one from which every group can go on."""
+        """The longest cached prefix from which every group can go on."""
         limit = max(len(tokens) - 1, 0)
         nodes = self._tree.match(root, tokens, limit) if self._reuse else []
         del nodes[self._num_resumable(nodes) :]

@@ -46,6 +46,7 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "draft-model-one-model": DRAFT_MODEL | {"draft_target_one_model": True},
     "draft-model-token-map": DRAFT_MODEL | TOKEN_MAP,
     "eagle3-sa": EAGLE3 | {"sa_config": {}},
+    "eagle3-sa-tree": EAGLE3 | TREE | {"sa_config": {}},
     "eagle3-tree": EAGLE3 | TREE,
     "eagle3-tree-two-model": EAGLE3 | TREE | {"eagle3_one_model": False},
     "eagle3-static-tree": EAGLE3 | {"eagle_choices": CHOICES},
@@ -208,6 +209,7 @@ SMALL_CACHE = {
 SMALL_PAGES = {"kv_cache_config": {"tokens_per_block": 8}}
 CASES: dict[str, Case] = {
     "eagle3-sa": speculating("eagle3-sa"),
+    "eagle3-sa-tree": speculating("eagle3-sa-tree"),
     "peagle": speculating("peagle"),
     "pard": speculating("pard"),
     "dflash": Case("qwen2-moe", {"speculative_config": DFLASH}, generate_twice),

@@ -25,6 +25,7 @@ LONG = (
     "draft-model-token-map-one-model",
     "eagle",
     "eagle3-sa",
+    "eagle3-sa-tree",
     "fp8",
     "fp8-by-token",
     "fp8-experts-by-token",

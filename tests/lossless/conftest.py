@@ -1,6 +1,7 @@
 """What the lossless tests share: prompts, cases, and plain decoding's outputs, made once a
 session."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -35,8 +36,8 @@ from tllm_spec.zoo.registry import resolve_model
 
 PROMPT_LEN = 60
 # Of `fitted_file`.
-FILES = ("head", "latent_head", "dflash", "hot.pt", "other_tokenizer")
-HEAD, LATENT_HEAD, DFLASH, HOT, OTHER_TOKENIZER = FILES
+FILES = ("head", "latent_head", "dflash", "hot.pt", "other_tokenizer", "corpus.jsonl")
+HEAD, LATENT_HEAD, DFLASH, HOT, OTHER_TOKENIZER, CORPUS = FILES
 STOPPING = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.8, ignore_eos=True, seed=7)
 
 
@@ -106,11 +107,14 @@ def known_texts(
 
 @pytest.fixture(scope="session")
 def fitted_file(
-    cases: list[Case], plain: list[RequestOutput], tmp_path_factory: pytest.TempPathFactory
+    cases: list[Case],
+    plain: list[RequestOutput],
+    tokenizer: Tokenizer,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], Path]:
     """By name an EAGLE-1/2 head that knows the cases' texts, and an EAGLE-3 head with latents, a
-    DFlash head that does not, a token map of half of the tokens that they have, and a draft model
-    with another tokenizer. Made when it is first asked for."""
+    DFlash head that does not, a token map of half of the tokens that they have, a draft model with
+    another tokenizer, and a corpus of the texts. Made when it is first asked for."""
 
     @cache
     def get(name: str) -> Path:
@@ -127,6 +131,9 @@ def fitted_file(
         if name in (HEAD, LATENT_HEAD):
             write = write_fitted_eagle if name == HEAD else write_fitted_latent
             return write(path, load(resolve_model("zoo:llama"), max_positions=512), texts)
+        if name == CORPUS:
+            path.write_text("\n".join(json.dumps(tokenizer.decode(text)) for text in texts))
+            return path
         assert name == HOT
         counts = Counter(token for text in texts for token in text)
         hot = [token for token, _ in counts.most_common(len(counts) // 2)]

@@ -79,6 +79,16 @@ def plain_texts(folder: Path) -> list[list[int]]:
     return found
 
 
+def assert_deterministic_texts_do_not_depend_on_drafts(folder: Path) -> None:
+    """On a GPU."""
+    options = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}
+    alone, _ = texts(folder, max_batch_size=1, **(SETTINGS["undisturbed"] | options))
+    for own in (None, NGRAM):
+        for setting in ("undisturbed", "chunks"):
+            found, _ = texts(folder, speculative_config=own, **(SETTINGS[setting] | options))
+            assert found == alone
+
+
 def write_head(folder: Path, *, latent: bool = False) -> Path:
     sizes: dict[str, Any] = {"hidden_size": 64, "vocab_size": 128, "draft_vocab_size": 100}
     return write_tiny_eagle3(folder, num_captured=2, latent=latent, **sizes)

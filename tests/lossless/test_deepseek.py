@@ -93,17 +93,20 @@ def test_the_models_own_modules_draft_and_leave_the_text_alone(
     assert acceptance_length > 1.3
 
 
+OWN_TREES = TREES | {"matches": TREES["dynamic"] | {"sa_config": {"threshold": 1}}}
+
+
 @pytest.mark.parametrize(
     ("tree", "one_model", "setting"),
     by_default(
         [("dynamic", True, "chunks"), ("static", False, "prefix_reuse")],
-        *(TREES, (True, False), SETTINGS),
+        *(OWN_TREES, (True, False), SETTINGS),
     ),
 )
 def test_trees_of_the_models_own_module_leave_the_text_alone(
     tree: str, one_model: bool, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
 ) -> None:
-    mtp = {"decoding_type": "MTP", "mtp_eagle_one_model": one_model} | TREES[tree]
+    mtp = {"decoding_type": "MTP", "mtp_eagle_one_model": one_model} | OWN_TREES[tree]
     found, acceptance_length = texts(with_mtp, speculative_config=mtp, **SETTINGS[setting])
     assert found == plain_of_mtp
     assert acceptance_length > 1.5

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 
 from tests.lossless.cases import OUTPUT_LEN, Case, assert_same, generate
-from tests.lossless.conftest import DFLASH, FILES, HEAD, HOT, LATENT_HEAD, OTHER_TOKENIZER
+from tests.lossless.conftest import (
+    CORPUS,
+    DFLASH,
+    FILES,
+    HEAD,
+    HOT,
+    LATENT_HEAD,
+    OTHER_TOKENIZER,
+)
 from tests.lossless.drafters import (
     AdversarialDrafter,
     AdversarialTreeDrafter,
@@ -83,6 +91,7 @@ FITTED: dict[str, dict[str, Any]] = {
     "draft_target_one_model_other": OTHER | ONE_MODEL,
     "draft_target_one_model_other_map": OTHER | MAP | ONE_MODEL,
     "pard_other": PARD | {"speculative_model": OTHER_TOKENIZER},
+    "ngram_corpus": (MODES["ngram"] or {}) | {"external_corpus_path": CORPUS},
     "dflash": DFLASH_HEAD,
     "dflash_tree": DFLASH_HEAD | DYNAMIC_TREE,
     "eagle3_sink": (MODES["eagle3"] or {}) | SINK,
@@ -139,6 +148,10 @@ FLOORS = {
     "pard_other": 1.1,
     "eagle3_sink": 1.3,
     "draft_target_sink_tree": 1.4,
+    "ngram_corpus": 2.0,
+    "eagle3_sa_tree": 1.5,
+    "eagle3_sa_static": 1.5,
+    "eagle3_two_model_sa_tree": 1.5,
     "eagle3_latent": 1.2,
     "eagle3_latent_two_model": 1.2,
     "eagle3_latent_tree": 1.3,
@@ -178,6 +191,8 @@ COMBINED = (
     "eagle3_onnxruntime",
     "eagle3_sa",
     "eagle3_two_model_sa",
+    "eagle3_sa_static",
+    "eagle3_two_model_sa_tree",
     "eagle_sa",
     "peagle_two_model",
     "peagle_tree",

@@ -79,9 +79,7 @@ def comparison_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[LoadP
     for row in rows:
         limit = row["concurrency"]
         point = LoadPoint(
-            str(limit) if limit > 0 else "no limit",
-            row["output_tokens_per_s"],
-            _latencies(row),
+            str(limit) if limit > 0 else "no limit", row["output_tokens_per_s"], _latencies(row)
         )
         curves.setdefault(row["configuration"], []).append(point)
     return curves
