@@ -36,8 +36,9 @@ from tllm_spec.zoo.registry import resolve_model
 
 PROMPT_LEN = 60
 # Of `fitted_file`.
-FILES = ("head", "latent_head", "dflash", "hot.pt", "other_tokenizer", "corpus.jsonl")
-HEAD, LATENT_HEAD, DFLASH, HOT, OTHER_TOKENIZER, CORPUS = FILES
+HEAD, LATENT_HEAD, DFLASH, HOT = "head", "latent_head", "dflash", "hot.pt"
+OTHER_TOKENIZER, CORPUS = "other_tokenizer", "corpus.jsonl"
+FILES = (HEAD, LATENT_HEAD, DFLASH, HOT, OTHER_TOKENIZER, CORPUS)
 STOPPING = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.8, ignore_eos=True, seed=7)
 
 
