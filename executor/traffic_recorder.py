@@ -205,13 +205,13 @@ def is_wanted(request: LlmRequest) -> bool:
 
 
 def is_recorded(request: LlmRequest) -> bool:
-    """Only if it has an output."""
+    """Whether a request is recorded at its end: only with an output."""
     has_output = request.finish_reason != "error" and request.num_output_tokens > 0
     return has_output and is_wanted(request)
 
 
 def sampling_of(rules: DecodingRules) -> dict[str, Any]:
-    """In JSON's types. A token that is excluded has the bias null."""
+    """The rules in JSON's types. The bias of a token that is excluded is null."""
     plain: dict[str, Any] = {}
     for each in fields(rules):
         value = getattr(rules, each.name)

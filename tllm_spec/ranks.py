@@ -82,7 +82,7 @@ VERSION, CHECKPOINT = "the version of", "the checkpoint"
 
 
 class SharedError(Exception):
-    """On another rank than the first: rank 0 has the same error, and reports it."""
+    """An error on another rank than the first: rank 0 has the same one, and reports it."""
 
 
 def join_ranks(args: LlmArgs) -> Communicator:

@@ -148,8 +148,8 @@ class KVCacheManager(ResourceManager):
         return -(-num_tokens // self._page_size)
 
     def new_pages_needed(self, request: LlmRequest, num_tokens: int) -> list[int]:
-        """By how much starting a request and growing it to `num_tokens` tokens would lower
-        `available`, at most. Where it lets go of pages: how many it holds at once."""
+        """Pages of each group by which starting a request and growing it to `num_tokens` tokens
+        would lower `available`, at most; where it lets go of pages, those that it holds at once."""
         tokens = request.tokens if request.reuses_prefix else ()
         needed = self.cache.new_pages_needed(tokens, num_tokens, request.cache_salt)
         for group, own in enumerate(self.cache.groups):

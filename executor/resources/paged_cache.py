@@ -73,7 +73,8 @@ class PagedCache:
         assert host is None or not (self._spans or snapshots)
 
     def log_events(self) -> KVEventLog:
-        """From now on the log learns what is cached and what no longer is. The cache is empty."""
+        """A log that from now on learns what is cached and what no longer is. The cache is
+        empty."""
         spans = [own.span for own in self.groups]
         log = KVEventLog(self.page_size, self._tree.is_current, self.lookahead, spans)
         self._tree.log = self._log = log
@@ -122,7 +123,7 @@ class PagedCache:
     def new_pages_needed(
         self, tokens: Sequence[int], num_tokens: int, salt: str | None = None
     ) -> list[int]:
-        """In each group: by how much `add_sequence(tokens)` and `extend(num_tokens)` would lower
+        """Pages of each group by which `add_sequence(tokens)` and `extend(num_tokens)` would lower
         `available`.
 
         Matched pages without references count: holding them makes them unavailable."""
@@ -323,8 +324,8 @@ class PagedCache:
         return _Prefix(nodes, source, num_copied, firsts)
 
     def _num_resumable(self, nodes: list[Node]) -> int:
-        """After how many of the nodes every group has the pages that the next query sees, and the
-        states of all tokens so far are there."""
+        """The largest number of the nodes after which every group has the pages that the next query
+        sees, and the states of all tokens so far are there."""
         snapshots = self.snapshots
         if not self._spans and snapshots is None:
             return len(nodes)

@@ -200,6 +200,7 @@ TINY_EAGLE3 = {
     "max_draft_len": 2,
     "eagle3_layers_to_capture": [0, 2],
 }
+LATENT_HEAD = TINY_EAGLE3 | {"speculative_model": "{folder}/eagle3-latent"}
 DFLASH = {"decoding_type": "DFlash", "speculative_model": "{folder}/dflash", "max_draft_len": 3}
 SMALL_CACHE = {
     "kv_cache_config": {"max_tokens": 104, "tokens_per_block": 8},
@@ -242,6 +243,8 @@ CASES: dict[str, Case] = {
     ),
     "llama4-parts": Case("llama4", EP | {"speculative_config": NGRAM}),
     "gemma3": Case("gemma3", SMALL_PAGES | {"speculative_config": TINY_EAGLE3}, generate_twice),
+    "latent-head": Case("gemma3", {"speculative_config": LATENT_HEAD}, generate_twice),
+    "latent-head-of-latents": Case("deepseek-v3", {"speculative_config": LATENT_HEAD}),
     "phi3": Case("phi3", {"speculative_config": NGRAM}),
     "gpt-oss-parts": Case("gpt-oss-mxfp4", EP | {"speculative_config": TINY_EAGLE3}),
     "deepseek-v3-parts-mtp": Case("deepseek-v3", EP | {"speculative_config": MTP}, accepts=True),

@@ -89,9 +89,9 @@ def assert_deterministic_texts_do_not_depend_on_drafts(folder: Path) -> None:
             assert found == alone
 
 
-def write_head(folder: Path) -> Path:
+def write_head(folder: Path, *, latent: bool = False) -> Path:
     sizes: dict[str, Any] = {"hidden_size": 64, "vocab_size": 128, "draft_vocab_size": 100}
-    return write_tiny_eagle3(folder, num_captured=2, **sizes)
+    return write_tiny_eagle3(folder, num_captured=2, latent=latent, **sizes)
 
 
 def by_default(quick: Iterable[tuple[Any, ...]], *values: Iterable[Any]) -> list[Any]:

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 
 from tests.lossless.cases import OUTPUT_LEN, Case, assert_same, generate
-from tests.lossless.conftest import CORPUS, DFLASH, FILES, HEAD, HOT, OTHER_TOKENIZER
+from tests.lossless.conftest import (
+    CORPUS,
+    DFLASH,
+    FILES,
+    HEAD,
+    HOT,
+    LATENT_HEAD,
+    OTHER_TOKENIZER,
+)
 from tests.lossless.drafters import (
     AdversarialDrafter,
     AdversarialTreeDrafter,
@@ -59,6 +67,7 @@ BATCH_SIZES = {
 EAGLE = {"decoding_type": "Eagle", "speculative_model": HEAD}
 DRAFT_TARGET = {"decoding_type": "Draft_Target", "speculative_model": DRAFT_MODEL}
 DFLASH_HEAD = {"decoding_type": "DFlash", "speculative_model": DFLASH}
+LATENT = {"decoding_type": "Eagle3", "speculative_model": LATENT_HEAD}
 TWO_MODEL = {"eagle3_one_model": False}
 ONE_MODEL = {"draft_target_one_model": True}
 MAP: dict[str, Any] = {"speculative_token_map": HOT}
@@ -87,6 +96,9 @@ FITTED: dict[str, dict[str, Any]] = {
     "dflash_tree": DFLASH_HEAD | DYNAMIC_TREE,
     "eagle3_sink": (MODES["eagle3"] or {}) | SINK,
     "draft_target_sink_tree": DRAFT_TARGET | DYNAMIC_TREE | SINK,
+    "eagle3_latent": LATENT,
+    "eagle3_latent_two_model": LATENT | TWO_MODEL,
+    "eagle3_latent_tree": LATENT | DYNAMIC_TREE,
 }
 # Acceptance lengths that every draft length of a mode reaches: there were drafts, and some were
 # right.
@@ -140,6 +152,9 @@ FLOORS = {
     "eagle3_sa_tree": 1.5,
     "eagle3_sa_static": 1.5,
     "eagle3_two_model_sa_tree": 1.5,
+    "eagle3_latent": 1.2,
+    "eagle3_latent_two_model": 1.2,
+    "eagle3_latent_tree": 1.3,
 }
 
 
@@ -190,6 +205,8 @@ COMBINED = (
     "draft_target_one_model_other_map",
     "pard_other",
     "draft_target_sink_tree",
+    "eagle3_latent_two_model",
+    "eagle3_latent_tree",
 )
 
 

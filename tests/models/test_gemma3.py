@@ -155,9 +155,7 @@ def check_errors(found: torch.Tensor, folder: Path, tokens: list[int]) -> None:
     assert mine.max() < 2 * its.max()
 
 
-def test_in_bfloat16_logits_are_as_near_to_those_of_float32_as_transformers(
-    tmp_path: Path,
-) -> None:
+def test_in_bfloat16_logits_are_as_near_to_those_of_float32_as_transformers(tmp_path: Path) -> None:
     tokens = random_tokens(MAX_POSITIONS, seed=3)
     save_gemma3(tmp_path, dtype=torch.bfloat16)
     found = PagedRunner(load(tmp_path, dtype=torch.bfloat16)).step({0: tokens})[0]

@@ -287,7 +287,7 @@ def load_model(name: str, device: torch.device) -> Any:
 
 
 def save_as(head: FeatureHead, shape: Path, output: Path) -> None:
-    """With the config.json of `shape`."""
+    """Saves the head with the config.json of `shape`."""
     save_head(head, (shape / "config.json").read_text(encoding="utf-8"), output)
 
 
