@@ -51,7 +51,7 @@ class BuildPlan:
         self.spec = args.speculative_config
         self.device = pick_device(args.device, self.mapping.rank, args.gpus_per_node)
         self.config = ModelConfig.from_pretrained(resolve_model(args.model))
-        if self.config.sees_images and not args.language_model_only:
+        if self.config.text_part.images and not args.language_model_only:
             raise ValueError(
                 f"{args.model} is a {self.config.architecture}, which also sees images, and only "
                 "text is served; set language_model_only: true to serve its text part"

@@ -63,6 +63,7 @@ def texts(folder: Path, **options: Any) -> tuple[list[list[int]], float]:
         for i in range(len(PROMPTS))
     ]
     sizes = {"skip_tokenizer_init": True, "max_batch_size": 3, "max_seq_len": 64}
+    sizes["language_model_only"] = True
     with LLM(str(folder), **(sizes | options)) as llm:
         found = llm.generate(PROMPTS, params) + llm.generate(PROMPTS, params)
         llm.check_integrity()

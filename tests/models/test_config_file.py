@@ -12,6 +12,7 @@ import pytest
 from tests.models.published import GEMMA3, PHI4_MINI, PUBLISHED
 from tests.models.published_fp8 import PUBLISHED_FP8
 from tests.models.published_gpt_oss import GPT_OSS
+from tests.models.published_images import MISTRAL_SMALL_3_1, QWEN3_VL_30B
 from tests.models.published_states import QWEN3_5, QWEN3_NEXT
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_config import Eagle3Config
@@ -59,6 +60,8 @@ CASES = {
     "gpt-oss": (GPT_OSS["gpt-oss-20b"], read_model),
     "qwen3-next": (QWEN3_NEXT, read_model),
     "qwen3.5": (QWEN3_5, read_model),
+    "qwen3-vl": (QWEN3_VL_30B, read_model),
+    "mistral3": (MISTRAL_SMALL_3_1, read_model),
     "moe": (PUBLISHED["Qwen2-57B-A14B"], read_model),
     "blocks": (PUBLISHED_FP8["Qwen3-8B-FP8"][0], read_model),
     "groups": (PUBLISHED_FP8["RedHatAI's Llama-3.1-8B-FP8"][0], read_model),

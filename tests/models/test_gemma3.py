@@ -334,10 +334,3 @@ def test_quantised_weights_of_a_text_model_give_the_logits_of_their_values(
     assert (models[0].config.fp8 or models[0].config.int4) is not None
     found, expected = (PagedRunner(model).step({0: random_tokens(40)})[0] for model in models)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_quantised_weights_of_a_model_with_images_are_refused() -> None:
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
-    assert ModelConfig.from_dict(GEMMA3_270M | {"quantization_config": awq}).int4 is not None
-    with pytest.raises(ValueError, match="Gemma3ForConditionalGeneration has quantised weights"):
-        ModelConfig.from_dict(GEMMA3_4B | {"quantization_config": awq})

@@ -101,7 +101,7 @@ class Control:
 
 
 def stop_listening(listener: socket.socket) -> None:
-    """For every process that has the socket: who connects from now on is refused at once."""
+    """Refuses new connections at once, in every process that has the socket."""
     with suppress(OSError):  # another process was earlier
         listener.shutdown(socket.SHUT_RDWR)
 
