@@ -54,7 +54,7 @@ class Control:
         self.socket = socket.socket(fileno=file_descriptor)
         self._lock = threading.Lock()
         self._stop: Callable[[], object] = partial(os._exit, FAILED)
-        self._announce = self._stop
+        self._announce: Callable[[], object] = self._stop
 
     def settings(self) -> ChildSettings:
         """Waits for the settings, then sets up what every child needs. Ends the process when
