@@ -46,6 +46,14 @@ class ExpertWeights:
     """Whether 128 x 128 weights share a scale; of codes in blocks, without a bias. N is a multiple
     of 256, K of 128."""
 
+    def num_sums(self, dtype: torch.dtype) -> int:
+        """Sums of a tile that tensor cores compute at a time for x of `dtype`: of 4 bits one for
+        each group in a block of inputs, unless the weights are exact in `dtype` (MXFP4)."""
+        has_exponents = self.scales is not None and self.scales.dtype == torch.uint8
+        if not self.group or (has_exponents and dtype != torch.float16):
+            return 1
+        return BLOCK // self.group
+
 
 @with_kernel("grouped_gemm.tiled_gate_up_silu")
 def gate_up_silu(

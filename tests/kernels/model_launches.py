@@ -23,7 +23,7 @@ from tllm_spec.kernels import (
     window_splits,
 )
 from tllm_spec.kernels.grouped_tilings import Form, block_rows_of
-from tllm_spec.kernels.int4_weights import row_bytes
+from tllm_spec.kernels.int4_weights import row_bytes, row_words
 from tllm_spec.kernels.key_spans import KeySpan, KeySpans
 from tllm_spec.kernels.moe_permute import ExpertRows
 from tllm_spec.kernels.rotary_write import HeadWeights
@@ -104,18 +104,23 @@ MOE_SHAPES = ((128, 8, 2048, 768), (64, 6, 2048, 1408), (8, 2, 4096, 14336))
 CODES: tuple[Form, ...] = ("codes", "blocks", "tiles")
 
 
+# Inputs of a group, and the type of its word: AWQ and GPTQ, NVFP4, MXFP4.
+INT4_GROUPS = ((32, torch.int32), (16, torch.float32), (32, torch.uint8))
+
+
 def experts(*, form: Form) -> None:
-    for (number, top_k, hidden, inner), dtype, rows in product(
-        MOE_SHAPES, FLOATS, (1, 20, 60, 200)
+    for (number, top_k, hidden, inner), dtype, rows, group in product(
+        MOE_SHAPES, FLOATS, (1, 20, 60, 200), INT4_GROUPS if form == "int4" else INT4_GROUPS[:1]
     ):
         tokens = rows * number // top_k
-        block = block_rows_of(tokens * top_k, number, dtype, META, form)
-        chosen = int32(tokens, top_k)
-        own = ExpertRows(int32(tokens * top_k), int32(3, number), int32(1), block, top_k, chosen)
         layers = [
-            expert_weights(form, dtype, *shape)
+            expert_weights(form, dtype, group, *shape)
             for shape in ((number, 2 * inner, hidden), (number, hidden, inner))
         ]
+        sums = layers[0].num_sums(dtype)
+        block = block_rows_of(tokens * top_k, number, dtype, META, form, sums)
+        chosen = int32(tokens, top_k)
+        own = ExpertRows(int32(tokens * top_k), int32(3, number), int32(1), block, top_k, chosen)
         x, options = inputs_of(form, dtype, tokens, hidden)
         grouped_gemm.gate_up_silu(x, layers[0], own, **options)
         x, options = inputs_of(form, dtype, tokens * top_k, inner)
@@ -123,11 +128,17 @@ def experts(*, form: Form) -> None:
 
 
 def expert_weights(
-    form: Form, dtype: torch.dtype, number: int, outputs: int, inputs: int
+    form: Form,
+    dtype: torch.dtype,
+    group: tuple[int, torch.dtype],
+    number: int,
+    outputs: int,
+    inputs: int,
 ) -> grouped_gemm.ExpertWeights:
     if form == "int4":
         stored = empty(number, outputs, row_bytes(inputs), dtype=torch.uint8)
-        return grouped_gemm.ExpertWeights(stored, int32(number, outputs, -(-inputs // 32)), 32)
+        words = empty(number, outputs, row_words(inputs, *group), dtype=group[1])
+        return grouped_gemm.ExpertWeights(stored, words, group[0])
     weight = empty(number, outputs, inputs, dtype=dtype if form == "plain" else FP8)
     if form == "plain":
         return grouped_gemm.ExpertWeights(weight)
