@@ -19,16 +19,16 @@ took."""
 import copy
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
-import torch
-
 from benchmarks.harness.engine import Rounds, synchronize
+from benchmarks.harness.forced_rounds import Block
 from benchmarks.harness.models import Models, open_models
 from benchmarks.harness.report import Options, Row, Subject, main, table
-from benchmarks.harness.scripted_tokens import MIXED, TokenScript, quantiles, scripted_tokens
+from benchmarks.harness.scripted_tokens import MIXED, TokenScript, scripted_tokens
 from benchmarks.harness.simulated_rows import Simulation, round_ms
 from tllm_spec.config.verify_budget import with_budgets
 from tllm_spec.executor.building.plan import BuildPlan
@@ -89,8 +89,11 @@ class Measurement:
         played = blocks.pop(CHOICE)
         rates = {tier: block.rate for tier, block in blocks.items()}
         best = max(STEPS, key=rates.__getitem__)
-        ms = {tier: block.seconds / block.rounds * 1e3 for tier, block in blocks.items()}
-        oracle = self.oracle_rate(TRAFFIC[traffic], batch_size, ms)
+        ms = {tier: block.round_ms for tier, block in blocks.items()}
+        simulation = Simulation(batch_size, TRAFFIC[traffic])
+        oracle = 1e3 * max(
+            simulation.play(self.shapes.of(tier), 20).oracle / ms[tier] for tier in blocks
+        )
         named = self.shapes.name
         budget = max(self.shapes.budgeted_tiers, key=rates.__getitem__)
         return {
@@ -111,7 +114,7 @@ class Measurement:
         self._control(self.players[0])
         self.rounds.start(batch_size, PROMPT_LEN)
 
-    def play(self, controller: AdaptiveController, number: int) -> "Block":
+    def play(self, controller: AdaptiveController, number: int) -> Block:
         self._control(controller)
         for _ in range(UNTIMED_ROUNDS):
             self.rounds.executor.step()
@@ -120,43 +123,11 @@ class Measurement:
         self.rounds.run(number)
         synchronize()
         seconds = time.perf_counter() - start
-        return Block(seconds, float(self.script.total) - before, number)
+        rounds = Counter({CHOICE: number})  # whatever their tiers were
+        return Block(seconds, float(self.script.total) - before, rounds_by_draft_len=rounds)
 
     def _control(self, controller: AdaptiveController) -> None:
         self.parts.controller, self.parts.tier_for = controller, controller.tier_for
-
-    def oracle_rate(
-        self, means: Sequence[float], batch_size: int, ms: Mapping[int, float]
-    ) -> float:
-        """Tokens per second if the true probabilities were known, under the best budget."""
-        rates = []
-        for tier in self.players:
-            shape = self.shapes.of(tier)
-            number = shape.num_rows(batch_size) - batch_size
-            each = torch.stack([quantiles(means[i % len(means)]) for i in range(batch_size)])
-            index = torch.randint(each.shape[1], (20, batch_size, max(shape.depth, 1)))
-            probs = each.expand(20, -1, -1).gather(2, index).cumprod(2)[:, :, : shape.depth]
-            best = probs.flatten(1).sort(1, descending=True).values[:, :number]
-            tokens = batch_size + float(best.sum(1).mean())
-            rates.append(tokens / ms[tier] * 1e3)
-        return max(rates)
-
-
-class Block:
-    """Rounds of one player."""
-
-    def __init__(self, seconds: float = 0.0, tokens: float = 0.0, rounds: int = 0) -> None:
-        self.seconds, self.tokens, self.rounds = seconds, tokens, rounds
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
-
-    def __iadd__(self, other: "Block") -> "Block":
-        self.seconds += other.seconds
-        self.tokens += other.tokens
-        self.rounds += other.rounds
-        return self
 
 
 def all_keys(plan: BuildPlan, sizes: Sequence[int]) -> list[GraphKey]:

@@ -52,7 +52,8 @@ class Acceptance:
 
 class DraftWeights:
     """load: a network from a folder. model: the engine's. cache: has the network's KV. folder:
-    where its weights are from. communicator: of all ranks.
+    where its weights are from. communicator: of all ranks. report_worse: called with the folder
+    after a swap that is worse, where several engines swap back together.
 
     `stage` may be called in any thread, all else in the executor's between two rounds."""
 
@@ -70,6 +71,7 @@ class DraftWeights:
         self._communicator = communicator
         self._acceptance = Acceptance()
         self._before: tuple[Acceptance, StagedWeights] | None = None  # while a swap is watched
+        self.report_worse: Callable[[str], object] | None = None
 
     def stage(self, folder: str) -> StagedWeights:
         """Raises ValueError for weights that do not fit in place of the present ones."""
@@ -126,6 +128,9 @@ class DraftWeights:
             "draft weights of %s gave %.2f tokens a round, those before %.2f: back to %s",
             *(self.folder, now, before.tokens_per_round, old.folder),
         )
+        if self.report_worse is not None:
+            self.report_worse(self.folder)
+            return
         self._replace(old, keep_cache=False)
         self._acceptance = Acceptance()
 

@@ -71,7 +71,7 @@ class Totals:
             row.seconds += seconds
 
     def add_drafts(self, num_offered: int, num_verified: int) -> None:
-        """A round had so many drafts, of which `num_verified` had a row."""
+        """Counts the drafts that a round was offered, and those that had a row in it."""
         self._offered_drafts += num_offered
         self._verified_drafts += num_verified
 

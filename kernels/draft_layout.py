@@ -34,22 +34,6 @@ class DraftLayout:
         return cls(tuple(range(-1, num_drafts)), (0,) * (num_drafts + 1))
 
     @classmethod
-    def from_parents(cls, parents: Sequence[int]) -> DraftLayout:
-        """Siblings are ranked in node order. Raises ValueError if the first parent is not -1, or
-        another one is not an earlier node."""
-        if not parents or parents[0] != -1:
-            raise ValueError(f"parents must begin with -1, the root's, not {list(parents[:1])}")
-        ranks, num_children = [0], [0] * len(parents)
-        for node, parent in enumerate(parents[1:], 1):
-            if not 0 <= parent < node:
-                raise ValueError(
-                    f"parents: node {node} has the parent {parent}; accepted are 0 to {node - 1}"
-                )
-            ranks.append(num_children[parent])
-            num_children[parent] += 1
-        return cls(tuple(parents), tuple(ranks))
-
-    @classmethod
     def from_paths(cls, paths: Sequence[Sequence[int]]) -> DraftLayout:
         """paths: for each draft the child ranks that lead from the root to it, as Medusa's and
         EAGLE's `eagle_choices`. Nodes are ordered by depth, then by path.

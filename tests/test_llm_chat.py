@@ -2,26 +2,17 @@
 control tokens come from the template only."""
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.short_llm import llm as llm
 from tllm_spec import Conversation
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
 
 THREE = SamplingParams(max_tokens=3)
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(
-        "zoo:llama", max_seq_len=256, max_num_tokens=64, kv_cache_config={"max_tokens": 192}
-    ) as llm:
-        yield llm
-        llm.check_integrity()
 
 
 def template_ids(llm: LLM, messages: Any, **options: Any) -> list[int]:

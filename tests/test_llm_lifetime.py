@@ -5,12 +5,13 @@ import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.short_llm import llm as llm
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.llm import LLM
 from tllm_spec.models.causal_lm import CausalLM
@@ -18,15 +19,6 @@ from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 
 THREE = SamplingParams(max_tokens=3)
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(
-        "zoo:llama", max_seq_len=256, max_num_tokens=64, kv_cache_config={"max_tokens": 192}
-    ) as llm:
-        yield llm
-        llm.check_integrity()
 
 
 @pytest.mark.parametrize("prompt", ["import os", ["import os", "def f("]])

@@ -2,28 +2,19 @@
 
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from torch import Tensor
 
+from tests.short_llm import llm as llm
 from tllm_spec import RequestError, llmapi
 from tllm_spec.llm import LLM
 from tllm_spec.prompts import PromptReader
 from tllm_spec.sampling_params import GREEDY_BELOW_TEMPERATURE, LARGEST_FACTOR, SamplingParams
 
 THREE = SamplingParams(max_tokens=3)
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(
-        "zoo:llama", max_seq_len=256, max_num_tokens=64, kv_cache_config={"max_tokens": 192}
-    ) as llm:
-        yield llm
-        llm.check_integrity()
 
 
 @pytest.mark.parametrize(

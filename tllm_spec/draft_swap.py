@@ -1,12 +1,12 @@
 """Replaces the draft weights of a running engine: `LLM.load_draft_weights`, `POST
 /v1/draft_model`."""
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.executor.draft_weights import DraftWeights, StagedWeights
 from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.worker import Worker
 from tllm_spec.recording.replay import replay
@@ -20,35 +20,61 @@ NOT_REPLACEABLE = (
 )
 
 
-def swap_draft_weights(
-    args: LlmArgs,
-    executor: PyExecutor,
-    worker: Worker,
-    folder: str | os.PathLike[str],
-    *,
-    keep_cache: bool = False,
-    force: bool = False,
-) -> dict[str, Any]:
-    """Waits until the weights are served. Returns the new version, and with recorded traffic and
-    one rank the tokens a round of both in a replay.
+class DraftSwap:
+    """A swap as a `whole`. In one of several engines it has steps: `stage` in all of them, then
+    `commit` in all, and `back` in those that have staged if any fails. One runs at a time."""
 
-    Raises ValueError for weights that do not fit, and without `force` for those that are worse in
-    the replay. Then nothing has changed."""
-    weights = executor.parts.draft_weights
-    if weights is None:
-        raise ValueError(NOT_REPLACEABLE)
-    if args.tensor_parallel_size > 1:
-        path, queue = os.fspath(folder), executor.parts.queue
+    def __init__(self, args: LlmArgs, executor: PyExecutor, worker: Worker) -> None:
+        self._args, self._executor, self._worker = args, executor, worker
+        self._staged: StagedWeights | None = None  # and not committed
+        self._before = ""  # the folder before the last swap
+
+    def whole(self, folder: str, keep_cache: bool, force: bool) -> dict[str, Any]:
+        """Waits until the weights are served. Returns the new version, and with recorded traffic
+        and one rank the tokens a round of both in a replay.
+
+        Raises ValueError for weights that do not fit, and without `force` for those that are worse
+        in the replay. Then nothing has changed."""
+        if self._args.tensor_parallel_size == 1:
+            told = self.stage(folder, force)
+            return {"version": self.commit(keep_cache)["version"], "folder": folder} | told
+        weights, queue = self._weights(), self._executor.parts.queue
 
         def swap_together() -> int:
-            queue.announce_swap(path, keep_cache=keep_cache)
-            return weights.swap_together(path, keep_cache=keep_cache)
+            queue.announce_swap(folder, keep_cache=keep_cache)
+            return weights.swap_together(folder, keep_cache=keep_cache)
 
-        return {"version": worker.call(swap_together), "folder": path}
-    staged = weights.stage(os.fspath(folder))
-    told = {} if force else _replayed(args, weights.folder, staged.folder)
-    version = worker.call(partial(weights.swap, staged, keep_cache=keep_cache))
-    return {"version": version, "folder": staged.folder} | told
+        return {"version": self._worker.call(swap_together), "folder": folder}
+
+    def stage(self, folder: str, force: bool) -> dict[str, Any]:
+        """Loads the weights. Returns what there is of a replay, and raises, as `whole` does."""
+        weights = self._weights()
+        staged = weights.stage(folder)
+        told = {} if force else _replayed(self._args, weights.folder, folder)
+        self._staged = staged
+        return told
+
+    def commit(self, keep_cache: bool) -> dict[str, Any]:
+        """Swaps. Returns the new version, and the folder `before`."""
+        weights, staged = self._weights(), self._staged
+        assert staged is not None
+        before = weights.folder
+        version = self._worker.call(partial(weights.swap, staged, keep_cache=keep_cache))
+        self._staged, self._before = None, before
+        return {"version": version, "before": before}
+
+    def back(self) -> dict[str, Any]:
+        """Undoes both steps, or the first one if the second did not succeed."""
+        if self._staged is None:
+            self.stage(self._before, force=True)
+            self.commit(keep_cache=False)
+        self._staged = None
+        return {}
+
+    def _weights(self) -> DraftWeights:
+        if (weights := self._executor.parts.draft_weights) is None:
+            raise ValueError(NOT_REPLACEABLE)
+        return weights
 
 
 def _replayed(args: LlmArgs, old: str, new: str) -> dict[str, Any]:
@@ -60,7 +86,7 @@ def _replayed(args: LlmArgs, old: str, new: str) -> dict[str, Any]:
     if len(records) < MIN_REPLAYED:
         return {}
     lengths = [
-        replay(records, _with_weights(args, folder), states).total.acceptance_length
+        replay(records, with_draft_weights(args, folder), states).total.acceptance_length
         for folder in (old, new)
     ]
     if lengths[1] < lengths[0]:
@@ -71,7 +97,7 @@ def _replayed(args: LlmArgs, old: str, new: str) -> dict[str, Any]:
     return {"tokens_per_round": {"before": lengths[0], "after": lengths[1]}}
 
 
-def _with_weights(args: LlmArgs, folder: str) -> LlmArgs:
+def with_draft_weights(args: LlmArgs, folder: str) -> LlmArgs:
     assert args.speculative_config is not None
     spec = args.speculative_config.model_copy(update={"speculative_model": folder})
     return args.model_copy(update={"speculative_config": spec})

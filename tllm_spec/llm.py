@@ -16,7 +16,7 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.not_served import CHAT_NOT_SERVED, GENERATE_NOT_SERVED, NO_KV_EVENTS
 from tllm_spec.config.option_checks import NotServed, refuse_not_served
 from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.draft_swap import swap_draft_weights
+from tllm_spec.draft_swap import DraftSwap
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import Worker
@@ -246,9 +246,8 @@ class LLM:
         Raises ValueError, and changes nothing, for weights that do not fit, and without `force`
         for those that recorded traffic shows to be worse."""
         self._check_alive()
-        return swap_draft_weights(
-            self.args, self._executor, self._worker, folder, keep_cache=keep_cache, force=force
-        )
+        swap = DraftSwap(self.args, self._executor, self._worker)
+        return swap.whole(os.fspath(folder), keep_cache, force)
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         """One dict for each round since the last call, oldest first, with TensorRT-LLM's names;

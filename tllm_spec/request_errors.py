@@ -1,11 +1,11 @@
 """Errors of single requests that a caller may want to tell apart from other mistakes."""
 
-# A request with a grammar may fail so. xgrammar does not say before that a grammar leads nowhere.
+# xgrammar does not say at compilation that a grammar leads nowhere: the request fails later.
 NO_GUIDED_TOKEN = (
     "guided_decoding: no token can be chosen next: the grammar, min_tokens and the excluded words "
     "leave none (or the model's logits are not numbers)"
 )
-# The same of a grammar that can read a text in very many ways.
+# A grammar that can read a text in very many ways takes too long.
 SLOW_GRAMMAR = (
     "guided_decoding: the grammar takes too long for a round's masks or drafts; nested repetitions "
     "and rules that read the same text in many ways do: write it with fewer of these"

@@ -16,8 +16,8 @@ from tllm_spec.text.tokenizer import Tokenizer
 def replaceable_weights(
     plan: BuildPlan, engines: Engines, tokenizer: Tokenizer | None
 ) -> DraftWeights | None:
-    """tokenizer: the target's. None where the weights cannot be replaced: there are none, they are
-    the target's or outside torch."""
+    """tokenizer: the target's. Returns None where the weights cannot be replaced: there are none,
+    they are the target's, or they are outside torch."""
     draft, target = engines.draft, engines.target.model
     if draft is None or draft.plan.path is None or draft.plan.backend != "torch":
         return None

@@ -57,7 +57,7 @@ class _PublisherThread(threading.Thread):
         self._kept = deque[tuple[bytes, bytes]](maxlen=config.buffer_steps)
 
     def run(self) -> None:
-        """Until an empty payload comes."""
+        """Publishes payloads, and answers subscribers, until an empty payload comes."""
         zmq = _zmq()
         poller = zmq.Poller()
         for socket in (self._inlet, self._replay):
@@ -87,7 +87,8 @@ class _PublisherThread(threading.Thread):
 
 
 def _sockets(context: Any, config: KVEventsConfig) -> tuple[Any, Any, Any]:
-    """Where batches come in, where they are published, and where they are asked for again."""
+    """The sockets that batches come from, that they are published on, and that subscribers ask for
+    earlier ones; None instead of the last if nothing is kept."""
     zmq = _zmq()
     inlet, published, replay = context.socket(zmq.PAIR), context.socket(zmq.PUB), None
     inlet.bind("inproc://batches")

@@ -66,7 +66,7 @@ class Node:
 
 
 class TreeLog(Protocol):
-    """What is told of changes of a tree."""
+    """Observes the changes of a tree."""
 
     def changed(self, node: Node) -> None:
         """The node is new, or a page of a group without all keys has come or gone."""
@@ -94,7 +94,7 @@ class RadixTree:
         # without a salt always.
         self._roots = WeakValueDictionary[tuple[int, str | None], Node]()
         self.start_version(0)
-        # In each group every node whose page nobody holds, least recently used first. Where all
+        # In each group every node whose page no request holds, least recently used first. Where all
         # keys are kept, a child comes before its parent: paths are released leaf first, and
         # children are only added below held nodes. So the first node is always a leaf.
         self._evictable: list[OrderedDict[Node, None]] = [OrderedDict() for _ in keeps_all]
@@ -230,8 +230,8 @@ class RadixTree:
         return len(node.key) == self._page_size + self._lookahead
 
     def evict(self, group: int = 0) -> list[int]:
-        """Drops the least recently used page of a group that nobody holds. Returns what leaves the
-        tree in each group: a page, or `NO_PAGE`.
+        """Drops the least recently used page of a group among those that no request holds. Returns
+        what leaves the tree in each group: a page, or `NO_PAGE`.
 
         The other pages of the same tokens go with one that keeps all keys, since no hit could reach
         them. Otherwise they stay."""

@@ -30,8 +30,8 @@ class SlotState:
     `kv_lens` `[S]`: tokens in the KV cache. `window` `[S, W]`: the next round's input, the bonus
     token and then drafts. `num_drafts` `[S]`: how many of these drafts were proposed, the rest is
     padding. `previous_token` `[S]`: the token before the bonus token, which a draft model reads
-    again after a full acceptance. `counts_drafts`: the host is told with each round's results how
-    many drafts each request really had. `values`: what is known of the drafts where requests share
+    again after a full acceptance. `counts_drafts`: each round's results say how many drafts each
+    request really had. `values`: what is known of the drafts where requests share
     a round's rows; otherwise None."""
 
     def __init__(
@@ -109,7 +109,7 @@ class SlotState:
         return self.num_real(slot_ids, shape)
 
     def num_real(self, slot_ids: torch.Tensor, shape: DraftShape) -> torch.Tensor:
-        """`num_verified`, whoever knows it."""
+        """As `num_verified`, also where the host knows it."""
         numbers = gather_rows(self.num_drafts, slot_ids).clamp_max(shape.num_nodes)
         if self._trees is None:
             return numbers
@@ -167,7 +167,7 @@ class SlotState:
     def reported(
         self, slot_ids: torch.Tensor, num_verified: torch.Tensor, shape: DraftShape
     ) -> torch.Tensor:
-        """What the host is told of a round of slots `[B]`: `SampledTokens.num_drafts`."""
+        """`SampledTokens.num_drafts` of a round of slots `[B]`, for the host."""
         columns, num_budgets = num_verified.unsqueeze(1), self._expected.shape[1]
         if not num_budgets:
             return columns

@@ -11,8 +11,8 @@ from tllm_spec.executor.resources.radix import Node
 
 
 class Snapshots:
-    """`number` copies, of prefixes that are multiples of `every` tokens. Nobody holds one: a new
-    request takes its states from it at once."""
+    """`number` copies, of prefixes that are multiples of `every` tokens. No request holds one: what
+    a new request needs is copied from it at once."""
 
     def __init__(self, number: int, every: int) -> None:
         self.every = every

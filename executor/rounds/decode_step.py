@@ -91,7 +91,7 @@ class DecodeStep:
         return self._end(windows, hidden, is_sampled, is_masked=True)
 
     def before_tail(self, batch_size: int, shape: DraftShape) -> None:
-        """What a tail of dummy requests needs without a forward of its own."""
+        """Prepares the slots for a tail of dummy requests that no forward came before."""
         self._slots.reset_dummy()
         if shape.is_ragged:
             slot_ids = torch.full(
@@ -191,9 +191,9 @@ class DecodeStep:
 
 
 def whole_windows(windows: SlotWindows, hidden: torch.Tensor) -> tuple[SlotWindows, torch.Tensor]:
-    """The windows and the hidden states `[T, H]` of their rows as whole windows, which groups need
-    that have rules only the host knows. A request's last row stands for those that the device gave
-    to others; no draft there is accepted."""
+    """Pads windows and the hidden states `[T, H]` of their rows to whole windows, for groups with
+    rules that only the host knows. Rows that the device gave to other requests are filled with
+    copies of the request's last row; no draft there is accepted."""
     part = windows.rows.part
     if not windows.shape.is_ragged or part is None or part.offsets is None:
         return windows, hidden

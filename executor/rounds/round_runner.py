@@ -66,9 +66,9 @@ class RoundRunner:
         )
 
     def is_ragged(self, requests: list[LlmRequest], shape: DraftShape) -> bool:
-        """Whether the host gives one row each to those of the requests that take no drafts, in a
-        round with drafts of this shape. Otherwise, where a graph holds the round, and where its
-        drafts may be trees, all have whole windows, or the device chooses."""
+        """Whether the host gives only one row to each request that takes no drafts, in a round with
+        drafts of this shape. In a graph, and where drafts may be trees, it does not: all requests
+        have whole windows, or the device chooses their rows."""
         if not shape.num_nodes or shape.is_ragged or all(map(_draft_limit, requests)):
             return False
         if self._slots.shapes.has_trees or self.round_end.reads_whole_windows:
@@ -82,7 +82,7 @@ class RoundRunner:
         return SentResults(self._sender.send(sampled, logprobs))
 
     def discard_dummy_round(self) -> None:
-        """The latest round had the dummy slot only: it leaves nothing to the next one."""
+        """Removes what the latest round left, which had the dummy slot only."""
         self._groups.forget()
         self._slots.reset_dummy()
 

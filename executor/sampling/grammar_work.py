@@ -19,9 +19,9 @@ from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.request_errors import SLOW_GRAMMAR, GrammarTooSlow
 
-# The processor time that the masks of a round may take, and as much for its drafts: so much, and
-# so much more for each request. The time of a clock would fail quick grammars where other processes
-# take the processors.
+# The masks of a round may take this much processor time, and as much again for each of its requests
+# as the second number says; so may its drafts. A limit on wall time would fail quick grammars where
+# other processes take the processors.
 MAX_SECONDS, SECONDS_PER_REQUEST = 0.15, 0.002
 NUM_THREADS = 4
 MIN_FOR_THREADS = 16  # requests; the work for fewer takes less time than a forward
@@ -42,7 +42,8 @@ class GrammarWork:
         self._culprits: list[LlmRequest] = []
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """At most one job of each request. Raises what a job raises, and GrammarTooSlow."""
+        """Runs the jobs, at most one of each request. Raises what a job raises, and
+        GrammarTooSlow."""
         number = min(NUM_THREADS, len(jobs)) if len(jobs) >= MIN_FOR_THREADS else 1
         groups = [_Jobs(jobs[i::number]) for i in range(number)]
         for group in groups:
@@ -54,7 +55,7 @@ class GrammarWork:
             if slow:
                 group.stop()
             if group.running.request_id not in slow:
-                group.is_done.wait()  # on rank 0 it is; its grammar may be used again
+                group.is_done.wait()  # no thread uses a grammar that is not given up
         if slow:
             self._give_up(groups, slow)
         for group in groups:
@@ -83,7 +84,7 @@ class GrammarWork:
         for request in self._culprits:
             assert request.grammar is not None
             request.grammar.refuse(SLOW_GRAMMAR)
-        # The threads that are still busy end with what they do, the others now.
+        # Idle threads end now, busy ones when their work returns.
         for group in groups:
             group.lower_priority()
         for _ in range(self._num_threads):
@@ -93,21 +94,21 @@ class GrammarWork:
 
 
 class _Jobs:
-    """Jobs that one thread does in turn. `running`: the request of the job that was begun last."""
+    """Jobs that one thread runs in turn. `running`: the request of the latest job."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = jobs
         self.running = jobs[0][0]
         self.error: BaseException | None = None
         self.is_done = threading.Event()
-        self._lock = threading.Lock()  # of what begins and is stopped
+        self._lock = threading.Lock()  # no job begins after `stop`
         self._is_stopped = False
-        self._seconds: dict[int, float] = {}  # of a processor, by request id
+        self._seconds: dict[int, float] = {}  # processor time by request id
         self._began = 0.0
         self._thread: threading.Thread | None = None
 
     def work(self) -> None:
-        """In the thread."""
+        """Runs the jobs, in the thread that calls it."""
         self._thread = threading.current_thread()
         try:
             for request, job in self.jobs:
@@ -122,19 +123,20 @@ class _Jobs:
         self.is_done.set()
 
     def stop(self) -> None:
-        """No other job begins."""
+        """Lets no further job begin."""
         with self._lock:
             self._is_stopped = True
 
     def wait(self, limits: int = 1) -> bool:
-        """Until it is done, or has taken its limit so many times. Whether it is done."""
+        """Waits until all jobs are done, or have used `limits` times their limit. Returns whether
+        they are done."""
         seconds = limits * (MAX_SECONDS + SECONDS_PER_REQUEST * len(self.jobs))
         while not self.is_done.is_set() and (left := seconds - sum(self.seconds().values())) > 0:
             self.is_done.wait(max(left, SHORT))
         return self.is_done.is_set()
 
     def seconds(self) -> dict[int, float]:
-        """Seconds of processor time by request id, with those of the running job."""
+        """Seconds of processor time by request id, the running job included."""
         found = dict(self._seconds)
         if self._thread is not None and not self.is_done.is_set():
             assert self._thread.ident is not None
@@ -143,7 +145,7 @@ class _Jobs:
         return found
 
     def lower_priority(self) -> None:
-        """Lowers the priority of its thread, if that is still busy."""
+        """Lowers the priority of the thread, if it is still busy."""
         if self._thread is not None and not self.is_done.is_set():
             assert self._thread.native_id is not None
             with suppress(OSError):  # it has ended
@@ -153,11 +155,12 @@ class _Jobs:
 def _work(queue: SimpleQueue[_Jobs | None]) -> None:
     while (group := queue.get()) is not None:
         group.work()
-        del group  # while it waits, it keeps no engine alive
+        del group  # a waiting thread keeps no engine alive
 
 
 def _slow_requests(groups: Sequence[_Jobs]) -> list[int]:
-    """Waits for the groups. The ids of the requests to give up; none if all are done in time."""
+    """Waits for the groups. Returns the ids of the requests to give up; none if all are done in
+    time."""
     if all(group.wait() for group in groups):
         return []
     for group in groups:

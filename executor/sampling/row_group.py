@@ -18,8 +18,8 @@ from tllm_spec.kernels.round_rows import RoundRows
 
 @dataclass(frozen=True)
 class Subset:
-    """Nobody (`NOBODY`), all or some of a group's requests, and their rows. The indices are None
-    where nothing is indexed, which is so of nobody and of all."""
+    """No (`NO_REQUESTS`), all or some of a group's requests, and their rows. Only a subset of some
+    requests has indices."""
 
     own: RoundRows  # whose the rows are
     requests: torch.Tensor | None = None  # [M]
@@ -73,7 +73,7 @@ class Subset:
         return rows if self.rows is None else logits.index_copy_(0, self.rows, rows)
 
 
-NOBODY = Subset(RoundRows.rectangle(0, 1))
+NO_REQUESTS = Subset(RoundRows.rectangle(0, 1))
 
 
 @dataclass
@@ -137,12 +137,12 @@ class RowGroups:
             counts=[],
             rows=rows,
             slots=slots,
-            sampled=Subset.all_of(rows) if sampled else NOBODY,
+            sampled=Subset.all_of(rows) if sampled else NO_REQUESTS,
             filtered=sampled,
-            penalised=NOBODY,
-            early=NOBODY,
+            penalised=NO_REQUESTS,
+            early=NO_REQUESTS,
             bias=None,
-            with_logprobs=NOBODY,
+            with_logprobs=NO_REQUESTS,
             num_logprobs=0,
             edited=[],
             is_guided=False,
@@ -158,7 +158,7 @@ class RowGroups:
             return self.get(group.requests, 1)
         rows = RoundRows.rectangle(len(group.slots), 1)
         parameters = group.sampled_parameters and group.sampled_parameters.each_of(group.rows)
-        sampled = NOBODY if group.sampled.is_empty else Subset.all_of(rows)
+        sampled = NO_REQUESTS if group.sampled.is_empty else Subset.all_of(rows)
         return replace(group, rows=rows, sampled=sampled, sampled_parameters=parameters, parts=[])
 
     def parts(self, group: RowGroup, size: int) -> list[RowGroup]:
@@ -196,7 +196,7 @@ class RowGroups:
         def subset(wanted: Callable[[DecodingRules], bool]) -> Subset:
             chosen = [index for index, rules in enumerate(all_rules) if wanted(rules)]
             if not chosen:
-                return NOBODY
+                return NO_REQUESTS
             if len(chosen) == len(all_rules):
                 return Subset.all_of(all_rows)
             return Subset.some(to_device(chosen, device), rows_of(chosen), all_rows.offsets)

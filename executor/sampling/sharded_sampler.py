@@ -16,7 +16,7 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.grammar_masks import GrammarMasks
 from tllm_spec.executor.sampling.logprobs import LogprobRows
-from tllm_spec.executor.sampling.row_group import NOBODY, RowGroup, RowGroups
+from tllm_spec.executor.sampling.row_group import NO_REQUESTS, RowGroup, RowGroups
 from tllm_spec.executor.sampling.row_positions import RowPositions
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
@@ -109,7 +109,7 @@ class ShardedDraftSampling(DraftSampling):
     def choose(
         self, group: RowGroup, step: int, logits: torch.Tensor, first: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        sampled = NOBODY if self._mode == "greedy" else group.sampled
+        sampled = NO_REQUESTS if self._mode == "greedy" else group.sampled
         if self._always_gathers or (group.filtered and not sampled.is_empty):
             return super().choose(group, step, self._shard.gather(logits), first)
         if sampled.is_empty:

@@ -13,7 +13,7 @@ Rates = tuple[float, ...] | tuple[tuple[float, ...], ...]
 def synthetic_acceptance(
     rates: Rates | None, seeds: torch.Tensor
 ) -> tuple[SyntheticRates | None, TreeRates | None]:
-    """For chains, or for trees. seeds `[S]`: of the slots."""
+    """The rates on the device: of chains, or else of trees. seeds `[S]`: of the slots."""
     if rates is None:
         return None, None
     if not isinstance(rates[0], tuple):

@@ -20,6 +20,28 @@ def tiny_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("tiny-draft"), noise=0.15)
 
 
+@pytest.fixture(scope="session")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An EAGLE-3 head for `tiny`, with the other heads of `write_heads` in its folder."""
+    from tests.executor.draft_caches import write_heads
+
+    return write_heads(tmp_path_factory.mktemp("head"))
+
+
+@pytest.fixture(scope="session")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with as many layers as the default capture layers need."""
+    return write_tiny_llama(tmp_path_factory.mktemp("deep"), num_layers=7)
+
+
+@pytest.fixture
+def depth(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Graphs are captured without a device (`captures_without_a_device`)."""
+    from tests.executor.draft_graphs import captures_without_a_device
+
+    return captures_without_a_device(monkeypatch)
+
+
 class Clock:
     """A test moves it on. Each reading takes a nanosecond, since no time of a round may be 0."""
 

@@ -17,7 +17,7 @@ from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
-from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, HeadNet
+from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, DraftNet, HeadNet
 from tllm_spec.executor.speculative.drafting.external_layers import ExternalHeadLayers
 from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
 from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
@@ -256,6 +256,19 @@ def slow_drafters(harness: Harness, requests: list[LlmRequest]) -> list[SlowDraf
     return [SlowDrafter(harness, runner, i, each) for i, each in enumerate(last)]
 
 
+def watch_logits(net: DraftNet) -> list[torch.Tensor]:
+    """All logits that the network computes from now on."""
+    found: list[torch.Tensor] = []
+    compute_logits = net.compute_logits
+
+    def kept(state: torch.Tensor) -> torch.Tensor:
+        found.append(compute_logits(state))
+        return found[-1]
+
+    net.compute_logits = kept  # type: ignore[method-assign] # a spy on this one object
+    return found
+
+
 def generating(harness: Harness) -> list[LlmRequest]:
     return [
         each for each in harness.parts.scheduler.running if each.state is RequestState.GENERATION
@@ -331,3 +344,18 @@ def assert_texts_are(requests: list[LlmRequest], expected: list[LlmRequest]) -> 
     for own, other in zip(requests, expected, strict=True):
         assert output_of(own) == output_of(other)[: own.num_output_tokens]
         assert own.num_output_tokens == other.num_output_tokens or own.finish_reason == "cancelled"
+
+
+def assert_texts_are_those_of(plain: Harness, requests: list[LlmRequest]) -> None:
+    """Runs the same requests, which are greedy or HOT, without drafts."""
+    expected = [
+        plain.submit(
+            request.tokens[: request.prompt_len],
+            request.max_tokens,
+            temperature=None if request.rules.is_greedy else HOT,
+            seed=request.seed,
+        )
+        for request in requests
+    ]
+    plain.run()
+    assert_texts_are(requests, expected)

@@ -32,6 +32,16 @@ MODES = [
 MODES += [*(f"{mode}_tree" for mode in MODES[1:]), "sa"]
 
 
+class Event:
+    """An event of a device that takes 6 ms for any number of replays."""
+
+    def __init__(self, enable_timing: bool) -> None: ...
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end: "Event") -> float:
+        return 6.0
+
+
 def speculate(tiny_draft: Path, head: Path, mode: str, **options: Any) -> dict[str, Any]:
     if mode.startswith("draft_target_two_model"):
         tree = TREE if mode.endswith("_tree") else {}

@@ -12,7 +12,6 @@ from tests.attention.plain_prefill import PlainPrefill
 from tests.executor.draft_caches import HOT, one_model
 from tests.executor.graph_rounds import capture_rounds
 from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
-from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.plan import BuildPlan
@@ -27,11 +26,6 @@ CPU = torch.device("cpu")
 DUMMY = 8  # the slot after those of max_batch_size
 MODES = ["plain", "draft_target", "eagle3", "eagle3_two_model", "draft_target_two_model"]
 SIZES = (4, 8, 24, 40)
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
 
 
 def speculate(tiny_draft: Path, head: Path, mode: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.draft_caches import write_heads
 from tests.executor.graph_rounds import (
     CPU,
     DUMMY,
@@ -24,11 +23,6 @@ from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.graph_pool import GraphPool
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_heads(tmp_path_factory.mktemp("head"))
 
 
 def test_slot_ids_are_sent_only_when_they_change(

@@ -15,16 +15,10 @@ from tests.executor.graph_rounds import (
     submit_mixture,
 )
 from tests.executor.harness import all_pages_are_back, output_of
-from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import SampledTokens
 
 MODES_HERE = [*MODES, "eagle3_sa", "eagle3_two_model_sa"]
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 
 from tests.executor.draft_caches import (
     HOT,
@@ -19,6 +18,7 @@ from tests.executor.draft_caches import (
     random_lengths,
     spoil_free_pages,
     submit_traffic,
+    watch_logits,
     with_lengths,
 )
 from tests.executor.harness import Harness, all_pages_are_back
@@ -49,14 +49,7 @@ def test_the_engine_fills_in_the_block_of_the_plain_torch_transcription(
     assert spec is not None and spec.layers == LAYERS
     target, slots = harness.parts.runner.engine.model, harness.parts.slots
     reference, net = DFlashReference(head, target), proposer_of(harness).net
-    states: list[torch.Tensor] = []
-    compute_logits = net.compute_logits
-
-    def kept(state: torch.Tensor) -> torch.Tensor:
-        states.append(compute_logits(state))
-        return states[-1]
-
-    net.compute_logits = kept  # type: ignore[method-assign] # a spy on this one object
+    seen = watch_logits(net)
     for number in range(4):
         prompt, temperature = [number, 3, 14, 15, 9, 26], HOT if number % 2 else None
         harness.submit(prompt, 24, temperature=temperature, seed=number)
@@ -66,7 +59,7 @@ def test_the_engine_fills_in_the_block_of_the_plain_torch_transcription(
         for place, request in enumerate(running):
             captured = captured_states(target, request.tokens[:-1], LAYERS)
             logits = reference.block(request.tokens[-1], captured, DRAFT_LEN)
-            own = states[-1].view(DRAFT_LEN, -1, logits.shape[1])
+            own = seen[-1].view(DRAFT_LEN, -1, logits.shape[1])
             if own.shape[1] == len(running):
                 assert (own[:, place] - logits).abs().max() < TOLERANCE
                 num_checked += 1

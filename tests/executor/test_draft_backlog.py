@@ -24,7 +24,6 @@ from tests.executor.draft_caches import (
     spoil_free_pages,
     submit_traffic,
     with_lengths,
-    write_heads,
 )
 from tests.executor.harness import Harness, all_pages_are_back, user_provided
 from tests.executor.tiny_llama import write_tiny_llama
@@ -43,11 +42,6 @@ PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
 PAGES = {"kv_cache_config": {"tokens_per_block": 4}}
 NO_OVERLAP = {"disable_overlap_scheduler": True}
 MAY_PAUSE = {"draft_len_schedule": {1: 3, 2: 0}}
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_heads(tmp_path_factory.mktemp("head"))
 
 
 @pytest.fixture(params=MODES)

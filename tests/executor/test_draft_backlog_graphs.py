@@ -8,7 +8,6 @@ import pytest
 from tests.executor.draft_caches import HOT, one_model, proposer_of
 from tests.executor.graph_rounds import capture_rounds
 from tests.executor.harness import Harness, all_pages_are_back, output_of
-from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config.draft_shape import NO_DRAFTS
 from tllm_spec.executor.graphs.graph_pool import Captured
 from tllm_spec.executor.graphs.slot_graphs import SlotGraphs, graph_keys
@@ -17,11 +16,6 @@ from tllm_spec.executor.request import LlmRequest
 MODES = ["draft_target", "eagle3", "eagle3_two_model"]
 ON_CPU = [*MODES, "eagle3_onnxruntime"]
 PAUSES = {"draft_len_schedule": {1: 3, 5: 0}}
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
 
 
 def captured(harness: Harness, sizes: tuple[int, ...], *, pads: bool = True) -> Harness:

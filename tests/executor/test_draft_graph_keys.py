@@ -12,13 +12,11 @@ from tests.executor.draft_caches import eagle3
 from tests.executor.draft_graphs import (
     CPU,
     DUMMY,
-    captures_without_a_device,
     two_model,
     with_graphs,
 )
 from tests.executor.graph_rounds import keys_of_build
 from tests.executor.harness import Harness
-from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.config.llm_args import LlmArgs
@@ -33,16 +31,6 @@ from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
-
-
-@pytest.fixture(scope="module")
-def drafts(tmp_path_factory: pytest.TempPathFactory, tiny_draft: Path) -> tuple[Path, Path]:
-    return tiny_draft, write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
-
-
-@pytest.fixture
-def depth(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    return captures_without_a_device(monkeypatch)
 
 
 def drafting_keys(

@@ -15,7 +15,6 @@ from tests.executor.draft_graphs import (
     DUMMY,
     MODES,
     assert_same,
-    captures_without_a_device,
     two_model,
     watch,
     with_graphs,
@@ -23,7 +22,6 @@ from tests.executor.draft_graphs import (
 from tests.executor.graph_rounds import on_cuda, replays_of, submit_mixture
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.executor.test_split_rounds import watch_windows
-from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config.draft_shape import DraftShape, chain_of
 from tllm_spec.executor.graphs.graph_pool import Captured
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
@@ -39,16 +37,6 @@ FREE_OPS = {
     "resolve_conj",
     "resolve_neg",
 }  # no launch
-
-
-@pytest.fixture(scope="module")
-def drafts(tmp_path_factory: pytest.TempPathFactory, tiny_draft: Path) -> tuple[Path, Path]:
-    return tiny_draft, write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
-
-
-@pytest.fixture
-def depth(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    return captures_without_a_device(monkeypatch)
 
 
 def run_with_cancellations(harness: Harness) -> None:

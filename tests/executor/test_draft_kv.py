@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.draft_caches import HOT, TREE, assert_texts_are, generating
+from tests.executor.draft_caches import TREE, assert_texts_are_those_of, generating
 from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
 from tests.executor.test_late_draft_model import SMALL, conversations
 from tests.executor.test_model_drafter import (
@@ -101,17 +101,7 @@ def test_the_cache_follows_through_whatever_happens(
     assert kv.cache.stats.reused_tokens > 200
     assert {request.finish_reason for request in requests} == {"length", "cancelled"}
     assert sum(sum(request.counters.by_accepted[1:]) for request in requests) > 10
-    references = [
-        plain.submit(
-            request.tokens[: request.prompt_len],
-            request.max_tokens,
-            temperature=None if request.rules.is_greedy else HOT,
-            seed=request.seed,
-        )
-        for request in requests
-    ]
-    plain.run()
-    assert_texts_are(requests, references)
+    assert_texts_are_those_of(plain, requests)
     assert all_pages_are_back(harness.executor)
 
 

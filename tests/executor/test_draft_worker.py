@@ -17,7 +17,6 @@ from tests.executor.draft_caches import (
     one_model,
     proposer_of,
     slow_drafters,
-    write_heads,
 )
 from tests.executor.harness import (
     Harness,
@@ -48,11 +47,6 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 AT_ONCE = ["peagle", "peagle_two_model", "pard"]
 CHAINS = ["draft_target", "eagle3", "eagle3_two_model", "eagle", *AT_ONCE]
 MODES = [*CHAINS, *(f"{mode}_tree" for mode in CHAINS)]
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_heads(tmp_path_factory.mktemp("head"))
 
 
 @pytest.mark.thinned(8)

@@ -18,17 +18,6 @@ from tllm_spec.executor.request import RequestState
 PROMPT = [3, 14, 15, 9, 26]
 
 
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
-
-
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target with as many layers as the default capture layers need."""
-    return write_tiny_llama(tmp_path_factory.mktemp("deep"), num_layers=7)
-
-
 def default_layers(head: Path, **options: Any) -> dict[str, Any]:
     return eagle3(head, eagle3_layers_to_capture=None, **options)
 

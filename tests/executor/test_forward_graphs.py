@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.draft_caches import HOT, write_heads
-from tests.executor.draft_graphs import DUMMY, assert_same, captures_without_a_device
+from tests.executor.draft_caches import HOT
+from tests.executor.draft_graphs import DUMMY, assert_same
 from tests.executor.graph_rounds import MODES, on_cuda, replays_of, speculate, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back
 from tllm_spec.config.draft_shape import NO_DRAFTS
@@ -21,16 +21,6 @@ RULES: dict[str, dict[str, Any]] = {
     "bias": {"logit_bias": {7: 4.0, 9: -3.0}},
     "bad words": {"bad_token_ids": [[3, 5], [8]]},
 }
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_heads(tmp_path_factory.mktemp("head"))
-
-
-@pytest.fixture
-def depth(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    return captures_without_a_device(monkeypatch)
 
 
 def submit_rules(harness: Harness, rules: dict[str, Any]) -> list[LlmRequest]:

@@ -9,17 +9,11 @@ from tests.executor.graph_rounds import (
     keys_of_build,
     speculate,
 )
-from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config.llm_args import CudaGraphConfig
 from tllm_spec.config.speculative_config import NGramDecodingConfig, UserProvidedDecodingConfig
 from tllm_spec.executor.building.tiers import tiers_of_rounds
 from tllm_spec.executor.graphs.slot_graphs import graph_keys
 from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
 
 
 def config(**options: Any) -> NGramDecodingConfig:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.executor.graph_rounds import Event
 from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 
@@ -48,13 +49,6 @@ def test_a_round_is_renewed_before_every_replay_and_runs_for_the_slots_that_were
 
     def generate(slot_ids: torch.Tensor, draft_len: int, sampled: bool) -> None:
         happened.append(slot_ids.tolist())
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None: ...
-        def record(self) -> None: ...
-        def synchronize(self) -> None: ...
-        def elapsed_time(self, end: "Event") -> float:
-            return 6.0
 
     graphs = SlotGraphs(generate, DUMMY, CPU)
     graphs.capture([GraphKey(3, chain_of(0), False)])

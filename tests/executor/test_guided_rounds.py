@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.executor.draft_caches import HOT, SMALL_POOL, random_lengths, with_lengths, write_heads
-from tests.executor.draft_graphs import assert_same, captures_without_a_device
+from tests.executor.draft_caches import HOT, SMALL_POOL, random_lengths, with_lengths
+from tests.executor.draft_graphs import assert_same
 from tests.executor.graph_rounds import MODES, on_cuda, replays_of, speculate, with_graphs
 from tests.executor.guided_rounds import (
     assert_grammatical,
@@ -34,16 +34,6 @@ from tllm_spec.request_errors import SLOW_GRAMMAR
 
 SIZES = (1, 4, 8)
 SA = {"decoding_type": "SA", "max_draft_len": 3}
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_heads(tmp_path_factory.mktemp("head"))
-
-
-@pytest.fixture
-def depth(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    return captures_without_a_device(monkeypatch)
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])

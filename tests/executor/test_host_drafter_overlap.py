@@ -11,6 +11,7 @@ from tests.executor.draft_caches import SMALL_POOL, submit_traffic
 from tests.executor.harness import Harness, ScriptedDrafter, all_pages_are_back, output_of
 from tests.executor.hooks import before_launch, rounds_in_flight
 from tests.executor.overlap_rounds import NO_OVERLAP, assert_same_text
+from tests.executor.test_broken_rounds import Breaking
 from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
@@ -143,17 +144,6 @@ def test_a_request_cancelled_before_its_round_is_read_is_in_no_round_any_more(ti
     alone.run()
     assert list(map(output_of, (other, waiting))) == list(map(output_of, texts))
     assert all_pages_are_back(harness.executor)
-
-
-class Breaking(ResourceManager):
-    """Fails once, after a round was read."""
-
-    is_due = False
-
-    def update_resources(self, batch: ScheduledBatch) -> None:
-        if self.is_due:
-            self.is_due = False
-            raise BufferError("the disk went")
 
 
 def test_when_reading_breaks_off_a_request_that_joins_the_scheduled_round_runs_on(

@@ -11,7 +11,7 @@ from tests.executor.draft_caches import (
     HOT,
     assert_cached_pages_are_whole,
     assert_nothing_is_missing,
-    assert_texts_are,
+    assert_texts_are_those_of,
     count_forwards,
     generating,
     one_model,
@@ -116,17 +116,7 @@ def test_a_draft_model_has_read_all_it_missed_when_it_drafts(
     assert seen == {"preempted"} and read
     assert len(requests) > 25 and sum(request.cached_tokens for request in requests) > 200
     assert sum(sum(request.counters.by_accepted[1:]) for request in requests) > 0
-    references = [
-        plain.submit(
-            request.tokens[: request.prompt_len],
-            request.max_tokens,
-            temperature=None if request.rules.is_greedy else HOT,
-            seed=request.seed,
-        )
-        for request in requests
-    ]
-    plain.run()
-    assert_texts_are(requests, references)
+    assert_texts_are_those_of(plain, requests)
     assert all_pages_are_back(harness.executor)
 
 

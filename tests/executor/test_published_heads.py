@@ -6,9 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.draft_caches import HOT, MASK, TOLERANCE, eagle3, generating, proposer_of
+from tests.executor.draft_caches import (
+    HOT,
+    MASK,
+    TOLERANCE,
+    eagle3,
+    generating,
+    proposer_of,
+    watch_logits,
+)
 from tests.executor.harness import Harness
-from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.eagle3_reference import Eagle3Reference
 from tests.models.eagle3_runner import captured_states
 from tests.models.tiny_eagle3 import write_tiny_eagle3
@@ -74,11 +81,6 @@ PARALLEL_HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("deep"), num_layers=7)
-
-
 def head_options(head: Path, **options: Any) -> dict[str, Any]:
     return eagle3(head, DRAFT_LEN, eagle3_layers_to_capture=None, **options)
 
@@ -135,14 +137,7 @@ def test_a_p_eagle_head_drafts_all_tokens_of_the_reference_at_once(
     )
     target, slots = harness.parts.runner.engine.model, harness.parts.slots
     reference, net = Eagle3Reference(head, target), proposer_of(harness).net
-    states: list[torch.Tensor] = []
-    compute_logits = net.compute_logits
-
-    def kept(state: torch.Tensor) -> torch.Tensor:
-        states.append(compute_logits(state))
-        return states[-1]
-
-    net.compute_logits = kept  # type: ignore[method-assign] # a spy on this one object
+    seen = watch_logits(net)
     token_map = net.token_map
     assert token_map is not None
     submit(harness)
@@ -152,7 +147,7 @@ def test_a_p_eagle_head_drafts_all_tokens_of_the_reference_at_once(
         for place, request in enumerate(running):
             hidden = reference.fuse(captured_states(target, request.tokens[:-1], LAYERS))
             logits = reference.block(request.tokens[1:], hidden, DRAFT_LEN)
-            own = states[-1].view(DRAFT_LEN, -1, logits.shape[1])
+            own = seen[-1].view(DRAFT_LEN, -1, logits.shape[1])
             if own.shape[1] == len(running):
                 assert (own[:, place] - logits).abs().max() < TOLERANCE
                 num_checked += 1

@@ -9,7 +9,6 @@ import torch
 
 from tests.executor.graph_rounds import CPU, DUMMY
 from tests.executor.harness import Harness
-from tests.executor.tiny_llama import write_tiny_llama
 from tests.lossless.engines import tiny_engine
 from tests.lossless.test_verify_budget import draw_budgets
 from tllm_spec.executor.graphs.slot_graphs import graph_keys
@@ -21,12 +20,6 @@ MODES = ("plain", "ngram", "draft_target", "eagle3", "eagle3_two_model", "eagle3
 WAYS = [(mode, way) for mode in (*MODES, "eagle3_tree") for way in ("", "graphs", "chunks")]
 WITNESSES = [("eagle3_tree", "chunks"), ("eagle3", "graphs")]
 CHUNKS = {"enable_chunked_prefill": True, "max_num_tokens": 16}
-
-
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target with as many layers as the default ones to capture need."""
-    return write_tiny_llama(tmp_path_factory.mktemp("deep"), num_layers=7)
 
 
 def recorder(model: Path, folder: Path, share: float = 1.0, **options: Any) -> Harness:

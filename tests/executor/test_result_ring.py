@@ -4,6 +4,7 @@ is noticed."""
 import pytest
 import torch
 
+from tests.executor.graph_rounds import Event
 from tllm_spec.config.draft_shape import DraftShape, chain_of
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.device.result_ring import DEPTH, ResultRing
@@ -68,16 +69,6 @@ def test_count_again_takes_over_results_that_were_not_announced(number: int) -> 
         ring.send(torch.ones(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64))
     ring.count_again()
     assert [tokens_of(send(ring, value)) for value in (6, 7)] == [{6}, {7}]
-
-
-class Event:
-    """A clock for `seconds`: a millisecond between any two."""
-
-    def __init__(self, enable_timing: bool) -> None: ...
-    def record(self) -> None: ...
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, end: "Event") -> float:
-        return 1.0
 
 
 def test_graphs_that_were_captured_and_timed_answer_with_their_own_results(

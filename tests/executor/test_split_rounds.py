@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from tests.executor.draft_caches import SMALL_POOL, count_forwards, eagle3, submit_traffic
-from tests.executor.graph_rounds import CPU, DUMMY, with_graphs
+from tests.executor.graph_rounds import CPU, DUMMY, Event, with_graphs
 from tests.executor.guided_rounds import grammar_of
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.executor.hooks import before_launch, rounds_in_flight
-from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.device.transfer import ToHost
@@ -22,11 +21,6 @@ from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.request import RequestState
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
 
 
 def two_model(head: Path, draft_len: int = 3, **options: Any) -> dict[str, Any]:
@@ -147,16 +141,6 @@ def test_a_split_round_is_timed_with_both_parts_in_turn(
     names, before = zip(*seen, strict=True)
     assert names == ("forward", "tail") * (1 + 5 + 5)
     assert set(before[1::2]) == {0}  # each round begins with an empty slot
-
-
-class Event:
-    """An event of a device that takes 6 ms for any number of replays."""
-
-    def __init__(self, enable_timing: bool) -> None: ...
-    def record(self) -> None: ...
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, end: "Event") -> float:
-        return 6.0
 
 
 def test_the_masks_of_a_round_do_not_reach_the_next_one(

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.draft_caches import write_heads
 from tests.executor.graph_rounds import MODES, on_cuda, speculate
 from tests.executor.harness import all_pages_are_back, user_provided
 from tllm_spec.executor.device.transfer import ToHost
@@ -28,11 +27,6 @@ HOST_DRAFTERS: dict[str, dict[str, Any]] = {
     ),
 }
 NUM_ROUNDS = 12
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_heads(tmp_path_factory.mktemp("head"))
 
 
 @pytest.mark.gpu

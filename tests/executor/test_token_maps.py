@@ -17,7 +17,6 @@ from tests.executor.draft_caches import (
     proposer_of,
     slow_drafters,
     submit_traffic,
-    write_heads,
 )
 from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
 from tests.executor.tiny_llama import write_tiny_llama
@@ -30,11 +29,6 @@ HOT_IDS = Random(0).sample(range(64), 40)
 PATHS = {"eagle": "eagle_two_model", "draft_target": "draft_target_two_model"}
 MODES = [*PATHS, *PATHS.values()]
 WITH_TREES = [*MODES, *(f"{mode}_tree" for mode in MODES)]
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_heads(tmp_path_factory.mktemp("head"))
 
 
 def write_map(folder: Path, ids: list[int]) -> str:

@@ -17,7 +17,6 @@ from tests.executor.draft_caches import (
     generating,
     one_model,
     slow_drafters,
-    write_heads,
 )
 from tests.executor.graph_rounds import DUMMY, graphs_of, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back, output_of
@@ -35,11 +34,6 @@ SMALL_PAGES = {"kv_cache_config": {"tokens_per_block": 4}}
 class Candidate(NamedTuple):
     path: tuple[int, ...]
     score: float
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_heads(tmp_path_factory.mktemp("head"))
 
 
 def children(

@@ -11,7 +11,6 @@ import torch
 from tests.executor.draft_caches import one_model
 from tests.executor.harness import Harness, output_of
 from tests.executor.hooks import before_launch, rounds_in_flight
-from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building import rounds
@@ -34,11 +33,6 @@ def options(mode: str, tiny_draft: Path, head: Path) -> dict[str, Any]:
     if mode == "rejection":
         return one_model(tiny_draft, head, "draft_target", use_rejection_sampling=True)
     return one_model(tiny_draft, head, mode)
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
 
 
 @pytest.fixture(params=MODES)

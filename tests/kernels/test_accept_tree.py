@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from tests.kernels.tree_layouts import layout_of
 from tllm_spec.kernels.accept_chain import accept_by_rates, accept_chain
 from tllm_spec.kernels.accept_tree import accept_tree, accept_tree_by_rates
 from tllm_spec.kernels.draft_layout import DraftLayout
@@ -16,7 +17,7 @@ def parents_of(layout: DraftLayout, batch: int) -> torch.Tensor:
 
 
 def random_layout(generator: random.Random, num_nodes: int) -> DraftLayout:
-    return DraftLayout.from_parents(
+    return layout_of(
         [-1, *(generator.randrange(max(0, node - 6), node) for node in range(1, num_nodes))]
     )
 
@@ -36,7 +37,7 @@ def walk(layout: DraftLayout, targets: list[int], tokens: list[int], valid: int)
 
 
 def test_the_worked_example() -> None:
-    layout = DraftLayout.from_parents([-1, 0, 0, 1, 2, 3])
+    layout = layout_of([-1, 0, 0, 1, 2, 3])
     tokens = torch.tensor([[99, 10, 11, 20, 22, 30]])
     targets = torch.tensor([[11, 55, 22, 55, 77, 55]])
     rows, new_tokens, lens = accept_tree(targets, tokens, parents_of(layout, 1), 3)
@@ -79,7 +80,7 @@ def test_a_chain_is_accepted_like_accept_chain(length: int) -> None:
 
 
 def test_a_target_of_no_number_ends_the_path_and_is_emitted() -> None:
-    layout = DraftLayout.from_parents([-1, 0, 0, 2])
+    layout = layout_of([-1, 0, 0, 2])
     targets = torch.tensor([[6, 1, -1, 1], [-1, 1, 1, 1]])
     tokens = torch.tensor([[9, 5, 6, 7], [9, 5, 6, 7]])
     rows, new_tokens, lens = accept_tree(targets, tokens, parents_of(layout, 2), 2)
@@ -107,7 +108,7 @@ def test_synthetic_acceptance_of_a_chain_is_that_of_accept_by_rates(length: int)
 
 
 def test_synthetic_paths_have_the_frequencies_of_their_rates() -> None:
-    layout, number = DraftLayout.from_parents([-1, 0, 0, 1, 2, 2, 5]), 40_000
+    layout, number = layout_of([-1, 0, 0, 1, 2, 2, 5]), 40_000
     rates = torch.tensor([[0.5, 0.3, 0.1], [0.4, 0.2, 0.0], [0.6, 0.0, 0.0]], dtype=torch.float64)
     coins = (torch.arange(number, dtype=torch.float64) + 0.5) / number
     tokens = torch.arange(100, 107).expand(number, 7)

@@ -5,10 +5,11 @@ import re
 import pytest
 import torch
 
+from tests.kernels.tree_layouts import layout_of
 from tllm_spec.kernels.draft_layout import DraftLayout
 
 # Of the worked example: 10 and 11 after the root, 20 after 10, 22 after 11, 30 after 20.
-EXAMPLE = DraftLayout.from_parents([-1, 0, 0, 1, 2, 3])
+EXAMPLE = layout_of([-1, 0, 0, 1, 2, 3])
 
 
 def test_a_tree_knows_its_depths_children_and_ancestors() -> None:
@@ -55,17 +56,3 @@ def test_bits_of_64_nodes_fit_an_int64() -> None:
 def test_wrong_paths_are_refused_by_name(paths: list[list[int]], named: str) -> None:
     with pytest.raises(ValueError, match=re.escape(named)):
         DraftLayout.from_paths(paths)
-
-
-@pytest.mark.parametrize(
-    ("parents", "named"),
-    [
-        ([], "must begin with -1"),
-        ([0, 0], "must begin with -1, the root's, not [0]"),
-        ([-1, 0, 2], "node 2 has the parent 2; accepted are 0 to 1"),
-        ([-1, -1], "node 1 has the parent -1"),
-    ],
-)
-def test_wrong_parents_are_refused(parents: list[int], named: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(named)):
-        DraftLayout.from_parents(parents)

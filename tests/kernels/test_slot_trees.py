@@ -9,6 +9,7 @@ import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
 from tests.kernels.test_slot_windows import assert_equal, moved, one_slot, random_tables
+from tests.kernels.tree_layouts import layout_of
 from tllm_spec.kernels.beam_pool import DraftTree
 from tllm_spec.kernels.draft_layout import DraftLayout
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates, TreeRates, TreeTables
@@ -29,9 +30,7 @@ def random_parents(seed: int, width: int) -> tuple[torch.Tensor, int]:
     """The parents in each slot's tree, and the depth of the deepest tree."""
     generator = random.Random(seed)
     layouts = [
-        DraftLayout.from_parents(
-            [-1, *(generator.randrange(max(0, node - 5), node) for node in range(1, width))]
-        )
+        layout_of([-1, *(generator.randrange(max(0, node - 5), node) for node in range(1, width))])
         for _ in range(NUM_SLOTS)
     ]
     depth = max(layout.max_depth for layout in layouts)
@@ -121,7 +120,7 @@ def test_the_kernel_accepts_and_advances_like_the_reference(
 
 @on_each_kernel_device
 def test_one_layout_serves_all_slots(device: str) -> None:
-    layout = DraftLayout.from_parents([-1, 0, 0, 1, 1, 2])
+    layout = layout_of([-1, 0, 0, 1, 1, 2])
     tables, slots = tables_for(3, 6), torch.arange(NUM_SLOTS)
     there, parents = moved(tables, device), torch.tensor(layout.parents)
     targets = torch.randint(0, 3, (NUM_SLOTS, 6), generator=torch.Generator().manual_seed(4))
@@ -150,7 +149,7 @@ def empty_trees(width: int, device: str) -> TreeTables:
 
 
 def test_drafts_deeper_than_a_requests_limit_do_not_count() -> None:
-    layout = DraftLayout.from_parents([-1, 0, 0, 1, 2, 3])
+    layout = layout_of([-1, 0, 0, 1, 2, 3])
     tables, trees = tables_for(1, 6), empty_trees(8, "cpu")
     slots, limits = torch.tensor([4, 2, 9, 1]), torch.zeros(NUM_SLOTS, dtype=torch.int64)
     limits[slots] = torch.tensor([0, 1, 2, 9])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lossless.test_deepseek import PLAIN, PROMPTS, SETTINGS, texts
+from tests.lossless.small_models import SETTINGS, plain_texts, texts
 from tests.lossless.test_gemma3 import DRAFTERS, config_of, head
 from tests.models.test_phi3 import save
 
@@ -21,9 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> list[list[int]]:
-    found, _ = texts(folder, max_batch_size=1, **PLAIN)
-    assert len({tuple(tokens) for tokens in found}) == len(PROMPTS)
-    return found
+    return plain_texts(folder)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -52,6 +52,24 @@ class HeadRunner(PagedRunner):
         )
 
 
+def assert_wanted_rows_are_those_of_a_whole_forward(
+    head: Any, tokens: list[int], hidden: torch.Tensor
+) -> None:
+    """All rows write their keys and values, whichever are wanted."""
+    states, pools = [], []
+    for wanted in (None, [9, 4], []):
+        runner = HeadRunner(head)
+        metadata = runner.metadata({0: tokens}, {}, slack=0)
+        rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int64)
+        context = runner.context(metadata, wanted=rows)
+        states.append(head.forward(torch.tensor(tokens), metadata.positions, hidden, context))
+        pools.append(runner.pool.data)
+    every, some, none = states
+    torch.testing.assert_close(some, every[[9, 4]])
+    assert none.shape == (0, 32) and pools[0][-1].count_nonzero() > 0
+    assert torch.equal(pools[1], pools[0]) and torch.equal(pools[2], pools[0])
+
+
 def captured_states(target: CausalLM, tokens: list[int], layers: tuple[int, ...]) -> torch.Tensor:
     """The target's hidden states from one forward, `[T, n * H]`."""
     return captured_states_of(target, [tokens], layers)[0]

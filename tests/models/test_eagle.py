@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from tests.executor.tiny_llama import write_tiny_llama
-from tests.models.eagle3_runner import HeadRunner, captured_states
+from tests.models.eagle3_runner import (
+    HeadRunner,
+    assert_wanted_rows_are_those_of_a_whole_forward,
+    captured_states,
+)
 from tests.models.eagle_reference import EagleReference
 from tests.models.helpers import MAX_POSITIONS, load, random_tokens
 from tests.models.test_eagle3 import assert_close, assert_drafts_like_the_reference
@@ -88,18 +92,7 @@ def test_wanted_rows_equal_a_whole_forward_and_all_rows_write_their_kv(
 ) -> None:
     head = load_head(write_tiny_eagle(tmp_path / "head", **VARIANTS[name]), target)
     hidden = captured_states(target, TOKENS, LAST)
-    states, pools = [], []
-    for wanted in (None, [9, 4], []):
-        runner = HeadRunner(head)
-        metadata = runner.metadata({0: TOKENS}, {}, slack=0)
-        rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int64)
-        context = runner.context(metadata, wanted=rows)
-        states.append(head.forward(torch.tensor(TOKENS), metadata.positions, hidden, context))
-        pools.append(runner.pool.data)
-    every, some, none = states
-    torch.testing.assert_close(some, every[[9, 4]])
-    assert none.shape == (0, 32) and pools[0][-1].count_nonzero() > 0
-    assert torch.equal(pools[1], pools[0]) and torch.equal(pools[2], pools[0])
+    assert_wanted_rows_are_those_of_a_whole_forward(head, TOKENS, hidden)
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])

@@ -8,7 +8,12 @@ import torch
 
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.eagle3_reference import Eagle3Reference
-from tests.models.eagle3_runner import HeadRunner, captured_states, load_head
+from tests.models.eagle3_runner import (
+    HeadRunner,
+    assert_wanted_rows_are_those_of_a_whole_forward,
+    captured_states,
+    load_head,
+)
 from tests.models.helpers import CPU, MAX_POSITIONS, load, random_tokens, save_checkpoint
 from tests.models.tiny_eagle3 import edit_config, write_tiny_eagle3
 from tllm_spec.models.causal_lm import CausalLM
@@ -137,22 +142,7 @@ def test_wanted_rows_equal_a_whole_forward_and_all_rows_write_their_kv(
     target = load(write_tiny_llama(tmp_path / "target", num_layers=6), dtype=dtype)
     head = load_head(write_tiny_eagle3(tmp_path / "head", **VARIANTS[name]), target)
     hidden = head.fuse(captured_states(target, TOKENS, (0, 1, 2)))
-    states, pools = [], []
-    for wanted in (None, [9, 4], []):
-        runner = HeadRunner(head)
-        metadata = runner.metadata({0: TOKENS}, {}, slack=0)
-        rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int64)
-        context = runner.context(metadata, wanted=rows)
-        states.append(head.forward(torch.tensor(TOKENS), metadata.positions, hidden, context))
-        pools.append(runner.pool.data)
-    every, some, none = states
-    torch.testing.assert_close(some, every[[9, 4]])
-    assert (
-        none.shape == (0, 32)
-        and torch.equal(pools[1], pools[0])
-        and torch.equal(pools[2], pools[0])
-    )
-    assert pools[0][-1].count_nonzero() > 0
+    assert_wanted_rows_are_those_of_a_whole_forward(head, TOKENS, hidden)
 
 
 @pytest.mark.gpu

@@ -30,14 +30,16 @@ Use = Callable[[EngineClient], Awaitable[Any]]
 
 
 class Engine:
-    """An engine process' insides, in a thread."""
+    """An engine process' insides, in a thread. draft_version: as of `EngineProcess`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = str(folder / "engine")
+    def __init__(
+        self, folder: Path, name: str = "engine", draft_version: int | None = None
+    ) -> None:
+        self.path = str(folder / name)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
         self._listener.listen()
-        self.process = EngineProcess(ARGS, self._listener, lambda: None)
+        self.process = EngineProcess(ARGS, self._listener, lambda: None, draft_version)
         self._thread = threading.Thread(target=self.process.run)
         self._thread.start()
 

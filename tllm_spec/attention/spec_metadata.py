@@ -59,7 +59,7 @@ class SpecMetadata:
 
     @property
     def last_layer(self) -> int:
-        """The last one that anybody reads."""
+        """The last layer whose states are read."""
         own = max(self.layers)
         return own if self.other is None else max(own, self.other.last_layer)
 

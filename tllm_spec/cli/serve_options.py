@@ -278,7 +278,7 @@ def _check_draft_key(given: Mapping[str, Any], keys: Keys) -> None:
 
 
 def _given_key(key: str | None) -> str | None:
-    """An empty variable is no key to click; its user meant one."""
+    """The key as given. click ignores an empty variable, which must be refused as an empty key."""
     return "" if key is None and os.environ.get(KEY_VARIABLE) == "" else key
 
 

@@ -204,7 +204,7 @@ class LlmArgs(ConfigModel):
 
     @model_validator(mode="after")
     def _check_window_fits(self) -> LlmArgs:
-        """Shorter drafts would fit, but the ones that were asked for would never be made."""
+        """Refuses drafts that no round could verify, instead of making shorter ones."""
         spec = self.speculative_config
         if spec is not None and spec.shapes.longest.window > self.max_num_tokens:
             longest = spec.shapes.longest

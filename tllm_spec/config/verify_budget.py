@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from tllm_spec.config.adaptive_config import AdaptiveConfig
 from tllm_spec.config.draft_shape import MAX_BUDGETS, DraftShape, DraftShapes, chain_of
 
-# In smaller batches the device has time for whole windows. In larger ones it has none for more rows
-# than these, which any GPU takes longer to compute than to read its weights.
+# Up to this batch size whole windows cost little, since reading the weights takes longer than
+# computing the rows. More than this number of rows take any GPU longer than reading the weights.
 MAX_WHOLE_BATCH, MAX_WHOLE_ROWS = 16, 512
 
 
 def with_budgets(max_draft_len: int, draft_lens: Sequence[int]) -> DraftShapes:
-    """Chains of every length, and of the given ones above 2 rounds that verify half of the drafts,
-    the likeliest ones. Of 2 drafts that would be hardly better than a chain of 1."""
+    """Chains of every length, and for each of `draft_lens` above 2 a round that verifies the
+    likeliest half of the drafts. With 2 drafts that would be hardly better than a chain of 1."""
     budgeted = [DraftShape(n, n, mean_rows=1 + n / 2) for n in draft_lens if n > 2]
     chains = [chain_of(length) for length in range(max_draft_len + 1)]
     lengths = [length for length in draft_lens if length]

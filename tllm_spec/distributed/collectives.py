@@ -1,4 +1,4 @@
-"""Sums, gathers and broadcasts of tensors over torch.distributed's group of all ranks."""
+"""Sums and gathers of tensors over torch.distributed's group of all ranks."""
 
 from __future__ import annotations
 
@@ -30,9 +30,6 @@ class Collectives:
         _all_gather(gathered, values.contiguous())
         return gathered.view(number, rows, columns)
 
-    def broadcast(self, values: torch.Tensor) -> None:
-        dist.broadcast(values, 0)
-
 
 class ThroughHost(Collectives):
     """The same for ranks that share a CUDA device, which NCCL refuses: gloo over copies on the
@@ -47,11 +44,6 @@ class ThroughHost(Collectives):
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         return super().all_gather(values.cpu()).to(values.device)
-
-    def broadcast(self, values: torch.Tensor) -> None:
-        host = values.cpu()
-        super().broadcast(host)
-        values.copy_(host)
 
 
 # Its name since torch 2.13, and before.

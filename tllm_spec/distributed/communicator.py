@@ -1,4 +1,4 @@
-"""What the ranks of a model say to each other: plain data for hosts, tensors for devices.
+"""The messages between the ranks of a model: plain data for hosts, tensors for devices.
 
 No message can make the other side run code: plain data is msgpack, never pickle."""
 
@@ -62,9 +62,6 @@ class Communicator:
         """`rank_best` of all ranks' offers. As `all_reduce`."""
         return rank_best_reference(self.all_gather(offers).view(len(offers), -1, 2))
 
-    def broadcast_tensor(self, values: torch.Tensor) -> None:
-        """Rank 0's values, in place. As `all_reduce`."""
-
     def join(self, device: torch.device) -> None:
         """Connects the devices; before it only plain data can be sent."""
 
@@ -73,7 +70,7 @@ class Communicator:
         there: NCCL waits for them, so the ranks could not part."""
 
     def close(self) -> None:
-        """The ranks part."""
+        """Ends the connections between the ranks."""
 
     def when_lost(self, tell: Callable[[str], None]) -> None:
         """`tell` is called before the process ends because another rank's has ended, with the

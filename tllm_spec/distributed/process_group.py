@@ -113,9 +113,6 @@ class ProcessGroup(Communicator):
             return super().best_offers(offers)
         return self._peer_sums.best_offers(offers)
 
-    def broadcast_tensor(self, values: torch.Tensor) -> None:
-        self._tensors.broadcast(values)
-
     def join(self, device: torch.device) -> None:
         """Connects the ranks' devices, through a store of rank 0 on a free port of its host."""
         stores, store = _stores(), None

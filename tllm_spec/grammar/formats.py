@@ -56,5 +56,5 @@ FORMATS: Mapping[str, str] = {
     ),
     "uuid": f"{_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",
 }
-# The standard has these, but they are not served. Others are notes, as the standard has it.
+# Other formats of the standard, which are refused. Unknown names constrain nothing.
 NOT_SERVED = frozenset({"idn-email", "idn-hostname", "iri", "iri-reference", "regex"})

@@ -36,7 +36,7 @@ Item = tuple[Any, Any]
 
 
 class Edge(Enum):
-    """What is at an end of a part of an expression."""
+    """What comes next to a part of an expression, on its left or its right."""
 
     INSIDE = "more of the expression"
     TEXT = "the end of the text"
@@ -68,14 +68,15 @@ def _parsed(expression: str) -> Sequence[Item]:
 
 
 class _Reader:
-    """is_wide: the set has the texts that match by one of the two meanings: for its complement."""
+    """Builds the set of a parsed expression. is_wide: it has the texts that match by either of the
+    two meanings, as needed for a complement, not only those that match by both."""
 
     def __init__(self, sets: TextSets, *, is_wide: bool) -> None:
         self._sets = sets
         self._is_wide = is_wide
 
     def sequence(self, items: Sequence[Item], left: Edge, right: Edge) -> Term:
-        """The items one after the other."""
+        """The set of the items one after the other."""
         items, left = _without_anchor(list(items), left, is_first=True)
         items, right = _without_anchor(items, right, is_first=False)
         if left is Edge.OPEN and not (items and _is_group(items[0])):
@@ -103,14 +104,14 @@ class _Reader:
         return self._sets.sequence([*parts, self._sets.anything] if open_end else parts)
 
     def _seen_ahead(self, inner: Sequence[Item], is_not: bool, here: Edge, right: Edge) -> Term:
-        """The rests of texts that a look-ahead allows."""
+        """The texts that may follow a look-ahead."""
         if right is Edge.INSIDE:
             raise ValueError(LOOK_AHEAD)
         left = Edge.TEXT if here is Edge.TEXT else Edge.INSIDE
         return self._seen(inner, is_not, left, Edge.OPEN)
 
     def _seen_behind(self, inner: Sequence[Item], is_not: bool, left: Edge) -> Term:
-        """The beginnings of texts that a look-behind allows."""
+        """The texts that may come before a look-behind."""
         if left is Edge.INSIDE:
             raise ValueError(LOOK_BEHIND)
         return self._seen(inner, is_not, Edge.OPEN, Edge.INSIDE)

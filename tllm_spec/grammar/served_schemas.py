@@ -41,7 +41,7 @@ class ServedSchemas:
         self._numbers: dict[Term, int] = {}
 
     def rewrite(self, schema: object) -> None:
-        """In its place. Raises ValueError for what cannot be kept."""
+        """Changes the schema itself. Raises ValueError for a constraint that cannot be kept."""
         for part in parts_of(schema):
             _Part(part, schema, self).rewrite()
 
@@ -89,7 +89,7 @@ class _Part:
             self._rewrite_types([str(each) for each in types])
 
     def _rewrite_values(self) -> None:
-        """Only constraints of strings are kept next to `const` and `enum`."""
+        """Applies the constraints of strings to the values of `const` or `enum`; refuses others."""
         sets, schema = self._served.sets, self._schema
         name = "const" if "const" in schema else "enum"
         if others := sorted(CONSTRAINTS & schema.keys() - {*STRING_KEYWORDS, name}):

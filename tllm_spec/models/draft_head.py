@@ -48,8 +48,8 @@ class HeadSource:
 
 @dataclass(frozen=True)
 class Masks:
-    """What rows read that draft all tokens of a round at once. `state` `[1, H]`: instead of what a
-    head reads from the target; None: the network reads tokens only."""
+    """The inputs of rows that draft all tokens of a round at once. `state` `[1, H]` replaces the
+    target's hidden state; None: the network reads tokens only."""
 
     token_id: int
     state: torch.Tensor | None = None

@@ -1,5 +1,5 @@
-"""Takes requests in: is there room for them, do they fit the model, then tokenises and starts
-them."""
+"""Admits requests: checks that there is room and that they fit the model, tokenises them, and
+starts them."""
 
 from __future__ import annotations
 

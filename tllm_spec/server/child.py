@@ -70,8 +70,8 @@ class Control:
     def when_ended(
         self, function: Callable[[], object], when_announced: Callable[[], object] = lambda: None
     ) -> None:
-        """Calls the function, in a thread, once the supervisor closes its end or has gone, and the
-        other one before, when the supervisor says that it will."""
+        """Calls `function`, in a thread, once the supervisor closes its end of the connection or
+        dies, and `when_announced` when the supervisor says that it will close it soon."""
 
         def wait() -> None:
             with suppress(OSError):
@@ -89,7 +89,7 @@ class Control:
 
 
 def stop_listening(listener: socket.socket) -> None:
-    """For every process that has the socket: who connects from now on is refused at once."""
+    """Refuses new connections at once, in every process that has the socket."""
     with suppress(OSError):  # another process was earlier
         listener.shutdown(socket.SHUT_RDWR)
 

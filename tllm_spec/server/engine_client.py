@@ -101,6 +101,7 @@ class EngineClient:
         timeout: float | None = None,
         intake: Intake | None = None,
         on_kv_events: Callable[[bytes], None] = lambda payload: None,
+        on_worse: Callable[[str], None] = lambda folder: None,
     ) -> None:
         """timeout: seconds in which the engine must answer between two rounds; None: any. intake:
         one that several engines share."""
@@ -108,7 +109,7 @@ class EngineClient:
         self.tokenizer: Tokenizer | None = tokenizer
         self.max_seq_len = limits.max_seq_len
         self._intake = intake or new_intake(args, tokenizer, limits)
-        self._on_kv_events = on_kv_events
+        self._on_kv_events, self._on_worse = on_kv_events, on_worse
         self._loop = asyncio.get_running_loop()
         self._connection = connection
         self._samples: dict[int, RemoteSample] = {}
@@ -207,7 +208,11 @@ class EngineClient:
         self, folder: str, *, keep_cache: bool = False, force: bool = False
     ) -> dict[str, Any]:
         """As `LLM.load_draft_weights`. Not from the event loop."""
-        told: dict[str, Any] = self._ask("swap", folder, keep_cache, force)
+        return self.swap_step("whole", folder, keep_cache, force)
+
+    def swap_step(self, step: str, *arguments: str | bool) -> dict[str, Any]:
+        """As the method of `DraftSwap` with this name. Not from the event loop."""
+        told: dict[str, Any] = self._ask("swap", step, *arguments)
         if (mistake := told.get("mistake")) is not None:
             raise ValueError(mistake)
         return told
@@ -231,7 +236,9 @@ class EngineClient:
         answer: Future[Any] = Future()
         self._in_loop(self._send_question, kind, question, answer)
         try:
-            return answer.result(self._timeout if kind == "call" else None)
+            # The engine's threads may load weights or compile, but it has rounds all the time.
+            is_quick = kind == "call" or question[0] in ("commit", "back")
+            return answer.result(self._timeout if is_quick else None)
         except FutureTimeout:
             raise RuntimeError(f"it has not answered for {self._timeout:g} s") from None
 
@@ -299,6 +306,8 @@ class EngineClient:
             self._num_in_engine, self._num_tokens_in_engine = message[1], message[2]
         elif kind == "kv_events":
             self._on_kv_events(message[1])
+        elif kind == "worse":
+            self._on_worse(message[1])
         elif kind == "answer":
             _, question_id, value, error = message
             answer = self._asked.pop(question_id)

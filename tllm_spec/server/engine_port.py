@@ -39,7 +39,7 @@ class Entry:
 class EnginePort:
     """`call` runs a function, by its name in `["call", …]`, between two rounds. `["compile", …]`
     is answered with what is wrong with the grammar, or None; `["swap", …]` with what
-    `load_draft_weights` returns, or a `mistake`."""
+    the step of a swap of draft weights returns, or a `mistake`."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class EnginePort:
         queue: RequestQueue,
         grammars: Grammars,
         call: Callable[[str], Future[Any]],
-        swap: Callable[[str, bool, bool], dict[str, Any]],
+        swap: Callable[..., dict[str, Any]],
         watch: Callable[[Link], object] = lambda link: None,
         unwatch: Callable[[Link], object] = lambda link: None,
     ) -> None:
@@ -73,7 +73,7 @@ class EnginePort:
     def num_unfinished(self) -> int:
         return len(self._entries)
 
-    # The executor's thread calls these two.
+    # The executor's thread calls these three.
 
     def respond(self, responses: list[Response]) -> None:
         """Sends what a round has brought, one message for each front."""
@@ -97,6 +97,11 @@ class EnginePort:
         self._down = reason
         for link in list(self._links):
             link.send(["down", reason])
+
+    def report_worse(self, folder: str) -> None:
+        """These draft weights have fewer tokens a round than those before."""
+        for link in list(self._links):
+            link.send(["worse", folder])
 
     # Everything else runs in the main thread.
 
@@ -196,11 +201,9 @@ class EnginePort:
         else:
             link.send(["answer", question_id, None, None])
 
-    def _swap_weights(
-        self, link: Link, question_id: int, folder: str, keep_cache: bool, force: bool
-    ) -> None:
+    def _swap_weights(self, link: Link, question_id: int, step: str, *arguments: Any) -> None:
         try:
-            told = self._swap(folder, keep_cache, force)
+            told = self._swap(step, *arguments)
         except (ValueError, OSError) as error:
             told = {"mistake": str(error)}
         except RuntimeError as error:  # no memory, or the executor has ended

@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -23,6 +23,7 @@ from tllm_spec.config.kv_events_config import KVEventsConfig
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.faults import described
 from tllm_spec.server.child import Control, freeze_heap
+from tllm_spec.server.draft_in_force import DraftInForce
 from tllm_spec.server.host_limits import memory_note
 from tllm_spec.server.link import Link
 
@@ -35,12 +36,18 @@ FAILED = 1  # exit status
 
 
 class EngineProcess:
-    """on_joining: called before it joins the other ranks. Raises ValueError for models and options
-    that cannot be served."""
+    """on_joining: called before it joins the other ranks. draft_version: of one of several engines:
+    how often their draft weights have been swapped. Raises ValueError for models and options that
+    cannot be served."""
 
     def __init__(
-        self, args: LlmArgs, listener: socket.socket, on_joining: Callable[[], None]
+        self,
+        args: LlmArgs,
+        listener: socket.socket,
+        on_joining: Callable[[], None],
+        draft_version: int | None = None,
     ) -> None:
+        from tllm_spec.draft_swap import DraftSwap
         from tllm_spec.executor.worker import Worker
         from tllm_spec.grammars import Grammars
         from tllm_spec.models.registry import check_config
@@ -64,10 +71,19 @@ class EngineProcess:
         self._worker = Worker(built.executor, built.queue, self._on_end)
         self._events = built.kv_events
         self._sinks: dict[Link, Sink] = {}
-        swap = partial(self._swap, args)
+        self._draft_swap = DraftSwap(args, built.executor, self._worker)
         self._port = EnginePort(
-            built.limits, built.queue, self._grammars, self._call, swap, self._watch, self._unwatch
+            built.limits,
+            built.queue,
+            self._grammars,
+            self._call,
+            self._swap,
+            self._watch,
+            self._unwatch,
         )
+        weights = built.executor.parts.draft_weights
+        if weights is not None and draft_version is not None:
+            weights.version, weights.report_worse = draft_version, self._port.report_worse
         self._loop = EngineLoop(
             self._port, listener, lambda: self._worker.submit(self._executor.load)
         )
@@ -108,12 +124,15 @@ class EngineProcess:
         functions = {"state": self._state, "stats": self._take_stats, "ping": lambda: None}
         return self._worker.submit(functions[name])
 
-    def _swap(self, args: LlmArgs, folder: str, keep_cache: bool, force: bool) -> dict[str, Any]:
-        from tllm_spec.draft_swap import swap_draft_weights
-
-        return swap_draft_weights(
-            args, self._executor, self._worker, folder, keep_cache=keep_cache, force=force
-        )
+    def _swap(self, step: str, *arguments: Any) -> dict[str, Any]:
+        swap = self._draft_swap
+        steps: dict[str, Callable[..., dict[str, Any]]] = {
+            "whole": swap.whole,
+            "stage": swap.stage,
+            "commit": swap.commit,
+            "back": swap.back,
+        }
+        return steps[step](*arguments)
 
     def _state(self) -> Any:
         from tllm_spec.server_info import plain
@@ -157,6 +176,19 @@ def args_of_engine(args: LlmArgs, number: int, num_engines: int) -> LlmArgs:
     return args.model_copy(update={"device": device, "kv_cache_config": cache})
 
 
+def with_served_draft(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmArgs, int | None]:
+    """With the draft weights that the other engines have, and how often they have been swapped;
+    None of the only engine."""
+    if len(engine_paths) == 1:
+        return args, None
+    with DraftInForce(engine_paths[0]).held() as served:
+        if served is None:
+            return args, 0
+    from tllm_spec.draft_swap import with_draft_weights
+
+    return with_draft_weights(args, served.folder), served.version
+
+
 class Watch:
     """Ends the process when the supervisor closes its connection: at once while the models are
     being loaded, later after the round in progress."""
@@ -185,7 +217,9 @@ def main() -> int:
     try:
         args = LlmArgs(**settings.llm)
         args = args_of_engine(args, settings.number, len(settings.engine_paths))
-        engine = EngineProcess(args, listener, partial(control.send, "joining"))
+        args, draft_version = with_served_draft(args, settings.engine_paths)
+        joining = partial(control.send, "joining")
+        engine = EngineProcess(args, listener, joining, draft_version)
     except ValueError as error:
         control.send("failed", str(error))
         return FAILED

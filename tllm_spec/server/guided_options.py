@@ -52,14 +52,14 @@ def guided_params(options: Mapping[str, Any]) -> GuidedDecodingParams | None:
 
 
 def client_names(options: Mapping[str, Any]) -> dict[str, str]:
-    """options: as for `guided_params`, one of them at most. What the client calls the option of
-    `SamplingParams`."""
+    """The client's name of each option of `SamplingParams` that was given. options: as for
+    `guided_params`, one of them at most."""
     given = list(_given(options))
     return {"guided_decoding": _client_name(given[0])} if given else {}
 
 
 def _client_name(option: str) -> str:
-    """What a message about the option's grammar begins with."""
+    """The option's name at the beginning of a message about its grammar."""
     return "tools" if option == "tool_choice" else option
 
 

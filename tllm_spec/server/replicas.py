@@ -5,6 +5,7 @@ been started again."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -14,6 +15,7 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.server.draft_swaps import DraftSwaps
 from tllm_spec.server.engine_client import (
     SHUT_DOWN,
     EngineClient,
@@ -44,6 +46,7 @@ class Replicas:
         self._timeout = timeout
         self._router = PrefixRouter(len(paths), args.kv_cache_config.tokens_per_block)
         self._clients: dict[int, EngineClient] = {}
+        self._swaps = DraftSwaps(paths, lambda: list(self._running().values()))
         self._first = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_shut_down = False
@@ -112,8 +115,8 @@ class Replicas:
     def load_draft_weights(
         self, folder: str, *, keep_cache: bool = False, force: bool = False
     ) -> dict[str, Any]:
-        """Refused with ValueError: some engines might have the new weights, and some the old."""
-        raise ValueError("draft weights are swapped in one engine only; dp_size = 1 is accepted")
+        """As `LLM.load_draft_weights`: in all engines, or in none."""
+        return self._swaps.swap(folder, keep_cache=keep_cache, force=force)
 
     def get_stats(self) -> list[dict[str, Any]]:
         """As `LLM.get_stats`: of one engine after the other."""
@@ -147,6 +150,9 @@ class Replicas:
             raise RuntimeError(NONE_RUNS)
         return answers
 
+    def _swap_back(self, folder: str) -> None:
+        threading.Thread(target=self._swaps.swap_back, args=[folder], daemon=True).start()
+
     async def _keep_connected(self, number: int) -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -170,5 +176,6 @@ class Replicas:
             self._timeout,
             self._intake,
             partial(self._router.read, number),
+            self._swap_back,
         )
         self._first.set()

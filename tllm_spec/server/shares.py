@@ -22,8 +22,8 @@ class ClientShares:
         self._taken: Counter[str] = Counter()
 
     def take(self, request: Request, num_choices: int) -> None:
-        """Until the answer has been sent. Leaves in the scope's state how many the client has then.
-        Raises RequestRefused for more than the limit."""
+        """Counts the choices of a request until its answer has been sent, and writes the client's
+        new number to the scope's state. Raises RequestRefused for more than the limit."""
         state = request.scope["state"]
         client = state["client"]
         if self._limit is not None:

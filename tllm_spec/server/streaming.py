@@ -213,7 +213,7 @@ class EventStream(Response):
 
 
 def _cannot_write(data: bytes) -> bool:
-    """Connections of other servers write nothing this way."""
+    """Stands in for the direct write of our own server's connections."""
     return False
 
 

@@ -1,11 +1,11 @@
 """What the front processes and the engine say to each other: lists of plain values in msgpack.
 
 From a front: `["submit", ids, seeds, tokens, rules, options, grammar]`, `["cancel", ids, reason]`,
-`["call", id, name]`, `["compile", id, kind, text]`, `["swap", id, folder, keep cache, force]`. From
-the engine: `["hello", limits]`, `["responses", number of unfinished requests, their tokens,
-responses]` once a round, `["load", number, tokens]`, `["kv_events", batch]` of an engine of
-several, `["answer", id, value, error]`, and `["down", reason]`. No message can make the other side
-run code.
+`["call", id, name]`, `["compile", id, kind, text]`, `["swap", id, step, its arguments…]`. From the
+engine: `["hello", limits]`, `["responses", number of unfinished requests, their tokens, responses]`
+once a round, `["load", number, tokens]`, `["answer", id, value, error]`, and `["down", reason]`; of
+an engine of several `["kv_events", batch]` and `["worse", folder]`, its draft weights. No message
+can make the other side run code.
 
 msgspec was tried: its decoder takes exactly one message and raised when a socket's read had more,
 so each connection would need frames of its own."""

@@ -1,4 +1,4 @@
-"""What a policy for the tier is asked, and what it is told.
+"""The interface of a policy that chooses tiers and observes rounds.
 
 A tier is one of `DraftShapes`: a draft length, or where trees may be chosen one of these."""
 

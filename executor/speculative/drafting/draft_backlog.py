@@ -28,7 +28,7 @@ from tllm_spec.executor.speculative.drafting.missed_tokens import missed_by, rea
 from tllm_spec.kernels.row_copies import Rings, gather_rows, store_in_rings
 
 # With 4 query heads per KV head, such a window fills one tile of Triton's attention kernel. A
-# finished request's unread positions are not reused, which speaks against more.
+# longer one would cost prefix hits: a finished request's unread positions are not reused.
 BACKLOG_LEN = 16
 _backlog_of = attrgetter("draft_backlog")
 

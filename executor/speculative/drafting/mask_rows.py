@@ -25,7 +25,7 @@ def with_masks(
 
     state `[B * W, H]`: of the windows' rows, or None. Returns the windows, K - 1 rows longer, their
     state, and the rows that K drafts come from, `[K * B]`: those of all first drafts, then those of
-    all second ones, and so on. What is after them nothing reads."""
+    all second ones, and so on. Nothing reads what is after them."""
     batch, width = windows.token_ids.shape
     num_more, device = num_drafts - 1, num_read.device
     places = torch.arange(width + num_more, device=device)

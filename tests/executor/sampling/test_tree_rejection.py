@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.kernels.tree_layouts import layout_of
 from tllm_spec.executor.sampling.rejection import reject_chain
 from tllm_spec.executor.sampling.tree_rejection import reject_tree
 from tllm_spec.kernels.accept_tree import accept_tree
@@ -11,7 +12,7 @@ from tllm_spec.kernels.draft_layout import DraftLayout
 DRAWS = 20_000
 P = torch.tensor([0.45, 0.25, 0.15, 0.1, 0.05])
 # Two children of the root, one of which has two children.
-LAYOUT = DraftLayout.from_parents([-1, 0, 0, 1, 1])
+LAYOUT = layout_of([-1, 0, 0, 1, 1])
 TOKENS = torch.tensor([0, 1, 3, 0, 2])
 
 
@@ -76,14 +77,14 @@ def test_a_chain_is_rejected_like_reject_chain() -> None:
 
 
 def test_a_second_sibling_with_the_same_token_changes_nothing() -> None:
-    layout, tokens = DraftLayout.from_parents([-1, 0, 0, 0]), torch.tensor([0, 1, 1, 3])
+    layout, tokens = layout_of([-1, 0, 0, 0]), torch.tensor([0, 1, 1, 3])
     probs = P.expand(4, 5)
     rows, found, _ = emitted(probs, tokens, layout)
     assert chi_square(found[:, 0], P) < 18.47 and not (rows == 2).any()
 
 
 def test_thresholds_below_one_accept_more_and_are_lossy() -> None:
-    layout, tokens = DraftLayout.from_parents([-1, 0, 0]), torch.tensor([0, 1, 3])
+    layout, tokens = layout_of([-1, 0, 0]), torch.tensor([0, 1, 3])
     probs = P.expand(3, 5)
     first = emitted(probs, tokens, layout, threshold_acc=0.5)[1][:, 0]
     expected = torch.tensor([0.207, 0.501, 0.069, 0.200, 0.023])
@@ -95,7 +96,7 @@ def test_thresholds_below_one_accept_more_and_are_lossy() -> None:
 @pytest.mark.parametrize("valid", [0, 2, 99])
 def test_certain_distributions_give_the_greedy_path(valid: int) -> None:
     generator = torch.Generator().manual_seed(valid)
-    layout = DraftLayout.from_parents([-1, 0, 0, 1, 1, 2, 3, 5])
+    layout = layout_of([-1, 0, 0, 1, 1, 2, 3, 5])
     parents = torch.tensor(layout.parents).expand(64, -1)
     tokens = torch.randint(0, 3, (64, 8), generator=generator)
     targets = torch.randint(0, 3, (64, 8), generator=generator)
@@ -119,7 +120,7 @@ def test_nan_probabilities_end_the_path_with_no_token_and_spare_other_requests()
 
 
 def test_a_distribution_that_its_children_use_up_still_gives_a_token() -> None:
-    layout = DraftLayout.from_parents([-1, 0, 0])
+    layout = layout_of([-1, 0, 0])
     probs = torch.zeros(3, 5)
     probs[0, 1], probs[0, 3] = 0.5, 0.49  # a sum below 1: a coin may be above both
     probs[1:] = P

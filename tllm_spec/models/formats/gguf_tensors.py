@@ -27,14 +27,14 @@ Q4_0, Q4_0_GROUP, Q4_0_BYTES = 2, 32, 18
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A stored tensor, of which nothing is read before it is dequantised."""
+    """A stored tensor. It is read when it is dequantised."""
 
     file: GgufFile
     place: TensorPlace
     num_pairs_heads: int | None
-    """How many heads of q or k have rows that are stored in pairs; None: they are not."""
+    """Heads of a q or k whose rows are stored in pairs; None: rows are in Hugging Face's order."""
     offset: int
-    """What the stored elements have too much."""
+    """Subtracted from the stored elements."""
 
     @property
     def shape(self) -> torch.Size:
@@ -71,8 +71,8 @@ class GgufTensor:
 
 class Q4Tensor(GgufTensor):
     """A matrix of Q4_0. In a block of 32 elements, a scale in float16 is followed by bytes, each
-    with the code of element i in the low bits, and that of element i + 16 in the high ones. Codes
-    have 8 too much."""
+    with the code of element i in the low bits, and that of element i + 16 in the high ones. A code
+    is the value plus 8."""
 
     def as_int4(self) -> Int4Tensor:
         rows, order = self.file.rows(self.place), self._order()
@@ -116,7 +116,7 @@ def gguf_names(path: Path, type_number: int | None = None) -> list[str]:
 
 
 def _named(file: GgufFile) -> Iterator[tuple[str, TensorPlace]]:
-    """Without the factors of frequencies, which the configuration has."""
+    """All tensors but the factors of rotary frequencies, which the configuration has."""
     architecture = architecture_of(file)
     for place in file.tensors.values():
         if place.name != ROPE_FACTORS:

@@ -54,7 +54,7 @@ class Int4Format:
     targets: ModuleNames | None = None
     """Other modules have none either; None: any may have them."""
     unused: tuple[str, ...] = field(default=(), compare=False)
-    """As of `Fp8Format`."""
+    """As in `Fp8Format`."""
 
     def keeps(self, module: str) -> bool:
         """Whether the configuration gives the linear layer `module` 4-bit weights."""
