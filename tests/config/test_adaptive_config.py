@@ -151,7 +151,7 @@ def test_a_key_like_no_other_is_answered_by_all_keys_that_the_strategy_has(strat
     with pytest.raises(ValueError) as refusal:
         AdaptiveConfig.parse({"strategy": strategy, "zzz": 1, "8": SLOT})
     options = EmaOptions if strategy == "ema" else CostModelOptions
-    known = {"strategy", "compat", *options.model_fields}
+    known = {"strategy", "compat", "context_buckets", *options.model_fields}
     assert str(refusal.value).partition("known: ")[2].split(", ") == sorted(known)
 
 

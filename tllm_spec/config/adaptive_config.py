@@ -94,7 +94,7 @@ CandidateTrees = Annotated[tuple[CandidateTree, ...], BeforeValidator(_trees)]
 class CostModelOptions(ConfigModel):
     """The default: the draft length with the most expected tokens per second. `context_buckets`,
     for all slots of either strategy, has context lengths in tokens, e.g. `[4096, 16384]`: rounds
-    below, between and above them are decided apart, by the average context of their requests.
+    below, between and above them are decided separately, by the average context of their requests.
     Drafters that were trained on short texts are right less often in long ones."""
 
     candidate_steps: Ladder
