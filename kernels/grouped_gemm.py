@@ -18,6 +18,7 @@ from tllm_spec.kernels.int4_weights import (
     check_int4,
     int4_dequantised,
     kernel_words,
+    num_sums,
     unpacked,
 )
 from tllm_spec.kernels.moe_permute import ExpertRows
@@ -47,12 +48,12 @@ class ExpertWeights:
     of 256, K of 128."""
 
     def num_sums(self, dtype: torch.dtype) -> int:
-        """Sums of a tile that tensor cores compute at a time for x of `dtype`: of 4 bits one for
-        each group in a block of inputs, unless the weights are exact in `dtype` (MXFP4)."""
-        has_exponents = self.scales is not None and self.scales.dtype == torch.uint8
-        if not self.group or (has_exponents and dtype != torch.float16):
-            return 1
-        return BLOCK // self.group
+        """See int4_weights.py; 1 of other weights. dtype: of x."""
+        return (
+            num_sums(self.scales, self.group, dtype)
+            if self.scales is not None and self.group
+            else 1
+        )
 
 
 @with_kernel("grouped_gemm.tiled_gate_up_silu")

@@ -6,12 +6,7 @@ from typing import Literal
 import torch
 
 from tllm_spec.kernels.dequantise import BLOCK
-from tllm_spec.kernels.shared_memory import (
-    HOPPER_BYTES,
-    TENSOR_COLUMNS,
-    has_tensor_memory,
-    stages_that_fit,
-)
+from tllm_spec.kernels.shared_memory import HOPPER_BYTES, rows_that_fit, stages_that_fit
 from tllm_spec.kernels.triton_support import has_kernels
 
 
@@ -49,7 +44,6 @@ MOST_ROWS: dict[Form, int] = {
     "int4": 128,
 }
 FLOAT32_ROWS = 16
-WEIGHT_COLUMNS = 64  # of tensor memory, for dequantised weights
 
 
 def _alike(rows: int, outputs: int, num_warps: int, num_stages: int) -> Tilings:
@@ -110,17 +104,15 @@ def block_rows_of(
     num_sums: int = 1,
 ) -> int:
     """The block size for `moe_permute`: a program's rows, or for the reference all rows. dtype: of
-    the layers' outputs; form: of their weights; num_sums: see `ExpertWeights.num_sums`."""
+    the layers' outputs; form: of their weights; num_sums: of weights of 4 bits, see
+    int4_weights.py."""
     if not has_kernels(device):
         return max(num_assignments, 1)
     if dtype == torch.float32:
         return FLOAT32_ROWS
     found = (rows for most, rows in ROWS if num_assignments <= most * num_experts)
     rows = next(found, MOST_ROWS[form])
-    if form == "int4" and has_tensor_memory(device):  # a sum takes a column for each row
-        while rows * num_sums + WEIGHT_COLUMNS > TENSOR_COLUMNS:
-            rows //= 2
-    return rows
+    return rows_that_fit(rows, num_sums, device) if form == "int4" else rows
 
 
 def tilings_of(

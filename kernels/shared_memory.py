@@ -10,6 +10,7 @@ import torch
 
 HOPPER_BYTES = 227 << 10
 TENSOR_COLUMNS = 512  # of tensor memory
+WEIGHT_COLUMNS = 64  # for dequantised weights
 
 
 @functools.cache
@@ -26,6 +27,15 @@ def has_tensor_memory(device: torch.device) -> bool:
     """Whether tensor cores keep sums in a memory of their own: data center Blackwell (10.x) and
     11.x."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (10, 11)
+
+
+def rows_that_fit(rows: int, num_sums: int, device: torch.device) -> int:
+    """Rows of a tile of weights that the kernel dequantises: `rows`, or half of them, and so on,
+    until tensor memory has room. Each of the `num_sums` sums takes a column for each row."""
+    if has_tensor_memory(device):
+        while rows * num_sums + WEIGHT_COLUMNS > TENSOR_COLUMNS:
+            rows //= 2
+    return rows
 
 
 def stages_that_fit(num_stages: int, stage_bytes: int, shared_bytes: int) -> int:

@@ -73,16 +73,20 @@ def scaled_linears() -> None:
         scaled_linear.scaled_linear(x, weight, scales_of(weight), empty(outputs, dtype=dtype))
 
 
+# Inputs of a group, and the type of its word: whole numbers, NVFP4, MXFP4.
+INT4_GROUPS = (
+    *((32, torch.int32), (128, torch.int32)),
+    *((16, torch.float32), (32, torch.uint8)),
+)
+
+
 def int4_linears() -> None:
     for (inputs, outputs), dtype, rows in product(LINEAR_SHAPES, FLOATS, NUM_ROWS):
-        for group in (32, 128):
-            codes = empty(outputs, int4_weights.row_bytes(inputs), dtype=torch.uint8)
-            words = int32(outputs, -(-inputs // group))
-            x = empty(rows, inputs, dtype=dtype)
-            exponents = empty(outputs, -(-inputs // 128) * 4, dtype=torch.uint8)
-            for each in (words, exponents)[: 1 + (group == 32)]:
-                for invariant in (False, True):
-                    scaled_linear.scaled_linear(x, codes, each, group=group, invariant=invariant)
+        codes = empty(outputs, int4_weights.row_bytes(inputs), dtype=torch.uint8)
+        x = empty(rows, inputs, dtype=dtype)
+        for (group, kind), invariant in product(INT4_GROUPS, (False, True)):
+            words = empty(outputs, row_words(inputs, group, kind), dtype=kind)
+            scaled_linear.scaled_linear(x, codes, words, group=group, invariant=invariant)
 
 
 def fp8_linears() -> None:
@@ -102,10 +106,6 @@ MOE_SHAPES = ((128, 8, 2048, 768), (64, 6, 2048, 1408), (8, 2, 4096, 14336))
 
 
 CODES: tuple[Form, ...] = ("codes", "blocks", "tiles")
-
-
-# Inputs of a group, and the type of its word: AWQ and GPTQ, NVFP4, MXFP4.
-INT4_GROUPS = ((32, torch.int32), (16, torch.float32), (32, torch.uint8))
 
 
 def experts(*, form: Form) -> None:

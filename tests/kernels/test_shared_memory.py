@@ -18,6 +18,7 @@ from tllm_spec.kernels import (
     grouped_tilings,
     nvrtc,
     paged_prefill,
+    shared_memory,
     small_m_gemm,
     window_attention_cuda,
 )
@@ -71,7 +72,7 @@ def test_blocks_of_int4_experts_have_fewer_rows_only_where_tensor_memory_is_smal
 ) -> None:
     use_gpu(capability, monkeypatch)
     has_memory = has_tensor_memory.__wrapped__
-    monkeypatch.setattr(grouped_tilings, "has_tensor_memory", has_memory)
+    monkeypatch.setattr(shared_memory, "has_tensor_memory", has_memory)
     monkeypatch.setattr(grouped_tilings, "has_kernels", lambda device: True)
 
     def rows(num_assignments: int, group: int, words: torch.dtype = torch.int32) -> int:
