@@ -6,12 +6,7 @@ from typing import Any
 
 import pytest
 
-from tllm_spec.config.adaptive_config import (
-    PRESETS,
-    AdaptiveConfig,
-    CostModelOptions,
-    EmaOptions,
-)
+from tllm_spec.config.adaptive_config import PRESETS, AdaptiveConfig, CostModelOptions, EmaOptions
 
 DOCUMENTED = Path(__file__).parent.parent.parent / "docs" / "adaptive.md"
 SLOT = {"candidate_steps": [1, 3]}

@@ -130,3 +130,14 @@ def test_a_window_that_cannot_be_is_refused(
     path = draft(tmp_path / "draft", "head, two-model")
     with pytest.raises(ValueError, match=message):
         Harness(tiny, **eagle3(path, 3, **({"draft_window_size": SIZE} | more)))
+
+
+@pytest.mark.parametrize("more", [{}, {"draft_sink_size": 4}])
+def test_a_network_with_windows_in_some_layers_only_refuses_another_one(
+    more: Options, tiny: Path, tmp_path: Path
+) -> None:
+    """Its layers are in two groups, and with one window they would be in one."""
+    head = write_tiny_eagle3(tmp_path, num_captured=2, num_layers=2)
+    edit_config(head, sliding_window=SIZE, layer_types=["sliding_attention", "full_attention"])
+    with pytest.raises(ValueError, match="refused: some layers have a window and others have none"):
+        Harness(tiny, **eagle3(head, 3, draft_window_size=SIZE + 1, **more))

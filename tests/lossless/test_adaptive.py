@@ -25,11 +25,7 @@ RUNS = list(product(DRAFTING, (True, False)))
 EVERY_ROUND = {"update_interval": 1, "warmup_batches": 0, "ema_alpha": 0.9}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "cost_model": {
-        "adaptive": {
-            "candidate_steps": [0, 1, 4],
-            "window_trials": 32.0,
-            "probe_time_share": 1.0,
-        }
+        "adaptive": {"candidate_steps": [0, 1, 4], "window_trials": 32.0, "probe_time_share": 1.0}
     },
     "cost_model_without_0": {"adaptive": {"candidate_steps": [1, 3], "window_trials": 32.0}},
     "ema": {

@@ -16,6 +16,7 @@ from tests.lossless.small_models import (
     PLAIN,
     SETTINGS,
     TREES,
+    assert_deterministic_texts_do_not_depend_on_drafts,
     by_default,
     over_codes,
     plain_texts,
@@ -209,11 +210,4 @@ def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
 def test_deterministic_gives_the_same_text_with_and_without_drafts(
     model: str, folders: dict[str, Path]
 ) -> None:
-    options = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}
-    alone, _ = texts(folders[model], max_batch_size=1, **(SETTINGS["undisturbed"] | options))
-    for own in (None, NGRAM):
-        for setting in ("undisturbed", "chunks"):
-            found, _ = texts(
-                folders[model], speculative_config=own, **(SETTINGS[setting] | options)
-            )
-            assert found == alone
+    assert_deterministic_texts_do_not_depend_on_drafts(folders[model])

@@ -118,6 +118,7 @@ def test_counts_that_serving_may_not_have_are_called_simulated() -> None:
         prompt=[1] * 30,
         output=[2] * 10,
         arrived_us=1,
+        draft_limit=None,
         rounds=[[5, 10, None]],
         guided=False,
         num_preemptions=0,
@@ -126,3 +127,9 @@ def test_counts_that_serving_may_not_have_are_called_simulated() -> None:
         pool = {"kv_cache_config": {"max_tokens": max_tokens}}
         args = LlmArgs.from_kwargs("zoo:llama", **LIMITS, **pool, **engine("draft_target", 4))
         assert len(why_simulated([record, record], args)) == causes
+    without_drafts = record.model_copy(update={"draft_limit": 0})
+    args = LlmArgs.from_kwargs("zoo:llama", **LIMITS, **engine("sa", 4))
+    assert len(why_simulated([record, record], args)) == 0
+    assert len(why_simulated([record, without_drafts], args)) == 1
+    args = LlmArgs.from_kwargs("zoo:llama", **LIMITS, **engine("sa", 4, verify_budget=2))
+    assert len(why_simulated([record, record], args)) == 1

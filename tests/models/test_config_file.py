@@ -112,11 +112,7 @@ def test_every_wrong_value_of_every_key_is_refused_or_accepted(case: str, tmp_pa
     [
         ("num_hidden_layers", 10**12, "num_hidden_layers is 1000000000000; it must be an integer"),
         ("hidden_size", 192.0, "hidden_size is 192.0; it must be an integer from 1 to"),
-        (
-            "tie_word_embeddings",
-            "false",
-            "tie_word_embeddings is 'false'; it must be true",
-        ),
+        ("tie_word_embeddings", "false", "tie_word_embeddings is 'false'; it must be true"),
         ("rms_norm_eps", float("nan"), "rms_norm_eps is nan; it must be a number from 0"),
         ("rms_norm_eps", None, "rms_norm_eps is null; it must be a number from 0"),
         ("eos_token_id", [1, "2"], r"eos_token_id is \[1, '2'\]; it must be a token id or a list"),

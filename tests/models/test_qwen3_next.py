@@ -11,13 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.models.helpers import (
-    MAX_POSITIONS,
-    PagedRunner,
-    load,
-    random_tokens,
-    reference_logits,
-)
+from tests.models.helpers import MAX_POSITIONS, PagedRunner, load, random_tokens, reference_logits
 from tests.models.published import Raw
 from tests.models.published_states import QWEN3_5, QWEN3_NEXT
 from tests.models.qwen3_next import (

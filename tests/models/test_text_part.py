@@ -12,16 +12,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.models.fp8_checkpoint import keeping_fp8
+from tests.models.fp8_checkpoint import keeping_fp8, keeping_int4
 from tests.models.fp8_checkpoint import quantise as quantise_fp8
-from tests.models.helpers import (
-    MAX_POSITIONS,
-    PagedRunner,
-    load,
-    random_tokens,
-    reference_logits,
-)
-from tests.models.int4_checkpoint import keeping_int4
+from tests.models.helpers import MAX_POSITIONS, PagedRunner, load, random_tokens, reference_logits
 from tests.models.published import Raw
 from tests.models.published_images import MISTRAL_SMALL_3_1, QWEN3_VL_30B, WITH_IMAGES
 from tests.models.test_gemma3 import LAYOUTS

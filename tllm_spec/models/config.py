@@ -296,6 +296,8 @@ class ModelConfig:
         Raises ValueError where layers have others, or no keys of heads."""
         if self.mla is not None or self.chunk_size is not None or self.gemma3 is not None:
             raise ValueError(f"attention of {self.architecture} takes no other window")
+        if 0 < len(self.sliding_layers) < self.num_layers:
+            raise ValueError("some layers have a window and others have none")
         layers = frozenset(range(self.num_layers))
         return replace(self, sliding_window=size, sliding_layers=layers)
 

@@ -54,8 +54,6 @@ DEEPSEEK_DEFAULTS: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": _V3,
     DEEPSEEK_V32: _V3 | {"max_position_embeddings": 163840, "index_topk": 2048},
 }
-# Both norms of the low-rank projections have this epsilon whatever `rms_norm_eps` is.
-LATENT_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,9 @@ class MLAConfig:
     index_topk: int | None = None
     """DeepSeek V3.2: of more keys than these an indexer chooses so many, which is not served. None:
     there is no indexer."""
+    norm_eps: float = 1e-6
+    """The epsilon of both norms of the low-rank projections, whatever the model's other norms
+    have."""
 
     def geometry(self, num_layers: int, num_heads: int, mapping: Mapping) -> LatentGeometry:
         return LatentGeometry(

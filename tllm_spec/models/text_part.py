@@ -14,12 +14,12 @@ class TextPart:
     """The part of a model that is served: all of it, or of one that sees images the text model."""
 
     architecture: str
-    """Of the same text model without images."""
+    """The name of the same text model without images."""
     images: tuple[str, ...] = ()
-    """How the names of images' tensors start, after `model.` in some folders. None: it sees no
-    images."""
+    """Prefixes of the names of images' tensors, after `model.` in some folders. Empty: the model
+    sees no images."""
     expert_names: MoENames = QWEN_NAMES
-    """Of experts, where those of the architecture without images have `QWEN_NAMES`."""
+    """The names of experts, where those of the architecture without images have `QWEN_NAMES`."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json that have other defaults than without images."""
     text_type: str | None = None
@@ -97,5 +97,5 @@ WITH_IMAGES = tuple(_WITH_IMAGES)
 
 
 def text_part_of(architecture: str) -> TextPart:
-    """Of a name in `architectures` of a config.json."""
+    """The served part of a model with this name in `architectures` of config.json."""
     return _WITH_IMAGES.get(architecture) or TextPart(architecture)

@@ -169,6 +169,10 @@ def why_simulated(records: Sequence[TrafficRecord], args: LlmArgs) -> list[str]:
             search is not None and search.num_shared > 0
         ),
         "the draft length follows the load": _follows_load(spec),
+        "the rows of a round follow the load": spec.verify_budget is not None,
+        "a request without drafts may leave those that join it without drafts for a round": any(
+            each.draft_limit == 0 for each in records
+        ),
         "what sa_config has learned depends on the order of requests": _learns(spec),
         "some requests had a grammar": any(each.guided for each in records),
         "some requests were preempted": any(each.num_preemptions for each in records),

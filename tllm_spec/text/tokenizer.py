@@ -255,8 +255,8 @@ class IncrementalDetokenizer:
         self._window, self._num_returned = tokens, len(text)
 
     def _is_textless(self, token: int) -> bool:
-        """Whether decoding skips the token, as it skips special tokens. Two of it are decoded,
-        because one may be a space, which decoders drop at the beginning of a text."""
+        """Whether decoding skips the token, as it skips special tokens. Two copies are
+        decoded, because one may be a space, which decoders drop at the beginning of a text."""
         if token not in self._textless:
             self._textless[token] = not self._decode([token, token])
         return self._textless[token]
