@@ -106,7 +106,7 @@ def test_idle_time_of_a_round_of_two_graphs_is_before_and_between_them() -> None
         (experts, "mtp1", 4),
         pytest.param(cpu, "sampling", 3, marks=pytest.mark.slow),
         pytest.param(cpu, "trees", 4, marks=pytest.mark.slow),
-        pytest.param(cpu, "matches", 8, marks=pytest.mark.slow),
+        pytest.param(cpu, "matches", 14, marks=pytest.mark.slow),
         (rounds, "trees", 2),
         pytest.param(cpu, "transformers", 7, marks=pytest.mark.slow),
     ],

@@ -25,10 +25,10 @@ from tests.models.mtp_reference import export_modules, save_predictable
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
 
-V2 = pytest.param("DeepseekV2", marks=pytest.mark.slow)
+OLDER, NEWER = (pytest.param(f"Deepseek{each}", marks=pytest.mark.slow) for each in ("V2", "V32"))
 
 
-@pytest.fixture(scope="module", params=["DeepseekV3", V2])
+@pytest.fixture(scope="module", params=["DeepseekV3", OLDER, NEWER])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     save_deepseek(path, request.param)
