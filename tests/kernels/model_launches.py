@@ -191,15 +191,23 @@ class Kind:
         offsets = int32(batch + 1) if self.is_ragged else None
         return RoundRows(batch, window, batch * window, offsets)
 
+    def tree(self, rows: RoundRows) -> TreeMask | None:
+        length = min(64, rows.window + self.offset)
+        if not self.in_tree:
+            return None
+        if self.is_ragged:
+            return TreeMask(int64(rows.num_rows), length, rows)
+        return TreeMask(int64(rows.num_requests, rows.window), length)
+
     def tables(self, batch: int, window: int) -> window_attention.WindowTables:
-        rows = batch * window
+        rows, own = batch * window, self.rows(batch, window)
         return window_attention.WindowTables(
-            self.rows(batch, window),
+            own,
             int32(batch, 128),
             int32(batch),
             int64(rows),
             int64(batch) if self.is_padded else None,
-            TreeMask(int64(batch, window), min(64, window + self.offset)) if self.in_tree else None,
+            self.tree(own),
             KeySpans(self.span, int64(rows)) if self.span else None,
         )
 
@@ -217,6 +225,7 @@ KINDS = (
     Kind(in_tree=True, span=SLIDING),
     Kind(is_ragged=True, has_norm=True),
     Kind(is_ragged=True, span=SLIDING),
+    Kind(in_tree=True, is_ragged=True),
     Kind(span=SLIDING, has_sinks=True),
 )
 
@@ -266,22 +275,24 @@ def tree_paths(batch: int, window: int) -> TreePaths:
     return TreePaths(mask, int32(batch * window, window), int32(batch * window))
 
 
+LATENT_KINDS = PLAIN, Kind(in_tree=True), RAGGED, Kind(in_tree=True, is_ragged=True)
 # Heads, rank, rotary size, size of a query's head: DeepSeek V3 on one and on eight devices.
 LATENT_SHAPES = ((128, 512, 64, 192), (16, 512, 64, 192))
 
 
 def latents(*, has_codes: bool) -> None:
     for (number, rank, rope, head_dim), dtype, window, batch, kind in product(
-        LATENT_SHAPES, FLOATS, (1, 2, 4), (1, 256), (PLAIN, Kind(in_tree=True), RAGGED)
+        LATENT_SHAPES, FLOATS, (1, 2, 4), (1, 256), LATENT_KINDS
     ):
         workspace = latent_attention.LatentWorkspace(
             empty(1 << 14, rank, dtype=torch.float32),
             empty(1 << 14, dtype=torch.float32),
             PROCESSORS,
         )
-        tree = TreeMask(int64(batch, window), window) if kind.in_tree else None
         rows = kind.rows(batch, window)
-        tables = latent_attention.LatentTables(rows, int32(batch, 128), int32(batch), tree)
+        tables = latent_attention.LatentTables(
+            rows, int32(batch, 128), int32(batch), kind.tree(rows)
+        )
         latent_attention.latent_attention(
             empty(number, batch * window, rank, dtype=dtype),
             empty(batch * window, number, head_dim, dtype=dtype),
