@@ -111,6 +111,36 @@ def test_counts_of_the_models_own_modules_are_those_of_serving(mode: str, tmp_pa
     assert found.requests == [record.stats for record in records]
 
 
+def test_requests_that_are_replayed_together_have_the_drafts_that_each_has_alone() -> None:
+    """Ten windows of 6 rows would fit into 64, but nine leave no quarter of them to prompts."""
+    record = TrafficRecord(
+        id="a",
+        client="",
+        user="",
+        arrived_us=1,
+        prompt=[5, 6, 7] * 2,
+        output=[5, 6, 7] * 8,
+        seed=1,
+        sampling={"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        | {"end_ids": [], "stop_token_ids": []},
+        max_tokens=24,
+        draft_limit=None,
+        guided=False,
+        finish_reason="length",
+        rounds=[[5, 24, None]],
+        num_rounds=0,
+        num_emitted=0,
+        drafted=[],
+        accepted=[],
+        cached_tokens=0,
+        num_preemptions=0,
+        draft_version=0,
+    )
+    args = LlmArgs.from_kwargs("zoo:llama", max_num_tokens=64, **engine("sa", 5))
+    (alone,) = replay([record], args).requests
+    assert replay([record] * 9, args).requests == [alone] * 9
+
+
 def test_counts_that_serving_may_not_have_are_called_simulated() -> None:
     (cause,) = why_simulated([], LlmArgs.from_kwargs("zoo:llama", **LIMITS, **engine(LEARNS, 4)))
     assert "sa_config" in cause
@@ -133,3 +163,7 @@ def test_counts_that_serving_may_not_have_are_called_simulated() -> None:
     assert len(why_simulated([record, without_drafts], args)) == 1
     args = LlmArgs.from_kwargs("zoo:llama", **LIMITS, **engine("sa", 4, verify_budget=2))
     assert len(why_simulated([record, record], args)) == 1
+    for max_batch_size, causes in ((2, 0), (3, 1)):
+        rows = {"max_batch_size": max_batch_size, "max_num_tokens": 10}
+        args = LlmArgs.from_kwargs("zoo:llama", **rows, **engine("sa", 4))
+        assert len(why_simulated([record, record], args)) == causes
