@@ -111,6 +111,8 @@ def replay(
             part = slice(first, first + NUM_WITH_STATES)
             _find_states(built, engine, requests[part], records[part], states)
             _run(built, requests[part])
+    if args.why_no_overlap is None and any(each.draft_pause.num_pauses for each in requests):
+        simulated.append("a pause of a request's drafts begins a round later where rounds overlap")
     return Replayed([request.counters.stats() for request in requests], simulated)
 
 
