@@ -35,7 +35,8 @@ MTP: dict[str, dict[str, Any]] = {
         "mtp_eagle_one_model": False,
     },
 }
-LEARNS = "eagle3_sa"
+# sa_config without a threshold, and with a pool for all requests.
+LEARNS, POOLED = "eagle3_sa", "draft_target_one_model_sa"
 DEFAULT = ("eagle3_tree",)
 
 
@@ -69,7 +70,7 @@ def replayed(
     [
         pytest.param(mode, marks=[] if mode in DEFAULT else [pytest.mark.slow])
         for mode, spec in MODES.items()
-        if spec is not None and mode != LEARNS
+        if spec is not None and mode not in (LEARNS, POOLED)
     ],
 )
 def test_counts_of_a_replay_are_those_of_serving(mode: str, tmp_path: Path) -> None:
@@ -122,7 +123,7 @@ def record_of(prompt: list[int], output: list[int]) -> TrafficRecord:
         prompt=prompt,
         output=output,
         seed=1,
-        sampling=chosen | {"end_ids": [], "stop_token_ids": []},
+        sampling=chosen | {"end_ids": [], "stop_token_ids": [], "bad_sequences": [], "edits": 0},
         max_tokens=len(output),
         draft_limit=None,
         guided=False,
@@ -146,16 +147,16 @@ def test_requests_that_are_replayed_together_have_the_drafts_that_each_has_alone
     assert replay([record] * 9, args).requests == [alone] * 9
 
 
-@pytest.mark.parametrize(
-    ("patience", "overlap", "causes"), [(3, True, 1), (3, False, 0), (30, True, 0)]
-)
-def test_a_replay_with_pauses_is_called_simulated_where_rounds_overlap(
-    patience: int, overlap: bool, causes: int, tiny: Path, drafts: tuple[Path, Path]
+@pytest.mark.parametrize(("patience", "edits", "causes"), [(3, 1, 1), (3, 0, 0), (30, 1, 0)])
+def test_a_replay_with_pauses_next_to_logits_processors_is_called_simulated(
+    patience: int, edits: int, causes: int, tiny: Path, drafts: tuple[Path, Path]
 ) -> None:
+    """Without overlap a pause begins a round earlier."""
     own = tiny_engine("draft_target", drafts, 3, max_rejected_rounds=patience)
-    own |= {"disable_overlap_scheduler": not overlap, "skip_tokenizer_init": True}
-    found = replay([record_of([5, 6, 7], [1] * 20)], LlmArgs.from_kwargs(str(tiny), **own))
-    assert len(found.simulated) == causes
+    record = record_of([5, 6, 7], [1] * 20)
+    record.sampling["edits"] = edits
+    args = LlmArgs.from_kwargs(str(tiny), skip_tokenizer_init=True, **own)
+    assert len(replay([record], args).simulated) == causes
 
 
 def test_counts_that_serving_may_not_have_are_called_simulated() -> None:

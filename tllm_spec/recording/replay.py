@@ -111,8 +111,8 @@ def replay(
             part = slice(first, first + NUM_WITH_STATES)
             _find_states(built, engine, requests[part], records[part], states)
             _run(built, requests[part])
-    if args.why_no_overlap is None and any(each.draft_pause.num_pauses for each in requests):
-        simulated.append("a pause of a request's drafts begins a round later where rounds overlap")
+    if any(map(_needs_host, records)) and any(each.draft_pause.num_pauses for each in requests):
+        simulated.append("next to logits processors, pauses of drafts begin a round earlier")
     return Replayed([request.counters.stats() for request in requests], simulated)
 
 
@@ -285,6 +285,11 @@ def _request(number: int, record: TrafficRecord, limits: RequestLimits) -> LlmRe
 def _follows_load(spec: DecodingBaseConfig) -> bool:
     limits = spec.draft_len_schedule, spec.max_concurrency, spec.acceptance_rate_threshold
     return spec.adaptive is not None or any(limit is not None for limit in limits)
+
+
+def _needs_host(record: TrafficRecord) -> bool:
+    """Whether the host had to see each token of the request, so that no rounds overlapped."""
+    return bool(record.sampling["edits"] or record.sampling["bad_sequences"])
 
 
 def _cuts_drafts(records: Sequence[TrafficRecord], args: LlmArgs, spec: DecodingBaseConfig) -> bool:
