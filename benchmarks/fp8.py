@@ -52,13 +52,7 @@ from benchmarks.harness.dummy_models import (
 )
 from benchmarks.harness.engine import release
 from benchmarks.harness.expert_rounds import SPREAD, set_bias
-from benchmarks.harness.models import (
-    EAGLE3_8B,
-    LLAMA_8B,
-    MATMUL_FLOPS,
-    READ_BYTES_PER_S,
-    Config,
-)
+from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, MATMUL_FLOPS, READ_BYTES_PER_S, Config
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.kernels.cublas_lt import CublasLt, shared_library

@@ -97,7 +97,7 @@ class Clients:
                 self.ids += numbers if kind == "submit" else []
 
     def read(self, mark: bytes, number: int) -> None:
-        """Until `mark` has come so often."""
+        """Reads until `mark` has come `number` times."""
         while number > 0:
             for key, _ in self._selector.select():
                 connection: Any = key.fileobj

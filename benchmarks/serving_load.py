@@ -156,8 +156,7 @@ def measure_in_process(
         in_process(llm, load.prompts(max(clients), 1), load.output_len)
         found = [
             figures(
-                in_process(llm, load.prompts(number, 2 + number), load.output_len),
-                load.output_len,
+                in_process(llm, load.prompts(number, 2 + number), load.output_len), load.output_len
             )
             for number in clients
         ]

@@ -24,7 +24,7 @@ from tllm_spec.config.matched_drafts_config import MatchedDraftsConfig, SAEnhanc
 from tllm_spec.config.scheduler_config import SchedulerConfig
 from tllm_spec.config.speculative_base import DecodingBaseConfig, DraftModelDecodingConfig
 from tllm_spec.config.speculative_config import CONFIG_OF_TYPE, EagleHeadDecodingConfig
-from tllm_spec.config.text_search import GlobalPoolConfig
+from tllm_spec.config.text_search import CorpusConfig, GlobalPoolConfig
 from tllm_spec.sampling_params import INTEGERS, NUMBERS, SamplingParams, SpeculationParams
 
 PAGE = Path(__file__).with_name("options.md")
@@ -83,7 +83,8 @@ def page() -> str:
             parts.append(table(rows))
     parts += ["#### `sa_config`\n", f"{inspect.getdoc(SAEnhancerConfig)}\n"]
     parts += [table(model_rows(SAEnhancerConfig, own=True)), "For `SA` and `sa_config`:\n"]
-    parts.append(table(model_rows(GlobalPoolConfig)))
+    parts.append(table(model_rows(GlobalPoolConfig, own=True)))
+    parts += ["For `NGram`, `SA` and `sa_config`:\n", table(model_rows(CorpusConfig))]
     for strategy, options in (("cost_model", CostModelOptions), ("ema", EmaOptions)):
         parts += [
             f"#### `adaptive` with `strategy: {strategy}`\n",

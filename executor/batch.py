@@ -33,6 +33,8 @@ class ScheduledBatch:
     # the drafts in them, and whether they differ.
     verified_tier: int | None = None
     is_transition: bool = False
+    # Average tokens of the requests that the shape was chosen for, if the choice depends on it.
+    context_len: int = 0
     # Whether the round began with a draft model's reading of tokens that it had missed.
     catches_up: bool = False
 

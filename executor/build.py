@@ -90,7 +90,7 @@ def build_executor(
 ) -> BuiltExecutor:
     """Loads the models and connects everything. texts: as in `ReplayedSampler`, for replays. Raises
     ValueError for arguments that cannot be honoured."""
-    plan = BuildPlan(args, communicator)
+    plan = BuildPlan(args, communicator, tokenizer)
     communicator.join(plan.device)
     with on_device(plan.device):
         return _build(plan, tokenizer, respond, texts)
@@ -282,6 +282,7 @@ def _surroundings(
         plan.max_len,
         engines.layers,
         engines.draft_kv,
+        plan.corpus,
     )
 
 

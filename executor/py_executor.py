@@ -187,8 +187,15 @@ class PyExecutor:
     def _tier(self, generating: list[LlmRequest]) -> int:
         """The controller's choice for the next round."""
         if self._speculating and any(request.draft_limit for request in generating):
-            return self.parts.tier_for(len(generating))
+            return self._tier_for(generating)
         return 0
+
+    def _tier_for(self, requests: list[LlmRequest]) -> int:
+        controller = self.parts.controller
+        if controller.knows_contexts:
+            num_tokens = sum(request.num_tokens_bound for request in requests)
+            controller.note_context(num_tokens // len(requests))
+        return self.parts.tier_for(len(requests))
 
     def _prepare_draft_requests(self, generating: list[LlmRequest], draft_len: int) -> None:
         """Placeholders, so that scheduling counts the drafts of the round before they exist."""
@@ -203,7 +210,7 @@ class PyExecutor:
         is_ragged = self.parts.runner.is_ragged(generating, shape)
         batch, admitted = self.scheduler.schedule(generating, shape, is_ragged=is_ragged)
         self._scheduled = batch
-        batch.joining = admitted
+        batch.joining, batch.context_len = admitted, self.parts.controller.context_len
         for request in admitted:
             if request.first_scheduled_time is None:
                 if self.parts.draft_weights is not None:
@@ -215,7 +222,7 @@ class PyExecutor:
                     request.kv_len, request.cache_salt
                 )
         if ending := batch.last_chunk_requests:
-            batch.new_shape = self.parts.slots.shapes.of(self.parts.tier_for(len(ending)))
+            batch.new_shape = self.parts.slots.shapes.of(self._tier_for(ending))
         if batch.generation_requests:
             batch.new_shape = shape
         else:

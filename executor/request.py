@@ -137,7 +137,7 @@ class LlmRequest:
     counters: DraftCounters = field(default_factory=DraftCounters)
     draft_pause: RequestPause = field(default_factory=RequestPause)
     draft_version: int = 0  # how often draft weights had been swapped when it began
-    # Of the recorder: microseconds since the arrival, tokens, drafts; of a context None.
+    # The recorder's: microseconds since the arrival, tokens, drafts; None for a context.
     recorded_rounds: list[tuple[int, int, int | None]] = field(default_factory=list)
     text_states: "TextStates | None" = None  # where hidden states are recorded
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)

@@ -70,14 +70,14 @@ class RequestQueue:
             self._changed.notify()
 
     def announce_swap(self, folder: str, *, keep_cache: bool) -> None:
-        """The other ranks call `DraftWeights.swap_together` now, as the caller does next."""
+        """Tells the other ranks to call `DraftWeights.swap_together`, as the caller does next."""
 
     def all_failed(self, failure: str) -> bool:
-        """After a round that raised: whether it did on every rank, so that all can recover."""
+        """Whether a round that raised here did so on every rank, so that all can recover."""
         return True
 
     def end(self, failure: str | None) -> None:
-        """The executor has ended."""
+        """Closes the queue: the executor has ended."""
 
     @property
     def closed(self) -> bool:

@@ -76,7 +76,7 @@ class TrafficRecorder:
         self._num_without_hit += 1
         number = self._num_without_hit * self._share
         row_bytes, limit = self._spec.buffer[0].nbytes, self._folder.max_states_bytes
-        # Of each window all rows are sent.
+        # All rows of each window are sent.
         most = (request.prompt_len + request.max_tokens * request.counters.width) * row_bytes
         states = TextStates(min(most, limit // MAX_TEXTS), row_bytes)
         taken = sum(each.num_bytes for each in self._running_states) + states.num_bytes
@@ -124,7 +124,7 @@ class TrafficRecorder:
                 self._add_states(request, record)
 
     def _take_ended(self) -> list[LlmRequest | None]:
-        """None among them: the end."""
+        """Waits for requests that have ended. None among them: the recorder ends."""
         try:
             ended = [self._ends.get(timeout=PAUSE_SECONDS)]
         except Empty:
@@ -186,7 +186,7 @@ class TrafficRecorder:
 
     @contextmanager
     def _writing(self, number: int) -> Iterator[None]:
-        """number: of records that are lost if the disk is full."""
+        """Counts `number` records as lost, with a warning, if the block raises OSError."""
         try:
             yield
         except OSError as error:
@@ -205,13 +205,13 @@ def is_wanted(request: LlmRequest) -> bool:
 
 
 def is_recorded(request: LlmRequest) -> bool:
-    """Only if it has an output."""
+    """Whether a request is recorded at its end: only with an output."""
     has_output = request.finish_reason != "error" and request.num_output_tokens > 0
     return has_output and is_wanted(request)
 
 
 def sampling_of(rules: DecodingRules) -> dict[str, Any]:
-    """In JSON's types. A token that is excluded has the bias null."""
+    """The rules in JSON's types. The bias of a token that is excluded is null."""
     plain: dict[str, Any] = {}
     for each in fields(rules):
         value = getattr(rules, each.name)

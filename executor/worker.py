@@ -139,7 +139,7 @@ class Worker:
 
 
 def recover(executor: PyExecutor, error: BaseException) -> None:
-    """After a round that raised. Recovery reads the round in flight, which may raise, too."""
+    """Recovers from a round that raised. That reads the round in flight, which may raise, too."""
     try:
         executor.recover(error)
     except BaseException as another:  # process border, as above

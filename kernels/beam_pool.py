@@ -69,3 +69,6 @@ class DraftTree:
     """`[B, W]` int64: bit j of node r: r is j or descends from j."""
     num_nodes: torch.Tensor | None = None
     """`[B]` int64: how many nodes after the root are proposed; None: all."""
+    scores: torch.Tensor | None = None
+    """`[B, W-1]` float32: products of probabilities up to each of the nodes 1 to W-1; None: they
+    were not asked for."""

@@ -63,9 +63,9 @@ def add_last(
 
 
 @with_kernel("draft_beams_triton.select_triton")
-def select(pool: BeamPool, num_drafts: int) -> DraftTree:
-    """The best `num_drafts` (W-1, 1 to 63) candidates of a full pool. Raises nothing: the pool has
-    at least so many candidates (`K + (S-1) K^2`)."""
+def select(pool: BeamPool, num_drafts: int, with_scores: bool = False) -> DraftTree:
+    """The best `num_drafts` (W-1, 1 to 63) candidates of a full pool, with their scores or without.
+    Raises nothing: the pool has at least so many candidates (`K + (S-1) K^2`)."""
     (batch, size), topk, device = pool.scores.shape, pool.topk, pool.scores.device
     chosen = _best(pool.scores, num_drafts).sort(dim=1).values  # node j + 1 is candidate chosen[j]
     nodes = torch.zeros((batch, size), dtype=torch.int64, device=device)
@@ -85,6 +85,7 @@ def select(pool: BeamPool, num_drafts: int) -> DraftTree:
         torch.cat((root - 1, parents), dim=1),
         torch.cat((root, depths), dim=1),
         torch.cat((root + 1, bits), dim=1),
+        scores=pool.scores.gather(1, chosen) if with_scores else None,
     )
 
 

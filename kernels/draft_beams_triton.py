@@ -84,12 +84,13 @@ def _add_children(
     )
 
 
-def select_triton(pool: BeamPool, num_drafts: int) -> DraftTree:
+def select_triton(pool: BeamPool, num_drafts: int, with_scores: bool = False) -> DraftTree:
     """See `select`."""
     assert 0 < num_drafts < 64 and num_drafts <= pool.scores.shape[1]
     (batch, size), topk = pool.scores.shape, pool.topk
     tokens = pool.tokens.new_empty(batch, num_drafts)
     parents, depths, bits = pool.tokens.new_empty(3, batch, num_drafts + 1)
+    scores = pool.scores.new_empty(batch, num_drafts) if with_scores else None
     block = triton.next_power_of_2(size)
     _select[(batch,)](
         *_pool(pool),
@@ -97,6 +98,7 @@ def select_triton(pool: BeamPool, num_drafts: int) -> DraftTree:
         parents,
         depths,
         bits,
+        scores,
         size,
         num_drafts,
         topk,
@@ -104,7 +106,7 @@ def select_triton(pool: BeamPool, num_drafts: int) -> DraftTree:
         **programmatic_launch(tokens.device),
         num_warps=4,
     )
-    return DraftTree(tokens, parents, depths, bits)
+    return DraftTree(tokens, parents, depths, bits, scores=scores)
 
 
 def _pool(pool: BeamPool) -> tuple[torch.Tensor | int, ...]:
@@ -233,6 +235,7 @@ def _select(
     parents: tl.tensor,
     depths: tl.tensor,
     all_bits: tl.tensor,
+    chosen_scores: tl.tensor,
     size: tl.constexpr,
     num_drafts: tl.constexpr,
     topk: tl.constexpr,
@@ -261,6 +264,8 @@ def _select(
         bits = own_bits | tl.where(has_root, 1, tl.gather(bits, parent_index, 0))
     row = request * (num_drafts + 1)
     tl.store(tokens + request * num_drafts + node - 1, token, mask=is_chosen)
+    if chosen_scores is not None:
+        tl.store(chosen_scores + request * num_drafts + node - 1, scores, mask=is_chosen)
     tl.store(parents + row + node, parent.to(tl.int64), mask=is_chosen)
     tl.store(depths + row + node, depth.to(tl.int64), mask=is_chosen)
     tl.store(all_bits + row + node, bits, mask=is_chosen)

@@ -12,6 +12,7 @@ from tllm_spec.config.text_search import SHARED_WIDTH
 from tllm_spec.kernels.dispatch import with_kernel
 
 NO_TOKEN = -1
+EVERYONE = -2  # the salt of rows that all slots share
 PLACE_BITS = 46  # of a score: below the length of the match and a bit for matches in the own text
 LAST_PLACE = (1 << PLACE_BITS) - 1
 
@@ -24,13 +25,15 @@ class TextTable:
         NO_TOKEN after each piece and up to their end.
     width: L.
     kv_lens: `[S]` int64: the position of each slot's last token.
-    salts: `[S + R]` int32: slots and rows of equal numbers share texts; below 0: with none. None:
-        no row is shared, and no slot."""
+    salts: `[S + R]` int32: slots and rows of equal numbers share texts; -1: with none. None: no row
+        is shared, and no slot.
+    has_corpus: whether rows have EVERYONE as their salt."""
 
     memory: torch.Tensor
     width: int
     kv_lens: torch.Tensor
     salts: torch.Tensor | None = None
+    has_corpus: bool = False
 
     @property
     def texts(self) -> torch.Tensor:
@@ -138,7 +141,8 @@ def _shared_with(table: TextTable, slot: int) -> Iterator[tuple[torch.Tensor, to
     """Texts that a slot shares: rows `[N, any]`, and where they begin in memory `[N]`."""
     assert table.salts is not None
     num_slots = len(table.kv_lens)
-    rows = torch.nonzero((table.salts == table.salts[slot]) & (table.salts >= 0)).squeeze(1)
+    is_shared = (table.salts == table.salts[slot]) & (table.salts >= 0)
+    rows = torch.nonzero(is_shared | (table.salts == EVERYONE)).squeeze(1)
     for other in rows[rows < num_slots].tolist():
         if other != slot:
             text = table.texts[other, : int(table.kv_lens[other]) + 1].unsqueeze(0)

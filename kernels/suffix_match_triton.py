@@ -8,6 +8,7 @@ from tllm_spec.config.text_search import SHARED_WIDTH
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
 from tllm_spec.kernels.suffix_match import (
+    EVERYONE,
     PLACE_BITS,
     Matches,
     TextTable,
@@ -70,6 +71,7 @@ def match_suffixes_triton(
         triton.next_power_of_2(num_matches),
         oldest,
         SHARED_WIDTH,
+        EVERYONE if table.has_corpus else None,
         BLOCK,
         PLACE_BITS,
         **launch,
@@ -134,7 +136,7 @@ def _score(
     memory: tl.tensor, width: tl.tensor, num_slots: tl.tensor, kv_lens: tl.tensor,
     slots: tl.tensor, salts: tl.tensor, scores: tl.tensor, num_splits: tl.constexpr,
     max_match: tl.tensor, num_matches: tl.constexpr, matches_block: tl.constexpr,
-    oldest: tl.constexpr, shared_width: tl.constexpr, block: tl.constexpr,
+    oldest: tl.constexpr, shared_width: tl.constexpr, everyone: tl.constexpr, block: tl.constexpr,
     place_bits: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """The scores of the best matches in one part of what a request may read, in any order; 0 or
@@ -155,6 +157,8 @@ def _score(
         other_place = tl.where(is_slot, row * width, shared_place)
         other_stop = tl.where(is_slot, other_end, shared_width - 1)
         is_shared = (salt == own_salt) & (salt >= 0) & (row != slot)
+        if everyone is not None:
+            is_shared |= salt == everyone
         place = tl.where(is_own, place, other_place)
         stop = tl.where(is_own, stop, tl.where(is_shared, other_stop, 0))
         first, step = tl.where(is_own, first, 0), tl.where(is_own, step, block)

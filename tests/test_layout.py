@@ -33,24 +33,11 @@ BORDERS = {
 # entry and from any lower floor, never sideways or up.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.ray_serve",),
-    (
-        "tllm_spec.cli",
-        "tllm_spec.zoo",
-        "tllm_spec.examples",
-        "tllm_spec.llmapi",
-    ),
-    (
-        "tllm_spec.bench",
-        "tllm_spec.server",
-        "tllm_spec.training",
-    ),
+    ("tllm_spec.cli", "tllm_spec.zoo", "tllm_spec.examples", "tllm_spec.llmapi"),
+    ("tllm_spec.bench", "tllm_spec.server", "tllm_spec.training"),
     ("tllm_spec.llm",),
     ("tllm_spec.draft_swap",),
-    (
-        "tllm_spec.recording.replay",
-        "tllm_spec.ranks",
-        "tllm_spec.intake",
-    ),
+    ("tllm_spec.recording.replay", "tllm_spec.ranks", "tllm_spec.intake"),
     (
         "tllm_spec.request_handle",
         "tllm_spec.server_info",
@@ -59,14 +46,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.distributed.rank_checks",
         "tllm_spec.executor.worker",
     ),
-    (
-        "tllm_spec.text",
-        "tllm_spec.executor.build",
-    ),
-    (
-        "tllm_spec.executor.building",
-        "tllm_spec.executor.py_executor",
-    ),
+    ("tllm_spec.text", "tllm_spec.executor.build"),
+    ("tllm_spec.executor.building", "tllm_spec.executor.py_executor"),
     ("tllm_spec.executor.executor_parts",),
     ("tllm_spec.executor.rounds.round_runner",),
     ("tllm_spec.executor.rounds.context_rounds",),
@@ -77,10 +58,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.traffic_recorder",
         "tllm_spec.executor.draft_weights",
     ),
-    (
-        "tllm_spec.executor.rounds.decode_step",
-        "tllm_spec.executor.rounds.round_outcome",
-    ),
+    ("tllm_spec.executor.rounds.decode_step", "tllm_spec.executor.rounds.round_outcome"),
     (
         "tllm_spec.executor.speculative",
         "tllm_spec.executor.graphs.context_graphs",
@@ -133,16 +111,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.text.vocabulary",
     ),
     ("tllm_spec.kernels",),
-    (
-        "tllm_spec.sampling_params",
-        "tllm_spec.outputs",
-        "tllm_spec.text.tokenizer",
-    ),
+    ("tllm_spec.sampling_params", "tllm_spec.outputs", "tllm_spec.text.tokenizer"),
     ("tllm_spec.grammar",),
-    (
-        "tllm_spec.config",
-        "tllm_spec.child_process",
-    ),
+    ("tllm_spec.config", "tllm_spec.child_process"),
     (
         "tllm_spec.logits_processor",
         "tllm_spec.child_command",

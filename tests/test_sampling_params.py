@@ -172,9 +172,7 @@ def test_speculation_is_taken_as_a_mapping() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(NOT_SERVED))
-def test_an_option_that_is_not_served_is_refused_with_the_reason_unless_off(
-    name: str,
-) -> None:
+def test_an_option_that_is_not_served_is_refused_with_the_reason_unless_off(name: str) -> None:
     accepted, reason, ignored = NOT_SERVED[name]
     for off in accepted + ignored:
         assert SamplingParams.from_dict({name: off}) == SamplingParams()

@@ -102,9 +102,7 @@ def test_nan_becomes_null_in_the_internal_state() -> None:
     }
 
 
-def test_the_present_tree_is_shown_with_its_shape_and_what_it_was_chosen_by(
-    tmp_path: Path,
-) -> None:
+def test_the_present_tree_is_shown_with_its_shape_and_what_it_was_chosen_by(tmp_path: Path) -> None:
     head = write_tiny_eagle3(tmp_path / "head", num_captured=2)
     trees = [{"max_draft_len": 2, "dynamic_tree_max_topK": 2, "max_total_draft_tokens": 4}]
     spec = {

@@ -11,9 +11,7 @@ if TYPE_CHECKING:
     from tllm_spec.config.llm_args import CudaGraphConfig as CudaGraphConfig
     from tllm_spec.config.llm_args import KvCacheConfig as KvCacheConfig
     from tllm_spec.config.llm_args import LlmArgs as LlmArgs
-    from tllm_spec.config.parallel_drafts_config import (
-        DFlashDecodingConfig as DFlashDecodingConfig,
-    )
+    from tllm_spec.config.parallel_drafts_config import DFlashDecodingConfig as DFlashDecodingConfig
     from tllm_spec.config.parallel_drafts_config import PARDDecodingConfig as PARDDecodingConfig
     from tllm_spec.config.scheduler_config import SchedulerConfig as SchedulerConfig
     from tllm_spec.config.speculative_config import (

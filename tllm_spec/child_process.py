@@ -28,7 +28,8 @@ class ChildProcess:
         self._end: Callable[[], object] = lambda: None
 
     def kill(self) -> None:
-        """From any thread. Its pipes stay open for the thread that may be reading from them."""
+        """Ends the process, from any thread. Its pipes stay open for the thread that may be reading
+        from them."""
         if self._child is not None:
             self._child.kill()
             self._child.wait()

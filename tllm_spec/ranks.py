@@ -82,7 +82,7 @@ VERSION, CHECKPOINT = "the version of", "the checkpoint"
 
 
 class SharedError(Exception):
-    """On another rank than the first: rank 0 has the same error, and reports it."""
+    """An error on another rank than the first: rank 0 has the same one, and reports it."""
 
 
 def join_ranks(args: LlmArgs) -> Communicator:
@@ -274,10 +274,7 @@ def run_until_end(built: BuiltExecutor, args: LlmArgs, tokenizer: Tokenizer | No
 
 
 def _requests(
-    limits: RequestLimits,
-    tokenizer: Tokenizer | None,
-    grammars: Grammars,
-    message: Sequence[Any],
+    limits: RequestLimits, tokenizer: Tokenizer | None, grammars: Grammars, message: Sequence[Any]
 ) -> list[LlmRequest]:
     """Makes a prompt's requests as rank 0 has them."""
     packed, stop, grammar = message

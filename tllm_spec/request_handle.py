@@ -262,8 +262,8 @@ def _earlier(known: float | None, new: float | None) -> float | None:
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:
-    """From any thread. A front process receives responses in the reader's own event loop, where
-    `call_soon_threadsafe` would cost a system call for each of them."""
+    """Wakes the waiter, from any thread. A front process receives responses in the reader's own
+    event loop, where `call_soon_threadsafe` would cost a system call for each of them."""
     loop = waiter.get_loop()
     if asyncio._get_running_loop() is loop:
         _set(waiter)

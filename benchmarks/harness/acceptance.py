@@ -52,7 +52,7 @@ def heldout_prompts(number: int) -> list[list[int]]:
 def acceptance(
     config: dict[str, Any], number: int, max_tokens: int, temperature: float
 ) -> SpeculativeStats:
-    """Over `number` prompts."""
+    """The figures over `number` prompts."""
     common = {"max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True}
     params = [SamplingParams(seed=seed, detokenize=False, **common) for seed in range(number)]
     with LLM("zoo:llama", speculative_config=config, max_batch_size=8, max_num_tokens=2048) as llm:

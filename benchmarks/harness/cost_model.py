@@ -30,9 +30,8 @@ class CostModel:
     row_seconds: float = 5.6e-6  # of a row of logits of 128,256 columns: choosing a token
     flops: float = 0.848e15
     memory: float = 130e9  # bytes for weights and KV cache
-    # Of sums in a CUDA graph, fitted to `benchmarks.several_devices sums` on two H100: a device
-    # sends to each other one at once. NCCL's took 20 µs on eight H200, which its latency of a
-    # device is fitted to.
+    # Sums in a CUDA graph, fitted to `benchmarks.several_devices sums` on two H100: a device sends
+    # to all others at once. NCCL's latency for each device is fitted to its 20 µs on eight H200.
     one_shot_seconds: float = 2.4e-6
     one_shot_bandwidth: float = 122e9
     # Bytes that arrive within a one-shot sum's latency, since it loads the lines of all devices

@@ -1,4 +1,5 @@
-"""Tokens a round of an EAGLE-3 head, of matches in the text, and of both together, on the zoo.
+"""Tokens a round of an EAGLE-3 head, of matches in the text, and of both together, in chains and in
+trees, on the zoo.
 
 The target is made to emit a given text: held-out code, or an edit of the code in the prompt that a
 script made: a name is changed, and of ten lines one is left out and one of other code is new. So
@@ -24,13 +25,27 @@ HEAD = {
     "speculative_model": "zoo:llama-eagle3",
     "max_draft_len": DRAFT_LEN,
 }
+TREE = HEAD | {
+    "use_dynamic_tree": True,
+    "dynamic_tree_max_topK": 4,
+    "max_total_draft_tokens": 16,
+}
 DRAFTERS: dict[str, dict[str, Any]] = {
     "EAGLE-3": HEAD,
     "SA": {"decoding_type": "SA", "max_draft_len": DRAFT_LEN},
     "both": HEAD | {"sa_config": {}},
     "both, threshold 4": HEAD | {"sa_config": {"threshold": 4}},
+    "tree": TREE,
+    "tree of both": TREE | {"sa_config": {}},
+    "tree of both, threshold 4": TREE | {"sa_config": {"threshold": 4}},
 }
-BARS = {("edits", "EAGLE-3"): 1.25, ("edits", "SA"): 1.02, ("code", "EAGLE-3"): 0.99}
+BARS = {
+    ("edits", "both", "EAGLE-3"): 1.25,
+    ("edits", "both", "SA"): 1.02,
+    ("code", "both", "EAGLE-3"): 0.99,
+    ("edits", "tree of both", "both"): 1.02,
+    ("code", "tree of both", "tree"): 0.99,
+}
 
 
 class Replayed:
@@ -109,9 +124,9 @@ def matches_table(rows: Sequence[Row]) -> list[str]:
     lines = []
     for text, found in by_text.items():
         ratios = [
-            f"{found['both'] / found[other]:.2f} of {other} (bar {bar})"
-            for (kind, other), bar in BARS.items()
+            f"{one}: {found[one] / found[other]:.2f} of {other} (bar {bar})"
+            for (kind, one, other), bar in BARS.items()
             if kind == text
         ]
         lines.append([text, *(f"{found[name]:.2f}" for name in DRAFTERS), ", ".join(ratios)])
-    return table(("tokens a round", *DRAFTERS, "both"), lines)
+    return table(("tokens a round", *DRAFTERS, "bars"), lines)

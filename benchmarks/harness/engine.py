@@ -168,7 +168,7 @@ class Rounds:
         return self.timed(number).round_ms
 
     def prompts_ms(self, number: int, prompt_len: int) -> float:
-        """From queueing prompts in an idle executor until each has its first token."""
+        """Milliseconds from queueing prompts in an idle executor until each has its first token."""
         self.put(number, prompt_len, 1)
         synchronize()
         start = time.perf_counter()

@@ -50,7 +50,7 @@ class Profile:
         return f"{self.first}" if self.fall == 1 else f"{self.first}, x {self.fall} a depth"
 
     def rates(self, depth: int, topk: int) -> list[tuple[float, ...]]:
-        """By depth, then by rank."""
+        """The probabilities by depth, then by rank."""
         return [by_rank(self.first * self.fall**level, topk) for level in range(depth)]
 
     def expected(self, shape: DraftShape) -> float:

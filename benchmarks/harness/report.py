@@ -63,10 +63,7 @@ def about(device: str) -> Row:
 
 
 def main(
-    subjects: Sequence[Subject],
-    description: str | None,
-    argv: list[str] | None = None,
-    **more: Any,
+    subjects: Sequence[Subject], description: str | None, argv: list[str] | None = None, **more: Any
 ) -> int:
     """more: a script's own options and their defaults, `--batch-size` is `batch_size`. Returns
     1 if a row has a `status`: it is of a job that has failed."""

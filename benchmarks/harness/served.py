@@ -26,7 +26,7 @@ class Server:
         return f"http://{self.host}:{self.port}"
 
     def pids(self) -> dict[str, int]:
-        """By name, `engine` and `front`."""
+        """The process ids by name, `engine` and `front`."""
         own, found = self.process.pid, {}
         for pid in Path(f"/proc/{own}/task/{own}/children").read_text().split():
             command = Path(f"/proc/{pid}/cmdline").read_text()

@@ -44,6 +44,8 @@ def check_draft_backend(plan: BuildPlan) -> None:
                 reasons.append(
                     "its network makes one draft after the other, and a P-EAGLE head all at once"
                 )
+            if config.mla is not None:
+                reasons.append("its network has keys and values, and the head latents (MLA)")
         else:
             reasons.append(f"its network is an EAGLE-3 head, and the head is {kind}")
         window = draft.window_size or config.within(plan.max_len).sliding_window

@@ -14,11 +14,7 @@ from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.recurrent import RecurrentMemory
 from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_layers
 from tllm_spec.draft_network.network import ExternalDraft, ExternalHead
-from tllm_spec.executor.building.draft_backend import (
-    check_pool,
-    load_head_network,
-    load_network,
-)
+from tllm_spec.executor.building.draft_backend import check_pool, load_head_network, load_network
 from tllm_spec.executor.building.kv_formats import check_kv_cache, draft_format, target_format
 from tllm_spec.executor.building.memory import check_free_memory, reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
@@ -32,12 +28,7 @@ from tllm_spec.executor.engine.memory_plan import (
     plan_num_pages,
 )
 from tllm_spec.executor.engine.model_engine import ModelEngine
-from tllm_spec.executor.engine.page_plan import (
-    GroupPlan,
-    draft_group,
-    own_groups,
-    with_draft,
-)
+from tllm_spec.executor.engine.page_plan import GroupPlan, draft_group, own_groups, with_draft
 from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.resources.host_pages import HostPages
 from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup

@@ -67,7 +67,8 @@ def _own_format(
         return KVFormat(model.dtype)
     scales = (UNSCALED,) * model.config.num_layers
     if load_format == "auto":
-        scales = read_kv_scales(folder, range(model.config.num_layers), model.parameter_name)
+        layers, part = range(model.config.num_layers), model.config.text_part
+        scales = read_kv_scales(folder, layers, part.parameter_name)
     logger.info("%s: the KV cache is in FP8 (E4M3) with %s", folder, _described(scales))
     return KVFormat(model.dtype, scales)
 

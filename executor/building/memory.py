@@ -19,7 +19,7 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     blank_head,
     draft_folder,
 )
-from tllm_spec.executor.speculative.modes import slot_bytes_of
+from tllm_spec.executor.speculative.modes import text_bytes_of
 from tllm_spec.kernels.cublas_lt import WORKSPACE_BYTES
 from tllm_spec.kernels.paged_prefill import PLAN_BYTES
 from tllm_spec.models.causal_lm import CausalLM
@@ -47,7 +47,8 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None, groups: Sequence[
         num_bytes += WORKSPACE_BYTES
     if draft is not None:
         num_bytes += _slot_bytes(plan, draft)
-    num_bytes += slot_bytes_of(plan.spec, plan.slots.dummy_slot + 1, plan.max_len)
+    num_slots = plan.slots.dummy_slot + 1
+    num_bytes += text_bytes_of(plan.spec, num_slots, plan.max_len, len(plan.corpus))
     num_bytes += _graph_bytes(plan, draft)
     if plan.context_rows:
         num_bytes += len(plan.context_rows) * BYTES_A_GRAPH + PLAN_BYTES

@@ -18,16 +18,19 @@ from tllm_spec.executor.graphs.context_graphs import context_rows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, SpanRoom
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+from tllm_spec.executor.resources.shared_texts import rows_of
 from tllm_spec.executor.scheduler import SchedulerLimits
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
 from tllm_spec.executor.speculative.draft_length.draft_len_limits import rows_with_contexts
 from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
+from tllm_spec.executor.speculative.drafting.corpus import read_corpus
 from tllm_spec.executor.speculative.modes import draft_plan_of
 from tllm_spec.kernels.delta_blocks import BLOCK_ROWS
 from tllm_spec.kernels.nvrtc import why_unavailable
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -43,15 +46,21 @@ class ExtraKVTokens(NamedTuple):
 
 
 class BuildPlan:
-    """What the steps of one build share. Raises ValueError for options that cannot be honoured."""
+    """What the steps of one build share. tokenizer: reads a corpus of texts, if there is one.
+    Raises ValueError for options that cannot be honoured."""
 
-    def __init__(self, args: LlmArgs, communicator: Communicator = SINGLE) -> None:
+    def __init__(
+        self,
+        args: LlmArgs,
+        communicator: Communicator = SINGLE,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         self.args = args
         self.communicator, self.mapping = communicator, communicator.mapping
         self.spec = args.speculative_config
         self.device = pick_device(args.device, self.mapping.rank, args.gpus_per_node)
         self.config = ModelConfig.from_pretrained(resolve_model(args.model))
-        if self.config.sees_images and not args.language_model_only:
+        if self.config.text_part.images and not args.language_model_only:
             raise ValueError(
                 f"{args.model} is a {self.config.architecture}, which also sees images, and only "
                 "text is served; set language_model_only: true to serve its text part"
@@ -85,6 +94,9 @@ class BuildPlan:
                 f"tokens_per_block, which is {self.page_size}"
             )
         self.slots = SeqSlotManager(min(args.max_batch_size, args.max_num_tokens))
+        search = self.spec.text_search(self.slots.max_batch_size) if self.spec else None
+        corpus = search.corpus if search is not None else None
+        self.corpus = rows_of(read_corpus(corpus, tokenizer, self.config.vocab_size))
         self._log()
 
     def _log(self) -> None:

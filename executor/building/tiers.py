@@ -43,8 +43,8 @@ class RoundTimer:
         self._place = dummy_slot, device
 
     def measure(self, controller: AdaptiveController, sizes: Sequence[int]) -> MeasuredRoundTimes:
-        """By batch size and tier. With graphs, the tiers that the controller may ask for at a
-        size; without, all of them, since the sizes between are interpolated."""
+        """Round times by batch size and tier. With graphs, of the tiers that the controller may ask
+        for at a size; without, all of them, since the sizes between are interpolated."""
         has_graphs = self._runner.graphs is not None
         seconds = {
             size: self._row(size, controller.tiers_at(size) if has_graphs else controller.tiers)

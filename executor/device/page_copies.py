@@ -44,7 +44,7 @@ class HostCopies:
         if self._side is None:
             host.copy_(page)
             return
-        # Of one layer's latents a page is contiguous, and would be no copy.
+        # `contiguous` would make no copy of a page of one layer's latents, which is contiguous.
         buffer = page.clone(memory_format=torch.contiguous_format)
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):

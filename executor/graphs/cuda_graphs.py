@@ -73,6 +73,6 @@ class CudaGraphs(SlotGraphs[SampledTokens]):
         return ResultRing(capacity, self._device)
 
     def _count_results(self) -> None:
-        """After replays whose results are not read."""
+        """Called after replays whose results are not read."""
         if self._ring is not None:
             self._ring.count_again()

@@ -148,8 +148,8 @@ class KVCacheManager(ResourceManager):
         return -(-num_tokens // self._page_size)
 
     def new_pages_needed(self, request: LlmRequest, num_tokens: int) -> list[int]:
-        """By how much starting a request and growing it to `num_tokens` tokens would lower
-        `available`, at most. Where it lets go of pages: how many it holds at once."""
+        """Pages of each group by which starting a request and growing it to `num_tokens` tokens
+        would lower `available`, at most; where it lets go of pages, those that it holds at once."""
         tokens = request.tokens if request.reuses_prefix else ()
         needed = self.cache.new_pages_needed(tokens, num_tokens, request.cache_salt)
         for group, own in enumerate(self.cache.groups):
@@ -183,10 +183,7 @@ class KVCacheManager(ResourceManager):
         """Starts a sequence with its longest cached prefix; returns the prefix's length in
         tokens."""
         cached_len = self.cache.add_sequence(
-            request.request_id,
-            request.tokens,
-            request.cache_salt,
-            reuse=request.reuses_prefix,
+            request.request_id, request.tokens, request.cache_salt, reuse=request.reuses_prefix
         )
         self._rows[request.request_id] = self.cache.groups_of(request.request_id)[0]
         self._write_rows(request)

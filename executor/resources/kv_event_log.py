@@ -91,7 +91,8 @@ class KVEventLog:
         return parent in self._hashes or (parent.parent is None and self._is_current(parent))
 
     def _look_again(self, changed: Node) -> None:
-        """At the node, and at those after it whose next query sees its page."""
+        """Records what is stored or removed now at the node, and at those after it whose next query
+        sees its page."""
         number = _depth(changed)
         pending = [(changed, number)]
         while pending:

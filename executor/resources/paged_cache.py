@@ -13,12 +13,7 @@ from typing import Any, NamedTuple
 from tllm_spec.executor.resources.cache_checks import check_pages
 from tllm_spec.executor.resources.host_pages import HostPages, restore
 from tllm_spec.executor.resources.kv_event_log import KVEventLog
-from tllm_spec.executor.resources.pages import (
-    CachedSequence,
-    CacheStats,
-    PageGroup,
-    SequencePages,
-)
+from tllm_spec.executor.resources.pages import CachedSequence, CacheStats, PageGroup, SequencePages
 from tllm_spec.executor.resources.radix import NO_PAGE, Key, Node, RadixTree, num_unreferenced
 from tllm_spec.executor.resources.snapshots import Snapshots
 
@@ -78,7 +73,8 @@ class PagedCache:
         assert host is None or not (self._spans or snapshots)
 
     def log_events(self) -> KVEventLog:
-        """From now on the log learns what is cached and what no longer is. The cache is empty."""
+        """A log that from now on learns what is cached and what no longer is. The cache is
+        empty."""
         spans = [own.span for own in self.groups]
         log = KVEventLog(self.page_size, self._tree.is_current, self.lookahead, spans)
         self._tree.log = self._log = log
@@ -95,7 +91,7 @@ class PagedCache:
 
     @property
     def num_available(self) -> int:
-        """In the group that has fewest."""
+        """`available` of the group that has the fewest."""
         return min(map(self.available, range(len(self.groups))))
 
     def match(self, tokens: Sequence[int], salt: str | None = None) -> int:
@@ -116,7 +112,7 @@ class PagedCache:
             restore(self._host, self._tree, self._tree.root_of(salt), tokens, self._new_node)
 
     def _new_node(self, parent: Node, key: Key) -> Node | None:
-        """With new pages; None if there are none."""
+        """A node with new pages; None if a group has none."""
         if not self.num_available:
             return None
         pages = [self._take_pages(group, 1)[0] for group in range(len(self.groups))]
@@ -127,7 +123,7 @@ class PagedCache:
     def new_pages_needed(
         self, tokens: Sequence[int], num_tokens: int, salt: str | None = None
     ) -> list[int]:
-        """In each group: by how much `add_sequence(tokens)` and `extend(num_tokens)` would lower
+        """Pages of each group by which `add_sequence(tokens)` and `extend(num_tokens)` would lower
         `available`.
 
         Matched pages without references count: holding them makes them unavailable."""
@@ -312,7 +308,7 @@ class PagedCache:
             self._host.check_integrity()
 
     def _find_prefix(self, tokens: Sequence[int], root: Node) -> _Prefix:
-        """The longest one from which every group can go on."""
+        """The longest cached prefix from which every group can go on."""
         limit = max(len(tokens) - 1, 0)
         nodes = self._tree.match(root, tokens, limit) if self._reuse else []
         del nodes[self._num_resumable(nodes) :]
@@ -328,8 +324,8 @@ class PagedCache:
         return _Prefix(nodes, source, num_copied, firsts)
 
     def _num_resumable(self, nodes: list[Node]) -> int:
-        """After how many of the nodes every group has the pages that the next query sees, and the
-        states of all tokens so far are there."""
+        """The largest number of the nodes after which every group has the pages that the next query
+        sees, and the states of all tokens so far are there."""
         snapshots = self.snapshots
         if not self._spans and snapshots is None:
             return len(nodes)

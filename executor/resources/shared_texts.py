@@ -6,6 +6,7 @@ texts: one user's tokens are proposed to others, who can infer them from timing 
 figures."""
 
 from array import array
+from collections.abc import Iterable
 from itertools import count
 
 import torch
@@ -20,12 +21,30 @@ NO_SALT = -1
 OVERLAP = 64  # tokens that begin a piece and end the one before: matches are found on both sides
 
 
-class SharedTexts(ResourceManager):
-    """Fills the table's shared rows when requests finish. A row has texts of one salt."""
+def pieces_of(tokens: list[int]) -> list[list[int]]:
+    """Pieces of a text that fit a row. A text of one token has none: nothing follows it."""
+    longest = SHARED_WIDTH - 1
+    firsts = range(0, max(1, len(tokens) - OVERLAP), longest - OVERLAP)
+    return [tokens[first : first + longest] for first in firsts] if len(tokens) > 1 else []
 
-    def __init__(self, table: TextTable) -> None:
+
+def rows_of(texts: Iterable[list[int]]) -> list[list[int]]:
+    """Rows of the pieces of texts, with NO_TOKEN after each piece."""
+    rows: list[list[int]] = []
+    for piece in (piece for text in texts for piece in pieces_of(text)):
+        if not rows or len(rows[-1]) + len(piece) >= SHARED_WIDTH:
+            rows.append([])
+        rows[-1] += [*piece, NO_TOKEN]
+    return rows
+
+
+class SharedTexts(ResourceManager):
+    """Fills the first `num_rows` of the table's shared rows when requests finish. A row has texts
+    of one salt."""
+
+    def __init__(self, table: TextTable, num_rows: int) -> None:
         self._table, self._num_slots = table, len(table.kv_lens)
-        self._num_rows = len(table.shared)
+        self._num_rows = num_rows
         self._numbers: dict[str | None, int] = {}
         self._next_number = count()
         self._salts: dict[int, str | None] = {}  # of the table's slots and shared rows
@@ -41,11 +60,9 @@ class SharedTexts(ResourceManager):
         assert self._table.salts is not None
         if request.slot >= 0:
             self._table.salts[request.slot].fill_(NO_SALT)
-        if not request.is_finished or len(request.tokens) < 2:
-            return
-        longest = SHARED_WIDTH - 1
-        for first in range(0, max(1, len(request.tokens) - OVERLAP), longest - OVERLAP):
-            self._add(request.tokens[first : first + longest], request.cache_salt)
+        if request.is_finished:
+            for piece in pieces_of(request.tokens):
+                self._add(piece, request.cache_salt)
 
     def _add(self, piece: list[int], salt: str | None) -> None:
         row, filled = self._filled.get(salt, (0, SHARED_WIDTH))

@@ -29,7 +29,8 @@ class Snapshots:
         return self._of[node]
 
     def take(self, node: Node) -> int | None:
-        """Where the states after the node are to be copied; None: they are there already."""
+        """The number of the copy that the states after the node are to be written to; None: they
+        are there already."""
         if node in self._of:
             self._of.move_to_end(node)
             return None

@@ -116,8 +116,8 @@ class ContextRounds:
         windows: WindowResult | None,
         logprobs: LogprobRows,
     ) -> SentResults:
-        """In this order, so that first tokens do not wait for drafts. windows: of the chunks'
-        forward."""
+        """Sends the results, then drafts: first tokens do not wait for drafts. windows: of the
+        chunks' forward."""
         sampled = joined(parts, batch.shape.path, self._slots.device)
         to_host = self._sender.send(sampled, logprobs)
         span = None if to_host.is_here else DeviceSpan()

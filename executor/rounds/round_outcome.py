@@ -41,4 +41,5 @@ class RoundOutcome:
             expected=self.expected,
             asked_draft_len=batch.asked_draft_len,
             ranks=self.ranks,
+            context_len=batch.context_len,
         )

@@ -55,19 +55,20 @@ class GrammarMasks:
         self._index: dict[int, int] = {}  # of the round's windows, by request id
         self.work = GrammarWork(communicator)
         self._for_graphs = torch.empty(0, dtype=torch.int32, device=slots.device)
-        self._max_rows = 0  # of a graph
-        self._is_sent = False  # any mask, to the next graph
+        self._max_rows = 0  # of the largest graph
+        self._is_sent = False  # whether `_for_graphs` has masks
         self._read_rounds: Callable[[], None] = lambda: None
         self.is_served = is_served
-        self.has_windows = False  # of requests with grammars, in this round
+        self.has_windows = False  # whether requests of this round have grammars
 
     def read_tokens_with(self, read_rounds: Callable[[], None]) -> None:
-        """read_rounds: reads the rounds in flight, so that their tokens are in the requests. It is
-        called where masks need tokens that are not."""
+        """read_rounds: reads the rounds in flight, which brings their tokens to the requests. It is
+        called where masks need such tokens."""
         self._read_rounds = read_rounds
 
     def begin(self, batch: ScheduledBatch) -> None:
-        """Before the forward of a round is launched, whose drafts are in the slots."""
+        """Sends a round's drafts, which are in the slots, to the host. Called before the forward is
+        launched."""
         guided = [r for r in batch.generation_requests if r.grammar is not None]
         self._windows, self.has_windows = None, bool(guided)
         if guided and batch.draft_len:
@@ -87,7 +88,7 @@ class GrammarMasks:
             self._mask(logits, numbers)
 
     def make_room(self, max_rows: int) -> None:
-        """Before graphs are captured, of which none has more rows."""
+        """Allocates the masks of graphs of at most so many rows. Called before captures."""
         self._max_rows, size = max_rows, mask_words(max_rows, self._vocab_size)
         self._for_graphs = torch.full((size,), -1, dtype=torch.int32, device=self._slots.device)
 
@@ -102,7 +103,8 @@ class GrammarMasks:
         self._is_sent = self.has_windows
 
     def apply_sent(self, logits: torch.Tensor, rows: RoundRows) -> None:
-        """What a graph captures. logits `[T, V]` of windows with these rows, changed in place."""
+        """Applies the masks that were sent, which a graph can capture. logits `[T, V]`: of windows
+        with these rows, changed in place."""
         if self.is_served:
             self._mask(logits, self._for_graphs, rows)
 
@@ -126,7 +128,7 @@ class GrammarMasks:
     def _fill(
         self, requests: Sequence[LlmRequest], counts: Sequence[int], num_rows: int
     ) -> torch.Tensor:
-        """On the host, for that many rows, of which each request has as many as `counts` say. A
+        """Fills the masks of `num_rows` rows on the host. counts: the rows of each request. A
         request that has ended needs no masks."""
         if any(request.grammar and request.tokens_in_flight for request in requests):
             self._read_rounds()

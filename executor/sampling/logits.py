@@ -29,7 +29,7 @@ def apply_penalties(
 
 
 def mask_stop_ids(logits: torch.Tensor, stop_ids: torch.Tensor, too_early: torch.Tensor) -> None:
-    """In place: rows before min_tokens, `too_early` `[R]`, may not choose a stop id. stop_ids
+    """Excludes the stop ids, in place, in rows before min_tokens: `too_early` `[R]`. stop_ids
     `[R, E]` are padded by repetition; a negative first id means that the row has none."""
     blocked = too_early.unsqueeze(1) & (stop_ids >= 0)
     ids = stop_ids.clamp_min(0)

@@ -34,8 +34,8 @@ class LogprobRows:
         self.tensors += [values, ids]
 
     def per_request(self, host: list[torch.Tensor]) -> dict[int, list[dict[int, Logprob]]]:
-        """By request id, one entry for each token that it could have been given, of which the first
-        `new_lens` were emitted. host: the copies of `tensors`."""
+        """The entries by request id: one for each token that a request could have been given, of
+        which the first `new_lens` were emitted. host: the copies of `tensors`."""
         found: dict[int, list[dict[int, Logprob]]] = {}
         for (requests, window), values, ids in zip(self._found, host[::2], host[1::2], strict=True):
             rows = list(zip(values.tolist(), ids.tolist(), strict=True))

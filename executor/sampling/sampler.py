@@ -117,11 +117,7 @@ class Sampler:
         sampled = [
             self._sample_part(part, rows, own, probs, logprobs)
             for part, rows, own, probs in zip(
-                parts,
-                _rows_of_parts(group, parts, logits),
-                at.split(sizes),
-                all_probs,
-                strict=True,
+                parts, _rows_of_parts(group, parts, logits), at.split(sizes), all_probs, strict=True
             )
         ]
         rows = [part.rows for part in sampled if part.rows is not None]

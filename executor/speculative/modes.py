@@ -3,7 +3,7 @@
 A row says what `build.py` plugs into the loop: the draft weights to load, if any, and how the
 drafter is made."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tllm_spec.config.import_path import import_path_of
@@ -50,7 +50,8 @@ from tllm_spec.models.registry import LoadFormat
 @dataclass(frozen=True)
 class Surroundings:
     """What a mode may build on. `layers`: the draft network, for modes with draft weights;
-    `draft_kv`: its cache, where it has pages of its own."""
+    `draft_kv`: its cache, where it has pages of its own; `corpus`: rows of texts for every
+    request."""
 
     slots: SlotState
     sampler: Sampler
@@ -58,6 +59,7 @@ class Surroundings:
     max_len: int  # tokens of a text
     layers: DraftLayers | None
     draft_kv: DraftKVManager | None
+    corpus: Sequence[list[int]] = ()
 
 
 # Why none of the drafts may be accepted.
@@ -173,8 +175,10 @@ def _build_network(config: DecodingBaseConfig, around: Surroundings) -> Speculat
         drafter = ModelDrafter(layers, kv, slots, groups, sampling, max_num_tokens)
         return Speculation(drafter, [kv], round_end=drafter)
     backlog = DraftBacklog(layers, slots, around.max_num_tokens)
-    network = NetworkProposer(layers, slots, sampling, backlog)
-    if (match := _suffix_match(config, around)) is None:
+    match = _suffix_match(config, around)
+    has_matches = match is not None
+    network = NetworkProposer(layers, slots, sampling, backlog, scores_trees=has_matches)
+    if match is None:
         return _in_rounds(network, None, config, around, splits_rounds=draft.splits_rounds)
     assert isinstance(config, MatchedDraftsConfig) and config.sa_config is not None
     both = MatchOrNetwork(network, match, slots, config.sa_config.threshold)
@@ -189,7 +193,9 @@ def _build_suffix_match(config: DecodingBaseConfig, around: Surroundings) -> Spe
 
 def _suffix_match(config: DecodingBaseConfig, around: Surroundings) -> SuffixMatch | None:
     search = config.text_search(len(around.slots.kv_lens) - 1)
-    return None if search is None else SuffixMatch(around.slots, around.max_len, search)
+    if search is None:
+        return None
+    return SuffixMatch(around.slots, around.max_len, search, around.corpus)
 
 
 def _in_rounds(
@@ -312,10 +318,15 @@ def draft_plan_of(config: DecodingBaseConfig | None) -> DraftPlan | None:
     return row.draft_plan(config) if row and row.draft_plan and config else None
 
 
-def slot_bytes_of(config: DecodingBaseConfig | None, num_slots: int, max_len: int) -> int:
-    """Device memory that the mode keeps for the slots, for texts of at most `max_len` tokens."""
+def text_bytes_of(
+    config: DecodingBaseConfig | None, num_slots: int, max_len: int, num_corpus: int
+) -> int:
+    """Device memory that the mode keeps for texts: those of slots, of at most `max_len` tokens, and
+    rows of the corpus."""
     search = None if config is None else config.text_search(num_slots - 1)
-    return 0 if search is None else SuffixMatch.num_bytes(num_slots, max_len, search)
+    if search is None:
+        return 0
+    return SuffixMatch.num_bytes(num_slots, max_len, search, num_corpus)
 
 
 def build_speculation(config: DecodingBaseConfig | None, around: Surroundings) -> Speculation:

@@ -7,13 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from tests.attention.test_latent import (
-    ALL_KINDS,
-    PhaseArguments,
-    Problem,
-    attend,
-    ragged_attention,
-)
+from tests.attention.test_latent import ALL_KINDS, PhaseArguments, Problem, attend, ragged_attention
 from tests.attention.test_triton import on_each_device
 from tests.kernels.tree_problem import bits_of, random_paths
 from tllm_spec.attention import batch_invariant_latent as batch_invariant

@@ -43,11 +43,7 @@ class Problem:
     pool has FP8 codes."""
 
     def __init__(
-        self,
-        kv_lens: list[int],
-        new: list[int],
-        num_contexts: int = 0,
-        scale: float | None = None,
+        self, kv_lens: list[int], new: list[int], num_contexts: int = 0, scale: float | None = None
     ) -> None:
         generator = torch.Generator().manual_seed(3)
 

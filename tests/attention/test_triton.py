@@ -6,9 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from tests.kernels.interpreter import (
-    INTERPRETED,
-)
+from tests.kernels.interpreter import INTERPRETED
 from tests.kernels.row_counts import rows_of
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.geometry import AttentionGeometry
@@ -195,9 +193,7 @@ def test_a_plan_reads_its_tensors_when_it_runs(span: str, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("span", SPANS)
 @torch.inference_mode()
-def test_a_captured_forward_can_be_replayed_with_other_lengths_and_pages(
-    span: str,
-) -> None:
+def test_a_captured_forward_can_be_replayed_with_other_lengths_and_pages(span: str) -> None:
     own, others = replace(CAPTURED, span=SPANS[span]), replace(REPLAYED, span=SPANS[span])
     captured, replayed = Forward(own, "cuda"), Forward(others, "cuda", seed=1)
     backend = replayed.backend(TritonAttention)

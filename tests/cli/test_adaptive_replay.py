@@ -102,6 +102,23 @@ def test_the_acceptance_gate_of_llm_arguments_closes_in_a_replay(replay: Replay)
     assert lengths(replay(rounds, served(EMA), "--every_round")) == [3, 3, 3, 3]
 
 
+def test_rounds_of_long_contexts_are_decided_apart(replay: Replay) -> None:
+    short, long = (
+        {"batch_size": 8, "num_accepted": [accepted] * 8, "num_steps": 3, "context_len": tokens}
+        for accepted, tokens in ((3, 100), (0, 9000))
+    )
+    rounds: list[object] = ([short] * 20 + [long] * 20) * 4
+    ladder = "candidate_steps: [0, 3]"
+    apart = lengths(replay(rounds, "{" + ladder + ", context_buckets: [4096]}", "--every_round"))
+    together = lengths(replay(rounds, "{" + ladder + "}", "--every_round"))
+    # The right length of each round is 3 drafts for short contexts and none for long ones.
+    wrong = [
+        sum(steps != (0 if each is long else 3) for steps, each in zip(found, rounds, strict=True))
+        for found in (apart, together)
+    ]
+    assert wrong[0] < 15 < 40 < wrong[1], wrong
+
+
 @pytest.mark.parametrize("config", [EMA, served(EMA)])
 def test_the_first_draft_length_can_be_chosen(replay: Replay, config: str) -> None:
     assert lengths(replay(ACCEPTED[:1], config, "--initial_steps", "1", "--every_round")) == [1]

@@ -6,12 +6,7 @@ from pathlib import Path
 import pytest
 
 from tllm_spec.bench.dataset import BenchRequest, read_dataset, write_dataset
-from tllm_spec.bench.prepare import (
-    NormalLengths,
-    UniformLengths,
-    synthetic_requests,
-    text_requests,
-)
+from tllm_spec.bench.prepare import NormalLengths, UniformLengths, synthetic_requests, text_requests
 
 
 def write_lines(folder: Path, *lines: str) -> Path:

@@ -48,11 +48,7 @@ def config_lines(*flags: str) -> set[str]:
         (["--language-model-only"], {"language_model_only: true"}),
         (
             ["--speculative-config", HEAD],
-            {
-                "decoding_type: Eagle3",
-                "max_draft_len: 3",
-                "speculative_model: 'zoo:llama-eagle3'",
-            },
+            {"decoding_type: Eagle3", "max_draft_len: 3", "speculative_model: 'zoo:llama-eagle3'"},
         ),
         (
             [

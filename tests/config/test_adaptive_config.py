@@ -6,12 +6,7 @@ from typing import Any
 
 import pytest
 
-from tllm_spec.config.adaptive_config import (
-    PRESETS,
-    AdaptiveConfig,
-    CostModelOptions,
-    EmaOptions,
-)
+from tllm_spec.config.adaptive_config import PRESETS, AdaptiveConfig, CostModelOptions, EmaOptions
 
 DOCUMENTED = Path(__file__).parent.parent.parent / "docs" / "adaptive.md"
 SLOT = {"candidate_steps": [1, 3]}
@@ -151,7 +146,7 @@ def test_a_key_like_no_other_is_answered_by_all_keys_that_the_strategy_has(strat
     with pytest.raises(ValueError) as refusal:
         AdaptiveConfig.parse({"strategy": strategy, "zzz": 1, "8": SLOT})
     options = EmaOptions if strategy == "ema" else CostModelOptions
-    known = {"strategy", "compat", *options.model_fields}
+    known = {"strategy", "compat", "context_buckets", *options.model_fields}
     assert str(refusal.value).partition("known: ")[2].split(", ") == sorted(known)
 
 

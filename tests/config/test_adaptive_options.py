@@ -84,6 +84,16 @@ def test_the_default_ladder_ends_at_max_draft_len(longest: int, ladder: tuple[in
     assert NGramDecodingConfig(max_draft_len=longest).adaptive is None
 
 
+@pytest.mark.parametrize("adaptive", [{}, {"strategy": "ema", 1: {"candidate_steps": [1, 3]}}])
+def test_context_buckets_hold_for_all_slots_of_either_strategy(adaptive: dict[Any, Any]) -> None:
+    config = AdaptiveConfig.parse(adaptive | {"context_buckets": [4096, 16384]})
+    assert config.context_buckets == (4096, 16384)
+    assert AdaptiveConfig.parse(config.as_options()) == config
+    slots = AdaptiveController.from_config(config).state()["slots"]
+    assert list(slots) == ["1", "1@4096", "1@16384"]
+    assert "context_buckets" not in AdaptiveConfig.parse(adaptive).as_options()
+
+
 @pytest.mark.parametrize("own", OTHERS, ids=lambda own: own["decoding_type"])
 def test_every_decoding_type_takes_it(own: dict[str, Any]) -> None:
     args = LlmArgs.from_kwargs("m", speculative_config=own | {"max_draft_len": 3, "adaptive": {}})
@@ -143,6 +153,9 @@ def test_what_is_refused_is_named_with_its_key_and_its_numbers(
         ({"probe_time_share": 2}, "adaptive.probe_time_share = 2: "),
         ({"strategy": "best"}, "adaptive.strategy = 'best' is refused"),
         ({"compat": True}, "adaptive.compat = True is refused"),
+        ({"context_buckets": 4096}, "adaptive.context_buckets = 4096 is refused; accepted: "),
+        ({"context_buckets": [8, 4]}, "adaptive.context_buckets = [8, 4] is refused"),
+        ({"context_buckets": [0, 4]}, "adaptive.context_buckets = [0, 4] is refused"),
         (
             {8: {"candidate_steps": [1], "strategy": "cost_model"}},
             "adaptive.slot 8.strategy = 'cost_model' is refused in a slot",

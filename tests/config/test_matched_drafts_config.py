@@ -27,10 +27,11 @@ def sa_config_of(**config: Any) -> Any:
     [
         EAGLE3,
         EAGLE3 | {"eagle3_one_model": False},
+        EAGLE3 | TREE,
         {"decoding_type": "MTP"},
         EAGLE3 | {"decoding_type": "Draft_Target", "draft_target_one_model": True},
     ],
-    ids=["eagle3", "eagle3_two_model", "mtp", "draft_target"],
+    ids=["eagle3", "eagle3_two_model", "eagle3_tree", "mtp", "draft_target"],
 )
 def test_it_is_a_mapping_or_an_object_whose_threshold_may_be_left_out(
     others: dict[str, Any],
@@ -53,7 +54,6 @@ def test_it_is_a_mapping_or_an_object_whose_threshold_may_be_left_out(
         ),
         ({"sa_config": {"global_pool_size": 8}}, "= 8 needs enable_global_pool: true"),
         ({"sa_config": 4}, "sa_config = 4: a mapping is needed"),
-        ({"sa_config": {}} | TREE, "sa_config is refused for draft trees"),
         ({"sa_config": {}, "use_rejection_sampling": True}, "have no probabilities"),
         (
             {"sa_config": {}, "decoding_type": "Draft_Target"},

@@ -14,7 +14,7 @@ from tllm_spec.config.speculative_config import (
     NGramDecodingConfig,
     SADecodingConfig,
 )
-from tllm_spec.config.text_search import TextSearch
+from tllm_spec.config.text_search import CorpusFile, TextSearch
 
 
 @pytest.mark.parametrize("spelling", ["Draft_Target", "DraftTarget"])
@@ -63,6 +63,17 @@ def test_a_global_pool_has_room_for_64_texts_or_a_batch_of_them() -> None:
     for size, batch, rows in ((None, 8, 64), (None, 100, 100), (3, 8, 3)):
         config = SADecodingConfig(max_draft_len=4, enable_global_pool=True, global_pool_size=size)
         assert config.text_search(batch) == TextSearch(64, num_shared=rows)
+
+
+def test_a_corpus_has_sglangs_names() -> None:
+    for own, prefix in ((NGramDecodingConfig, "speculative_ngram_"), (SADecodingConfig, "")):
+        path, most = (f"{prefix}external_corpus_{end}" for end in ("path", "max_tokens"))
+        for options, limit in (({}, 1_000_000), ({most: 9}, 9)):
+            config = own(max_draft_len=4, **{path: "texts.jsonl"}, **options)
+            search = config.text_search(8)
+            assert search is not None and search.corpus == CorpusFile("texts.jsonl", limit)
+        with pytest.raises(ValueError, match="max_tokens = 9 needs external_corpus_path"):
+            own(max_draft_len=4, **{most: 9})
 
 
 def test_a_match_in_the_text_has_1_to_64_tokens_or_any_number() -> None:

@@ -46,6 +46,7 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "draft-model-one-model": DRAFT_MODEL | {"draft_target_one_model": True},
     "draft-model-token-map": DRAFT_MODEL | TOKEN_MAP,
     "eagle3-sa": EAGLE3 | {"sa_config": {}},
+    "eagle3-sa-tree": EAGLE3 | TREE | {"sa_config": {}},
     "eagle3-tree": EAGLE3 | TREE,
     "eagle3-tree-two-model": EAGLE3 | TREE | {"eagle3_one_model": False},
     "eagle3-static-tree": EAGLE3 | {"eagle_choices": CHOICES},
@@ -198,6 +199,7 @@ TINY_EAGLE3 = {
     "max_draft_len": 2,
     "eagle3_layers_to_capture": [0, 2],
 }
+LATENT_HEAD = TINY_EAGLE3 | {"speculative_model": "{folder}/eagle3-latent"}
 DFLASH = {"decoding_type": "DFlash", "speculative_model": "{folder}/dflash", "max_draft_len": 3}
 SMALL_CACHE = {
     "kv_cache_config": {"max_tokens": 104, "tokens_per_block": 8},
@@ -207,6 +209,7 @@ SMALL_CACHE = {
 SMALL_PAGES = {"kv_cache_config": {"tokens_per_block": 8}}
 CASES: dict[str, Case] = {
     "eagle3-sa": speculating("eagle3-sa"),
+    "eagle3-sa-tree": speculating("eagle3-sa-tree"),
     "peagle": speculating("peagle"),
     "pard": speculating("pard"),
     "dflash": Case("qwen2-moe", {"speculative_config": DFLASH}, generate_twice),
@@ -239,6 +242,8 @@ CASES: dict[str, Case] = {
     ),
     "llama4-parts": Case("llama4", EP | {"speculative_config": NGRAM}),
     "gemma3": Case("gemma3", SMALL_PAGES | {"speculative_config": TINY_EAGLE3}, generate_twice),
+    "latent-head": Case("gemma3", {"speculative_config": LATENT_HEAD}, generate_twice),
+    "latent-head-of-latents": Case("deepseek-v3", {"speculative_config": LATENT_HEAD}),
     "phi3": Case("phi3", {"speculative_config": NGRAM}),
     "gpt-oss-parts": Case("gpt-oss-mxfp4", EP | {"speculative_config": TINY_EAGLE3}),
     "deepseek-v3-parts-mtp": Case("deepseek-v3", EP | {"speculative_config": MTP}, accepts=True),

@@ -90,9 +90,7 @@ def test_an_order_of_ranks_asks_for_no_binding(
     assert os.sched_getaffinity(0) >= cpus
 
 
-def test_a_rank_that_mpirun_has_not_bound_keeps_the_cpus_that_it_was_given(
-    cpus: set[int],
-) -> None:
+def test_a_rank_that_mpirun_has_not_bound_keeps_the_cpus_that_it_was_given(cpus: set[int]) -> None:
     undo_default_binding()
     assert os.sched_getaffinity(0) == {max(cpus)}
 

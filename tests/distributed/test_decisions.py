@@ -44,10 +44,7 @@ def test_all_ranks_have_as_many_pages_as_the_one_with_the_fewest() -> None:
             "tensor_parallel_size = 4",
         ),
         ({"moe_expert_parallel_size": 3}, "must be tensor_parallel_size = 4"),
-        (
-            {"speculative_config": USERS},
-            "is not served with User_Provided",
-        ),
+        ({"speculative_config": USERS}, "is not served with User_Provided"),
     ],
 )
 def test_options_that_ranks_cannot_share_are_refused(options: dict[str, Any], reason: str) -> None:

@@ -15,7 +15,7 @@ from tests.distributed.world import EXCHANGES
 from tests.distributed.worlds import run_world
 
 pytest.importorskip("mpi4py")
-DRAFTERS = {"dflash", "eagle", "eagle3", "other-tokenizer"}
+DRAFTERS = {"dflash", "eagle", "eagle3", "eagle3-latent", "other-tokenizer"}
 LONG = (
     "adaptive-draft-model",
     "adaptive-trees",
@@ -25,11 +25,14 @@ LONG = (
     "draft-model-token-map-one-model",
     "eagle",
     "eagle3-sa",
+    "eagle3-sa-tree",
     "fp8",
     "fp8-by-token",
     "fp8-experts-by-token",
     "fp8-parts",
     "gemma3",
+    "latent-head",
+    "latent-head-of-latents",
     "llama4-parts",
     "pard",
     "peagle",

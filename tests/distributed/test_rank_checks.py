@@ -64,6 +64,9 @@ def test_what_drafts_are_made_with_is_compared(folder: Path) -> None:
     token_map.write_text("[1, 3]")
     assert fingerprint(str(token_map)) != first
     assert fingerprint(str(folder / "nowhere")) == ABSENT
+    spec = {"decoding_type": "SA", "max_draft_len": 2, "external_corpus_path": str(token_map)}
+    args = LlmArgs.from_kwargs(folder, tokenizer="zoo:llama", speculative_config=spec)
+    assert list(checkpoints(args)) == [str(folder), "zoo:llama", str(token_map)]
 
 
 def test_a_mismatch_names_every_difference_and_both_values() -> None:

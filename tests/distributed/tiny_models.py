@@ -112,6 +112,7 @@ SAVERS = {
     "eagle": save_eagle,
     "other-tokenizer": write_draft_with_another_tokenizer,
     "eagle3": lambda folder: write_tiny_eagle3(folder, num_captured=2, **HEAD),
+    "eagle3-latent": lambda folder: write_tiny_eagle3(folder, num_captured=2, latent=True, **HEAD),
     "dflash": lambda folder: write_tiny_dflash(folder, mask_token=127, sizes=SIZES),
 }
 

@@ -17,6 +17,7 @@ from tests.executor.draft_caches import proposer_of
 from tests.executor.harness import Harness
 from tests.models.helpers import save_checkpoint
 from tests.models.tiny_eagle import write_tiny_eagle
+from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tests.test_layout import PACKAGE_FILES
 from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.config.llm_args import LlmArgs
@@ -142,6 +143,12 @@ def test_a_head_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"an EAGLE-3 head, and the head is EAGLE-1/2$"):
         head_harness(spec=spec)
     head_harness(spec={"decoding_type": "Eagle"}).submit([1, 2], max_tokens=9)
+
+
+def test_a_head_with_latents_is_refused(tmp_path: Path) -> None:
+    write_tiny_eagle3(tmp_path, latent=True)
+    with pytest.raises(ValueError, match=r"has keys and values, and the head latents \(MLA\)$"):
+        head_harness(spec={"speculative_model": str(tmp_path)})
 
 
 def test_of_a_head_outside_torch_only_fuse_is_kept() -> None:

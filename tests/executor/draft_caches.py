@@ -154,8 +154,8 @@ def spoil_free_pages(harness: Harness) -> None:
 
 
 def entries(pool: KVPool, pages: list[int], num_entries: int) -> torch.Tensor:
-    """`[layers, 2, num_entries, kv_heads, head_dim]` of the first positions of the pages."""
-    return pool.data[:, :, pages].flatten(2, 3)[:, :, :num_entries]
+    """`[planes, num_entries, size]` of the first positions of the pages."""
+    return pool.planes[:, pages].flatten(1, 2)[:, :num_entries]
 
 
 def draft_entries(harness: Harness, request: LlmRequest, num_entries: int) -> torch.Tensor:
@@ -287,7 +287,7 @@ def assert_all_is_there(
         num_unread = max(0, request.draft_backlog - request.tokens_in_flight)
         num_entries = reference.num_entries - num_unread
         own = draft_entries(harness, request, num_entries)
-        expected = reference.entries()[:, :, :num_entries]
+        expected = reference.entries()[:, :num_entries]
         assert own.shape == expected.shape
         assert (own - expected).abs().max() < TOLERANCE
 

@@ -21,14 +21,7 @@ from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 
 CPU = torch.device("cpu")
 DUMMY = 8  # the slot after those of max_batch_size
-MODES = [
-    "plain",
-    "draft_target",
-    "eagle3",
-    "eagle3_two_model",
-    "draft_target_two_model",
-    "peagle",
-]
+MODES = ["plain", "draft_target", "eagle3", "eagle3_two_model", "draft_target_two_model", "peagle"]
 MODES += [*(f"{mode}_tree" for mode in MODES[1:]), "sa"]
 
 

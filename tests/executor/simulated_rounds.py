@@ -74,8 +74,11 @@ class Simulator:
         times: Callable[[int, int], float],
         seed: int,
         lag: int = 1,
+        context_at: Callable[[float], int] = lambda now: 0,
     ) -> None:
+        """context_at: the average context, by seconds since the start."""
         self._controller, self._times, self._lag = controller, times, lag
+        self._context_at = context_at
         self._rng = np.random.default_rng(seed)
         self._seen_late: deque[tuple[Any, ...]] = deque()
         self._drafts_ready = 0
@@ -94,6 +97,8 @@ class Simulator:
 
     def _round(self, acceptance: np.ndarray) -> None:
         batch_size, outcome = len(acceptance), self.outcome
+        self._controller.note_context(self._context_at(outcome.seconds))
+        context_len = self._controller.context_len
         steps = self._controller.tier_for(batch_size)
         verified = min(steps, self._drafts_ready)
         self._drafts_ready = steps
@@ -107,9 +112,10 @@ class Simulator:
         outcome.num_rounds += 1
         outcome.steps[steps] = outcome.steps.get(steps, 0) + 1
         noisy = seconds * float(self._rng.normal(1, TIME_NOISE))
-        self._seen_late.append((batch_size, num_accepted.tolist(), verified, noisy))
+        self._seen_late.append((batch_size, num_accepted.tolist(), verified, noisy, context_len))
         if len(self._seen_late) > self._lag:
-            self._controller.observe(*self._seen_late.popleft())
+            *seen, context_len = self._seen_late.popleft()
+            self._controller.observe(*seen, context_len=context_len)
 
 
 def padded_times(source: MeasuredRoundTimes) -> Callable[[int, int], float]:

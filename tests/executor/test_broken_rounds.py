@@ -157,9 +157,7 @@ class Breaking(ResourceManager):
             raise BufferError("the disk went")
 
 
-def test_a_request_preempted_before_the_reading_of_its_round_breaks_off_runs_on(
-    tiny: Path,
-) -> None:
+def test_a_request_preempted_before_the_reading_of_its_round_breaks_off_runs_on(tiny: Path) -> None:
     """With overlap, the launch of the next round may have preempted it. A request that had ended
     in the round that broke off stays ended."""
     pool = {"tokens_per_block": 4, "max_tokens": 120}

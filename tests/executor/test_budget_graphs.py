@@ -87,10 +87,7 @@ def test_a_tail_reads_the_rows_that_its_forward_has_chosen(
 
 
 def test_a_request_without_drafts_has_one_row_in_a_graph(
-    tiny: Path,
-    drafts: tuple[Path, Path],
-    eager_graphs: None,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny: Path, drafts: tuple[Path, Path], eager_graphs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[dict[int, int]] = []
     choose = SlotState.choose_rows

@@ -32,10 +32,7 @@ def controller(
     seconds = seconds or {size: row_ms(per_row, per_draft) for size in sizes}
     config = AdaptiveConfig.parse({"candidate_steps": [0, 1, 2, 3, 5, 7]}, 7)
     return AdaptiveController.from_config(
-        config,
-        graph_batch_sizes=sizes,
-        round_times=MeasuredRoundTimes(seconds),
-        shapes=SHAPES,
+        config, graph_batch_sizes=sizes, round_times=MeasuredRoundTimes(seconds), shapes=SHAPES
     )
 
 

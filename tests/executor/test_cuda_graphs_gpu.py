@@ -6,14 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.graph_rounds import (
-    DUMMY,
-    MODES,
-    graphs_of,
-    on_cuda,
-    speculate,
-    submit_mixture,
-)
+from tests.executor.graph_rounds import DUMMY, MODES, graphs_of, on_cuda, speculate, submit_mixture
 from tests.executor.harness import all_pages_are_back, output_of
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import SampledTokens

@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from tests.executor.draft_caches import eagle3
-from tests.executor.draft_graphs import (
-    CPU,
-    DUMMY,
-    two_model,
-    with_graphs,
-)
+from tests.executor.draft_graphs import CPU, DUMMY, two_model, with_graphs
 from tests.executor.graph_rounds import keys_of_build
 from tests.executor.harness import Harness
 from tllm_spec.attention.kv_format import KVFormat

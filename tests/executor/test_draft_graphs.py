@@ -11,14 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.executor.draft_caches import HOT, SMALL_POOL, pools_of, submit_traffic
-from tests.executor.draft_graphs import (
-    DUMMY,
-    MODES,
-    assert_same,
-    two_model,
-    watch,
-    with_graphs,
-)
+from tests.executor.draft_graphs import DUMMY, MODES, assert_same, two_model, watch, with_graphs
 from tests.executor.graph_rounds import on_cuda, replays_of, submit_mixture
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.executor.test_split_rounds import watch_windows
@@ -231,10 +224,7 @@ def test_on_a_gpu_the_drafts_of_graphs_are_those_without(
 ) -> None:
     """Batches are below a captured size, and requests end; the text is plain decoding's."""
     speculation = two_model(drafts, mode)
-    harness, eager = (
-        on_cuda(tiny, [1, 4, 8], **speculation),
-        on_cuda(tiny, None, **speculation),
-    )
+    harness, eager = (on_cuda(tiny, [1, 4, 8], **speculation), on_cuda(tiny, None, **speculation))
     plain, watched = on_cuda(tiny, None), watch(harness, monkeypatch)
     windows = [watch_windows(each) for each in (harness, eager)]
     num_replayed, graphs = list[int](), watched.graphs

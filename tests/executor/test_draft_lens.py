@@ -75,11 +75,7 @@ def test_times_without_graphs_have_no_contexts_and_are_not_corrected(
 
 @pytest.mark.parametrize("mode", ["draft_target", "eagle3_two_model"])
 def test_without_graphs_a_separate_drafter_is_timed_with_dummy_requests(
-    monkeypatch: pytest.MonkeyPatch,
-    clock: Clock,
-    tiny: Path,
-    drafts: tuple[Path, Path],
-    mode: str,
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, tiny: Path, drafts: tuple[Path, Path], mode: str
 ) -> None:
     """Each forward of its network takes 10 ms. The dummy requests leave nothing behind."""
     forward = TorchLayers.forward

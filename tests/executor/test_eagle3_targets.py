@@ -3,6 +3,7 @@ scaled embeddings, sinks, experts. In every situation the drafts are those of a 
 true tokens."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.executor.draft_caches import (
 )
 from tests.executor.harness import Harness, all_pages_are_back
 from tests.executor.test_mtp import PAGES, SITUATIONS
+from tests.lossless.small_models import by_default
 from tests.models.deepseek import save_deepseek
 from tests.models.gpt_oss import save_gpt_oss
 from tests.models.helpers import random_tokens, save_checkpoint
@@ -37,9 +39,15 @@ DRAFT_LEN = 3
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_head(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
     sizes: dict[str, Any] = {"hidden_size": 64, "vocab_size": 128, "draft_vocab_size": 100}
-    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2, **sizes)
+
+    @cache
+    def write(latent: bool) -> Path:
+        folder = tmp_path_factory.mktemp("head")
+        return write_tiny_eagle3(folder, num_captured=2, latent=latent, **sizes)
+
+    return write
 
 
 @pytest.mark.thinned(6)
@@ -47,8 +55,33 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("target", SAVERS)
 @pytest.mark.parametrize("one_model", [True, False])
 def test_drafts_are_those_of_a_slow_loop(
-    one_model: bool, target: str, situation: str, head: Path, tmp_path: Path
+    one_model: bool,
+    target: str,
+    situation: str,
+    write_head: Callable[[bool], Path],
+    tmp_path: Path,
 ) -> None:
+    check_drafts(one_model, target, situation, write_head(False), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("one_model", "target", "situation"),
+    by_default(
+        [(True, "latents", "preemption"), (False, "experts", "chunked_prefill")],
+        *((True, False), ("latents", "experts", "windows"), SITUATIONS),
+    ),
+)
+def test_drafts_of_a_head_with_latents_are_those_of_a_slow_loop(
+    one_model: bool,
+    target: str,
+    situation: str,
+    write_head: Callable[[bool], Path],
+    tmp_path: Path,
+) -> None:
+    check_drafts(one_model, target, situation, write_head(True), tmp_path)
+
+
+def check_drafts(one_model: bool, target: str, situation: str, head: Path, tmp_path: Path) -> None:
     SAVERS[target](tmp_path)
     options = {"max_batch_size": 3, "max_seq_len": 64, "kv_cache_config": PAGES}
     options |= {"disable_overlap_scheduler": True} | SITUATIONS[situation]

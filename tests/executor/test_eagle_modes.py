@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.draft_caches import (
-    HOT,
-    TREE,
-    eagle,
-    eagle3,
-    generating,
-    submit_traffic,
-)
+from tests.executor.draft_caches import HOT, TREE, eagle, eagle3, generating, submit_traffic
 from tests.executor.graph_rounds import num_replays, submit_mixture, with_graphs
 from tests.executor.harness import Harness, draft_target, output_of
 from tests.models.deepseek import save_deepseek

@@ -5,10 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.executor.graph_rounds import (
-    keys_of_build,
-    speculate,
-)
+from tests.executor.graph_rounds import keys_of_build, speculate
 from tllm_spec.config.llm_args import CudaGraphConfig
 from tllm_spec.config.speculative_config import NGramDecodingConfig, UserProvidedDecodingConfig
 from tllm_spec.executor.building.tiers import tiers_of_rounds

@@ -13,12 +13,7 @@ import pytest
 from tests.executor.draft_caches import HOT, SMALL_POOL, random_lengths, with_lengths
 from tests.executor.draft_graphs import assert_same
 from tests.executor.graph_rounds import MODES, on_cuda, replays_of, speculate, with_graphs
-from tests.executor.guided_rounds import (
-    assert_grammatical,
-    events_of,
-    grammar_of,
-    submit_guided,
-)
+from tests.executor.guided_rounds import assert_grammatical, events_of, grammar_of, submit_guided
 from tests.executor.harness import Harness, all_pages_are_back, output_of, user_provided
 from tests.executor.hooks import before_launch, rounds_in_flight
 from tests.executor.overlap_rounds import NO_OVERLAP

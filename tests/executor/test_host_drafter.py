@@ -52,11 +52,7 @@ def test_drafts_are_padded_to_the_longest_and_their_real_number_is_kept() -> Non
     batch = bench.round()
     assert batch.draft_len == 2
     assert [request.py_num_draft_tokens for request in bench.requests] == [0, 1, 2]
-    padded = [
-        [1, 1],
-        [7, 2],
-        [7, 8],
-    ]  # the requests' last tokens
+    padded = [[1, 1], [7, 2], [7, 8]]  # the requests' last tokens
     assert [request.py_draft_tokens for request in bench.requests] == [[], [7], [7, 8]]
     assert bench.slots.window[:3, 1:3].tolist() == padded
     assert bench.slots.num_drafts[:3].tolist() == [

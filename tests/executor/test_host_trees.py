@@ -99,10 +99,7 @@ def trees(drafter: Drafter, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("page_size", [2, 32])
 def test_the_text_is_plain_decodings_and_the_right_path_is_accepted(
-    tiny: Path,
-    sampling: str,
-    as_parents: bool,
-    page_size: int,
+    tiny: Path, sampling: str, as_parents: bool, page_size: int
 ) -> None:
 
     def submit_to(harness: Harness) -> list[LlmRequest]:
@@ -156,10 +153,7 @@ def test_the_bits_of_63_drafts_fill_a_signed_number() -> None:
     ],
 )
 def test_what_is_no_tree_fails_its_request_and_no_other(
-    tiny: Path,
-    tokens: Any,
-    parents: Any,
-    message: str,
+    tiny: Path, tokens: Any, parents: Any, message: str
 ) -> None:
 
     class Wrong(Drafter):

@@ -128,9 +128,7 @@ def test_pages_that_change_hands_reach_the_device() -> None:
 
 
 @pytest.mark.parametrize("max_pages", [5, 6])
-def test_the_device_is_sent_the_latest_pages_from_the_first_changed_pair_on(
-    max_pages: int,
-) -> None:
+def test_the_device_is_sent_the_latest_pages_from_the_first_changed_pair_on(max_pages: int) -> None:
     table, last = BlockTable(SeqSlotManager(2), max_pages, torch.device("cpu")), 2**31 - 1
     table.device_rows.fill_(99)
     table.write(0, [5, 6, 7], 0)

@@ -43,9 +43,7 @@ GIB = 1 << 30
 def model_of(hidden: int, intermediate: int, vocab: int, dtype: torch.dtype) -> Any:
     """What the plan looks at in a model on a GPU."""
     config = SimpleNamespace(
-        hidden_size=hidden,
-        mlp_row_elements=4 * intermediate,
-        vocab_size=vocab,
+        hidden_size=hidden, mlp_row_elements=4 * intermediate, vocab_size=vocab
     )
     on_cuda = torch.device("cuda")
     return SimpleNamespace(config=config, dtype=dtype, device=on_cuda, num_logits=vocab)

@@ -13,12 +13,7 @@ from tests.executor.graph_rounds import num_replays, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back
 from tests.executor.test_tree_drafting import Candidate, paths_in_slot, slow_tree
 from tests.models.helpers import random_tokens
-from tests.models.mtp_reference import (
-    PlainMTP,
-    module_tensors,
-    save_predictable,
-    save_with_mtp,
-)
+from tests.models.mtp_reference import PlainMTP, module_tensors, save_predictable, save_with_mtp
 
 PAGES = {"tokens_per_block": 4}
 SITUATIONS: dict[str, dict[str, Any]] = {

@@ -6,10 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.draft_caches import (
-    SMALL_POOL,
-    spoil_free_pages,
-)
+from tests.executor.draft_caches import SMALL_POOL, spoil_free_pages
 from tests.executor.harness import all_pages_are_back, output_of
 from tests.executor.hooks import before_launch, before_preemptions, rounds_in_flight
 from tests.executor.overlap_rounds import (
@@ -51,11 +48,7 @@ def make(
     ids=["in_its_context", "in_a_later_round"],
 )
 def test_a_request_with_nan_logits_fails_alone_though_its_next_round_is_in_flight(
-    make: Make,
-    model: Path,
-    prompt: list[int],
-    params: dict[str, Any],
-    output: list[int],
+    make: Make, model: Path, prompt: list[int], params: dict[str, Any], output: list[int]
 ) -> None:
     harness = make(model)
     others = submit_good(harness)

@@ -54,10 +54,7 @@ HEADS: dict[str, dict[str, Any]] = {
     },
     "flat, norm_before_fc in eagle_config": {
         "norm_before_fc": True,
-        "eagle_config": {
-            "norm_before_fc": True,
-            "eagle_aux_hidden_state_layer_ids": list(LAYERS),
-        },
+        "eagle_config": {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": list(LAYERS)},
     },
 }
 

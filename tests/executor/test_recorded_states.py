@@ -61,12 +61,7 @@ def check_states(model: Path, found: list[HiddenStates], folder: Path, **options
     [pytest.param(*pair, marks=[] if pair in WITNESSES else [pytest.mark.slow]) for pair in WAYS],
 )
 def test_recorded_states_are_those_of_the_text_alone(
-    deep: Path,
-    drafts: tuple[Path, Path],
-    mode: str,
-    way: str,
-    tmp_path: Path,
-    eager_graphs: None,
+    deep: Path, drafts: tuple[Path, Path], mode: str, way: str, tmp_path: Path, eager_graphs: None
 ) -> None:
     own = tiny_engine(mode, drafts, 3) if mode != "plain" else {}
     harness = recorder(deep, tmp_path / "traffic", **own, **(CHUNKS if way == "chunks" else {}))

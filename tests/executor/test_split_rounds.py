@@ -49,11 +49,7 @@ def watch_windows(harness: Harness) -> dict[tuple[int, int], list[int]]:
 @pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["undisturbed", "small_pool"])
 @pytest.mark.parametrize("sampling", ["coupled", "greedy"])
 def test_the_windows_are_those_of_the_one_model_path(
-    tiny: Path,
-    head: Path,
-    options: dict[str, Any],
-    sampling: str,
-    in_turn: bool,
+    tiny: Path, head: Path, options: dict[str, Any], sampling: str, in_turn: bool
 ) -> None:
     windows = []
     for speculation in (
@@ -195,12 +191,7 @@ def test_after_a_pause_the_head_drafts_as_if_there_had_been_none(tiny: Path, hea
 @pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["undisturbed", "small_pool"])
 @pytest.mark.parametrize("rejects", [False, True], ids=["coupled", "independent"])
 def test_a_head_outside_torch_makes_the_windows_of_the_head_in_torch(
-    tiny: Path,
-    head: Path,
-    eager_graphs: None,
-    options: dict[str, Any],
-    rejects: bool,
-    graphs: bool,
+    tiny: Path, head: Path, eager_graphs: None, options: dict[str, Any], rejects: bool, graphs: bool
 ) -> None:
     windows = []
     for backend in ("onnxruntime", "torch"):

@@ -1,5 +1,6 @@
 """Drafts from texts, looked up on the device in the target's round."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.draft_caches import SMALL_POOL, submit_traffic
+from tests.executor.draft_caches import HOT, SMALL_POOL, submit_traffic
 from tests.executor.graph_rounds import keys_of_build, num_replays, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back, output_of, user_provided
 from tests.executor.hooks import before_launch
@@ -21,7 +22,7 @@ from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.resources.shared_texts import SharedTexts
+from tllm_spec.executor.resources.shared_texts import SharedTexts, pieces_of, rows_of
 from tllm_spec.kernels.path_trees import path_trees
 from tllm_spec.kernels.suffix_match import NO_TOKEN, TextTable
 from tllm_spec.sampling_params import SamplingParams
@@ -162,7 +163,7 @@ def finish(shared: SharedTexts, tokens: list[int], salt: str | None = None) -> N
 
 def test_finished_texts_fill_the_rows_of_their_salt_and_the_oldest_row_goes_first() -> None:
     table = table_with_rows(2)
-    shared, salts = SharedTexts(table), table.salts
+    shared, salts = SharedTexts(table, 2), table.salts
     assert salts is not None
     finish(shared, [1, 2, 3])
     finish(shared, [4, 5], "a")
@@ -179,10 +180,85 @@ def test_finished_texts_fill_the_rows_of_their_salt_and_the_oldest_row_goes_firs
 
 def test_a_long_text_is_kept_in_pieces_that_overlap() -> None:
     table, text = table_with_rows(3), list(range(9000))
-    finish(SharedTexts(table), text)
+    finish(SharedTexts(table, 3), text)
     first, second, third = (row[row >= 0].tolist() for row in table.shared)
     assert first == text[: SHARED_WIDTH - 1] and first[-64:] == second[:64]
     assert second[-64:] == third[:64] and third[-1] == text[-1]
+
+
+def test_a_corpus_is_in_rows_of_its_own() -> None:
+    texts = [[1, 2, 3], [9], list(range(4000)), list(range(5000))]
+    rows = rows_of(texts)
+    pieces = [piece for text in texts for piece in pieces_of(text)]
+    assert [len(piece) for piece in pieces] == [3, 4000, 4095, 969]  # one token has no next one
+    assert [each for row in rows for each in row] == [
+        each for piece in pieces for each in [*piece, NO_TOKEN]
+    ]
+    assert list(map(len, rows)) == [4 + 4001, 4096, 970]
+
+
+def write_corpus(folder: Path, *lines: Any) -> str:
+    path = folder / "corpus.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n\n" for line in lines))
+    return str(path)
+
+
+CORPORA = {
+    "ngram": ngram(max_matching_ngram_size=3),
+    "tree": ngram(max_matching_ngram_size=3, **TREE),
+    "sa": sa(),
+    "pool": sa(enable_global_pool=True, global_pool_size=1),
+}
+
+
+@pytest.mark.parametrize("mode", CORPORA)
+def test_drafts_of_the_first_request_come_from_the_corpus(
+    tiny: Path, tmp_path: Path, mode: str
+) -> None:
+    """Of any salt, also when the pool's only row has been filled by others."""
+    alone = Harness(tiny)
+    text = alone.submit([7, 8, 9], max_tokens=60)
+    alone.run()
+    expected = output_of(text)
+    options = CORPORA[mode]["speculative_config"]
+    options |= {"external_corpus_path": write_corpus(tmp_path, [1, 2], text.tokens)}
+    harness = Harness(tiny, speculative_config=options, **NO_OVERLAP)
+    for salt in (None, "a"):
+        request = harness.submit([7, 8, 9], max_tokens=60, cache_salt=salt)
+        harness.run()
+        assert output_of(request) == expected
+        assert request.counters.stats().acceptance_length > 3.5  # of 4
+        for number in range(3):
+            harness.submit([number], max_tokens=40, temperature=HOT, cache_salt=f"{salt}{number}")
+        harness.run()
+    assert all_pages_are_back(harness.executor)
+
+
+def test_without_a_pool_requests_share_the_corpus_only(tiny: Path, tmp_path: Path) -> None:
+    harness = Harness(tiny, **sa(external_corpus_path=write_corpus(tmp_path, [1, 2])), **NO_OVERLAP)
+    seen = watch_drafts(harness, lambda _: [(0, [1, 2])])
+    requests = submit_traffic(harness, Random(4), 20)
+    harness.run()
+    alone = sum(len(drafts) > 0 for drafts in seen.values())
+    assert alone > 15 and len(requests) == 20
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ([[1, 64]], "line 1 has the token id 64; ids are 0 to 63"),
+        (["text"], "line 1 is text, which skip_tokenizer_init leaves without a tokenizer"),
+        ([[1], {"text": [2]}], "line 3 must be a JSON string, or a list of token ids"),
+        ([[1, 2, 3], [4, 5]], "has 5 tokens, and external_corpus_max_tokens = 4"),
+        ([], "has no text"),
+    ],
+)
+def test_a_corpus_that_cannot_be_served_is_refused(
+    tiny: Path, tmp_path: Path, lines: list[Any], sentence: str
+) -> None:
+    options = {"external_corpus_path": write_corpus(tmp_path, *lines)}
+    with pytest.raises(ValueError, match=f"corpus.jsonl.*{sentence}"):
+        Harness(tiny, **sa(**options, external_corpus_max_tokens=4))
 
 
 def test_the_host_learns_how_many_drafts_a_request_really_had(tiny: Path) -> None:
@@ -235,11 +311,17 @@ def test_graphs_are_captured_for_the_draft_lengths_that_are_asked_for(tiny: Path
     assert {key.draft_len for key in keys} == {0, 3}
 
 
-def test_the_memory_plan_counts_the_texts(tiny: Path) -> None:
+def test_the_memory_plan_counts_the_texts(tiny: Path, tmp_path: Path) -> None:
     plans = [
         BuildPlan(LlmArgs.from_kwargs(tiny, max_batch_size=8, cuda_graph_config=None, **options))
-        for options in (user_provided(lambda _: [], 3), sa(), sa(enable_global_pool=True))
+        for options in (
+            user_provided(lambda _: [], 3),
+            sa(),
+            sa(enable_global_pool=True),
+            sa(external_corpus_path=write_corpus(tmp_path, list(range(60)) * 100)),
+        )
     ]
-    none, own, shared = (reserved_bytes(plan, None, ()) for plan in plans)
+    none, own, shared, with_corpus = (reserved_bytes(plan, None, ()) for plan in plans)
     assert own - none == 9 * plans[0].max_len * 4
     assert shared - own == 64 * SHARED_WIDTH * 4
+    assert with_corpus - own == 2 * SHARED_WIDTH * 4

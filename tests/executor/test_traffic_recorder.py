@@ -10,12 +10,7 @@ import pytest
 
 from tests.executor.harness import user_provided
 from tllm_spec.llm import LLM
-from tllm_spec.recording.traffic_folder import (
-    TrafficFolder,
-    files_of,
-    latest_records,
-    read_records,
-)
+from tllm_spec.recording.traffic_folder import TrafficFolder, files_of, latest_records, read_records
 from tllm_spec.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.7)

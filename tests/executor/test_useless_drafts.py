@@ -6,18 +6,8 @@ import pytest
 
 from tests.lossless.engines import engine
 from tllm_spec import LLM, SamplingParams
+from tllm_spec.bench.break_even_runs import FreeDrafts
 from tllm_spec.executor import draft_watch
-from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.resources.interface import ResourceManager
-from tllm_spec.executor.speculative.drafting.drafter import Drafter
-
-
-class NeverRight(Drafter):
-    def prepare_draft_tokens(
-        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
-    ) -> None:
-        for request in scheduled_requests.generation_requests:
-            request.py_draft_tokens = [0] * request.num_drafts_wanted
 
 
 @pytest.mark.thinned
@@ -32,7 +22,7 @@ def test_useless_drafts_are_tried_in_few_rounds_and_the_text_is_the_plain_one(
     options = {"max_batch_size": 2, "max_num_tokens": 512}
     with LLM("zoo:llama", **options) as plain:
         expected = plain.generate_async(prompt, params).result().outputs[0].token_ids
-    config = {"decoding_type": "User_Provided", "max_draft_len": 4, "drafter": NeverRight()}
+    config = {"decoding_type": "User_Provided", "max_draft_len": 4, "drafter": FreeDrafts()}
     config["adaptive"] = adaptive
     with LLM("zoo:llama", speculative_config=config, **options) as llm:
         output = llm.generate_async(prompt, params).result()
@@ -59,7 +49,7 @@ def test_drafts_that_are_never_accepted_are_mentioned_once_with_likely_causes(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draft_watch, "MIN_DRAFTS", 50)
-    config = {"decoding_type": "User_Provided", "max_draft_len": 4, "drafter": NeverRight()}
+    config = {"decoding_type": "User_Provided", "max_draft_len": 4, "drafter": FreeDrafts()}
     (useless,) = warnings_of({"speculative_config": config | {"max_rejected_rounds": None}}, caplog)
     assert useless.startswith("0 of 52 drafts were accepted") and "request.tokens" in useless
     caplog.clear()

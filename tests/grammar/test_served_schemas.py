@@ -51,11 +51,7 @@ SERVED: dict[str, tuple[Any, list[str], list[str]]] = {
         ["[1, 2, 3]"],
     ),
     "at least two": ({"type": "array", "minItems": 2}, ["[1, null]"], ["[1]"]),
-    "a tuple": (
-        {"type": "array", "prefixItems": [NUMBER, NULL]},
-        ["[1, null]"],
-        ["[null, 1]"],
-    ),
+    "a tuple": ({"type": "array", "prefixItems": [NUMBER, NULL]}, ["[1, null]"], ["[null, 1]"]),
     "a tuple of draft 7": (
         {"type": "array", "items": [NUMBER, NULL], "additionalItems": {"type": "boolean"}},
         ["[1, null]", "[1, null, true]"],

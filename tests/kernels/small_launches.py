@@ -30,6 +30,7 @@ from tllm_spec.kernels.gated_norm import gated_norm
 from tllm_spec.kernels.gumbel import gumbel_noise
 from tllm_spec.kernels.kv_codes import CODES
 from tllm_spec.kernels.latent_write import LatentNorm, latent_write
+from tllm_spec.kernels.match_branches import add_match
 from tllm_spec.kernels.moe_combine import moe_combine
 from tllm_spec.kernels.move_kv import move_kv
 from tllm_spec.kernels.path_ranks import path_ranks
@@ -89,7 +90,8 @@ def trees() -> None:
         if topk > 1:
             grow(pool, 2, beams, *children)
         add_last(pool, steps - 1, beams, *children)
-        select(pool, drafts)
+        for with_scores in (False, True):
+            select(pool, drafts, with_scores)
     tables = SlotTables(int64(64), int64(64, 64), int64(64), int64(64))
     slots, nodes, path = int64(BATCH), int64(BATCH, 64), int64(BATCH, 6)
     rates = TreeRates(empty(5, 4, dtype=torch.float64), int64(64))
@@ -118,12 +120,16 @@ def chains() -> None:
         window_rows(int32(64, 4096), slots, slots, 4, 128, 32, depths, offset)
     send_results(int64(4, 1024), int64(1), slots, tokens)
     append_tokens(int32(64, 4096), slots, int64(64), tokens, slots)
-    for salts, number in ((None, 1), (int32(66), 8)):
-        table = TextTable(int32(66 * 4096), 4096, int64(64), salts)
+    for salts, number in ((None, 1), (int32(66), 8), (int32(66), 1)):
+        table = TextTable(int32(66 * 4096), 4096, int64(64), salts, number == 8)
         match_suffixes(table, slots, 3, 64, number, number == 1)
     sources = new_sources(65, 3, None, slots.device)
     observe_drafts(sources, slots, tokens, slots, True)
     choose_drafts(sources, slots, int64(64, 3), int64(64, 3), slots)
+    nodes = int64(BATCH, 64)
+    tree = DraftTree(int64(BATCH, 63), nodes, nodes, nodes, scores=float32(BATCH, 63))
+    for learns in (True, False):
+        add_match(sources, slots, tree, int64(BATCH, 3), slots, slots, learns)
 
 
 def layers() -> None:

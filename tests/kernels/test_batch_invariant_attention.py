@@ -8,10 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.kernels.interpreter import (
-    INTERPRETED,
-    on_each_kernel_device,
-)
+from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
 from tests.kernels.row_counts import rows_of
 from tllm_spec.kernels.batch_invariant_attention import (
     SPLIT_KEYS,
@@ -182,8 +179,7 @@ def test_the_kernel_equals_the_formula_and_its_reference(
         tiles = QueryTiles.of_chunk(0, start, length, 1, cache.size, cache.device)
         q = cache.q[1, start : start + length]
         reference = plain_batch_invariant_attention(
-            *(q, cache.layer, cache.tables, tiles, cache.scale, cache.heads.span),
-            sinks=cache.sinks,
+            *(q, cache.layer, cache.tables, tiles, cache.scale, cache.heads.span), sinks=cache.sinks
         )
         check(output, reference.cpu().double())
 

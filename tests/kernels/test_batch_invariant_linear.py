@@ -8,11 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.hopper import HOPPER
-from tests.kernels.interpreter import (
-    INTERPRETED,
-    on_each_kernel_device,
-    only_with_the_compiler,
-)
+from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device, only_with_the_compiler
 from tests.kernels.launches import META, launches_of
 from tllm_spec.kernels.batch_invariant_linear import (
     BLOCK_IN,

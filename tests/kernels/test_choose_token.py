@@ -10,12 +10,7 @@ import torch
 from tests.kernels.interpreter import DEVICES, INTERPRETED
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.distributed.vocab_shard import VocabShard
-from tllm_spec.kernels.choose_token import (
-    choose_best,
-    choose_draft,
-    choose_token,
-    offer_token,
-)
+from tllm_spec.kernels.choose_token import choose_best, choose_draft, choose_token, offer_token
 from tllm_spec.kernels.gumbel import DRAFT_DOMAIN, TARGET_DOMAIN, gumbel_noise
 
 SEEDS = [0, 1, -1, -(2**63), 2**63 - 1, 1 << 32, 0x299F31D0A4093822, -123456789012345]

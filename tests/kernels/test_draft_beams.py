@@ -32,6 +32,9 @@ def check_the_tree(tree: DraftTree, draft: Draft, size: tuple[int, int, int], ro
     numbers = {each: node for node, each in enumerate(expected, 1)}
     tokens, parents, depths, bits = (getattr(tree, name)[row].tolist() for name in TABLES)
     assert tokens == [each.path[-1] for each in expected]
+    assert tree.scores is not None
+    scores = tree.scores[row].nan_to_num(nan=-1.0).tolist()
+    assert scores == [-1.0 if each.score != each.score else each.score for each in expected]
     assert parents == [-1, *(numbers[e.parent] if e.parent else 0 for e in expected)]
     assert depths == [0, *(len(each.path) for each in expected)]
     for node, value in enumerate(bits):

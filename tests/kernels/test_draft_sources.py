@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.interpreter import (
-    on_each_kernel_device,
-    only_outside_the_interpreter,
-)
+from tests.kernels.interpreter import on_each_kernel_device, only_outside_the_interpreter
 from tllm_spec.executor.speculative.drafting.match_or_network import new_sources
 from tllm_spec.kernels.draft_sources import (
     MATCH,

@@ -12,16 +12,8 @@ from tests.kernels.interpreter import (
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
-from tllm_spec.kernels.grouped_gemm import (
-    ExpertWeights,
-    down,
-    gate_up_silu,
-    hit_experts,
-)
-from tllm_spec.kernels.grouped_tilings import (
-    TILINGS,
-    block_rows_of,
-)
+from tllm_spec.kernels.grouped_gemm import ExpertWeights, down, gate_up_silu, hit_experts
+from tllm_spec.kernels.grouped_tilings import TILINGS, block_rows_of
 from tllm_spec.kernels.moe_permute import moe_permute
 from tllm_spec.kernels.triton_support import has_kernels
 

@@ -120,9 +120,7 @@ def test_finalists_and_torch_are_timed_alternately(
     assert clocked.timed[-15:] == [None, b"middle+", b"best"] * 5
 
 
-def test_each_form_is_measured_once_per_class_of_rows_largest_first(
-    clocked: Clocked,
-) -> None:
+def test_each_form_is_measured_once_per_class_of_rows_largest_first(clocked: Clocked) -> None:
     groups = [GemmGroup(WEIGHTS, False), GemmGroup(WEIGHTS, True)]
     table = LinearTable()
     assert tune_missing(table, NO_LIBRARY, groups, [1, 8, 12, 9, 40, 36, 300]) == 6

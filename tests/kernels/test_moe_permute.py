@@ -7,11 +7,7 @@ import torch
 
 from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import on_each_kernel_device, only_with_the_compiler
-from tllm_spec.kernels.moe_permute import (
-    ExpertRows,
-    max_blocks,
-    moe_permute,
-)
+from tllm_spec.kernels.moe_permute import ExpertRows, max_blocks, moe_permute
 from tllm_spec.kernels.triton_support import has_kernels
 
 # Tokens, experts per token, experts, block size, and experts that tokens really take.

@@ -4,10 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tllm_spec.kernels.moe_routing import (
-    RoutingRule,
-    moe_routing,
-)
+from tllm_spec.kernels.moe_routing import RoutingRule, moe_routing
 from tllm_spec.kernels.triton_support import has_kernels
 
 # Experts, rule, whether there is a correction bias: Qwen3-MoE, Qwen2-MoE, Mixtral, Llama 4,

@@ -17,23 +17,9 @@ from tests.kernels.interpreter import (
     only_with_the_compiler,
 )
 from tests.kernels.test_grouped_gemm import QWEN3, V3, Shape
-from tllm_spec.kernels.grouped_gemm import (
-    ExpertWeights,
-    down,
-    gate_up_silu,
-)
-from tllm_spec.kernels.grouped_tilings import (
-    MOST_ROWS,
-    TILINGS,
-    Form,
-    block_rows_of,
-)
-from tllm_spec.kernels.int4_weights import (
-    exponent_words,
-    group_words,
-    int4_dequantised,
-    packed,
-)
+from tllm_spec.kernels.grouped_gemm import ExpertWeights, down, gate_up_silu
+from tllm_spec.kernels.grouped_tilings import MOST_ROWS, TILINGS, Form, block_rows_of
+from tllm_spec.kernels.int4_weights import exponent_words, group_words, int4_dequantised, packed
 from tllm_spec.kernels.moe_permute import ExpertRows, moe_permute
 from tllm_spec.kernels.quantise_rows import quantise_rows
 

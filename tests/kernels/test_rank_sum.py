@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import pytest
 import torch
 
@@ -38,6 +41,26 @@ def parts_of(ranks: int, size: int, dtype: torch.dtype, seed: int) -> list[torch
     generator = torch.Generator().manual_seed(seed)
     parts = torch.randint(-40, 40, (ranks, size), generator=generator) / 16
     return list(parts.to(dtype))
+
+
+def assert_ranks_at_once_agree(
+    ranks: int, sizes: Sequence[int], sum_of: Callable[[int], Callable[[torch.Tensor], object]]
+) -> None:
+    """Sums of these sizes by processes that share memory. sum_of: a rank's way to sum in place."""
+    found = torch.zeros(ranks, len(sizes), max(sizes)).share_memory_()
+    parts = [parts_of(ranks, size, torch.float32, size + n) for n, size in enumerate(sizes)]
+
+    def run(rank: int) -> None:
+        add = sum_of(rank)
+        for number, size in enumerate(sizes):
+            values = parts[number][rank].clone()
+            add(values)
+            found[rank, number, :size] = values
+
+    run_at_once(ranks, run)
+    for number, size in enumerate(sizes):
+        expected = rank_sum_reference(parts[number])
+        assert all(torch.equal(found[rank, number, :size], expected) for rank in range(ranks))
 
 
 @on_each_kernel_device
@@ -86,21 +109,8 @@ def test_interpreted_ranks_that_run_at_once_agree_on_every_sum(
     monkeypatch.setattr("tllm_spec.kernels.rank_sum_triton.PROGRAMS", programs)
     ranks, num_sums = 2, 12
     memory = [each.share_memory_() for each in memory_of(ranks)]
-    found = torch.zeros(ranks, num_sums, CAPACITY).share_memory_()
     sizes = [CAPACITY if number % 3 else BLOCK_WORDS - 3 for number in range(num_sums)]
-    parts = [parts_of(ranks, size, torch.float32, size + n) for n, size in enumerate(sizes)]
-
-    def run(rank: int) -> None:
-        lines = lines_of(rank, memory)
-        for number, size in enumerate(sizes):
-            values = parts[number][rank].clone()
-            rank_sum(lines, values)
-            found[rank, number, :size] = values
-
-    run_at_once(ranks, run)
-    for number, size in enumerate(sizes):
-        expected = rank_sum_reference(parts[number])
-        assert all(torch.equal(found[rank, number, :size], expected) for rank in range(ranks))
+    assert_ranks_at_once_agree(ranks, sizes, lambda rank: partial(rank_sum, lines_of(rank, memory)))
 
 
 @on_each_kernel_device

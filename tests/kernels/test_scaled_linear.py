@@ -8,11 +8,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from tests.kernels.interpreter import (
-    INTERPRETED,
-    ROUNDING,
-    on_each_kernel_device,
-)
+from tests.kernels.interpreter import INTERPRETED, ROUNDING, on_each_kernel_device
 from tllm_spec.kernels.batch_invariant_linear import Tiling
 from tllm_spec.kernels.scaled_linear import (
     BLOCK,

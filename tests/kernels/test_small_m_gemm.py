@@ -19,13 +19,7 @@ from tllm_spec.kernels.int4_weights import (
     packed,
 )
 from tllm_spec.kernels.scaled_linear import BLOCK
-from tllm_spec.kernels.small_m_gemm import (
-    FP8,
-    NormWeight,
-    plain_small_m_gemm,
-    serves,
-    small_m_gemm,
-)
+from tllm_spec.kernels.small_m_gemm import FP8, NormWeight, plain_small_m_gemm, serves, small_m_gemm
 from tllm_spec.kernels.small_m_plan import MAX_ROWS, WIDE, Ring, Stored
 
 EPS = 1e-5
@@ -121,12 +115,7 @@ def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("stored", [WIDE, SCALED, CODES[0]], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 64, 48), (3, 192, 1000), (8, 320, 36)], ids=str)
 def test_the_reference_equals_the_formula_and_adds_in_place(
-    sizes: tuple[int, int, int],
-    stored: Stored,
-    norm: bool,
-    gated: bool,
-    adds: bool,
-    has_bias: bool,
+    sizes: tuple[int, int, int], stored: Stored, norm: bool, gated: bool, adds: bool, has_bias: bool
 ) -> None:
     case = Case(sizes, (norm, gated, adds, has_bias), torch.float32, "cpu", stored)
     expected = case.expected()

@@ -2,6 +2,7 @@
 slow loop."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tests.kernels.interpreter import on_each_kernel_device
 from tllm_spec.config.text_search import SHARED_WIDTH
 from tllm_spec.kernels.suffix_match import (
+    EVERYONE,
     NO_TOKEN,
     TextTable,
     append_tokens,
@@ -75,7 +77,8 @@ def table_of(
 
 def on(device: str, table: TextTable) -> TextTable:
     salts = None if table.salts is None else table.salts.to(device)
-    return TextTable(table.memory.to(device), table.width, table.kv_lens.to(device), salts)
+    lens = table.kv_lens.to(device)
+    return replace(table, memory=table.memory.to(device), kv_lens=lens, salts=salts)
 
 
 def padded(paths: list[list[int]], last: int, length: int) -> list[list[int]]:
@@ -165,6 +168,15 @@ def test_matches_are_found_in_texts_of_the_same_salt_only(
             ]
             expected.append(paths_of(texts[slot], *how, others))
         check(on(device, table), (torch.tensor(slots).to(device), *how), expected)
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("own_salt", [-1, 3])
+def test_everyone_shares_the_rows_of_a_corpus(device: str, own_salt: int) -> None:
+    row = [4, 1, 2, 3, 5, NO_TOKEN, 2, 3, 6]
+    texts, salts = [[1, 2, 3], [2, 3, 7], [1, 2, 3, 8], row], [own_salt, -1, -1, EVERYONE]
+    table = replace(table_of(texts, salts=salts, num_shared=2), has_corpus=True)
+    check(on(device, table), (torch.tensor([0]).to(device), 4, 64), [([[5]], 3)])
 
 
 @on_each_kernel_device

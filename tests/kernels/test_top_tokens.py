@@ -47,12 +47,7 @@ def test_the_first_coupled_candidate_is_the_chains_draft(mapped: bool) -> None:
     assert not torch.equal(tokens, top_tokens.reference(logits, 4, token_map)[1])
 
 
-def check(
-    device: str,
-    logits: torch.Tensor,
-    topk: int,
-    *arguments: torch.Tensor | None,
-) -> None:
+def check(device: str, logits: torch.Tensor, topk: int, *arguments: torch.Tensor | None) -> None:
     expected = top_tokens.reference(logits, topk, *arguments)
     there = (None if each is None else each.to(device) for each in arguments)
     probs, tokens = top_tokens(logits.to(device), topk, *there)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device, only_with_the_compiler
-from tests.kernels.process_ranks import run_at_once
-from tests.kernels.test_rank_sum import parts_of
+from tests.kernels.test_rank_sum import assert_ranks_at_once_agree, parts_of
 from tllm_spec.kernels.rank_lines import WORD_BYTES
 from tllm_spec.kernels.rank_parts import PART_WORDS, RankParts
 from tllm_spec.kernels.rank_sum import DTYPES, rank_sum_reference
@@ -97,21 +98,10 @@ def test_interpreted_ranks_that_run_at_once_agree_on_every_two_shot_sum(
     num_sums = 9
     memory = [each.share_memory_() for each in memory_of(ranks)]
     capacity = view_of(0, memory).capacity
-    found = torch.zeros(ranks, num_sums, capacity).share_memory_()
     sizes = [capacity if number % 3 else PART_WORDS + 4 for number in range(num_sums)]
-    parts = [parts_of(ranks, size, torch.float32, size + n) for n, size in enumerate(sizes)]
-
-    def run(rank: int) -> None:
-        view = view_of(rank, memory)
-        for number, size in enumerate(sizes):
-            values = parts[number][rank].clone()
-            two_shot_sum(view, values)
-            found[rank, number, :size] = values
-
-    run_at_once(ranks, run)
-    for number, size in enumerate(sizes):
-        expected = rank_sum_reference(parts[number])
-        assert all(torch.equal(found[rank, number, :size], expected) for rank in range(ranks))
+    assert_ranks_at_once_agree(
+        ranks, sizes, lambda rank: partial(two_shot_sum, view_of(rank, memory))
+    )
 
 
 @on_each_kernel_device

@@ -53,6 +53,7 @@ NAMES = (
     "suffix_match",
     "path_trees",
     "draft_sources",
+    "match_branches",
     "filter_cut",
     "batch_invariant_linear",
     "rotary_write",

@@ -219,9 +219,7 @@ def test_keys_before_those_that_the_first_row_sees_are_never_read(
 
 
 @on_each_kernel_device
-def test_results_of_an_earlier_launch_are_not_read_for_splits_without_keys(
-    device: str,
-) -> None:
+def test_results_of_an_earlier_launch_are_not_read_for_splits_without_keys(device: str) -> None:
     problem = Problem(CASES["splits"], device)
     workspace, width = problem.workspace(), problem.tables.block_tables.shape[1]
     problem.attend(workspace)

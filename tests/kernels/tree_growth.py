@@ -105,4 +105,4 @@ def grow_tree(
             for path, value in zip(new, bits, strict=True):
                 seen = [own[index] for index in range(64) if value >> index & 1]
                 assert seen == [path[: end + 1] for end in range(len(path))]
-    return select(pool, num_drafts)
+    return select(pool, num_drafts, with_scores=True)

@@ -1,6 +1,7 @@
 """What the lossless tests share: prompts, cases, and plain decoding's outputs, made once a
 session."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,7 +23,7 @@ from tests.lossless.cases import (
     heldout_prompts,
     latest_new_token,
 )
-from tests.lossless.fitted_eagle import write_fitted_eagle
+from tests.lossless.fitted_eagle import write_fitted_eagle, write_fitted_latent
 from tests.lossless.oracle import Oracle
 from tests.lossless.other_tokenizer import write_draft_with_another_tokenizer
 from tests.models.helpers import load
@@ -35,7 +36,9 @@ from tllm_spec.zoo.registry import resolve_model
 
 PROMPT_LEN = 60
 # Of `fitted_file`.
-HEAD, DFLASH, HOT, OTHER_TOKENIZER = "head", "dflash", "hot.pt", "other_tokenizer"
+HEAD, LATENT_HEAD, DFLASH, HOT = "head", "latent_head", "dflash", "hot.pt"
+OTHER_TOKENIZER, CORPUS = "other_tokenizer", "corpus.jsonl"
+FILES = (HEAD, LATENT_HEAD, DFLASH, HOT, OTHER_TOKENIZER, CORPUS)
 STOPPING = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.8, ignore_eos=True, seed=7)
 
 
@@ -105,11 +108,14 @@ def known_texts(
 
 @pytest.fixture(scope="session")
 def fitted_file(
-    cases: list[Case], plain: list[RequestOutput], tmp_path_factory: pytest.TempPathFactory
+    cases: list[Case],
+    plain: list[RequestOutput],
+    tokenizer: Tokenizer,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], Path]:
-    """By name an EAGLE-1/2 head that knows the cases' texts, a DFlash head that does not, a token
-    map of half of the tokens that they have, and a draft model with another tokenizer. Made when it
-    is first asked for."""
+    """By name an EAGLE-1/2 head that knows the cases' texts, and an EAGLE-3 head with latents, a
+    DFlash head that does not, a token map of half of the tokens that they have, a draft model with
+    another tokenizer, and a corpus of the texts. Made when it is first asked for."""
 
     @cache
     def get(name: str) -> Path:
@@ -123,9 +129,12 @@ def fitted_file(
             case.prompt + output.outputs[0].token_ids
             for case, output in zip(cases, plain, strict=True)
         ]
-        if name == HEAD:
-            target = load(resolve_model("zoo:llama"), max_positions=512)
-            return write_fitted_eagle(path, target, texts)
+        if name in (HEAD, LATENT_HEAD):
+            write = write_fitted_eagle if name == HEAD else write_fitted_latent
+            return write(path, load(resolve_model("zoo:llama"), max_positions=512), texts)
+        if name == CORPUS:
+            path.write_text("\n".join(json.dumps(tokenizer.decode(text)) for text in texts))
+            return path
         assert name == HOT
         counts = Counter(token for text in texts for token in text)
         hot = [token for token, _ in counts.most_common(len(counts) // 2)]

@@ -64,6 +64,11 @@ SA_CONFIGS: dict[str, dict[str, Any]] = {
 MODES |= {
     f"{mode}_sa": (MODES[mode] or {}) | {"sa_config": own} for mode, own in SA_CONFIGS.items()
 }
+MODES |= {
+    "eagle3_sa_tree": (MODES["eagle3_tree"] or {}) | {"sa_config": {}},
+    "eagle3_sa_static": (MODES["eagle3"] or {}) | {"sa_config": {"threshold": 2}},
+    "eagle3_two_model_sa_tree": (MODES["eagle3_two_model_tree"] or {}) | {"sa_config": {}},
+}
 # Modes that the default run has in `test_equality` only: each is like another one that it has.
 LONG_ONLY = (
     "eagle3_two_model_tree",
@@ -73,7 +78,7 @@ LONG_ONLY = (
     "eagle3_onnxruntime",
     "eagle3_static",
     "sa",
-    *(f"{mode}_sa" for mode in SA_CONFIGS),
+    *(mode for mode in MODES if "_sa" in mode),
 )
 ON_GPU = tuple(mode for mode in MODES if not mode.endswith("_onnxruntime"))
 

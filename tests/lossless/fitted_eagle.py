@@ -1,5 +1,6 @@
-"""An EAGLE-1/2 head that knows a few texts of the zoo's target by heart: `fc` is fitted to them by
-ridge regression. So its drafts are accepted, which those of random weights hardly ever are."""
+"""Heads that know a few texts of the zoo's target by heart: `fc` is fitted to them by ridge
+regression. So their drafts are accepted, which those of random weights hardly ever are: all of an
+EAGLE-1/2 head, and the first one of an EAGLE-3 head, whose `fc` has no part in the others."""
 
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.eagle3_runner import captured_states
 from tests.models.tiny_eagle import write_tiny_eagle
+from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.attention.spec_metadata import default_capture_layers
 from tllm_spec.models.causal_lm import CausalLM
 
 RIDGE = 1e-3
@@ -33,13 +36,51 @@ def write_fitted_eagle(folder: Path, target: CausalLM, texts: list[list[int]]) -
         states = captured_states(target, text, (config.num_layers,))
         inputs.append(torch.cat((embedding[torch.tensor(text[1:])], states[:-1]), -1))
         outputs.append(states[1:])
-    given, wanted = torch.cat(inputs), torch.cat(outputs)
+    weight, bias = fitted(torch.cat(inputs), torch.cat(outputs))
+    tensors = load_file(folder / "model.safetensors")
+    save_fitted(folder, tensors, weight, bias, "layers.0")
+    return folder
+
+
+@torch.inference_mode()
+def write_fitted_latent(folder: Path, target: CausalLM, texts: list[list[int]]) -> Path:
+    """An EAGLE-3 head with latent attention, of the target's sizes."""
+    config = target.config
+    write_tiny_eagle3(
+        folder,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=None,
+        latent=True,
+        bias=True,
+    )
+    layers = (*default_capture_layers(config.num_layers), config.num_layers - 1)
+    states = [captured_states(target, text, layers) for text in texts]
+    size = config.hidden_size
+    given = torch.cat([each[:-1, :-size] for each in states])
+    weight, bias = fitted(given, torch.cat([each[1:, -size:] for each in states]))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["norm.weight"] = target.state_dict()["model.norm.weight"]
+    save_fitted(folder, tensors, weight, bias, "midlayer")
+    return folder
+
+
+def fitted(given: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and bias of the linear layer from `[N, in]` to `[N, out]`."""
     given = torch.cat((given, torch.ones(len(given), 1)), -1)
     gram = given.T @ given + RIDGE * torch.eye(given.shape[1])
     weight = torch.linalg.solve(gram, given.T @ wanted).T
-    tensors = load_file(folder / "model.safetensors")
+    return weight[:, :-1].contiguous(), weight[:, -1].clone()
+
+
+def save_fitted(
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    layer: str,
+) -> None:
     for name in ("self_attn.o_proj", "mlp.down_proj"):
-        tensors[f"layers.0.{name}.weight"] *= LAYER_SCALE
-    tensors["fc.weight"], tensors["fc.bias"] = weight[:, :-1].contiguous(), weight[:, -1].clone()
+        tensors[f"{layer}.{name}.weight"] *= LAYER_SCALE
+    tensors["fc.weight"], tensors["fc.bias"] = weight, bias
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder

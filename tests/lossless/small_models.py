@@ -63,6 +63,7 @@ def texts(folder: Path, **options: Any) -> tuple[list[list[int]], float]:
         for i in range(len(PROMPTS))
     ]
     sizes = {"skip_tokenizer_init": True, "max_batch_size": 3, "max_seq_len": 64}
+    sizes["language_model_only"] = True
     with LLM(str(folder), **(sizes | options)) as llm:
         found = llm.generate(PROMPTS, params) + llm.generate(PROMPTS, params)
         llm.check_integrity()
@@ -78,9 +79,19 @@ def plain_texts(folder: Path) -> list[list[int]]:
     return found
 
 
-def write_head(folder: Path) -> Path:
+def assert_deterministic_texts_do_not_depend_on_drafts(folder: Path) -> None:
+    """On a GPU."""
+    options = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}
+    alone, _ = texts(folder, max_batch_size=1, **(SETTINGS["undisturbed"] | options))
+    for own in (None, NGRAM):
+        for setting in ("undisturbed", "chunks"):
+            found, _ = texts(folder, speculative_config=own, **(SETTINGS[setting] | options))
+            assert found == alone
+
+
+def write_head(folder: Path, *, latent: bool = False) -> Path:
     sizes: dict[str, Any] = {"hidden_size": 64, "vocab_size": 128, "draft_vocab_size": 100}
-    return write_tiny_eagle3(folder, num_captured=2, **sizes)
+    return write_tiny_eagle3(folder, num_captured=2, latent=latent, **sizes)
 
 
 def by_default(quick: Iterable[tuple[Any, ...]], *values: Iterable[Any]) -> list[Any]:

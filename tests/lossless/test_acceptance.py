@@ -34,7 +34,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
             "tokens_per_block": 16,
             "max_tokens": 1400,
             "host_cache_size": 256 << 20,
-        },
+        }
     },
     "chunked_prefill": {
         "kv_cache_config": NO_REUSE,
@@ -225,9 +225,7 @@ def test_a_drafter_proposes_the_same_outside_torch(
     assert undisturbed(in_torch) == undisturbed(outside)
 
 
-def test_the_zoos_head_reaches_its_trained_acceptance(
-    long_prompts: list[list[int]],
-) -> None:
+def test_the_zoos_head_reaches_its_trained_acceptance(long_prompts: list[list[int]]) -> None:
     with LLM("zoo:llama", max_batch_size=8, **engine("eagle3", DRAFT_LEN)) as llm:
         params = SamplingParams(max_tokens=MEASURED_LEN, ignore_eos=True)
         outputs = llm.generate(long_prompts, params, use_tqdm=False)

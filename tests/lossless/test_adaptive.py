@@ -25,11 +25,7 @@ RUNS = list(product(DRAFTING, (True, False)))
 EVERY_ROUND = {"update_interval": 1, "warmup_batches": 0, "ema_alpha": 0.9}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "cost_model": {
-        "adaptive": {
-            "candidate_steps": [0, 1, 4],
-            "window_trials": 32.0,
-            "probe_time_share": 1.0,
-        }
+        "adaptive": {"candidate_steps": [0, 1, 4], "window_trials": 32.0, "probe_time_share": 1.0}
     },
     "cost_model_without_0": {"adaptive": {"candidate_steps": [1, 3], "window_trials": 32.0}},
     "ema": {
@@ -46,6 +42,14 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "acceptance_rate_threshold": 1.0,
         "acceptance_rate_window_size": 3,
         "adaptive": {"strategy": "ema", **EVERY_ROUND, 1: {"candidate_steps": [1, 3]}},
+    },
+    "context_buckets": {
+        "adaptive": {
+            "candidate_steps": [0, 1, 4],
+            "window_trials": 32.0,
+            "probe_time_share": 1.0,
+            "context_buckets": [12, 30],
+        }
     },
 }
 
@@ -149,6 +153,8 @@ def test_a_strategy_moves_between_draft_lengths_and_changes_no_text(
     assert list(map(output_of, requests)) == tiny_plain
     assert len(set(lengths)) > 1 and max(lengths) > 0
     assert set(lengths) <= set(harness.parts.controller.tiers)
+    if strategy == "context_buckets":
+        assert harness.parts.controller.context_len > 30
     if strategy.startswith("gate"):
         assert harness.parts.controller.state()["limits"]["gate"]["is_closed"] and 0 in lengths
 

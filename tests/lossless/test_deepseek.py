@@ -93,17 +93,20 @@ def test_the_models_own_modules_draft_and_leave_the_text_alone(
     assert acceptance_length > 1.3
 
 
+OWN_TREES = TREES | {"matches": TREES["dynamic"] | {"sa_config": {"threshold": 1}}}
+
+
 @pytest.mark.parametrize(
     ("tree", "one_model", "setting"),
     by_default(
         [("dynamic", True, "chunks"), ("static", False, "prefix_reuse")],
-        *(TREES, (True, False), SETTINGS),
+        *(OWN_TREES, (True, False), SETTINGS),
     ),
 )
 def test_trees_of_the_models_own_module_leave_the_text_alone(
     tree: str, one_model: bool, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
 ) -> None:
-    mtp = {"decoding_type": "MTP", "mtp_eagle_one_model": one_model} | TREES[tree]
+    mtp = {"decoding_type": "MTP", "mtp_eagle_one_model": one_model} | OWN_TREES[tree]
     found, acceptance_length = texts(with_mtp, speculative_config=mtp, **SETTINGS[setting])
     assert found == plain_of_mtp
     assert acceptance_length > 1.5
@@ -201,13 +204,14 @@ DRAFTS = {"chain": {"max_draft_len": 2}} | TREES
 
 
 @pytest.mark.parametrize(
-    ("drafts", "one_model", "setting"),
+    ("latent", "drafts", "one_model", "setting"),
     by_default(
-        [("dynamic", False, "chunks")],
-        *(DRAFTS, (True, False), SETTINGS),
+        [(False, "dynamic", False, "chunks"), (True, "static", True, "preemption")],
+        *((True, False), DRAFTS, (True, False), SETTINGS),
     ),
 )
-def test_an_eagle3_head_with_heads_of_its_own_shares_the_page_numbers_of_a_latent_cache(
+def test_an_eagle3_head_with_heads_or_latents_shares_the_page_numbers_of_a_latent_cache(
+    latent: bool,
     drafts: str,
     one_model: bool,
     setting: str,
@@ -217,7 +221,7 @@ def test_an_eagle3_head_with_heads_of_its_own_shares_the_page_numbers_of_a_laten
 ) -> None:
     eagle3 = {
         "decoding_type": "Eagle3",
-        "speculative_model": str(write_head(tmp_path)),
+        "speculative_model": str(write_head(tmp_path, latent=latent)),
         "eagle3_layers_to_capture": [0, 2],
         "eagle3_one_model": one_model,
         **DRAFTS[drafts],

@@ -9,13 +9,9 @@ import pytest
 
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.kernels.conftest import exact_dots as exact_dots
-from tests.kernels.interpreter import (
-    INTERPRETED,
-    only_outside_the_interpreter,
-)
-from tests.models.fp8_checkpoint import quantise
+from tests.kernels.interpreter import INTERPRETED, only_outside_the_interpreter
+from tests.models.fp8_checkpoint import keeping_int4, quantise
 from tests.models.helpers import save_checkpoint
-from tests.models.int4_checkpoint import keeping_int4
 from tests.models.mtp_reference import save_with_mtp
 from tests.models.test_llama4 import save_llama4
 from tllm_spec.config.llm_args import LlmArgs
@@ -32,7 +28,7 @@ IN_CHUNKS = {"enable_chunked_prefill": True, "max_num_tokens": 19}
 TREES = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2, "max_draft_len": 2}
 # Chunks and drafts at once: a fault of either one shows.
 DISTURBED: dict[str, dict[str, Any]] = {
-    "in chunks, with drafts": IN_CHUNKS | {"speculative_config": NGRAM},
+    "in chunks, with drafts": IN_CHUNKS | {"speculative_config": NGRAM}
 }
 RUNS_OF_KIND = {
     "llama": {"together": {}} | DISTURBED,
@@ -43,7 +39,7 @@ RUNS_OF_KIND = {
     "4-bit weights": DISTURBED,
     "latents": {
         "in chunks, with drafts": IN_CHUNKS
-        | {"speculative_config": {"decoding_type": "MTP"} | TREES},
+        | {"speculative_config": {"decoding_type": "MTP"} | TREES}
     },
 }
 # Their kernels' own tests show that other rows change no bit.
@@ -72,11 +68,7 @@ SMALL = {
     "max_position_embeddings": 80,
 }
 # A prompt has two or three chunks.
-SMALL_CHUNKS = SMALL | {
-    "attention_chunk_size": 11,
-    "floor_scale": 6,
-    "no_rope_layer_interval": 2,
-}
+SMALL_CHUNKS = SMALL | {"attention_chunk_size": 11, "floor_scale": 6, "no_rope_layer_interval": 2}
 
 
 @only_outside_the_interpreter
@@ -104,10 +96,7 @@ def test_options_that_contradict_deterministic_are_refused() -> None:
 
 
 def outputs_of(model: Path, batch_size: int, **options: Any) -> list[RequestOutput]:
-    kept = {
-        "max_batch_size": batch_size,
-        "max_seq_len": 80,
-    }
+    kept = {"max_batch_size": batch_size, "max_seq_len": 80}
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_p": 0.8}, {"temperature": 0.7}]
     params = [
         SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=i, logprobs=2, **way)

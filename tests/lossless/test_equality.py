@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 
 from tests.lossless.cases import OUTPUT_LEN, Case, assert_same, generate
-from tests.lossless.conftest import DFLASH, HEAD, HOT, OTHER_TOKENIZER
+from tests.lossless.conftest import (
+    CORPUS,
+    DFLASH,
+    FILES,
+    HEAD,
+    HOT,
+    LATENT_HEAD,
+    OTHER_TOKENIZER,
+)
 from tests.lossless.drafters import (
     AdversarialDrafter,
     AdversarialTreeDrafter,
@@ -59,6 +67,7 @@ BATCH_SIZES = {
 EAGLE = {"decoding_type": "Eagle", "speculative_model": HEAD}
 DRAFT_TARGET = {"decoding_type": "Draft_Target", "speculative_model": DRAFT_MODEL}
 DFLASH_HEAD = {"decoding_type": "DFlash", "speculative_model": DFLASH}
+LATENT = {"decoding_type": "Eagle3", "speculative_model": LATENT_HEAD}
 TWO_MODEL = {"eagle3_one_model": False}
 ONE_MODEL = {"draft_target_one_model": True}
 MAP: dict[str, Any] = {"speculative_token_map": HOT}
@@ -82,10 +91,14 @@ FITTED: dict[str, dict[str, Any]] = {
     "draft_target_one_model_other": OTHER | ONE_MODEL,
     "draft_target_one_model_other_map": OTHER | MAP | ONE_MODEL,
     "pard_other": PARD | {"speculative_model": OTHER_TOKENIZER},
+    "ngram_corpus": (MODES["ngram"] or {}) | {"external_corpus_path": CORPUS},
     "dflash": DFLASH_HEAD,
     "dflash_tree": DFLASH_HEAD | DYNAMIC_TREE,
     "eagle3_sink": (MODES["eagle3"] or {}) | SINK,
     "draft_target_sink_tree": DRAFT_TARGET | DYNAMIC_TREE | SINK,
+    "eagle3_latent": LATENT,
+    "eagle3_latent_two_model": LATENT | TWO_MODEL,
+    "eagle3_latent_tree": LATENT | DYNAMIC_TREE,
 }
 # Acceptance lengths that every draft length of a mode reaches: there were drafts, and some were
 # right.
@@ -135,6 +148,13 @@ FLOORS = {
     "pard_other": 1.1,
     "eagle3_sink": 1.3,
     "draft_target_sink_tree": 1.4,
+    "ngram_corpus": 2.0,
+    "eagle3_sa_tree": 1.5,
+    "eagle3_sa_static": 1.5,
+    "eagle3_two_model_sa_tree": 1.5,
+    "eagle3_latent": 1.2,
+    "eagle3_latent_two_model": 1.2,
+    "eagle3_latent_tree": 1.3,
 }
 
 
@@ -171,6 +191,8 @@ COMBINED = (
     "eagle3_onnxruntime",
     "eagle3_sa",
     "eagle3_two_model_sa",
+    "eagle3_sa_static",
+    "eagle3_two_model_sa_tree",
     "eagle_sa",
     "peagle_two_model",
     "peagle_tree",
@@ -183,6 +205,8 @@ COMBINED = (
     "draft_target_one_model_other_map",
     "pard_other",
     "draft_target_sink_tree",
+    "eagle3_latent_two_model",
+    "eagle3_latent_tree",
 )
 
 
@@ -234,7 +258,7 @@ def make_llm(
 
 def fitted(run: Run, file_of: Callable[[str], Path]) -> dict[str, Any]:
     config = {
-        option: str(file_of(value)) if value in (HEAD, DFLASH, HOT, OTHER_TOKENIZER) else value
+        option: str(file_of(value)) if value in FILES else value
         for option, value in FITTED[run.mode].items()
     }
     if run.mode.endswith("_static"):

@@ -1,6 +1,6 @@
 """Families of models through the engine: windows and trees over the borders of chunks (Llama 4) and
-of sliding windows (Mistral; Qwen2, in some layers), experts, prefix reuse, chunked prefill and
-preemption change no text."""
+of sliding windows (Mistral; Qwen2, in some layers), experts, text parts of models that also see
+images, prefix reuse, chunked prefill and preemption change no text."""
 
 from collections.abc import Callable
 from functools import cache
@@ -16,6 +16,7 @@ from tests.lossless.small_models import (
     PLAIN,
     SETTINGS,
     TREES,
+    assert_deterministic_texts_do_not_depend_on_drafts,
     by_default,
     over_codes,
     plain_texts,
@@ -24,6 +25,7 @@ from tests.lossless.small_models import (
 )
 from tests.models.helpers import save_checkpoint
 from tests.models.test_llama4 import save_llama4
+from tests.models.with_images import FAMILIES, save_with_images
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 WINDOW = {"max_position_embeddings": 128, "sliding_window": 7}
@@ -38,6 +40,7 @@ MODELS: dict[str, dict[str, Any]] = SPANS | {
     "Mixtral": {},
     "Qwen2Moe": EXPERTS | {"shared_expert_intermediate_size": 40},
     "Qwen3Moe": EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    **{name: {} for name in FAMILIES},
 }
 BACKENDS = SETTINGS | {
     "no_overlap": SETTINGS["prefix_reuse"] | {"disable_overlap_scheduler": True},
@@ -50,6 +53,8 @@ DRAFTS = {"chain": {"max_draft_len": 5}} | TREES
 def save(folder: Path, name: str) -> Path:
     if name == "Llama4":
         save_llama4(folder, **MODELS[name])
+    elif name in FAMILIES:
+        save_with_images(folder, name)
     else:
         save_checkpoint(folder, name, **MODELS[name])
     return folder
@@ -72,7 +77,11 @@ def plain(folders: dict[str, Path]) -> Callable[[str], list[list[int]]]:
 
 @pytest.mark.parametrize(
     ("model", "setting"),
-    by_default([("Llama4", "preemption"), ("Qwen3Moe", "prefix_reuse")], MODELS, BACKENDS),
+    by_default(
+        [("Llama4", "preemption"), ("Qwen3Moe", "prefix_reuse"), ("Qwen3VLMoe", "chunks")],
+        MODELS,
+        BACKENDS,
+    ),
 )
 def test_the_text_is_the_same_with_and_without_drafts_of_ngram(
     model: str, setting: str, folders: dict[str, Path], plain: Callable[[str], list[list[int]]]
@@ -201,11 +210,4 @@ def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
 def test_deterministic_gives_the_same_text_with_and_without_drafts(
     model: str, folders: dict[str, Path]
 ) -> None:
-    options = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}
-    alone, _ = texts(folders[model], max_batch_size=1, **(SETTINGS["undisturbed"] | options))
-    for own in (None, NGRAM):
-        for setting in ("undisturbed", "chunks"):
-            found, _ = texts(
-                folders[model], speculative_config=own, **(SETTINGS[setting] | options)
-            )
-            assert found == alone
+    assert_deterministic_texts_do_not_depend_on_drafts(folders[model])

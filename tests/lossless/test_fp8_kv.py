@@ -38,10 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "preemption": {"kv_cache_config": FP8 | {"tokens_per_block": 16, "max_tokens": 288}},
 }
-RUNS = (
-    ("ngram", "preemption"),
-    ("eagle3_tree", "chunks_of_16"),
-)
+RUNS = (("ngram", "preemption"), ("eagle3_tree", "chunks_of_16"))
 MODES = (
     "plain",
     "ngram",

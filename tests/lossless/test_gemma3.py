@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.lossless.drafters import AdversarialDrafter
+from tests.lossless.small_models import assert_deterministic_texts_do_not_depend_on_drafts
 from tests.lossless.test_deepseek import NGRAM, PLAIN, PROMPTS, SETTINGS, TREES, texts
 from tests.models.helpers import VOCAB_SIZE
 from tests.models.test_gemma3 import save_gemma3
@@ -104,9 +105,4 @@ def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_deterministic_gives_the_same_text_with_and_without_drafts(folder: Path) -> None:
-    options = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}
-    alone, _ = texts(folder, max_batch_size=1, **(SETTINGS["undisturbed"] | options))
-    for own in (None, NGRAM):
-        for setting in ("undisturbed", "chunks"):
-            found, _ = texts(folder, speculative_config=own, **(SETTINGS[setting] | options))
-            assert found == alone
+    assert_deterministic_texts_do_not_depend_on_drafts(folder)

@@ -14,9 +14,7 @@ from tests.models.gpt_oss import in_mxfp4, save_gpt_oss
 __all__ = ["head"]
 
 TIERS = {"adaptive": {"strategy": "ema", **EVERY_ROUND, 1: {"candidate_steps": [0, 1, 3]}}}
-HOW = BACKENDS | {
-    "no_overlap": SETTINGS["prefix_reuse"] | {"disable_overlap_scheduler": True},
-}
+HOW = BACKENDS | {"no_overlap": SETTINGS["prefix_reuse"] | {"disable_overlap_scheduler": True}}
 
 
 @pytest.fixture(scope="module")

@@ -47,9 +47,7 @@ def test_the_stops_end_the_texts_where_they_first_occur(
 
 
 def test_the_comparison_tolerates_a_difference_between_near_ties_only(
-    cases: list[Case],
-    plain: list[RequestOutput],
-    oracle: Callable[[], Oracle],
+    cases: list[Case], plain: list[RequestOutput], oracle: Callable[[], Oracle]
 ) -> None:
     def with_tokens(token_ids: list[int]) -> RequestOutput:
         sample = CompletionOutput(0, plain[1].outputs[0].text, token_ids, finish_reason="length")

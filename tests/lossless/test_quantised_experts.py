@@ -18,9 +18,9 @@ from tests.lossless.small_models import (
     texts,
     write_head,
 )
+from tests.models.fp8_checkpoint import keeping_int4
 from tests.models.fp8_checkpoint import quantise as in_fp8
 from tests.models.helpers import save_checkpoint
-from tests.models.int4_checkpoint import keeping_int4
 from tllm_spec.zoo.quantise import Style, quantise
 
 SIZES = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 160}

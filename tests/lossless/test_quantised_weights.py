@@ -22,7 +22,7 @@ from tests.lossless.cases import (
 from tests.lossless.engines import DRAFT_MODEL, engine
 from tests.lossless.oracle import Oracle
 from tests.models import fp8_checkpoint
-from tests.models.int4_checkpoint import keeping_int4
+from tests.models.fp8_checkpoint import keeping_int4
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.text.tokenizer import Tokenizer

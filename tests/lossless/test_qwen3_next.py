@@ -14,6 +14,7 @@ from tests.lossless.small_models import (
     PROMPTS,
     SETTINGS,
     TREES,
+    assert_deterministic_texts_do_not_depend_on_drafts,
     by_default,
     plain_texts,
     texts,
@@ -144,10 +145,7 @@ OWN_DRAFTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("drafts", "one_model", "setting"),
     by_default(
-        [
-            ("chain", True, "preemption"),
-            ("dynamic", False, "chunks"),
-        ],
+        [("chain", True, "preemption"), ("dynamic", False, "chunks")],
         *(OWN_DRAFTS, (True, False), MODES),
     ),
 )
@@ -180,8 +178,7 @@ def test_a_prefix_is_reused_up_to_a_copy_of_the_states(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "drafter", "setting"),
     by_default(
-        [("Qwen3_5", "mtp", "prefix_reuse")],
-        *(("Qwen3_5", "Qwen3_5Moe"), ("ngram", "mtp"), MODES),
+        [("Qwen3_5", "mtp", "prefix_reuse")], *(("Qwen3_5", "Qwen3_5Moe"), ("ngram", "mtp"), MODES)
     ),
 )
 def test_drafts_leave_the_text_of_qwen3_5_alone(
@@ -248,9 +245,4 @@ def test_a_gpu_drafts_with_the_models_own_layer(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_deterministic_gives_the_same_text_with_and_without_drafts(folder: Path) -> None:
-    options = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}
-    alone, _ = texts(folder, max_batch_size=1, **(SETTINGS["undisturbed"] | options))
-    for own in (None, NGRAM):
-        for setting in ("undisturbed", "chunks"):
-            found, _ = texts(folder, speculative_config=own, **(SETTINGS[setting] | options))
-            assert found == alone
+    assert_deterministic_texts_do_not_depend_on_drafts(folder)

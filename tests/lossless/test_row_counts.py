@@ -8,13 +8,7 @@ import pytest
 
 from tests.executor.guided_rounds import submit_guided
 from tests.executor.harness import Harness, output_of
-from tests.executor.row_rounds import (
-    DRAFT_LEN,
-    PROMPT,
-    draw_rows,
-    rows_and_batches,
-    wrong_drafts,
-)
+from tests.executor.row_rounds import DRAFT_LEN, PROMPT, draw_rows, rows_and_batches, wrong_drafts
 from tests.lossless.engines import tiny_engine
 from tests.models.mtp_reference import save_predictable
 from tllm_spec.executor.request import LlmRequest

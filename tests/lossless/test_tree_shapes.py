@@ -100,10 +100,7 @@ def watch_chunks(llm: LLM) -> list[int]:
 
 @pytest.mark.parametrize("run", runs())
 def test_a_tree_of_any_shape_gives_plain_decodings_text(
-    run: Run,
-    cases: list[Case],
-    plain: list[RequestOutput],
-    oracle: Callable[[], Oracle],
+    run: Run, cases: list[Case], plain: list[RequestOutput], oracle: Callable[[], Oracle]
 ) -> None:
     with LLM("zoo:llama", max_batch_size=BATCH_SIZE, **options_of(run)) as llm:
         if run.setting == "reuse":

@@ -5,6 +5,7 @@ alone, the others ask for FP8."""
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -83,9 +84,7 @@ def tiled(
 
 
 def quantise(
-    folder: Path,
-    wants: Callable[[str], bool] = is_projection,
-    granularity: str = "block",
+    folder: Path, wants: Callable[[str], bool] = is_projection, granularity: str = "block"
 ) -> Tensors:
     """Rewrites the checkpoint with the tensors that `wants` names in FP8. Returns all, dequantised:
     what `save_file` writes for a checkpoint of the same values without FP8."""
@@ -108,10 +107,14 @@ def quantise(
 
 
 @contextmanager
-def keeping_fp8() -> Iterator[Mock]:
-    """Also CPUs keep FP8 weights, which the plain-torch references multiply. Yields what is asked
-    whether a device multiplies them."""
-    multiplies_fp8 = quantised_layers.multiplies_fp8
-    asked = Mock(side_effect=lambda device: device.type == "cpu" or multiplies_fp8(device))
-    with patch.object(quantised_layers, "multiplies_fp8", asked):
+def _keeping(multiplies: str) -> Iterator[Mock]:
+    """Also CPUs keep quantised weights, which the plain-torch references multiply. Yields what is
+    asked whether a device multiplies them."""
+    original = getattr(quantised_layers, multiplies)
+    asked = Mock(side_effect=lambda device: device.type == "cpu" or original(device))
+    with patch.object(quantised_layers, multiplies, asked):
         yield asked
+
+
+keeping_fp8 = partial(_keeping, "multiplies_fp8")
+keeping_int4 = partial(_keeping, "multiplies_int4")

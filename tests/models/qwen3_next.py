@@ -29,11 +29,7 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 100.0,
-        "partial_rotary_factor": 0.25,
-    },
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
 }
 
 

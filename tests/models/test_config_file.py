@@ -12,6 +12,7 @@ import pytest
 from tests.models.published import GEMMA3, PHI4_MINI, PUBLISHED
 from tests.models.published_fp8 import PUBLISHED_FP8
 from tests.models.published_gpt_oss import GPT_OSS
+from tests.models.published_images import MISTRAL_SMALL_3_1, QWEN3_VL_30B
 from tests.models.published_states import QWEN3_5, QWEN3_NEXT
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_config import Eagle3Config
@@ -59,6 +60,8 @@ CASES = {
     "gpt-oss": (GPT_OSS["gpt-oss-20b"], read_model),
     "qwen3-next": (QWEN3_NEXT, read_model),
     "qwen3.5": (QWEN3_5, read_model),
+    "qwen3-vl": (QWEN3_VL_30B, read_model),
+    "mistral3": (MISTRAL_SMALL_3_1, read_model),
     "moe": (PUBLISHED["Qwen2-57B-A14B"], read_model),
     "blocks": (PUBLISHED_FP8["Qwen3-8B-FP8"][0], read_model),
     "groups": (PUBLISHED_FP8["RedHatAI's Llama-3.1-8B-FP8"][0], read_model),
@@ -109,11 +112,7 @@ def test_every_wrong_value_of_every_key_is_refused_or_accepted(case: str, tmp_pa
     [
         ("num_hidden_layers", 10**12, "num_hidden_layers is 1000000000000; it must be an integer"),
         ("hidden_size", 192.0, "hidden_size is 192.0; it must be an integer from 1 to"),
-        (
-            "tie_word_embeddings",
-            "false",
-            "tie_word_embeddings is 'false'; it must be true",
-        ),
+        ("tie_word_embeddings", "false", "tie_word_embeddings is 'false'; it must be true"),
         ("rms_norm_eps", float("nan"), "rms_norm_eps is nan; it must be a number from 0"),
         ("rms_norm_eps", None, "rms_norm_eps is null; it must be a number from 0"),
         ("eos_token_id", [1, "2"], r"eos_token_id is \[1, '2'\]; it must be a token id or a list"),

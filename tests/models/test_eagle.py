@@ -36,10 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a Llama layer with biased q, k and v": {"qkv_bias": True},
     "a Qwen2 layer": {"architectures": ["Qwen2ForCausalLMEagle"], "qkv_bias": True},
     "other sizes": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 2048},
-    "a window": {
-        "architectures": ["MistralForCausalLMEagle"],
-        "sliding_window": 4,
-    },
+    "a window": {"architectures": ["MistralForCausalLMEagle"], "sliding_window": 4},
     "its own embedding and output layer": {"own_modules": True},
     "rope": {"rope_theta": 30.0, "rope_scaling": {"type": "linear", "factor": 3.0}},
 }

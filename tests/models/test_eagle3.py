@@ -51,12 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norm_before_fc and fc_norm": {"norm_before_fc": True, "fc_norm": True},
     "speculators": SPECULATORS,
     "speculators, all norms": SPECULATORS
-    | {
-        "norm_before_residual": True,
-        "norm_before_fc": True,
-        "fc_norm": True,
-        "norm_output": True,
-    },
+    | {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True},
     "speculators, a Qwen3 layer": SPECULATORS
     | {"model_type": "qwen3", "norm_before_residual": True, "num_layers": 2},
 }
@@ -165,9 +160,7 @@ def test_a_gpu_gives_the_logits_and_states_of_the_cpu(name: str, tmp_path: Path)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3)
 
 
-def test_a_head_drafts_for_a_qwen3_target_with_its_own_head_dim(
-    tmp_path: Path,
-) -> None:
+def test_a_head_drafts_for_a_qwen3_target_with_its_own_head_dim(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "target", "Qwen3", head_dim=32, tie_word_embeddings=True)
     target = load(tmp_path / "target")
     folder = write_tiny_eagle3(

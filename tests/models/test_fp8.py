@@ -243,12 +243,7 @@ def test_each_block_has_its_own_scale(tmp_path: Path) -> None:
     tensor = Fp8Tensor(weight, config.fp8.row_scales(scale, (130, 257), "w"))
     assert tensor.dequantised(torch.float32)[[0, 127, 128, 129]][
         :, [0, 127, 128, 255, 256]
-    ].tolist() == [
-        [1, 1, 2, 2, 4],
-        [1, 1, 2, 2, 4],
-        [8, 8, 16, 16, 32],
-        [8, 8, 16, 16, 32],
-    ]
+    ].tolist() == [[1, 1, 2, 2, 4], [1, 1, 2, 2, 4], [8, 8, 16, 16, 32], [8, 8, 16, 16, 32]]
 
 
 def without_scale(tensors: Tensors) -> None:

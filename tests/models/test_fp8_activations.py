@@ -252,9 +252,7 @@ def test_slices_that_cut_a_block_of_activations_are_refused_with_the_sizes_that_
         RowLinear(768, 24, bias=False, placement=replace(placement, mapping=Mapping(0, 4, 4)))
 
 
-def test_layers_that_share_an_input_use_the_largest_of_their_static_scales(
-    tmp_path: Path,
-) -> None:
+def test_layers_that_share_an_input_use_the_largest_of_their_static_scales(tmp_path: Path) -> None:
     FAMILIES["llama"](tmp_path)
     quantise(tmp_path, granularity="modelopt")
     qkv = load(tmp_path).get_submodule("model.layers.1.self_attn.qkv_proj")

@@ -202,10 +202,7 @@ def test_a_checkpoint_with_a_quantised_cache_only_has_no_fp8_weights(cache_only:
     assert not any(found.keeps(f"{LAYER}.{module}") for module in ATTENTION)
 
 
-GROUP, NO_GROUP = (
-    "input_activations of config_groups",
-    "activations are not quantised (W8A16)",
-)
+GROUP, NO_GROUP = ("input_activations of config_groups", "activations are not quantised (W8A16)")
 TOKENS, BLOCK_SCALES, STATIC = map(ActivationScales, ("token", "block", "tensor"))
 
 
@@ -214,10 +211,7 @@ TOKENS, BLOCK_SCALES, STATIC = map(ActivationScales, ("token", "block", "tensor"
     [
         (BLOCKS, []),
         (BLOCKS | {"kv_cache_scheme": None, "activation_scheme": "dynamic"}, []),
-        (
-            FP8 | {"activation_scheme": "static", "kv_cache_scheme": "static"},
-            [],
-        ),
+        (FP8 | {"activation_scheme": "static", "kv_cache_scheme": "static"}, []),
         (CACHE_ONLY, []),
         (compressed("tensor", "float-quantized"), []),
         (changed_group(input_activations={"dynamic": True}), [(GROUP, NO_GROUP)]),

@@ -5,7 +5,6 @@ import copy
 import json
 import shutil
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from tests.models.helpers import (
     MAX_POSITIONS,
     VOCAB_SIZE,
     PagedRunner,
+    assert_logits_in_all_ways,
     load,
     random_tokens,
     reference_logits,
@@ -93,21 +93,7 @@ def test_beyond_the_window_logits_equal_transformers(
 ) -> None:
     tokens = random_tokens(MAX_POSITIONS, seed=3)
     expected = reference_logits(save_gemma3(tmp_path, **MODELS[name]), tokens)
-    runner = PagedRunner(load(tmp_path), num_pages=128)
-    use(runner, kind)
-
-    def check(found: torch.Tensor, start: int = 0) -> None:
-        torch.testing.assert_close(found, expected[start : start + len(found)], rtol=0, atol=1e-4)
-
-    check(runner.step({0: tokens})[0])
-    parts = [*pairwise((0, 3, 14, 25, 64))]
-    check(torch.cat([runner.step({1: tokens[start:end]})[1] for start, end in parts]))
-    eights = [runner.step(windows={3: tokens[i : i + 8]})[3] for i in range(0, 64, 8)]
-    check(torch.cat(eights))
-    runner.rewind(3, 11)
-    mixed = runner.step({4: tokens[:30]}, {3: tokens[53:61]})
-    check(mixed[3], 53)
-    check(mixed[4])
+    assert_logits_in_all_ways(tmp_path, kind, expected, tokens)
 
 
 @pytest.mark.parametrize(
@@ -169,9 +155,7 @@ def check_errors(found: torch.Tensor, folder: Path, tokens: list[int]) -> None:
     assert mine.max() < 2 * its.max()
 
 
-def test_in_bfloat16_logits_are_as_near_to_those_of_float32_as_transformers(
-    tmp_path: Path,
-) -> None:
+def test_in_bfloat16_logits_are_as_near_to_those_of_float32_as_transformers(tmp_path: Path) -> None:
     tokens = random_tokens(MAX_POSITIONS, seed=3)
     save_gemma3(tmp_path, dtype=torch.bfloat16)
     found = PagedRunner(load(tmp_path, dtype=torch.bfloat16)).step({0: tokens})[0]
@@ -334,10 +318,3 @@ def test_quantised_weights_of_a_text_model_give_the_logits_of_their_values(
     assert (models[0].config.fp8 or models[0].config.int4) is not None
     found, expected = (PagedRunner(model).step({0: random_tokens(40)})[0] for model in models)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_quantised_weights_of_a_model_with_images_are_refused() -> None:
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
-    assert ModelConfig.from_dict(GEMMA3_270M | {"quantization_config": awq}).int4 is not None
-    with pytest.raises(ValueError, match="Gemma3ForConditionalGeneration has quantised weights"):
-        ModelConfig.from_dict(GEMMA3_4B | {"quantization_config": awq})

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.models.fp8_checkpoint import keeping_int4
 from tests.models.helpers import PagedRunner, load, random_tokens, reference_logits, save_checkpoint
-from tests.models.int4_checkpoint import keeping_int4
 from tests.models.test_int4 import int4_names
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats import gguf_tensors

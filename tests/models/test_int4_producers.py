@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.models.fp8_checkpoint import keeping_int4
 from tests.models.helpers import load
-from tests.models.int4_checkpoint import keeping_int4
 from tests.models.test_int4 import check_same_logits, int4_names, save
 from tllm_spec.models.formats.int4_packings import PACKINGS
 from tllm_spec.models.formats.int4_tensor import Int4Tensor

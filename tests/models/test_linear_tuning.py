@@ -80,9 +80,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tuned:
     return tuned
 
 
-def test_layers_of_all_models_are_grouped_by_shape_and_share_one_table(
-    tuned: Tuned,
-) -> None:
+def test_layers_of_all_models_are_grouped_by_shape_and_share_one_table(tuned: Tuned) -> None:
     model = nn.Sequential(layer(1024, 2048), layer(1024, 2048), layer(2048, 1024))
     head = nn.Sequential(layer(2048, 1024), sum_layer(2048, 1024))
     tune_linears([model, head], [32], CUDA)

@@ -11,13 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.models.helpers import (
-    MAX_POSITIONS,
-    PagedRunner,
-    load,
-    random_tokens,
-    reference_logits,
-)
+from tests.models.helpers import MAX_POSITIONS, PagedRunner, load, random_tokens, reference_logits
 from tests.models.published import Raw
 from tests.models.published_states import QWEN3_5, QWEN3_NEXT
 from tests.models.qwen3_next import (
@@ -128,7 +122,8 @@ def test_a_published_config_of_qwen3_5_is_read_as_transformers_reads_it() -> Non
     theirs = transformers.Qwen3_5Config(**json.loads(json.dumps(QWEN3_5))).text_config
     assert config.delta is not None and config.delta.is_split and config.moe is None
     kinds = [LINEAR if layer in config.delta.layers else FULL for layer in range(32)]
-    assert kinds == theirs.layer_types and config.sees_images and config.num_nextn_layers == 1
+    assert kinds == theirs.layer_types and config.num_nextn_layers == 1
+    assert config.text_part.images == ("visual.",)
     rope = theirs.rope_parameters
     assert (config.rope.theta, config.rope.partial_factor) == (rope["rope_theta"], 0.25)
     assert (config.hidden_size, config.num_kv_heads) == (theirs.hidden_size, 4)

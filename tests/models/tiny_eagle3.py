@@ -14,6 +14,16 @@ from safetensors.torch import load_file, save_file
 Tensors = dict[str, torch.Tensor]
 Spelling = Literal["flat", "layers", "model.flat", "model.layers"]
 FLAGS = ("norm_output", "norm_before_fc", "norm_before_residual", "fc_norm", "bias")
+# Of a head with latent attention.
+LATENT: dict[str, Any] = {
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+    "model_type": "kimi_k2",
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
 SPELLINGS: tuple[Spelling, ...] = ("flat", "layers", "model.flat", "model.layers")
 
 
@@ -33,6 +43,7 @@ def write_tiny_eagle3(
     num_layers: int = 1,
     model_type: Literal["llama", "qwen3"] = "llama",
     speculators: bool = False,
+    latent: bool = False,
     own_modules: bool = False,
     mask_token: int | None = None,
     file: Literal["model.safetensors", "pytorch_model.bin"] = "model.safetensors",
@@ -41,9 +52,10 @@ def write_tiny_eagle3(
     """Fills `folder` with an untied head; equal arguments give equal weights in every spelling,
     format and file.
 
-    `speculators`: config.json in the speculators format, otherwise flat. `config`: `FLAGS`, and
-    further keys of its top level. Like published heads it has `t2d`. `own_modules`: with an
-    embedding that is not the target's, and with an output layer even where `config` ties it."""
+    `speculators`: config.json in the speculators format, otherwise flat. `latent`: with latent
+    attention, as Kimi K2.5's. `config`: `FLAGS`, and further keys of its top level. Like published
+    heads it has `t2d`. `own_modules`: with an embedding that is not the target's, and with an
+    output layer even where `config` ties it."""
     sizes = {
         "hidden_size": hidden_size,
         "vocab_size": vocab_size,
@@ -54,12 +66,9 @@ def write_tiny_eagle3(
         "intermediate_size": intermediate_size,
         "num_hidden_layers": num_layers,
     }
-    layer = {
-        "model_type": model_type,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 16,
-    }
+    layer = {"model_type": model_type} | _LAYER
+    if latent:
+        config = LATENT | {"num_key_value_heads": num_heads} | config
     if mask_token is not None:
         config |= _PARALLEL[speculators] | {"mask_token_id": mask_token}
     flags = {flag: config.pop(flag, False) for flag in FLAGS}
@@ -78,6 +87,11 @@ def write_tiny_eagle3(
     return folder
 
 
+_LAYER: dict[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 16,
+}
 _FLAT = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "tie_word_embeddings": False,
@@ -163,19 +177,40 @@ def _shapes(
         shapes["mask_hidden"] = (1, 1, num_captured * size)
     for layer in range(sizes["num_hidden_layers"]):
         width = size if layer else 2 * size
+        attention = {
+            "q_proj": (q_size, width),
+            "k_proj": (kv_size, width),
+            "v_proj": (kv_size, width),
+            "o_proj": (size, q_size),
+        }
+        if "kv_lora_rank" in settings:
+            attention = _latent_shapes(settings, sizes["num_attention_heads"], width, size)
         for name, shape in {
             "input_layernorm": (size,),
             "post_attention_layernorm": (size,),
-            "self_attn.q_proj": (q_size, width),
-            "self_attn.k_proj": (kv_size, width),
-            "self_attn.v_proj": (kv_size, width),
-            "self_attn.o_proj": (size, q_size),
+            **{f"self_attn.{name}": shape for name, shape in attention.items()},
             "mlp.gate_proj": (inner, size),
             "mlp.up_proj": (inner, size),
             "mlp.down_proj": (size, inner),
         }.items():
             shapes[f"layers.{layer}.{name}.weight"] = shape
     return shapes
+
+
+def _latent_shapes(
+    settings: dict[str, Any], num_heads: int, width: int, size: int
+) -> dict[str, tuple[int, ...]]:
+    rank, kv_rank = settings["q_lora_rank"], settings["kv_lora_rank"]
+    nope, rope, value = (settings[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
+    queries = num_heads * (nope + rope)
+    low_rank = {"q_a_proj": (rank, width), "q_a_layernorm": (rank,), "q_b_proj": (queries, rank)}
+    return {
+        **(low_rank if rank else {"q_proj": (queries, width)}),
+        "kv_a_proj_with_mqa": (kv_rank + rope, width),
+        "kv_a_layernorm": (kv_rank,),
+        "kv_b_proj": (num_heads * (nope + value), kv_rank),
+        "o_proj": (size, num_heads * value),
+    }
 
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -27,11 +27,7 @@ BODY: dict[str, Any] = {
     "ignore_eos": True,
     "temperature": 0,
 }
-SPECULATION = {
-    "decoding_type": "NGram",
-    "max_draft_len": 3,
-    "adaptive": {"strategy": "cost_model"},
-}
+SPECULATION = {"decoding_type": "NGram", "max_draft_len": 3, "adaptive": {"strategy": "cost_model"}}
 
 
 def let_jump(monkeypatch: pytest.MonkeyPatch, offsets: Iterator[float]) -> list[float]:

@@ -42,10 +42,7 @@ def test_text_and_null_are_no_grammar() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"response_format": {"type": "json_schema"}},
-            "json_schema needs an object with a schema",
-        ),
+        ({"response_format": {"type": "json_schema"}}, "json_schema needs an object with a schema"),
         ({"response_format": {}}, "the types text, json_object"),
         ({"response_format": {"type": ["text"]}}, "the types text, json_object"),
         ({"response_format": {"type": {}}}, "the types text, json_object"),

@@ -40,14 +40,7 @@ def test_an_unknown_route_is_answered_with_openais_error_object(url: str) -> Non
 
 @pytest.mark.parametrize(
     ("method", "path", "reason"),
-    [
-        (
-            "POST",
-            "/kv_cache_events",
-            NO_KV_EVENTS,
-        ),
-        ("POST", "/v1/embeddings", "answers are text"),
-    ],
+    [("POST", "/kv_cache_events", NO_KV_EVENTS), ("POST", "/v1/embeddings", "answers are text")],
 )
 def test_a_known_route_that_is_not_served_is_answered_with_the_reason(
     url: str, method: str, path: str, reason: str

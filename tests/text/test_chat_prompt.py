@@ -1,6 +1,9 @@
 """Conversations become token ids: control tokens come from the template only."""
 
+import json
+import shutil
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +11,7 @@ import pytest
 from tests.server.fake_llm import FakeLLM
 from tllm_spec.text.chat_prompt import SPLIT, ChatPrompts, Conversation, control_tokens
 from tllm_spec.text.tokenizer import Tokenizer, load_tokenizer
+from tllm_spec.zoo.registry import resolve_model
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +149,32 @@ def test_names_that_the_template_leaves_out_are_reported_once(
         prompts.token_ids(Conversation([USER | {"name": "Ann"}]))
     assert caplog.text.count("messages have a name") == (template == TEMPLATE)
     assert "Ann" not in caplog.text
+
+
+# Contents are text, or parts of which some are images.
+WITH_IMAGES = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}[image]{% else %}{{ part.text }}"
+    "{% endif %}{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}[A]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.json", "jinja"])
+def test_the_template_of_a_model_with_images_renders_text(file: str, tmp_path: Path) -> None:
+    """Where it is: with the tokenizer, with the processor of images, or in a file of its own."""
+    shutil.copy(resolve_model("zoo:llama") / "tokenizer.json", tmp_path)
+    settings = json.loads((resolve_model("zoo:llama") / "tokenizer_config.json").read_text())
+    settings.pop("chat_template")
+    files: dict[str, Any] = {"tokenizer_config.json": settings}
+    files["config.json"] = {"model_type": "qwen3_vl"}
+    if file != "jinja":
+        files[file] = files.get(file, {}) | {"chat_template": WITH_IMAGES}
+    else:
+        (tmp_path / "chat_template.jinja").write_text(WITH_IMAGES)
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    prompts = ChatPrompts(tokenizer, lambda text: None, allow_control_tokens=False)
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    messages = [{"role": "system", "content": "c"}, {"role": "user", "content": parts}]
+    assert tokenizer.decode(prompts.token_ids(Conversation(messages))) == "[system]c[user]a b[A]"

@@ -91,11 +91,7 @@ def test_the_text_is_the_one_that_the_tokenizer_makes() -> None:
     conversation = Conversation([USER], {"x": {"a": [1, None, "😀"]}}, tools=tools)
     found = prompts._rendered(conversation, RenderTime())
     assert found == tokenizer.apply_chat_template(
-        [USER],
-        tools=tools,
-        x={"a": [1, None, "😀"]},
-        tokenize=False,
-        add_generation_prompt=True,
+        [USER], tools=tools, x={"a": [1, None, "😀"]}, tokenize=False, add_generation_prompt=True
     )
 
 

@@ -14,14 +14,7 @@ from tests.models.helpers import PagedRunner, load, reference_logits
 from tests.models.mtp_reference import PlainMTP
 from tests.models.test_mtp import ModuleRunner
 from tests.training.eagle3_entries import settings
-from tests.zoo.runs import (
-    SELF_TEXT,
-    call,
-    counting,
-    read_json,
-    read_weights,
-    write_shape,
-)
+from tests.zoo.runs import SELF_TEXT, call, counting, read_json, read_weights, write_shape
 from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.mtp import load_nextn
 from tllm_spec.training.acceptance import module_matches
@@ -161,9 +154,7 @@ def test_acceptance_is_measured_for_both_ways(runs: Path) -> None:
         assert read_json(runs / "acceptance.json")["acceptance_length"] > 2.5
 
 
-def test_the_bias_lowers_experts_with_many_tokens_and_only_the_choice_reads_it(
-    runs: Path,
-) -> None:
+def test_the_bias_lowers_experts_with_many_tokens_and_only_the_choice_reads_it(runs: Path) -> None:
     torch.manual_seed(0)
     model = build_target(runs / "shape", RUN, CPU)
     (block,) = mixtures(model)

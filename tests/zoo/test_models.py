@@ -57,9 +57,7 @@ def test_weights_are_bf16_finite_and_tied(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_configs_are_spelt_as_in_transformers_4_and_load_here_and_there(
-    name: str,
-) -> None:
+def test_configs_are_spelt_as_in_transformers_4_and_load_here_and_there(name: str) -> None:
     folder = resolve_model(name)
     raw, tokenizer = read_json(folder / "config.json"), read_json(folder / "tokenizer_config.json")
     assert raw.keys() >= {"torch_dtype", "rope_theta"} and raw.keys().isdisjoint(

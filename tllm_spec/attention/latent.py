@@ -251,10 +251,7 @@ class TritonLatent(LatentBackend):
     def _plan_windows(self, metadata: AttentionMetadata) -> LatentWindows:
         batch = metadata.rows.num_requests
         tables = LatentTables(
-            metadata.rows,
-            metadata.block_tables[-batch:],
-            metadata.kv_lens[-batch:],
-            metadata.tree,
+            metadata.rows, metadata.block_tables[-batch:], metadata.kv_lens[-batch:], metadata.tree
         )
         return LatentWindows(sum(metadata.context_lens), tables, None, None)
 

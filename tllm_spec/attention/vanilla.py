@@ -13,11 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.interface import (
-    AttentionMetadata,
-    AttentionPlan,
-    HeadsBackend,
-)
+from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, HeadsBackend
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.kernels.key_spans import KeySpans
 from tllm_spec.kernels.kv_codes import times

@@ -37,7 +37,7 @@ class WidePages:
 
     @staticmethod
     def num_bytes(geometry: AttentionGeometry, kv_format: KVFormat) -> int:
-        """At most; nothing for a pool without codes."""
+        """Bytes of the copy, at most; 0 for a pool without codes."""
         elements = 2 * MAX_TOKENS * geometry.num_kv_heads * geometry.head_dim
         return 0 if kv_format.scales is None else elements * kv_format.dtype.itemsize
 
@@ -50,6 +50,6 @@ class WidePages:
         widen_pages(layer, own.pages, own.count, self.layer)
 
     def page_list(self, max_pages: int) -> PageList:
-        """With room for as many, or as fit the copy."""
+        """A list with room for `max_pages`, or for as many as the copy has."""
         pages = torch.zeros_like(self._numbers[:max_pages])
         return PageList(pages, pages.new_zeros(1))

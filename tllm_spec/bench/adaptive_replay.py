@@ -7,8 +7,8 @@ A trace is JSON lines, one a round, in order:
 
 `num_accepted`: accepted drafts of each request that was drafted for. `num_steps`: the draft length
 that was verified; without it, the round counts as one of the length that the controller asked for.
-`seconds`: the round's time, if it is known. The trace is what happened: decisions do not change the
-rounds after them.
+`seconds`: the round's time, if it is known. `context_len`: average tokens of the requests, which
+`context_buckets` need. The trace is what happened: decisions do not change the rounds after them.
 
 A folder of recorded traffic (`record_traffic`) is a trace, too, without times.
 
@@ -37,6 +37,7 @@ class TraceRound(ConfigModel):
     num_accepted: list[NonNegativeInt]
     num_steps: NonNegativeInt | None = None
     seconds: PositiveFloat | None = None
+    context_len: NonNegativeInt = 0
 
     @model_validator(mode="after")
     def _check_together(self) -> "TraceRound":
@@ -166,24 +167,29 @@ def read_trace(lines: Iterable[str]) -> Iterator[TraceRound]:
 def recorded_trace(folder: Path) -> Iterator[TraceRound]:
     """The rounds of recorded traffic, in order. What a round brought to several requests has one
     time. Raises ValueError for a folder without records."""
-    rounds: dict[int, list[tuple[int, int]]] = {}
+    rounds: dict[int, list[tuple[int, int, int]]] = {}
     for record in read_records(folder):
+        context_len = len(record.prompt)
         for offset, num_tokens, num_drafts in record.rounds:
             if offset is not None and num_tokens is not None and num_drafts is not None:
                 brought = rounds.setdefault(record.arrived_us + offset, [])
-                brought.append((num_tokens - 1, num_drafts))
+                brought.append((num_tokens - 1, num_drafts, context_len))
+            context_len += num_tokens or 0
     for _, brought in sorted(rounds.items()):
         yield TraceRound(
             batch_size=len(brought),
-            num_accepted=[accepted for accepted, drafts in brought if drafts],
-            num_steps=max(drafts for _, drafts in brought),
+            num_accepted=[accepted for accepted, drafts, _ in brought if drafts],
+            num_steps=max(drafts for _, drafts, _ in brought),
+            context_len=sum(tokens for _, _, tokens in brought) // len(brought),
         )
 
 
 def replay(controller: AdaptiveController, rounds: Iterable[TraceRound]) -> Iterator[ReplayedRound]:
     for number, each in enumerate(rounds, start=1):
+        controller.note_context(each.context_len)
         steps = controller.tier_for(each.batch_size)
         changed = controller.observe(
-            each.batch_size, each.num_accepted, each.num_steps, each.seconds
+            *(each.batch_size, each.num_accepted, each.num_steps, each.seconds),
+            context_len=controller.context_len,
         )
         yield ReplayedRound(number, each.batch_size, steps, changed)

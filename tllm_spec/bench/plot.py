@@ -50,7 +50,7 @@ Curves = Mapping[str, Sequence[LoadPoint]]
 
 
 def serve_curve(loads: Sequence[Mapping[str, Any]]) -> list[LoadPoint]:
-    """From the loads of a report of `tllm-bench serve`."""
+    """The curve of the loads in a report of `tllm-bench serve`."""
     return [
         LoadPoint(
             load["load"].removeprefix("concurrency ").replace(" requests/s", "/s"),
@@ -74,14 +74,12 @@ def read_serve_report(path: Path) -> tuple[str, list[LoadPoint]]:
 
 
 def comparison_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[LoadPoint]]:
-    """From the rows of `tllm-bench compare`."""
+    """The curves of the rows of `tllm-bench compare`."""
     curves: dict[str, list[LoadPoint]] = {}
     for row in rows:
         limit = row["concurrency"]
         point = LoadPoint(
-            str(limit) if limit > 0 else "no limit",
-            row["output_tokens_per_s"],
-            _latencies(row),
+            str(limit) if limit > 0 else "no limit", row["output_tokens_per_s"], _latencies(row)
         )
         curves.setdefault(row["configuration"], []).append(point)
     return curves

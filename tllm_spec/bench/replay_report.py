@@ -10,12 +10,7 @@ from tllm_spec.config.llm_args import LlmArgs, overlay, read_options
 from tllm_spec.config.speculative_config import speculative_config_from
 from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.recording.replay import replay
-from tllm_spec.recording.traffic_folder import (
-    files_of,
-    read_records,
-    read_traffic,
-    states_files,
-)
+from tllm_spec.recording.traffic_folder import files_of, read_records, read_traffic, states_files
 from tllm_spec.recording.traffic_record import TrafficRecord
 
 # Options of the recorded engine that a configuration has, too, unless it says otherwise.

@@ -171,9 +171,7 @@ def dataset_section(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 def engine_section(
-    model_name: str,
-    args: LlmArgs,
-    infos: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
+    model_name: str, args: LlmArgs, infos: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
 ) -> dict[str, Any]:
     """With `infos` it has the type and the attention kernels that `auto` stands for."""
     (first, *_) = infos[0]["internal_states"][0].get("ranks") or [{}] if infos else [{}]

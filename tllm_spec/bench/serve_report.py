@@ -20,7 +20,8 @@ GOALS = ("ttft", "tpot", "e2el")  # milliseconds, by vLLM's names
 
 
 def parse_goals(given: Sequence[str]) -> dict[str, float]:
-    """From `ttft:200`, milliseconds. Raises ValueError for anything else."""
+    """Goals in milliseconds by name, from texts such as `ttft:200`. Raises ValueError for anything
+    else."""
     goals = {}
     for each in given:
         name, _, limit = each.partition(":")

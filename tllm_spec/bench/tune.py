@@ -128,10 +128,7 @@ def best_of(scores: Sequence[Score]) -> Score:
 
 
 def simulate(
-    arrivals: Sequence[float],
-    num_rounds: Sequence[int],
-    seconds: RoundSeconds,
-    max_batch_size: int,
+    arrivals: Sequence[float], num_rounds: Sequence[int], seconds: RoundSeconds, max_batch_size: int
 ) -> Simulated:
     """Requests that arrive at these times (ascending) and take so many rounds each, in order of
     arrival."""

@@ -15,10 +15,7 @@ from tllm_spec.config.llm_args import LlmArgs, with_fraction
 from tllm_spec.server_info import plain
 
 SECRETS = frozenset({"api_key", "ssl_keyfile_password"})
-SOURCES = {
-    ParameterSource.COMMANDLINE: "command line",
-    ParameterSource.ENVIRONMENT: "environment",
-}
+SOURCES = {ParameterSource.COMMANDLINE: "command line", ParameterSource.ENVIRONMENT: "environment"}
 
 
 def server_lines(context: click.Context, names: list[str]) -> Iterator[str]:

@@ -16,12 +16,7 @@ from click.core import ParameterSource
 
 from tllm_spec.cli.peer_flags import PEER_FLAGS, ServeCommand
 from tllm_spec.cli.print_config import llm_lines, server_lines
-from tllm_spec.cli.serve_options import (
-    SERVER_NAMES,
-    options_of,
-    server_options,
-    tls_of,
-)
+from tllm_spec.cli.serve_options import SERVER_NAMES, options_of, server_options, tls_of
 from tllm_spec.cli.trtllm_options import (
     BY_NAME,
     ENGINE_OPTIONS,
@@ -36,12 +31,7 @@ from tllm_spec.cli.trtllm_options import (
 from tllm_spec.config.config_base import ConfigError
 from tllm_spec.config.llm_args import LlmArgs, overlay, with_yaml
 from tllm_spec.config.yaml_file import read_yaml
-from tllm_spec.distributed.mpirun import (
-    end_mpirun,
-    mpirun_rank,
-    mpirun_size,
-    undo_default_binding,
-)
+from tllm_spec.distributed.mpirun import end_mpirun, mpirun_rank, mpirun_size, undo_default_binding
 from tllm_spec.server.child import ChildSettings
 from tllm_spec.server.host_limits import raise_file_limit
 from tllm_spec.server.logs import configure_logs

@@ -171,8 +171,7 @@ SERVER_CLICK_OPTIONS = (
         "--draft_model_key. [default: none may be]",
     ),
     click.option(
-        "--draft_model_key",
-        help="Name of the key in --api_key @FILE that may swap draft weights.",
+        "--draft_model_key", help="Name of the key in --api_key @FILE that may swap draft weights."
     ),
     click.option("--ssl_certfile", help="Certificate in PEM format: the server speaks HTTPS."),
     click.option("--ssl_keyfile", help="Its private key. [default: in --ssl_certfile]"),

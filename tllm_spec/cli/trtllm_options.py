@@ -107,9 +107,7 @@ SERVER_OPTIONS = (
     PeerOption("--server_role", str, NotServed((), ONE_SERVER)),
     PeerOption("--disagg_cluster_uri", str, NotServed((), ONE_SERVER)),
     PeerOption(
-        "--fail_fast_on_attention_window_too_large",
-        bool,
-        "fail_fast_on_attention_window_too_large",
+        "--fail_fast_on_attention_window_too_large", bool, "fail_fast_on_attention_window_too_large"
     ),
     PeerOption("--media_io_kwargs", str, NotServed((), ONLY_TEXT)),
     PeerOption("--video_pruning_rate", float, NotServed((), ONLY_TEXT)),

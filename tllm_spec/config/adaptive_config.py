@@ -92,7 +92,10 @@ CandidateTrees = Annotated[tuple[CandidateTree, ...], BeforeValidator(_trees)]
 
 
 class CostModelOptions(ConfigModel):
-    """The default: the draft length with the most expected tokens per second."""
+    """The default: the draft length with the most expected tokens per second. `context_buckets`,
+    for all slots of either strategy, has context lengths in tokens, e.g. `[4096, 16384]`: rounds
+    below, between and above them are decided separately, by the average context of their requests.
+    Drafters that were trained on short texts are right less often in long ones."""
 
     candidate_steps: Ladder
     """Draft lengths to choose from; 0 is plain decoding. Without slots it may be left out and is
@@ -113,7 +116,7 @@ class CostModelOptions(ConfigModel):
 
 
 EMA_ONLY = EmaOptions.model_fields.keys() - CostModelOptions.model_fields.keys()
-FOR_ALL_SLOTS = frozenset({"strategy", "compat"})
+FOR_ALL_SLOTS = frozenset({"strategy", "compat", "context_buckets"})
 SlotOptions = EmaOptions | CostModelOptions
 
 
@@ -123,6 +126,7 @@ class AdaptiveConfig:
 
     slots: tuple[tuple[int, SlotOptions], ...]
     compat: bool  # `ema` ignores which draft length produced an observation, as SGLang does
+    context_buckets: tuple[int, ...] = ()  # tokens of context from which on rounds are a class
 
     @property
     def draft_lens(self) -> tuple[int, ...]:
@@ -147,6 +151,8 @@ class AdaptiveConfig:
     def as_options(self) -> dict[int | str, Any]:
         """As `parse` takes it, in plain values."""
         slots: dict[int | str, Any] = {low: slot.as_options() for low, slot in self.slots}
+        if self.context_buckets:
+            slots["context_buckets"] = list(self.context_buckets)
         if self.is_cost_model:
             return {"strategy": "cost_model", **slots}
         return {"strategy": "ema", "compat": self.compat, **slots}
@@ -197,6 +203,7 @@ class AdaptiveConfig:
         if type(compat) is not bool or (compat and options is not EmaOptions):
             accepted = "true or false" if options is EmaOptions else "false, unless strategy: ema"
             raise ConfigError([f"compat = {shown(compat)} is refused; accepted: {accepted}"])
+        buckets = _buckets(root.pop("context_buckets", ()))
         ladder = root.pop("candidate_steps", None)
         if ladder is not None and slots:
             raise ConfigError(
@@ -212,7 +219,20 @@ class AdaptiveConfig:
             )
         options(**{**root, "candidate_steps": [0]})  # global keys are at fault without a slot
         checked = [(low, _slot(options, root, low, slots[low])) for low in sorted(slots)]
-        return cls(tuple(checked), compat)
+        return cls(tuple(checked), compat, buckets)
+
+
+def _buckets(buckets: object) -> tuple[int, ...]:
+    """Raises ConfigError for anything but ascending integers above 0."""
+    numbers: list[Any] = list(buckets) if isinstance(buckets, (list, tuple)) else [None]
+    if all(type(each) is int and each > 0 for each in numbers) and numbers == sorted({*numbers}):
+        return tuple(numbers)
+    raise ConfigError(
+        [
+            f"context_buckets = {shown(buckets)} is refused; accepted: context lengths in tokens, "
+            "ascending, e.g. [4096, 16384]"
+        ]
+    )
 
 
 def _default_ladder(max_draft_len: int | None) -> tuple[int, ...]:

@@ -3,10 +3,11 @@ mistakes of a configuration in one readable error."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from tllm_spec.config.option_checks import (
     NotServed,
@@ -17,6 +18,9 @@ from tllm_spec.config.option_checks import (
     warn_of_ignored,
 )
 
+PathText = Annotated[
+    str, BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
+]
 # Options whose keys are batch sizes.
 NUMBERED = frozenset({"adaptive", "draft_len_schedule"})
 

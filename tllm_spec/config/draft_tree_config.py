@@ -76,7 +76,7 @@ def default_trees(largest: DraftShape) -> list[DraftShape]:
 
 
 def chain_or_tree(options: Mapping[str, Any], renamed: dict[str, Any]) -> None:
-    """SGLang's number of children says by itself whether there are trees."""
+    """With SGLang's option for the number of children, more than one means trees, one a chain."""
     topk = renamed.get("dynamic_tree_max_topK")
     if SGLANG_TOPK in options and type(topk) is int:
         renamed.setdefault("use_dynamic_tree", topk > 1)
@@ -106,7 +106,7 @@ class DraftTreeDecodingConfig(MatchedDraftsConfig):
     def _without_aliases(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         renamed = super()._without_aliases(options)
         if renamed.get("eagle_choices") is not None and renamed.get("max_draft_len") is None:
-            # 1 stands for the depth of what is no tree, and is not what is wrong.
+            # Another check refuses what is no tree; its depth must not be refused first.
             renamed["max_draft_len"] = _measures(renamed["eagle_choices"])[0] or 1
         chain_or_tree(options, renamed)
         return renamed

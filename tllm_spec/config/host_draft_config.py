@@ -15,7 +15,7 @@ from tllm_spec.config.draft_tree_config import MAX_NODES, MAX_TOPK, TREE_ALIASES
 from tllm_spec.config.import_path import find_class, make_object
 from tllm_spec.config.option_checks import NotServed
 from tllm_spec.config.speculative_base import DecodingBaseConfig
-from tllm_spec.config.text_search import SHARED_WIDTH, TextSearch
+from tllm_spec.config.text_search import SHARED_WIDTH, CorpusConfig, TextSearch
 
 NO_DRAFT_MODEL = "this decoding type has no draft model"
 NO_DRAFT_PROBABILITY = (
@@ -34,7 +34,7 @@ TEXT_DRAFTS_NOT_SERVED: Mapping[str, NotServed] = {
 }
 
 
-class NGramDecodingConfig(DecodingBaseConfig):
+class NGramDecodingConfig(CorpusConfig, DecodingBaseConfig):
     """Drafts looked up in the tokens seen so far (prompt lookup)."""
 
     decoding_type: Literal["NGram"] = "NGram"
@@ -65,6 +65,8 @@ class NGramDecodingConfig(DecodingBaseConfig):
     aliases: ClassVar[Mapping[str, str]] = {
         **TREE_ALIASES,
         "prompt_lookup_num_tokens": "max_draft_len",
+        "speculative_ngram_external_corpus_path": "external_corpus_path",
+        "speculative_ngram_external_corpus_max_tokens": "external_corpus_max_tokens",
     }
 
     @classmethod
@@ -98,7 +100,7 @@ class NGramDecodingConfig(DecodingBaseConfig):
     def text_search(self, max_batch_size: int) -> TextSearch:
         num_shared = -(-self.max_pool_entries // SHARED_WIDTH) if self.is_public_pool else 0
         oldest = self.is_use_oldest or not self.is_keep_all
-        return TextSearch(self.max_matching_ngram_size, oldest, num_shared)
+        return TextSearch(self.max_matching_ngram_size, oldest, num_shared, self.corpus)
 
     @property
     def may_pause(self) -> bool:

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from tllm_spec.config.config_base import ConfigError, ConfigModel, check_keys
+from tllm_spec.config.config_base import ConfigError, ConfigModel, PathText, check_keys
 from tllm_spec.config.cuda_graph_config import CudaGraphConfig as CudaGraphConfig
 from tllm_spec.config.import_path import import_also_from
 from tllm_spec.config.kv_cache_config import FRACTION
@@ -32,7 +32,6 @@ from tllm_spec.config.not_served import (
 from tllm_spec.config.option_checks import NotServed, shown
 from tllm_spec.config.peer_options import LLM_PEERS
 from tllm_spec.config.scheduler_config import SchedulerConfig
-from tllm_spec.config.speculative_base import PathText
 from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
     MTPDecodingConfig,

@@ -13,7 +13,8 @@ from tllm_spec.config.text_search import MAX_MATCH, GlobalPoolConfig, TextSearch
 
 class SAEnhancerConfig(GlobalPoolConfig):
     """How drafts of a network and drafts that continue an earlier occurrence of the text's end are
-    combined. Each request has those of one source in a round."""
+    combined. With chains each request has those of one source in a round; a tree has the likeliest
+    of both."""
 
     threshold: Annotated[int, Field(ge=1, le=MAX_MATCH)] | None = None
     """Tokens of the text's end that must occur earlier for the text's drafts to be taken instead of
@@ -21,7 +22,7 @@ class SAEnhancerConfig(GlobalPoolConfig):
     of each length. TensorRT-LLM's default is 4."""
 
     def text_search(self, max_batch_size: int) -> TextSearch:
-        return TextSearch(MAX_MATCH, num_shared=self.num_shared(max_batch_size))
+        return TextSearch(MAX_MATCH, num_shared=self.num_shared(max_batch_size), corpus=self.corpus)
 
 
 class MatchedDraftsConfig(DecodingBaseConfig):
@@ -29,17 +30,12 @@ class MatchedDraftsConfig(DecodingBaseConfig):
 
     sa_config: SAEnhancerConfig | None = None
     """A mapping, also an empty one, combines the drafts with those of `SA`: a request whose text
-    repeats itself has drafts that continue the earlier occurrence. For chains."""
+    repeats itself has drafts that continue the earlier occurrence."""
 
     @model_validator(mode="after")
     def _check_matches(self) -> MatchedDraftsConfig:
         if self.sa_config is None:
             return self
-        if self.drafts_trees:
-            raise ValueError(
-                "sa_config is refused for draft trees: a match is a chain, and one source has all "
-                "drafts of a request; accepted: None"
-            )
         if self.use_rejection_sampling:
             raise ValueError(
                 "sa_config and use_rejection_sampling = True are exclusive: drafts that are copied "

@@ -119,9 +119,7 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "fail_fast_on_attention_window_too_large": NotServed((True, False), ALL_TOKENS),
     "force_dynamic_quantization": NotServed((False,), NO_QUANTISING),
     "garbage_collection_gen0_threshold": NotServed(
-        (None, 20000),
-        "the settings of Python's garbage collector are not changed",
-        ignored=(int,),
+        (None, 20000), "the settings of Python's garbage collector are not changed", ignored=(int,)
     ),
     "gather_generation_logits": NotServed((False,), "logits are not returned; logprobs are"),
     "generation_config": NotServed(("trtllm",), "sampling defaults come from SamplingParams only"),
@@ -220,7 +218,7 @@ SCHEDULER_NOT_SERVED: Mapping[str, NotServed] = {
     "use_python_scheduler": NotServed((True, False), "the scheduler is always the Python one"),
 }
 CUDA_GRAPH_NOT_SERVED: Mapping[str, NotServed] = {
-    "mode": NotServed(("decode",), "prefill has prefill_cuda_graph_backend"),
+    "mode": NotServed(("decode",), "prefill has prefill_cuda_graph_backend")
 }
 GENERATE_NOT_SERVED: Mapping[str, NotServed] = {
     "conversation_params": NotServed((None,), "requests are independent of each other"),

@@ -1,7 +1,8 @@
 """What options of vLLM and SGLang are called here, for the error message about an unknown option.
 
-Of vLLM a `speculative_config` with a `method` is taken, and `cli/peer_flags.py` says which flags of
-the peers' command lines are. Other arguments of `LLM` and keys of YAML files have our names."""
+A `speculative_config` of vLLM with a `method` is accepted, and so are the flags of the peers'
+command lines in `cli/peer_flags.py`. Other arguments of `LLM` and keys of YAML files have our
+names."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +17,7 @@ from pydantic import (
 )
 
 from tllm_spec.config.adaptive_config import AdaptiveConfig, Probability
-from tllm_spec.config.config_base import ConfigError, ConfigModel
+from tllm_spec.config.config_base import ConfigError, ConfigModel, PathText
 from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
 from tllm_spec.config.draft_len_schedule import checked, with_lower_bounds
 from tllm_spec.config.draft_shape import MAX_DRAFT_LEN, DraftShapes
@@ -27,10 +26,6 @@ from tllm_spec.config.peer_options import SPECULATIVE_PEERS
 from tllm_spec.config.synthetic_rates import Rates, rate_problem
 from tllm_spec.config.text_search import TextSearch
 from tllm_spec.config.verify_budget import budget_problem, with_budgets
-
-PathText = Annotated[
-    str, BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
-]
 
 SGLANG_NODES = "speculative_num_draft_tokens"  # SGLang counts the root, too
 NO_BENCHMARK = "synthetic acceptance is for benchmarks and changes the text"

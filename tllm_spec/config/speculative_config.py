@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from tllm_spec.config.config_base import ConfigError
+from tllm_spec.config.config_base import ConfigError, PathText
 from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
 from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
 from tllm_spec.config.host_draft_config import TEXT_DRAFTS_NOT_SERVED
@@ -34,7 +34,6 @@ from tllm_spec.config.peer_options import SPECULATIVE_PEERS, with_our_names
 from tllm_spec.config.speculative_base import DecodingBaseConfig as DecodingBaseConfig
 from tllm_spec.config.speculative_base import DraftModelDecodingConfig as DraftModelDecodingConfig
 from tllm_spec.config.speculative_base import (
-    PathText,
     RelaxedRule,
 )
 from tllm_spec.config.text_search import MAX_MATCH, GlobalPoolConfig, TextSearch
@@ -290,7 +289,7 @@ class SADecodingConfig(GlobalPoolConfig, DecodingBaseConfig):
     def text_search(self, max_batch_size: int) -> TextSearch:
         size = self.max_matching_ngram_size
         max_match = MAX_MATCH if size == -1 else size
-        return TextSearch(max_match, num_shared=self.num_shared(max_batch_size))
+        return TextSearch(max_match, num_shared=self.num_shared(max_batch_size), corpus=self.corpus)
 
     @property
     def may_pause(self) -> bool:

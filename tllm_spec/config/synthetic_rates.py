@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-# Of chains a number for each draft, of trees a list for each depth.
+# A number for each draft of a chain, or a list for each depth of a tree.
 Rates = tuple[float, ...] | tuple[tuple[float, ...], ...]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pydantic import PositiveInt, model_validator
 
-from tllm_spec.config.config_base import ConfigModel
+from tllm_spec.config.config_base import ConfigModel, PathText
 
 MAX_MATCH = 64  # tokens of a text's end, as in TensorRT-LLM's pool
 SHARED_WIDTH = 4096  # tokens of a row of shared texts, of which the last is none
@@ -14,17 +14,56 @@ MIN_SHARED = 64  # rows of finished texts, as many as TensorRT-LLM keeps
 
 
 @dataclass(frozen=True)
+class CorpusFile:
+    """A file of texts, of at most `max_tokens` tokens."""
+
+    path: str
+    max_tokens: int
+
+
+@dataclass(frozen=True)
 class TextSearch:
     """max_match: tokens of a text's end that are compared, at most. oldest: of equally long matches
     the first is taken, not the last. num_shared: rows of finished texts that requests share; 0:
-    they share none, and no texts of running requests either."""
+    they share none, and no texts of running requests either. corpus: texts for every request."""
 
     max_match: int
     oldest: bool = False
     num_shared: int = 0
+    corpus: CorpusFile | None = None
 
 
-class GlobalPoolConfig(ConfigModel):
+class CorpusConfig(ConfigModel):
+    """The options of texts that drafts are copied from for every request. SGLang's names begin with
+    `speculative_ngram_`."""
+
+    external_corpus_path: PathText | None = None
+    """A `.jsonl` file of texts that drafts are also copied from, for every request: each line is a
+    JSON string, or a list of token ids. They are on the device from the start on, and stay
+    there."""
+    external_corpus_max_tokens: PositiveInt = 1_000_000
+    """Tokens of that file, at most; a longer one is refused. Each round reads 4 bytes of each for
+    every request. SGLang's default is 10 million."""
+
+    @model_validator(mode="after")
+    def _check_corpus(self) -> CorpusConfig:
+        if self.external_corpus_path is None and (
+            "external_corpus_max_tokens" in self.model_fields_set
+        ):
+            raise ValueError(
+                f"external_corpus_max_tokens = {self.external_corpus_max_tokens} needs "
+                "external_corpus_path"
+            )
+        return self
+
+    @property
+    def corpus(self) -> CorpusFile | None:
+        if self.external_corpus_path is None:
+            return None
+        return CorpusFile(self.external_corpus_path, self.external_corpus_max_tokens)
+
+
+class GlobalPoolConfig(CorpusConfig):
     """The options of a pool of texts."""
 
     enable_global_pool: bool = False

@@ -15,8 +15,8 @@ RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")  # of MPICH and Intel MPI, Open MPI
 # Set in ranks that Open MPI 4's mpirun has bound, and in all that Open MPI 5's has started.
 BOUND_BY_4, STARTED_BY_5 = "OMPI_MCA_orte_bound_at_launch", "PRTE_LAUNCHED"
-# How the names of variables begin that say that the binding was asked for: --bind-to, --cpu-set,
-# --cpu-list, --cpus-per-rank, --rankfile; the last is Open MPI 5's, the user's own.
+# Prefixes of variables that exist if the binding was asked for: by --bind-to, --cpu-set,
+# --cpu-list, --cpus-per-rank or --rankfile; the last is Open MPI 5's, which the user sets.
 ASKED_FOR = (
     "OMPI_MCA_hwloc_base_bind",
     "OMPI_MCA_hwloc_base_cpu_",

@@ -20,7 +20,7 @@ NO_DRIVER = "cuda-python is not installed; pip install 'tllm_spec[cuda]'"
 
 
 class NoPeerMemory(Exception):
-    """On every rank, if one of them cannot reach the others' memory."""
+    """One rank cannot reach the others' memory. Raised on every rank."""
 
 
 class PeerMemory:

@@ -140,8 +140,9 @@ class ProcessGroup(Communicator):
             self._choose_sums(device)
 
     def _choose_sums(self, device: torch.device) -> None:
-        """Where all devices can write each other's memory, NCCL's sum is not the only one. Other
-        errors may be those of one rank, which must not go on without the others."""
+        """Chooses the fastest sum by size, where all devices can write each other's memory. Errors
+        other than NoPeerMemory may be those of one rank, which must not go on without the
+        others."""
         try:
             self._peer_sums = PeerSums(device, self)
         except NoPeerMemory as error:
@@ -153,7 +154,7 @@ class ProcessGroup(Communicator):
         self._releases.append(release)
 
     def close(self) -> None:
-        """Until the end another rank's death is noticed: what ranks do together would wait."""
+        """Ends what ranks do together first, while another rank's death would still be noticed."""
         while self._releases:
             self._releases.pop(0)()
         if self._peer_sums is not None:

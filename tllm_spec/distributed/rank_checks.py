@@ -28,7 +28,11 @@ def versions() -> dict[str, str]:
 def checkpoints(args: LlmArgs) -> dict[str, str]:
     """A fingerprint of each folder or file that the model is loaded from."""
     of_draft = ("speculative_model", "speculative_token_map")
-    drafts = (getattr(args.speculative_config, name, None) for name in of_draft)
+    spec = args.speculative_config
+    drafts = [getattr(spec, name, None) for name in of_draft]
+    search = spec.text_search(args.max_batch_size) if spec is not None else None
+    if search is not None and search.corpus is not None:
+        drafts.append(search.corpus.path)
     return {name: fingerprint(name) for name in (args.model, args.tokenizer, *drafts) if name}
 
 

@@ -64,9 +64,7 @@ class ChosenSums(Collectives):
 
 
 def choose_sums(
-    others: Mapping[str, Sum],
-    seconds: Callable[[Way, int], float],
-    share: Callable[[Any], Any],
+    others: Mapping[str, Sum], seconds: Callable[[Way, int], float], share: Callable[[Any], Any]
 ) -> ChosenSums:
     """seconds: of adding one sum of so many bytes. All ranks measure together, and rank 0's times
     count: `share` returns rank 0's value."""

@@ -9,7 +9,7 @@ import torch
 from tllm_spec.draft_network.decoder import BATCH, LOGITS, WINDOW, Layers, Step
 from tllm_spec.draft_network.emitter import Emitter, Value
 from tllm_spec.models.eagle3 import Eagle3Head, Eagle3Layer
-from tllm_spec.models.llama import DecoderLayer
+from tllm_spec.models.llama import Attention, DecoderLayer
 
 STATES, WANTED, NEXT_STATES = "states", "wanted", "next_states"
 
@@ -58,5 +58,6 @@ class HeadDecoder(Layers[Value]):
         normed = self._norm(states, layer.hidden_norm)
         both = self._emit.concat((self._norm(embedded, layer.input_layernorm), normed), 2)
         residual = normed if layer.norm_before_residual else states
+        assert isinstance(layer.self_attn, Attention)
         modules = layer.self_attn, layer.post_attention_layernorm, layer.mlp
         return self._block(0, modules, both, residual, step, take)

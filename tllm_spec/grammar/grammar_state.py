@@ -69,7 +69,7 @@ class GrammarState:
                 bitmask[node] = -1
 
     def has_ended(self, tokens: list[int], prompt_len: int) -> bool:
-        """Where no token can follow: whether the text is whole, and the vocabulary has no end token
+        """Whether the text, which no token can follow, is whole and the vocabulary has no end token
         to say so. As `read`."""
         self.read(tokens, prompt_len)
         return not self._end_ids and bool(self._matcher.is_completed())

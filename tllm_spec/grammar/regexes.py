@@ -168,7 +168,8 @@ def _is_group(item: Item) -> bool:
 
 
 def _without_anchor(items: list[Item], edge: Edge, *, is_first: bool) -> tuple[list[Item], Edge]:
-    """At an end of the expression, an anchor says that the text ends here."""
+    """The items without an anchor at an end of the expression, and the edge there: with an anchor
+    the end of the text."""
     index = 0 if is_first else -1
     wanted = (
         (_codes.AT_BEGINNING, _codes.AT_BEGINNING_STRING)
@@ -197,7 +198,7 @@ def _checked(low: int, high: int) -> Ranges:
 
 @lru_cache(maxsize=16)
 def _category(name: str, *, is_wide: bool) -> Ranges:
-    """By both meanings, or by one of them."""
+    """Characters that are in the category by both meanings, or, if `is_wide`, by either."""
     kind = name.rpartition("_")[2]
     if "_NOT_" in name:
         return other(_category(f"CATEGORY_{kind}", is_wide=not is_wide))

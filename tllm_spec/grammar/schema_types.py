@@ -58,7 +58,7 @@ def kind_of(value: object) -> str:
 
 
 def kinds_of_types(types: list[str] | None) -> frozenset[str]:
-    """The compiler refuses names that are not types."""
+    """The kinds of values of these types; any for a name of no type, which the compiler refuses."""
     if types is None:
         return ANY
     return frozenset().union(*(KINDS.get(str(each), ANY) for each in types))

@@ -13,13 +13,7 @@ from tllm_spec.grammar.schema_arrays import rewrite_arrays
 from tllm_spec.grammar.schema_choices import make_any_of
 from tllm_spec.grammar.schema_numbers import rewrite_numbers
 from tllm_spec.grammar.schema_objects import rewrite_objects
-from tllm_spec.grammar.schema_types import (
-    Schema,
-    keep_values,
-    push_type,
-    types_of,
-    values_of,
-)
+from tllm_spec.grammar.schema_types import Schema, keep_values, push_type, types_of, values_of
 from tllm_spec.grammar.string_schemas import STRING_KEYWORDS, texts_of
 from tllm_spec.grammar.text_rules import TextRules
 from tllm_spec.grammar.text_sets import Term, TextSets

@@ -41,7 +41,7 @@ def texts_of(sets: TextSets, schema: Mapping[str, Any]) -> Term | None:
 
 
 def _matching(sets: TextSets, schema: Mapping[str, Any]) -> Term | None:
-    """By pattern and format."""
+    """The texts that match the pattern and the format; None without either."""
     pattern, kind = schema.get("pattern"), schema.get("format")
     found = []
     if pattern is not None:

@@ -75,7 +75,7 @@ class TextSets:
         return self._term(Node("all_of", members), all(map(self.has_empty, members)))
 
     def outside(self, term: Term) -> Term:
-        """All other texts."""
+        """The texts that are not in the set."""
         node = self.nodes[term]
         if node.kind == "not":
             return node.parts[0]
@@ -152,7 +152,7 @@ class TextSets:
     def _members(
         self, kind: Literal["any_of", "all_of"], terms: Sequence[Term], neutral: Term
     ) -> tuple[Term, ...]:
-        """Members of members of the same kind are in their place."""
+        """The members of a union or intersection, with nested ones of the same kind flattened."""
         found: set[Term] = set()
         for term in terms:
             node = self.nodes[term]

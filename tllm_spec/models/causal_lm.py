@@ -59,14 +59,11 @@ class CausalLM(Module, ABC):
         """`[R, H]` to `[R, vocab_size]`, in the model's dtype; the sampler converts to float32.
         Where the output layer is sharded, to this rank's columns, `lm_head.shard`."""
 
-    @staticmethod
-    def parameter_name(name: str) -> str:
-        """The checkpoint's tensor `name` without a prefix that the modules here do not have."""
-        return name
-
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may have the tensor `name` although no parameter takes it: here the
-        rotary frequencies and a copy of a tied output layer, which old checkpoints store."""
-        is_tied = self.config.tie_word_embeddings
-        is_tied_output = is_tied and self.parameter_name(name) == OUTPUT
-        return is_tied_output or name.endswith("rotary_emb.inv_freq")
+        tensors of images, and the rotary frequencies and a copy of a tied output layer, which old
+        checkpoints store."""
+        is_tied, part = self.config.tie_word_embeddings, self.config.text_part
+        is_tied_output = is_tied and part.parameter_name(name) == OUTPUT
+        is_unused = part.is_of_images(name) or name.endswith("rotary_emb.inv_freq")
+        return is_tied_output or is_unused

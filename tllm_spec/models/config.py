@@ -38,6 +38,7 @@ from tllm_spec.models.gemma3_config import (
 from tllm_spec.models.glm4_moe_config import GLM4_MOE, GLM4_MOE_DEFAULTS, flat_glm4_moe
 from tllm_spec.models.gpt_oss_config import GPT_OSS, GPT_OSS_DEFAULTS, flat_gpt_oss
 from tllm_spec.models.llama4_config import (
+    LLAMA4,
     LLAMA4_DEFAULTS,
     Llama4Config,
     flat_llama4,
@@ -53,6 +54,7 @@ from tllm_spec.models.qwen3_next_config import (
     flat_qwen3_next,
 )
 from tllm_spec.models.rope_config import RopeConfig, rope_config
+from tllm_spec.models.text_part import WITH_IMAGES, TextPart, text_part_of
 
 # The defaults of each architecture's configuration class in transformers.
 _COMMON = {
@@ -88,20 +90,18 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": _COMMON
     | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "intermediate_size": 6144}
     | MOE_DEFAULTS["Qwen3MoeForCausalLM"],
-    "Llama4ForCausalLM": _COMMON | LLAMA4_DEFAULTS,
-    "Llama4ForConditionalGeneration": _COMMON | LLAMA4_DEFAULTS,
-    **dict.fromkeys(GEMMA3, GEMMA3_DEFAULTS),
+    LLAMA4: _COMMON | LLAMA4_DEFAULTS,
+    GEMMA3: GEMMA3_DEFAULTS,
     PHI3: PHI3_DEFAULTS,
     GPT_OSS: GPT_OSS_DEFAULTS,
     GLM4_MOE: GLM4_MOE_DEFAULTS,
     **DELTA_DEFAULTS,
     **DEEPSEEK_DEFAULTS,
 }
-_LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 # What brings a file into the keys of the other architectures.
 _FLAT: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    **dict.fromkeys(_LLAMA4, flat_llama4),
-    **dict.fromkeys(GEMMA3, flat_gemma3),
+    LLAMA4: flat_llama4,
+    GEMMA3: flat_gemma3,
     PHI3: flat_phi3,
     **dict.fromkeys(DELTA_DEFAULTS, flat_qwen3_next),
     GPT_OSS: flat_gpt_oss,
@@ -110,10 +110,9 @@ _FLAT: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 _NO_BIAS = ("MistralForCausalLM", "MixtralForCausalLM", PHI3)
 _O_BIAS = (
     *("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *DELTA_DEFAULTS, GPT_OSS),
-    *_LLAMA4,
-    *GEMMA3,
+    *(LLAMA4, GEMMA3),
 )
-_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *DELTA_DEFAULTS, *GEMMA3)
+_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *DELTA_DEFAULTS, GEMMA3)
 _PARTLY_ROTATED = (*DELTA_DEFAULTS, GLM4_MOE)
 
 
@@ -185,13 +184,14 @@ class ModelConfig:
     def from_parsed(cls, path: Path, raw: dict[str, Any]) -> "ModelConfig":
         """The same, from the parsed file and what else the folder says of quantised weights."""
         plain = cls.from_dict(raw | dict.fromkeys(QUANTIZATION_KEYS))
-        return replace(plain, **_weight_formats(path, raw))
+        return replace(plain, **_weight_formats(path, plain.architecture, raw))
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
         """The same, from the parsed file alone."""
-        architecture = _architecture(raw)
-        raw = _FLAT.get(architecture, dict)(raw)
+        part = _text_part(raw)
+        architecture, name = part.architecture, raw["architectures"][0]
+        raw = _FLAT.get(architecture, dict)(part.keys(raw))
         raw = with_defaults(raw, _DEFAULTS[architecture])
         is_deepseek = architecture in (*DEEPSEEK_DEFAULTS, GLM4_MOE)
         _refuse_unserved(raw)
@@ -199,7 +199,7 @@ class ModelConfig:
         num_heads = int(required(raw, "num_attention_heads"))
         sliding = sliding_layers_of(raw, architecture)
         config = cls(
-            architecture=architecture,
+            architecture=name,
             vocab_size=int(required(raw, "vocab_size")),
             hidden_size=int(required(raw, "hidden_size")),
             intermediate_size=int(required(raw, "intermediate_size")),
@@ -223,8 +223,8 @@ class ModelConfig:
             hidden_act=raw["hidden_act"],
             dtype=dtype_of(raw),
             eos_token_ids=token_ids_of(raw.get("eos_token_id")),
-            llama4=llama4_config(raw) if architecture in _LLAMA4 else None,
-            gemma3=gemma3_config(raw) if architecture in GEMMA3 else None,
+            llama4=llama4_config(raw) if architecture == LLAMA4 else None,
+            gemma3=gemma3_config(raw) if architecture == GEMMA3 else None,
             moe=deepseek_moe(raw) if is_deepseek else moe_config(architecture, raw),
             sparse_layers=deepseek_sparse_layers(raw)
             if is_deepseek
@@ -234,7 +234,7 @@ class ModelConfig:
             num_nextn_layers=num_nextn_layers(raw)
             if is_deepseek or architecture in DELTA_DEFAULTS
             else 0,
-            **_weight_formats(None, raw),
+            **_weight_formats(None, name, raw),
         )
         if config.num_heads % config.num_kv_heads:
             raise ValueError(
@@ -265,9 +265,9 @@ class ModelConfig:
         return max(self.max_position_embeddings, scaled)
 
     @property
-    def sees_images(self) -> bool:
-        """Whether the checkpoint has more than the text model, which is all that is loaded."""
-        return self.architecture.endswith("ForConditionalGeneration")
+    def text_part(self) -> TextPart:
+        """The text model, which is all that is loaded."""
+        return text_part_of(self.architecture)
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -342,17 +342,18 @@ class ModelConfig:
         return KeySpan(self.chunk_size, slides=False)
 
 
-def _weight_formats(path: Path | None, raw: dict[str, Any]) -> dict[str, Any]:
+def _weight_formats(path: Path | None, name: str, raw: dict[str, Any]) -> dict[str, Any]:
     """The fields `fp8` and `int4`, of which at most one is not None, and `kv_cache`. Raises
     ValueError for formats that are not served."""
+    part = text_part_of(name)
+    raw = part.keys(raw)
     int4 = int4_format(path, raw)
     fp8 = None if int4 is not None else fp8_format(path, raw)
-    name = raw["architectures"][0]
-    if name in ("Gemma3ForConditionalGeneration", *DELTA_DEFAULTS) and (int4 or fp8):
+    if (part.architecture in DELTA_DEFAULTS or part.expert_names.fused) and (int4 or fp8):
         raise ValueError(
             f"{name} has quantised weights; it is served with weights of 16 or 32 bits."
         )
-    if name == GPT_OSS and (fp8 or (int4 and int4.packing != "mxfp4_experts")):
+    if part.architecture == GPT_OSS and (fp8 or (int4 and int4.packing != "mxfp4_experts")):
         raise ValueError(
             "GptOssForCausalLM has other quantised weights than MXFP4 experts (quant_method "
             "'mxfp4'), which are served, as are weights of 16 or 32 bits."
@@ -360,15 +361,15 @@ def _weight_formats(path: Path | None, raw: dict[str, Any]) -> dict[str, Any]:
     return {"int4": int4, "fp8": fp8, "kv_cache": kv_cache_setting(path, raw)}
 
 
-def _architecture(raw: dict[str, Any]) -> str:
-    names = raw.get("architectures") or []
-    if len(names) != 1 or names[0] not in _DEFAULTS:
-        raise ValueError(f"architectures is {names}; it must be one of {', '.join(_DEFAULTS)}.")
-    return str(names[0])
+def _text_part(raw: dict[str, Any]) -> TextPart:
+    names, served = raw.get("architectures") or [], (*_DEFAULTS, *WITH_IMAGES)
+    if len(names) != 1 or names[0] not in served:
+        raise ValueError(f"architectures is {names}; it must be one of {', '.join(served)}.")
+    return text_part_of(names[0])
 
 
 def _refuse_unserved(raw: dict[str, Any]) -> None:
-    if raw["architectures"][0] not in GEMMA3 and raw["hidden_act"] != "silu":
+    if raw["architectures"] != [GEMMA3] and raw["hidden_act"] != "silu":
         raise ValueError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is served.")
     unknown = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if unknown:
@@ -376,7 +377,7 @@ def _refuse_unserved(raw: dict[str, Any]) -> None:
 
 
 def _qk_norm(raw: dict[str, Any], architecture: str) -> bool:
-    has_key = architecture in (*_LLAMA4, GLM4_MOE)
+    has_key = architecture in (LLAMA4, GLM4_MOE)
     return architecture in _QK_NORM or (has_key and bool(raw["use_qk_norm"]))
 
 

@@ -133,10 +133,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         dtype torch_dtype type rope_type scoring_func model_type speculators_model_type
         """,
     ),
-    (
-        _Kind("a name", _is_text, is_nullable=False),
-        "hidden_act hidden_activation topk_method",
-    ),
+    (_Kind("a name", _is_text, is_nullable=False), "hidden_act hidden_activation topk_method"),
     (_Kind("a list of names", _is_list_of(_is_text)), "architectures layer_types"),
     (
         _Kind("a list of layer numbers", _is_list_of(_is_int(0, MAX_LAYERS))),
@@ -146,10 +143,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         _Kind("a list of positive numbers", _is_list_of(_is_number(1e-6))),
         "short_factor long_factor",
     ),
-    (
-        _Kind("a list of 0 and 1", _is_list_of(lambda value: value in (0, 1))),
-        "no_rope_layers",
-    ),
+    (_Kind("a list of 0 and 1", _is_list_of(lambda value: value in (0, 1))), "no_rope_layers"),
     (
         _Kind(
             "a token id or a list of them",

@@ -14,7 +14,7 @@ from tllm_spec.attention.latent import LatentBackend, LatentInputs
 from tllm_spec.kernels.latent_write import LatentNorm
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.deepseek_config import LATENT_NORM_EPS, MLAConfig
+from tllm_spec.models.deepseek_config import MLAConfig
 from tllm_spec.models.formats.weight_format import Part
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import Linear, RowLinear
@@ -98,14 +98,17 @@ class LatentUp(Module):
 
 class LatentAttention(Module):
     """Projections and attention. The layer applies the output projection, since it adds to the
-    residual stream."""
+    residual stream. `input_size`: the hidden size unless given."""
 
     q_b_proj: RotatedLinear | None
 
-    def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, placement: Placement, input_size: int | None = None
+    ) -> None:
         super().__init__()
         assert config.mla is not None
         self.layer, mla = layer, config.mla
+        input_size = input_size or config.hidden_size
         mapping, total = placement.mapping, config.num_heads
         self.config, self.num_heads = mla, mapping.shard(total, "num_attention_heads")
         first = self.num_heads * mapping.tp_rank
@@ -113,16 +116,16 @@ class LatentAttention(Module):
         latent = {"kv_a_proj_with_mqa": RotatedPart(1, mla.kv_lora_rank, mla.rope_dim)}
         rotated = partial(RotatedLinear, is_interleaved=mla.is_interleaved, placement=placement)
         if mla.q_lora_rank is None:
-            self.a_proj = rotated(config.hidden_size, {"q_proj": queries} | latent)
+            self.a_proj = rotated(input_size, {"q_proj": queries} | latent)
             self.q_b_proj = None
         else:
             rank = RotatedPart(1, mla.q_lora_rank, 0)
-            self.a_proj = rotated(config.hidden_size, {"q_a_proj": rank} | latent)
-            self.q_a_layernorm = RMSNorm(mla.q_lora_rank, LATENT_NORM_EPS, placement)
+            self.a_proj = rotated(input_size, {"q_a_proj": rank} | latent)
+            self.q_a_layernorm = RMSNorm(mla.q_lora_rank, mla.norm_eps, placement)
             self.q_b_proj = rotated(mla.q_lora_rank, {"q_b_proj": queries})
         self.latent_dim = mla.kv_lora_rank + mla.rope_dim
-        self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, LATENT_NORM_EPS, placement)
-        self.norm = LatentNorm(self.kv_a_layernorm.weight, LATENT_NORM_EPS)
+        self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, mla.norm_eps, placement)
+        self.norm = LatentNorm(self.kv_a_layernorm.weight, mla.norm_eps)
         self.kv_b_proj = LatentUp(mla, self.num_heads, placement)
         self.o_proj = RowLinear(
             total * mla.value_dim, config.hidden_size, bias=False, placement=placement
@@ -131,7 +134,7 @@ class LatentAttention(Module):
     def forward(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> torch.Tensor:
-        """The input of `o_proj`, `[T, H * V]`, for `norm(hidden)` `[T, hidden_size]`."""
+        """The input of `o_proj`, `[T, H * V]`, for `norm(hidden)` `[T, input_size]`."""
         q, latent = self._project(hidden, norm)
         if self.q_b_proj is not None:
             q = self.q_b_proj.forward(q, self.q_a_layernorm)

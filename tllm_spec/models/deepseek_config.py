@@ -50,8 +50,6 @@ DEEPSEEK_DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_interleave": True,
     },
 }
-# Both norms of the low-rank projections have this epsilon whatever `rms_norm_eps` is.
-LATENT_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,9 @@ class MLAConfig:
     """Whether the checkpoint's rotated elements are pairs of neighbours instead of two halves."""
     scale: float
     """The factor of the scores. With YaRN it includes the square of `mscale_all_dim`'s factor."""
+    norm_eps: float = 1e-6
+    """The epsilon of both norms of the low-rank projections, whatever the model's other norms
+    have."""
 
     def geometry(self, num_layers: int, num_heads: int, mapping: Mapping) -> LatentGeometry:
         return LatentGeometry(

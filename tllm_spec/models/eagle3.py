@@ -18,13 +18,14 @@ from tllm_spec.kernels.draft_input import DraftInput, DraftInputNorms, draft_inp
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.deepseek import DeepseekLayer, LatentAttention
 from tllm_spec.models.draft_head import BorrowedModules, HeadSource, Masks, SteppedHead
 from tllm_spec.models.eagle3_checkpoint import eagle3_tensors
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.feature_head import fill_head
 from tllm_spec.models.layers import Embedding, RMSNorm
 from tllm_spec.models.linear import Linear
-from tllm_spec.models.llama import MLP, Attention, DecoderLayer
+from tllm_spec.models.llama import MLP, Attention, DecoderLayer, SelfAttention
 from tllm_spec.models.module import Module, Placement
 from tllm_spec.models.rotary import cos_sin_table
 
@@ -39,7 +40,8 @@ class Eagle3Layer(Module):
         self.input_layernorm = RMSNorm(size, eps, placement)
         self.hidden_norm = RMSNorm(size, eps, placement)
         self._norms = DraftInputNorms(self.input_layernorm.weight, self.hidden_norm.weight, eps)
-        self.self_attn = Attention(config, 0, placement, input_size=2 * size)
+        kind = Attention if config.mla is None else LatentAttention
+        self.self_attn: SelfAttention = kind(config, 0, placement, input_size=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps, placement)
         self.mlp = MLP(config, placement)
         self.norm_before_residual = config.norm_before_residual
@@ -122,7 +124,8 @@ class Eagle3Head(SteppedHead):
         norms = num_captured if config.fc_norm else 0
         self.fc_norm = nn.ModuleList(RMSNorm(target_size, eps, placement) for _ in range(norms))
         self.fc = Linear(fused_size, size, bias=config.bias, placement=placement)
-        later = (DecoderLayer(config, layer, placement) for layer in range(1, config.num_layers))
+        kind = DecoderLayer if config.mla is None else DeepseekLayer
+        later = (kind(config, layer, placement) for layer in range(1, config.num_layers))
         self.layers = nn.ModuleList([Eagle3Layer(config, placement), *later])
         self.norm = RMSNorm(size, eps, placement)
         self.borrowed = BorrowedModules.of(
@@ -130,7 +133,7 @@ class Eagle3Head(SteppedHead):
         )
         is_tied = config.tie_word_embeddings
         self._add_own(owns, config.output_size, placement, is_tied=is_tied)
-        self.cos_sin = cos_sin_table(config.rope, config.head_dim, max_positions, placement)
+        self.cos_sin = cos_sin_table(config.rope, config.rope_dim, max_positions, placement)
         self.draft_to_target = None
         if config.mask_token is not None:
             self.mask_hidden = placement.parameter(1, 1, fused_size)

@@ -17,11 +17,7 @@ _RENAMED = {
     "aux_norm_high.": "fc_norm.2.",
 }
 # The rotary table is computed, and the verifier's modules are for training.
-_UNUSED = (
-    "rotary_emb.inv_freq",
-    "verifier_norm.weight",
-    "verifier_lm_head.weight",
-)
+_UNUSED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
 def eagle3_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """The shape of an EAGLE-3 draft head, read from its `config.json`.
 
-A head is one Llama or Qwen3 layer with a different input, so its configuration is a `ModelConfig`
-with further fields. `eagle3_format.py` knows the published spellings."""
+A head is a Llama, Qwen3 or DeepSeek layer with a different input, so its configuration is a
+`ModelConfig` with further fields. `eagle3_format.py` knows the published spellings."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,8 +65,11 @@ class Eagle3Config(ModelConfig):
     def from_dict(cls, raw: dict[str, Any]) -> "Eagle3Config":
         """The same, from the parsed file."""
         flat = flat_config(raw)
+        decoder = ModelConfig.from_dict(flat)
+        if decoder.mla is not None:  # heads are trained so, other than DeepSeek's models
+            decoder = replace(decoder, mla=replace(decoder.mla, norm_eps=decoder.rms_norm_eps))
         config = cls(
-            **vars(ModelConfig.from_dict(flat)),
+            **vars(decoder),
             draft_vocab_size=_draft_vocab_size(flat),
             target_hidden_size=int(flat.get("target_hidden_size") or flat["hidden_size"]),
             capture_layers=flat["capture_layers"],

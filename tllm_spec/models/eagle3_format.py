@@ -2,8 +2,9 @@
 
 Two are in use: a flat Llama config, in which NVIDIA's heads nest some keys under `eagle_config`,
 and the speculators format (vllm-project/speculators), which nests the decoder layer's keys under
-`transformer_layer_config`. P-EAGLE heads have the same keys and a mask token. A key that is not
-known and is not off is refused: ignoring it could change what the head computes."""
+`transformer_layer_config`. P-EAGLE heads have the same keys and a mask token, and heads with latent
+attention (MLA) further ones of DeepSeek's. A key that is not known and is not off is refused:
+ignoring it could change what the head computes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,12 +12,14 @@ from typing import Any
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.head_checkpoint import MASK_TOKENS, mask_token_in
 
+LATENT_ARCHITECTURES = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
     "Eagle3LlamaForCausalLM",
     "LlamaForCausalLM",
     "PEagleDraftModel",
     "PeagleLlamaForCausalLM",
+    *LATENT_ARCHITECTURES,
 )
 # `model_type` of a speculators layer -> the architecture whose attention and MLP it has.
 _LAYER_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -52,6 +55,21 @@ _READ = DECODER_KEYS | frozenset(
     mask_token_id pard_token ptd_token_id
     """.split()  # noqa: SIM905 (a list of one key a line would fill the file)
 )
+# Also of a head with latent attention, and what such a head is without.
+_OF_LATENTS = frozenset(
+    """
+    kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope_interleave
+    """.split()  # noqa: SIM905 (a list of one key a line would fill the file)
+)
+_NOT_WITH_LATENTS = {"sliding_window": None, "mlp_bias": False}
+# The target's experts and MTP modules, of which it has none: its MLP is dense.
+_OF_TARGET = frozenset(
+    """
+    n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size moe_layer_freq
+    first_k_dense_replace n_group topk_group topk_method scoring_func norm_topk_prob
+    routed_scaling_factor aux_loss_alpha seq_aux ep_size num_nextn_predict_layers
+    """.split()  # noqa: SIM905 (a list of one key a line would fill the file)
+)
 # Names, versions, training and generation settings: they do not change what the head computes.
 WITHOUT_EFFECT = frozenset(
     """
@@ -80,7 +98,10 @@ def flat_config(raw: dict[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = flat.pop("eagle_config", None) or {}
     flat["capture_layers"] = _capture_layers(flat.pop(_LAYER_IDS, None), nested.get(_LAYER_IDS))
     flat |= {key: value for key, value in nested.items() if key != _LAYER_IDS}
-    refuse_unserved(flat, _READ, _SERVED, "EAGLE-3")
+    if flat["architectures"] == ["DeepseekV3ForCausalLM"]:
+        refuse_unserved(flat, _READ | _OF_LATENTS, _SERVED | _NOT_WITH_LATENTS, "EAGLE-3")
+    else:
+        refuse_unserved(flat, _READ, _SERVED, "EAGLE-3")
     return flat | {"mask_token": _mask_token(flat)}
 
 
@@ -106,6 +127,9 @@ def _flat_llama(raw: dict[str, Any]) -> dict[str, Any]:
             f"architectures of the EAGLE-3 head is {names}; served is one of "
             f"{', '.join(ARCHITECTURES)}, and the speculators format (speculators_model_type)."
         )
+    if names[0] in LATENT_ARCHITECTURES:
+        own = {key: value for key, value in raw.items() if key not in _OF_TARGET}
+        return own | {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 0}
     return raw | {"architectures": ["LlamaForCausalLM"]}
 
 

@@ -9,11 +9,7 @@ from typing import Any
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
-from tllm_spec.models.eagle3_format import (
-    DECODER_KEYS,
-    check_layers,
-    refuse_unserved,
-)
+from tllm_spec.models.eagle3_format import DECODER_KEYS, check_layers, refuse_unserved
 
 # `architectures` of a head -> the architecture whose attention and MLP its layers have.
 _LAYERS = {

@@ -24,10 +24,21 @@ class FusedSlot(WeightSlot):
 
     first_expert: int = 0
     parts: int = 1
+    may_be_transposed: bool = False
+    """Qwen3-VL's are as published: `[E, inputs, outputs]`, and `[E, outputs, inputs]` as
+    transformers has them in memory."""
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        number, rows, columns = self.shape
+        both = self.shape, (number, columns, rows)
+        return both if self.may_be_transposed else both[:1]
 
     def load(self, tensor: torch.Tensor | StoredWeight) -> None:
         assert self.destination is not None and self.shard_dim is not None
-        assert isinstance(tensor, torch.Tensor)  # in FP8 Llama 4 is refused
+        assert isinstance(tensor, torch.Tensor)  # quantised experts are refused
+        if tuple(tensor.shape) != self.shape:
+            tensor = tensor.transpose(1, 2)
         own = tensor.narrow(0, self.first_expert, len(self.destination))
         halves = (each.chunk(self.parts, self.shard_dim) for each in (self.destination, own))
         for destination, half in zip(*halves, strict=True):
@@ -140,7 +151,8 @@ class Experts(Module):
         shape[0] *= mapping.ep_size
         shape[shard_dim] *= mapping.moe_tp_size
         start = inner * mapping.moe_tp_rank
-        return FusedSlot(own, tuple(shape), shard_dim, start, first_expert=self.first, parts=parts)
+        of_experts = self.first, parts, self.names.outputs_first
+        return FusedSlot(own, tuple(shape), shard_dim, start, None, *of_experts)
 
     def _slots_of(
         self, expert: int, path: str, parts: tuple[str, str, str]

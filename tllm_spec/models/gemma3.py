@@ -97,20 +97,3 @@ class Gemma3Model(LlamaModel):
 class Gemma3ForCausalLM(LlamaForCausalLM):
     model_type = Gemma3Model
     layer_type = Gemma3Layer
-
-
-class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
-    """The text part of the model that also sees images. Before version 5 transformers had its
-    tensors under `language_model.`."""
-
-    @staticmethod
-    def parameter_name(name: str) -> str:
-        if name.startswith("model.language_model."):
-            return name.replace("language_model.", "", 1)
-        return name.removeprefix("language_model.")
-
-    def ignores(self, name: str) -> bool:
-        is_of_images = name.removeprefix("model.").startswith(
-            ("vision_tower.", "multi_modal_projector.")
-        )
-        return is_of_images or super().ignores(name)

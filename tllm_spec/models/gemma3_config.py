@@ -8,7 +8,7 @@ from typing import Any
 from tllm_spec.models.config_file import required, with_defaults
 from tllm_spec.models.rope_config import RopeConfig, rope_config
 
-GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+GEMMA3 = "Gemma3ForCausalLM"
 ACTIVATION = "gelu_pytorch_tanh"
 GEMMA3_DEFAULTS: dict[str, Any] = {
     "vocab_size": 262208,
@@ -45,10 +45,9 @@ class Gemma3Config:
 
 
 def flat_gemma3(raw: dict[str, Any]) -> dict[str, Any]:
-    """The text model's keys at the top, with defaults, and the rotary embedding of layers that see
-    all keys. Raises ValueError for what is not served."""
-    flat = with_defaults(raw | (raw.get("text_config") or {}), GEMMA3_DEFAULTS)
-    flat["architectures"] = raw["architectures"]
+    """With defaults, and the rotary embedding of layers that see all keys. Raises ValueError for
+    what is not served."""
+    flat = with_defaults(raw, GEMMA3_DEFAULTS)
     for key in _OFF:
         if flat.get(key):
             raise ValueError(f"{key} is {flat[key]}; Gemma 3 is served without it.")

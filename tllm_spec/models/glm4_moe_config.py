@@ -32,5 +32,5 @@ GLM4_MOE_DEFAULTS: dict[str, Any] = {
 
 
 def flat_glm4_moe(raw: dict[str, Any]) -> dict[str, Any]:
-    """With defaults, and DeepSeek V3's way of routing."""
+    """The configuration with defaults, and DeepSeek V3's way of routing."""
     return with_defaults(raw, GLM4_MOE_DEFAULTS) | {"topk_method": "noaux_tc"}

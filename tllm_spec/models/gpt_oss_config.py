@@ -36,8 +36,8 @@ _YARN = {
 
 
 def flat_gpt_oss(raw: dict[str, Any]) -> dict[str, Any]:
-    """With defaults, a type for each layer, and a rotary embedding. Raises ValueError for another
-    activation than the published models'."""
+    """The configuration with defaults, a type for each layer, and a rotary embedding. Raises
+    ValueError for another activation than the published models'."""
     flat = with_defaults(raw, GPT_OSS_DEFAULTS)
     alpha = GPT_OSS_DEFAULTS["swiglu_alpha"]
     if flat["swiglu_alpha"] != alpha:

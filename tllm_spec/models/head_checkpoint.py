@@ -83,7 +83,8 @@ def _canonical(name: str, renamed: Mapping[str, str]) -> str:
 def _stored(
     path: Path, wants: Callable[[str], bool], *, is_needed: bool = False
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """Without a checkpoint raises ValueError if it is needed."""
+    """The wanted tensors of the folder's checkpoint; none without one. Raises ValueError if one is
+    needed."""
     if any(path.glob("model.safetensors*")):
         return checkpoint_tensors(path, wants)
     if (path / BIN).is_file():

@@ -18,7 +18,7 @@ from tllm_spec.models.layers import Embedding, HeadNorm, RMSNorm
 from tllm_spec.models.linear import ColumnLinear, OutputLinear, RowLinear
 from tllm_spec.models.module import Module, Placement
 from tllm_spec.models.moe import SparseMoE
-from tllm_spec.models.moe_shape import MIXTRAL_NAMES, QWEN_NAMES
+from tllm_spec.models.moe_shape import MIXTRAL_NAMES
 from tllm_spec.models.rotary import cos_sin_table
 
 
@@ -146,7 +146,7 @@ class DecoderLayer(Module):
             experts = SparseMoE(config.moe, placement, MIXTRAL_NAMES)
             self.add_under("block_sparse_moe", "mlp", experts)
         else:
-            self.mlp = SparseMoE(config.moe, placement, QWEN_NAMES)
+            self.mlp = SparseMoE(config.moe, placement, config.text_part.expert_names)
 
     def forward(
         self,

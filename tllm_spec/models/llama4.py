@@ -158,15 +158,3 @@ class Llama4Model(LlamaModel):
 class Llama4ForCausalLM(LlamaForCausalLM):
     model_type = Llama4Model
     layer_type = Llama4Layer
-
-
-class Llama4ForConditionalGeneration(Llama4ForCausalLM):
-    """The text part of the model that also sees images."""
-
-    @staticmethod
-    def parameter_name(name: str) -> str:
-        return name.removeprefix("language_model.")
-
-    def ignores(self, name: str) -> bool:
-        is_of_images = name.startswith(("vision_model.", "multi_modal_projector."))
-        return is_of_images or super().ignores(name)

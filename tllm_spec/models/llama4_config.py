@@ -8,6 +8,7 @@ import torch
 
 from tllm_spec.models.config_file import required, with_defaults
 
+LLAMA4 = "Llama4ForCausalLM"
 LLAMA4_DEFAULTS: dict[str, Any] = {
     "eos_token_id": 2,
     "max_position_embeddings": 131072,
@@ -67,10 +68,9 @@ class Llama4Config:
 
 
 def flat_llama4(raw: dict[str, Any]) -> dict[str, Any]:
-    """The text model's keys at the top, with defaults, and sizes under the names that Qwen2-MoE
-    has. Raises ValueError for layer types that do not follow from the rotary layers."""
-    flat = with_defaults(raw | (raw.get("text_config") or {}), LLAMA4_DEFAULTS)
-    flat["architectures"] = raw["architectures"]
+    """With defaults, and sizes under the names that Qwen2-MoE has. Raises ValueError for layer
+    types that do not follow from the rotary layers."""
+    flat = with_defaults(raw, LLAMA4_DEFAULTS)
     nope = nope_layers(flat)
     expected = [
         "full_attention" if layer in nope else "chunked_attention"

@@ -94,6 +94,11 @@ class WeightSlot:
     order: torch.Tensor | None = None
     """int64, on the host: the tensor's rows in the order of the parameter's; None: the same."""
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Those that the whole tensor may have."""
+        return (self.shape,)
+
     def load(self, tensor: torch.Tensor | StoredWeight) -> None:
         """Copy this rank's slice of `tensor`, converted to the parameter's dtype and device."""
         if self.destination is None:

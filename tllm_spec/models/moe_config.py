@@ -4,6 +4,7 @@ from typing import Any
 
 from tllm_spec.models.config_file import required
 from tllm_spec.models.gpt_oss_config import GPT_OSS
+from tllm_spec.models.llama4_config import LLAMA4
 from tllm_spec.models.moe_shape import MoEConfig
 from tllm_spec.models.qwen3_next_config import DELTA_WITH_EXPERTS
 
@@ -24,8 +25,7 @@ MOE_DEFAULTS: dict[str, dict[str, Any]] = {
     # `flat_gpt_oss`, `flat_qwen3_next` and `flat_llama4` fill in what is missing.
     GPT_OSS: {},
     **{name: {} for name in DELTA_WITH_EXPERTS},
-    "Llama4ForCausalLM": {},
-    "Llama4ForConditionalGeneration": {},
+    LLAMA4: {},
 }
 
 
@@ -40,7 +40,7 @@ def moe_config(architecture: str, raw: dict[str, Any]) -> MoEConfig | None:
     is_gpt_oss = architecture == GPT_OSS
     has_one_size = is_gpt_oss or architecture == "MixtralForCausalLM"
     size = raw["intermediate_size" if has_one_size else "moe_intermediate_size"]
-    is_llama4 = architecture.startswith("Llama4")
+    is_llama4 = architecture == LLAMA4
     has_gate = architecture in ("Qwen2MoeForCausalLM", *DELTA_WITH_EXPERTS)
     has_shared = is_llama4 or has_gate
     config = MoEConfig(

@@ -68,7 +68,7 @@ class MoEConfig:
 class MoENames:
     """The checkpoint's names below the layer's. With `fused`, all experts are one tensor of gates
     and ups `[E, H, 2 * I]` and one of downs `[E, I, H]`, as in Llama 4, or with `outputs_first`
-    `[E, 2 * I, H]` and `[E, H, I]`, as in Qwen3.5."""
+    `[E, 2 * I, H]` and `[E, H, I]`, as in Qwen3.5, or as in Qwen3-VL either."""
 
     router: str = "gate"
     gate: str = "gate_proj"

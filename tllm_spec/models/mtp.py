@@ -104,11 +104,7 @@ class NextnModules(Module):
     target: LlamaForCausalLM
 
     def __init__(
-        self,
-        target: LlamaForCausalLM,
-        count: int,
-        placement: Placement,
-        owns: Collection[str] = (),
+        self, target: LlamaForCausalLM, count: int, placement: Placement, owns: Collection[str] = ()
     ) -> None:
         """owns: `EMBEDDING` and `OUTPUT`, if they are not the target's."""
         super().__init__()

@@ -23,8 +23,8 @@ _LONGROPE = ("su", "yarn", "longrope")  # older names of the same
 
 
 def flat_phi3(raw: dict[str, Any]) -> dict[str, Any]:
-    """With defaults, and one name of longrope. Raises ValueError unless a part of a head's elements
-    is rotated in pairs, of which each has a factor of longrope."""
+    """The configuration with defaults, and one name of longrope. Raises ValueError unless a part of
+    a head's elements is rotated in pairs, of which each has a factor of longrope."""
     flat = with_defaults(raw, PHI3_DEFAULTS)
     fields = flat.get("rope_scaling") or flat.get("rope_parameters") or {}
     share = fields.get("partial_rotary_factor") or flat.get("partial_rotary_factor") or 1.0

@@ -15,8 +15,6 @@ from tllm_spec.models.layers import OffsetHeadNorm, OffsetRMSNorm, RMSNorm
 from tllm_spec.models.linear import ColumnLinear
 from tllm_spec.models.llama import Attention, DecoderLayer, LlamaForCausalLM
 from tllm_spec.models.module import Placement, WeightSlot
-from tllm_spec.models.moe import SparseMoE
-from tllm_spec.models.moe_shape import QWEN3_5_NAMES
 from tllm_spec.models.rotary import head_order
 
 # The checkpoint's next-token-prediction layer (qwen3_next_mtp.py loads it).
@@ -96,13 +94,6 @@ class Qwen3NextLayer(DecoderLayer):
         else:
             self.self_attn = GatedAttention(config, layer, placement)
 
-    def add_mlp(self, config: ModelConfig, layer: int, placement: Placement) -> None:
-        """transformers writes the experts of a text model one by one."""
-        if config.moe is not None and config.sees_images:
-            self.mlp = SparseMoE(config.moe, placement, QWEN3_5_NAMES)
-        else:
-            super().add_mlp(config, layer, placement)
-
 
 class Qwen3NextForCausalLM(LlamaForCausalLM):
     layer_type = Qwen3NextLayer
@@ -110,14 +101,3 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
     def ignores(self, name: str) -> bool:
         has_mtp = self.config.num_nextn_layers > 0
         return (has_mtp and name.startswith(MTP)) or super().ignores(name)
-
-
-class Qwen3_5ForConditionalGeneration(Qwen3NextForCausalLM):
-    """The text part of the model that also sees images."""
-
-    @staticmethod
-    def parameter_name(name: str) -> str:
-        return name.replace("language_model.", "", 1)
-
-    def ignores(self, name: str) -> bool:
-        return name.startswith("model.visual.") or super().ignores(name)

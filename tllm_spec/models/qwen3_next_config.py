@@ -9,8 +9,7 @@ from tllm_spec.kernels.gated_delta import DeltaShape
 from tllm_spec.models.config_file import required, with_defaults
 
 QWEN3_NEXT = "Qwen3NextForCausalLM"
-QWEN3_5 = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
-QWEN3_5_MOE = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+QWEN3_5, QWEN3_5_MOE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 _COMMON: dict[str, Any] = {
     "hidden_size": 2048,
     "num_attention_heads": 16,
@@ -46,33 +45,27 @@ DELTA_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 10,
         "num_nextn_predict_layers": 1,
     },
-    **dict.fromkeys(
-        QWEN3_5,
-        _COMMON
-        | {
-            "vocab_size": 248320,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 32,
-            "num_key_value_heads": 4,
-            "mtp_num_hidden_layers": 1,
-        },
-    ),
-    **dict.fromkeys(
-        QWEN3_5_MOE,
-        _COMMON
-        | _EXPERTS
-        | {
-            "vocab_size": 248320,
-            "intermediate_size": 0,
-            "num_hidden_layers": 40,
-            "num_experts": 256,
-            "num_experts_per_tok": 8,
-            "mtp_num_hidden_layers": 1,
-        },
-    ),
+    QWEN3_5: _COMMON
+    | {
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+        "mtp_num_hidden_layers": 1,
+    },
+    QWEN3_5_MOE: _COMMON
+    | _EXPERTS
+    | {
+        "vocab_size": 248320,
+        "intermediate_size": 0,
+        "num_hidden_layers": 40,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "mtp_num_hidden_layers": 1,
+    },
 }
-DELTA_WITH_EXPERTS = (QWEN3_NEXT, *QWEN3_5_MOE)
+DELTA_WITH_EXPERTS = (QWEN3_NEXT, QWEN3_5_MOE)
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
@@ -102,8 +95,7 @@ def flat_qwen3_next(raw: dict[str, Any]) -> dict[str, Any]:
     """With defaults, the types of all layers, and the rotated share of a head where the rotary
     embedding has it. Raises ValueError for what is not served."""
     name = raw["architectures"][0]
-    flat = with_defaults(raw | (raw.get("text_config") or {}), DELTA_DEFAULTS[name])
-    flat["architectures"] = raw["architectures"]
+    flat = with_defaults(raw, DELTA_DEFAULTS[name])
     number, interval = required(flat, "num_hidden_layers"), flat["full_attention_interval"]
     types = flat.get("layer_types") or [
         LINEAR if (layer + 1) % interval else FULL for layer in range(number)
@@ -120,8 +112,6 @@ def flat_qwen3_next(raw: dict[str, Any]) -> dict[str, Any]:
     if flat.get("attn_output_gate") is False:
         raise ValueError("attn_output_gate is false; attention is served with a gate only.")
     fields = flat.get("rope_scaling") or flat.get("rope_parameters") or {}
-    # The axes of images: a text's positions are the same on each.
-    fields = {key: value for key, value in fields.items() if not key.startswith("mrope_")}
     share = fields.get("partial_rotary_factor") or flat["partial_rotary_factor"] or 1.0
     head_dim = required(flat, "head_dim")
     rotated = int(head_dim * share)

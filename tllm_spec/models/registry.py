@@ -18,15 +18,15 @@ from tllm_spec.models.formats.quantised_layers import (
     prepare_quantised,
     with_quantised,
 )
-from tllm_spec.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
+from tllm_spec.models.gemma3 import Gemma3ForCausalLM
 from tllm_spec.models.glm4_moe import Glm4MoeForCausalLM
 from tllm_spec.models.gpt_oss import GptOssForCausalLM
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import LlamaForCausalLM
-from tllm_spec.models.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
+from tllm_spec.models.llama4 import Llama4ForCausalLM
 from tllm_spec.models.module import Placement, specialize_for_cpu
 from tllm_spec.models.phi3 import Phi3ForCausalLM
-from tllm_spec.models.qwen3_next import Qwen3_5ForConditionalGeneration, Qwen3NextForCausalLM
+from tllm_spec.models.qwen3_next import Qwen3NextForCausalLM
 from tllm_spec.models.tied_output import has_own_output
 from tllm_spec.models.weights import fill_random, load_weights
 
@@ -43,13 +43,9 @@ MODELS: dict[str, type[LlamaForCausalLM]] = {
     "Qwen3MoeForCausalLM": LlamaForCausalLM,
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
     "Qwen3_5ForCausalLM": Qwen3NextForCausalLM,
-    "Qwen3_5ForConditionalGeneration": Qwen3_5ForConditionalGeneration,
     "Qwen3_5MoeForCausalLM": Qwen3NextForCausalLM,
-    "Qwen3_5MoeForConditionalGeneration": Qwen3_5ForConditionalGeneration,
     "Llama4ForCausalLM": Llama4ForCausalLM,
-    "Llama4ForConditionalGeneration": Llama4ForConditionalGeneration,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
-    "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
     "GptOssForCausalLM": GptOssForCausalLM,
     "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
     "DeepseekV2ForCausalLM": DeepseekForCausalLM,
@@ -72,7 +68,7 @@ def check_shards(path: Path, tp_size: int, ep_size: int) -> None:
         Mapping(0, tp_size, tp_size, ep_size),
         int4=None if config.int4 is None else config.int4.groups,
     )
-    MODELS[config.architecture](config, max_positions=1, placement=placement)
+    MODELS[config.text_part.architecture](config, max_positions=1, placement=placement)
 
 
 def blank_model(
@@ -82,7 +78,7 @@ def blank_model(
     table has one row."""
     config = computed_as(ModelConfig.from_pretrained(path), fp8_activations)
     placement = blank_placement(config, dtype, device, mapping)
-    return MODELS[config.architecture](config, max_positions=1, placement=placement)
+    return MODELS[config.text_part.architecture](config, max_positions=1, placement=placement)
 
 
 def blank_placement(
@@ -135,9 +131,9 @@ def load_model(
     if max_seq_len is not None:
         config = replace(config, rope=config.rope.for_length(max_seq_len))
     config = computed_as(config, fp8_activations)
-    model_type = MODELS[config.architecture]
+    model_type = MODELS[config.text_part.architecture]
     is_tied = config.tie_word_embeddings and load_format == "auto"
-    if is_tied and has_own_output(path, dtype, model_type.parameter_name):
+    if is_tied and has_own_output(path, dtype, config.text_part.parameter_name):
         config = replace(config, tie_word_embeddings=False)
     placement = Placement(dtype, device, communicator.mapping, batch_invariant, communicator)
     placement = with_quantised(placement, config)

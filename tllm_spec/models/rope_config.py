@@ -49,7 +49,8 @@ def rope_config(
     raw: Mapping[str, Any], *, is_phi3: bool = False, may_be_partial: bool = False
 ) -> RopeConfig:
     """Reads a file with the keys of `ModelConfig`. is_phi3: as `flat_phi3` returns it.
-    may_be_partial: some elements of a head may not be rotated, as also in Phi-3. Raises ValueError
+    may_be_partial: some elements of a head may not be rotated, as also in Phi-3. The type `mrope`
+    and its sections are of images: a text has the same positions on all axes. Raises ValueError
     for what is not served."""
     needs = _PHI3_NEEDS if is_phi3 else _ROPE_NEEDS
     fields: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
@@ -58,11 +59,11 @@ def rope_config(
         raise ValueError(f"partial_rotary_factor is {partial}; only 1.0 is served.")
     if may_be_partial:
         _check_share(float(partial or 1.0), raw)
-    if any(isinstance(value, dict) for value in fields.values()) or "mrope_section" in fields:
-        raise ValueError(
-            "rope_parameters differ by layer type or section; served is one set for all layers."
-        )
+    if any(isinstance(value, dict) for value in fields.values()):
+        raise ValueError("rope_parameters differ by layer type; served is one set for all layers.")
     kind = fields.get("rope_type") or fields.get("type") or "default"
+    if kind == "mrope":
+        kind = "default"
     if kind not in needs:
         raise ValueError(f"rope_type is {kind!r}; served are {', '.join(needs)}.")
     absent = [key for key in needs[kind] if fields.get(key) is None]

@@ -59,7 +59,7 @@ class DraftTokens:
         return cls(ids, rows, read_as)
 
     def divisible(self, num_ranks: int) -> "DraftTokens":
-        """Without the last tokens, so that each rank has as many."""
+        """The tokens without the last ones, so that each rank has equally many."""
         size = len(self.ids) - len(self.ids) % num_ranks
         return DraftTokens(self.ids[:size], self.rows[:size], self.read_as)
 

@@ -46,14 +46,15 @@ def load_weights(model: CausalLM, path: Path) -> None:
         ValueError: there is no checkpoint, or tensors are missing or surplus; the message names
             them.
     """
-    pair = stored_pair(path, model.parameter_name) if model.config.tie_word_embeddings else {}
+    parameter_name = model.config.text_part.parameter_name
+    pair = stored_pair(path, parameter_name) if model.config.tie_word_embeddings else {}
     only_output = None if EMBEDDING in pair else pair.get(OUTPUT)
 
     def wants(name: str) -> bool:
         return name == only_output or not model.ignores(name)
 
     stored = (
-        (EMBEDDING if name == only_output else model.parameter_name(name), tensor)
+        (EMBEDDING if name == only_output else parameter_name(name), tensor)
         for name, tensor in stored_tensors(path, model.config, wants)
     )
     misfit = f"The checkpoint in {path} does not fit {model.config.architecture}"
@@ -164,7 +165,7 @@ def load_tensor(name: str, tensor: torch.Tensor | StoredWeight, slot: WeightSlot
             f"{name} is {_type_name(tensor.dtype)}, which its layer does not read; it reads "
             f"{', '.join(map(_type_name, slot.dtypes)) or 'FP8 with scales'}."
         )
-    if tuple(tensor.shape) != slot.shape:
+    if tuple(tensor.shape) not in slot.shapes:
         raise ValueError(
             f"{name} has the shape {list(tensor.shape)}; the config asks for {list(slot.shape)}."
         )

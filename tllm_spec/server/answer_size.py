@@ -22,8 +22,8 @@ TOKEN_BYTES = 8
 
 
 class AnswerSize(NamedTuple):
-    """In bytes. prompts: of all prompts and their log probabilities, which are certain. per_token:
-    of each generated token, beyond its text."""
+    """The size of an answer in bytes. prompts: of all prompts and their log probabilities, which
+    are certain. per_token: of each generated token, beyond its text."""
 
     prompts: int = 0
     per_token: int = 0

@@ -21,20 +21,8 @@ from tllm_spec import __version__
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.server.admission import (
-    ENGINE_DOWN,
-    SAME,
-    Admission,
-    bad_request,
-    engine_running,
-)
-from tllm_spec.server.answer_models import (
-    ChatCompletion,
-    Completion,
-    Model,
-    Models,
-    ResponseObject,
-)
+from tllm_spec.server.admission import ENGINE_DOWN, SAME, Admission, bad_request, engine_running
+from tllm_spec.server.answer_models import ChatCompletion, Completion, Model, Models, ResponseObject
 from tllm_spec.server.answer_size import AnswerLimit, AnswerSize, size_of
 from tllm_spec.server.callers import Caller, caller_of
 from tllm_spec.server.chat_answer import chat_answer
@@ -112,9 +100,7 @@ class OpenAIServer:
         self._answers = AnswerLimit(self._options.max_answer_bytes, llm.max_seq_len)
         self._shares = ClientShares(self._options.max_client_choices)
         self._chat_prompts = ChatPrompts(
-            llm.tokenizer,
-            llm.check_length,
-            allow_control_tokens=self._options.allow_control_tokens,
+            llm.tokenizer, llm.check_length, allow_control_tokens=self._options.allow_control_tokens
         )
 
     def app(self) -> FastAPI:

@@ -66,7 +66,7 @@ def read_keys(given: str | None) -> Keys:
 
 
 def _checked(what: str, key: str) -> str:
-    """Without white space at its ends, which a mounted secret often has."""
+    """The key without white space at its ends, which a mounted secret often has."""
     key = key.strip()
     if not key:
         raise ValueError(f"{what} is empty; without --api_key the server needs no key")

@@ -109,7 +109,7 @@ def _joined(prompt: Json | None, own: Json | None, text: str) -> Json | None:
 def completion_answer(
     body: CompletionRequest, model: str, tokenizer: Tokenizer, params: SamplingParams
 ) -> CompletionAnswer:
-    # `echo` asks the engine for the prompt's logprobs; the field of vLLM is for who asks for it.
+    # `echo` asks the engine for the prompt's logprobs; an answer has vLLM's field only on request.
     own_field = body.prompt_logprobs
     arguments = model, tokenizer, params.n, params.logprobs, own_field
     if not body.echo:

@@ -53,7 +53,7 @@ class EngineLoop:
         self._wake()
 
     def run(self) -> None:
-        """Until `stop`. Then sends what is left."""
+        """Serves until `stop`, then sends what is left."""
         while not self._stopped:
             self._step(self._seconds_to_tick())
             self._tick()

@@ -32,8 +32,8 @@ LOST_SECONDS = 3.0  # that a front without an engine goes on answering 503
 
 
 async def serve(settings: ChildSettings, control: Control, listener: socket.socket) -> None:
-    """Until the supervisor closes its connection. Raises ValueError for a tokenizer, a certificate
-    or a socket that cannot be used, ConnectionError when the engine could not start."""
+    """Serves until the supervisor closes its connection. Raises ValueError for a tokenizer, a
+    certificate or a socket that cannot be used, ConnectionError when the engine could not start."""
     args = LlmArgs(**settings.llm)
     tokenizer_source = args.tokenizer or args.model
     if not is_gguf(Path(tokenizer_source)):  # transformers reads these with torch

@@ -87,8 +87,8 @@ class HttpServer:
         end_requests: Callable[[], None],
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """Until `stop`. Then running requests have `shutdown_timeout` seconds; `end_requests` ends
-        those that are left. `on_ready` is called once connections are accepted.
+        """Serves until `stop`. Then running requests have `shutdown_timeout` seconds;
+        `end_requests` ends those that are left. `on_ready` is called once connections are accepted.
 
         Raises ValueError if another process listens on the address since it was bound."""
         self._max_connections = min(self._max_connections, raise_file_limit() - OTHER_FILES)
@@ -148,7 +148,7 @@ class HttpServer:
             logger.debug("a TLS handshake failed: %s", error)
 
     async def _make_room(self) -> None:
-        """At the limit closes the oldest connection without a request, or waits for an answer to
+        """Closes, at the limit, the oldest connection without a request, or waits for an answer to
         end."""
         while len(self._state.connections) >= self._max_connections:
             idle = next((each for each in self._state.connections if each.is_idle), None)
@@ -189,7 +189,7 @@ class HttpServer:
 
 
 async def _readable(listener: socket.socket) -> None:
-    """Until a connection waits. `loop.sock_accept` is not used: when it is cancelled while a
+    """Returns once a connection waits. `loop.sock_accept` is not used: when it is cancelled while a
     connection arrives, it accepts it nevertheless, and drops it with a traceback in the log."""
     loop = asyncio.get_running_loop()
     is_readable = asyncio.Event()

@@ -31,7 +31,7 @@ class Link:
         return bool(self._backlog)
 
     def send(self, message: Any) -> None:
-        """Never waits. What the socket does not take is sent later."""
+        """Sends without waiting. What the socket does not take is sent later."""
         data = pack(message)
         with self._lock:
             if not self.is_open:

@@ -163,9 +163,7 @@ def _requests(by_reason: Mapping[str, int]) -> Iterator[Metric]:
         "trtllm_request_success", "Completed requests", labels=["finished_reason"]
     )
     failed = CounterMetricFamily(
-        "tllm_spec_request_failure",
-        "Failed and cancelled requests",
-        labels=["finished_reason"],
+        "tllm_spec_request_failure", "Failed and cancelled requests", labels=["finished_reason"]
     )
     # All reasons from the start on: a rate needs the count before the first failure.
     for metric, reasons in ((done, SUCCESSES), (failed, FAILURES)):

@@ -9,26 +9,14 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar
 
-from pydantic import (
-    BeforeValidator,
-    FailFast,
-    Field,
-    SkipValidation,
-    model_validator,
-)
+from pydantic import BeforeValidator, FailFast, Field, SkipValidation, model_validator
 
 from tllm_spec.config.option_checks import NotServed, shown
 from tllm_spec.sampling_params import NOT_SERVED, SamplingParams
 from tllm_spec.server.body_model import BodyModel, CacheSalt, as_json_type
 from tllm_spec.server.chat_message import OLD_TOOLS, ChatMessage
 from tllm_spec.server.guided_options import GUIDED_NAMES, client_names, guided_params
-from tllm_spec.server.tool_protocol import (
-    MAX_TOOLS,
-    Choice,
-    Tool,
-    check_choice,
-    forced_schema,
-)
+from tllm_spec.server.tool_protocol import MAX_TOOLS, Choice, Tool, check_choice, forced_schema
 from tllm_spec.text.chat_prompt import Conversation
 
 SAMPLING_NAMES = frozenset(each.name for each in fields(SamplingParams))
@@ -144,7 +132,7 @@ class StreamOptions(BodyModel):
     continuous_usage_stats: bool = False
 
     not_served: ClassVar[Mapping[str, NotServed]] = {
-        "include_obfuscation": NotServed((None, False), "chunks are not padded"),
+        "include_obfuscation": NotServed((None, False), "chunks are not padded")
     }
 
 

@@ -75,7 +75,7 @@ class TextOptions(BodyModel):
     format: Annotated[dict[str, Any] | None, AfterValidator(_check_plain)] = None
 
     not_served: ClassVar[Mapping[str, NotServed]] = {
-        "verbosity": NotServed((None, "medium"), "it is not an option of the model"),
+        "verbosity": NotServed((None, "medium"), "it is not an option of the model")
     }
 
     def response_format(self) -> dict[str, Any] | None:

@@ -85,14 +85,14 @@ def _checked(parse: Callable[[], Any], model: type[BaseModel] | None) -> Any:
 
 
 def _decoded(body: bytearray) -> str:
-    """As json.loads decodes. The body itself is not needed any more."""
+    """The text of the body, decoded as by json.loads. Empties the body."""
     text = body.decode(json.detect_encoding(body), "surrogatepass")
     body.clear()
     return text
 
 
 def _integer(digits: str) -> int:
-    """Python's own conversion takes time with the square of the length."""
+    """Refuses long integers: Python's conversion takes time with the square of the length."""
     if len(digits) > MAX_DIGITS:
         raise HTTPException(
             400, f"the body has a number of {len(digits)} digits; at most {MAX_DIGITS} are accepted"

@@ -18,13 +18,7 @@ from typing import Any, NamedTuple
 from tllm_spec.child_command import module_command
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.mpirun import mpirun_descriptors
-from tllm_spec.server.child import (
-    ENDS_SOON,
-    SIGNALS,
-    ChildSettings,
-    engine_process,
-    stop_listening,
-)
+from tllm_spec.server.child import ENDS_SOON, SIGNALS, ChildSettings, engine_process, stop_listening
 from tllm_spec.server.host_limits import memory_note
 from tllm_spec.server.wire import new_unpacker, pack
 
@@ -143,16 +137,15 @@ class Supervisor:
         self._signals = [each for each in SIGNALS if each != signal.SIGHUP or not has_nohup]
 
     def catch_signals(self) -> None:
-        """Before `run`: a Ctrl-C while asyncio makes its loop would leave half of one, and print a
-        traceback."""
+        """Handles signals that come before `run`: a Ctrl-C while asyncio makes its loop would leave
+        half of one, and print a traceback."""
         for number in self._signals:
             signal.signal(
-                number,
-                lambda caught, frame: self._events.put_nowait(Event(None, "signal", caught)),
+                number, lambda caught, frame: self._events.put_nowait(Event(None, "signal", caught))
             )
 
     async def run(self) -> int:
-        """Until a signal. Returns the exit status. Raises ServeError."""
+        """Serves until a signal. Returns the exit status. Raises ServeError."""
         loop = asyncio.get_running_loop()
         for caught in self._signals:
             event = Event(None, "signal", caught)
@@ -176,7 +169,7 @@ class Supervisor:
                 await asyncio.gather(*(child.process.wait() for child in children))
 
     async def _start_engine(self, engine: Child, number: int) -> None:
-        """For the first time, or again."""
+        """Starts the engine for the first time, or again after it has ended."""
         engine.is_ready = False
         await engine.start(replace(self._settings, number=number), self._events)
 
@@ -250,8 +243,8 @@ class Supervisor:
         logger.info("serving %s on %s://%s:%d", name, scheme, shown, port)
 
     async def _end(self, number: int) -> int:
-        """After a signal: lets requests finish. A second signal, or one before anything is served,
-        ends at once."""
+        """Lets requests finish after a signal. A second signal, or one before anything is served,
+        ends the server at once."""
         if not self._is_serving:
             return 128 + number
         if delay := self._settings.server["drain_delay"]:

@@ -62,7 +62,7 @@ class ToolCall(BodyModel):
 
     not_served: ClassVar[Mapping[str, NotServed]] = {
         # Clients that join the chunks of a stream keep it.
-        "index": NotServed((None, *range(MAX_TOOLS)), "the order of the list counts"),
+        "index": NotServed((None, *range(MAX_TOOLS)), "the order of the list counts")
     }
 
     def for_template(self) -> Json:

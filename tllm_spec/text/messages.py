@@ -59,8 +59,8 @@ def _call(name: str, call: object) -> Mapping[str, Any]:
 
 
 def as_object(arguments: str) -> dict[str, Any] | str:
-    """What a model has called with: an object if its text is one, or the beginning of one, as of a
-    call that `max_tokens` has cut; else the text."""
+    """The arguments of a model's call: an object if the text is one, or the beginning of one, as in
+    a call that `max_tokens` has cut; else the text."""
     try:
         # Not json.loads: it reads no beginning of a text.
         found = from_json(arguments or "{}", allow_partial="trailing-strings")

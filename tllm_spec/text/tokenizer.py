@@ -75,6 +75,7 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(
             trust_remote_code=False, local_files_only=True, **_source(folder)
         )
+        tokenizer.chat_template = tokenizer.chat_template or _template_of_processor(folder)
         # Its own length is no limit here, and it would warn of index errors that cannot occur.
         tokenizer.deprecation_warnings[LONG_TEXT] = True
         tokenizer.decode(tokenizer.encode("a"))  # some mistakes show with the first text only
@@ -102,6 +103,13 @@ def _source(model: Path) -> dict[str, Any]:
     if is_gguf(model):
         return {"pretrained_model_name_or_path": model.parent, "gguf_file": model.name}
     return {"pretrained_model_name_or_path": model, "config": _plain_config(model)}
+
+
+def _template_of_processor(folder: Path) -> Any:
+    """The chat template of the file in which folders of models that also see images may have it.
+    transformers reads it with the processor of images, and not with the tokenizer."""
+    file = folder / "chat_template.json"
+    return json.loads(file.read_bytes())["chat_template"] if file.is_file() else None
 
 
 def _plain_config(folder: Path) -> Any:
@@ -247,8 +255,8 @@ class IncrementalDetokenizer:
         self._window, self._num_returned = tokens, len(text)
 
     def _is_textless(self, token: int) -> bool:
-        """Whether decoding skips the token, as it skips special tokens. Two of it are decoded,
-        because one may be a space, which decoders drop at the beginning of a text."""
+        """Whether decoding skips the token, as it skips special tokens. Two copies are
+        decoded, because one may be a space, which decoders drop at the beginning of a text."""
         if token not in self._textless:
             self._textless[token] = not self._decode([token, token])
         return self._textless[token]

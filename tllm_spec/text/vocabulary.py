@@ -132,5 +132,5 @@ def _utf8(text: str) -> bytes:
 
 
 def _added(tokenizer: Tokenizer) -> dict[int, Any]:
-    """By id the special tokens, and others that were added to the vocabulary."""
+    """The special tokens, and others that were added to the vocabulary, by id."""
     return getattr(tokenizer, "added_tokens_decoder", {})

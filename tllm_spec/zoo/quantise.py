@@ -169,7 +169,8 @@ class Rounded:
 
 
 def rounded(weight: torch.Tensor, style: Style) -> Rounded:
-    """In an order of inputs of its own for each number of inputs, if the style has one."""
+    """Rounds the weight. If the style orders inputs, each number of inputs has an order of its
+    own."""
     num_inputs = weight.shape[1]
     groups = torch.arange(num_inputs) // (style.group or num_inputs)
     if style.is_ordered:

@@ -1,12 +1,13 @@
 """Chooses the tier of every round before drafting, and observes the result after verification.
 
-It routes batch sizes to slots, holds the limits over what a slot's policy chooses, and shows what
-was decided. A tier is what a round may have (`DraftShapes`): a draft length, or where there are
-trees to choose from a number above the longest length. Pure Python: what a tier needs on the device
-is prepared for all of `tiers` at start-up."""
+It routes batch sizes and context lengths to slots, holds the limits over what a slot's policy
+chooses, and shows what was decided. A tier is what a round may have (`DraftShapes`): a draft
+length, or where there are trees to choose from a number above the longest length. Pure Python: what
+a tier needs on the device is prepared for all of `tiers` at start-up."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tllm_spec.config.adaptive_config import AdaptiveConfig, EmaOptions, SlotOptions
@@ -14,7 +15,7 @@ from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.config.verify_budget import MAX_WHOLE_BATCH
 from tllm_spec.executor.speculative.draft_length.budget_slot import BudgetSlot
 from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot, ladder_of
-from tllm_spec.executor.speculative.draft_length.decision_log import DecisionLog
+from tllm_spec.executor.speculative.draft_length.decision_log import BucketLog, DecisionLog
 from tllm_spec.executor.speculative.draft_length.draft_len_limits import DraftLenLimits
 from tllm_spec.executor.speculative.draft_length.ema_policy import AdaptiveSpeculativeParams
 from tllm_spec.executor.speculative.draft_length.round_times import (
@@ -28,31 +29,48 @@ from tllm_spec.executor.speculative.draft_length.tier_policy import (
     TierPolicy,
 )
 
+CONTEXT_MARGIN = 0.125  # relative change of the average context that does not count
+
+
+@dataclass
+class ContextBucket:
+    """Rounds of requests with `context_len` tokens or more on average. Slots ascend by lower
+    bound."""
+
+    slots: Sequence[TierPolicy]
+    times: CorrectedRoundTimes | None = None
+    context_len: int = 0
+    # By batch size: padded, and its slot. Looked up twice a round.
+    slot_of: dict[int, tuple[int, TierPolicy]] = field(default_factory=dict)
+
+    def named(self, number: object) -> str:
+        """A slot or batch size of this bucket, as `state` shows it."""
+        return f"{number}@{self.context_len}" if self.context_len else str(number)
+
 
 class AdaptiveController:
     """Chooses the tier of every round. A batch is padded to the next of
     `graph_batch_sizes`, then belongs to the slot with the largest lower bound not above that, or to
-    the first slot. `slots` ascend by lower bound."""
+    the first slot, of the bucket of `context_len`. `buckets` ascend by context length, from 0
+    on."""
 
     def __init__(
         self,
-        slots: Sequence[TierPolicy],
+        buckets: Sequence[ContextBucket],
         *,
         tiers: Iterable[int],
         graph_batch_sizes: Iterable[int] | None = None,
         limits: DraftLenLimits | None = None,
         log: DecisionLog | None = None,
-        times: CorrectedRoundTimes | None = None,
         name: Callable[[int], int | str] = lambda tier: tier,
     ) -> None:
         """name: of a tier, for people."""
-        self._slots = slots
-        self._bounds = [slot.lower_bound for slot in slots]
+        self._buckets, self.context_len = buckets, 0
+        self._context_lens = [bucket.context_len for bucket in buckets]
+        self._bounds = [slot.lower_bound for slot in buckets[0].slots]
         self._graph_batch_sizes = sorted(graph_batch_sizes or ())
         self._limits = limits or DraftLenLimits()
-        self._log, self._times, self._name = log or DecisionLog(), times, name
-        # By batch size: padded, and its slot. Looked up twice a round.
-        self._slot_of: dict[int, tuple[int, TierPolicy]] = {}
+        self._log, self._name = log or DecisionLog(), name
         self.tiers = tuple(sorted({*tiers, *self._limits.reachable}))
 
     @classmethod
@@ -77,41 +95,59 @@ class AdaptiveController:
         shapes = shapes or DraftShapes.chains(config.draft_lens[-1])
         ladders = [ladder_of(options, shapes) for _, options in config.slots]
         tiers = sorted({tier for ladder in ladders for tier in ladder} | {*shapes.budgeted_tiers})
-        times = CorrectedRoundTimes(round_times or AssumedRoundTimes(), tiers)
-
-        def slot(lower_bound: int, options: SlotOptions) -> TierPolicy:
-            if isinstance(options, EmaOptions):
-                return AdaptiveSpeculativeParams(lower_bound, options, log, first, config.compat)
-            if shapes.budgeted_tiers and lower_bound > MAX_WHOLE_BATCH:
-                return BudgetSlot(lower_bound, options, log, times, shapes)
-            return CostModelSlot(lower_bound, options, log, times, shapes)
-
         slots = list(config.slots)
         if shapes.budgeted_tiers and slots[-1][0] <= MAX_WHOLE_BATCH:
             slots.append((MAX_WHOLE_BATCH + 1, slots[-1][1]))
+
+        def bucket(context_len: int) -> ContextBucket:
+            own_log = BucketLog(log, context_len) if context_len else log
+            times = CorrectedRoundTimes(round_times or AssumedRoundTimes(), tiers)
+
+            def slot(lower_bound: int, options: SlotOptions) -> TierPolicy:
+                if isinstance(options, EmaOptions):
+                    return AdaptiveSpeculativeParams(
+                        lower_bound, options, own_log, first, config.compat
+                    )
+                if shapes.budgeted_tiers and lower_bound > MAX_WHOLE_BATCH:
+                    return BudgetSlot(lower_bound, options, own_log, times, shapes)
+                return CostModelSlot(lower_bound, options, own_log, times, shapes)
+
+            return ContextBucket([slot(*each) for each in slots], times, context_len)
+
         return cls(
-            [slot(*each) for each in slots],
+            [bucket(context_len) for context_len in (0, *config.context_buckets)],
             tiers=tiers,
             graph_batch_sizes=graph_batch_sizes,
             limits=limits,
             log=log,
-            times=times,
             name=shapes.name,
         )
 
     @classmethod
     def fixed(cls, draft_len: int, *, limits: DraftLenLimits | None = None) -> "AdaptiveController":
         """Without `adaptive`: one draft length, and the limits."""
-        return cls([FixedTier(draft_len)], tiers=[draft_len], limits=limits)
+        return cls([ContextBucket([FixedTier(draft_len)])], tiers=[draft_len], limits=limits)
+
+    @property
+    def knows_contexts(self) -> bool:
+        """Whether context lengths matter to what it decides."""
+        return len(self._buckets) > 1
+
+    def note_context(self, context_len: int) -> None:
+        """Average tokens of the requests that `tier_for` is asked about next. A small change does
+        not count: requests that come and go around a bound would switch the tier, and a round
+        after a switch has the drafts of the tier before."""
+        if abs(context_len - self.context_len) > CONTEXT_MARGIN * self.context_len:
+            self.context_len = context_len
 
     def tier_for(self, batch_size: int) -> int:
         """The tier of a round of `batch_size` generating requests; 0 = plain decoding."""
-        padded, slot = self._slot_of.get(batch_size) or self._find_slot(batch_size)
+        padded, slot = self._slot_at(batch_size, self.context_len)
         return slot.tier_for(padded, self._limits.max_tier(batch_size))
 
     def tiers_at(self, batch_size: int) -> set[int]:
         """All that `tier_for` may ever answer."""
-        padded, slot = self._find_slot(batch_size)
+        padded, slot = self._slot_at(batch_size, 0)
         tiers = slot.reachable(padded, self._limits.max_tier_open(batch_size))
         return tiers | {0} if self._limits.has_gate else tiers
 
@@ -127,6 +163,7 @@ class AdaptiveController:
         asked_draft_len: int | None = None,
         ranks: Sequence[Sequence[int]] = (),
         expected: Sequence[float] = (),
+        context_len: int = 0,
     ) -> bool:
         """What a round brought. Returns whether the tier changed for this batch size.
 
@@ -136,8 +173,9 @@ class AdaptiveController:
         results count, if some had ended already. num_drafted: drafts really proposed, if that is
         not `verified_tier` for each of num_accepted. asked_draft_len: what the drafter was asked
         for, if it had fewer than that. ranks: of every request of num_accepted, as `path_ranks`
-        shows them. expected: as `RoundOutcome`."""
-        padded, slot = self._slot_of.get(batch_size) or self._find_slot(batch_size)
+        shows them. expected: as `RoundOutcome`. context_len: the attribute when the round was
+        chosen."""
+        padded, slot = self._slot_at(batch_size, context_len)
         max_tier = self._limits.max_tier(batch_size)
         if num_drafted is None:
             tier = slot.tier_for(padded, max_tier) if verified_tier is None else verified_tier
@@ -161,28 +199,40 @@ class AdaptiveController:
     @property
     def compares_times(self) -> bool:
         """Whether round times matter to what it decides."""
-        return any(isinstance(slot, CostModelSlot) for slot in self._slots)
+        return any(isinstance(slot, CostModelSlot) for slot in self._buckets[0].slots)
 
     def round_seconds(self, batch_size: int) -> dict[str, float]:
         """Expected seconds of a round of so many requests, by the name of the tier."""
-        assert self._times is not None
-        padded, _ = self._find_slot(batch_size)
-        return {str(self._name(tier)): each for tier, each in self._times.row(padded).items()}
+        times = self._buckets[0].times
+        assert times is not None
+        padded, _ = self._slot_at(batch_size, 0)
+        return {str(self._name(tier)): each for tier, each in times.row(padded).items()}
 
-    def _find_slot(self, batch_size: int) -> tuple[int, TierPolicy]:
+    def _slot_at(self, batch_size: int, context_len: int) -> tuple[int, TierPolicy]:
+        bucket = self._buckets[bisect_right(self._context_lens, context_len) - 1]
+        if (found := bucket.slot_of.get(batch_size)) is not None:
+            return found
         sizes = self._graph_batch_sizes
         at = bisect_left(sizes, batch_size)
         padded = sizes[at] if at < len(sizes) else batch_size
-        slot = self._slots[max(0, bisect_right(self._bounds, padded) - 1)]
-        self._slot_of[batch_size] = padded, slot
+        slot = bucket.slots[max(0, bisect_right(self._bounds, padded) - 1)]
+        bucket.slot_of[batch_size] = padded, slot
         return padded, slot
 
     def state(self) -> dict[str, Any]:
         """Everything that decisions rest on, as plain values for /server_info."""
+        buckets, name = self._buckets, self._name
+        times = [(bucket, bucket.times.state(name)) for bucket in buckets if bucket.times]
         return {
             "draft_lens": list(map(self._name, self.tiers)),
-            "slots": {str(slot.lower_bound): slot.state() for slot in self._slots},
+            "slots": {
+                bucket.named(slot.lower_bound): slot.state()
+                for bucket in buckets
+                for slot in bucket.slots
+            },
             "limits": self._limits.state(),
             "decisions": self._log.state(),
-            "round_ms": self._times.state(self._name) if self._times else {},
+            "round_ms": {
+                bucket.named(size): row for bucket, rows in times for size, row in rows.items()
+            },
         }

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 NUM_KEPT = 32
@@ -45,3 +45,15 @@ class DecisionLog:
             "num_switches": self.num_switches,
             "last": [asdict(switch) for switch in self._last],
         }
+
+
+class BucketLog(DecisionLog):
+    """Switches of rounds with contexts of `context_len` tokens or more; they go to `log`."""
+
+    def __init__(self, log: DecisionLog, context_len: int) -> None:
+        super().__init__()
+        self._log, self._context_len = log, context_len
+
+    def record(self, switch: Switch) -> None:
+        reason = f"contexts of {self._context_len} tokens or more; {switch.reason}"
+        self._log.record(replace(switch, reason=reason))

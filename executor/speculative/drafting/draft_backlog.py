@@ -77,15 +77,15 @@ class DraftBacklog:
                 request.draft_backlog += 1
 
     def prepare(self, batch: ScheduledBatch) -> None:
-        """Before the batch runs: its generating requests catch up if it drafts, or if one of them
-        has as many positions waiting as there may be."""
+        """Called before the batch runs. Its generating requests catch up if it drafts, or if one of
+        them has as many unread positions as there may be."""
         longest = max(map(_backlog_of, batch.generation_requests), default=0)
         if longest > (0 if batch.new_shape != NO_DRAFTS else self.max_unread - 1):
             batch.catches_up = longest > BACKLOG_LEN
             self.read(batch.generation_requests)
 
     def read(self, requests: Sequence[LlmRequest]) -> None:
-        """The draft network reads all unread positions of the requests."""
+        """Lets the draft network read all unread positions of the requests."""
         late = [request for request in requests if request.draft_backlog > BACKLOG_LEN]
         # The rings have the last tokens, those of rounds in flight included.
         missed = [missed_by(request, BACKLOG_LEN) for request in late]
@@ -108,7 +108,7 @@ class DraftBacklog:
         self._graphs.capture(GraphKey(size, NO_DRAFTS, False) for size in sizes)
 
     def _catch_up_for(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> None:
-        """What a graph captures."""
+        """The work of a graph, for contexts of any length."""
         self._catch_up(slot_ids, self._layers.rows.max_len)
 
     def _send(self, requests: Sequence[LlmRequest]) -> torch.Tensor:

@@ -93,7 +93,7 @@ class HostTree(NamedTuple):
         return self.depth == len(self.tokens)
 
     def up_to(self, depth: int) -> "HostTree":
-        """Without deeper drafts."""
+        """The tree without deeper drafts."""
         rows = bisect_right(self.depths, depth)
         if rows == len(self.depths):
             return self

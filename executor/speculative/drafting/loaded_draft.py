@@ -28,12 +28,7 @@ from tllm_spec.models.eagle import EagleHead, load_eagle_head
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.eagle_config import EagleConfig
-from tllm_spec.models.head_checkpoint import (
-    MASK_TOKENS,
-    HeadKind,
-    head_kind,
-    mask_token_in,
-)
+from tllm_spec.models.head_checkpoint import MASK_TOKENS, HeadKind, head_kind, mask_token_in
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.module import Placement
 from tllm_spec.models.mtp import NextnModules, load_nextn

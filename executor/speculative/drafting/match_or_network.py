@@ -1,5 +1,5 @@
-"""Drafts from two proposers: a draft network, and the match of the text's end. Each request has
-those of which more are expected to be accepted."""
+"""Drafts from two proposers: a draft network, and the match of the text's end. Of chains each
+request has the one of which more is expected to be accepted; a tree has the likeliest of both."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,6 +15,7 @@ from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProp
 from tllm_spec.executor.speculative.drafting.proposer import DraftChains, Proposer
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
 from tllm_spec.executor.speculative.drafting.suffix_match import SuffixMatch
+from tllm_spec.kernels.beam_pool import DraftTree
 from tllm_spec.kernels.draft_sources import (
     MATCH,
     NETWORK,
@@ -23,6 +24,7 @@ from tllm_spec.kernels.draft_sources import (
     choose_drafts,
     observe_drafts,
 )
+from tllm_spec.kernels.match_branches import add_match
 
 NETWORK_RATE = 0.6  # of drafts that are right, before any was seen
 NUM_CLASSES = 17  # of match lengths: none, 1 to 15 tokens, and more
@@ -53,10 +55,10 @@ def new_sources(
 
 
 class MatchOrNetwork(Proposer):
-    """Proposes chains. Both proposers see every round, so that the network's KV misses nothing.
+    """Both proposers see every round, so that the network's KV misses nothing.
 
-    threshold: a match of so many tokens or more is taken; None: which lengths are taken is learned
-    from the rounds."""
+    threshold: a match of so many tokens or more is taken; None: what matches of each length are
+    worth is learned from the rounds."""
 
     def __init__(
         self, network: NetworkProposer, match: SuffixMatch, slots: SlotState, threshold: int | None
@@ -72,7 +74,7 @@ class MatchOrNetwork(Proposer):
         windows: WindowResult | None,
         group: RowGroup,
         shape: DraftShape,
-    ) -> DraftChains | None:
+    ) -> DraftChains | DraftTree | None:
         drafts = self.network.propose(contexts, windows, group, shape)
         self._match.read(contexts, windows, group)
         if contexts is not None and contexts.first_tokens is not None:
@@ -84,10 +86,13 @@ class MatchOrNetwork(Proposer):
             observe_drafts(self._sources, slots, *parts, self._learns)
         if drafts is None or shape == NO_DRAFTS:
             return None
-        assert isinstance(drafts, DraftChains)
-        match = self._match.matches(group, shape)
-        parts = drafts.tokens, match.drafts[:, 0].contiguous()
-        return DraftChains(choose_drafts(self._sources, group.slots, *parts, match.lengths))
+        found, sources = self._match.matches(group, shape), self._sources
+        match, lens = found.drafts.squeeze(1), found.num_drafts.squeeze(1)
+        if isinstance(drafts, DraftTree):
+            own = group.slots, drafts, match, lens, found.lengths
+            return add_match(sources, *own, self._learns)
+        both = drafts.tokens, match, found.lengths
+        return DraftChains(choose_drafts(sources, group.slots, *both))
 
     def prepare(self, batch: ScheduledBatch) -> None:
         self.network.prepare(batch)

@@ -31,17 +31,23 @@ from tllm_spec.kernels.row_copies import gather_rows
 
 class NetworkProposer(Proposer):
     """Drafts chains or trees with a network. What a round of draft length 0 leaves for the network
-    to read goes to the `backlog`."""
+    to read goes to the `backlog`. scores_trees: trees come with `DraftTree.scores`."""
 
     def __init__(
-        self, layers: DraftLayers, slots: SlotState, sampling: DraftSampling, backlog: DraftBacklog
+        self,
+        layers: DraftLayers,
+        slots: SlotState,
+        sampling: DraftSampling,
+        backlog: DraftBacklog,
+        *,
+        scores_trees: bool = False,
     ) -> None:
         self.net, self.reads_whole_windows = layers.net, layers.reads_whole_windows
         self._layers = layers
         self._backlog = backlog
         self._slots = slots
         self._chains = ChainDrafting(layers, slots, sampling)
-        self._trees = TreeDrafting(layers, sampling, slots.device)
+        self._trees = TreeDrafting(layers, sampling, slots.device, with_scores=scores_trees)
         self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
         # Kept, because making them is a launch.
         num_rows = len(slots.kv_lens) * slots.shapes.longest.path

@@ -39,13 +39,11 @@ def improve(
 
 
 def send_chains(
-    slots: SlotState,
-    requests: Sequence[LlmRequest],
-    drafts: Sequence[list[int]],
-    draft_len: int,
+    slots: SlotState, requests: Sequence[LlmRequest], drafts: Sequence[list[int]], draft_len: int
 ) -> None:
-    """To the requests' next windows. Chains that are shorter than `draft_len` are padded with the
-    request's own last token: the forward reads it, and another token's embedding might be NaN."""
+    """Sends chains to the requests' next windows. Those that are shorter than `draft_len` are
+    padded with the request's own last token: the forward reads it, and another token's embedding
+    might be NaN."""
     rows: list[int] = []  # of slot, number of drafts, padded drafts
     for request, draft in zip(requests, drafts, strict=True):
         rows += (request.slot, len(draft))

@@ -14,11 +14,7 @@ from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
-from tllm_spec.executor.speculative.drafting.round_end import (
-    ContextResult,
-    RoundEnd,
-    WindowResult,
-)
+from tllm_spec.executor.speculative.drafting.round_end import ContextResult, RoundEnd, WindowResult
 
 
 class StateRecorder(RoundEnd):
@@ -31,7 +27,7 @@ class StateRecorder(RoundEnd):
         self.splits_rounds = inner.splits_rounds
         self.reads_whole_windows = inner.reads_whole_windows
         num_slots, path = len(slots.kv_lens), slots.shapes.longest.path
-        # Of the latest tail: the accepted rows of each request, [B, D+1], and how many there are.
+        # The accepted rows of each request in the latest tail, [B, D+1], and how many there are.
         self._rows = torch.zeros(num_slots * path, dtype=torch.int64, device=slots.device)
         self._lens = torch.zeros(num_slots, dtype=torch.int64, device=slots.device)
         self._has_windows = False  # whether the windows of this round were sent

@@ -5,6 +5,7 @@ The texts of all slots are on the device, so that rounds overlap and a CUDA grap
 The host sends a text when its context ends; each round adds what it emitted."""
 
 from array import array
+from collections.abc import Sequence
 
 import torch
 
@@ -19,6 +20,7 @@ from tllm_spec.executor.speculative.drafting.round_end import ContextResult, Win
 from tllm_spec.kernels.beam_pool import DraftTree
 from tllm_spec.kernels.path_trees import path_trees
 from tllm_spec.kernels.suffix_match import (
+    EVERYONE,
     NO_TOKEN,
     Matches,
     TextTable,
@@ -30,23 +32,36 @@ MAX_PATHS = 8  # matches that a tree is made of, at most
 
 
 class SuffixMatch(Proposer):
-    """Proposes chains, or trees of several matches. Texts have at most `max_len` tokens. `shared`:
-    fills the texts that requests share; None: each has its own only."""
+    """Proposes chains, or trees of several matches. Texts have at most `max_len` tokens. corpus:
+    rows of texts for every request (`rows_of`). `shared`: fills the texts that requests share;
+    None: they share none."""
 
-    def __init__(self, slots: SlotState, max_len: int, search: TextSearch) -> None:
+    def __init__(
+        self,
+        slots: SlotState,
+        max_len: int,
+        search: TextSearch,
+        corpus: Sequence[list[int]] = (),
+    ) -> None:
         self._slots, self._search = slots, search
-        num_slots, num_rows = len(slots.kv_lens), search.num_shared
-        size = num_slots * max_len + num_rows * SHARED_WIDTH
+        num_slots, num_own = len(slots.kv_lens), len(slots.kv_lens) + search.num_shared
+        num_rows = num_own + len(corpus)
+        size = self.num_bytes(num_slots, max_len, search, len(corpus)) // torch.int32.itemsize
         memory = torch.zeros(size, dtype=torch.int32, device=slots.device)
-        salts = torch.full((num_slots + num_rows,), NO_SALT, dtype=torch.int32, device=slots.device)
-        self._table = TextTable(memory, max_len, slots.kv_lens, salts if num_rows else None)
+        salts = torch.full((num_rows,), NO_SALT, dtype=torch.int32, device=slots.device)
+        salts[num_own:] = EVERYONE
+        own = salts if num_rows > num_slots else None
+        self._table = TextTable(memory, max_len, slots.kv_lens, own, bool(corpus))
         self._table.shared.fill_(NO_TOKEN)
-        self.shared = SharedTexts(self._table) if num_rows else None
+        for row, text in zip(self._table.shared[search.num_shared :], corpus, strict=True):
+            row[: len(text)] = torch.tensor(text, dtype=torch.int32)
+        has_pool = search.num_shared > 0
+        self.shared = SharedTexts(self._table, search.num_shared) if has_pool else None
 
     @staticmethod
-    def num_bytes(num_slots: int, max_len: int, search: TextSearch) -> int:
-        """Device memory of the texts."""
-        size = num_slots * max_len + search.num_shared * SHARED_WIDTH
+    def num_bytes(num_slots: int, max_len: int, search: TextSearch, num_corpus: int) -> int:
+        """Device memory of the texts. num_corpus: rows of the corpus."""
+        size = num_slots * max_len + (search.num_shared + num_corpus) * SHARED_WIDTH
         return size * torch.int32.itemsize
 
     def propose(

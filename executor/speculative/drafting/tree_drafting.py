@@ -27,10 +27,18 @@ from tllm_spec.kernels.tree_mask import TreeMask
 
 class TreeDrafting:
     """Grows draft trees. Its methods are functions of device tensors, so that a CUDA graph can hold
-    them."""
+    them. with_scores: as `DraftTree.scores`."""
 
-    def __init__(self, layers: DraftLayers, sampling: DraftSampling, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: DraftLayers,
+        sampling: DraftSampling,
+        device: torch.device,
+        *,
+        with_scores: bool = False,
+    ) -> None:
         self._layers, self._sampling, self._device = layers, sampling, device
+        self._with_scores = with_scores
         self._static = cache(self._static_tree)
 
     def draft(
@@ -75,15 +83,19 @@ class TreeDrafting:
                 add_last(pool, step, beams, *children)
             else:
                 beams = grow(pool, step, beams, *children)
-        return select(pool, shape.num_nodes)
+        return select(pool, shape.num_nodes, self._with_scores)
 
     def _draft_static(self, growth: "_Growth", shape: DraftShape, state: torch.Tensor) -> DraftTree:
         steps, layout = self._static(shape)
         batch, num_read, found = len(growth.kv_lens), 0, list[torch.Tensor]()
+        scores, before = list[torch.Tensor](), state.new_ones((), dtype=torch.float32)
         for index, step in enumerate(steps):
-            _, tokens = growth.candidates(index, state)
+            probs, tokens = growth.candidates(index, state)
             own = step.take(tokens.view(batch, -1, shape.topk))
             found.append(own)
+            if self._with_scores:
+                scores.append(step.take(probs.view(batch, -1, shape.topk) * before))
+                before = scores[-1].index_select(1, step.runs).unsqueeze(2)
             if index + 1 < len(steps):
                 num_rows, num_parents = len(step.runs), len(state) // batch
                 firsts = torch.arange(0, len(state), num_parents, device=state.device)
@@ -92,8 +104,9 @@ class TreeDrafting:
                 read = own.index_select(1, step.runs)
                 state = growth.read(index + 1, read, bits, num_read, state, parents)
                 num_read += num_rows
-        rows = (each.expand(batch, -1) for each in layout)
-        return DraftTree(torch.cat(found, dim=1), *rows)
+        parents, depths, bits = (each.expand(batch, -1) for each in layout)
+        of_nodes, tokens = torch.cat(scores, dim=1) if scores else None, torch.cat(found, dim=1)
+        return DraftTree(tokens, parents, depths, bits, scores=of_nodes)
 
     def _static_tree(
         self, shape: DraftShape

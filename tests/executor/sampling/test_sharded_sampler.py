@@ -18,10 +18,7 @@ from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
-from tllm_spec.executor.sampling.sharded_sampler import (
-    ShardedDraftSampling,
-    sampler_of,
-)
+from tllm_spec.executor.sampling.sharded_sampler import ShardedDraftSampling, sampler_of
 from tllm_spec.grammar.grammar_state import DraftNodes, GrammarState
 
 HALF = VOCAB // RANKS
@@ -39,9 +36,7 @@ def bench_of(ways: list[str], shard: VocabShard | None) -> Bench:
     return bench
 
 
-def on_ranks(
-    work: Callable[[VocabShard], torch.Tensor],
-) -> tuple[list[torch.Tensor], ThreadGroup]:
+def on_ranks(work: Callable[[VocabShard], torch.Tensor]) -> tuple[list[torch.Tensor], ThreadGroup]:
     """Each rank's result."""
     group = ThreadGroup()
 

@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 
 from tllm_spec.outputs import CompletionOutput
 from tllm_spec.server.parsers.harmony import MARKS, MAX_HEADER, HarmonyParser, MarkedText
-from tllm_spec.server.parsers.pieces import (
-    Arguments,
-    CallStart,
-    Piece,
-    Reasoning,
-    Text,
-    joined,
-)
+from tllm_spec.server.parsers.pieces import Arguments, CallStart, Piece, Reasoning, Text, joined
 from tllm_spec.text.harmony import NAMES, harmony_ends, harmony_tokens
 from tllm_spec.text.tokenizer import load_tokenizer
 
@@ -41,10 +34,7 @@ CASES: Sequence[tuple[str, list[Piece]]] = [
         f"{WHOLE}<|start|>assistant{CALL}<|call|>",
         [Reasoning("Need f."), Text("Let me look."), *CALLED],
     ),
-    (
-        ' to=functions.weather<|channel|>commentary json<|message|>{"at": "Rome"}',
-        CALLED,
-    ),
+    (' to=functions.weather<|channel|>commentary json<|message|>{"at": "Rome"}', CALLED),
     # A function's name alone, and one in the channel of reasoning.
     ('<|channel|>commentary to=weather<|message|>{"at": "Rome"}', CALLED),
     ('<|channel|>analysis to=functions.weather<|message|>{"at": "Rome"}', CALLED),
@@ -60,10 +50,7 @@ CASES: Sequence[tuple[str, list[Piece]]] = [
     ("<|start|>assistant", []),
     ("", []),
     # No end, no start, two channels, two messages, a message without a channel.
-    (
-        "<|channel|>analysis<|message|>I<|channel|>final<|message|>so",
-        [Reasoning("I"), Text("so")],
-    ),
+    ("<|channel|>analysis<|message|>I<|channel|>final<|message|>so", [Reasoning("I"), Text("so")]),
     ("<|channel|>final<|message|>a<|message|>b", [Text("ab")]),
     ("<|channel|>final<|message|>a<|end|>b", [Text("ab")]),
     ("<|message|>so", [Text("so")]),

@@ -85,11 +85,7 @@ CASES: Sequence[tuple[NewParser, str, list[Piece]]] = [
     (r1(), "I think ", [Reasoning("I think ")]),
     (qwen(), "no thought", [Text("no thought")]),
     (qwen(), "<thin", [Text("<thin")]),
-    (
-        qwen(),
-        f"<think>\nx\n</think>\n\n<tool_call>{CALL}</tool_call>",
-        [Reasoning("x"), *CALLED],
-    ),
+    (qwen(), f"<think>\nx\n</think>\n\n<tool_call>{CALL}</tool_call>", [Reasoning("x"), *CALLED]),
     (qwen(), "<think>\n\n</think>\n\nyes", [Text("yes")]),
 ]
 

@@ -105,10 +105,7 @@ class QuantisedActivations(ScaledTensors):
         self._product(*self._quantised(gate_up.forward(x, norm), gated=True), total)
 
     def _product(
-        self,
-        codes: torch.Tensor,
-        code_scales: torch.Tensor,
-        add_to: torch.Tensor | None = None,
+        self, codes: torch.Tensor, code_scales: torch.Tensor, add_to: torch.Tensor | None = None
     ) -> torch.Tensor:
         operands = codes, code_scales, self.weight, self.scales
         if self.gemms is not None:

@@ -22,10 +22,7 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-_OPTIONAL = {
-    "attention.head_count_kv": "num_key_value_heads",
-    "rope.freq_base": "rope_theta",
-}
+_OPTIONAL = {"attention.head_count_kv": "num_key_value_heads", "rope.freq_base": "rope_theta"}
 _HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 _WITHOUT_EFFECT = ("vocab_size", "tensor_data_layout")
 _ROPE = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}

@@ -125,10 +125,7 @@ class Int4Tensors(WeightFormat):
         yield (
             f"{module}.weight",
             Int4Slot(
-                *own,
-                words=self.scales[rows],
-                in_features=self.in_features,
-                take_order=take_order,
+                *own, words=self.scales[rows], in_features=self.in_features, take_order=take_order
             ),
         )
 

@@ -122,7 +122,7 @@ def _written(settings: Mapping[str, Any]) -> str | None:
     groups = settings.get("config_groups")
     own = groups.values() if isinstance(groups, Mapping) else ()
     formats = [group.get("format") for group in own if isinstance(group, Mapping)]
-    found = (name for name in [settings.get("format"), *formats] if name in _FORMATS)
+    found = (name for name in map(str, [settings.get("format"), *formats]) if name in _FORMATS)
     return next(found, None)
 
 

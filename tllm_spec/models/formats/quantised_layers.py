@@ -2,7 +2,7 @@
 the others and of settings without an effect."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -124,7 +124,7 @@ _SCALED = {
 def _quantised_modules(path: Path, config: ModelConfig, load_format: str) -> Callable[[str], bool]:
     """Tells whether the checkpoint quantises the weight of a module: by the tensors' types, by
     the names of 4-bit codes, or without tensors (`dummy`) by config.json's lists."""
-    form = config.int4 or config.fp8
+    form, parameter_name = config.int4 or config.fp8, config.text_part.parameter_name
     assert form is not None
     if load_format == "dummy":
         return form.keeps
@@ -133,13 +133,14 @@ def _quantised_modules(path: Path, config: ModelConfig, load_format: str) -> Cal
         return lambda module: f"{module}.weight" in matrices
     codes = None
     if config.int4 is not None:
-        names = frozenset(checkpoint_names(path))
+        names = frozenset(map(parameter_name, checkpoint_names(path)))
         if config.int4.packing == "mxfp4_experts":
             return lambda module: has_codes(module, names)
         codes = PACKINGS[config.int4.packing].codes
     if codes is not None and codes != "weight":
         return lambda module: f"{module}.{codes}" in names
-    stored: Set[str] = names_of_type(path, "F8_E4M3" if codes is None else "U8")
+    of_type = names_of_type(path, "F8_E4M3" if codes is None else "U8")
+    stored = frozenset(map(parameter_name, of_type))
     return lambda module: f"{module}.weight" in stored
 
 

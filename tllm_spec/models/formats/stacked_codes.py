@@ -7,14 +7,8 @@ import torch
 from torch import nn
 
 from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.kernels.grouped_gemm import (
-    ExpertWeights,
-    down,
-    gate_up_silu,
-)
-from tllm_spec.kernels.grouped_tilings import (
-    Form,
-)
+from tllm_spec.kernels.grouped_gemm import ExpertWeights, down, gate_up_silu
+from tllm_spec.kernels.grouped_tilings import Form
 from tllm_spec.kernels.moe_permute import ExpertRows
 from tllm_spec.kernels.quantise_rows import quantise_rows
 from tllm_spec.kernels.triton_support import has_kernels

@@ -6,14 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from tllm_spec.kernels.grouped_gemm import (
-    ExpertWeights,
-    down,
-    gate_up_silu,
-)
-from tllm_spec.kernels.grouped_tilings import (
-    Form,
-)
+from tllm_spec.kernels.grouped_gemm import ExpertWeights, down, gate_up_silu
+from tllm_spec.kernels.grouped_tilings import Form
 from tllm_spec.kernels.moe_permute import ExpertRows
 from tllm_spec.models.formats.fp8_scaled import ScaledSlot, scaled_parameters
 from tllm_spec.models.formats.int4 import Int4Slot, check_slice, int4_parameters

@@ -18,7 +18,7 @@ MARKS: Mapping[str, str] = {name: chr(0xFDD8 + place) for place, name in enumera
 START, _, MESSAGE, CHANNEL, CONSTRAIN, _, _ = MARKS.values()
 _MARK = re.compile(f"([{''.join(MARKS.values())}])")
 _AS_TEXT = str.maketrans(dict.fromkeys(MARKS.values(), REPLACEMENT))
-# Of a header: what follows is content, as in an answer without any mark.
+# Characters of a header, at most: more are content, as in an answer without any mark.
 MAX_HEADER = 256
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 # Channel, recipient and type of content at the end of a header.

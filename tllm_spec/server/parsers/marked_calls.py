@@ -6,14 +6,7 @@ import re
 from abc import ABC, abstractmethod
 
 from tllm_spec.server.parsers.json_call import JsonCall
-from tllm_spec.server.parsers.pieces import (
-    Arguments,
-    CallStart,
-    JsonEnd,
-    Piece,
-    Text,
-    num_held,
-)
+from tllm_spec.server.parsers.pieces import Arguments, CallStart, JsonEnd, Piece, Text, num_held
 
 # DeepSeek's text before the arguments of a call. A longer one is not a call.
 HEAD = re.compile(r"(.*?)<｜tool▁sep｜>([^{]*)\{", re.DOTALL)

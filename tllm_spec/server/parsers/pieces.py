@@ -56,7 +56,7 @@ NewParser = Callable[[], Parser]
 
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """Without empty pieces, and with neighbours of the same kind in one."""
+    """The pieces without empty ones, and with neighbours of the same kind joined."""
     found: list[Piece] = []
     for piece in pieces:
         if isinstance(piece, CallStart):
