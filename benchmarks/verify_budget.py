@@ -1,9 +1,10 @@
 """Requests that share the rows of a round, against the best draft length for all of them.
 
-    python -m benchmarks.verify_budget [simulated] [rounds] [--quick] [--output result.json]
+    python -m benchmarks.verify_budget [simulated] [trees] [rounds] [--quick] [--output result.json]
     python -m benchmarks.verify_budget --device cpu --quick   # the zoo: shows that it runs
 
 simulated  without an engine, with round times of benchmarks.adaptive
+trees  the same with draft trees under fixed budgets, against the best chain for all of them
 rounds  tokens per second by batch size and traffic: every uniform draft length, every budget of
         rows, and enable_adaptive_verification, which chooses
 
@@ -21,6 +22,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -30,6 +32,8 @@ from benchmarks.harness.models import Models, open_models
 from benchmarks.harness.report import Options, Row, Subject, main, table
 from benchmarks.harness.scripted_tokens import MIXED, TokenScript, scripted_tokens
 from benchmarks.harness.simulated_rows import Simulation, round_ms
+from benchmarks.harness.simulated_trees import TreeSimulation
+from tllm_spec.config.draft_shape import DraftShape, chain_of
 from tllm_spec.config.verify_budget import with_budgets
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
@@ -42,6 +46,7 @@ TRAFFIC: Mapping[str, Sequence[float]] = {
 }  # fmt: skip
 TARGETS = {("mixed", 64): 1.12, ("mixed", 128): 1.15}
 SIZES = (16, 32, 64, 128, 256)
+TREES, TREE_ROWS, GAIN_TARGET = (DraftShape(7, 24, 2), DraftShape(5, 31, 4)), (3, 4, 6, 8, 12), 0.9
 QUICK_CELLS = (("mixed", 32), ("0.9", 32), ("mixed", 64), ("0.6", 64), ("mixed", 128))
 PROMPT_LEN, MAX_SEQ_LEN = 64, {True: 1200, False: 480}  # of the 8B shape, and of the zoo
 CHOICE = -1  # the player that chooses its tier
@@ -170,6 +175,61 @@ def simulated(options: Options) -> Iterator[Row]:
             }
 
 
+def trees(options: Options) -> Iterator[Row]:
+    number = 20 if options.quick else 100
+    for batch_size in (8, 32):
+        for traffic in ("mixed", "0.8", "0.6"):
+            means, chains = TRAFFIC[traffic], Simulation(batch_size, TRAFFIC[traffic])
+            found = {
+                length: chains.play(chain_of(length), number).reached
+                / round_ms(chain_of(length), batch_size)
+                for length in STEPS
+            }
+            best = max(STEPS, key=found.__getitem__)
+            reached, oracle, whole = dict[str, float](), 0.0, 0.0
+            for tree in TREES:
+                budgets = [*TREE_ROWS, tree.window]
+                played = TreeSimulation(batch_size, means).play(tree, budgets, number)
+                for rows, tokens in played.items():
+                    shape = replace(tree, mean_rows=rows)
+                    rate = found[best] * round_ms(shape, batch_size)
+                    reached[shape.name] = tokens.reached / rate
+                    oracle = max(oracle, tokens.oracle / rate)
+                    whole = whole if shape.is_ragged else max(whole, tokens.reached / rate)
+            chosen = max(reached, key=reached.__getitem__)
+            yield {
+                "batch_size": batch_size,
+                "traffic": traffic,
+                "best": best,
+                "oracle": oracle,
+                "whole": whole,
+                "reached": reached[chosen],
+                "shape": chosen,
+            }
+
+
+def trees_table(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for row in rows:
+        found = [f"{row[name]:.3f}" for name in ("oracle", "whole", "reached")]
+        share = (row["reached"] - 1) / (row["oracle"] - 1)
+        has_gain = row["oracle"] > 1
+        gain = f"{share:.2f} (target {GAIN_TARGET})" + " missed" * (share < GAIN_TARGET)
+        own = [str(row["batch_size"]), row["traffic"], str(row["best"])]
+        found[2] += f" ({row['shape']})"
+        lines.append([*own, *found, gain if has_gain else "no gain"])
+    titles = (
+        "batch",
+        "traffic",
+        "best chain",
+        "oracle",
+        "best whole tree",
+        "reached",
+        "of its gain",
+    )
+    return table(titles, lines)
+
+
 def rounds(options: Options) -> Iterator[Row]:
     with open_models(options.shape, options.device) as models:
         sizes = SIZES if models.is_8b else (2, 20)
@@ -198,6 +258,7 @@ def rates_table(rows: Sequence[Row]) -> list[str]:
 
 SUBJECTS = (
     Subject("simulated", "Simulated tokens per second", simulated, rates_table),
+    Subject("trees", "Simulated trees that share rows, over the best chain", trees, trees_table),
     Subject("rounds", "Tokens per second over the best uniform length", rounds, rates_table),
 )
 

@@ -106,8 +106,8 @@ class QueryTiles:
     ) -> "QueryTiles":
         """The rows of trees of B requests with `kv_lens` `[B]` tokens. Their rows of q start at 0,
         those of the block tables at `request`."""
-        windows = cls.of_windows(0, kv_lens, RoundRows.rectangle(*mask.bits.shape), request, size)
-        windows.table[1].view(len(kv_lens), -1).copy_((kv_lens - mask.length).unsqueeze(1))
+        windows = cls.of_windows(0, kv_lens, mask.rows, request, size)
+        windows.table[1].view(len(kv_lens), -1).copy_(mask.starts(kv_lens).unsqueeze(1))
         return cls(windows.table, windows.max_tokens, TreePaths.of(mask))
 
     @staticmethod
@@ -296,12 +296,12 @@ def _plain_trees(
     scales: KVScales,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    mask, batch, spans = paths.mask, len(paths.mask.bits), None
-    _, start, _, request = tiles.table.view(4, batch, -1)[:, :, 0]
-    rows, kv_lens = RoundRows.rectangle(*mask.bits.shape), start + mask.length
+    mask, rows, spans = paths.mask, paths.mask.rows, None
+    _, start, _, request = tiles.table.view(4, rows.num_requests, -1)[:, :, 0]
+    kv_lens = start + rows.counts + mask.offset
     if span is not None:
-        positions = start.unsqueeze(1) + paths.lens.view(batch, -1) - 1
-        spans = KeySpans(span, positions.long().flatten())
+        positions = rows.expand(start) + paths.lens - 1
+        spans = KeySpans(span, positions.long())
         mask = spans.cut(mask)
     tables = block_tables[request]
     return plain_window_attention(

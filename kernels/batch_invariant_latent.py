@@ -155,10 +155,9 @@ def plain_batch_invariant_latent(
     """Reference of `batch_invariant_latent` with another order of sums."""
     first, start, count, request = tiles.table.long()
     if tiles.paths is not None:
-        mask = tiles.paths.mask
-        one = slice(None, None, mask.bits.shape[1])  # the first tile of each request
-        lens = (start[one] + mask.length).to(torch.int32)
-        trees = RoundRows.rectangle(*mask.bits.shape)
+        mask, trees = tiles.paths.mask, tiles.paths.mask.rows
+        one = slice(None, None, trees.window)  # the first tile of each request
+        lens = (start[one] + trees.counts + mask.offset).to(torch.int32)
         tables = LatentTables(trees, block_tables[request[one]], lens, mask)
         return plain_latent_attention(
             q_latent.transpose(0, 1), q, layer, tables, scale, scales

@@ -29,10 +29,10 @@ EXPECTED_SCALE = 4096
 
 @dataclass(frozen=True)
 class DraftValues:
-    """`features` `[S, K]` int32: of the drafts in each slot. `of_feature` `[NUM_FEATURES]` and
-    `of_slot` `[S]` float32: log odds, which are added. `num_idle` `[S]` int32: rounds since a draft
-    of the slot was verified. `budgets` `[C, 2]` float32: of what else a round could verify, drafts
-    of a request at most and rows of a request on average."""
+    """`features` `[S, K]` int32: of the drafts in each slot, of trees by node. `of_feature`
+    `[NUM_FEATURES]` and `of_slot` `[S]` float32: log odds, which are added. `num_idle` `[S]` int32:
+    rounds since a draft of the slot was verified. `budgets` `[C, 2]` float32: of what else a round
+    could verify, drafts of a request at most and rows of a request on average."""
 
     features: torch.Tensor
     of_feature: torch.Tensor
@@ -44,18 +44,17 @@ class DraftValues:
     def of_slots(
         cls,
         num_slots: int,
-        max_draft_len: int,
+        num_drafts: int,
         device: torch.device,
         budgets: Sequence[tuple[int, float]] = (),
     ) -> "DraftValues":
         """Before anything was verified: a drafter's log odds are believed by half. What it thinks
-        unlikely is hardly ever verified, and would keep too low a value."""
+        unlikely is hardly ever verified, and would keep too low a value. num_drafts: K."""
         middles = (torch.arange(NUM_PROBABILITIES, device=device) + 0.5) / NUM_PROBABILITIES
         others = torch.full((NUM_POSITIONS,), PRIOR_LOGIT, device=device)
-        positions = torch.arange(max_draft_len, dtype=torch.int32, device=device)
-        positions = NUM_PROBABILITIES + positions.clamp_max(NUM_POSITIONS - 1)
+        positions = torch.arange(num_drafts, dtype=torch.int32, device=device)
         return cls(
-            positions.repeat(num_slots, 1),
+            features_at(positions).repeat(num_slots, 1),
             torch.cat((middles.logit() / 2, others)),
             torch.zeros(num_slots, device=device),
             torch.zeros(num_slots, dtype=torch.int32, device=device),
@@ -80,6 +79,12 @@ def features_of(probs: torch.Tensor) -> torch.Tensor:
     return steps.clamp(0, NUM_PROBABILITIES - 1)
 
 
+def features_at(positions: torch.Tensor) -> torch.Tensor:
+    """The features of drafts at these positions in their chain or path, from 0 on, int32, whose
+    drafter gives no probabilities."""
+    return NUM_PROBABILITIES + positions.clamp_max(NUM_POSITIONS - 1).to(torch.int32)
+
+
 @with_kernel("choose_rows_triton.choose_rows_triton", argument=1)
 def choose_rows(
     values: DraftValues, num_drafts: torch.Tensor, slots: torch.Tensor, window: int, num_rows: int
@@ -88,15 +93,15 @@ def choose_rows(
     the others to the drafts of the highest values, equal ones in order. num_drafts `[S]` int64: the
     slots' drafts. Rows that are left when all drafts have one go to padding."""
     length, own = window - 1, num_drafts.index_select(0, slots)
-    chances = _probabilities(values, slots)
+    chances = probabilities(values, slots)
+    worth = chances.cumprod(1)
     expected = [
-        _best(chances, own, int(depth), ceil(len(slots) * (mean - 1)))
+        best_drafts(worth, own, int(depth), ceil(len(slots) * (mean - 1)))
         for depth, mean in values.budgets.tolist()
     ]
-    sums = [(chances[:, : chosen.shape[1]].cumprod(1) * chosen).sum(1) for chosen in expected]
-    is_due = values.num_idle.index_select(0, slots) >= OFFERED_ROUNDS - 1
-    chances[:, 0].masked_fill_(is_due, OFFERED)
-    chosen = _best(chances, own, length, num_rows - len(slots), pads=True)
+    sums = [(worth[:, : chosen.shape[1]] * chosen).sum(1) for chosen in expected]
+    worth = offered(values, slots, chances).cumprod(1)
+    chosen = best_drafts(worth, own, length, num_rows - len(slots), pads=True)
     counts = chosen.sum(1)
     ends = torch.nn.functional.pad((counts + 1).cumsum(0), (1, 0))
     scaled = [(each * EXPECTED_SCALE).round().to(torch.int64) for each in sums]
@@ -107,14 +112,14 @@ def choose_rows(
     )
 
 
-def _best(
-    chances: torch.Tensor, num_drafts: torch.Tensor, depth: int, number: int, *, pads: bool = False
+def best_drafts(
+    worth: torch.Tensor, num_drafts: torch.Tensor, depth: int, number: int, *, pads: bool = False
 ) -> torch.Tensor:
-    """Which of the first `depth` drafts of each request are the `number` of the highest values,
-    `[B, depth]` bool. pads: others follow, where there are fewer drafts."""
-    depth = min(depth, chances.shape[1])
-    exists = torch.arange(depth, device=chances.device) < num_drafts.unsqueeze(1)
-    ranked = torch.where(exists, chances[:, :depth].cumprod(1), -1.0).flatten()
+    """Which of the first `depth` drafts of each request are the `number` of the highest values
+    `worth` `[B, K]`, as `[B, depth]` bool. pads: others follow, where there are fewer drafts."""
+    depth = min(depth, worth.shape[1])
+    exists = torch.arange(depth, device=worth.device) < num_drafts.unsqueeze(1)
+    ranked = torch.where(exists, worth[:, :depth], -1.0).flatten()
     order = ranked.sort(descending=True, stable=True).indices[: max(number, 0)]
     chosen = torch.zeros_like(ranked, dtype=torch.bool).index_fill_(0, order, True).view(-1, depth)
     return chosen if pads else chosen & exists
@@ -126,13 +131,23 @@ def learn_values(
 ) -> None:
     """A round of slots `[B]` has verified num_verified `[B]` int64 drafts and emitted new_lens
     `[B]` int64 tokens, one more than were accepted."""
-    length = values.features.shape[1]
-    positions = torch.arange(length, device=slots.device)
+    positions = torch.arange(values.features.shape[1], device=slots.device)
     num_accepted = (new_lens - 1).unsqueeze(1)
     # The first rejected draft is the last one that says anything.
     is_seen = (positions < num_verified.unsqueeze(1)) & (positions <= num_accepted)
-    is_accepted = (positions < num_accepted).to(torch.float32)
-    errors = is_accepted - _probabilities(values, slots)
+    follow(values, slots, num_verified, is_seen, positions < num_accepted)
+
+
+def follow(
+    values: DraftValues,
+    slots: torch.Tensor,
+    num_verified: torch.Tensor,
+    is_seen: torch.Tensor,
+    is_accepted: torch.Tensor,
+) -> None:
+    """Moves the numbers of slots `[B]` and of the features of the drafts that say anything,
+    `is_seen` `[B, K]`, to what `is_accepted` `[B, K]` shows."""
+    errors = is_accepted.to(torch.float32) - probabilities(values, slots)
     errors = errors.masked_fill(~is_seen, 0.0)
     features = values.features.index_select(0, slots)
     of_each = torch.arange(NUM_FEATURES, device=slots.device)[:, None] == features.flatten()
@@ -145,7 +160,15 @@ def learn_values(
     values.num_idle[slots] = num_idle.masked_fill(num_verified > 0, 0)
 
 
-def _probabilities(values: DraftValues, slots: torch.Tensor) -> torch.Tensor:
+def offered(values: DraftValues, slots: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
+    """Probabilities `chances` `[B, K]` of the drafts of slots `[B]`, but OFFERED for the first one
+    of a slot that must have a row."""
+    is_due = values.num_idle.index_select(0, slots) >= OFFERED_ROUNDS - 1
+    is_due = torch.nn.functional.pad(is_due.unsqueeze(1), (0, chances.shape[1] - 1))
+    return chances.masked_fill(is_due, OFFERED)
+
+
+def probabilities(values: DraftValues, slots: torch.Tensor) -> torch.Tensor:
     """That each draft is accepted if those before it are, `[B, K]`."""
     features = values.features.index_select(0, slots)
     numbers = values.of_feature[features.to(torch.int64)]

@@ -1,5 +1,5 @@
-"""`choose_rows` and `learn_values` as Triton kernels of one program each. Importing this file
-imports Triton.
+"""`choose_rows` and `learn_values` as Triton kernels of one program each; those of trees use them,
+too. Importing this file imports Triton.
 
 The program holds B * K values, some thousands at most. It finds the lowest value that still has a
 row by halving the interval of all float32 numbers, whose bits ascend as they do."""
@@ -22,7 +22,7 @@ from tllm_spec.kernels.choose_rows import (
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
 
-_NUM_WARPS = 8
+NUM_WARPS = 8
 
 
 def choose_rows_triton(
@@ -33,9 +33,10 @@ def choose_rows_triton(
     offsets = torch.empty(batch + 1, dtype=torch.int32, device=slots.device)
     num_verified = torch.empty_like(slots)
     expected = slots.new_empty((batch, num_budgets))
-    _choose[(1 + num_budgets,)](
+    choose_kernel[(1 + num_budgets,)](
         *(values.features, values.features.stride(0), values.of_feature, values.of_slot),
         *(values.num_idle, values.budgets, num_drafts, slots, offsets, num_verified, expected),
+        *(None, None),
         *(batch, num_rows - batch, window - 1, num_budgets),
         length,
         triton.next_power_of_2(batch),
@@ -44,7 +45,7 @@ def choose_rows_triton(
         OFFERED,
         EXPECTED_SCALE,
         **programmatic_launch(slots.device),
-        num_warps=_NUM_WARPS,
+        num_warps=NUM_WARPS,
     )
     return ChosenRows(offsets, num_verified, expected)
 
@@ -54,9 +55,9 @@ def learn_values_triton(
 ) -> None:
     """See `learn_values`."""
     batch, length = len(slots), values.features.shape[1]
-    _learn[(1,)](
+    learn_kernel[(1,)](
         *(values.features, values.features.stride(0), values.of_feature, values.of_slot),
-        *(values.num_idle, num_verified, slots, new_lens, batch),
+        *(values.num_idle, num_verified, slots, new_lens, None, 0, None, 0, batch),
         length,
         triton.next_power_of_2(batch),
         triton.next_power_of_2(length),
@@ -65,12 +66,12 @@ def learn_values_triton(
         PRIOR_DRAFTS,
         MAX_SLOT_NUMBER,
         **programmatic_launch(slots.device),
-        num_warps=_NUM_WARPS,
+        num_warps=NUM_WARPS,
     )
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _probabilities(
+def probabilities(
     features: tl.tensor,
     stride: tl.tensor,
     of_feature: tl.tensor,
@@ -104,31 +105,17 @@ def _best(key: tl.tensor, number: tl.tensor) -> tl.tensor:
 
 
 @triton.jit(do_not_specialize=["stride", "batch", "num_more", "depth", "num_budgets"])  # type: ignore[untyped-decorator]  # triton has no types
-def _choose(
-    features: tl.tensor,
-    stride: tl.tensor,
-    of_feature: tl.tensor,
-    of_slot: tl.tensor,
-    num_idle: tl.tensor,
-    budgets: tl.tensor,
-    all_num_drafts: tl.tensor,
-    slots: tl.tensor,
-    offsets: tl.tensor,
-    num_verified: tl.tensor,
-    expected: tl.tensor,
-    batch: tl.tensor,
-    num_more: tl.tensor,
-    depth: tl.tensor,
-    num_budgets: tl.tensor,
-    length: tl.constexpr,
-    block_b: tl.constexpr,
-    block_k: tl.constexpr,
-    OFFERED_ROUNDS: tl.constexpr,
-    OFFERED: tl.constexpr,
-    EXPECTED_SCALE: tl.constexpr,
+def choose_kernel(
+    features: tl.tensor, stride: tl.tensor, of_feature: tl.tensor, of_slot: tl.tensor,
+    num_idle: tl.tensor, budgets: tl.tensor, all_num_drafts: tl.tensor, slots: tl.tensor,
+    offsets: tl.tensor, num_verified: tl.tensor, expected: tl.tensor, node_values: tl.tensor,
+    is_chosen: tl.tensor, batch: tl.tensor, num_more: tl.tensor, depth: tl.tensor,
+    num_budgets: tl.tensor, length: tl.constexpr, block_b: tl.constexpr, block_k: tl.constexpr,
+    OFFERED_ROUNDS: tl.constexpr, OFFERED: tl.constexpr, EXPECTED_SCALE: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
-    """The first program chooses, each other one adds up what a budget would bring."""
+) -> None:  # fmt: skip
+    """The first program chooses, each other one adds up what a budget would bring. node_values,
+    is_chosen `[B, length]`: of the nodes of trees, where there are no budgets; None: of chains."""
     begin(PDL)
     budget = tl.program_id(0) - 1
     request, column = tl.arange(0, block_b), tl.arange(0, block_k)
@@ -142,11 +129,15 @@ def _choose(
         num_more = tl.ceil(mean_more * batch.to(tl.float32)).to(tl.int32)
         num_more = tl.minimum(num_more, batch * depth)
     is_place = is_own[:, None] & (column < length)[None, :]
-    _, chance = _probabilities(features, stride, of_feature, own, slot, column, is_place)
-    is_due = tl.load(num_idle + slot, mask=is_own, other=0) >= OFFERED_ROUNDS - 1
-    is_due &= budget < 0
-    chance = tl.where(is_due[:, None] & (column == 0)[None, :], OFFERED, chance)
-    value = tl.cumprod(chance, 1)
+    places = request[:, None] * length + column[None, :]
+    if node_values is None:
+        _, chance = probabilities(features, stride, of_feature, own, slot, column, is_place)
+        is_due = tl.load(num_idle + slot, mask=is_own, other=0) >= OFFERED_ROUNDS - 1
+        is_due &= budget < 0
+        chance = tl.where(is_due[:, None] & (column == 0)[None, :], OFFERED, chance)
+        value = tl.cumprod(chance, 1)
+    else:
+        value = tl.load(node_values + places, mask=is_place, other=0.0)
     # Places without a draft come last, those that are none do not take part.
     exists = column[None, :] < num_drafts[:, None]
     key = tl.where(exists, value.to(tl.int32, bitcast=True) + 1, 0)
@@ -158,45 +149,49 @@ def _choose(
         tl.store(num_verified + request, verified, mask=is_own)
         tl.store(offsets, 0)
         tl.store(offsets + 1 + request, tl.cumsum(count + 1, 0), mask=is_own)
+        if is_chosen is not None:
+            tl.store(is_chosen + places, chosen.to(tl.int32), mask=is_place)
     else:
         total = tl.sum(tl.where(chosen & exists, value, 0.0), 1) * EXPECTED_SCALE
-        places = expected + request * num_budgets + budget
-        tl.store(places, (total + 0.5).to(tl.int64), mask=is_own)
+        targets = expected + request * num_budgets + budget
+        tl.store(targets, (total + 0.5).to(tl.int64), mask=is_own)
 
 
-@triton.jit(do_not_specialize=["stride", "batch"])  # type: ignore[untyped-decorator]  # triton has no types
-def _learn(
-    features: tl.tensor,
-    stride: tl.tensor,
-    of_feature: tl.tensor,
-    of_slot: tl.tensor,
-    all_num_idle: tl.tensor,
-    all_num_verified: tl.tensor,
-    slots: tl.tensor,
-    new_lens: tl.tensor,
-    batch: tl.tensor,
-    length: tl.constexpr,
-    block_b: tl.constexpr,
-    block_k: tl.constexpr,
-    NUM_FEATURES: tl.constexpr,
-    SLOT_RATE: tl.constexpr,
-    PRIOR_DRAFTS: tl.constexpr,
-    MAX_SLOT_NUMBER: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+@triton.jit(do_not_specialize=["stride", "parents_stride", "path", "batch"])  # type: ignore[untyped-decorator]  # triton has no types
+def learn_kernel(
+    features: tl.tensor, stride: tl.tensor, of_feature: tl.tensor, of_slot: tl.tensor,
+    all_num_idle: tl.tensor, all_num_verified: tl.tensor, slots: tl.tensor, new_lens: tl.tensor,
+    parents: tl.tensor, parents_stride: tl.tensor, rows: tl.tensor, path: tl.tensor,
+    batch: tl.tensor, length: tl.constexpr, block_b: tl.constexpr, block_k: tl.constexpr,
+    NUM_FEATURES: tl.constexpr, SLOT_RATE: tl.constexpr, PRIOR_DRAFTS: tl.constexpr,
+    MAX_SLOT_NUMBER: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """rows `[B, path]`: of trees, what was accepted; None: chains."""
     begin(PDL)
     request, column = tl.arange(0, block_b), tl.arange(0, block_k)
     is_own = request < batch
     slot = tl.load(slots + request, mask=is_own, other=0)
     own = tl.load(of_slot + slot, mask=is_own, other=0.0)
     num_verified = tl.load(all_num_verified + request, mask=is_own, other=0)
-    num_accepted = tl.load(new_lens + request, mask=is_own, other=1) - 1
     position = column.to(tl.int64)[None, :]
-    is_seen = (position < num_verified[:, None]) & (position <= num_accepted[:, None])
-    is_seen &= is_own[:, None] & (column < length)[None, :]
-    feature, chance = _probabilities(features, stride, of_feature, own, slot, column, is_seen)
-    is_accepted = (position < num_accepted[:, None]).to(tl.float32)
-    error = tl.where(is_seen, is_accepted - chance, 0.0)
+    is_place = is_own[:, None] & (column < length)[None, :]
+    if rows is None:
+        num_accepted = tl.load(new_lens + request, mask=is_own, other=1) - 1
+        is_seen = (position < num_verified[:, None]) & (position <= num_accepted[:, None])
+        is_accepted = position < num_accepted[:, None]
+    else:
+        node, is_accepted = position + 1, is_place & (position < 0)
+        parent = parents + slot[:, None] * parents_stride + node
+        parent = tl.load(parent, mask=is_place, other=-1)
+        is_seen = is_accepted
+        for step in range(path):
+            row = tl.load(rows + request * path + step, mask=is_own, other=0)[:, None]
+            is_accepted |= node == row
+            is_seen |= parent == row
+        is_seen &= position < num_verified[:, None]
+    is_seen &= is_place
+    feature, chance = probabilities(features, stride, of_feature, own, slot, column, is_seen)
+    error = tl.where(is_seen, is_accepted.to(tl.float32) - chance, 0.0)
     own += SLOT_RATE * tl.sum(error, 1)
     own = tl.minimum(tl.maximum(own, -MAX_SLOT_NUMBER), MAX_SLOT_NUMBER)
     tl.store(of_slot + slot, own, mask=is_own)

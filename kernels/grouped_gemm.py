@@ -18,6 +18,7 @@ from tllm_spec.kernels.int4_weights import (
     check_int4,
     int4_dequantised,
     kernel_words,
+    num_sums,
     unpacked,
 )
 from tllm_spec.kernels.moe_permute import ExpertRows
@@ -45,6 +46,14 @@ class ExpertWeights:
     has_tiles: bool = False
     """Whether 128 x 128 weights share a scale; of codes in blocks, without a bias. N is a multiple
     of 256, K of 128."""
+
+    def num_sums(self, dtype: torch.dtype) -> int:
+        """See int4_weights.py; 1 of other weights. dtype: of x."""
+        return (
+            num_sums(self.scales, self.group, dtype)
+            if self.scales is not None and self.group
+            else 1
+        )
 
 
 @with_kernel("grouped_gemm.tiled_gate_up_silu")

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from tllm_spec.kernels.dequantise import BLOCK
-from tllm_spec.kernels.shared_memory import HOPPER_BYTES, stages_that_fit
+from tllm_spec.kernels.shared_memory import HOPPER_BYTES, rows_that_fit, stages_that_fit
 from tllm_spec.kernels.triton_support import has_kernels
 
 
@@ -101,15 +101,18 @@ def block_rows_of(
     dtype: torch.dtype,
     device: torch.device,
     form: Form = "plain",
+    num_sums: int = 1,
 ) -> int:
     """The block size for `moe_permute`: a program's rows, or for the reference all rows. dtype: of
-    the layers' outputs; form: of their weights."""
+    the layers' outputs; form: of their weights; num_sums: of weights of 4 bits, see
+    int4_weights.py."""
     if not has_kernels(device):
         return max(num_assignments, 1)
     if dtype == torch.float32:
         return FLOAT32_ROWS
     found = (rows for most, rows in ROWS if num_assignments <= most * num_experts)
-    return next(found, MOST_ROWS[form])
+    rows = next(found, MOST_ROWS[form])
+    return rows_that_fit(rows, num_sums, device) if form == "int4" else rows
 
 
 def tilings_of(

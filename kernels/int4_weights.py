@@ -73,6 +73,13 @@ def kernel_words(words: torch.Tensor) -> torch.Tensor:
     return words.view(torch.uint32) if words.dtype == torch.uint8 else words
 
 
+def num_sums(words: torch.Tensor, group: int, dtype: torch.dtype) -> int:
+    """Sums of a tile that tensor cores compute at a time for activations of `dtype`: one for each
+    group in a block of inputs. MXFP4's weights are exact in bfloat16, so their groups share one."""
+    has_exact = words.dtype == torch.uint8 and dtype == torch.bfloat16
+    return 1 if has_exact or dtype == torch.float32 else BLOCK // group
+
+
 def int4_dequantised(
     codes: torch.Tensor, words: torch.Tensor, group: int, dtype: torch.dtype
 ) -> torch.Tensor:

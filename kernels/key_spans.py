@@ -1,7 +1,7 @@
 """Layers that see a part of the keys only, sliding windows (Mistral) and chunks of positions
 (Llama 4): the first key that each row sees."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,9 +46,9 @@ class KeySpans:
         the region are a path that ends at the row's own position, so the last ones are kept."""
         rows = self.positions.view(tree.bits.shape)
         index = torch.arange(tree.length, device=rows.device)
-        sees = (tree.bits.unsqueeze(2) >> index) & 1
+        sees = (tree.bits.unsqueeze(-1) >> index) & 1
         # Keys of the path from each key to its end.
-        num_left = sees.flip(2).cumsum(2).flip(2)
+        num_left = sees.flip(-1).cumsum(-1).flip(-1)
         num_seen = rows - self.first_keys().view(rows.shape) + 1
-        sees *= num_left <= num_seen.unsqueeze(2)
-        return TreeMask((sees << index).sum(2), tree.length)
+        sees *= num_left <= num_seen.unsqueeze(-1)
+        return replace(tree, bits=(sees << index).sum(-1))

@@ -38,7 +38,7 @@ class LatentTables:
     of the windows themselves are in the pool."""
 
     rows: RoundRows
-    """The windows' rows. Rows of trees are a rectangle."""
+    """The windows' rows."""
     block_tables: torch.Tensor
     """`[B, P]` int32."""
     kv_lens: torch.Tensor
@@ -121,7 +121,7 @@ def launch_latent_attention(
     assert q_latent.dtype == q.dtype and layer.dtype in (q.dtype, CODES)
     assert tables.block_tables.stride(1) == 1 and tables.kv_lens.stride(0) == 1
     assert tables.block_tables.dtype == tables.kv_lens.dtype == torch.int32
-    assert tables.rows.offsets is None or tables.tree is None
+    assert tables.tree is None or tables.tree.rows.offsets is tables.rows.offsets
     return _launch(q_latent, q, layer, tables, scale, workspace, scales)
 
 

@@ -184,10 +184,11 @@ def attention_kernel(
         q_latent, q, latent_rows, rows, real_rows, RANK, ROPE, HEAD_DIM, BLOCK_R, BLOCK_P,
     )
     bits = tl.load(tree_bits + tokens, mask=real_rows, other=0) if TREE else None
+    region = kv_len - (width if RAGGED else tree_len)
     first = split * share
     top, total, mixed = _attend(
         absorbed.to(dot_type), rotated.to(dot_type), kv_len - width + new, bits,
-        kv_len - tree_len, layer, block_tables + request * table_stride, first,
+        region, layer, block_tables + request * table_stride, first,
         tl.minimum(first + share, num_keys), log2_scale, RANK, ROPE, PAGE_SIZE, BLOCK_M, BLOCK_N,
         BLOCK_R, BLOCK_P, TREE,
     )

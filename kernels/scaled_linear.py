@@ -11,6 +11,7 @@ within chunks, and the chunks' sums in order. A weight with few outputs has seve
 a few rows can be spread over the whole device."""
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -23,11 +24,17 @@ from tllm_spec.kernels.int4_weights import (
     check_int4,
     int4_dequantised,
     kernel_words,
+    num_sums,
     unpacked,
 )
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.scaled_linear_slices import multiply_slices, slice_outputs
-from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes, stages_that_fit
+from tllm_spec.kernels.shared_memory import (
+    HOPPER_BYTES,
+    rows_that_fit,
+    shared_memory_bytes,
+    stages_that_fit,
+)
 
 # Outputs of a tile of few rows, from which the chunks follow.
 OUTPUTS = 64
@@ -109,7 +116,7 @@ def scaled_linear(
         weight: `[N, K]` float8_e4m3fn, or `packed` codes of 4 bits, contiguous.
         scales: `[N, ceil(K / 128)]` float32, or `group_words` `[N, ceil(K / group)]`, contiguous.
         bias: `[N]`.
-        group: inputs that share a word of codes of 4 bits: 32, 64 or 128; 0 for FP8.
+        group: inputs that share a word of codes of 4 bits: 16, 32, 64 or 128; 0 for FP8.
         add_to: `[T, N]` as x, any stride between rows: the output is added to it, in place.
 
     Returns:
@@ -145,6 +152,9 @@ def tiled_scaled_linear(
     elif num_rows:
         own = x.dtype, shared_memory_bytes(x.device)
         tiling = int4_tiling_of(num_rows, features, *own) if group else tiling_of(num_rows, *own)
+        if group:
+            rows = rows_that_fit(tiling.rows, num_sums(scales, group, x.dtype), x.device)
+            tiling = replace(tiling, rows=rows)
         tiles = -(-num_rows // tiling.rows) * -(-features // tiling.outputs)
         launch_scaled_linear(
             x, weight, scales, bias, output, tiling,

@@ -18,11 +18,13 @@ class SlotTables:
 
 @dataclass(frozen=True)
 class TreeTables:
-    """The trees in the slots' windows, `[S, W_max]` int64 each, documented in `DraftTree`."""
+    """The trees in the slots' windows, `[S, W_max]` int64 each, documented in `DraftTree`. `order`:
+    the node that each row had before `choose_nodes` put them in order."""
 
     parents: torch.Tensor
     depths: torch.Tensor
     bits: torch.Tensor
+    order: torch.Tensor
 
 
 @dataclass(frozen=True)

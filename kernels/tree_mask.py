@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tllm_spec.kernels.round_rows import RoundRows
+
 MAX_TREE_KEYS = 64
 
 
@@ -19,25 +21,43 @@ class TreeMask:
     order."""
 
     bits: torch.Tensor
-    """`[B, R]` int64, contiguous, on the device; bit 63 is the sign."""
+    """`[B, R]` int64, contiguous, on the device; bit 63 is the sign. Of parts of windows `[T]`."""
     length: int
     """Keys of the region, R to 64."""
+    part: RoundRows | None = None
+    """A sequence has only these rows, the first of its R ones, and the region ends with them. None:
+    all have R rows."""
 
     def __post_init__(self) -> None:
         assert self.bits.dtype == torch.int64 and self.bits.is_contiguous()
-        assert self.bits.shape[1] <= self.length <= MAX_TREE_KEYS
+        assert self.rows.window <= self.length <= MAX_TREE_KEYS
+
+    @property
+    def rows(self) -> RoundRows:
+        return self.part or RoundRows.rectangle(*self.bits.shape)
+
+    def of(self, rows: RoundRows) -> "TreeMask":
+        """The mask of the first rows of each sequence, of a mask of all."""
+        if rows.offsets is None:
+            return self
+        return TreeMask(rows.flat(self.bits), self.length, rows)
 
     @property
     def offset(self) -> int:
         """Keys of the region before the rows' own: those of earlier draft steps."""
-        return self.length - self.bits.shape[1]
+        return self.length - self.rows.window
+
+    def starts(self, kv_lens: torch.Tensor) -> torch.Tensor:
+        """Indices of the region's first keys in sequences with `kv_lens` `[B]` keys."""
+        return kv_lens - self.rows.counts - self.offset
 
     def visible(self, kv_lens: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Whether each row sees the keys at indices `keys` `[L]` of its sequence, `[B, R, L]`;
         kv_lens: `[B]`."""
-        in_region = keys - (kv_lens.unsqueeze(1) - self.length)  # [B, L]
+        in_region = keys - self.starts(kv_lens).unsqueeze(1)  # [B, L]
         shifts = in_region.clamp(0, MAX_TREE_KEYS - 1).unsqueeze(1)
-        bits = (self.bits.unsqueeze(2) >> shifts) & 1 != 0
+        own = self.bits if self.part is None else self.part.padded(self.bits)
+        bits = (own.unsqueeze(2) >> shifts) & 1 != 0
         return (bits | (in_region < 0).unsqueeze(1)) & (in_region < self.length).unsqueeze(1)
 
 

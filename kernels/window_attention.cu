@@ -181,8 +181,9 @@ __device__ inline void load_sinks(
 }
 
 // Whether a row sees key `key` of the tree's region. bits: of the window's tokens.
-__device__ inline bool sees(const Windows& w, const i64* bits, int row, int key) {
-    return bits[min(row / w.group, w.window - 1)] >> key & 1;
+__device__ inline bool sees(
+    const Windows& w, const Part& part, const i64* bits, int row, int key) {
+    return bits[min(row / w.group, part.num_rows - 1)] >> key & 1;
 }
 
 __device__ inline void attend_to_pool(
@@ -198,7 +199,7 @@ __device__ inline void attend_to_pool(
         if (num_common < KEYS)
             hide(scores, stream.lane, [&](int row, int column) {
                 if (!TREE || column < num_common) return column < num_common;
-                return column < num_present && sees(w, bits, row, column - num_common);
+                return column < num_present && sees(w, part, bits, row, column - num_common);
             });
         mixture.weigh(scores, w.scale, weights);
         mixture.add(weights, stream.take(), stream.lane, KEYS - 1);
@@ -214,7 +215,7 @@ __device__ inline void attend_to_window(
     const int first = part.num_rows - min(part.num_own, part.kv_len);
     multiply_keys(scores, queries, own_keys, lane, part.num_rows - 1);
     hide(scores, lane, [&](int row, int column) {
-        if (TREE) return column < w.window && sees(w, bits, row, w.offset + column);
+        if (TREE) return column < part.num_rows && sees(w, part, bits, row, w.offset + column);
         return column >= first && column <= min(row / w.group, part.num_rows - 1);
     });
     mixture.weigh(scores, w.scale, weights);
@@ -251,8 +252,8 @@ window_attention(const __grid_constant__ Windows w) {
         if (SINKS && takes_window) mixture.start_with(sinks, lane);
         stage_window(w, part, queries, own_keys);
         i64* bits = reinterpret_cast<i64*>(tops);  // until the sums are stored
-        if (TREE && threadIdx.x < w.window)
-            bits[threadIdx.x] = w.tree_bits[part.request * w.window + threadIdx.x];
+        if (TREE && threadIdx.x < part.num_rows)
+            bits[threadIdx.x] = w.tree_bits[part.first_row + threadIdx.x];
         __syncthreads();
         attend_to_pool(w, part, stream, mixture, queries, bits);
         if (takes_window) attend_to_window(w, part, mixture, queries, own_keys, bits, lane);

@@ -50,7 +50,7 @@ class WindowTables:
     """Positions of B windows in the KV pool, T rows in all; all tensors on the device."""
 
     rows: RoundRows
-    """The windows' rows. Rows of trees and of windows with padding are a rectangle."""
+    """The windows' rows. Those of windows with padding are a rectangle."""
     block_tables: torch.Tensor
     """`[B, P]` int32."""
     kv_lens: torch.Tensor
@@ -134,7 +134,8 @@ def launch_window_attention(
     assert tables.num_padding is None or tables.num_padding.dtype == torch.int64
     assert tables.num_padding is None or tables.tree is None
     offsets = tables.rows.offsets
-    assert offsets is None or (tables.tree is None and tables.num_padding is None)
+    assert offsets is None or tables.num_padding is None
+    assert tables.tree is None or tables.tree.rows.offsets is offsets
     assert offsets is None or (offsets.dtype == torch.int32 and offsets.is_contiguous())
     assert norm is None or norm.weight.is_contiguous()
     assert tables.spans is None or tables.spans.positions.is_contiguous()

@@ -19,7 +19,7 @@ from tllm_spec.kernels.choose_rows import (
     learn_values,
 )
 
-DRAFT_MS, DRAFT_MS_PER_REQUEST = 0.22, 0.001  # of a draft step; the rest of a round has its rows
+DRAFT_MS, DRAFT_MS_PER_ROW = 0.22, 0.001  # of a draft step; the rest of a round has its rows
 WARM_UP_ROUNDS = 40
 
 
@@ -102,10 +102,11 @@ def _measured_ms(batch_size: int) -> dict[int, float]:
 
 def round_ms(shape: DraftShape, batch_size: int) -> float:
     """A straight line between the measured numbers of rows, and a time for each draft step."""
-    step = DRAFT_MS + DRAFT_MS_PER_REQUEST * batch_size
+    step = DRAFT_MS + DRAFT_MS_PER_ROW * batch_size
     points = [(batch_size * (1 + n), ms - n * step) for n, ms in _measured_ms(batch_size).items()]
+    own_step = DRAFT_MS + DRAFT_MS_PER_ROW * batch_size * shape.topk
     num_rows, right = shape.num_rows(batch_size), 1
     while right + 1 < len(points) and points[right][0] < num_rows:
         right += 1
     (x0, y0), (x1, y1) = points[right - 1], points[right]
-    return y0 + (y1 - y0) * (num_rows - x0) / (x1 - x0) + shape.depth * step
+    return y0 + (y1 - y0) * (num_rows - x0) / (x1 - x0) + shape.depth * own_step

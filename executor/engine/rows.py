@@ -61,8 +61,8 @@ class Windows:
     page. With `tree` the rows are nodes of a tree, never padding, and `max_kv_len` is the bound of
     first + offset + W.
 
-    `part`: the rows of the windows that run, the first ones of each, without padding or trees;
-    None: all of them."""
+    `part`: the rows of the windows that run, the first ones of each, without padding; None: all of
+    them."""
 
     slots: torch.Tensor
     first: torch.Tensor
@@ -127,7 +127,7 @@ class RowBuilder:
                 *((None, 0) if tree is None else (tree.depths, tree.offset)),
             )
         if part.offsets is not None:
-            assert windows.num_padding is None and tree is None
+            assert windows.num_padding is None
             rows = _part_of(rows, part, windows.first)
         metadata = AttentionMetadata(
             context_lens=(),
@@ -139,7 +139,7 @@ class RowBuilder:
             kv_slots=rows.kv_slots,
             max_kv_len=windows.max_kv_len,
             num_padding=windows.num_padding,
-            tree=None if tree is None else tree.mask,
+            tree=None if tree is None else tree.mask.of(part),
         )
         return metadata, part.flat(windows.token_ids)
 

@@ -16,6 +16,7 @@ from tllm_spec.executor.resources.window_tree import SlotTrees, WindowTree
 from tllm_spec.kernels import slot_windows
 from tllm_spec.kernels.accept_tree import Accepted
 from tllm_spec.kernels.beam_pool import DraftTree
+from tllm_spec.kernels.choose_nodes import choose_nodes, features_of_tree, learn_nodes
 from tllm_spec.kernels.choose_rows import DraftValues, choose_rows, features_of, learn_values
 from tllm_spec.kernels.path_ranks import path_ranks
 from tllm_spec.kernels.round_rows import RoundRows
@@ -65,7 +66,7 @@ class SlotState:
             (num_rows, len(shapes.budgets)), dtype=torch.int64, device=device
         )
         self.values = (
-            DraftValues.of_slots(num_rows, max_draft_len, device, shapes.budgets)
+            DraftValues.of_slots(num_rows, shapes.longest.num_nodes, device, shapes.budgets)
             if shapes.are_ragged
             else None
         )
@@ -100,17 +101,23 @@ class SlotState:
             self.values.features[slot_ids, : probs.shape[1]] = features_of(probs)
         if self._trees is not None:
             self._trees.write_chains(slot_ids, drafts.shape[1])
+            if self.values is not None:
+                self._trees.keep_order(slot_ids)
 
     def num_verified(self, slot_ids: torch.Tensor, shape: DraftShape) -> torch.Tensor | None:
-        """How many real drafts the windows of this shape of slots `[B]` have, of trees on the
-        longest path, `[B]`; None: the host knows. Before the slots advance."""
+        """How many real drafts the windows of this shape of slots `[B]` have, `[B]`; None: the host
+        knows. Before the slots advance."""
         if not self.counts_drafts:
             return None
-        return self.num_real(slot_ids, shape)
+        return gather_rows(self.num_drafts, slot_ids).clamp_max(shape.num_nodes)
 
     def num_real(self, slot_ids: torch.Tensor, shape: DraftShape) -> torch.Tensor:
-        """As `num_verified`, also where the host knows it."""
+        """As `num_verified`, also where the host knows it; of trees on the longest path."""
         numbers = gather_rows(self.num_drafts, slot_ids).clamp_max(shape.num_nodes)
+        return self._on_longest_path(slot_ids, numbers)
+
+    def _on_longest_path(self, slot_ids: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """How many of the first `numbers` `[B]` drafts of slots `[B]` are on the longest path."""
         if self._trees is None:
             return numbers
         return self._trees.tables.depths[slot_ids, numbers]  # nodes are ordered by depth
@@ -135,6 +142,10 @@ class SlotState:
         never accepted."""
         assert self._trees is not None
         write_trees(self._tables, self._trees.tables, slot_ids, tree, self._draft_limits)
+        if self.values is not None:
+            self._trees.keep_order(slot_ids)
+            own = features_of_tree(tree)
+            self.values.features[slot_ids, : own.shape[1]] = own
 
     def reset_dummy(self) -> None:
         """Padded rounds advance the dummy slot too; it must not grow."""
@@ -155,10 +166,15 @@ class SlotState:
             num_drafts = self.num_drafts.index_select(0, slot_ids)
             self.num_drafts[slot_ids] = torch.minimum(num_drafts, rows.offsets.diff() - 1)
 
-    def choose_rows(self, slot_ids: torch.Tensor, window: int, num_rows: int) -> RoundRows:
+    def choose_rows(self, slot_ids: torch.Tensor, shape: DraftShape, num_rows: int) -> RoundRows:
         """The rows of a round's windows of slots `[B]`. Drafts without a row are not verified."""
         assert self.values is not None
-        chosen = choose_rows(self.values, self.num_drafts, slot_ids, window, num_rows)
+        window = shape.window
+        if self._trees is None:
+            chosen = choose_rows(self.values, self.num_drafts, slot_ids, window, num_rows)
+        else:
+            own = self.values, self._tables, self._trees.tables, slot_ids
+            chosen = choose_nodes(*own, window, shape.depth, num_rows)
         self.num_drafts[slot_ids] = chosen.num_verified
         if self._expected.shape[1]:
             self._expected[slot_ids] = chosen.expected
@@ -168,19 +184,38 @@ class SlotState:
         self, slot_ids: torch.Tensor, num_verified: torch.Tensor, shape: DraftShape
     ) -> torch.Tensor:
         """`SampledTokens.num_drafts` of a round of slots `[B]`, for the host."""
-        columns, num_budgets = num_verified.unsqueeze(1), self._expected.shape[1]
+        columns = self._on_longest_path(slot_ids, num_verified).unsqueeze(1)
+        num_budgets = self._expected.shape[1]
         if not num_budgets:
             return columns
         if not shape.is_ragged:
             return torch.nn.functional.pad(columns, (0, num_budgets))
         return torch.cat((columns, self._expected.index_select(0, slot_ids)), 1)
 
+    def in_order(self, slot_ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Values of the windows of slots `[B]` as they were written, `[B, W]`, in the order of the
+        rows."""
+        if self._trees is None or self.values is None:
+            return values
+        order = self._trees.tables.order.index_select(0, slot_ids)
+        return values.gather(1, order[:, : values.shape[1]])
+
     def learn(
-        self, slot_ids: torch.Tensor, num_verified: torch.Tensor | None, new_lens: torch.Tensor
+        self,
+        slot_ids: torch.Tensor,
+        num_verified: torch.Tensor,
+        new_lens: torch.Tensor,
+        rows: torch.Tensor | None,
     ) -> None:
-        """A round of slots `[B]` has verified as many drafts and emitted as many tokens."""
-        if self.values is not None and num_verified is not None:
+        """A round of slots `[B]` has verified as many drafts and emitted as many tokens, which of
+        trees come after these rows `[B, D+1]`."""
+        if self.values is None:
+            return
+        if rows is None:
             learn_values(self.values, num_verified, slot_ids, new_lens)
+        else:
+            assert self._trees is not None
+            learn_nodes(self.values, self._trees.parents, num_verified, slot_ids, rows)
 
     def accept(
         self,

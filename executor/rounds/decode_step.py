@@ -119,7 +119,7 @@ class DecodeStep:
         windows."""
         if not shape.is_ragged:
             return None
-        return self._slots.choose_rows(slot_ids, shape.window, num_rows)
+        return self._slots.choose_rows(slot_ids, shape, num_rows)
 
     def _keep_offsets(self, part: RoundRows | None) -> None:
         if part is not None and part.offsets is not None:
@@ -166,7 +166,7 @@ class DecodeStep:
         group = self._groups.of_slots(slot_ids, windows.shape.window, sampled=is_sampled, rows=part)
         logits = self.engine.compute_logits(hidden)
         if is_masked:
-            self.sampler.grammar_masks.apply_sent(logits, group.rows)
+            self.sampler.grammar_masks.apply_sent(logits, group)
         result = self.sample(group, windows, logits, LogprobRows())
         self.round_end.tail(group, result, windows.shape)
         return result.sampled
@@ -177,15 +177,15 @@ class DecodeStep:
         """Accepts drafts and advances the slots. logits `[T, V]`: of the windows' rows."""
         self._slots.limit_drafts(group.slots, group.rows)
         probs, rows = self.round_end.draft_probs(group), windows.rows
-        num_drafts = self._slots.num_verified(rows.slots, windows.shape)
+        num_verified = self._slots.num_verified(rows.slots, windows.shape)
         sampled = self.sampler.sample_windows(
             group, logits, rows.first, probs, logprobs, windows.tree
         )
         if sampled.rows is not None:
             self.engine.keep_paths(rows, sampled.rows, sampled.new_lens)
-        if num_drafts is not None:
-            self._slots.learn(rows.slots, num_drafts, sampled.new_lens)
-            columns = self._slots.reported(rows.slots, num_drafts, windows.shape)
+        if num_verified is not None:
+            self._slots.learn(rows.slots, num_verified, sampled.new_lens, sampled.rows)
+            columns = self._slots.reported(rows.slots, num_verified, windows.shape)
             sampled = replace(sampled, num_drafts=columns)
         return WindowResult(rows, sampled, windows.shape, windows.read_rows)
 

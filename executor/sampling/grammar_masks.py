@@ -18,7 +18,6 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.grammar.grammar_state import DraftNodes
-from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.token_mask import mask_tokens
 
 ROOT = DraftNodes.chain(torch.zeros(1, dtype=torch.int64))
@@ -85,7 +84,10 @@ class GrammarMasks:
         if group.is_guided:
             filled = self._fill(group.requests, group.counts, len(logits))
             numbers = filled.to(logits.device, non_blocking=True)
-            self._mask(logits, numbers)
+            of_rows, masks = self._parts(numbers, len(logits))
+            if group.rows.offsets is None:
+                of_rows = self._slots.in_order(group.slots, of_rows.view(len(group.slots), -1))
+            self._mask(logits, of_rows.flatten(), masks)
 
     def make_room(self, max_rows: int) -> None:
         """Allocates the masks of graphs of at most so many rows. Called before captures."""
@@ -102,23 +104,18 @@ class GrammarMasks:
             self._for_graphs[: self._max_rows].fill_(-1)
         self._is_sent = self.has_windows
 
-    def apply_sent(self, logits: torch.Tensor, rows: RoundRows) -> None:
-        """Applies the masks that were sent, which a graph can capture. logits `[T, V]`: of windows
-        with these rows, changed in place."""
+    def apply_sent(self, logits: torch.Tensor, group: RowGroup) -> None:
+        """Applies the masks that were sent, which a graph can capture. logits `[T, V]`: of the
+        group's windows, changed in place."""
         if self.is_served:
-            self._mask(logits, self._for_graphs, rows)
+            size = group.rows.num_requests, group.rows.window
+            of_rows, masks = self._parts(self._for_graphs, size[0] * size[1])
+            of_rows = self._slots.in_order(group.slots, of_rows.view(size))
+            self._mask(logits, group.rows.flat(of_rows), masks)
 
-    def _mask(
-        self, logits: torch.Tensor, numbers: torch.Tensor, rows: RoundRows | None = None
-    ) -> None:
-        """rows: of windows, if the masks are those of whole ones."""
+    def _mask(self, logits: torch.Tensor, of_rows: torch.Tensor, masks: torch.Tensor) -> None:
         first = self._first_token if logits.shape[1] < self._vocab_size else 0
-        if rows is None:
-            mask_tokens(logits, *self._parts(numbers, len(logits)), first)
-            return
-        size = rows.num_requests, rows.window
-        of_rows, masks = self._parts(numbers, size[0] * size[1])
-        mask_tokens(logits, rows.flat(of_rows.view(size)), masks, first)
+        mask_tokens(logits, of_rows, masks, first)
 
     def _parts(self, numbers: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         num_masks = (len(numbers) - num_rows) // self._num_words

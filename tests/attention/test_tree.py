@@ -30,6 +30,8 @@ BATCHES = {
     "one beam": (Batch(kv_lens=(5, 80), window=1), 4),
     "64 keys": (Batch(kv_lens=(64, 100), window=2), 62),
     "chunks and trees": (Batch(((0, 9), (7, 5)), (8, 33), window=5), 3),
+    "trees of their own": (Batch((), (40, 300, 17, 6), counts=(1, 22, 3, 6)), 0),
+    "chunks and such trees": (Batch(((0, 9),), (8, 33, 70), counts=(3, 1, 5)), 0),
 }
 
 
@@ -39,17 +41,19 @@ class TreeForward(Forward):
     def __init__(self, batch: Batch, offset: int, device: str, seed: int = 0) -> None:
         super().__init__(batch, device, seed)
         self.chain = Forward(batch, device, seed)
-        length, window, generator = offset + batch.window, batch.window, torch.Generator()
-        generator.manual_seed(seed)
-        self.paths = [random_paths(length, generator) for _ in batch.kv_lens]
-        self.paths = [paths[-window:] for paths in self.paths]
-        self.kv_lens, self.length = batch.kv_lens, length
-        self.num_rows = window * len(batch.kv_lens)
-        bits = torch.tensor([bits_of(paths) for paths in self.paths], device=device)
-        self.metadata.tree = TreeMask(bits, length)
+        counts = batch.counts or (batch.window,) * len(batch.kv_lens)
+        generator, rows = torch.Generator().manual_seed(seed), self.metadata.rows
+        self.paths = [random_paths(offset + count, generator)[offset:] for count in counts]
+        self.kv_lens = batch.kv_lens
+        self.firsts = [n - offset - count for n, count in zip(batch.kv_lens, counts, strict=True)]
+        self.num_rows = sum(counts)
+        bits = torch.tensor([each for own in self.paths for each in bits_of(own)], device=device)
+        part = rows if batch.counts else None
+        bits = bits if batch.counts else bits.view(len(counts), -1)
+        self.metadata.tree = TreeMask(bits, offset + rows.window, part)
         depths = [
-            kv_len - length + len(path) - 1
-            for kv_len, paths in zip(batch.kv_lens, self.paths, strict=True)
+            first + len(path) - 1
+            for first, paths in zip(self.firsts, self.paths, strict=True)
             for path in paths
         ]
         self.metadata.positions[-self.num_rows :] = torch.tensor(depths, device=device)
@@ -73,10 +77,9 @@ class TreeForward(Forward):
         pool = backend.pool.data[1].flatten(1, 2)
         results = []
         requests = len(self.kv_lens)
-        for paths, kv_len, table in zip(
-            self.paths, self.kv_lens, self.metadata.block_tables[-requests:], strict=True
+        for paths, first, table in zip(
+            self.paths, self.firsts, self.metadata.block_tables[-requests:], strict=True
         ):
-            first = kv_len - self.length
             for path in paths:
                 seen = [*range(first), *(first + key for key in path)]
                 slots = [int(table[i // PAGE_SIZE]) * PAGE_SIZE + i % PAGE_SIZE for i in seen]

@@ -10,6 +10,7 @@ from benchmarks import verify_budget
 from benchmarks.harness.models import Models
 from benchmarks.harness.scripted_tokens import MIXED, TokenScript, quantiles, scripted_tokens
 from benchmarks.harness.simulated_rows import Simulation, round_ms
+from benchmarks.harness.simulated_trees import TreeSimulation
 from benchmarks.verify_budget import STEPS, Measurement
 from tllm_spec.config.draft_shape import DraftShape, chain_of
 from tllm_spec.config.verify_budget import with_budgets
@@ -42,6 +43,15 @@ def test_the_choice_beats_the_best_length_or_is_as_good(
     simulation = Simulation(64, means)
     rate = simulation.play(chain_of(best), 30).reached / ms[best]
     assert simulation.chosen_rate(own, SHAPES, 60) > least * rate
+
+
+def test_trees_that_share_rows_beat_chains_with_as_many() -> None:
+    tree, rounds = DraftShape(7, 24, 2), 20
+    found = TreeSimulation(8, MIXED).play(tree, [8, tree.window], rounds)
+    assert found[8].reached > 0.96 * found[8].oracle
+    assert found[8].reached > 1.05 * Simulation(8, MIXED).play(chain_of(7), rounds).reached
+    whole = found[tree.window]
+    assert whole.reached == pytest.approx(whole.oracle) and whole.reached > found[8].oracle
 
 
 def test_round_times_are_those_measured_at_chains() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tllm_spec.config.speculative_config import Eagle3DecodingConfig
+from tllm_spec.config.speculative_config import Eagle3DecodingConfig, UserProvidedDecodingConfig
 
 
 def config(**options: Any) -> Eagle3DecodingConfig:
@@ -19,6 +19,19 @@ def test_a_round_has_so_many_rows_a_request_on_average() -> None:
     assert not config(verify_budget=8).shapes.are_ragged
 
 
+def test_trees_share_rows_too() -> None:
+    dynamic = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4, "max_draft_len": 3}
+    shapes = config(verify_budget=5.5, **dynamic).shapes
+    assert [shapes.of(length).name for length in (1, 3)] == ["1x4/4", "3x4/12@5.5"]
+    assert [shapes.of(length).num_rows(3) for length in (1, 3)] == [15, 17]
+    static = config(verify_budget=2.5, eagle_choices=[[0], [1], [0, 0]], max_draft_len=2).shapes
+    assert [static.of(length).name for length in (1, 2)] == ["1x2/2@2.5", "2x2/3@2.5"]
+    own = UserProvidedDecodingConfig(
+        drafter="a:B", max_draft_len=2, max_total_draft_tokens=5, verify_budget=3
+    ).shapes
+    assert own.are_ragged and not own.narrows
+
+
 def test_a_token_budget_counts_these_rows() -> None:
     assert config(verify_budget=2.5).shapes.tier_within(3) == 7
     assert config().shapes.tier_within(3) == 2
@@ -27,13 +40,12 @@ def test_a_token_budget_counts_these_rows() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_dynamic_tree": True, "dynamic_tree_max_topK": 4}, "needs chains"),
         ({"use_rejection_sampling": True}, "would change the distribution"),
         ({"adaptive": {}}, "adaptive also says what is verified"),
         ({"verify_budget": 1}, "greater than 1"),
         (
-            {"adaptive": {}, "use_dynamic_tree": True, "use_rejection_sampling": True},
-            "adaptive also says.*; it needs chains.*; with use_rejection_sampling",
+            {"adaptive": {}, "use_rejection_sampling": True},
+            "adaptive also says.*; with use_rejection_sampling",
         ),
     ],
 )
@@ -52,6 +64,10 @@ def test_it_is_refused_with_a_reason(options: dict[str, Any], message: str) -> N
         ({"draft_len_schedule": {1: 3}}, "use adaptive's slots"),
         ({"max_draft_len": 2}, "candidate_steps of 3 or more"),
         ({"use_rejection_sampling": True}, "would change the distribution"),
+        (
+            {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4},
+            "verify_budget serves draft trees",
+        ),
         ({"adaptive": {"candidate_steps": list(range(20))}, "max_draft_len": 19}, "there are 20"),
     ],
 )

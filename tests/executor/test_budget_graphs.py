@@ -10,9 +10,10 @@ from tests.executor.graph_rounds import num_replays, on_cuda, with_graphs
 from tests.executor.guided_rounds import submit_guided
 from tests.executor.harness import Harness, output_of
 from tests.executor.row_rounds import DRAFT_LEN, PROMPT, rows_and_batches
-from tests.lossless.engines import tiny_engine
+from tests.lossless.engines import DYNAMIC_TREE, tiny_engine
 from tests.models import qwen3_next
 from tests.models.mtp_reference import save_predictable
+from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.kernels.round_rows import RoundRows
@@ -20,6 +21,7 @@ from tllm_spec.kernels.round_rows import RoundRows
 SIZES, BUDGET = (1, 2, 4, 8), 2.5
 MTP = {"decoding_type": "MTP", "max_draft_len": DRAFT_LEN, "verify_budget": BUDGET}
 SAVED = {"latents": save_predictable, "states": qwen3_next.save_predictable}
+TREES = ("eagle3_tree", "eagle3_static", "latents tree")
 ROWS = {3, 5, 10, 20}  # of these sizes
 
 
@@ -34,7 +36,7 @@ def submit(harness: Harness, *ways: dict[str, Any]) -> list[LlmRequest]:
 
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("attn_backend", ["VANILLA", "TRITON"])
-@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa", *SAVED])
+@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa", *SAVED, *TREES])
 def test_graphs_have_a_budget_of_rows_and_the_text_of_plain_decoding(
     tiny: Path,
     drafts: tuple[Path, Path],
@@ -43,9 +45,10 @@ def test_graphs_have_a_budget_of_rows_and_the_text_of_plain_decoding(
     attn_backend: str,
     eager_graphs: None,
 ) -> None:
-    target, options = tiny, {"speculative_config": MTP}
-    if mode in SAVED:
-        SAVED[mode](tmp_path)
+    name, *trees = mode.split()
+    target, options = tiny, {"speculative_config": MTP | (DYNAMIC_TREE if trees else {})}
+    if name in SAVED:
+        SAVED[name](tmp_path)
         target = tmp_path
     else:
         options = tiny_engine(mode, drafts, DRAFT_LEN, verify_budget=BUDGET)
@@ -65,7 +68,7 @@ def test_graphs_have_a_budget_of_rows_and_the_text_of_plain_decoding(
     assert ROWS >= set(alone) >= {20}
 
 
-@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa"])
+@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa", "eagle3_tree"])
 def test_a_tail_reads_the_rows_that_its_forward_has_chosen(
     tiny: Path, drafts: tuple[Path, Path], mode: str, eager_graphs: None
 ) -> None:
@@ -92,8 +95,10 @@ def test_a_request_without_drafts_has_one_row_in_a_graph(
     given: list[dict[int, int]] = []
     choose = SlotState.choose_rows
 
-    def watched(slots: SlotState, slot_ids: torch.Tensor, window: int, num_rows: int) -> RoundRows:
-        rows = choose(slots, slot_ids, window, num_rows)
+    def watched(
+        slots: SlotState, slot_ids: torch.Tensor, shape: DraftShape, num_rows: int
+    ) -> RoundRows:
+        rows = choose(slots, slot_ids, shape, num_rows)
         assert rows.offsets is not None
         given.append(dict(zip(slot_ids.tolist(), rows.offsets.diff().tolist(), strict=False)))
         return rows
@@ -116,7 +121,7 @@ def test_a_request_without_drafts_has_one_row_in_a_graph(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa"])
+@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa", *TREES[:2]])
 def test_on_a_gpu_graphs_choose_rows_and_have_the_text_of_plain_decoding(
     tiny: Path, drafts: tuple[Path, Path], mode: str
 ) -> None:

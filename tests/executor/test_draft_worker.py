@@ -36,6 +36,7 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "read_at_once": ({"disable_overlap_scheduler": True}, {}),
     "chunked_prefill": ({"enable_chunked_prefill": True, "max_num_tokens": 14}, {}),
     "pauses": ({}, {"max_concurrency": 2}),
+    "shared_rows": ({}, {"verify_budget": 2.5}),
     "preemption": (
         {
             "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 72},

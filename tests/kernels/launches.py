@@ -15,12 +15,15 @@ import torch
 from tests.kernels.hopper import HOPPER, compiled_for
 from tllm_spec.kernels import dispatch
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
-from tllm_spec.kernels.shared_memory import shared_memory_bytes
+from tllm_spec.kernels.shared_memory import (
+    TENSOR_COLUMNS,
+    has_tensor_memory,
+    shared_memory_bytes,
+)
 
 # KiB of shared memory that a program may have, by ten times the compute capability.
 LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 FIRST_WITH_FP8 = 89  # others get dequantised weights
-MAX_TENSOR_MEMORY = 512  # columns, of data center Blackwell
 META = torch.device("meta")
 TYPES = {
     torch.bfloat16: "bf16",
@@ -78,7 +81,7 @@ class Launch:
         assert code.asm["cubin"] and (capability != HOPPER or ".local" not in code.asm["ptx"])
         assert code.metadata.shared <= LIMITS[capability] << 10, (self.key, code.metadata.shared)
         columns = getattr(code.metadata, "tmem_size", None) or 0
-        assert columns <= MAX_TENSOR_MEMORY, (self.key, columns)
+        assert columns <= TENSOR_COLUMNS, (self.key, columns)
 
 
 def launch_of(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Launch:
@@ -127,11 +130,13 @@ def launches_of(
     use_gpu(capability, monkeypatch)
     device = torch.device("cuda", 0)
     shared_bytes = shared_memory_bytes.__wrapped__(device)
+    has_tensors = has_tensor_memory.__wrapped__(device)
     launch = programmatic_launch.__wrapped__(device)
     replaced: dict[str, Callable[[Any], Any]] = {
         "has_kernels": lambda device: True,
         "programmatic_launch": lambda device: launch,
         "shared_memory_bytes": lambda device: shared_bytes,
+        "has_tensor_memory": lambda device: has_tensors,
     }
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("tllm_spec.kernels."):

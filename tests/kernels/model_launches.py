@@ -23,7 +23,7 @@ from tllm_spec.kernels import (
     window_splits,
 )
 from tllm_spec.kernels.grouped_tilings import Form, block_rows_of
-from tllm_spec.kernels.int4_weights import row_bytes
+from tllm_spec.kernels.int4_weights import row_bytes, row_words
 from tllm_spec.kernels.key_spans import KeySpan, KeySpans
 from tllm_spec.kernels.moe_permute import ExpertRows
 from tllm_spec.kernels.rotary_write import HeadWeights
@@ -73,16 +73,20 @@ def scaled_linears() -> None:
         scaled_linear.scaled_linear(x, weight, scales_of(weight), empty(outputs, dtype=dtype))
 
 
+# Inputs of a group, and the type of its word: whole numbers, NVFP4, MXFP4.
+INT4_GROUPS = (
+    *((32, torch.int32), (128, torch.int32)),
+    *((16, torch.float32), (32, torch.uint8)),
+)
+
+
 def int4_linears() -> None:
     for (inputs, outputs), dtype, rows in product(LINEAR_SHAPES, FLOATS, NUM_ROWS):
-        for group in (32, 128):
-            codes = empty(outputs, int4_weights.row_bytes(inputs), dtype=torch.uint8)
-            words = int32(outputs, -(-inputs // group))
-            x = empty(rows, inputs, dtype=dtype)
-            exponents = empty(outputs, -(-inputs // 128) * 4, dtype=torch.uint8)
-            for each in (words, exponents)[: 1 + (group == 32)]:
-                for invariant in (False, True):
-                    scaled_linear.scaled_linear(x, codes, each, group=group, invariant=invariant)
+        codes = empty(outputs, int4_weights.row_bytes(inputs), dtype=torch.uint8)
+        x = empty(rows, inputs, dtype=dtype)
+        for (group, kind), invariant in product(INT4_GROUPS, (False, True)):
+            words = empty(outputs, row_words(inputs, group, kind), dtype=kind)
+            scaled_linear.scaled_linear(x, codes, words, group=group, invariant=invariant)
 
 
 def fp8_linears() -> None:
@@ -105,17 +109,18 @@ CODES: tuple[Form, ...] = ("codes", "blocks", "tiles")
 
 
 def experts(*, form: Form) -> None:
-    for (number, top_k, hidden, inner), dtype, rows in product(
-        MOE_SHAPES, FLOATS, (1, 20, 60, 200)
+    for (number, top_k, hidden, inner), dtype, rows, group in product(
+        MOE_SHAPES, FLOATS, (1, 20, 60, 200), INT4_GROUPS if form == "int4" else INT4_GROUPS[:1]
     ):
         tokens = rows * number // top_k
-        block = block_rows_of(tokens * top_k, number, dtype, META, form)
-        chosen = int32(tokens, top_k)
-        own = ExpertRows(int32(tokens * top_k), int32(3, number), int32(1), block, top_k, chosen)
         layers = [
-            expert_weights(form, dtype, *shape)
+            expert_weights(form, dtype, group, *shape)
             for shape in ((number, 2 * inner, hidden), (number, hidden, inner))
         ]
+        sums = layers[0].num_sums(dtype)
+        block = block_rows_of(tokens * top_k, number, dtype, META, form, sums)
+        chosen = int32(tokens, top_k)
+        own = ExpertRows(int32(tokens * top_k), int32(3, number), int32(1), block, top_k, chosen)
         x, options = inputs_of(form, dtype, tokens, hidden)
         grouped_gemm.gate_up_silu(x, layers[0], own, **options)
         x, options = inputs_of(form, dtype, tokens * top_k, inner)
@@ -123,11 +128,17 @@ def experts(*, form: Form) -> None:
 
 
 def expert_weights(
-    form: Form, dtype: torch.dtype, number: int, outputs: int, inputs: int
+    form: Form,
+    dtype: torch.dtype,
+    group: tuple[int, torch.dtype],
+    number: int,
+    outputs: int,
+    inputs: int,
 ) -> grouped_gemm.ExpertWeights:
     if form == "int4":
         stored = empty(number, outputs, row_bytes(inputs), dtype=torch.uint8)
-        return grouped_gemm.ExpertWeights(stored, int32(number, outputs, -(-inputs // 32)), 32)
+        words = empty(number, outputs, row_words(inputs, *group), dtype=group[1])
+        return grouped_gemm.ExpertWeights(stored, words, group[0])
     weight = empty(number, outputs, inputs, dtype=dtype if form == "plain" else FP8)
     if form == "plain":
         return grouped_gemm.ExpertWeights(weight)
@@ -180,15 +191,23 @@ class Kind:
         offsets = int32(batch + 1) if self.is_ragged else None
         return RoundRows(batch, window, batch * window, offsets)
 
+    def tree(self, rows: RoundRows) -> TreeMask | None:
+        length = min(64, rows.window + self.offset)
+        if not self.in_tree:
+            return None
+        if self.is_ragged:
+            return TreeMask(int64(rows.num_rows), length, rows)
+        return TreeMask(int64(rows.num_requests, rows.window), length)
+
     def tables(self, batch: int, window: int) -> window_attention.WindowTables:
-        rows = batch * window
+        rows, own = batch * window, self.rows(batch, window)
         return window_attention.WindowTables(
-            self.rows(batch, window),
+            own,
             int32(batch, 128),
             int32(batch),
             int64(rows),
             int64(batch) if self.is_padded else None,
-            TreeMask(int64(batch, window), min(64, window + self.offset)) if self.in_tree else None,
+            self.tree(own),
             KeySpans(self.span, int64(rows)) if self.span else None,
         )
 
@@ -206,6 +225,7 @@ KINDS = (
     Kind(in_tree=True, span=SLIDING),
     Kind(is_ragged=True, has_norm=True),
     Kind(is_ragged=True, span=SLIDING),
+    Kind(in_tree=True, is_ragged=True),
     Kind(span=SLIDING, has_sinks=True),
 )
 
@@ -255,22 +275,24 @@ def tree_paths(batch: int, window: int) -> TreePaths:
     return TreePaths(mask, int32(batch * window, window), int32(batch * window))
 
 
+LATENT_KINDS = PLAIN, Kind(in_tree=True), RAGGED, Kind(in_tree=True, is_ragged=True)
 # Heads, rank, rotary size, size of a query's head: DeepSeek V3 on one and on eight devices.
 LATENT_SHAPES = ((128, 512, 64, 192), (16, 512, 64, 192))
 
 
 def latents(*, has_codes: bool) -> None:
     for (number, rank, rope, head_dim), dtype, window, batch, kind in product(
-        LATENT_SHAPES, FLOATS, (1, 2, 4), (1, 256), (PLAIN, Kind(in_tree=True), RAGGED)
+        LATENT_SHAPES, FLOATS, (1, 2, 4), (1, 256), LATENT_KINDS
     ):
         workspace = latent_attention.LatentWorkspace(
             empty(1 << 14, rank, dtype=torch.float32),
             empty(1 << 14, dtype=torch.float32),
             PROCESSORS,
         )
-        tree = TreeMask(int64(batch, window), window) if kind.in_tree else None
         rows = kind.rows(batch, window)
-        tables = latent_attention.LatentTables(rows, int32(batch, 128), int32(batch), tree)
+        tables = latent_attention.LatentTables(
+            rows, int32(batch, 128), int32(batch), kind.tree(rows)
+        )
         latent_attention.latent_attention(
             empty(number, batch * window, rank, dtype=dtype),
             empty(batch * window, number, head_dim, dtype=dtype),

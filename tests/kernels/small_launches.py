@@ -11,6 +11,7 @@ from tllm_spec.executor.speculative.drafting.match_or_network import new_sources
 from tllm_spec.kernels import dequantise, int4_weights, moe_permute, moe_routing
 from tllm_spec.kernels.attention_sinks import add_sinks
 from tllm_spec.kernels.beam_pool import BeamPool, Beams, DraftTree
+from tllm_spec.kernels.choose_nodes import choose_nodes, learn_nodes
 from tllm_spec.kernels.choose_rows import DraftValues, choose_rows, learn_values
 from tllm_spec.kernels.choose_token import choose_best, choose_draft, offer_token
 from tllm_spec.kernels.delta_blocks import delta_blocks
@@ -97,10 +98,13 @@ def trees() -> None:
     rates = TreeRates(empty(5, 4, dtype=torch.float64), int64(64))
     for synthetic in (None, rates):
         accept_trees(tables, int64(64, 64), slots, slots, nodes, 5, synthetic)
-    own = TreeTables(int64(64, 64), int64(64, 64), int64(64, 64))
+    own = TreeTables(*(int64(64, 64) for _ in range(4)))
     for num_nodes in (None, slots):
         tree = DraftTree(int64(BATCH, 63), nodes, nodes, nodes, num_nodes)
         write_trees(tables, own, slots, tree, int64(64))
+    values = DraftValues(int32(64, 63), float32(32), float32(64), int32(64), float32(0, 2))
+    choose_nodes(values, tables, own, slots, 64, 5, 16 * BATCH)
+    learn_nodes(values, int64(64, 64), slots, slots, path)
     path_trees(int64(BATCH, 8, 4), int64(BATCH, 8), 16, 4)
     path_ranks(int64(64, 64), slots, slots, path, slots, 64)
     planes = empty(64, 1024, 32, 1024)

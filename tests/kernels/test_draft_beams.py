@@ -1,6 +1,7 @@
 """Dynamic draft trees: SGLang's worked examples, random trees against a slow reference in plain
 Python, NaN, and the kernels against their references."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
 from tests.kernels.tree_growth import Candidates, Draft, Path, grow_tree, random_draft, slow_tree
 from tllm_spec.kernels.beam_pool import BeamPool, DraftTree
+from tllm_spec.kernels.choose_nodes import features_of_tree
+from tllm_spec.kernels.choose_rows import features_at, features_of
 from tllm_spec.kernels.draft_beams import add_last, first_beams, grow, select
 
 TABLES = ("tokens", "parents", "depths", "bits")  # of a `DraftTree`
@@ -75,6 +78,10 @@ def test_the_worked_example() -> None:
     assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 3]]
     rows = ["".join(str(b >> column & 1) for column in range(6)) for b in tree.bits[0].tolist()]
     assert rows == ["100000", "110000", "101000", "110100", "101010", "110101"]
+    chances = torch.tensor([[0.6, 0.3, 0.5, 0.9, 0.8]])
+    assert torch.equal(features_of_tree(tree), features_of(chances))
+    depths = features_at(torch.tensor([[0, 0, 1, 1, 2]]))
+    assert torch.equal(features_of_tree(replace(tree, scores=None)), depths)
 
 
 @pytest.mark.parametrize(

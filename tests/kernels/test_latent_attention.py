@@ -168,6 +168,26 @@ def test_rows_of_trees_equal_the_reference(
     )
 
 
+@on_each_kernel_device
+@pytest.mark.usefixtures("few_keys")
+@pytest.mark.parametrize("num_processors", [1, 40])
+@pytest.mark.parametrize("heads", [5, 40])
+def test_trees_of_different_numbers_of_nodes_have_the_results_of_whole_trees(
+    heads: int, num_processors: int, device: str
+) -> None:
+    counts, window = (3, 8, 1), 8
+    problem = Problem([70, 33, 129], window, heads, torch.float32, device).with_trees(0)
+    expected, rows = problem.reference(), ragged_rows(counts, window, device)
+    kept = rows.flat(torch.arange(3 * window, device=device).view(3, window))
+    tables = problem.tables
+    assert tables.tree is not None
+    lens = tables.kv_lens - window + rows.counts
+    problem.tables = replace(tables, rows=rows, kv_lens=lens, tree=tables.tree.of(rows))
+    problem.q_latent, problem.q = problem.q_latent[:, kept].contiguous(), problem.q[kept]
+    for found in (problem.run(num_processors), problem.reference()):
+        torch.testing.assert_close(found, expected[:, kept], rtol=1e-5, atol=2e-5)
+
+
 @only_outside_the_interpreter
 @pytest.mark.parametrize("window", [1, 4])
 def test_the_absorbed_form_equals_the_expanded_form(window: int) -> None:

@@ -15,12 +15,20 @@ from tests.kernels.hopper import HOPPER
 from tests.kernels.interpreter import only_outside_the_interpreter, only_with_the_compiler
 from tests.kernels.launches import FIRST_WITH_FP8, LIMITS, Launch, launches_of, use_gpu
 from tllm_spec.kernels import (
+    grouped_tilings,
     nvrtc,
     paged_prefill,
+    shared_memory,
     small_m_gemm,
     window_attention_cuda,
 )
-from tllm_spec.kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes, stages_that_fit
+from tllm_spec.kernels.grouped_gemm import ExpertWeights
+from tllm_spec.kernels.shared_memory import (
+    HOPPER_BYTES,
+    has_tensor_memory,
+    shared_memory_bytes,
+    stages_that_fit,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 WITH_LESS = [capability for capability, limit in LIMITS.items() if limit < HOPPER_BYTES >> 10]
@@ -56,6 +64,28 @@ def test_a_pipeline_has_fewer_stages_only_where_they_do_not_fit() -> None:
     stages = functools.partial(stages_that_fit, 4, 48 << 10)
     assert [stages(limit << 10) for limit in (227, 163, 99, 64)] == [4, 4, 3, 2]
     assert stages_that_fit(4, 1 << 20, HOPPER_BYTES) == 4
+
+
+@pytest.mark.parametrize("capability", LIMITS)
+def test_blocks_of_int4_experts_have_fewer_rows_only_where_tensor_memory_is_small(
+    capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_gpu(capability, monkeypatch)
+    has_memory = has_tensor_memory.__wrapped__
+    monkeypatch.setattr(shared_memory, "has_tensor_memory", has_memory)
+    monkeypatch.setattr(grouped_tilings, "has_kernels", lambda device: True)
+
+    def rows(num_assignments: int, group: int, words: torch.dtype = torch.int32) -> int:
+        on = {"device": "meta", "dtype": torch.uint8}
+        scales = torch.empty(1, 1, 1, device="meta", dtype=words)
+        sums = ExpertWeights(torch.empty(1, 1, 64, **on), scales, group).num_sums(torch.bfloat16)
+        return grouped_tilings.block_rows_of(num_assignments, 1, torch.bfloat16, CUDA, "int4", sums)
+
+    groups = ((16, torch.float32), (32, torch.int32), (64, torch.int32), (128, torch.int32))
+    expected = [32, 64, 128, 128] if capability == 100 else [128] * 4
+    assert [rows(1000, *group) for group in groups] == expected
+    assert rows(1000, 32, torch.uint8) == 128
+    assert [rows(number, 64) for number in (8, 24, 64)] == [16, 32, 64]
 
 
 @only_with_the_compiler

@@ -145,7 +145,7 @@ def tree_of(layout: DraftLayout, batch: int, device: str = "cpu") -> DraftTree:
 
 
 def empty_trees(width: int, device: str) -> TreeTables:
-    return TreeTables(*(torch.full((NUM_SLOTS, width), -7, device=device) for _ in range(3)))
+    return TreeTables(*(torch.full((NUM_SLOTS, width), -7, device=device) for _ in range(4)))
 
 
 def test_drafts_deeper_than_a_requests_limit_do_not_count() -> None:

@@ -96,6 +96,46 @@ def test_each_row_attends_to_its_own_path_and_its_kv_is_written(name: str, devic
     torch.testing.assert_close(written, pool, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+# A case, and how many nodes each request's tree has.
+RAGGED = {
+    "trees": (Case((8, 16, 40, 64), 8, 2, 16, 16), (3, 8, 1, 5)),
+    "splits": (Case((64, 300, 130), 12, 2, 16, 16, num_programs=32), (1, 12, 7)),
+    "two tiles of rows": (Case((40, 130), 24, 4, 16, 32, kv_heads=1, num_programs=8), (20, 2)),
+    "bfloat16 and sinks": (Case((33, 300), 8, 4, 64, 32, dtype=BF16, has_sinks=True), (2, 6)),
+    "sliding": (Case((12, 50), 12, 2, 16, 4, span=KeySpan(4, slides=True)), (11, 5)),
+}
+CUDA_RAGGED = {
+    "eight nodes": (Case((8, 17, 300), 8, 4, 128, 32, spare_pages=2, dtype=BF16), (8, 1, 5)),
+    "sixteen nodes": (Case((16, 31, 4000), 16, 2, 64, 16, dtype=torch.float16), (3, 16, 9)),
+}
+
+
+def check_first(problem: TreeProblem, counts: tuple[int, ...]) -> None:
+    """Each row has the result that it has in a whole tree, whose other nodes it does not see."""
+    full, tolerance = problem.expected(), TOLERANCE[problem.case.dtype]
+    expected = torch.cat([own[:count] for own, count in zip(full, counts, strict=True)])
+    problem.keep_first(counts)
+    for attend in (problem.attend, problem.attend_plainly):
+        found = attend()[0].cpu().double()
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("name", RAGGED)
+def test_trees_of_different_numbers_of_nodes_share_the_rows(name: str, device: str) -> None:
+    case, counts = RAGGED[name]
+    check_first(TreeProblem(case, 0, device), counts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CUDA_RAGGED)
+def test_such_trees_run_the_cuda_kernel(name: str) -> None:
+    case, counts = CUDA_RAGGED[name]
+    problem = TreeProblem(case, 0, "cuda")
+    assert serves(problem.qkv, problem.cos_sin, None, problem.layer)
+    check_first(problem, counts)
+
+
 @on_each_kernel_device
 @pytest.mark.parametrize("num_programs", [1, 24])
 def test_a_chain_as_a_tree_equals_the_chain(num_programs: int, device: str) -> None:

@@ -1,9 +1,11 @@
 """Random draft trees for the tests of attention: bits of rows, and the paths they stand for."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from tests.kernels.row_counts import ragged_rows
 from tests.kernels.window_problem import Case, Problem
 from tllm_spec.kernels.key_spans import KeySpans
 from tllm_spec.kernels.tree_mask import TreeMask
@@ -42,6 +44,24 @@ class TreeProblem(Problem):
             spans = KeySpans(spans.span, (first + lens.to(device) - 1).clamp_min(0).flatten())
             tree = spans.cut(tree)
         self.tables = replace(self.tables, tree=tree, spans=spans)
+
+    def keep_first(self, counts: Sequence[int]) -> None:
+        """The trees have only so many nodes, the first ones. `qkv` is `[1, T, ...]` from now on."""
+        window, (tree, spans) = self.case.window, (self.tables.tree, self.tables.spans)
+        device, rows = self.qkv.device, ragged_rows(counts, window, str(self.qkv.device))
+        assert tree is not None
+        index = rows.flat(torch.arange(len(counts) * window, device=device).view(-1, window))
+        self.qkv, self.cos_sin = self.qkv.flatten(0, 1)[index][None], self.cos_sin[index]
+        if spans is not None:
+            spans = KeySpans(spans.span, spans.positions[index])
+        self.tables = replace(
+            self.tables,
+            rows=rows,
+            kv_lens=self.tables.kv_lens - window + rows.counts,
+            kv_slots=self.tables.kv_slots[index],
+            tree=tree.of(rows),
+            spans=spans,
+        )
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
         assert self.tables.tree is not None

@@ -20,6 +20,7 @@ from tllm_spec.outputs import Logprob
 
 NUM_DRAWS, MAX_ROUNDS = 15, 1500
 USER = ("user_provided", "user_provided_tree")
+WINDOWED = ("eagle3", "peagle_two_model", "pard_two_model", "eagle3_two_model_tree")
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +214,8 @@ def test_in_random_traffic_each_request_gets_the_text_that_it_gets_alone(
         {} if mode == "plain" else {"max_concurrency": 2}
     )  # rounds without drafts are possible
     if mode not in USER:
-        speculation = tiny_engine(mode, drafts, draft_len, **may_pause)
+        window = {"draft_window_size": 3} if mode in WINDOWED else {}
+        speculation = tiny_engine(mode, drafts, draft_len, **may_pause, **window)
     elif mode == "user_provided":
         speculation = user_provided(partial(propose, random, texts, draft_len), draft_len)
     else:

@@ -20,14 +20,15 @@ from tests.lossless.small_models import (
     write_head,
 )
 from tests.models.deepseek import save_deepseek
+from tests.models.helpers import save_checkpoint
 from tests.models.mtp_reference import export_modules, save_predictable
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
 
-V2 = pytest.param("DeepseekV2", marks=pytest.mark.slow)
+OLDER, NEWER = (pytest.param(f"Deepseek{each}", marks=pytest.mark.slow) for each in ("V2", "V32"))
 
 
-@pytest.fixture(scope="module", params=["DeepseekV3", V2])
+@pytest.fixture(scope="module", params=["DeepseekV3", OLDER, NEWER])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     save_deepseek(path, request.param)
@@ -252,6 +253,28 @@ def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
     )
     assert found == plain_of_mtp
     assert spec is None or acceptance_length > (1.5 if drafts in TREES else 1.3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("setting", ["undisturbed", "prefix_reuse", "chunks"])
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("one_model", [True, False])
+@pytest.mark.parametrize("family", ["DeepseekV3", "Llama"])
+def test_an_eagle3_head_with_latents_leaves_the_text_alone_on_a_gpu(
+    family: str, one_model: bool, drafts: str, setting: str, tmp_path: Path
+) -> None:
+    target, head = tmp_path / "target", write_head(tmp_path / "head", latent=True)
+    save_deepseek(target, family) if family == "DeepseekV3" else save_checkpoint(target, family)
+    eagle3 = {
+        "decoding_type": "Eagle3",
+        "speculative_model": str(head),
+        "eagle3_layers_to_capture": [0, 1],
+        "eagle3_one_model": one_model,
+        **DRAFTS[drafts],
+    }
+    found, _ = texts(target, speculative_config=eagle3, **(SETTINGS[setting] | ON_GPU))
+    assert found == plain_texts(target)
 
 
 @pytest.mark.gpu

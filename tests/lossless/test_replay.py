@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.lossless.cases import heldout_prompts
-from tests.lossless.engines import MODES, engine
+from tests.lossless.engines import MODES, engine, tiny_engine
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.llm import LLM
@@ -117,6 +117,53 @@ def test_counts_of_the_models_own_modules_are_those_of_serving(mode: str, tmp_pa
     assert found.requests == [record.stats for record in records]
 
 
+def record_of(prompt: list[int], output: list[int]) -> TrafficRecord:
+    """Of a greedy request that says this."""
+    chosen = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    return TrafficRecord(
+        id="a",
+        client="",
+        user="",
+        arrived_us=1,
+        prompt=prompt,
+        output=output,
+        seed=1,
+        sampling=chosen | {"end_ids": [], "stop_token_ids": [], "bad_sequences": [], "edits": 0},
+        max_tokens=len(output),
+        draft_limit=None,
+        guided=False,
+        finish_reason="length",
+        rounds=[[5, len(output), None]],
+        num_rounds=0,
+        num_emitted=0,
+        drafted=[],
+        accepted=[],
+        cached_tokens=0,
+        num_preemptions=0,
+        draft_version=0,
+    )
+
+
+def test_requests_that_are_replayed_together_have_the_drafts_that_each_has_alone() -> None:
+    """Ten windows of 6 rows would fit into 64, but nine leave no quarter of them to prompts."""
+    record = record_of([5, 6, 7] * 2, [5, 6, 7] * 8)
+    args = LlmArgs.from_kwargs("zoo:llama", max_num_tokens=64, **engine("sa", 5))
+    (alone,) = replay([record], args).requests
+    assert replay([record] * 9, args).requests == [alone] * 9
+
+
+@pytest.mark.parametrize(("patience", "edits", "causes"), [(3, 1, 1), (3, 0, 0), (30, 1, 0)])
+def test_a_replay_with_pauses_next_to_logits_processors_is_called_simulated(
+    patience: int, edits: int, causes: int, tiny: Path, drafts: tuple[Path, Path]
+) -> None:
+    """Without overlap a pause begins a round earlier."""
+    own = tiny_engine("draft_target", drafts, 3, max_rejected_rounds=patience)
+    record = record_of([5, 6, 7], [1] * 20)
+    record.sampling["edits"] = edits
+    args = LlmArgs.from_kwargs(str(tiny), skip_tokenizer_init=True, **own)
+    assert len(replay([record], args).simulated) == causes
+
+
 def test_counts_that_serving_may_not_have_are_called_simulated() -> None:
     args = LlmArgs.from_kwargs("zoo:llama", **LIMITS, **engine("eagle3_sa", 4))
     (cause,) = why_simulated([], args)
@@ -140,3 +187,7 @@ def test_counts_that_serving_may_not_have_are_called_simulated() -> None:
     assert len(why_simulated([record, without_drafts], args)) == 1
     args = LlmArgs.from_kwargs("zoo:llama", **LIMITS, **engine("sa", 4, verify_budget=2))
     assert len(why_simulated([record, record], args)) == 1
+    for max_batch_size, causes in ((2, 0), (3, 1)):
+        rows = {"max_batch_size": max_batch_size, "max_num_tokens": 10}
+        args = LlmArgs.from_kwargs("zoo:llama", **rows, **engine("sa", 4))
+        assert len(why_simulated([record, record], args)) == causes

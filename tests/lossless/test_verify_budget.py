@@ -12,6 +12,7 @@ from tests.executor.harness import Harness, output_of
 from tests.executor.row_rounds import DRAFT_LEN, PROMPT, rows_and_batches
 from tests.lossless.engines import tiny_engine
 from tests.lossless.test_row_counts import CHAINS, SMALL_POOL, submit_all, values_of
+from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor import build
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.slot_state import SlotState
@@ -19,6 +20,8 @@ from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoun
 from tllm_spec.kernels.round_rows import RoundRows
 
 BUDGET = 2.5
+TREES = ("eagle3_tree", "eagle3_static", "eagle3_two_model_tree", "draft_target_tree", "ngram_tree")
+TREES += ("eagle3_sa_tree", "eagle3_sa_static")
 
 
 def draw_budgets(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
@@ -33,8 +36,10 @@ def draw_budgets(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         drawn = batch.__dict__.setdefault("drawn", random.random())
         return number + round(drawn * number * (window - 1))
 
-    def watched(slots: SlotState, slot_ids: torch.Tensor, window: int, num_rows: int) -> RoundRows:
-        rows = choose(slots, slot_ids, window, num_rows)
+    def watched(
+        slots: SlotState, slot_ids: torch.Tensor, shape: DraftShape, num_rows: int
+    ) -> RoundRows:
+        rows = choose(slots, slot_ids, shape, num_rows)
         assert rows.offsets is not None
         assert rows.offsets[-1] == num_rows
         given.append(tuple(rows.offsets.diff().tolist()))
@@ -47,7 +52,7 @@ def draw_budgets(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["", "preemptions"])
-@pytest.mark.parametrize("mode", CHAINS)
+@pytest.mark.parametrize("mode", [*CHAINS, *TREES])
 def test_any_number_of_rows_of_the_batch_gives_the_text_of_plain_decoding(
     tiny: Path,
     drafts: tuple[Path, Path],

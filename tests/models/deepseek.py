@@ -22,6 +22,7 @@ DEEPSEEK: dict[str, Any] = LATENT | {
 }
 V2_GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 V3: dict[str, Any] = DEEPSEEK | {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
+V32 = V3 | {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
 MSCALE_YARN = {
     "rope_type": "yarn",
     "rope_theta": 1000.0,
@@ -46,8 +47,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_deepseek(folder: Path, architecture: str, **config: Any) -> Any:
-    """A random model of V2 or V3 with YaRN; returns transformers' model."""
-    own = V3 if architecture == "DeepseekV3" else DEEPSEEK | V2_GROUPS
+    """A random model of V2, V3 or V3.2 with YaRN; returns transformers' model."""
+    own = {"DeepseekV3": V3, "DeepseekV32": V32}.get(architecture, DEEPSEEK | V2_GROUPS)
     return save_checkpoint(
         folder, architecture, **(own | {"rope_parameters": MSCALE_YARN} | config)
     )

@@ -84,6 +84,14 @@ V3: Raw = _DEEPSEEK | {
     "topk_method": "noaux_tc",
     "vocab_size": 129280,
 }
+V3_2: Raw = V3 | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+    "model_type": "deepseek_v32",
+    "quantization_config": _BLOCKS | {"scale_fmt": "ue8m0"},
+}
 KIMI_K2: Raw = V3 | {
     "model_type": "kimi_k2",
     "eos_token_id": 163585,

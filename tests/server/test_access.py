@@ -283,6 +283,16 @@ def test_with_a_certificate_the_server_speaks_https(tmp_path: Path) -> None:
         host.join()
 
 
+def test_a_client_that_never_begins_with_tls_does_not_delay_the_end(tmp_path: Path) -> None:
+    host = Host(FakeLLM(), ServerOptions(shutdown_timeout=600), certificate(tmp_path))
+    with socket.create_connection(host.address) as silent:
+        assert httpx.get(f"{host.url}/health", verify=False).status_code == 200
+        host.stop()
+        assert host.ended.wait(30)
+        assert silent.recv(1) == b""
+    host.join()
+
+
 def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--ssl_certfile or --ssl_keyfile"):
         HttpServer(None, ServerOptions(), Tls(certfile=str(tmp_path / "none.pem")))

@@ -288,6 +288,29 @@ def test_what_the_engine_says_before_there_is_a_client_reaches_it(
     assert asyncio.run(run()) == (7, 90, not is_lost)
 
 
+def test_an_answer_after_the_end_of_the_engine_is_ignored(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = engine.process._port._limits
+
+    async def run() -> int:
+        ours, theirs = socket.socketpair()
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(EngineConnection, sock=ours)
+        client = EngineClient(ARGS, load_tokenizer("zoo:llama"), connection, limits)
+        asked = asyncio.create_task(asyncio.to_thread(client.server_info))
+        await loop.run_in_executor(None, theirs.recv, 1000)
+        messages = ["down", "no memory"], ["answer", 1, None, "no memory"], ["load", 7, 90]
+        theirs.sendall(b"".join(map(pack, messages)))
+        with pytest.raises(RuntimeError, match="no memory"):
+            await asked
+        client.shutdown()
+        theirs.close()
+        return client.num_unfinished
+
+    assert asyncio.run(run()) == 7 and not caplog.records
+
+
 def test_when_the_engine_dies_requests_fail_and_new_ones_are_refused(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
 

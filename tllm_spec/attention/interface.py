@@ -38,7 +38,7 @@ class AttentionMetadata:
     """[C] cached + chunk tokens, host."""
     rows: RoundRows
     """The rows of the B generation requests, in order: a bonus token and drafts, at most W each.
-    Rows of trees and of windows with padding are a rectangle."""
+    Rows of windows with padding are a rectangle."""
     block_tables: torch.Tensor
     """[C + B, P] int32, device; pages of each request."""
     kv_lens: torch.Tensor

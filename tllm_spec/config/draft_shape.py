@@ -3,8 +3,8 @@ a round may emit. A chain is a tree without branches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
 
@@ -59,10 +59,9 @@ class DraftShape:
     @property
     def name(self) -> str:
         """A chain's length, or a tree such as `5x8/31`: steps, children of a node, drafts. With
-        rows on average such as `7@4`."""
-        if self.is_ragged:
-            return f"{self.depth}@{self.mean_rows:g}"
-        return f"{self.depth}x{self.topk}/{self.num_nodes}" if self.is_tree else str(self.depth)
+        rows on average such as `7@4` or `5x8/31@10`."""
+        tree = f"x{self.topk}/{self.num_nodes}" if self.is_tree else ""
+        return f"{self.depth}{tree}" + (f"@{self.mean_rows:g}" if self.is_ragged else "")
 
     @property
     def num_read(self) -> int:
@@ -84,6 +83,12 @@ def chain_of(length: int) -> DraftShape:
 
 
 NO_DRAFTS = chain_of(0)
+
+
+def sharing_rows(shapes: Iterable[DraftShape], mean_rows: float | None) -> list[DraftShape]:
+    """The shapes, of which those with more rows share so many; None: none does."""
+    shared = [replace(shape, mean_rows=mean_rows or 0.0) for shape in shapes]
+    return [shape if shape.is_ragged else replace(shape, mean_rows=0.0) for shape in shared]
 
 
 class DraftShapes:
@@ -128,10 +133,9 @@ class DraftShapes:
         return [(self._all[tier].depth, self._rows_each[tier]) for tier in self.compared_tiers]
 
     @classmethod
-    def chains(cls, max_draft_len: int, mean_rows: float = 0.0) -> DraftShapes:
-        """mean_rows: as `DraftShape`, of rounds whose windows have more."""
-        shapes = [DraftShape(n, n, mean_rows=mean_rows) for n in range(max_draft_len + 1)]
-        return cls([shape if shape.is_ragged else chain_of(shape.depth) for shape in shapes])
+    def chains(cls, max_draft_len: int, mean_rows: float | None = None) -> DraftShapes:
+        """mean_rows: see `sharing_rows`."""
+        return cls(sharing_rows(map(chain_of, range(max_draft_len + 1)), mean_rows))
 
     def lower(self, one: DraftShape, other: DraftShape) -> int:
         """The lower tier of the two; of chains that of the shorter."""

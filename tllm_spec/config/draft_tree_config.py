@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, PositiveInt, model_validator
 
 from tllm_spec.config.config_base import ConfigError
-from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, DraftShapes, chain_of
+from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, DraftShapes, chain_of, sharing_rows
 from tllm_spec.config.matched_drafts_config import MatchedDraftsConfig
 
 MAX_TOPK = 16
@@ -218,8 +218,8 @@ class DraftTreeDecodingConfig(MatchedDraftsConfig):
     @cached_property
     def shapes(self) -> DraftShapes:
         if self.eagle_choices is not None:
-            lengths = range(1, self.max_draft_len + 1)
-            return DraftShapes([NO_DRAFTS, *(_static(self.eagle_choices, n) for n in lengths)])
+            own = [_static(self.eagle_choices, n) for n in range(1, self.max_draft_len + 1)]
+            return DraftShapes([NO_DRAFTS, *sharing_rows(own, self.verify_budget)])
         topk, nodes = self.dynamic_tree_max_topK, self.max_total_draft_tokens
         if not self.drafts_trees or topk is None or nodes is None:
             return super().shapes
@@ -231,4 +231,4 @@ class DraftTreeDecodingConfig(MatchedDraftsConfig):
             DraftShape(steps, min(nodes, topk + (steps - 1) * topk**2), topk)
             for steps in range(1, self.max_draft_len + 1)
         ]
-        return DraftShapes([NO_DRAFTS, *trees])
+        return DraftShapes([NO_DRAFTS, *sharing_rows(trees, self.verify_budget)])

@@ -78,7 +78,7 @@ class DecodingBaseConfig(ConfigModel):
     verify_budget: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Rows that a request has on average in a round, its own token included. The rows of a batch go
     to the drafts that are likeliest to be accepted, whoever's they are; a request has 1 to
-    `max_draft_len` + 1 of them. null: all requests have as many. Refused with draft trees,
+    `max_total_draft_tokens` + 1 of them. null: all requests have as many. Refused with
     `use_rejection_sampling` and `adaptive`."""
     draft_len_schedule_keys: Literal["lower_bound", "upper_bound"] | None = None
     """What the keys of `draft_len_schedule` are. `upper_bound` is TensorRT-LLM's reading for
@@ -314,7 +314,7 @@ class DecodingBaseConfig(ConfigModel):
         """What a round's drafts look like, by tier."""
         if self.enable_adaptive_verification and self.adaptive is not None:
             return with_budgets(self.max_draft_len, self.adaptive.draft_lens)
-        return DraftShapes.chains(self.max_draft_len, self.verify_budget or 0.0)
+        return DraftShapes.chains(self.max_draft_len, self.verify_budget)
 
     def text_search(self, max_batch_size: int) -> TextSearch | None:
         """How drafts are looked up in texts; None: they are not."""

@@ -49,8 +49,8 @@ def budget_problem(
             reasons.append("it needs candidate_steps of 3 or more: shorter drafts gain nothing")
         if has_schedule:
             reasons.append("draft_len_schedule also says what is verified; use adaptive's slots")
-    if drafts_trees:
-        reasons.append("it needs chains, and the drafts of a tree have rows of their own")
+        if drafts_trees:
+            reasons.append("it chooses among chains; verify_budget serves draft trees")
     if use_rejection_sampling:
         reasons.append(
             "with use_rejection_sampling = True a choice by the drafts' probabilities would change "

@@ -17,9 +17,11 @@ from tllm_spec.models.config_file import read_checked, read_config, required, wi
 from tllm_spec.models.config_values import dtype_of, head_dim_of, sliding_layers_of, token_ids_of
 from tllm_spec.models.deepseek_config import (
     DEEPSEEK_DEFAULTS,
+    DEEPSEEK_V32,
     MLAConfig,
     deepseek_moe,
     deepseek_sparse_layers,
+    flat_deepseek_v32,
     mla_config,
     num_nextn_layers,
 )
@@ -106,6 +108,7 @@ _FLAT: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     **dict.fromkeys(DELTA_DEFAULTS, flat_qwen3_next),
     GPT_OSS: flat_gpt_oss,
     GLM4_MOE: flat_glm4_moe,
+    DEEPSEEK_V32: flat_deepseek_v32,
 }
 _NO_BIAS = ("MistralForCausalLM", "MixtralForCausalLM", PHI3)
 _O_BIAS = (

@@ -52,7 +52,7 @@ _OBJECT = _Kind("an object", lambda value: isinstance(value, Mapping))
 _KEYS: tuple[tuple[_Kind, str], ...] = (
     (
         _Kind(f"an integer from 1 to {MAX_INT}", _is_int(1), is_nullable=False),
-        "vocab_size max_position_embeddings floor_scale",
+        "vocab_size max_position_embeddings floor_scale index_topk",
     ),
     (
         _Kind(_SIZE, _is_int(1, MAX_SIZE), is_nullable=False),
@@ -134,7 +134,7 @@ _KEYS: tuple[tuple[_Kind, str], ...] = (
         """,
     ),
     (_Kind("a name", _is_text, is_nullable=False), "hidden_act hidden_activation topk_method"),
-    (_Kind("a list of names", _is_list_of(_is_text)), "architectures layer_types"),
+    (_Kind("a list of names", _is_list_of(_is_text)), "architectures layer_types mlp_layer_types"),
     (
         _Kind("a list of layer numbers", _is_list_of(_is_int(0, MAX_LAYERS))),
         "moe_layers mlp_only_layers eagle_aux_hidden_state_layer_ids",

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tllm_spec.attention.geometry import LatentGeometry
+from tllm_spec.config.option_checks import shown
 from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.models.config_file import required, with_defaults
 from tllm_spec.models.moe_shape import MoEConfig
 
 # The defaults of each architecture's configuration class in transformers.
@@ -21,6 +23,22 @@ _COMMON = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+_V3: dict[str, Any] = _COMMON | {
+    "max_position_embeddings": 4096,
+    "eos_token_id": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "topk_method": "noaux_tc",
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "rope_interleave": True,
+}
+DEEPSEEK_V32 = "DeepseekV32ForCausalLM"
 DEEPSEEK_DEFAULTS: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": _COMMON
     | {
@@ -33,22 +51,8 @@ DEEPSEEK_DEFAULTS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.0,
         "topk_method": "greedy",
     },
-    "DeepseekV3ForCausalLM": _COMMON
-    | {
-        "max_position_embeddings": 4096,
-        "eos_token_id": 1,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 2048,
-        "first_k_dense_replace": 3,
-        "routed_scaling_factor": 2.5,
-        "topk_method": "noaux_tc",
-        "n_group": 8,
-        "topk_group": 4,
-        "norm_topk_prob": True,
-        "rope_interleave": True,
-    },
+    "DeepseekV3ForCausalLM": _V3,
+    DEEPSEEK_V32: _V3 | {"max_position_embeddings": 163840, "index_topk": 2048},
 }
 
 
@@ -67,6 +71,9 @@ class MLAConfig:
     """Whether the checkpoint's rotated elements are pairs of neighbours instead of two halves."""
     scale: float
     """The factor of the scores. With YaRN it includes the square of `mscale_all_dim`'s factor."""
+    index_topk: int | None = None
+    """DeepSeek V3.2: of more keys than these an indexer chooses so many, which is not served. None:
+    there is no indexer."""
     norm_eps: float = 1e-6
     """The epsilon of both norms of the low-rank projections, whatever the model's other norms
     have."""
@@ -81,6 +88,24 @@ class MLAConfig:
             value_dim=self.value_dim,
             scale=self.scale,
         )
+
+
+def flat_deepseek_v32(raw: dict[str, Any]) -> dict[str, Any]:
+    """Without the types of layers, which transformers writes. Raises ValueError for types of MLPs
+    that do not follow from `first_k_dense_replace`."""
+    flat = with_defaults(raw, DEEPSEEK_DEFAULTS[DEEPSEEK_V32])
+    dense, number = flat["first_k_dense_replace"], required(flat, "num_hidden_layers")
+    expected = ["dense" if layer < dense else "sparse" for layer in range(number)]
+    if flat.get("mlp_layer_types") not in (None, expected):
+        raise ValueError(
+            f"mlp_layer_types is {shown(flat['mlp_layer_types'])}; served is 'dense' for the first "
+            f"first_k_dense_replace = {dense} layers and 'sparse' for the others."
+        )
+    if set(flat.get("layer_types") or ()) - {"indexed_attention"}:
+        raise ValueError(
+            f"layer_types is {shown(flat['layer_types'])}; served is 'indexed_attention'."
+        )
+    return flat | {"layer_types": None}
 
 
 def mla_config(architecture: str, raw: dict[str, Any]) -> MLAConfig | None:
@@ -102,6 +127,7 @@ def mla_config(architecture: str, raw: dict[str, Any]) -> MLAConfig | None:
         value_dim=int(raw["v_head_dim"]),
         is_interleaved=bool(raw.get("rope_interleave", True)),
         scale=(nope + rope) ** -0.5 * _yarn_scale(raw),
+        index_topk=int(raw["index_topk"]) if architecture == DEEPSEEK_V32 else None,
     )
 
 

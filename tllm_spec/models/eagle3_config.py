@@ -66,7 +66,7 @@ class Eagle3Config(ModelConfig):
         """The same, from the parsed file."""
         flat = flat_config(raw)
         decoder = ModelConfig.from_dict(flat)
-        if decoder.mla is not None:  # heads are trained so, other than DeepSeek's models
+        if decoder.mla is not None:  # trainers of heads give all norms the same epsilon
             decoder = replace(decoder, mla=replace(decoder.mla, norm_eps=decoder.rms_norm_eps))
         config = cls(
             **vars(decoder),

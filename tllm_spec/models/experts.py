@@ -94,8 +94,8 @@ class Experts(Module):
         """Each assignment's output, `[T * k, H]`, for x `[T, H]` and its experts `[T, k]`; that of
         another rank's expert is not defined. `input_weights` `[T, k]` multiply the inputs."""
         number, first = self.shape[0], None if self.mapping.ep_size == 1 else self.first
-        form = self.gate_up_weights.form
-        block_rows = block_rows_of(experts.numel(), number, x.dtype, x.device, form)
+        form, num_sums = self.gate_up_weights.form, self.gate_up_weights.operands.num_sums(x.dtype)
+        block_rows = block_rows_of(experts.numel(), number, x.dtype, x.device, form, num_sums)
         rows = moe_permute(experts, number, block_rows, first)
         inner = self.gate_up_weights.gated(x, rows, input_weights, self.limit)
         return self.down_weights.multiply(inner, rows)

@@ -30,6 +30,7 @@ ORDER = "_order"
 INPUT_SCALE, DUMMY_INPUT_SCALE = "input_scale", 2.0**-6  # of activations up to 7
 CODES_DEVIATION = 4.61  # of equally frequent codes of 4 bits
 E2M1_DEVIATION = 2.93  # of equally frequent numbers of MXFP4
+INDEXER = ".self_attn.indexer."  # DeepSeek V3.2's tensors (`MLAConfig.index_topk`)
 NO_REMEDIES: Mapping[str, str] = {}
 UNTIED = (
     "config.json says that the output layer is not the embedding (tie_word_embeddings is false, or "
@@ -66,6 +67,8 @@ def stored_tensors(
 ) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
     """The tensors of a checkpoint whose names are wanted. Raises ValueError for a file that is
     missing or not readable."""
+    if config.mla is not None and config.mla.index_topk is not None:
+        wants = _without(INDEXER, wants)
     if is_gguf(path):
         return gguf_tensors(path, wants)
     if config.architecture == GPT_OSS:
@@ -76,6 +79,10 @@ def stored_tensors(
     if config.fp8 is None:
         return checkpoint_tensors(path, wants)
     return fp8_tensors(path, config.fp8, wants)
+
+
+def _without(part: str, wants: Callable[[str], bool]) -> Callable[[str], bool]:
+    return lambda name: part not in name and wants(name)
 
 
 def fill(

@@ -28,6 +28,7 @@ from tllm_spec.executor.engine.replayed_engine import ReplayedEngine
 from tllm_spec.executor.request import DraftCounters, LlmRequest, StopMatch
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
+from tllm_spec.executor.speculative.draft_length.draft_len_limits import rows_with_contexts
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.executor.speculative.modes import draft_plan_of
 from tllm_spec.models.config import ModelConfig
@@ -110,6 +111,8 @@ def replay(
             part = slice(first, first + NUM_WITH_STATES)
             _find_states(built, engine, requests[part], records[part], states)
             _run(built, requests[part])
+    if any(map(_needs_host, records)) and any(each.draft_pause.num_pauses for each in requests):
+        simulated.append("next to logits processors, pauses of drafts begin a round earlier")
     return Replayed([request.counters.stats() for request in requests], simulated)
 
 
@@ -177,9 +180,7 @@ def why_simulated(records: Sequence[TrafficRecord], args: LlmArgs) -> list[str]:
         "some requests had a grammar": any(each.guided for each in records),
         "some requests were preempted": any(each.num_preemptions for each in records),
         "pages of the draft model may be missing": _may_lack_pages(records, args),
-        "max_num_tokens cuts the drafts of large batches": (
-            _most_at_once(records) * spec.shapes.longest.window > args.max_num_tokens
-        ),
+        "max_num_tokens cuts the drafts of large batches": _cuts_drafts(records, args, spec),
     }
     return [cause for cause, holds in causes.items() if holds]
 
@@ -216,12 +217,13 @@ def _check(args: LlmArgs, spec: DecodingBaseConfig) -> None:
 
 def _replayable(args: LlmArgs, spec: DecodingBaseConfig, longest: int) -> LlmArgs:
     """The same drafter, whose drafts are accepted where they equal the text, on a KV cache of
-    limited size. longest: tokens of a text. There are only so many requests at once that none lacks
-    pages, also for rounds that are scheduled ahead."""
+    limited size. longest: tokens of a text. There are only so many requests at once that all have
+    rows for their drafts, and pages, also for rounds that are scheduled ahead."""
     window, cache = spec.shapes.longest.window, args.kv_cache_config
     of_request = longest + (ROUNDS_AHEAD + 2) * window + 2 * cache.tokens_per_block
     max_tokens = max(MAX_TOKENS, of_request)
-    at_once = min(MAX_BATCH_SIZE, args.max_num_tokens // window, max_tokens // of_request)
+    num_windows = rows_with_contexts(args.max_num_tokens) // window
+    at_once = min(MAX_BATCH_SIZE, num_windows, max_tokens // of_request)
     off: dict[str, object] = {"use_rejection_sampling": False}
     if spec.relaxed_rule is not None:
         off["use_relaxed_acceptance_for_thinking"] = False
@@ -283,6 +285,18 @@ def _request(number: int, record: TrafficRecord, limits: RequestLimits) -> LlmRe
 def _follows_load(spec: DecodingBaseConfig) -> bool:
     limits = spec.draft_len_schedule, spec.max_concurrency, spec.acceptance_rate_threshold
     return spec.adaptive is not None or any(limit is not None for limit in limits)
+
+
+def _needs_host(record: TrafficRecord) -> bool:
+    """Whether the host had to see each token of the request, so that no rounds overlapped."""
+    return bool(record.sampling["edits"] or record.sampling["bad_sequences"])
+
+
+def _cuts_drafts(records: Sequence[TrafficRecord], args: LlmArgs, spec: DecodingBaseConfig) -> bool:
+    """Only the largest batch leaves no rows for prompts."""
+    most, window = min(_most_at_once(records), args.max_batch_size), spec.shapes.longest.window
+    others, room = min(most, args.max_batch_size - 1), args.max_num_tokens
+    return most * window > room or others * window > rows_with_contexts(room)
 
 
 def _may_lack_pages(records: Sequence[TrafficRecord], args: LlmArgs) -> bool:

@@ -12,12 +12,14 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tllm_spec.server.logs import LogFormat, configure_logs
 from tllm_spec.server.wire import new_unpacker, pack
 
 ENDS_SOON = b"e"
+FAILED = 1  # exit status
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that end the server
 
 
@@ -50,15 +52,18 @@ class Control:
             # Not ignored: the child's own children would inherit that.
             signal.signal(number, lambda *_: None)
         self.socket = socket.socket(fileno=file_descriptor)
+        self._lock = threading.Lock()
+        self._stop: Callable[[], object] = partial(os._exit, FAILED)
+        self._announce: Callable[[], object] = self._stop
 
     def settings(self) -> ChildSettings:
-        """Waits for the settings, then sets up what every child needs. Raises EOFError when the
-        supervisor has gone."""
+        """Waits for the settings, then sets up what every child needs. Ends the process when
+        the supervisor has gone."""
         unpacker = new_unpacker()
         while True:
             data = self.socket.recv(1 << 16)
             if not data:
-                raise EOFError
+                sys.exit(FAILED)
             unpacker.feed(data)
             for message in unpacker:
                 settings = ChildSettings(**message)
@@ -67,19 +72,26 @@ class Control:
                     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
                 return settings
 
-    def when_ended(
-        self, function: Callable[[], object], when_announced: Callable[[], object] = lambda: None
+    def watch(self) -> None:
+        """From now on the process ends when the supervisor says so, or has gone: at once while it
+        is being loaded, since nothing else could interrupt that."""
+        threading.Thread(target=self._watch, name="tllm-control", daemon=True).start()
+
+    def loaded(
+        self, stop: Callable[[], object], announce: Callable[[], object] = lambda: None
     ) -> None:
-        """Calls `function`, in a thread, once the supervisor closes its end of the connection or
-        dies, and `when_announced` when the supervisor says that it will close it soon."""
+        """From now on it is `stop` that ends it. announce: called when the supervisor says that it
+        will end. Both are called in a thread."""
+        with self._lock:
+            self._stop, self._announce = stop, announce
 
-        def wait() -> None:
-            with suppress(OSError):
-                while self.socket.recv(len(ENDS_SOON)):
-                    when_announced()
-            function()
-
-        threading.Thread(target=wait, name="tllm-control", daemon=True).start()
+    def _watch(self) -> None:
+        with suppress(OSError):
+            while self.socket.recv(len(ENDS_SOON)):
+                with self._lock:
+                    self._announce()
+        with self._lock:
+            self._stop()
 
     def send(self, kind: str, text: str = "") -> None:
         try:

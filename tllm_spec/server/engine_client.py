@@ -72,6 +72,7 @@ class EngineConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if not self.limits.done():
             self.limits.set_exception(ConnectionError("the engine's process has ended"))
+            self.limits.exception()  # or asyncio logs it where nobody waits for the limits
         self._on_lost()
         self.closed.set_result(None)
 
@@ -310,7 +311,9 @@ class EngineClient:
             self._on_worse(message[1])
         elif kind == "answer":
             _, question_id, value, error = message
-            answer = self._asked.pop(question_id)
+            answer = self._asked.pop(question_id, None)
+            if answer is None:
+                return  # a thread of the engine answers after "down"
             if error is None:
                 answer.set_result(value)
             else:

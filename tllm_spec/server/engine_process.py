@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import socket
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -22,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from tllm_spec.config.kv_events_config import KVEventsConfig
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.faults import described
-from tllm_spec.server.child import Control, freeze_heap
+from tllm_spec.server.child import FAILED, Control, freeze_heap
 from tllm_spec.server.draft_in_force import DraftInForce
 from tllm_spec.server.host_limits import memory_note
 from tllm_spec.server.link import Link
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
     from tllm_spec.executor.resources.kv_events import Sink
 
 logger = logging.getLogger(__name__)
-
-FAILED = 1  # exit status
 
 
 class EngineProcess:
@@ -189,31 +185,11 @@ def with_served_draft(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmAr
     return with_draft_weights(args, served.folder), served.version
 
 
-class Watch:
-    """Ends the process when the supervisor closes its connection: at once while the models are
-    being loaded, later after the round in progress."""
-
-    def __init__(self, control: Control) -> None:
-        self._lock = threading.Lock()
-        self._engine: EngineProcess | None = None
-        control.when_ended(self._end)
-
-    def loaded(self, engine: EngineProcess) -> None:
-        with self._lock:
-            self._engine = engine
-
-    def _end(self) -> None:
-        with self._lock:
-            if self._engine is None:
-                os._exit(FAILED)  # nothing else could interrupt the loading
-            self._engine.stop()
-
-
 def main() -> int:
     control = Control(int(sys.argv[1]))
     listener = socket.socket(fileno=int(sys.argv[2]))
     settings = control.settings()
-    watch = Watch(control)
+    control.watch()
     try:
         args = LlmArgs(**settings.llm)
         args = args_of_engine(args, settings.number, len(settings.engine_paths))
@@ -229,7 +205,7 @@ def main() -> int:
         control.send("failed", f"the engine could not start: {described(error)}{note}")
         return FAILED
     freeze_heap()
-    watch.loaded(engine)
+    control.loaded(engine.stop)
     control.send("ready")
     failure = engine.run()
     gc.unfreeze()  # or libraries report what is never freed

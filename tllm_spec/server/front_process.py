@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.server.child import ChildSettings, Control, freeze_heap
+from tllm_spec.server.child import FAILED, ChildSettings, Control, freeze_heap
 from tllm_spec.server.histograms import Histograms
 from tllm_spec.server.http_server import HttpServer, Tls
 from tllm_spec.server.options import ServerOptions
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from tllm_spec.server.engine_client import EngineClient
     from tllm_spec.server.replicas import Replicas
 
-FAILED = 1  # exit status
 LOST_SECONDS = 3.0  # that a front without an engine goes on answering 503
 
 
@@ -44,10 +43,6 @@ async def serve(settings: ChildSettings, control: Control, listener: socket.sock
 
     loop, stop, draining = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     adopt_transformers_logs()
-    control.when_ended(
-        partial(loop.call_soon_threadsafe, stop.set),
-        partial(loop.call_soon_threadsafe, draining.set),
-    )
     options = ServerOptions.from_plain(settings.server)
     client = await _client(args, settings.engine_paths, options.engine_timeout, stop)
     histograms = Histograms(Path(settings.engine_paths[0]).parent)
@@ -56,6 +51,10 @@ async def serve(settings: ChildSettings, control: Control, listener: socket.sock
     server = OpenAIServer(client, model, options, histograms, traces, draining)
     http = HttpServer(server.app(), options, Tls(**settings.tls) if settings.tls else None)
     freeze_heap()
+    control.loaded(
+        partial(loop.call_soon_threadsafe, stop.set),
+        partial(loop.call_soon_threadsafe, draining.set),
+    )
     await http.serve(listener, stop, client.shutdown, lambda: control.send("ready"))
     server.close()
     gc.unfreeze()  # or libraries report what is never freed
@@ -98,7 +97,9 @@ def main() -> int:
     control = Control(int(sys.argv[1]))
     listener = socket.socket(fileno=int(sys.argv[2]))
     try:
-        asyncio.run(serve(control.settings(), control, listener))
+        settings = control.settings()
+        control.watch()
+        asyncio.run(serve(settings, control, listener))
     except ValueError as error:
         control.send("failed", str(error))
         return FAILED

@@ -77,6 +77,7 @@ class HttpServer:
             raise ValueError(f"--ssl_certfile or --ssl_keyfile: {error}") from error
         self._state = ServerState()
         self._state.connections = _Ordered()
+        self._handshakes: set[asyncio.Future[Any]] = set()
         self._shutdown_timeout = options.shutdown_timeout
         self._max_connections = options.max_connections
 
@@ -139,11 +140,11 @@ class HttpServer:
                 await start
             else:  # a handshake waits for the client
                 task = asyncio.ensure_future(start)
-                self._state.tasks.add(task)
+                self._handshakes.add(task)
                 task.add_done_callback(self._handshake_ended)
 
     def _handshake_ended(self, task: asyncio.Future[Any]) -> None:
-        self._state.tasks.discard(task)
+        self._handshakes.discard(task)
         if not task.cancelled() and (error := task.exception()):
             logger.debug("a TLS handshake failed: %s", error)
 
@@ -165,6 +166,8 @@ class HttpServer:
             await asyncio.sleep(1)
 
     async def _drain(self, end_requests: Callable[[], None]) -> None:
+        for handshake in list(self._handshakes):  # of clients that have not asked for anything
+            handshake.cancel()
         for connection in list(self._state.connections):
             connection.shutdown()
         if not await self._all_ended(self._shutdown_timeout):

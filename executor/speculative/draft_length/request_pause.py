@@ -12,7 +12,7 @@ class RequestPause:
     after a pause decides whether the request pauses twice as long or is drafted for as before.
     patience None: never."""
 
-    __slots__ = ("_keep", "_next_pause", "patience", "rounds_left", "share")
+    __slots__ = ("_keep", "_next_pause", "num_pauses", "patience", "rounds_left", "share")
 
     def __init__(self, patience: int | None = None) -> None:
         self.patience = patience
@@ -21,6 +21,7 @@ class RequestPause:
         self._keep = MIN_SHARE ** (1 / ((patience or 1) - 0.5))
         self._next_pause = patience or 0
         self.rounds_left = 0  # of a pause
+        self.num_pauses = 0  # that have begun
         self.share = 1.0
 
     @property
@@ -43,5 +44,5 @@ class RequestPause:
             return
         self.share = self._keep * self.share + (1 - self._keep) * (num_accepted > 0)
         if self.share < MIN_SHARE:
-            self.rounds_left = self._next_pause
+            self.rounds_left, self.num_pauses = self._next_pause, self.num_pauses + 1
             self._next_pause = min(2 * self._next_pause, MAX_PAUSE)

@@ -63,7 +63,8 @@ class ModelDrafter(Drafter, RoundEnd):
         self._groups = groups
         self._max_num_tokens = max_num_tokens
         self._chains = ChainDrafting(layers, slots, sampling)
-        self._trees = TreeDrafting(layers, sampling, slots.device)
+        with_scores = slots.values is not None
+        self._trees = TreeDrafting(layers, sampling, slots.device, with_scores=with_scores)
         rereads = slots.shapes.has_trees or layers.net.masks is not None
         self._runs = LatestRuns(slots) if rereads else None
         # Tokens that a round of drafts reads before it drafts, at most.

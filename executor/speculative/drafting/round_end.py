@@ -15,6 +15,7 @@ from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling.row_group import RowGroup
+from tllm_spec.kernels.round_rows import RoundRows
 
 
 @dataclass(frozen=True)
@@ -49,18 +50,28 @@ class WindowResult:
             target.first if lookahead else target.first + 1,
             self.sampled.new_tokens.clamp_min(0),
             target.max_kv_len - (shape.window - shape.path) + 1 - lookahead,
-            part=target.part if self.sampled.rows is None else None,
+            part=self.read_part,
         )
+
+    @property
+    def read_part(self) -> RoundRows | None:
+        """The rows of `read`; None: all of its windows."""
+        return self.windows.part if self.sampled.rows is None else None
 
     def captured_rows(self, num_before: int) -> torch.Tensor | None:
         """Rows of the target's forward whose hidden states `read` takes, after `num_before` rows of
         chunks, which it takes, too: `[num_before + B * (D+1)]`. None: all rows, in order."""
-        rows, own = self.sampled.rows, self.read_rows
+        rows, own, part = self.sampled.rows, self.read_rows, self.windows.part
         if own is not None:
+            if rows is not None:
+                own = own.view(len(rows), -1).gather(1, rows).flatten()
             own = own + num_before
         elif rows is not None:
-            firsts = torch.arange(len(rows), device=rows.device).unsqueeze(1) * self.shape.window
-            own = (rows + (firsts + num_before)).flatten()
+            if part is None or part.offsets is None:
+                firsts = torch.arange(len(rows), device=rows.device) * self.shape.window
+            else:
+                firsts = part.offsets[:-1]
+            own = (rows + (firsts + num_before).unsqueeze(1)).flatten()
         else:
             return None
         return torch.cat((torch.arange(num_before, device=own.device), own)) if num_before else own
