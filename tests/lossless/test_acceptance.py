@@ -157,7 +157,8 @@ def test_prefix_hits_chunks_and_preemption_do_not_change_acceptance(
     assert stats.draft_acceptance_rate == pytest.approx(
         expected.draft_acceptance_rate, rel=2 * allowed
     )
-    if not preempted:
+    learns = (MODES[mode] or {}).get("sa_config") == {}  # from those who left the prefixes, too
+    if not preempted and not learns:
         # Cached pages hold what the same tokens would write, draft layers included: not one draft
         # is another.
         assert stats == expected
