@@ -64,7 +64,7 @@ def test_an_example_gives_the_text_of_plain_greedy_decoding_by_its_strategy(
         tokens, num_accepted = generate(llm)
     if path.stem in STRATEGIES:
         kind, tiers = STRATEGIES[path.stem]
-        assert {type(slot) for slot in parts.controller._slots} == {kind}
+        assert {type(slot) for slot in parts.controller._buckets[0].slots} == {kind}
         assert parts.controller.state()["draft_lens"] == tiers
         assert parts.tier_for == parts.controller.tier_for
     assert tokens == plain_tokens and all(len(each) == 8 for each in tokens)

@@ -289,7 +289,7 @@ def _follows_load(spec: DecodingBaseConfig) -> bool:
 
 def _needs_host(record: TrafficRecord) -> bool:
     """Whether the host had to see each token of the request, so that no rounds overlapped."""
-    return bool(record.sampling["edits"] or record.sampling["bad_sequences"])
+    return bool(record.sampling.get("edits") or record.sampling.get("bad_sequences"))
 
 
 def _cuts_drafts(records: Sequence[TrafficRecord], args: LlmArgs, spec: DecodingBaseConfig) -> bool:

@@ -119,7 +119,7 @@ def test_two_ranks_mask_their_halves_as_one_masks_all(ways: list[str], by_slots:
         group = groups.of_slots(slots, DRAFT_LEN + 1, sampled=sampled)
         masks.make_room(num_rows)
         masks.send(requests, DRAFT_LEN + 1, num_rows)
-        masks.apply_sent(own, group.rows)
+        masks.apply_sent(own, group)
         return windows(bench, group, own)
 
     expected = run(None)
