@@ -22,7 +22,7 @@ NO_OVERLAP = {"disable_overlap_scheduler": True}
 Make = Callable[..., Harness]
 
 
-# Of a draft model and of a head one path each is not slow.
+# One path each of a draft model and of a head is not slow.
 MODES = [
     "plain",
     pytest.param("draft_target", marks=pytest.mark.slow),

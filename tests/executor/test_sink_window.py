@@ -57,8 +57,8 @@ def rows_of(metadata: AttentionMetadata, num_last: int) -> list[list[int]]:
 
 
 def seen_by_rule(whole: list[int], first: int, sink: int, size: int) -> list[int]:
-    """Of all slots up to a row's own: those of the sink's pages, and those from the page on that
-    has the first of the `size` last tokens of the row at position `first`."""
+    """The slots of the sink's pages, and those from the page on that has the first of the `size`
+    last tokens of the row at position `first`. whole: all slots up to the row's own."""
     end = -(-sink // PAGE) * PAGE
     start = max(0, first - size + 1) // PAGE * PAGE
     return [slot for key, slot in enumerate(whole) if key < end or key >= start]

@@ -215,7 +215,7 @@ CORPORA = {
 def test_drafts_of_the_first_request_come_from_the_corpus(
     tiny: Path, tmp_path: Path, mode: str
 ) -> None:
-    """Of any salt, also when the pool's only row has been filled by others."""
+    """Requests of any salt find it, also when the pool's only row has been filled by others."""
     alone = Harness(tiny)
     text = alone.submit([7, 8, 9], max_tokens=60)
     alone.run()

@@ -118,7 +118,7 @@ def test_counts_of_the_models_own_modules_are_those_of_serving(mode: str, tmp_pa
 
 
 def record_of(prompt: list[int], output: list[int]) -> TrafficRecord:
-    """Of a greedy request that says this."""
+    """A record of a greedy request that has emitted `output`."""
     chosen = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     return TrafficRecord(
         id="a",

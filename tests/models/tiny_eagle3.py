@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 Tensors = dict[str, torch.Tensor]
 Spelling = Literal["flat", "layers", "model.flat", "model.layers"]
 FLAGS = ("norm_output", "norm_before_fc", "norm_before_residual", "fc_norm", "bias")
-# Of a head with latent attention.
+# A head with latent attention has these, too.
 LATENT: dict[str, Any] = {
     "architectures": ["Eagle3DeepseekV2ForCausalLM"],
     "model_type": "kimi_k2",

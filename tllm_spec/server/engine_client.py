@@ -72,7 +72,7 @@ class EngineConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if not self.limits.done():
             self.limits.set_exception(ConnectionError("the engine's process has ended"))
-            self.limits.exception()  # or asyncio logs it where nobody waits for the limits
+            self.limits.exception()  # or asyncio logs it if no task waits for the limits
         self._on_lost()
         self.closed.set_result(None)
 
