@@ -195,6 +195,29 @@ def test_requests_with_different_numbers_of_rows_equal_the_formula(name: str, de
 
 
 @on_each_kernel_device
+@pytest.mark.parametrize(
+    "name",
+    [
+        "window as long as the request",
+        "more rows than a tile",
+        "splits of wide windows",
+        "windows longer than the sliding window",
+        "sinks",
+        "sinks of a sliding window",
+        "splits of codes",
+    ],
+)
+def test_a_row_has_the_same_bits_wherever_its_window_begins(name: str, device: str) -> None:
+    """So drafts, which make windows longer, do not change the order of a row's sums."""
+    case = replace(CASES[name], padding=())
+    expected = Problem(case, device).attend()
+    for count in range(1, case.window, 1 + case.window // 8):
+        problem = Problem(case, device)
+        problem.keep_last([count] * len(case.kv_lens))
+        assert torch.equal(problem.attend()[0], expected[:, case.window - count :].flatten(0, 1))
+
+
+@on_each_kernel_device
 def test_nan_in_one_request_does_not_reach_the_others(device: str) -> None:
     case = Case((70, 70, 70), 2, 2, 16, 16, num_programs=12, spare_pages=40)
     problem = Problem(case, device)
