@@ -139,21 +139,39 @@ def _attend(
     return top, total, mixed
 
 
+# fmt: off
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _start(
-    sinks: tl.tensor,
-    heads: tl.tensor,
-    is_last: tl.tensor,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+def _attend_to_split(
+    queries: tl.tensor, sinks: tl.tensor, heads: tl.tensor, ends: tl.tensor, bits: tl.tensor,
+    first_keys: tl.tensor, layer: tl.tensor, table: tl.tensor, kv_head: tl.tensor,
+    first: tl.tensor, end: tl.tensor, lowest: tl.tensor, num_old: tl.tensor, is_last: tl.tensor,
+    log2_scale: tl.tensor, value_offset: tl.tensor, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, SPAN: tl.constexpr, TREE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The state of `_add_keys` before the first key of a split."""
+    """The state of `_add_keys` after a split's keys, `first` to `end`, and the last one's sink."""
+    BLOCK_M: tl.constexpr = queries.shape[0]
+    BLOCK_D: tl.constexpr = queries.shape[1]
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if sinks is not None:
         top = tl.where(is_last, sink_scores(sinks, heads), top)
         total = tl.where(is_last, 1.0, total)
-    return top, total, tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if TREE:
+        common = tl.minimum(end, num_old // BLOCK_N * BLOCK_N)  # in blocks that all rows see whole
+        top, total, mixed = _attend(
+            top, total, mixed, queries, ends, bits, first_keys, layer, table, kv_head, first,
+            common, lowest, num_old, log2_scale, value_offset,
+            KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, False, BLOCK_N, BLOCK_D,
+        )
+        first = tl.maximum(first, common)
+    return _attend(
+        top, total, mixed, queries, ends, bits, first_keys, layer, table, kv_head, first,
+        end, lowest, num_old, log2_scale, value_offset,
+        KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, TREE, BLOCK_N, BLOCK_D,
+    )
+# fmt: on
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -284,8 +302,7 @@ def attention_kernel(
     bits = tl.load(tree_bits + tokens, mask=real_rows, other=0) if TREE else None
     first_keys = _first_keys(positions + tokens, real_rows, SPAN) if SPAN else None
     is_last, lowest = split == num_used - 1, first_key(num_old, SPAN) if SPAN else 0
-    first += split * share
-    end = tl.minimum(first + share, num_old)
+    first, end = first + split * share, tl.minimum(first + (split + 1) * share, num_old)
     # Rows of trees see by their bits, and no key after the end.
     ends = tl.zeros([BLOCK_M], tl.int32) + max_len if TREE else kv_len - width + rows // GROUP + 1
     if is_last:
@@ -296,20 +313,10 @@ def attention_kernel(
         )
         tl.debug_barrier()  # all threads of the program see what was written
         end = tl.minimum(kv_len, max_len)
-    table = block_tables + request * table_stride
-    top, total, mixed = _start(sinks, heads, is_last, BLOCK_M, BLOCK_D)
-    if TREE:
-        common = tl.minimum(end, num_old // BLOCK_N * BLOCK_N)  # in blocks that all rows see whole
-        top, total, mixed = _attend(
-            top, total, mixed, queries, ends, bits, first_keys, layer, table, kv_head, first,
-            common, lowest, num_old, log2_scale, value_offset,
-            KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, False, BLOCK_N, BLOCK_D,
-        )
-        first = tl.maximum(first, common)
-    top, total, mixed = _attend(
-        top, total, mixed, queries, ends, bits, first_keys, layer, table, kv_head, first,
-        end, lowest, num_old, log2_scale, value_offset,
-        KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, TREE, BLOCK_N, BLOCK_D,
+    top, total, mixed = _attend_to_split(
+        queries, sinks, heads, ends, bits, first_keys, layer, block_tables + request * table_stride,
+        kv_head, first, end, lowest, num_old, is_last, log2_scale, value_offset,
+        KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, TREE, BLOCK_N,
     )
     _store(
         top, total, mixed, tokens * (KV_HEADS * GROUP) + heads, dims, real_rows, split,
