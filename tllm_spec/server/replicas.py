@@ -131,7 +131,8 @@ class Replicas:
             client.shutdown()
 
     def _running(self) -> dict[int, EngineClient]:
-        return {number: each for number, each in self._clients.items() if each.is_running}
+        """By number, in order."""
+        return {number: each for number, each in sorted(self._clients.items()) if each.is_running}
 
     def _routable(self) -> dict[int, EngineClient]:
         """The engines that answer, or else those that run. Raises RuntimeError if there is none."""
