@@ -1,5 +1,6 @@
 """Graphs of rounds whose requests share their rows: the device chooses in the graph."""
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,25 @@ def test_graphs_have_a_budget_of_rows_and_the_text_of_plain_decoding(
     assert sum(number for key, number in replays.items() if key.shape.is_ragged) > 5
     alone = [rows for rows, batch in seen if batch.draft_len and not batch.context_requests]
     assert ROWS >= set(alone) >= {20}
+
+
+def test_graphs_of_trees_and_of_chains_follow_each_other(
+    tiny: Path, drafts: tuple[Path, Path], eager_graphs: None
+) -> None:
+    ways: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {}, {"temperature": 0.5}, {}]
+    plain = Harness(tiny)
+    expected = submit(plain, *ways)
+    plain.run()
+    options = tiny_engine("eagle3_tree", drafts, DRAFT_LEN, enable_adaptive_verification=True)
+    tiers = range(13)
+    harness = with_graphs(tiny, SIZES[-1:], set(tiers), **options)
+    coming = cycle((*tiers, *reversed(tiers), *tiers[::4]))
+    harness.parts.tier_for = lambda _: next(coming)
+    requests = submit(harness, *ways)
+    harness.run()
+    assert list(map(output_of, requests)) == list(map(output_of, expected))
+    names = {key.shape.name for key in num_replays(harness)}
+    assert {"4x4/16@12", "3x4/16@4", "3@2.5", "4", "0"} <= names
 
 
 @pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa", "eagle3_tree"])

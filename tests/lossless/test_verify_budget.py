@@ -22,6 +22,7 @@ from tllm_spec.kernels.round_rows import RoundRows
 BUDGET = 2.5
 TREES = ("eagle3_tree", "eagle3_static", "eagle3_two_model_tree", "draft_target_tree", "ngram_tree")
 TREES += ("eagle3_sa_tree", "eagle3_sa_static")
+DYNAMIC = ("eagle3_tree", "eagle3_two_model_tree", "draft_target_tree", "eagle3_sa_tree")
 
 
 def draw_budgets(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
@@ -60,11 +61,47 @@ def test_any_number_of_rows_of_the_batch_gives_the_text_of_plain_decoding(
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    drafting = tiny_engine(mode, drafts, DRAFT_LEN, verify_budget=BUDGET)
+    harness = Harness(tiny, **drafting, **options)
+    compare(tiny, harness, monkeypatch)
+    assert (harness.parts.scheduler.num_preemptions > 0) == bool(options)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("eagle3_tree", SMALL_POOL),
+        *(
+            pytest.param(mode, options, marks=pytest.mark.slow)
+            for mode in DYNAMIC
+            for options in ({}, SMALL_POOL)
+        ),
+    ],
+)
+def test_any_kind_of_round_of_trees_and_chains_gives_the_text_of_plain_decoding(
+    tiny: Path,
+    drafts: tuple[Path, Path],
+    mode: str,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafting = tiny_engine(mode, drafts, DRAFT_LEN, enable_adaptive_verification=True)
+    harness, random = Harness(tiny, **drafting, **options), Random(1)
+    shapes = harness.parts.slots.shapes
+    tiers = [*range(DRAFT_LEN + 1), *shapes.budgeted_tiers]
+    harness.parts.tier_for = lambda _: random.choice(tiers)
+    names = {batch.shape.name for _, batch in compare(tiny, harness, monkeypatch)}
+    assert names == {str(shapes.name(tier)) for tier in tiers}
+    assert (harness.parts.scheduler.num_preemptions > 0) == bool(options)
+
+
+def compare(
+    tiny: Path, harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, ScheduledBatch]]:
+    """With plain decoding, over rounds of any number of rows. Returns those with windows only."""
     plain = Harness(tiny, disable_overlap_scheduler=True)
     expected = submit_all(plain)
     plain.run()
-    drafting = tiny_engine(mode, drafts, DRAFT_LEN, verify_budget=BUDGET)
-    harness = Harness(tiny, **drafting, **options)
     given = draw_budgets(monkeypatch)
     seen = rows_and_batches(harness)
     requests = submit_all(harness)
@@ -78,7 +115,7 @@ def test_any_number_of_rows_of_the_batch_gives_the_text_of_plain_decoding(
     assert {1, DRAFT_LEN, DRAFT_LEN + 1} <= {count for counts in given for count in counts}
     assert any(len(set(counts)) > 1 for counts in given)
     assert sum(request.counters.stats().num_accepted_tokens for request in requests) > 0
-    assert (harness.parts.scheduler.num_preemptions > 0) == bool(options)
+    return of_windows
 
 
 def test_rounds_with_budgets_of_their_own_give_the_text_of_plain_decoding(
