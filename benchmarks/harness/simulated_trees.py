@@ -84,7 +84,7 @@ class TreeSimulation(Simulation):
         is_open = is_right.gather(1, order) & is_verified
         parents = trees.parents[:, :window]
         accepted = node_values(is_open.float(), parents, shape.depth) > 0
-        path = (accepted * torch.arange(1, window)).sort(dim=1, descending=True).values
+        path = F.pad(accepted * torch.arange(1, window), (1, 0))  # with the root
         learn_nodes.reference(values, trees.parents, chosen.num_verified, self._slots, path)
         reached = float((worth.gather(1, order) * is_verified).sum())
         tokens = Tokens(batch + reached, batch + float((worth * best).sum()))

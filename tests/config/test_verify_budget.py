@@ -39,11 +39,11 @@ def test_trees_share_rows_too() -> None:
 def test_trees_are_compared_with_chains() -> None:
     shapes = config(enable_adaptive_verification=True, **TREE).shapes
     assert shapes.longest == DraftShape(7, 24, 2)
-    names = "3@2.5 3x2/10@4 3x2/10@8 5@3.5 5x2/18@4 5x2/18@8 5x2/18@12 7@4.5 7x2/24@4 7x2/24@8 "
-    assert [shapes.name(tier) for tier in shapes.budgeted_tiers] == f"{names}7x2/24@12".split()
+    names = "3@2.5 3x2/10@4 3x2/10@8 5@3.5 7@4.5 7x2/24@4 7x2/24@8 7x2/24@12"
+    assert [shapes.name(tier) for tier in shapes.budgeted_tiers] == names.split()
     assert shapes.budgets[:5] == [(1, 2, 1), (2, 3, 1), (3, 4, 1), (3, 2.5, 1), (3, 4, 2)]
     lower = shapes.lower
-    assert shapes.of(lower(shapes.of(10), shapes.of(14))) == shapes.of(10)
+    assert lower(shapes.of(10), shapes.of(14)) == 10
     assert lower(shapes.of(3), shapes.of(14)) == 0, "a chain's drafts do not tell of a tree"
 
 

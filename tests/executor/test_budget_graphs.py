@@ -88,6 +88,22 @@ def test_graphs_of_trees_and_of_chains_follow_each_other(
     assert {"4x4/16@12", "3x4/16@4", "3@2.5", "4", "0"} <= names
 
 
+@pytest.mark.parametrize("tree", [{}, DYNAMIC_TREE], ids=["chain", "tree"])
+def test_graphs_accept_as_many_drafts_as_eager_rounds(
+    tiny: Path, drafts: tuple[Path, Path], tree: dict[str, Any], eager_graphs: None
+) -> None:
+    mode = "draft_target_one_model"
+    options = tiny_engine(mode, drafts, DRAFT_LEN, verify_budget=BUDGET, **tree)
+    accepted = []
+    for harness in (Harness(tiny, **options), with_graphs(tiny, SIZES, {0, DRAFT_LEN}, **options)):
+        requests = [harness.submit([*PROMPT, i], 60) for i in range(4)]
+        for _ in range(10):
+            harness.round()
+        accepted.append([request.counters.by_accepted for request in requests])
+        harness.run()
+    assert accepted[0] == accepted[1]
+
+
 @pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa", "eagle3_tree"])
 def test_a_tail_reads_the_rows_that_its_forward_has_chosen(
     tiny: Path, drafts: tuple[Path, Path], mode: str, eager_graphs: None

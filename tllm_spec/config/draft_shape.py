@@ -57,6 +57,10 @@ class DraftShape:
         """Tokens of a request on average, at most."""
         return min(self.path, self.rows_each)
 
+    def contains(self, other: DraftShape) -> bool:
+        """Whether drafts of this shape have those of the other one, which may be fewer."""
+        return other.depth <= self.depth and other.topk <= self.topk
+
     @property
     def is_tree(self) -> bool:
         return self.topk > 1 or bool(self.choices)

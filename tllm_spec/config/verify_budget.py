@@ -16,7 +16,7 @@ from tllm_spec.config.draft_shape import (
 # computing the rows. More than this number of rows take any GPU longer than reading the weights.
 MAX_WHOLE_BATCH, MAX_WHOLE_ROWS = 16, 512
 # Rows of a request on average that share a round's rows in trees, and of the whole round at most:
-# more than these would be better used by chains.
+# more than these are better used by chains.
 TREE_ROWS, MAX_TREE_ROWS = (12, 8, 4), 128
 
 
@@ -25,11 +25,12 @@ def with_budgets(
 ) -> DraftShapes:
     """Chains of every length, and for each of `draft_lens` above 2 a round that verifies the
     likeliest half of the drafts. With 2 drafts that would be hardly better than a chain of 1. With
-    a tree also, for each of them, trees of that depth with TREE_ROWS."""
+    a tree also, for the first and the last of them, trees of that depth with TREE_ROWS."""
     lengths = [length for length in draft_lens if length]
     budgeted = [DraftShape(n, n, mean_rows=1 + n / 2) for n in lengths if n > 2]
     if tree is not None:
-        trees = [dynamic_tree(n, tree.topk, tree.num_nodes) for n in lengths if n > 2]
+        depths = sorted({shape.depth for shape in (*budgeted[:1], *budgeted[-1:])})
+        trees = [dynamic_tree(depth, tree.topk, tree.num_nodes) for depth in depths]
         shared = [replace(each, mean_rows=rows) for each in trees for rows in TREE_ROWS]
         budgeted += [shape for shape in shared if shape.is_ragged]
     chains = [chain_of(length) for length in range(max_draft_len + 1)]
@@ -42,8 +43,8 @@ def may_have(batch_size: int, shape: DraftShape) -> bool:
         return shape.num_nodes < max(MAX_WHOLE_ROWS // batch_size, 2)
     if not shape.is_tree:
         return batch_size > MAX_WHOLE_BATCH
-    fitting = [rows for rows in TREE_ROWS if rows < shape.window]
-    return shape.mean_rows == next((n for n in fitting if n * batch_size <= MAX_TREE_ROWS), 0)
+    most = min(shape.window - 1, MAX_TREE_ROWS // batch_size)
+    return shape.mean_rows in [rows for rows in TREE_ROWS if rows <= most][:2]
 
 
 def budget_problem(

@@ -45,7 +45,8 @@ class BudgetEstimate:
         weight = min(number / self._window, MAX_WEIGHT)
         if any(observed.expected):
             shown = dict(zip(self._tiers, observed.expected, strict=False))
-            known = [each for each in self._tiers if self._contains(tier, each)]
+            of = self._shapes.of
+            known = [each for each in self._tiers if of(tier).contains(of(each))]
             found = [shown[each] / number for each in known]
         else:  # whole windows
             known = [each for each in self._tiers if each <= tier]
@@ -53,25 +54,22 @@ class BudgetEstimate:
             found = [sum(min(n, depth) * times for n, times in counts) / number for depth in known]
         self._follow(known, found, weight)
 
-    def _contains(self, tier: int, other: int) -> bool:
-        """Whether drafts for a tier are also those for the other one."""
-        own, part = self._shapes.of(tier), self._shapes.of(other)
-        return part.depth <= own.depth and part.topk <= own.topk
-
     def _follow(self, known: list[int], found: list[float], weight: float) -> None:
-        """The tiers whose outcome is known; the others keep their share of the last of these."""
+        """The tiers whose outcome is known; the others keep their share of the last of these, trees
+        next to chains that of the first: first drafts tell more of a tree than long chains do."""
         if not known:
             return
-        before = self.expected[known[-1]]
+        first, last, before = known[0], known[-1], list(self.expected)
         for tier, value in zip(known, found, strict=False):
             own = max(weight, min(weight * (1 + self._unseen[tier]), MAX_PROBE_WEIGHT))
             step = own * (value - self.expected[tier])
             self.expected[tier] = max(self.expected[tier] + step, MIN_EXPECTED)
             self._unseen[tier] = 0
-        ratio = self.expected[known[-1]] / before
         for tier in self._tiers:
             if tier not in known:
-                self.expected[tier] *= ratio
+                is_alike = self._shapes.of(tier).topk <= self._shapes.of(last).topk
+                reference = last if is_alike else first
+                self.expected[tier] *= self.expected[reference] / before[reference]
                 self._unseen[tier] += 1
         shortest = self._tiers[0]
         self.rates[0] = self.expected[shortest] / self._shapes.of(shortest).depth
@@ -103,8 +101,9 @@ class BudgetSlot(CostModelSlot):
         return (*options.candidate_steps, *self._shapes.budgeted_tiers)
 
     def _longer_than(self, batch_size: int, tier: int) -> int | None:
-        longest = self._ladder_at(batch_size)[-1]
-        return longest if tier < longest else None
+        own, longest = self._shapes.of(tier), self._ladder_at(batch_size)[-1]
+        shows_all = own.is_ragged and own.contains(self._shapes.of(longest))
+        return None if shows_all else longest if tier < longest else None
 
     def _new_estimate(self, options: CostModelOptions) -> Estimate:
         return BudgetEstimate(self._shapes, options.prior_acceptance, options.window_trials)
