@@ -15,6 +15,7 @@ from tests.lossless.engines import DYNAMIC_TREE, tiny_engine
 from tests.models import qwen3_next
 from tests.models.mtp_reference import save_predictable
 from tllm_spec.config.draft_shape import DraftShape
+from tllm_spec.config.verify_budget import with_budgets
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.kernels.round_rows import RoundRows
@@ -77,15 +78,16 @@ def test_graphs_of_trees_and_of_chains_follow_each_other(
     expected = submit(plain, *ways)
     plain.run()
     options = tiny_engine("eagle3_tree", drafts, DRAFT_LEN, enable_adaptive_verification=True)
-    tiers = range(13)
-    harness = with_graphs(tiny, SIZES[-1:], set(tiers), **options)
-    coming = cycle((*tiers, *reversed(tiers), *tiers[::4]))
+    names = ("4x4/16@12", "4", "4", "3x4/16@4", "3@2.5", "4x4/16@12", "0")
+    shapes = with_budgets(DRAFT_LEN, range(DRAFT_LEN + 1), DraftShape(DRAFT_LEN, 16, 4))
+    tiers = {str(shapes.name(tier)): tier for tier in range(shapes.further_tiers.stop)}
+    harness = with_graphs(tiny, SIZES[-1:], {tiers[name] for name in names}, **options)
+    coming = cycle(tiers[name] for name in names)
     harness.parts.tier_for = lambda _: next(coming)
     requests = submit(harness, *ways)
     harness.run()
     assert list(map(output_of, requests)) == list(map(output_of, expected))
-    names = {key.shape.name for key in num_replays(harness)}
-    assert {"4x4/16@12", "3x4/16@4", "3@2.5", "4", "0"} <= names
+    assert {key.shape.name for key in num_replays(harness)} == set(names)
 
 
 @pytest.mark.parametrize("tree", [{}, DYNAMIC_TREE], ids=["chain", "tree"])
