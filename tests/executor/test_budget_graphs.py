@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.executor.draft_caches import HOT
 from tests.executor.graph_rounds import num_replays, on_cuda, with_graphs
-from tests.executor.guided_rounds import submit_guided
+from tests.executor.guided_rounds import grammar_of, submit_guided
 from tests.executor.harness import Harness, output_of
 from tests.executor.row_rounds import DRAFT_LEN, PROMPT, rows_and_batches
 from tests.lossless.engines import DYNAMIC_TREE, tiny_engine
@@ -90,20 +91,22 @@ def test_graphs_of_trees_and_of_chains_follow_each_other(
     assert {key.shape.name for key in num_replays(harness)} == set(names)
 
 
-@pytest.mark.parametrize("tree", [{}, DYNAMIC_TREE], ids=["chain", "tree"])
-def test_graphs_accept_as_many_drafts_as_eager_rounds(
-    tiny: Path, drafts: tuple[Path, Path], tree: dict[str, Any], eager_graphs: None
+@pytest.mark.parametrize("way", ["whole", "tail"])
+def test_graphs_draft_the_trees_that_eager_rounds_draft(
+    tiny: Path, drafts: tuple[Path, Path], way: str, eager_graphs: None
 ) -> None:
-    mode = "draft_target_one_model"
-    options = tiny_engine(mode, drafts, DRAFT_LEN, verify_budget=BUDGET, **tree)
-    accepted = []
-    for harness in (Harness(tiny, **options), with_graphs(tiny, SIZES, {0, DRAFT_LEN}, **options)):
-        requests = [harness.submit([*PROMPT, i], 60) for i in range(4)]
-        for _ in range(10):
+    """They begin at the last row that each request has read, whatever rows the others have."""
+    options = tiny_engine("eagle3_tree", drafts, DRAFT_LEN, verify_budget=BUDGET)
+    options["disable_overlap_scheduler"] = True
+    windows = []
+    for harness in (Harness(tiny, **options), with_graphs(tiny, (4,), {0, DRAFT_LEN}, **options)):
+        for i in range(4):
+            grammar = grammar_of("[a-zA-Z0-9]*") if way == "tail" and i == 3 else None
+            harness.submit([*PROMPT, i], 60, seed=i, temperature=HOT, grammar=grammar)
+        for _ in range(8):
             harness.round()
-        accepted.append([request.counters.by_accepted for request in requests])
-        harness.run()
-    assert accepted[0] == accepted[1]
+            windows.append(harness.parts.slots.window[:4].tolist())
+    assert windows[:8] == windows[8:]
 
 
 @pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa", "eagle3_tree"])
