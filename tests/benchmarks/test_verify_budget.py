@@ -46,6 +46,17 @@ def test_the_choice_beats_the_best_length_or_is_as_good(
     assert simulation.chosen_rate(own, SHAPES, 60) > least * rate
 
 
+def test_the_choice_among_trees_and_chains_beats_the_best_chain() -> None:
+    shapes = with_budgets(7, (0, 3, 7), DraftShape(7, 24, 2))
+    tiers = (0, 3, 7, *shapes.budgeted_tiers)
+    ms = {tier: round_ms(shapes.of(tier), 8) for tier in tiers}
+    own = AdaptiveController.from_config(
+        {"candidate_steps": [0, 3, 7]}, round_times=MeasuredRoundTimes({8: ms}), shapes=shapes
+    )
+    rate = Simulation(8, MIXED).play(chain_of(7), 40).reached / ms[7]
+    assert TreeSimulation(8, MIXED).chosen_rate(own, shapes, 40) > 1.06 * rate
+
+
 def test_trees_that_share_rows_beat_chains_with_as_many() -> None:
     tree, rounds = DraftShape(7, 24, 2), 20
     shared, whole = (

@@ -162,13 +162,17 @@ def test_a_request_without_drafts_has_one_row_in_a_graph(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa", *TREES[:2]])
+@pytest.mark.parametrize(
+    "mode", ["eagle3", "eagle3_two_model", "sa", *TREES[:2], "eagle3_tree chooses"]
+)
 def test_on_a_gpu_graphs_choose_rows_and_have_the_text_of_plain_decoding(
     tiny: Path, drafts: tuple[Path, Path], mode: str
 ) -> None:
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {}, {"presence_penalty": 0.5}, {}]
     texts = []
-    options = tiny_engine(mode, drafts, DRAFT_LEN, verify_budget=BUDGET)
+    name, *chooses = mode.split()
+    sharing = {"enable_adaptive_verification": True} if chooses else {"verify_budget": BUDGET}
+    options = tiny_engine(name, drafts, DRAFT_LEN, **sharing)
     for sizes, own in ((None, {}), (list(SIZES), options)):
         harness = on_cuda(tiny, sizes, **own)
         requests = submit_guided(harness, 2) + submit(harness, *ways)
