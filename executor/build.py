@@ -259,17 +259,14 @@ def _recorder(
 ) -> TrafficRecorder | None:
     if args.record_traffic is None or communicator.mapping.rank:
         return None
-    folder = args.record_traffic
+    path = Path(args.record_traffic)
+    folder = TrafficFolder(path, header_of(args), args.record_traffic_mib << 20)
     logger.warning(
-        "record_traffic: the prompts and outputs of all clients are written to %s; clients exclude "
-        "a request with store: false",
-        folder,
+        "record_traffic: prompts and outputs are written to %s, except for requests with store: "
+        "false; those with a cache_salt, or of a server with several API keys, need store: true",
+        path,
     )
-    return TrafficRecorder(
-        TrafficFolder(Path(folder), header_of(args), args.record_traffic_mib << 20),
-        engines.recorded,
-        args.record_hidden_states,
-    )
+    return TrafficRecorder(folder, engines.recorded, args.record_hidden_states)
 
 
 def _surroundings(

@@ -246,6 +246,7 @@ def dequantise_int4_kernel(
     begin(PDL)
     blocks = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)).to(tl.int64)
     HALF: tl.constexpr = BLOCK // 2
+    WIDTH: tl.constexpr = BLOCK if words.dtype.element_ty == tl.uint32 else GROUP
     is_block, per_row = blocks < num_blocks, tl.cdiv(IN, BLOCK)
     rows, firsts = blocks // per_row, blocks % per_row * BLOCK
     within = tl.arange(0, HALF)
@@ -258,7 +259,6 @@ def dequantise_int4_kernel(
         inputs = firsts[:, None] + half * HALF + within[None, :]
         real = is_block[:, None] & (inputs < IN)
         own = codes >> 4 * half & 15
-        WIDTH: tl.constexpr = BLOCK if words.dtype.element_ty == tl.uint32 else GROUP
         places = rows[:, None] * tl.cdiv(IN, WIDTH) + inputs // WIDTH
         word = tl.load(words + places, mask=real, other=0)
         if word.dtype == tl.uint32:

@@ -4,11 +4,13 @@
 //
 // A cluster of CTAs serves one KV head of one request. The rows of its tile are the window's query
 // heads of that KV head's group. Each CTA takes a share of the keys that were in the pool before.
-// The warps of a CTA take blocks of 16 of these keys round-robin, and copy them into a ring of
-// their own in shared memory, keys and values alternating. The last CTA with keys also attends to
-// the window's own keys and writes them into the pool. The softmax is the online softmax in powers
-// of two. At the end the warps' results are joined in shared memory. Then the CTAs exchange their
-// results, and each of them finishes a run of the columns.
+// The last CTA with keys also takes the window's own keys and writes them into the pool. The warps
+// of a CTA take blocks of 16 keys round-robin, and copy those of the pool into a ring of their own
+// in shared memory, keys and values alternating. Blocks begin at multiples of 16 positions, so one
+// may have keys of the pool and of the window, and the order of a row's sums does not depend on
+// where its window begins. The softmax is the online softmax in powers of two. At the end the
+// results of the warps are joined in shared memory. Then the CTAs exchange their results, and each
+// of them finishes a run of the columns.
 //
 // With one CTA per tile (and more only for very long requests) there are no clusters. Partial
 // results then go to global memory, and the reduction of window_attention_triton.py joins them.
@@ -180,46 +182,31 @@ __device__ inline void load_sinks(
     }
 }
 
-// Whether a row sees key `key` of the tree's region. bits: of the window's tokens.
-__device__ inline bool sees(
-    const Windows& w, const Part& part, const i64* bits, int row, int key) {
-    return bits[min(row / w.group, part.num_rows - 1)] >> key & 1;
-}
-
-__device__ inline void attend_to_pool(
+// Adds the CTA's keys. bits: of the window's tokens, from the first key of a tree's region on.
+__device__ inline void attend(
     const Windows& w, const Part& part, Stream& stream, Mixture& mixture, const uint4* queries,
-    const i64* bits) {
+    const uint4* own_keys, const i64* bits) {
+    const int lane = stream.lane, end = part.last_block();
+    const uint4* own_values = own_keys + w.window * STORED_PIECES;
 #pragma unroll 1
-    for (int block = stream.first; block < part.end_block; block += WARPS) {
+    for (int block = stream.first; block < end; block += WARPS) {
         float scores[ROW_TILES][2][4];
         u32 weights[ROW_TILES][4];
-        multiply_keys(scores, queries, stream.take(), stream.lane, KEYS - 1);
-        const int num_present = part.num_old - block * KEYS;
-        const int num_common = TREE ? num_present - w.offset : num_present;
+        const Line keys(part, stream.take(), own_keys, block, lane / 16 * 8 + lane % 8);
+        multiply_keys(scores, queries, keys, lane);
+        const int num_present = part.num_keys - block * KEYS;
+        const int num_common = part.num_old - block * KEYS - (TREE ? w.offset : 0);
         if (num_common < KEYS)
-            hide(scores, stream.lane, [&](int row, int column) {
-                if (!TREE || column < num_common) return column < num_common;
-                return column < num_present && sees(w, part, bits, row, column - num_common);
+            hide(scores, lane, [&](int row, int column) {
+                const int key = column - num_common;
+                const int token = min(row / w.group, part.num_rows - 1);
+                if (key < 0) return true;
+                if (TREE) return column < num_present && bits[token] >> key & 1;
+                return part.first_own + key <= token;
             });
         mixture.weigh(scores, w.scale, weights);
-        mixture.add(weights, stream.take(), stream.lane, KEYS - 1);
+        mixture.add(weights, Line(part, stream.take(), own_values, block, lane % 16), lane);
     }
-}
-
-__device__ inline void attend_to_window(
-    const Windows& w, const Part& part, Mixture& mixture, const uint4* queries,
-    const uint4* own_keys, const i64* bits, int lane) {
-    float scores[ROW_TILES][2][4];
-    u32 weights[ROW_TILES][4];
-    // Padding rows may have positions below 0.
-    const int first = part.num_rows - min(part.num_own, part.kv_len);
-    multiply_keys(scores, queries, own_keys, lane, part.num_rows - 1);
-    hide(scores, lane, [&](int row, int column) {
-        if (TREE) return column < part.num_rows && sees(w, part, bits, row, w.offset + column);
-        return column >= first && column <= min(row / w.group, part.num_rows - 1);
-    });
-    mixture.weigh(scores, w.scale, weights);
-    mixture.add(weights, own_keys + w.window * STORED_PIECES, lane, part.num_rows - 1);
 }
 
 // Grid: tiles (a KV head of a request each) times splits.
@@ -241,22 +228,19 @@ window_attention(const __grid_constant__ Windows w) {
                        received, received_tops, received_tops + w.splits * ROWS};
 
     Stream stream(w, part, shared + warp * DEPTH * TILE, warp, lane);
-    // A warp that had the fewest blocks takes the window's own keys.
-    const bool takes_window =
-        part.has_window() && warp == (part.end_block - part.first_block) % WARPS;
+    const bool takes_sinks = part.has_window() && warp == 0;
     float sinks[ROW_TILES][2];
-    if (SINKS && takes_window) load_sinks(w, part, lane, sinks);
+    if (SINKS && takes_sinks) load_sinks(w, part, lane, sinks);
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (has_keys) {
         Mixture mixture;
-        if (SINKS && takes_window) mixture.start_with(sinks, lane);
+        if (SINKS && takes_sinks) mixture.start_with(sinks, lane);
         stage_window(w, part, queries, own_keys);
         i64* bits = reinterpret_cast<i64*>(tops);  // until the sums are stored
         if (TREE && threadIdx.x < part.num_rows)
             bits[threadIdx.x] = w.tree_bits[part.first_row + threadIdx.x];
         __syncthreads();
-        attend_to_pool(w, part, stream, mixture, queries, bits);
-        if (takes_window) attend_to_window(w, part, mixture, queries, own_keys, bits, lane);
+        attend(w, part, stream, mixture, queries, own_keys, bits);
         __syncthreads();  // the sums overwrite the rings
         sums.store(mixture, warp, lane);
         __syncthreads();

@@ -6,12 +6,13 @@ is the online softmax (Milakov and Gimelshein, "Online normalizer calculation fo
 powers of two. Splits are joined by their log-sums (as in Dao et al., "Flash-Decoding for
 long-context inference", 2023).
 
-The splits share the keys that were in the pool before. The last one adds the window's own keys from
-registers, so no program reads what another program of the launch writes. Rows of a tree see by
-their bits: the splits share the keys before the tree's region, and the last one adds the region.
+The splits share the keys that were in the pool before, and a tree's region. The program of the
+last one first writes the window's own keys there and then attends to them, too; no program reads
+what another one of the launch writes. Keys are added in blocks from multiples of BLOCK_N on, so the
+order of a row's sums does not depend on where its window begins. Rows of a tree see by their bits.
 The last split also has the sink, one more score without a value.
-With SPAN the splits share the keys from the first one that the window's first row sees, and the
-other rows mask those that they do not see.
+With SPAN the splits share the keys from the block on that has the first one that the window's first
+row sees, and all rows mask those that they do not see.
 
 The windows have WINDOW rows each, or, if RAGGED, as many as `offsets` say, at most WINDOW."""
 
@@ -77,33 +78,6 @@ def _add_keys(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _masked(
-    scores: tl.tensor,
-    bits: tl.tensor,
-    offset: tl.tensor,
-    window_rows: tl.tensor,
-    num_own: tl.tensor,
-    kv_len: tl.tensor,
-    first_keys: tl.tensor,
-    width: tl.tensor,
-    BLOCK_W: tl.constexpr,
-    TREE: tl.constexpr,
-    SPAN: tl.constexpr,
-) -> tl.tensor:
-    """Scores `[R, BLOCK_W]` of the window's own keys, -inf where a row does not see the key. width:
-    rows of the window."""
-    new = tl.arange(0, BLOCK_W)[None, :]
-    if TREE:
-        seen = (new < width) & is_set(bits, offset + tl.arange(0, BLOCK_W))
-    else:
-        first_own = width - tl.minimum(num_own, kv_len)  # padding may have positions below 0
-        seen = (new <= window_rows[:, None]) & (new < width) & (new >= first_own)
-        if SPAN:
-            seen = seen & (kv_len - width + new >= first_keys[:, None])
-    return tl.where(seen, scores, float("-inf"))
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _first_keys(positions: tl.tensor, real_rows: tl.tensor, SPAN: tl.constexpr) -> tl.tensor:
     return first_key(tl.load(positions, mask=real_rows, other=0).to(tl.int32), SPAN)
 
@@ -114,6 +88,7 @@ def _attend(
     total: tl.tensor,
     mixed: tl.tensor,
     queries: tl.tensor,
+    ends: tl.tensor,
     bits: tl.tensor,
     first_keys: tl.tensor,
     layer: tl.tensor,
@@ -121,6 +96,8 @@ def _attend(
     kv_head: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
+    lowest: tl.tensor,
+    num_old: tl.tensor,
     log2_scale: tl.tensor,
     value_offset: tl.tensor,
     KV_HEADS: tl.constexpr,
@@ -131,13 +108,16 @@ def _attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The state of `_add_keys` after the keys at positions `first` to `end`. All rows see them, or
-    with `SPAN` those whose `first_keys` `[R]` are not above them, or, if `IN_TREE`, those whose
-    bit is set; bit 0 is key `first`. table: the request's block table row."""
+    """The state of `_add_keys` after the keys at positions `first` to `end`. Rows see those below
+    their `ends` `[R]`, with `SPAN` from their `first_keys` `[R]` on. If `IN_TREE`, they see those
+    from `num_old` on whose bit is set; bit 0 is key `num_old`. Keys below `lowest` are not read.
+    table: the request's block table row."""
     dims = tl.arange(0, BLOCK_D)
     for start in tl.range(first, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
         own = positions < end
+        if SPAN:
+            own = own & (positions >= lowest)
         pages = tl.load(table + positions // PAGE_SIZE, mask=own, other=0)
         # A pool may have more than 2**31 elements.
         slots = pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
@@ -146,44 +126,30 @@ def _attend(
         present = own[:, None] & (dims < HEAD_DIM)[None, :]
         keys = widened(tl.load(pointers, mask=present, other=0.0), queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * log2_scale
-        seen = own[None, :]
-        if IN_TREE:
-            seen = seen & is_set(bits, positions - first)
-        elif SPAN:
+        seen = positions[None, :] < ends[:, None]
+        if SPAN:
             seen = seen & (positions[None, :] >= first_keys[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
+        if IN_TREE:
+            in_bits = is_set(bits, tl.maximum(positions - num_old, 0))
+            seen = tl.where((positions < num_old)[None, :], seen, in_bits)
+        scores = tl.where(seen & own[None, :], scores, float("-inf"))
         values = tl.load(pointers + value_offset, mask=present, other=0.0)
         values = widened(values, queries.dtype)
         top, total, mixed = _add_keys(top, total, mixed, scores, values)
     return top, total, mixed
 
 
+# fmt: off
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _attend_to_pool(
-    queries: tl.tensor,
-    sinks: tl.tensor,
-    heads: tl.tensor,
-    bits: tl.tensor,
-    first_keys: tl.tensor,
-    layer: tl.tensor,
-    table: tl.tensor,
-    kv_head: tl.tensor,
-    first: tl.tensor,
-    share: tl.tensor,
-    num_old: tl.tensor,
-    region_end: tl.tensor,
-    is_last: tl.tensor,
-    log2_scale: tl.tensor,
-    value_offset: tl.tensor,
-    HAS_OFFSET: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SPAN: tl.constexpr,
+def _attend_to_split(
+    queries: tl.tensor, sinks: tl.tensor, heads: tl.tensor, ends: tl.tensor, bits: tl.tensor,
+    first_keys: tl.tensor, layer: tl.tensor, table: tl.tensor, kv_head: tl.tensor,
+    first: tl.tensor, end: tl.tensor, lowest: tl.tensor, num_old: tl.tensor, is_last: tl.tensor,
+    log2_scale: tl.tensor, value_offset: tl.tensor, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, SPAN: tl.constexpr, TREE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The state of `_add_keys` after a split's share of the keys in the pool: from `first` on, and
-    for the last split also the keys `num_old` to `region_end` of a tree's region."""
+    """The state of `_add_keys` after a split's keys, `first` to `end`, and the last one's sink."""
     BLOCK_M: tl.constexpr = queries.shape[0]
     BLOCK_D: tl.constexpr = queries.shape[1]
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -192,22 +158,24 @@ def _attend_to_pool(
     if sinks is not None:
         top = tl.where(is_last, sink_scores(sinks, heads), top)
         total = tl.where(is_last, 1.0, total)
-    top, total, mixed = _attend(
-        top, total, mixed, queries, bits, first_keys, layer, table, kv_head, first,
-        tl.minimum(first + share, num_old), log2_scale, value_offset,
-        KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, False, BLOCK_N, BLOCK_D,
-    )  # fmt: skip
-    if HAS_OFFSET:
+    if TREE:
+        common = tl.minimum(end, num_old // BLOCK_N * BLOCK_N)  # in blocks that all rows see whole
         top, total, mixed = _attend(
-            top, total, mixed, queries, bits, first_keys, layer, table, kv_head, num_old,
-            tl.where(is_last, region_end, num_old), log2_scale, value_offset,
-            KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, True, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
-    return top, total, mixed
+            top, total, mixed, queries, ends, bits, first_keys, layer, table, kv_head, first,
+            common, lowest, num_old, log2_scale, value_offset,
+            KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, False, BLOCK_N, BLOCK_D,
+        )
+        first = tl.maximum(first, common)
+    return _attend(
+        top, total, mixed, queries, ends, bits, first_keys, layer, table, kv_head, first,
+        end, lowest, num_old, log2_scale, value_offset,
+        KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, TREE, BLOCK_N, BLOCK_D,
+    )
+# fmt: on
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _window_keys(
+def _write_window(
     qkv: tl.tensor,
     cos_sin: tl.tensor,
     norm_weights: tl.tensor,
@@ -227,9 +195,9 @@ def _window_keys(
     HEAD_DIM: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """The keys of the window's `width` rows after norm and rotation, and their values,
-    `[BLOCK_W, D]`, as the pool stores them; padding rows are zeros. Also writes them there."""
+) -> None:
+    """Writes the keys of the window's `width` rows, after norm and rotation, and their values, but
+    not those of padding rows, to the pool."""
     num_heads: tl.constexpr = KV_HEADS * (GROUP + 2)
     new, dims = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_D)
     is_own = (new < width) & (new >= width - num_own)
@@ -256,7 +224,6 @@ def _window_keys(
     targets = layer + ((slots * KV_HEADS + kv_head) * HEAD_DIM)[:, None] + dims[None, :]
     tl.store(targets, keys, mask=own)
     tl.store(targets + value_offset, values, mask=own)
-    return keys, values
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -334,23 +301,23 @@ def attention_kernel(
     ).to(dot_type)
     bits = tl.load(tree_bits + tokens, mask=real_rows, other=0) if TREE else None
     first_keys = _first_keys(positions + tokens, real_rows, SPAN) if SPAN else None
-    is_last = split == num_used - 1
-    top, total, mixed = _attend_to_pool(
-        queries, sinks, heads, bits, first_keys, layer, block_tables + request * table_stride,
-        kv_head, first + split * share, share, num_old, tl.minimum(num_old + offset, max_len),
-        is_last, log2_scale, value_offset, HAS_OFFSET, KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, BLOCK_N,
-    )
+    is_last, lowest = split == num_used - 1, first_key(num_old, SPAN) if SPAN else 0
+    first, end = first + split * share, tl.minimum(first + (split + 1) * share, num_old)
+    # Rows of trees see by their bits, and no key after the end.
+    ends = tl.zeros([BLOCK_M], tl.int32) + max_len if TREE else kv_len - width + rows // GROUP + 1
     if is_last:
-        keys, values = _window_keys(
+        _write_window(
             qkv, cos_sin, norm_weights, eps, layer, value_offset, kv_slots, num_own, first_row,
             width, kv_head, key_inverse, value_inverse, HAS_NORM, GROUP, KV_HEADS, HEAD_DIM,
             BLOCK_W, BLOCK_D,
         )
-        scores = _masked(
-            tl.dot(queries, tl.trans(widened(keys, dot_type)), input_precision="ieee") * log2_scale,
-            bits, offset, rows // GROUP, num_own, kv_len, first_keys, width, BLOCK_W, TREE, SPAN,
-        )
-        top, total, mixed = _add_keys(top, total, mixed, scores, widened(values, dot_type))
+        tl.debug_barrier()  # all threads of the program see what was written
+        end = tl.minimum(kv_len, max_len)
+    top, total, mixed = _attend_to_split(
+        queries, sinks, heads, ends, bits, first_keys, layer, block_tables + request * table_stride,
+        kv_head, first, end, lowest, num_old, is_last, log2_scale, value_offset,
+        KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, TREE, BLOCK_N,
+    )
     _store(
         top, total, mixed, tokens * (KV_HEADS * GROUP) + heads, dims, real_rows, split,
         num_splits, num_used, output, partials, log_sums, value_scale, layer, SPLITS, HEAD_DIM,

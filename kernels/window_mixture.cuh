@@ -73,13 +73,12 @@ struct Mixture {
                 mixed[tile][i / 4][i % 4] *= decay[tile][i / 2 % 2];
     }
     // Of codes, columns 16 i to 16 i + 15 are in mixed[2 i], the even ones, and mixed[2 i + 1].
-    __device__ void add(
-        const u32 (&weights)[ROW_TILES][4], const uint4* values, int lane, int last_row) {
-        const int row = min(lane % 16, last_row);
+    // values: row lane % 16 of the block.
+    __device__ void add(const u32 (&weights)[ROW_TILES][4], const Line& values, int lane) {
 #pragma unroll
         for (int i = 0; i < STORED_PIECES / 2; ++i) {
             u32 blocks[4];
-            load_transposed_blocks(blocks, values + stored_place(row, 2 * i + lane / 16));
+            load_transposed_blocks(blocks, values.piece(2 * i + lane / 16));
 #if CODES
 #pragma unroll
             for (int piece = 0; piece < 2; ++piece) {
@@ -105,16 +104,15 @@ struct Mixture {
     }
 };
 
+// keys: row lane / 16 * 8 + lane % 8 of the block.
 __device__ inline void multiply_keys(
-    float (&scores)[ROW_TILES][2][4], const uint4* queries, const uint4* keys, int lane,
-    int last_row) {
+    float (&scores)[ROW_TILES][2][4], const uint4* queries, const Line& keys, int lane) {
 #pragma unroll
     for (int i = 0; i < 8 * ROW_TILES; ++i) scores[i / 8][i / 4 % 2][i % 4] = 0.0f;
-    const int row = min(lane / 16 * 8 + lane % 8, last_row);
 #pragma unroll
     for (int i = 0; i < STORED_PIECES / 2; ++i) {
         u32 blocks[4];
-        load_blocks(blocks, keys + stored_place(row, 2 * i + lane / 8 % 2));
+        load_blocks(blocks, keys.piece(2 * i + lane / 8 % 2));
 #if CODES
 #pragma unroll
         for (int piece = 0; piece < 2; ++piece) {

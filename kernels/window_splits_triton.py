@@ -31,9 +31,9 @@ def shares(
     BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Number of the request's keys, of the window's rows without padding, and of the keys before
-    those and a tree's region; the first of the latter that a row sees, a split's share of those
-    from there on in whole blocks, and the number of splits that have a share. The last split also
-    has the other keys."""
+    those and a tree's region; the begin of the block that has the first of the latter that a row
+    sees, a split's share of those from there on in whole blocks, and the number of splits that have
+    a share. The last split also has the other keys."""
     # Lengths are older than the projection (programmatic_launch.py); L1 may hold stale ones.
     kv_len, num_own = tl.load(kv_lens + request, cache_modifier=".cg"), WINDOW
     if PADDED:
@@ -44,11 +44,12 @@ def shares(
     num_last = num_own + offset if HAS_OFFSET else num_own
     num_old = tl.minimum(tl.maximum(kv_len - num_last, 0), max_len)
     # The first row has position num_old, and no row sees earlier keys than that one.
-    num_seen = num_old - first_key(num_old, SPAN) if SPAN else num_old
+    first = first_key(num_old, SPAN) // BLOCK_N * BLOCK_N if SPAN else 0
+    num_seen = num_old - first
     number = tl.minimum(tl.maximum((num_seen - 1) // min_keys, 1), num_splits)
     share = tl.cdiv(tl.maximum(tl.cdiv(num_seen, number), 1), BLOCK_N) * BLOCK_N
     num_used = tl.maximum(tl.cdiv(num_seen, share), 1)
-    return kv_len, num_own, num_old, num_old - num_seen, share, num_used
+    return kv_len, num_own, num_old, first, share, num_used
 
 
 @triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=OFFSETS)  # type: ignore[untyped-decorator]  # triton has no types

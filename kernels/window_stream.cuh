@@ -55,6 +55,7 @@ struct Windows {
 struct Part {
     int request, kv_head, split, kv_len, num_own, num_old, first_block, end_block, num_used;
     int first_row, num_rows;  // of the window
+    int num_keys, first_own;  // all keys; the first row of the window whose key is one of them
 
     __device__ explicit Part(const Windows& w) {
         // Without clusters some splits may have no keys. They come last in the grid, so that they
@@ -70,6 +71,9 @@ struct Part {
         num_own = num_rows -
             (w.num_padding == nullptr ? 0 : static_cast<int>(__ldcg(w.num_padding + request)));
         num_old = min(max(kv_len - num_own, 0), w.max_len);
+        const int num_new = min(num_own, kv_len);  // padding rows may have positions below 0
+        num_keys = num_old + num_new;
+        first_own = num_rows - num_new;
         const int blocks = (num_old + KEYS - 1) / KEYS;
         const int number = min(max((num_old - 1) / w.min_keys, 1), w.splits);
         const int share = max((blocks + number - 1) / number, 1);
@@ -78,6 +82,26 @@ struct Part {
         end_block = min(first_block + share, blocks);
     }
     __device__ bool has_window() const { return split == num_used - 1; }
+    // The end of its blocks, with those of the window's own keys.
+    __device__ int last_block() const {
+        return has_window() ? (num_keys + KEYS - 1) / KEYS : end_block;
+    }
+};
+
+// A row of keys or values in a tile as the pool stores it.
+struct Line {
+    const uint4* tile;
+    int row;
+
+    // Row `row` of a block: in its tile, or, from the first key of the window on, among its own.
+    __device__ Line(const Part& part, const uint4* tile, const uint4* own, int block, int row)
+        : tile(tile), row(row) {
+        const int place = block * KEYS + row - part.num_old;
+        if (place < 0) return;
+        this->tile = own;
+        this->row = min(part.first_own + place, part.num_rows - 1);
+    }
+    __device__ const uint4* piece(int index) const { return tile + stored_place(row, index); }
 };
 
 // Copies the tiles of one warp into its ring, keys and values alternating.

@@ -21,6 +21,7 @@ from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device.device_choice import pick_dtype
 from tllm_spec.executor.device.page_copies import HostCopies
 from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
+from tllm_spec.executor.engine.free_memory import machine_bytes
 from tllm_spec.executor.engine.memory_plan import (
     DUMMY_PAGES,
     ServedModel,
@@ -250,6 +251,8 @@ def _num_host_pages(plan: BuildPlan, groups: Sequence[GroupPlan]) -> int:
     number = plan.communicator.minimum(size // page_bytes)
     if not number:
         raise ValueError(f"host_cache_size = {size} is less than a page, {page_bytes} bytes")
+    if size > (most := machine_bytes()):
+        raise ValueError(f"host_cache_size = {size}: the machine has {most} bytes")
     logger.info("host memory: %d pages of %d tokens", number, plan.page_size)
     return number
 

@@ -130,13 +130,14 @@ class BuildPlan:
         if (delta := self.config.delta) is None:
             return None
         window, reuse = self.shapes.longest.window, self.args.kv_cache_config
-        block = BLOCK_ROWS
+        share = max(self.args.max_num_tokens // 4, 1)
+        # A prompt waits for a whole block's room in a forward. Its size, and so a sum's order, does
+        # not depend on the draft length, but on these options.
+        block = min(BLOCK_ROWS, 1 << share.bit_length() - 1)
         if reuse.enable_block_reuse:
             block = gcd(block, reuse.state_snapshot_tokens)
-        # A prompt waits for a whole block's room in a forward. Its size, and so a sum's order, does
-        # not depend on the draft length.
-        share = max(self.args.max_num_tokens // 4, 1)
-        block = min(block, 1 << share.bit_length() - 1)
+        if self.args.deterministic:
+            block = 0
         return RecurrentGeometry(len(delta.layers), delta.shape(self.mapping), window, block)
 
     @property

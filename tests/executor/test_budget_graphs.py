@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.executor.draft_caches import HOT
 from tests.executor.graph_rounds import num_replays, on_cuda, with_graphs
-from tests.executor.guided_rounds import submit_guided
+from tests.executor.guided_rounds import grammar_of, submit_guided
 from tests.executor.harness import Harness, output_of
 from tests.executor.row_rounds import DRAFT_LEN, PROMPT, rows_and_batches
 from tests.lossless.engines import DYNAMIC_TREE, tiny_engine
@@ -66,6 +67,24 @@ def test_graphs_have_a_budget_of_rows_and_the_text_of_plain_decoding(
     assert sum(number for key, number in replays.items() if key.shape.is_ragged) > 5
     alone = [rows for rows, batch in seen if batch.draft_len and not batch.context_requests]
     assert ROWS >= set(alone) >= {20}
+
+
+@pytest.mark.parametrize("way", ["whole", "tail"])
+def test_graphs_draft_the_trees_that_eager_rounds_draft(
+    tiny: Path, drafts: tuple[Path, Path], way: str, eager_graphs: None
+) -> None:
+    """They begin at the last row that each request has read, whatever rows the others have."""
+    options = tiny_engine("eagle3_tree", drafts, DRAFT_LEN, verify_budget=BUDGET)
+    options["disable_overlap_scheduler"] = True
+    windows = []
+    for harness in (Harness(tiny, **options), with_graphs(tiny, (4,), {0, DRAFT_LEN}, **options)):
+        for i in range(4):
+            grammar = grammar_of("[a-zA-Z0-9]*") if way == "tail" and i == 3 else None
+            harness.submit([*PROMPT, i], 60, seed=i, temperature=HOT, grammar=grammar)
+        for _ in range(8):
+            harness.round()
+            windows.append(harness.parts.slots.window[:4].tolist())
+    assert windows[:8] == windows[8:]
 
 
 @pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa", "eagle3_tree"])

@@ -118,8 +118,9 @@ def test_what_could_not_be_kept_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match="enable_block_reuse is false: leave one of them out"):
         KvCacheConfig(host_cache_size=1, enable_block_reuse=False)
     assert KvCacheConfig(host_cache_size=None).host_cache_size == 0
-    with pytest.raises(ValueError, match=r"host_cache_size = 10 is less than a page, \d+ bytes"):
-        LLM("zoo:llama", load_format="dummy", kv_cache_config={"host_cache_size": 10})
+    for size, sentence in ((10, r"is less than a page, \d+ bytes"), (1 << 50, "the machine has")):
+        with pytest.raises(ValueError, match=f"host_cache_size = {size}:? {sentence}"):
+            LLM("zoo:llama", load_format="dummy", kv_cache_config={"host_cache_size": size})
 
 
 def test_a_model_that_sees_a_window_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Copies of recurrent states: which ones there are, and that requests go on from them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,4 +110,7 @@ def test_a_round_cuts_no_block_of_a_prompt(folder: Path) -> None:
     found = [memory.geometry.num_blocks(first, 52, len(PROMPT)) for first in (0, 32, 40, 43)]
     assert found == [5, 1, 0, 0]
     assert memory.geometry.chunk_end(47, len(PROMPT)) == 47
+    without = replace(memory.geometry, block=0)
+    assert (without.num_blocks(3, 40, 43), without.chunk_end(21, 43)) == (0, 21)
+    assert without.prompt_bytes(64) == 0 < memory.geometry.prompt_bytes(64)
     harness.run()

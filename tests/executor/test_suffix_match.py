@@ -16,16 +16,18 @@ from tests.executor.hooks import before_launch
 from tests.kernels.test_suffix_match import paths_of
 from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.config.text_search import SHARED_WIDTH
+from tllm_spec.config.text_search import SHARED_WIDTH, CorpusFile
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.shared_texts import SharedTexts, pieces_of, rows_of
+from tllm_spec.executor.speculative.drafting.corpus import read_corpus
 from tllm_spec.kernels.path_trees import path_trees
 from tllm_spec.kernels.suffix_match import NO_TOKEN, TextTable
 from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.text.tokenizer import load_tokenizer
 
 RULES = DecodingRules.from_params(SamplingParams(), vocab_size=64, end_ids=(), encode=None)
 Others = Sequence[tuple[int, list[int]]]
@@ -249,7 +251,7 @@ def test_without_a_pool_requests_share_the_corpus_only(tiny: Path, tmp_path: Pat
         ([[1, 64]], "line 1 has the token id 64; ids are 0 to 63"),
         (["text"], "line 1 is text, which skip_tokenizer_init leaves without a tokenizer"),
         ([[1], {"text": [2]}], "line 3 must be a JSON string, or a list of token ids"),
-        ([[1, 2, 3], [4, 5]], "has 5 tokens, and external_corpus_max_tokens = 4"),
+        ([[1, 2, 3], [4, 5]], "has more tokens than external_corpus_max_tokens = 4"),
         ([], "has no text"),
     ],
 )
@@ -259,6 +261,24 @@ def test_a_corpus_that_cannot_be_served_is_refused(
     options = {"external_corpus_path": write_corpus(tmp_path, *lines)}
     with pytest.raises(ValueError, match=f"corpus.jsonl.*{sentence}"):
         Harness(tiny, **sa(**options, external_corpus_max_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (r'"half \ud800"', "line 1: character 5 is U.D800"),
+        ("[" * 100_000, "line 1 is no JSON"),
+        (f"[{'9' * 5000}]", "line 1 is no JSON"),
+    ],
+    ids=["surrogate", "deep", "long"],
+)
+def test_a_line_of_a_corpus_that_no_tokenizer_reads_is_refused_by_its_number(
+    tmp_path: Path, line: str, sentence: str
+) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(line)
+    with pytest.raises(ValueError, match=f"corpus.jsonl.*{sentence}"):
+        read_corpus(CorpusFile(str(path), 9), load_tokenizer("zoo:llama"), 2048)
 
 
 def test_the_host_learns_how_many_drafts_a_request_really_had(tiny: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.hopper import HOPPER, compiled_for
+from tests.kernels.hopper import HOPPER, check_front_end, compiled_for
 from tllm_spec.kernels import dispatch
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.shared_memory import (
@@ -73,6 +73,9 @@ class Launch:
         return compiled_for(
             capability, self.kernel, self.types, self.constants, self.divisible, **self.options
         )
+
+    def check_front_end(self) -> None:
+        check_front_end(self.kernel, self.types, self.constants, self.divisible, **self.options)
 
     def check(self, capability: int) -> None:
         """It compiles, and a GPU of the capability has the memory that a program needs; on Hopper

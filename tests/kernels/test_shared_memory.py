@@ -159,6 +159,16 @@ def test_a_launch_that_needed_more_fits(capability: int, name: str, part: str) -
     made.check(capability)
 
 
+@only_with_the_compiler
+@pytest.mark.parametrize("name", SMALL)
+def test_the_front_end_takes_every_kernel_without_tiles(name: str) -> None:
+    """Once for all types. The interpreter runs what the compiler refuses, such as a constexpr that
+    is defined again in a loop."""
+    first = {(made.name, *sorted(made.types.items())): made for made in launches(name, HOPPER)}
+    for made in first.values():
+        made.check_front_end()
+
+
 @pytest.mark.slow
 @only_with_the_compiler
 @pytest.mark.parametrize("name", [*TILED, *SMALL])

@@ -238,6 +238,23 @@ def test_the_kernel_equals_the_formula(name: str, num_processors: int) -> None:
 
 
 @pytest.mark.gpu
+@on_devices_of_all_sizes
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].window > 1])
+def test_a_row_has_the_same_bits_wherever_its_window_begins(name: str, num_processors: int) -> None:
+    """So drafts, which make windows longer, do not change the order of a row's sums. With other
+    lengths a longer window might have one split less."""
+    own = CASES[name]
+    lengths = tuple(max(own.window, length) for length in (7, 17, 40, 305))
+    case = replace(own, padding=(), kv_lens=lengths)
+    expected = CudaProblem(case, num_processors).attend()
+    for count in range(1, case.window):
+        problem = CudaProblem(case, num_processors)
+        problem.keep_last([count] * len(case.kv_lens))
+        found = problem.attend()[0]
+        assert torch.equal(found, expected[:, case.window - count :].flatten(0, 1))
+
+
+@pytest.mark.gpu
 def test_cos_sin_and_weights_of_another_type_use_the_triton_kernel() -> None:
     problem = CudaProblem(CASES["padding"], 132)
     wide = problem.cos_sin.float()

@@ -17,7 +17,10 @@ from tests.server.served_process import LONG, MODEL, ServedProcess
 from tests.server.test_processes import stream
 from tllm_spec.cli.serve import main
 from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.engine_process import args_of_engine
+from tllm_spec.server.replicas import Replicas
+from tllm_spec.text.tokenizer import load_tokenizer
 
 CACHE = {"max_tokens": 8192, "tokens_per_block": 16}
 
@@ -92,6 +95,32 @@ def test_an_engine_that_dies_is_started_again_and_serves(tmp_path: Path) -> None
         wait_for(lambda: f"engine {other['engine']} serves again" in served.text)
         for number in (0, 1):
             assert f"engine {number} ended with SIGKILL and is started again" in served.text
+
+
+class Compiling:
+    """A front's client of an engine that may end while it compiles a grammar."""
+
+    is_running = is_healthy = True
+
+    def __init__(self, ends: bool) -> None:
+        self._ends, self.num_compiled = ends, 0
+
+    def compile_grammar(self, params: SamplingParams) -> None:
+        if self._ends:
+            self.is_running = False
+            raise RuntimeError("the engine has ended")
+        self.num_compiled += 1
+
+
+def test_a_grammar_is_compiled_by_another_engine_when_one_ends_meanwhile() -> None:
+    replicas = Replicas(LlmArgs.from_kwargs(MODEL), load_tokenizer(MODEL), ["a", "b"], None)
+    clients = [Compiling(ends=True), Compiling(ends=False)]
+    replicas._clients = dict(enumerate(clients))  # type: ignore[arg-type] # a stand-in
+    replicas.compile_grammar(SamplingParams())
+    assert not clients[0].is_running and clients[1].num_compiled == 1
+    clients[1]._ends = True
+    with pytest.raises(RuntimeError, match="no engine runs"):
+        replicas.compile_grammar(SamplingParams())
 
 
 def test_several_engines_of_several_devices_are_refused_with_what_to_do() -> None:

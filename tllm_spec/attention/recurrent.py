@@ -25,7 +25,7 @@ class RecurrentGeometry:
     """One rank's share of the layers with a recurrent state. window: the most rows of a request
     that wait for acceptance. block: rows of a prompt, from a multiple of their number on, that are
     always in one forward. They run together (`delta_blocks`); those after the last whole block, and
-    generated tokens that are read again, run one after another."""
+    generated tokens that are read again, run one after another, and, if it is 0, all rows do."""
 
     num_layers: int
     shape: DeltaShape
@@ -34,13 +34,15 @@ class RecurrentGeometry:
 
     def num_blocks(self, first: int, end: int, prompt_len: int) -> int:
         """Blocks in the context tokens from `first` to `end`."""
-        number = max(0, min(end, prompt_len) - first) // self.block
+        number = self.block and max(0, min(end, prompt_len) - first) // self.block
         assert not number or first % self.block == 0, "a block is cut"
         return number
 
     def chunk_end(self, end: int, prompt_len: int) -> int:
         """The last place up to `end` where a forward may end: not in a block."""
-        return end if end >= prompt_len // self.block * self.block else end - end % self.block
+        if not self.block or end >= prompt_len // self.block * self.block:
+            return end
+        return end - end % self.block
 
     @property
     def ring(self) -> int:
@@ -58,7 +60,8 @@ class RecurrentGeometry:
 
     def prompt_bytes(self, num_rows: int) -> int:
         """What a layer takes for that many rows of prompts while it runs."""
-        return num_rows * work_elements(self.shape, self.block) * torch.float32.itemsize
+        number = self.block and work_elements(self.shape, self.block)
+        return num_rows * number * torch.float32.itemsize
 
     def _bytes(self, num_rows: int, dtype: torch.dtype) -> int:
         shape = self.shape

@@ -76,8 +76,16 @@ class Replicas:
         self._intake.check_length(text)
 
     def compile_grammar(self, params: SamplingParams) -> None:
-        """As `LLM.compile_grammar`. The other engines compile the grammar when a request has it."""
-        next(iter(self._routable().values())).compile_grammar(params)
+        """As `LLM.compile_grammar`, by one engine. The others compile the grammar when a request
+        has it."""
+        for client in self._routable().values():
+            try:
+                client.compile_grammar(params)
+                return
+            except RuntimeError:
+                if client.is_running:
+                    raise
+        raise RuntimeError(NONE_RUNS)
 
     def generate_async(
         self,
@@ -131,7 +139,8 @@ class Replicas:
             client.shutdown()
 
     def _running(self) -> dict[int, EngineClient]:
-        return {number: each for number, each in self._clients.items() if each.is_running}
+        """By number, in order."""
+        return {number: each for number, each in sorted(self._clients.items()) if each.is_running}
 
     def _routable(self) -> dict[int, EngineClient]:
         """The engines that answer, or else those that run. Raises RuntimeError if there is none."""

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from tllm_spec.config.option_checks import check_text
 from tllm_spec.config.text_search import CorpusFile
 from tllm_spec.text.tokenizer import Tokenizer
 
@@ -24,12 +25,12 @@ def read_corpus(
             )
         found.append(tokens)
         number += len(tokens)
+        if number > corpus.max_tokens:
+            raise ValueError(
+                f"{name} has more tokens than external_corpus_max_tokens = {corpus.max_tokens}"
+            )
     if not number:
         raise ValueError(f"{name} has no text")
-    if number > corpus.max_tokens:
-        raise ValueError(
-            f"{name} has {number} tokens, and external_corpus_max_tokens = {corpus.max_tokens}"
-        )
     return found
 
 
@@ -37,7 +38,7 @@ def _texts(name: str, path: str, tokenizer: Tokenizer | None) -> Iterator[tuple[
     """The number of each line, and its tokens."""
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{name} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -47,7 +48,7 @@ def _texts(name: str, path: str, tokenizer: Tokenizer | None) -> Iterator[tuple[
 def _tokens(name: str, line: str, tokenizer: Tokenizer | None) -> list[int]:
     try:
         text = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is no JSON: {error}") from error
     if isinstance(text, list) and all(type(token) is int for token in text):
         return text
@@ -55,4 +56,5 @@ def _tokens(name: str, line: str, tokenizer: Tokenizer | None) -> list[int]:
         raise ValueError(f"{name} must be a JSON string, or a list of token ids")
     if tokenizer is None:
         raise ValueError(f"{name} is text, which skip_tokenizer_init leaves without a tokenizer")
+    check_text(text, name)
     return tokenizer.encode(text, add_special_tokens=False)

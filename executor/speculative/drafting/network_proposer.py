@@ -162,8 +162,8 @@ class NetworkProposer(Proposer):
         ended = to_device(last_rows, self._slots.device) if last_rows else self._no_rows
         if windows is None:
             return ended
-        (batch, width), part = windows.sampled.new_tokens.shape, windows.windows.rows
-        if part.offsets is None:
+        (batch, width), part = windows.sampled.new_tokens.shape, windows.read_part
+        if part is None or part.offsets is None:
             rows = self._rows_before[: batch * width : width] + windows.sampled.new_lens
         else:
             rows = part.offsets[:-1] + windows.sampled.new_lens - 1
