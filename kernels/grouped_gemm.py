@@ -17,6 +17,7 @@ from tllm_spec.kernels.grouped_tilings import MOST_ROWS, Form, Tiling, tilings_o
 from tllm_spec.kernels.int4_weights import (
     check_int4,
     int4_dequantised,
+    is_exact,
     kernel_words,
     num_sums,
     unpacked,
@@ -251,7 +252,7 @@ def _checked_form(
         return "plain"
     if weights.group:
         check_int4(weight, scales, weights.group, inputs)
-        return "int4"
+        return "mxfp4" if is_exact(scales, x.dtype) else "int4"
     if code_scales is None:
         check_scaled(weight, scales)
         return "fp8"

@@ -30,9 +30,10 @@ class Tilings:
     down: Tiling
 
 
-Form = Literal["plain", "fp8", "codes", "blocks", "tiles", "int4"]
+Form = Literal["plain", "fp8", "codes", "blocks", "tiles", "int4", "mxfp4"]
 """Weights of the type of x; in FP8; in FP8 for codes of activations, with scales of rows, of blocks
-of inputs, and of blocks where 128 x 128 weights share one; of 4 bits."""
+of inputs, and of blocks where 128 x 128 weights share one; of 4 bits, and of those that are exact
+in the type of x."""
 # Rows of a block by the most rows per expert, on average; and with more, by form.
 ROWS = ((8, 16), (24, 32), (64, 64))
 MOST_ROWS: dict[Form, int] = {
@@ -42,6 +43,7 @@ MOST_ROWS: dict[Form, int] = {
     "blocks": 64,
     "tiles": 128,
     "int4": 128,
+    "mxfp4": 128,
 }
 FLOAT32_ROWS = 16
 
@@ -52,6 +54,7 @@ def _alike(rows: int, outputs: int, num_warps: int, num_stages: int) -> Tilings:
     return Tilings(tiling, tiling)
 
 
+_INT4 = {rows: _alike(rows, 64, 4, 3) for rows in (16, 32, 64, 128)}
 _FEW_CODES = {16: _alike(16, 64, 4, 4), 32: _alike(32, 64, 4, 4)}
 # By rows. Few rows stream weights: tiles are small, so that one token fills the device, and two
 # programs share a multiprocessor. One stage of the pipeline is being multiplied and one was, so the
@@ -74,12 +77,8 @@ TILINGS: dict[Form, dict[int, Tilings]] = {
     "codes": _FEW_CODES | {64: _alike(64, 128, 4, 4), 128: _alike(128, 256, 8, 3)},
     "blocks": _FEW_CODES | {64: _alike(64, 128, 4, 3)},
     "tiles": _FEW_CODES | {64: _alike(64, 128, 4, 3), 128: _alike(128, 256, 8, 4)},
-    "int4": {
-        16: _alike(16, 64, 4, 3),
-        32: _alike(32, 64, 4, 3),
-        64: _alike(64, 64, 4, 3),
-        128: _alike(128, 64, 4, 3),
-    },
+    "int4": _INT4,
+    "mxfp4": _INT4 | {128: _alike(128, 128, 4, 2)},
 }
 # No tensor cores.
 FLOAT32 = Tilings(Tiling(16, 64, 32, 4, 2), Tiling(16, 64, 32, 4, 2))
@@ -92,6 +91,7 @@ _SIZES: dict[Form, tuple[int, int]] = {
     "blocks": (8, 1),
     "tiles": (8, 1),
     "int4": (4, 2),
+    "mxfp4": (4, 2),
 }
 
 

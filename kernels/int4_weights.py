@@ -73,11 +73,15 @@ def kernel_words(words: torch.Tensor) -> torch.Tensor:
     return words.view(torch.uint32) if words.dtype == torch.uint8 else words
 
 
+def is_exact(words: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether weights are exact in the 16-bit `dtype` of activations: MXFP4's are in bfloat16."""
+    return words.dtype == torch.uint8 and dtype == torch.bfloat16
+
+
 def num_sums(words: torch.Tensor, group: int, dtype: torch.dtype) -> int:
     """Sums of a tile that tensor cores compute at a time for activations of `dtype`: one for each
-    group in a block of inputs. MXFP4's weights are exact in bfloat16, so their groups share one."""
-    has_exact = words.dtype == torch.uint8 and dtype == torch.bfloat16
-    return 1 if has_exact or dtype == torch.float32 else BLOCK // group
+    group in a block of inputs. Groups of exact weights share one."""
+    return 1 if is_exact(words, dtype) or dtype == torch.float32 else BLOCK // group
 
 
 def int4_dequantised(

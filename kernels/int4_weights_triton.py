@@ -28,17 +28,21 @@ def _assembly(shift: int, magic: int, one: int, kind: str) -> tl.constexpr:
 
 
 def _float_assembly(shift: int, place: int, factor: int, kind: str) -> tl.constexpr:
-    """The same of E2M1 codes: their bits are moved to `place`, and multiplied by `factor`."""
+    """The same of E2M1 codes: signs are moved to the end, other bits to `place`, and multiplied by
+    `factor`."""
+    if place + 3 < 12:  # then a product has both copies of a code side by side
+        copies = f"mul.lo.u32 pair, pair, {(1 << 12 | 1 << place) >> shift};"
+    else:
+        copies = f"""shl.b32 sign, pair, {12 - shift};
+        shl.b32 pair, pair, {place - shift};
+        or.b32 pair, pair, sign;"""
     return tl.constexpr(f"""{{
         .reg .b32 pair, sign, zero, factor;
         mov.b32 pair, {{$1, 0}};
         prmt.b32 pair, pair, 0, 0x4140;
-        shr.u32 pair, pair, {shift};
-        and.b32 sign, pair, 0x00080008;
-        shl.b32 sign, sign, 12;
-        and.b32 pair, pair, 0x00070007;
-        shl.b32 pair, pair, {place};
-        or.b32 pair, pair, sign;
+        and.b32 pair, pair, {0x000F000F << shift:#010x};
+        {copies}
+        and.b32 pair, pair, {0x80008000 | 0x00070007 << place:#010x};
         mov.b32 zero, 0x80008000;
         mov.b32 factor, {factor:#010x};
         fma.rn.{kind} $0, pair, factor, zero;
@@ -161,35 +165,65 @@ def add_int4_dot(
     HAS_EXPONENTS: tl.constexpr = word_rows.dtype.element_ty == tl.uint32
     if HAS_EXPONENTS:
         exponents = tl.load(word_rows + start // BLOCK)
-    for part in tl.static_range(HALF // PART):
-        low = start + part * PART + tl.arange(0, PART)
-        codes = tl.load(w_rows + (start // 2 + part * PART + tl.arange(0, PART))[None, :])
-        x_low = _loaded(x_rows, real_row, low, IN, BLOCK, WIDEN)
-        x_high = _loaded(x_rows, real_row, low + HALF, IN, BLOCK, WIDEN)
-        if HAS_EXPONENTS:
-            word = _power_of_two(exponents, part)
-            high_word = _power_of_two(exponents, HALF // PART + part)
-        else:
-            word = tl.load(word_rows + _group(start + part * PART, IN, GROUP, BLOCK))
-            high_word = word
-            if GROUP < BLOCK:
-                high_group = _group(start + HALF + part * PART, IN, GROUP, BLOCK)
-                high_word = tl.load(word_rows + high_group)
-        w_low = _numbers(codes, word, False, dtype, WIDEN)
-        w_high = _numbers(codes, high_word, True, dtype, WIDEN)
-        # E2M1 numbers times powers of two are exact in bfloat16.
-        if HAS_EXPONENTS and dtype != tl.float16:
-            w_low = w_low * word.to(w_low.dtype)[:, None]
-            w_high = w_high * high_word.to(w_high.dtype)[:, None]
-            total = tl.dot(w_low, x_low, total, input_precision="ieee")
-            total = tl.dot(w_high, x_high, total, input_precision="ieee")
-        elif GROUP == BLOCK:
-            product = tl.dot(w_low, x_low, input_precision="ieee")
-            product = tl.dot(w_high, x_high, product, input_precision="ieee")
-            total = _add_scaled(total, product, word)
-        else:
-            total = _add_scaled(total, tl.dot(w_low, x_low, input_precision="ieee"), word)
-            total = _add_scaled(total, tl.dot(w_high, x_high, input_precision="ieee"), high_word)
+    if HAS_EXPONENTS and dtype != tl.float16:
+        total = _add_exact(total, x_rows, real_row, w_rows, exponents, start, IN, BLOCK, WIDEN)
+    else:
+        for part in tl.static_range(HALF // PART):
+            low = start + part * PART + tl.arange(0, PART)
+            codes = tl.load(w_rows + (start // 2 + part * PART + tl.arange(0, PART))[None, :])
+            x_low = _loaded(x_rows, real_row, low, IN, BLOCK, WIDEN)
+            x_high = _loaded(x_rows, real_row, low + HALF, IN, BLOCK, WIDEN)
+            if HAS_EXPONENTS:
+                word = _power_of_two(exponents, part)
+                high_word = _power_of_two(exponents, HALF // PART + part)
+            else:
+                word = tl.load(word_rows + _group(start + part * PART, IN, GROUP, BLOCK))
+                high_word = word
+                if GROUP < BLOCK:
+                    high_group = _group(start + HALF + part * PART, IN, GROUP, BLOCK)
+                    high_word = tl.load(word_rows + high_group)
+            w_low = _numbers(codes, word, False, dtype, WIDEN)
+            w_high = _numbers(codes, high_word, True, dtype, WIDEN)
+            if GROUP == BLOCK:
+                product = tl.dot(w_low, x_low, input_precision="ieee")
+                product = tl.dot(w_high, x_high, product, input_precision="ieee")
+                total = _add_scaled(total, product, word)
+            else:
+                low_product = tl.dot(w_low, x_low, input_precision="ieee")
+                high_product = tl.dot(w_high, x_high, input_precision="ieee")
+                total = _add_scaled(_add_scaled(total, low_product, word), high_product, high_word)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _add_exact(
+    total: tl.tensor,
+    x_rows: tl.tensor,
+    real_row: tl.tensor,
+    w_rows: tl.tensor,
+    exponents: tl.tensor,
+    start: tl.tensor,
+    IN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> tl.tensor:
+    """As `add_int4_dot` of E2M1 numbers times powers of two, which are exact in bfloat16. Their
+    products are added in the order of the inputs, as those of a weight in bfloat16."""
+    PART: tl.constexpr = BLOCK // 4
+    within = tl.arange(0, PART)
+    codes = w_rows + (start // 2 + within)[None, :]
+    first, second = tl.load(codes), tl.load(codes + PART)
+    for number in tl.static_range(4):
+        x = _loaded(x_rows, real_row, start + number * PART + within, IN, BLOCK, WIDEN)
+        scale = _power_of_two(exponents, number)
+        own = first if number % 2 == 0 else second
+        w = _numbers(own, scale, number >= 2, x_rows.dtype.element_ty, WIDEN)
+        total = tl.dot(w * scale.to(w.dtype)[:, None], x, total, input_precision="ieee")
+    # Sums that are in flight over the end of the loop make ptxas run one wgmma after the other.
+    if not WIDEN:
+        total = tl.inline_asm_elementwise(
+            "", "=f,0", [total], dtype=tl.float32, is_pure=True, pack=1
+        )
     return total
 
 
@@ -224,6 +258,7 @@ def dequantise_int4_triton(
         GROUP=group,
         BLOCK=BLOCK,
         BLOCKS=BLOCKS_OF_PROGRAM,
+        WIDEN=out.device.type == "cpu",
         num_warps=NUM_WARPS,
         **programmatic_launch(out.device),
     )
@@ -239,6 +274,7 @@ def dequantise_int4_kernel(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    WIDEN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """A program has BLOCKS of the `num_blocks` blocks of inputs; all blocks of a row follow each
@@ -246,27 +282,32 @@ def dequantise_int4_kernel(
     begin(PDL)
     blocks = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)).to(tl.int64)
     HALF: tl.constexpr = BLOCK // 2
-    WIDTH: tl.constexpr = BLOCK if words.dtype.element_ty == tl.uint32 else GROUP
     is_block, per_row = blocks < num_blocks, tl.cdiv(IN, BLOCK)
     rows, firsts = blocks // per_row, blocks % per_row * BLOCK
     within = tl.arange(0, HALF)
     places = blocks[:, None] * HALF + within[None, :]
     # Each code is read once: what was written should stay in the L2 cache instead.
-    codes = tl.load(
-        stored + places, mask=is_block[:, None], other=0, eviction_policy="evict_first"
-    ).to(tl.int32)
+    codes = tl.load(stored + places, mask=is_block[:, None], other=0, eviction_policy="evict_first")
+    # E2M1 numbers times powers of two are exact in bfloat16.
+    dtype: tl.constexpr = tl.bfloat16 if out.dtype.element_ty == tl.bfloat16 else tl.float32
+    HAS_EXPONENTS: tl.constexpr = words.dtype.element_ty == tl.uint32
+    if HAS_EXPONENTS:
+        exponents = tl.load(words + blocks, mask=is_block, other=0)[:, None]
     for half in tl.static_range(2):
         inputs = firsts[:, None] + half * HALF + within[None, :]
         real = is_block[:, None] & (inputs < IN)
-        own = codes >> 4 * half & 15
-        places = rows[:, None] * tl.cdiv(IN, WIDTH) + inputs // WIDTH
-        word = tl.load(words + places, mask=real, other=0)
-        if word.dtype == tl.uint32:
+        if HAS_EXPONENTS:
             shift = (half * HALF + within[None, :]) // GROUP * 8
-            values = _e2m1(own) * _power_of_two(word >> shift, 0)
-        elif word.dtype == tl.float32:
-            values = _e2m1(own) * word
+            scale = _power_of_two(exponents >> shift, 0)
+            values = _numbers(codes, scale, half == 1, dtype, WIDEN)
+            values = values * scale.to(values.dtype)
         else:
-            values = (own - (word & 15)).to(tl.float32) * _scale(word)
+            own = (codes >> 4 * half & 15).to(tl.int32)
+            places = rows[:, None] * tl.cdiv(IN, GROUP) + inputs // GROUP
+            word = tl.load(words + places, mask=real, other=0)
+            if word.dtype == tl.float32:
+                values = _e2m1(own) * word
+            else:
+                values = (own - (word & 15)).to(tl.float32) * _scale(word)
         pointers = out + rows[:, None] * IN + inputs
         tl.store(pointers, values.to(out.dtype.element_ty), mask=real)

@@ -42,6 +42,8 @@ OUTPUTS = 64
 MIN_PROGRAMS = 256
 # A GEMM of 4-bit weights has more, since its tiles take less time: from it the chunks follow.
 INT4_PROGRAMS = 448
+# Of more rows than SPLIT_FROM two programs run on each of an H100's multiprocessors.
+SPLIT_FROM, PROGRAMS_AT_ONCE = 64, 264
 WIDE_FEATURES = 16384  # with 128 of them a program, most multiprocessors have one
 MIN_CHUNK = 1024  # fewer blocks would not fill a program's pipeline
 # The kernel converts a weight once for each tile, of 128 rows at most. Slices are converted once
@@ -52,7 +54,16 @@ MAX_KERNEL_ROWS = 256
 
 def chunk_of(out_features: int, in_features: int, programs: int = MIN_PROGRAMS) -> int:
     """Inputs of a chunk, a multiple of BLOCK. It decides the order of sums."""
-    wanted = -(-programs // -(-out_features // OUTPUTS))
+    return _chunk(-(-programs // -(-out_features // OUTPUTS)), in_features)
+
+
+def chunk_of_tiles(tiles: int, in_features: int) -> int:
+    """The same for many rows that need not be batch-invariant: their programs run at once."""
+    return _chunk(max(PROGRAMS_AT_ONCE // tiles, 1), in_features)
+
+
+def _chunk(wanted: int, in_features: int) -> int:
+    """wanted: chunks."""
     chunks = min(wanted, -(-in_features // MIN_CHUNK))
     return -(-in_features // (chunks * BLOCK)) * BLOCK
 
@@ -156,9 +167,11 @@ def tiled_scaled_linear(
             rows = rows_that_fit(tiling.rows, num_sums(scales, group, x.dtype), x.device)
             tiling = replace(tiling, rows=rows)
         tiles = -(-num_rows // tiling.rows) * -(-features // tiling.outputs)
+        may_split = group > 0 and not invariant and num_rows > SPLIT_FROM
         launch_scaled_linear(
             x, weight, scales, bias, output, tiling,
             spreads=tiles < MIN_PROGRAMS, adds=adds, group=group,
+            chunk=chunk_of_tiles(tiles, in_features) if may_split else 0,
         )  # fmt: skip
     return output
 
@@ -174,10 +187,11 @@ def launch_scaled_linear(
     spreads: bool,
     adds: bool,
     group: int = 0,
+    chunk: int = 0,
 ) -> None:
     """spreads: whether each chunk of a tile has its own program, if there are several. The chunks'
     sums are then written and read again as float32. adds: whether to add to what `output` holds.
-    group: as in `scaled_linear`."""
+    group: as in `scaled_linear`. chunk: its inputs; 0: those of any number of rows."""
     from tllm_spec.kernels.batch_invariant_linear_triton import add_chunks_kernel
     from tllm_spec.kernels.scaled_linear_triton import scaled_linear_kernel
 
@@ -190,7 +204,8 @@ def launch_scaled_linear(
     assert x.stride(1) == 1 == output.stride(1)
     assert output.shape == (num_rows, out_features) and output.dtype == x.dtype
     programs = INT4_PROGRAMS if group else MIN_PROGRAMS
-    chunk, pdl = chunk_of(out_features, in_features, programs), programmatic_launch(x.device)
+    chunk = chunk or chunk_of(out_features, in_features, programs)
+    pdl = programmatic_launch(x.device)
     num_chunks = -(-in_features // chunk)
     spreads = spreads and num_chunks > 1
     parts = output

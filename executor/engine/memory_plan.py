@@ -20,6 +20,7 @@ from tllm_spec.executor.sampling.working_memory import BYTES_PER_LOGIT, SAMPLING
 from tllm_spec.kernels.scaled_linear_slices import MAX_BYTES as MAX_SLICE_BYTES
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import DraftHead
+from tllm_spec.models.formats.stacked_weight import WIDE_BYTES
 from tllm_spec.models.mtp import NextnModules
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,8 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
       of the vocabulary, twice while they grow).
     * A slice of a quantised weight in 16 bits, and its sums (`kernels/scaled_linear_slices.py`),
       once more in the graphs' pool.
+    * Exact 4-bit weights of a layer's experts in 16 bits, of long prompts
+      (`models/formats/stacked_weight.py`).
     * Bitmasks of the sampled rows, where requests may have grammars.
     * With rejection sampling, the distributions that drafts are drawn from, and those of all
       drafts in float32, gathered and then spread over the target's vocabulary."""
@@ -127,6 +130,8 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
     num_bytes += 2 * 5 * num_requests * vocab_size
     if any(_has_slices(model) for model in models):
         num_bytes += 2 * 2 * MAX_SLICE_BYTES
+    if any(_widens_experts(model) for model in models):
+        num_bytes += WIDE_BYTES
     if args.guided_decoding_backend is not None:
         num_bytes += mask_words(num_rows, vocab_size) * torch.int32.itemsize
     for draft in models[1:]:
@@ -141,6 +146,11 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
 def _has_slices(model: ServedModel) -> bool:
     """Whether weights are quantised. Heads have none."""
     return any(getattr(model.config, name, None) is not None for name in ("fp8", "int4"))
+
+
+def _widens_experts(model: ServedModel) -> bool:
+    int4 = getattr(model.config, "int4", None)
+    return int4 is not None and int4.groups.has_exponents and model.config.moe is not None
 
 
 def _activation_bytes(num_rows: int, model: ServedModel) -> int:

@@ -24,12 +24,15 @@ from tllm_spec.executor.engine.free_memory import free_bytes, machine_bytes
 from tllm_spec.executor.engine.memory_plan import DUMMY_PAGES, plan_num_pages, round_bytes
 from tllm_spec.executor.engine.page_plan import GroupPlan, PoolPlan, own_groups
 from tllm_spec.executor.resources.kv_cache import SpanRoom
+from tllm_spec.kernels.int4_weights import MXFP4_GROUP
 from tllm_spec.kernels.key_spans import KeySpan
 from tllm_spec.kernels.kv_codes import UNSCALED
 from tllm_spec.kernels.scaled_linear_slices import MAX_BYTES
 from tllm_spec.llm import LLM
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.formats.int4_formats import Int4Groups
 from tllm_spec.models.formats.plain import CpuWeight
+from tllm_spec.models.formats.stacked_weight import WIDE_BYTES
 from tllm_spec.models.linear import Linear
 
 GEOMETRY = AttentionGeometry(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0)
@@ -131,6 +134,16 @@ def test_a_slice_of_an_fp8_weight_has_room() -> None:
     plain = round_bytes(args, [model])
     model.config.fp8 = object()
     assert round_bytes(args, [model]) - plain == 2 * 2 * MAX_BYTES
+
+
+@pytest.mark.parametrize(("size", "is_widened"), [(MXFP4_GROUP, True), (16, False)])
+def test_experts_in_mxfp4_have_room_in_16_bits(size: int, is_widened: bool) -> None:
+    args, model = LlmArgs(model="m"), model_of(8, 8, 8, torch.bfloat16)
+    model.config.int4 = SimpleNamespace(groups=Int4Groups(size, is_float=True))
+    model.config.moe = None
+    dense = round_bytes(args, [model])
+    model.config.moe = object()
+    assert round_bytes(args, [model]) - dense == WIDE_BYTES * is_widened
 
 
 class SharedDevice(Communicator):

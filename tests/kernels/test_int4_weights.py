@@ -36,6 +36,7 @@ from tllm_spec.kernels.int4_weights import (
 )
 from tllm_spec.kernels.scaled_linear import (
     MAX_KERNEL_ROWS,
+    chunk_of_tiles,
     int4_tiling_of,
     launch_scaled_linear,
     scaled_linear,
@@ -193,9 +194,10 @@ def test_the_kernel_equals_the_formula(
     form: tuple[int, bool], dtype: torch.dtype, device: str
 ) -> None:
     assert has_kernels(torch.device(device))
-    for num_rows, shape in ((1, SHAPES[2]), (70, SHAPES[0]), (3, SHAPES[1])):
+    for num_rows, shape in ((1, SHAPES[2]), (3, SHAPES[1]), (70, SHAPES[0])):
         p = problem(num_rows, shape, form, dtype, device)
         check(p.run(), p, p.bias)
+    check(p.run(invariant=False), p, p.bias)
     assert p.run(slice(0)).shape == (0, shape[1])
 
 
@@ -226,6 +228,12 @@ def test_many_rows_that_need_not_be_batch_invariant_multiply_slices(
     expected += p.total.double() * adds
     torch.testing.assert_close(found.double(), expected, rtol=2.0**-10, atol=1e-3)
     assert (found is total) == adds
+
+
+def test_many_rows_that_need_not_be_batch_invariant_have_as_many_chunks_as_run_at_once() -> None:
+    assert chunk_of_tiles(192, 4096) == chunk_of_tiles(896, 4096) == 4096
+    assert chunk_of_tiles(128, 14336) == 7168
+    assert chunk_of_tiles(1, 2144) == 768  # no chunk is much shorter than MIN_CHUNK
 
 
 @on_each_kernel_device

@@ -245,6 +245,20 @@ def test_the_number_of_rows_changes_no_bit_of_a_row_on_the_device(form: str, sha
         assert torch.equal(found, expected[37 : 37 + number]), number
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
+def test_exact_weights_of_4_bits_give_the_bits_of_the_same_weights_in_bfloat16() -> None:
+    p = problem("mxfp4 32", GPT_OSS, 1024, torch.bfloat16, "cuda")
+    layers = zip(p.layers, (p.gate_up, p.down), strict=True)
+    gate_up, down_ = (ExpertWeights(wide.bfloat16(), bias=own.bias) for own, wide in layers)
+    for number in (1, 60, 1024):
+        own = p.of(slice(number))
+        other = replace(own, layers=(gate_up, down_))
+        inner = own.inner(LIMIT)
+        assert torch.equal(other.inner(LIMIT), inner)
+        assert torch.equal(other.output(inner), own.output(inner))
+
+
 @only_with_the_compiler
 @pytest.mark.parametrize("form", ["block", "mxfp4 32"])
 def test_the_compiled_kernel_feeds_hoppers_tensor_cores(form: str) -> None:

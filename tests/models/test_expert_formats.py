@@ -13,11 +13,13 @@ from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
 from tllm_spec.kernels.moe_permute import moe_permute
 from tllm_spec.models.experts import Experts
+from tllm_spec.models.formats import stacked_weight
 from tllm_spec.models.formats.fp8_formats import ActivationScales
 from tllm_spec.models.formats.fp8_scaled import Fp8Tensor
 from tllm_spec.models.formats.int4_formats import Int4Groups
 from tllm_spec.models.formats.int4_tensor import Int4Tensor
 from tllm_spec.models.formats.stacked_codes import StackedCodes
+from tllm_spec.models.formats.stacked_weight import StackedInt4
 from tllm_spec.models.module import Placement
 from tllm_spec.models.moe import SparseMoE
 from tllm_spec.models.moe_shape import DEEPSEEK_NAMES, QWEN_NAMES, MoEConfig
@@ -137,6 +139,26 @@ def test_gates_and_ups_share_the_largest_static_scale_and_downs_have_their_own()
         for rank in range(2)
     ]
     assert torch.equal(*scales)
+
+
+def test_exact_weights_of_4_bits_are_dequantised_for_many_rows_if_they_take_no_more_than_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = (4, 64, 160)
+    placement = replace(SINGLE, dtype=torch.bfloat16, int4=Int4Groups(32, is_float=True))
+    weights = StackedInt4(shape, placement, None)
+    weights.weight.random_(0, 256)
+    weights.scales.random_(118, 125)
+    x, experts = torch.randn(16, 160).bfloat16(), torch.rand(16, 4).argsort(1)[:, :1].int()
+    rows, few = (moe_permute(each, 4, 16) for each in (experts, experts[1:]))
+    expected = weights.multiply(x, rows)
+    monkeypatch.setattr(stacked_weight, "WIDE_ROWS", 4)
+    assert weights.operands_for(x, rows).weight.shape == shape
+    torch.testing.assert_close(weights.multiply(x, rows), expected, rtol=2.0**-7, atol=1e-3)
+    assert weights.operands_for(x[1:], few) is weights.operands
+    assert weights.operands_for(x.half(), rows) is weights.operands
+    monkeypatch.setattr(stacked_weight, "WIDE_BYTES", 2 * 4 * 64 * 160 - 1)
+    assert weights.operands_for(x, rows) is weights.operands
 
 
 REFUSED = {

@@ -10,7 +10,6 @@ from torch import nn
 
 from tllm_spec.kernels.int4_weights import (
     BLOCK,
-    MXFP4_GROUP,
     exponent_words,
     int4_dequantised,
     packed,
@@ -74,7 +73,7 @@ def int4_parameters(
     group = groups.size or BLOCK
     word_type = torch.int32
     if groups.is_float:
-        word_type = torch.uint8 if group == MXFP4_GROUP else torch.float32
+        word_type = torch.uint8 if groups.has_exponents else torch.float32
     kinds = (
         (torch.uint8, row_bytes(in_features)),
         (word_type, row_words(in_features, group, word_type)),

@@ -24,6 +24,7 @@ file in gguf_tensors.py.
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tllm_spec.kernels.int4_weights import MXFP4_GROUP
 from tllm_spec.models.formats.fp8_formats import ModuleNames, lists_quantised
 
 Packing = Literal[
@@ -41,6 +42,11 @@ class Int4Groups:
     """Whether groups are neighbours only in an order of the inputs that each layer has."""
     is_float: bool = False
     """Whether codes are E2M1 numbers (MXFP4, NVFP4)."""
+
+    @property
+    def has_exponents(self) -> bool:
+        """Whether scales are powers of two (MXFP4)."""
+        return self.is_float and self.size == MXFP4_GROUP
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,16 @@ from torch import nn
 
 from tllm_spec.kernels.grouped_gemm import ExpertWeights, down, gate_up_silu
 from tllm_spec.kernels.grouped_tilings import Form
+from tllm_spec.kernels.int4_weights import dequantise_int4, is_exact
 from tllm_spec.kernels.moe_permute import ExpertRows
 from tllm_spec.models.formats.fp8_scaled import ScaledSlot, scaled_parameters
 from tllm_spec.models.formats.int4 import Int4Slot, check_slice, int4_parameters
 from tllm_spec.models.formats.weight_format import Part
 from tllm_spec.models.module import Placement, WeightSlot
+
+# Rows of an expert from which exact weights of 4 bits are dequantised, and the most bytes that the
+# experts of a layer may take then.
+WIDE_ROWS, WIDE_BYTES = 512, 1 << 30
 
 
 class StackedWeight:
@@ -53,11 +58,14 @@ class StackedWeight:
         limit: float | None = None,
     ) -> torch.Tensor:
         """See `gate_up_silu`, for x `[T, K]` of the model's dtype."""
-        return gate_up_silu(x, self.operands, rows, input_weights, limit=limit)
+        return gate_up_silu(x, self.operands_for(x, rows), rows, input_weights, limit=limit)
 
     def multiply(self, x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
         """See `down`, for x `[P, K]` of the model's dtype."""
-        return down(x, self.operands, rows)
+        return down(x, self.operands_for(x, rows), rows)
+
+    def operands_for(self, x: torch.Tensor, rows: ExpertRows) -> ExpertWeights:
+        return self.operands
 
 
 class StackedScaled(StackedWeight):
@@ -83,7 +91,10 @@ class StackedScaled(StackedWeight):
 
 
 class StackedInt4(StackedWeight):
-    """Weights of 4 bits with words as those of `Int4Tensors`, without an order of the inputs."""
+    """Weights of 4 bits with words as those of `Int4Tensors`, without an order of the inputs.
+
+    Weights that are exact in x's type are dequantised before many rows are multiplied, which
+    changes no bit of a result."""
 
     form: Form = "int4"
     scales: nn.Parameter
@@ -97,6 +108,18 @@ class StackedInt4(StackedWeight):
             check_slice(shape[2], placement.mapping.moe_tp_size, placement.int4)
         self.weight, self.scales, group = int4_parameters(shape, placement)
         self.operands = ExpertWeights(self.weight, self.scales, group, bias)
+        self.ep_size = placement.mapping.ep_size
+
+    def operands_for(self, x: torch.Tensor, rows: ExpertRows) -> ExpertWeights:
+        number, features, inputs = self.shape
+        num_rows = len(rows.order) // (number * self.ep_size)  # of an expert, on average
+        num_bytes = number * features * inputs * x.dtype.itemsize
+        if num_rows < WIDE_ROWS or num_bytes > WIDE_BYTES or not is_exact(self.scales, x.dtype):
+            return self.operands
+        wide = x.new_empty(self.shape)
+        codes, words = self.weight.flatten(0, 1), self.scales.flatten(0, 1)
+        dequantise_int4(codes, words, self.operands.group, wide.flatten(0, 1))
+        return ExpertWeights(wide, bias=self.operands.bias)
 
     def slots(
         self, module: str, expert: int | None, rows: slice, part: Part
