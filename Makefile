@@ -29,6 +29,8 @@ type: $(STAMP)
 
 # Child processes are many: what one has compiled the others read, wherever this is switched off.
 test test-all: export PYTHONDONTWRITEBYTECODE =
+# And each core has a worker already.
+test test-all: export OMP_NUM_THREADS = 1
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist worksteal

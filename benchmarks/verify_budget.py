@@ -4,7 +4,7 @@
     python -m benchmarks.verify_budget --device cpu --quick   # the zoo: shows that it runs
 
 simulated  without an engine, with round times of benchmarks.adaptive
-trees  the same with draft trees under fixed budgets, against the best chain for all of them
+trees  the same with draft trees, against the best chain for all of them
 rounds  tokens per second by batch size and traffic: every uniform draft length, every budget of
         rows, and enable_adaptive_verification, which chooses
 
@@ -22,7 +22,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -33,7 +32,7 @@ from benchmarks.harness.report import Options, Row, Subject, main, table
 from benchmarks.harness.scripted_tokens import MIXED, TokenScript, scripted_tokens
 from benchmarks.harness.simulated_rows import Simulation, round_ms
 from benchmarks.harness.simulated_trees import TreeSimulation
-from tllm_spec.config.draft_shape import DraftShape, chain_of
+from tllm_spec.config.draft_shape import DraftShape, DraftShapes
 from tllm_spec.config.verify_budget import with_budgets
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
@@ -46,7 +45,7 @@ TRAFFIC: Mapping[str, Sequence[float]] = {
 }  # fmt: skip
 TARGETS = {("mixed", 64): 1.12, ("mixed", 128): 1.15}
 SIZES = (16, 32, 64, 128, 256)
-TREES, TREE_ROWS, GAIN_TARGET = (DraftShape(7, 24, 2), DraftShape(5, 31, 4)), (3, 4, 6, 8, 12), 0.9
+TREES, GAIN_TARGET, MIN_GAIN = (DraftShape(7, 24, 2), DraftShape(5, 31, 4)), 0.9, 0.01
 QUICK_CELLS = (("mixed", 32), ("0.9", 32), ("mixed", 64), ("0.6", 64), ("mixed", 128))
 PROMPT_LEN, MAX_SEQ_LEN = 64, {True: 1200, False: 480}  # of the 8B shape, and of the zoo
 CHOICE = -1  # the player that chooses its tier
@@ -143,91 +142,66 @@ def all_keys(plan: BuildPlan, sizes: Sequence[int]) -> list[GraphKey]:
 
 
 def simulated(options: Options) -> Iterator[Row]:
-    shapes = with_budgets(STEPS[-1], STEPS)
-    tiers = (*STEPS, *shapes.budgeted_tiers)
+    number = 60 if options.quick else 300
     for batch_size in SIZES[:4]:
-        ms = {tier: round_ms(shapes.of(tier), batch_size) for tier in tiers}
-        for traffic, means in TRAFFIC.items():
-            simulation, number = Simulation(batch_size, means), 60 if options.quick else 300
-            choosing = AdaptiveController.from_config(
-                {"candidate_steps": STEPS},
-                graph_batch_sizes=SIZES,
-                round_times=MeasuredRoundTimes({batch_size: ms}),
-                shapes=shapes,
-            )
-            found = {
-                tier: [each / ms[tier] for each in tokens]
-                for tier in tiers
-                for tokens in [simulation.play(shapes.of(tier), number)]
-            }
-            best = max(STEPS, key=lambda tier: found[tier][0])
-            budget = max(shapes.budgeted_tiers, key=lambda tier: found[tier][0])
-            rate = found[best][0]
-            yield {
-                "batch_size": batch_size,
-                "traffic": traffic,
-                "best": best,
-                "plain": found[0][0] / rate,
-                "oracle": max(oracle for _, oracle in found.values()) / rate,
-                "budget": found[budget][0] / rate,
-                "best_budget": str(shapes.name(budget)),
-                "chosen": simulation.chosen_rate(choosing, shapes, number) / rate,
-            }
+        for traffic in TRAFFIC:
+            yield simulated_row(with_budgets(STEPS[-1], STEPS), batch_size, traffic, number)
 
 
 def trees(options: Options) -> Iterator[Row]:
-    number = 20 if options.quick else 100
-    for batch_size in (8, 32):
-        for traffic in ("mixed", "0.8", "0.6"):
-            means, chains = TRAFFIC[traffic], Simulation(batch_size, TRAFFIC[traffic])
-            found = {
-                length: chains.play(chain_of(length), number).reached
-                / round_ms(chain_of(length), batch_size)
-                for length in STEPS
-            }
-            best = max(STEPS, key=found.__getitem__)
-            reached, oracle, whole = dict[str, float](), 0.0, 0.0
-            for tree in TREES:
-                budgets = [*TREE_ROWS, tree.window]
-                played = TreeSimulation(batch_size, means).play(tree, budgets, number)
-                for rows, tokens in played.items():
-                    shape = replace(tree, mean_rows=rows)
-                    rate = found[best] * round_ms(shape, batch_size)
-                    reached[shape.name] = tokens.reached / rate
-                    oracle = max(oracle, tokens.oracle / rate)
-                    whole = whole if shape.is_ragged else max(whole, tokens.reached / rate)
-            chosen = max(reached, key=reached.__getitem__)
-            yield {
-                "batch_size": batch_size,
-                "traffic": traffic,
-                "best": best,
-                "oracle": oracle,
-                "whole": whole,
-                "reached": reached[chosen],
-                "shape": chosen,
-            }
+    number = 20 if options.quick else 300
+    for tree in TREES:
+        shapes = with_budgets(tree.depth, [n for n in STEPS if n <= tree.depth], tree)
+        for batch_size in (8, 32):
+            for traffic in ("mixed", "0.8", "0.6", "0.3"):
+                row = simulated_row(shapes, batch_size, traffic, number)
+                yield {"tree": tree.name} | row
+
+
+def simulated_row(shapes: DraftShapes, batch_size: int, traffic: str, number: int) -> Row:
+    """Every tier for so many rounds, and the choice after as many."""
+    lengths = [0, *(tier for tier in shapes.compared_tiers if tier not in shapes.budgeted_tiers)]
+    tiers = (*lengths, *shapes.budgeted_tiers)
+    ms = {tier: round_ms(shapes.of(tier), batch_size) for tier in tiers}
+    choosing = AdaptiveController.from_config(
+        {"candidate_steps": lengths},
+        graph_batch_sizes=(batch_size,),
+        round_times=MeasuredRoundTimes({batch_size: ms}),
+        shapes=shapes,
+    )
+    kind, means = TreeSimulation if shapes.has_trees else Simulation, TRAFFIC[traffic]
+    found = {
+        tier: [each / ms[tier] for each in kind(batch_size, means).play(shapes.of(tier), number)]
+        for tier in tiers
+    }
+    best = max(lengths, key=lambda tier: found[tier][0])
+    budget = max(shapes.budgeted_tiers, key=lambda tier: found[tier][0])
+    rate = found[best][0]
+    return {
+        "batch_size": batch_size,
+        "traffic": traffic,
+        "best": best,
+        "plain": found[0][0] / rate,
+        "oracle": max(oracle for _, oracle in found.values()) / rate,
+        "budget": found[budget][0] / rate,
+        "best_budget": str(shapes.name(budget)),
+        "chosen": kind(batch_size, means).chosen_rate(choosing, shapes, number) / rate,
+    }
 
 
 def trees_table(rows: Sequence[Row]) -> list[str]:
     lines = []
     for row in rows:
-        found = [f"{row[name]:.3f}" for name in ("oracle", "whole", "reached")]
-        share = (row["reached"] - 1) / (row["oracle"] - 1)
-        has_gain = row["oracle"] > 1
-        gain = f"{share:.2f} (target {GAIN_TARGET})" + " missed" * (share < GAIN_TARGET)
-        own = [str(row["batch_size"]), row["traffic"], str(row["best"])]
-        found[2] += f" ({row['shape']})"
-        lines.append([*own, *found, gain if has_gain else "no gain"])
-    titles = (
-        "batch",
-        "traffic",
-        "best chain",
-        "oracle",
-        "best whole tree",
-        "reached",
-        "of its gain",
-    )
-    return table(titles, lines)
+        gain = row["oracle"] - 1
+        share = (row["chosen"] - 1) / gain if gain > MIN_GAIN else None
+        missed = " missed" * (share is not None and share < GAIN_TARGET)
+        shown = "no gain" if share is None else f"{share:.2f} (target {GAIN_TARGET}){missed}"
+        found = [f"{row[name]:.3f}" for name in ("oracle", "budget", "chosen")]
+        found[1] += f" ({row['best_budget']})"
+        own = [str(row[name]) for name in ("tree", "batch_size", "traffic", "best")]
+        lines.append([*own, *found, shown])
+    titles = ("tree", "batch", "traffic", "best chain", "oracle", "best budget", "chosen")
+    return table((*titles, "of its gain"), lines)
 
 
 def rounds(options: Options) -> Iterator[Row]:

@@ -221,11 +221,13 @@ class PyExecutor:
                 request.reported_cached_tokens = self.parts.kv.cache.reported_len(
                     request.kv_len, request.cache_salt
                 )
-        if ending := batch.last_chunk_requests:
-            batch.new_shape = self.parts.slots.shapes.of(self._tier_for(ending))
-        if batch.generation_requests:
+        generating = batch.generation_requests
+        if batch.drafts_after_contexts and not any(each.draft_limit for each in generating):
+            ending = batch.last_chunk_requests
+            batch.new_shape = self.parts.slots.shapes.of(self._tier_for(generating + ending))
+        elif generating:
             batch.new_shape = shape
-        else:
+        if not generating:
             batch.shape = NO_DRAFTS
         return batch
 

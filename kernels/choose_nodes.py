@@ -9,9 +9,11 @@ import torch
 
 from tllm_spec.kernels.beam_pool import DraftTree
 from tllm_spec.kernels.choose_rows import (
+    BRANCH,
     ChosenRows,
     DraftValues,
     best_drafts,
+    expected_drafts,
     features_at,
     features_of,
     follow,
@@ -42,17 +44,18 @@ def choose_nodes(
     num_rows: int,
 ) -> ChosenRows:
     """As `choose_rows`, for trees of `depth` at most in the windows of slots `[B]`, whose features,
-    tokens and trees are put into the new order. Nothing is expected of other budgets."""
+    tokens and trees are put into the new order. `expected` is of the drafts as they were."""
     parents = trees.parents.index_select(0, slots)[:, :window]
     num_drafts = tables.num_drafts.index_select(0, slots)
     chances = probabilities(values, slots)[:, : window - 1]
+    levels = levels_of(trees.depths.index_select(0, slots)[:, :window], parents, depth)
+    expected = expected_drafts(values, node_values(chances, parents, depth), num_drafts, levels)
     worth = node_values(offered(values, slots, chances), parents, depth)
     number = num_rows - len(slots)
     is_chosen = best_drafts(worth, num_drafts, window - 1, number, pads=True)
     reorder(values, tables, trees, slots, is_chosen)
     counts = is_chosen.sum(1)
     ends = torch.nn.functional.pad((counts + 1).cumsum(0), (1, 0))
-    expected = slots.new_zeros((len(slots), 0))
     return ChosenRows(ends.to(torch.int32), torch.minimum(num_drafts, counts), expected)
 
 
@@ -62,6 +65,15 @@ def node_values(chances: torch.Tensor, parents: torch.Tensor, depth: int) -> tor
     for _ in range(depth - 1):
         values[:, 1:] = chances * values.gather(1, parents)[:, 1:]
     return values[:, 1:]
+
+
+def levels_of(depths: torch.Tensor, parents: torch.Tensor, depth: int) -> torch.Tensor:
+    """The depths of nodes, `[B, W-1]`, to which BRANCH is added where a node on the path is not the
+    first child; depths, parents `[B, W]`."""
+    own = parents[:, 1:]
+    has_sibling_before = (own.unsqueeze(2) == own.unsqueeze(1)).tril(-1).any(2)
+    is_first = node_values((~has_sibling_before).to(torch.float32), parents, depth)
+    return depths[:, 1:] + BRANCH * (is_first == 0)
 
 
 def reorder(

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from tllm_spec.kernels.choose_rows import (
+    BRANCH,
     EXPECTED_SCALE,
     MAX_SLOT_NUMBER,
     NUM_FEATURES,
@@ -40,24 +41,28 @@ def choose_nodes_triton(
     stored = (trees.parents, trees.depths, trees.bits, trees.order)
     assert all(each.stride() == trees.parents.stride() for each in stored)
     batch, length, device = len(slots), window - 1, slots.device
-    node_values = torch.empty((batch, length), dtype=torch.float32, device=device)
+    num_budgets = len(values.budgets)
+    node_values = torch.empty(
+        (1 + (num_budgets > 0), batch, length), dtype=torch.float32, device=device
+    )
     is_chosen = torch.empty((batch, length), dtype=torch.int32, device=device)
+    levels = torch.empty_like(is_chosen) if num_budgets else None
     offsets = torch.empty(batch + 1, dtype=torch.int32, device=device)
-    num_verified, expected = torch.empty_like(slots), slots.new_empty((batch, 0))
+    num_verified, expected = torch.empty_like(slots), slots.new_empty((batch, num_budgets))
     features = (values.features, values.features.stride(0))
     own = (*features, values.of_feature, values.of_slot, values.num_idle)
     block, launch = triton.next_power_of_2(window), programmatic_launch(device)
-    _find_values[(batch,)](
-        *(*own, trees.parents, trees.parents.stride(0), slots, node_values, depth),
-        *(window, block, OFFERED_ROUNDS, OFFERED),
+    _find_values[(batch, len(node_values))](
+        *(*own, trees.parents, trees.depths, trees.parents.stride(0), slots, node_values, levels),
+        *(depth, window, block, OFFERED_ROUNDS, OFFERED, BRANCH),
         **launch,
         num_warps=1,
     )
-    choose_kernel[(1,)](
+    choose_kernel[(1 + num_budgets,)](
         *(*own, values.budgets, tables.num_drafts, slots, offsets, num_verified, expected),
-        *(node_values, is_chosen, batch, num_rows - batch, length, 0, length),
+        *(node_values, levels, is_chosen, batch, num_rows - batch, length, num_budgets, length),
         *(triton.next_power_of_2(batch), triton.next_power_of_2(length)),
-        *(OFFERED_ROUNDS, OFFERED, EXPECTED_SCALE),
+        *(OFFERED_ROUNDS, OFFERED, EXPECTED_SCALE, BRANCH),
         **launch,
         num_warps=NUM_WARPS,
     )
@@ -91,27 +96,42 @@ def learn_nodes_triton(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["stride", "parents_stride", "depth"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["stride", "trees_stride", "limit"])  # type: ignore[untyped-decorator]  # triton has no types
 def _find_values(
     features: tl.tensor, stride: tl.tensor, of_feature: tl.tensor, of_slot: tl.tensor,
-    num_idle: tl.tensor, parents: tl.tensor, parents_stride: tl.tensor, slots: tl.tensor,
-    node_values: tl.tensor, depth: tl.tensor, width: tl.constexpr, block: tl.constexpr,
-    OFFERED_ROUNDS: tl.constexpr, OFFERED: tl.constexpr, PDL: tl.constexpr,
+    num_idle: tl.tensor, parents: tl.tensor, depths: tl.tensor, trees_stride: tl.tensor,
+    slots: tl.tensor, node_values: tl.tensor, levels: tl.tensor, limit: tl.tensor,
+    width: tl.constexpr, block: tl.constexpr, OFFERED_ROUNDS: tl.constexpr, OFFERED: tl.constexpr,
+    BRANCH: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     begin(PDL)
     request, node = tl.program_id(0).to(tl.int64), tl.arange(0, block)
     slot, is_draft = tl.load(slots + request), (node > 0) & (node < width)
-    parent = tl.load(parents + slot * parents_stride + node, mask=is_draft, other=0)
+    stored = slot * trees_stride + node
+    parent = tl.load(parents + stored, mask=is_draft, other=0)
     parent = tl.maximum(parent, 0).to(tl.int32)
     feature = tl.load(features + slot * stride + node - 1, mask=is_draft, other=0)
     number = tl.load(of_feature + feature, mask=is_draft, other=0.0) + tl.load(of_slot + slot)
-    is_due = tl.load(num_idle + slot) >= OFFERED_ROUNDS - 1
+    is_due = (tl.load(num_idle + slot) >= OFFERED_ROUNDS - 1) & (tl.program_id(1) == 0)
     chance = tl.where(is_due & (node == 1), OFFERED, tl.sigmoid(number))
     chance = tl.where(node == 0, 1.0, chance)
     value = chance
-    for _ in range(1, depth):
+    for _ in range(1, limit):
         value = chance * tl.where(node == 0, 1.0, tl.gather(value, parent, 0))
-    tl.store(node_values + request * (width - 1) + node - 1, value, mask=is_draft)
+    places = request * (width - 1) + node - 1
+    offset = tl.program_id(1) * tl.num_programs(0) * (width - 1)
+    tl.store(node_values + offset + places, value, mask=is_draft)
+    if levels is not None:
+        is_further = node < 0
+        for index in range(1, width):
+            other = tl.sum(tl.where(node == index, parent, 0), 0)
+            is_further |= (node > index) & (parent == other)
+        branches = is_further & is_draft
+        for _ in range(1, limit):
+            branches |= tl.gather(branches.to(tl.int32), parent, 0) > 0
+        level = tl.load(depths + stored, mask=is_draft, other=0).to(tl.int32)
+        level += tl.where(branches, BRANCH, 0)
+        tl.store(levels + places, level, mask=is_draft)
 
 
 @triton.jit(do_not_specialize=["window_stride", "trees_stride", "stride"])  # type: ignore[untyped-decorator]  # triton has no types

@@ -25,14 +25,15 @@ MAX_SLOT_NUMBER = 6.0
 OFFERED = 2.0  # the value of a draft that is verified whatever is predicted
 PRIOR_LOGIT = 0.5  # of drafts without a probability
 EXPECTED_SCALE = 4096
+BRANCH = 64  # more than the depth of any tree
 
 
 @dataclass(frozen=True)
 class DraftValues:
     """`features` `[S, K]` int32: of the drafts in each slot, of trees by node. `of_feature`
     `[NUM_FEATURES]` and `of_slot` `[S]` float32: log odds, which are added. `num_idle` `[S]` int32:
-    rounds since a draft of the slot was verified. `budgets` `[C, 2]` float32: of what else a round
-    could verify, drafts of a request at most and rows of a request on average."""
+    rounds since a draft of the slot was verified. `budgets` `[C, 3]` float32: of what else a round
+    could verify, the depth, rows of a request on average, and children of a draft at most."""
 
     features: torch.Tensor
     of_feature: torch.Tensor
@@ -46,7 +47,7 @@ class DraftValues:
         num_slots: int,
         num_drafts: int,
         device: torch.device,
-        budgets: Sequence[tuple[int, float]] = (),
+        budgets: Sequence[tuple[int, float, int]] = (),
     ) -> "DraftValues":
         """Before anything was verified: a drafter's log odds are believed by half. What it thinks
         unlikely is hardly ever verified, and would keep too low a value. num_drafts: K."""
@@ -58,7 +59,7 @@ class DraftValues:
             torch.cat((middles.logit() / 2, others)),
             torch.zeros(num_slots, device=device),
             torch.zeros(num_slots, dtype=torch.int32, device=device),
-            torch.tensor(budgets, dtype=torch.float32, device=device).view(-1, 2),
+            torch.tensor(budgets, dtype=torch.float32, device=device).view(-1, 3),
         )
 
 
@@ -95,21 +96,27 @@ def choose_rows(
     length, own = window - 1, num_drafts.index_select(0, slots)
     chances = probabilities(values, slots)
     worth = chances.cumprod(1)
-    expected = [
-        best_drafts(worth, own, int(depth), ceil(len(slots) * (mean - 1)))
-        for depth, mean in values.budgets.tolist()
-    ]
-    sums = [(worth[:, : chosen.shape[1]] * chosen).sum(1) for chosen in expected]
+    levels = torch.arange(1, 1 + worth.shape[1], device=slots.device).expand_as(worth)
+    expected = expected_drafts(values, worth, own, levels)
     worth = offered(values, slots, chances).cumprod(1)
     chosen = best_drafts(worth, own, length, num_rows - len(slots), pads=True)
     counts = chosen.sum(1)
     ends = torch.nn.functional.pad((counts + 1).cumsum(0), (1, 0))
-    scaled = [(each * EXPECTED_SCALE).round().to(torch.int64) for each in sums]
-    return ChosenRows(
-        ends.to(torch.int32),
-        torch.minimum(own, counts),
-        torch.stack(scaled, 1) if scaled else slots.new_zeros((len(slots), 0)),
-    )
+    return ChosenRows(ends.to(torch.int32), torch.minimum(own, counts), expected)
+
+
+def expected_drafts(
+    values: DraftValues, worth: torch.Tensor, num_drafts: torch.Tensor, levels: torch.Tensor
+) -> torch.Tensor:
+    """`ChosenRows.expected`. worth, levels `[B, K]`: the drafts' values and depths, to which
+    BRANCH is added where a draft on the path is not the first child."""
+    sums = [worth.new_zeros((0, len(worth)))]
+    for depth, mean_rows, topk in values.budgets.tolist():
+        is_open = (levels if topk == 1 else levels % BRANCH) <= depth
+        number = ceil(len(worth) * (mean_rows - 1))
+        chosen = best_drafts(worth * is_open, num_drafts, worth.shape[1], number)
+        sums.append((worth * is_open * chosen).sum(1, keepdim=True).T)
+    return (torch.cat(sums).T * EXPECTED_SCALE).round().to(torch.int64)
 
 
 def best_drafts(

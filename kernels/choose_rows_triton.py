@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from tllm_spec.kernels.choose_rows import (
+    BRANCH,
     EXPECTED_SCALE,
     MAX_SLOT_NUMBER,
     NUM_FEATURES,
@@ -36,7 +37,7 @@ def choose_rows_triton(
     choose_kernel[(1 + num_budgets,)](
         *(values.features, values.features.stride(0), values.of_feature, values.of_slot),
         *(values.num_idle, values.budgets, num_drafts, slots, offsets, num_verified, expected),
-        *(None, None),
+        *(None, None, None),
         *(batch, num_rows - batch, window - 1, num_budgets),
         length,
         triton.next_power_of_2(batch),
@@ -44,6 +45,7 @@ def choose_rows_triton(
         OFFERED_ROUNDS,
         OFFERED,
         EXPECTED_SCALE,
+        BRANCH,
         **programmatic_launch(slots.device),
         num_warps=NUM_WARPS,
     )
@@ -109,13 +111,14 @@ def choose_kernel(
     features: tl.tensor, stride: tl.tensor, of_feature: tl.tensor, of_slot: tl.tensor,
     num_idle: tl.tensor, budgets: tl.tensor, all_num_drafts: tl.tensor, slots: tl.tensor,
     offsets: tl.tensor, num_verified: tl.tensor, expected: tl.tensor, node_values: tl.tensor,
-    is_chosen: tl.tensor, batch: tl.tensor, num_more: tl.tensor, depth: tl.tensor,
-    num_budgets: tl.tensor, length: tl.constexpr, block_b: tl.constexpr, block_k: tl.constexpr,
-    OFFERED_ROUNDS: tl.constexpr, OFFERED: tl.constexpr, EXPECTED_SCALE: tl.constexpr,
-    PDL: tl.constexpr,
+    levels: tl.tensor, is_chosen: tl.tensor, batch: tl.tensor, num_more: tl.tensor,
+    depth: tl.tensor, num_budgets: tl.tensor, length: tl.constexpr, block_b: tl.constexpr,
+    block_k: tl.constexpr, OFFERED_ROUNDS: tl.constexpr, OFFERED: tl.constexpr,
+    EXPECTED_SCALE: tl.constexpr, BRANCH: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The first program chooses, each other one adds up what a budget would bring. node_values,
-    is_chosen `[B, length]`: of the nodes of trees, where there are no budgets; None: of chains."""
+    """The first program chooses, each other one adds up what a budget would bring. node_values
+    `[2, B, length]` (the second without OFFERED), levels, is_chosen `[B, length]`: of the nodes of
+    trees; None: of chains, levels also where there are no budgets."""
     begin(PDL)
     budget = tl.program_id(0) - 1
     request, column = tl.arange(0, block_b), tl.arange(0, block_k)
@@ -123,11 +126,12 @@ def choose_kernel(
     slot = tl.load(slots + request, mask=is_own, other=0)
     own = tl.load(of_slot + slot, mask=is_own, other=0.0)
     num_drafts = tl.load(all_num_drafts + slot, mask=is_own, other=0).to(tl.int32)
+    is_chain = budget < -1
     if budget >= 0:
-        depth = tl.load(budgets + 2 * budget).to(tl.int32)
-        mean_more = tl.load(budgets + 2 * budget + 1) - 1
+        depth = tl.load(budgets + 3 * budget).to(tl.int32)
+        mean_more = tl.load(budgets + 3 * budget + 1) - 1
+        is_chain = tl.load(budgets + 3 * budget + 2) == 1
         num_more = tl.ceil(mean_more * batch.to(tl.float32)).to(tl.int32)
-        num_more = tl.minimum(num_more, batch * depth)
     is_place = is_own[:, None] & (column < length)[None, :]
     places = request[:, None] * length + column[None, :]
     if node_values is None:
@@ -137,12 +141,17 @@ def choose_kernel(
         chance = tl.where(is_due[:, None] & (column == 0)[None, :], OFFERED, chance)
         value = tl.cumprod(chance, 1)
     else:
-        value = tl.load(node_values + places, mask=is_place, other=0.0)
+        own_values = node_values + tl.where(budget < 0, 0, batch * length)
+        value = tl.load(own_values + places, mask=is_place, other=0.0)
     # Places without a draft come last, those that are none do not take part.
     exists = column[None, :] < num_drafts[:, None]
     key = tl.where(exists, value.to(tl.int32, bitcast=True) + 1, 0)
-    key = tl.where(is_place & (column < depth)[None, :], key, -1)
-    chosen = _best(key, num_more)
+    if levels is None:
+        is_open = is_place & (column < depth)[None, :]
+    else:
+        level = tl.load(levels + places, mask=is_place, other=0)
+        is_open = is_place & (tl.where(is_chain, level, level % BRANCH) <= depth)
+    chosen = _best(tl.where(is_open, key, -1), num_more)
     if budget < 0:
         count = tl.sum(chosen.to(tl.int32), 1)
         verified = tl.minimum(num_drafts, count).to(tl.int64)

@@ -166,11 +166,12 @@ def _attend_to_split(
             KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, False, BLOCK_N, BLOCK_D,
         )
         first = tl.maximum(first, common)
-    return _attend(
+    top, total, mixed = _attend(
         top, total, mixed, queries, ends, bits, first_keys, layer, table, kv_head, first,
         end, lowest, num_old, log2_scale, value_offset,
         KV_HEADS, HEAD_DIM, PAGE_SIZE, SPAN, TREE, BLOCK_N, BLOCK_D,
     )
+    return top, total, mixed
 # fmt: on
 
 

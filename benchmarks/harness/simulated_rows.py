@@ -13,6 +13,7 @@ from tllm_spec.config.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.kernels.choose_rows import (
     EXPECTED_SCALE,
+    ChosenRows,
     DraftValues,
     choose_rows,
     features_of,
@@ -30,7 +31,7 @@ class Tokens(NamedTuple):
     oracle: float
 
 
-class _Round(NamedTuple):
+class Round(NamedTuple):
     """`expected`: of the batch, by budget."""
 
     tokens: Tokens
@@ -48,7 +49,7 @@ class Simulation:
 
     def play(self, shape: DraftShape, rounds: int) -> Tokens:
         """Rounds of this shape, after some that are not counted."""
-        values = self._values(shape.depth)
+        values = self._values(shape.num_nodes)
         played = [self._round(values, shape).tokens for _ in range(WARM_UP_ROUNDS + rounds)]
         reached, oracle = zip(*played[WARM_UP_ROUNDS:], strict=True)
         return Tokens(sum(reached) / rounds, sum(oracle) / rounds)
@@ -56,7 +57,10 @@ class Simulation:
     def chosen_rate(self, own: AdaptiveController, shapes: DraftShapes, rounds: int) -> float:
         """Tokens a millisecond of rounds whose tiers the controller chooses, after as many rounds
         that are not counted."""
-        batch_size, values = len(self._slots), self._values(shapes.longest.depth, shapes.budgets)
+        batch_size, values = (
+            len(self._slots),
+            self._values(shapes.longest.num_nodes, shapes.budgets),
+        )
         tokens = ms = 0.0
         for number in range(2 * rounds):
             tier = own.tier_for(batch_size)
@@ -68,13 +72,15 @@ class Simulation:
                 ms += round_ms(shapes.of(tier), batch_size)
         return tokens / ms
 
-    def _values(self, depth: int, budgets: Sequence[tuple[int, float]] = ()) -> DraftValues:
-        return DraftValues.of_slots(len(self._slots), depth, torch.device("cpu"), budgets)
+    def _values(
+        self, num_drafts: int, budgets: Sequence[tuple[int, float, int]] = ()
+    ) -> DraftValues:
+        return DraftValues.of_slots(len(self._slots), num_drafts, torch.device("cpu"), budgets)
 
-    def _round(self, values: DraftValues, shape: DraftShape) -> _Round:
+    def _round(self, values: DraftValues, shape: DraftShape) -> Round:
         batch_size, depth = len(self._slots), shape.depth
         if not depth:
-            return _Round(Tokens(batch_size, batch_size), [0] * batch_size, [])
+            return Round(Tokens(batch_size, batch_size), [0] * batch_size, [])
         index = torch.randint(QUANTILES, (batch_size, depth), generator=self._generator)
         probs = self._table.gather(1, index)
         noise = NOISE * torch.randn(probs.shape, generator=self._generator)
@@ -88,8 +94,13 @@ class Simulation:
         is_verified = torch.arange(depth) < chosen.num_verified.unsqueeze(1)
         best = paths.flatten().sort(descending=True).values[: num_rows - batch_size]
         tokens = batch_size + float((paths * is_verified).sum()), batch_size + float(best.sum())
+        return self._played(Tokens(*tokens), num_accepted, chosen, shape)
+
+    def _played(
+        self, tokens: Tokens, num_accepted: torch.Tensor, chosen: ChosenRows, shape: DraftShape
+    ) -> Round:
         expected = chosen.expected.sum(0) / EXPECTED_SCALE if shape.is_ragged else torch.empty(0)
-        return _Round(Tokens(*tokens), num_accepted.tolist(), expected.tolist())
+        return Round(tokens, num_accepted.tolist(), expected.tolist())
 
 
 @cache

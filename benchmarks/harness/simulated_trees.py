@@ -2,13 +2,11 @@
 references from what the drafter says. The first child of a draft has a probability like one of a
 chain, and each further child 0.4 of what is left."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
-from benchmarks.harness.scripted_tokens import NOISE, QUANTILES, quantiles
-from benchmarks.harness.simulated_rows import WARM_UP_ROUNDS, Tokens
+from benchmarks.harness.scripted_tokens import NOISE, QUANTILES
+from benchmarks.harness.simulated_rows import Round, Simulation, Tokens
 from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.kernels.beam_pool import BeamPool, DraftTree
 from tllm_spec.kernels.choose_nodes import (
@@ -24,31 +22,8 @@ from tllm_spec.kernels.slot_tables import SlotTables, TreeTables
 FURTHER_SHARE = 0.4  # of the remainder, that the next child is right
 
 
-class TreeSimulation:
-    """means: as `TokenScript.set_means`. `_shares` `[B, M, 2]`: where in the unit interval lies
-    the target's choice, if it is the candidate."""
-
-    def __init__(self, batch_size: int, means: Sequence[float], seed: int = 0) -> None:
-        rows = [quantiles(means[slot % len(means)]) for slot in range(batch_size)]
-        self._table, self._slots = torch.stack(rows), torch.arange(batch_size)
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def play(self, tree: DraftShape, budgets: Sequence[float], rounds: int) -> dict[float, Tokens]:
-        """The mean tokens of a round that verifies the best nodes, by rows of a request on average,
-        after some that are not counted. All have the same trees."""
-        number, device = tree.num_nodes, torch.device("cpu")
-        own = {rows: DraftValues.of_slots(len(self._slots), number, device) for rows in budgets}
-        played = {rows: list[Tokens]() for rows in budgets}
-        for _ in range(WARM_UP_ROUNDS + rounds):
-            drawn, shares = self._draw(tree)
-            coins = torch.rand(drawn.parents.shape, generator=self._generator)
-            for rows, values in own.items():
-                played[rows].append(self._round(values, tree, rows, drawn, shares, coins))
-        means = {}
-        for rows, found in played.items():
-            reached, oracle = zip(*found[WARM_UP_ROUNDS:], strict=True)
-            means[rows] = Tokens(sum(reached) / rounds, sum(oracle) / rounds)
-        return means
+class TreeSimulation(Simulation):
+    """Where a round's tokens are drawn with the same seed, its trees do not depend on its rows."""
 
     def _draw(self, tree: DraftShape) -> tuple[DraftTree, torch.Tensor]:
         """Trees whose tokens are the numbers of the candidates, and the candidates' shares."""
@@ -80,39 +55,40 @@ class TreeSimulation:
         shares = torch.stack((ends - true, ends), 3)
         return said, shares.gather(2, order.unsqueeze(3).expand_as(shares)).flatten(1, 2)
 
-    def _round(
-        self,
-        values: DraftValues,
-        tree: DraftShape,
-        rows: float,
-        drawn: DraftTree,
-        shares: torch.Tensor,
-        coins: torch.Tensor,
-    ) -> Tokens:
-        """coins `[B, W]`: the target's choice after each node."""
-        batch, window = len(self._slots), tree.window
-        num_rows = min(batch * window, round(batch * rows))
-        values.features.copy_(features_of_tree(drawn))
+    def _round(self, values: DraftValues, shape: DraftShape) -> Round:
+        """`shares` `[B, M, 2]`: where in the unit interval lies the target's choice, if it is the
+        candidate."""
+        if not shape.depth:
+            return super()._round(values, shape)
+        drawn, shares = self._draw(shape)
+        # The target's choice after each node.
+        coins = torch.rand(drawn.parents.shape, generator=self._generator)
+        batch, window, number = len(self._slots), shape.window, shape.num_nodes
+        num_rows = shape.num_rows(batch)
+        values.features[:, :number] = features_of_tree(drawn)
         own = shares.gather(1, drawn.tokens.unsqueeze(2).expand(-1, -1, 2))
         chances = own[:, :, 1] - own[:, :, 0]
-        worth = node_values(chances, drawn.parents, tree.depth)
-        numbers = torch.full_like(self._slots, tree.num_nodes)
-        best = best_drafts(worth, numbers, tree.num_nodes, num_rows - batch)
+        worth = node_values(chances, drawn.parents, shape.depth)
+        numbers = torch.full_like(self._slots, number)
+        best = best_drafts(worth, numbers, number, num_rows - batch)
         coin = coins.gather(1, drawn.parents[:, 1:])
         is_right = (own[:, :, 0] <= coin) & (coin < own[:, :, 1])
         tables = SlotTables(numbers, F.pad(drawn.tokens, (1, 0)), numbers, numbers)
+        room = (0, values.features.shape[1] - number)  # after smaller trees than the largest
         parts = (drawn.parents, drawn.depths, drawn.bits, drawn.parents)
-        trees = TreeTables(*(each.clone() for each in parts))
-        places = values, tables, trees, self._slots, window, tree.depth, num_rows
+        trees = TreeTables(*(F.pad(each, room, value=-1) for each in parts))
+        places = values, tables, trees, self._slots, window, shape.depth, num_rows
         chosen = choose_nodes.reference(*places)
-        order = trees.order[:, 1:] - 1
-        is_verified = torch.arange(tree.num_nodes) < chosen.num_verified.unsqueeze(1)
+        order = trees.order[:, 1:window] - 1
+        is_verified = torch.arange(number) < chosen.num_verified.unsqueeze(1)
         is_open = is_right.gather(1, order) & is_verified
-        accepted = node_values(is_open.float(), trees.parents, tree.depth) > 0
-        path = (accepted * torch.arange(1, window)).sort(dim=1, descending=True).values
+        parents = trees.parents[:, :window]
+        accepted = node_values(is_open.float(), parents, shape.depth) > 0
+        path = F.pad(accepted * torch.arange(1, window), (1, 0))  # with the root
         learn_nodes.reference(values, trees.parents, chosen.num_verified, self._slots, path)
         reached = float((worth.gather(1, order) * is_verified).sum())
-        return Tokens(batch + reached, batch + float((worth * best).sum()))
+        tokens = Tokens(batch + reached, batch + float((worth * best).sum()))
+        return self._played(tokens, accepted.sum(1), chosen, shape)
 
 
 def _with_siblings(first: torch.Tensor, topk: int) -> torch.Tensor:

@@ -31,7 +31,7 @@ class SinkWindow:
         num_chunks, tree = len(metadata.context_lens), metadata.tree
         num_rows = metadata.rows.window if tree is None else tree.length
         tables, ends = metadata.block_tables, metadata.kv_lens[num_chunks:]
-        firsts = ends - num_rows
+        firsts = ends - (metadata.rows.counts if tree is None else num_rows)
         parts = list(_parts(metadata, start, page_size))
         if parts:
             sent = to_device(parts, tables.device).T

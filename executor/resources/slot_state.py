@@ -174,7 +174,7 @@ class SlotState:
             chosen = choose_rows(self.values, self.num_drafts, slot_ids, window, num_rows)
         else:
             own = self.values, self._tables, self._trees.tables, slot_ids
-            chosen = choose_nodes(*own, window, shape.depth, num_rows)
+            chosen = choose_nodes(*own, window, self.shapes.longest.depth, num_rows)
         self.num_drafts[slot_ids] = chosen.num_verified
         if self._expected.shape[1]:
             self._expected[slot_ids] = chosen.expected

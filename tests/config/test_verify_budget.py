@@ -4,11 +4,15 @@ from typing import Any
 
 import pytest
 
+from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.config.speculative_config import Eagle3DecodingConfig, UserProvidedDecodingConfig
 
 
 def config(**options: Any) -> Eagle3DecodingConfig:
     return Eagle3DecodingConfig(**{"max_draft_len": 7, "speculative_model": "head"} | options)
+
+
+TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2, "max_total_draft_tokens": 24}
 
 
 def test_a_round_has_so_many_rows_a_request_on_average() -> None:
@@ -30,6 +34,17 @@ def test_trees_share_rows_too() -> None:
         drafter="a:B", max_draft_len=2, max_total_draft_tokens=5, verify_budget=3
     ).shapes
     assert own.are_ragged and not own.narrows
+
+
+def test_trees_are_compared_with_chains() -> None:
+    shapes = config(enable_adaptive_verification=True, **TREE).shapes
+    assert shapes.longest == DraftShape(7, 24, 2)
+    names = "3@2.5 3x2/10@4 3x2/10@8 5@3.5 7@4.5 7x2/24@4 7x2/24@8 7x2/24@12"
+    assert [shapes.name(tier) for tier in shapes.budgeted_tiers] == names.split()
+    assert shapes.budgets[:5] == [(1, 2, 1), (2, 3, 1), (3, 4, 1), (3, 2.5, 1), (3, 4, 2)]
+    lower = shapes.lower
+    assert lower(shapes.of(10), shapes.of(14)) == 10
+    assert lower(shapes.of(3), shapes.of(14)) == 0, "a chain's drafts do not tell of a tree"
 
 
 def test_a_token_budget_counts_these_rows() -> None:
@@ -64,11 +79,9 @@ def test_it_is_refused_with_a_reason(options: dict[str, Any], message: str) -> N
         ({"draft_len_schedule": {1: 3}}, "use adaptive's slots"),
         ({"max_draft_len": 2}, "candidate_steps of 3 or more"),
         ({"use_rejection_sampling": True}, "would change the distribution"),
-        (
-            {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4},
-            "verify_budget serves draft trees",
-        ),
-        ({"adaptive": {"candidate_steps": list(range(20))}, "max_draft_len": 19}, "there are 20"),
+        ({"eagle_choices": [[0], [1], [0, 0], [0, 0, 0]], "max_draft_len": 3}, "dynamic ones"),
+        (TREE | {"adaptive": {"candidate_trees": []}}, "leave out candidate_trees"),
+        ({"adaptive": {"candidate_steps": list(range(20))}, "max_draft_len": 19}, "make 36"),
     ],
 )
 def test_its_choice_is_refused_with_a_reason(options: dict[str, Any], message: str) -> None:

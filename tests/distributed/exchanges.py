@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.distributed.cases import EAGLE3, TOKEN_PROMPTS
+from tests.distributed.cases import TINY_EAGLE3, TOKEN_PROMPTS
 from tllm_spec.distributed.process_group import ProcessGroup
 from tllm_spec.executor.sampling.sharded_sampler import ShardedDraftSampling, ShardedSampler
 from tllm_spec.llm import LLM
@@ -39,10 +39,10 @@ def gathered_bytes(folder: str, num_ranks: int) -> list[dict[str, dict[str, Any]
         return gathered
 
     with mock.patch.object(ProcessGroup, "all_gather", counted):
-        exchanged = generate(num_ranks, row_bytes)
+        exchanged = generate(folder, num_ranks, row_bytes)
         with ExitStack() as stack:
             always_gather(stack)
-            return [exchanged, generate(num_ranks, row_bytes)]
+            return [exchanged, generate(folder, num_ranks, row_bytes)]
 
 
 def always_gather(stack: ExitStack) -> None:
@@ -56,12 +56,12 @@ def always_gather(stack: ExitStack) -> None:
     stack.enter_context(mock.patch.object(ShardedDraftSampling, "__init__", making))
 
 
-def generate(num_ranks: int, row_bytes: set[int]) -> dict[str, dict[str, Any]]:
+def generate(folder: str, num_ranks: int, row_bytes: set[int]) -> dict[str, dict[str, Any]]:
     found = {}
-    # Without a tokenizer, which would take longer to import than all rounds.
     options: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True}
-    options["speculative_config"] = EAGLE3
-    with suppress(SystemExit), LLM("zoo:llama", tensor_parallel_size=num_ranks, **options) as llm:
+    options["speculative_config"] = TINY_EAGLE3 | {"speculative_model": f"{folder}/eagle3"}
+    model = f"{folder}/gpt-oss-mxfp4"
+    with suppress(SystemExit), LLM(model, tensor_parallel_size=num_ranks, **options) as llm:
         for name, way in WAYS.items():
             row_bytes.clear()
             outputs = llm.generate(TOKEN_PROMPTS[:3], way | LASTING, use_tqdm=False)

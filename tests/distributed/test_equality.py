@@ -92,7 +92,7 @@ def test_the_exchange_of_best_tokens_sends_little_and_changes_no_text(
     for way, found in exchanged.items():
         assert found["tokens"] == gathered[way]["tokens"], way
         logits, offers = gathered[way]["row_bytes"], [16]  # two ranks' values and tokens
-        assert min(logits) >= 4096  # 1,024 in float32
+        assert min(logits) >= 400  # 100 in float32
         if way in ("greedy", "sampled"):
             assert found["row_bytes"] == offers, way
         elif way == "filtered":  # drafts are filtered, too

@@ -1,5 +1,6 @@
 """Graphs of rounds whose requests share their rows: the device chooses in the graph."""
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.lossless.engines import DYNAMIC_TREE, tiny_engine
 from tests.models import qwen3_next
 from tests.models.mtp_reference import save_predictable
 from tllm_spec.config.draft_shape import DraftShape
+from tllm_spec.config.verify_budget import with_budgets
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.kernels.round_rows import RoundRows
@@ -67,6 +69,26 @@ def test_graphs_have_a_budget_of_rows_and_the_text_of_plain_decoding(
     assert sum(number for key, number in replays.items() if key.shape.is_ragged) > 5
     alone = [rows for rows, batch in seen if batch.draft_len and not batch.context_requests]
     assert ROWS >= set(alone) >= {20}
+
+
+def test_graphs_of_trees_and_of_chains_follow_each_other(
+    tiny: Path, drafts: tuple[Path, Path], eager_graphs: None
+) -> None:
+    ways: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {}, {"temperature": 0.5}, {}]
+    plain = Harness(tiny)
+    expected = submit(plain, *ways)
+    plain.run()
+    options = tiny_engine("eagle3_tree", drafts, DRAFT_LEN, enable_adaptive_verification=True)
+    names = ("4x4/16@12", "4", "4", "3x4/16@4", "3@2.5", "4x4/16@12", "0")
+    shapes = with_budgets(DRAFT_LEN, range(DRAFT_LEN + 1), DraftShape(DRAFT_LEN, 16, 4))
+    tiers = {str(shapes.name(tier)): tier for tier in range(shapes.further_tiers.stop)}
+    harness = with_graphs(tiny, SIZES[-1:], {tiers[name] for name in names}, **options)
+    coming = cycle(tiers[name] for name in names)
+    harness.parts.tier_for = lambda _: next(coming)
+    requests = submit(harness, *ways)
+    harness.run()
+    assert list(map(output_of, requests)) == list(map(output_of, expected))
+    assert {key.shape.name for key in num_replays(harness)} == set(names)
 
 
 @pytest.mark.parametrize("way", ["whole", "tail"])
@@ -140,13 +162,17 @@ def test_a_request_without_drafts_has_one_row_in_a_graph(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa", *TREES[:2]])
+@pytest.mark.parametrize(
+    "mode", ["eagle3", "eagle3_two_model", "sa", *TREES[:2], "eagle3_tree chooses"]
+)
 def test_on_a_gpu_graphs_choose_rows_and_have_the_text_of_plain_decoding(
     tiny: Path, drafts: tuple[Path, Path], mode: str
 ) -> None:
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {}, {"presence_penalty": 0.5}, {}]
     texts = []
-    options = tiny_engine(mode, drafts, DRAFT_LEN, verify_budget=BUDGET)
+    name, *chooses = mode.split()
+    sharing = {"enable_adaptive_verification": True} if chooses else {"verify_budget": BUDGET}
+    options = tiny_engine(name, drafts, DRAFT_LEN, **sharing)
     for sizes, own in ((None, {}), (list(SIZES), options)):
         harness = on_cuda(tiny, sizes, **own)
         requests = submit_guided(harness, 2) + submit(harness, *ways)

@@ -52,17 +52,22 @@ def options_of(path: Path, mode: str, **more: Any) -> Options:
 
 def served(tiny: Path, **options: Any) -> list[tuple[list[int], SpeculativeStats]]:
     """Texts and counts of the same requests, in a small cache with chunks and preemptions."""
-    harness, random = Harness(tiny, **SMALL_POOL, **options), Random(5)
+    harness, random = Harness(tiny, **SMALL_POOL, **options), Random(6)
     requests = [
         harness.submit(
             [random.randrange(64) for _ in range(random.randrange(1, 20))],
             max_tokens=24,
             temperature=HOT if index % 3 else None,
         )
-        for index in range(10)
+        for index in range(6)
     ]
     harness.run()
     return [(output_of(each), each.counters.stats()) for each in requests]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: Path) -> list[list[int]]:
+    return [text for text, _ in served(tiny)]
 
 
 modes = pytest.mark.parametrize(
@@ -73,14 +78,13 @@ modes = pytest.mark.parametrize(
 
 @modes
 def test_a_window_changes_drafts_and_no_text_and_is_that_of_the_config(
-    mode: str, tiny: Path, tmp_path: Path
+    mode: str, tiny: Path, plain: list[list[int]], tmp_path: Path
 ) -> None:
     path = draft(tmp_path / "draft", mode)
     found = {
         size: served(tiny, **options_of(path, mode, draft_window_size=size))
         for size in (None, SIZE, WHOLE)
     }
-    plain = [text for text, _ in served(tiny)]
     assert all([text for text, _ in each] == plain for each in found.values())
     assert found[WHOLE] == found[None] != found[SIZE]
     own = draft(tmp_path / "own", mode, SIZE)
@@ -88,7 +92,9 @@ def test_a_window_changes_drafts_and_no_text_and_is_that_of_the_config(
 
 
 @modes
-def test_a_sink_changes_drafts_and_no_text(mode: str, tiny: Path, tmp_path: Path) -> None:
+def test_a_sink_changes_drafts_and_no_text(
+    mode: str, tiny: Path, plain: list[list[int]], tmp_path: Path
+) -> None:
     path = draft(tmp_path / "draft", mode)
     sizes: dict[str, Options] = {
         "all": {},
@@ -96,7 +102,6 @@ def test_a_sink_changes_drafts_and_no_text(mode: str, tiny: Path, tmp_path: Path
         "wide": {"draft_window_size": SIZE, "draft_sink_size": WHOLE},
     }
     found = {name: served(tiny, **options_of(path, mode, **own)) for name, own in sizes.items()}
-    plain = [text for text, _ in served(tiny)]
     assert all([text for text, _ in each] == plain for each in found.values())
     assert found["wide"] == found["all"] != found["sink"]
 

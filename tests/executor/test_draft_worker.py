@@ -185,6 +185,16 @@ def test_after_a_pause_a_model_that_drafts_for_itself_is_accepted_at_once(tiny: 
     assert request.counters.by_drafted == [20, 0, 0, 10] == request.counters.by_accepted
 
 
+def test_a_request_that_joins_others_without_drafts_has_drafts_at_once(tiny: Path) -> None:
+    harness = Harness(tiny, **draft_target(tiny, 3, draft_target_one_model=True))
+    company = harness.submit(PROMPT[::-1], max_tokens=40, draft_limit=0)
+    harness.run_until(company, RequestState.GENERATION)
+    request = harness.submit(PROMPT, max_tokens=1 + 4 * 6)
+    harness.run()
+    assert request.counters.by_drafted == [0, 0, 0, 6] == request.counters.by_accepted
+    assert company.counters.by_accepted == [39, 0, 0, 0]
+
+
 @pytest.mark.parametrize("mode", CHAINS)
 def test_for_rejection_sampling_the_worker_keeps_the_distributions_of_its_drafts(
     tiny: Path, tiny_draft: Path, head: Path, mode: str

@@ -1,6 +1,9 @@
 """Attention of a draft network that sees the first and the last tokens of a text: its tables have
 the pages of both, whatever the chunks, windows and trees are."""
 
+from dataclasses import replace
+from itertools import accumulate
+
 import pytest
 import torch
 
@@ -92,3 +95,18 @@ def test_a_row_sees_the_pages_of_the_first_and_of_the_last_tokens(
 def test_texts_that_are_seen_whole_stay_as_they_are() -> None:
     metadata = metadata_of()
     assert SinkWindow(4, 80).cut(metadata, PAGE) is metadata
+
+
+def test_a_window_of_fewer_rows_sees_the_pages_that_its_own_first_row_sees() -> None:
+    metadata, counts = metadata_of(chunks=False), (1, 3, 1, 2, 1)
+    offsets = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+    window = SinkWindow(5, 7)
+    part = replace(metadata, rows=RoundRows(len(counts), WINDOW, sum(counts), offsets))
+    own = window.cut(part, PAGE)
+    for number, count in enumerate(counts):
+        rows = RoundRows.rectangle(len(counts), count)
+        alone = window.cut(replace(metadata, rows=rows), PAGE)
+        seen, expected = (
+            slots_of(cut.block_tables[number], int(cut.kv_lens[number])) for cut in (own, alone)
+        )
+        assert seen == expected

@@ -102,8 +102,10 @@ def trees() -> None:
     for num_nodes in (None, slots):
         tree = DraftTree(int64(BATCH, 63), nodes, nodes, nodes, num_nodes)
         write_trees(tables, own, slots, tree, int64(64))
-    values = DraftValues(int32(64, 63), float32(32), float32(64), int32(64), float32(0, 2))
-    choose_nodes(values, tables, own, slots, 64, 5, 16 * BATCH)
+    for num_budgets in (0, 5):
+        budgets = float32(num_budgets, 3)
+        values = DraftValues(int32(64, 63), float32(32), float32(64), int32(64), budgets)
+        choose_nodes(values, tables, own, slots, 64, 5, 16 * BATCH)
     learn_nodes(values, int64(64, 64), slots, slots, path)
     path_trees(int64(BATCH, 8, 4), int64(BATCH, 8), 16, 4)
     path_ranks(int64(64, 64), slots, slots, path, slots, 64)
@@ -117,7 +119,7 @@ def chains() -> None:
     for synthetic in (None, SyntheticRates(float32(3), int64(64))):
         accept_windows(tables, slots, slots, tokens, synthetic)
     write_drafts(tables, slots, int64(BATCH, 3), int64(64))
-    values = DraftValues(int32(64, 7), float32(32), float32(64), int32(64), float32(5, 2))
+    values = DraftValues(int32(64, 7), float32(32), float32(64), int32(64), float32(5, 3))
     choose_rows(values, int64(64), slots, 8, 4 * BATCH)
     learn_values(values, slots, slots, slots)
     for depths, offset in ((None, 0), (int64(BATCH, 4), 4)):

@@ -1,6 +1,7 @@
 """Which nodes of a batch's trees have a row, that they are trees of their own afterwards, what is
 learned from a round, and the kernels against their references."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from tests.kernels.test_slot_windows import moved as tables_on
 from tests.kernels.tree_problem import bits_of, random_paths
 from tllm_spec.kernels.choose_nodes import choose_nodes, learn_nodes
 from tllm_spec.kernels.choose_rows import (
+    EXPECTED_SCALE,
     NUM_PROBABILITIES,
     OFFERED_ROUNDS,
     ChosenRows,
@@ -22,12 +24,15 @@ from tllm_spec.kernels.choose_rows import (
 from tllm_spec.kernels.slot_tables import SlotTables, TreeTables
 
 NUM_SLOTS = 9
+TREE_BUDGETS = ((1, 2.0, 1), (1, 2.5, 2), (3, 4.0, 1), (3, 4.0, 2), (9, 64.0, 2))
 
 
 class Trees:
     """Random trees of W rows in the windows of slots, whose tokens are all different."""
 
-    def __init__(self, width: int, seed: int = 0) -> None:
+    def __init__(
+        self, width: int, seed: int = 0, budgets: Sequence[tuple[int, float, int]] = ()
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.width, self.slots = width, torch.tensor([3, 0, 8, 5, 7])
         paths = [random_paths(width - 1, generator) for _ in range(NUM_SLOTS)]
@@ -42,7 +47,7 @@ class Trees:
         num_drafts = torch.randint(0, width, (NUM_SLOTS,), generator=generator)
         self.tables = replace(self.tables, window=tokens, num_drafts=num_drafts)
         self.probs = torch.rand(NUM_SLOTS, width - 1, generator=generator)
-        self.values = DraftValues.of_slots(NUM_SLOTS, width - 1, torch.device("cpu"))
+        self.values = DraftValues.of_slots(NUM_SLOTS, width - 1, torch.device("cpu"), budgets)
         self.values.features.copy_(features_of(self.probs))
         self.values.of_feature[:NUM_PROBABILITIES] *= 2  # believed wholly
         self.values.of_slot.copy_(torch.randn(NUM_SLOTS, generator=generator))
@@ -82,6 +87,26 @@ def test_the_likeliest_paths_of_all_requests_have_the_rows() -> None:
     assert trees.depths[0].tolist() == [0, 1, 2, 1, 2]
     assert trees.bits[0].tolist() == [0b1, 0b11, 0b111, 0b1001, 0b11001]
     assert values.features[0].tolist() == features_of(probs[0][[1, 3, 0, 2]]).tolist()
+
+
+def test_of_a_tree_is_said_what_its_first_children_and_its_best_nodes_would_bring() -> None:
+    """The second of two children of the root is the likelier one, and has two children."""
+    budgets = ((1, 2.0, 1), (2, 3.0, 1), (1, 3.0, 2), (2, 2.0, 2), (2, 4.0, 2))
+    own = Trees(6, budgets=budgets)
+    parents = torch.tensor([-1, 0, 0, 1, 2, 2]).repeat(NUM_SLOTS, 1)
+    depths = torch.tensor([0, 1, 1, 2, 2, 2]).repeat(NUM_SLOTS, 1)
+    trees = replace(own.trees, parents=parents, depths=depths)
+    own.values.features.copy_(features_of(torch.tensor([0.3, 0.6, 0.9, 0.7, 0.2])))
+    own.values.of_slot.fill_(0)
+    own.tables.num_drafts.fill_(5)
+    own.values.num_idle.fill_(OFFERED_ROUNDS)  # a row that is due says nothing
+    chances = own.values.of_feature[own.values.features[0].long()].sigmoid()
+    first, second, third, fourth, _ = chances.tolist()
+    third, fourth = first * third, second * fourth
+    chosen = choose_nodes(own.values, own.tables, trees, torch.arange(2), 6, 2, 6)
+    expected = [first, first + third, first + second, second, second + fourth + first]
+    for found in (chosen.expected / EXPECTED_SCALE).tolist():
+        assert found == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("width", [2, 9, 64])
@@ -131,10 +156,13 @@ def test_a_slot_without_verified_nodes_has_one_now_and_then() -> None:
 
 
 @on_each_kernel_device
-@pytest.mark.parametrize("width", [2, 9, 64])
-def test_the_kernels_choose_like_the_references(device: str, width: int) -> None:
+@pytest.mark.parametrize("width", [9, 2, 64])
+@pytest.mark.parametrize("budgets", [TREE_BUDGETS, ()], ids=["budgets", ""])
+def test_the_kernels_choose_like_the_references(
+    device: str, width: int, budgets: Sequence[tuple[int, float, int]]
+) -> None:
     for seed, share in enumerate((0.0, 0.3, 1.0)):
-        own = Trees(width, seed)
+        own = Trees(width, seed, budgets)
         there = moved(own.values, device), tables_on(own.tables, device)
         trees = TreeTables(*(each.to(device, copy=True) for each in vars(own.trees).values()))
         num_rows = len(own.slots) + round(share * len(own.slots) * (width - 1))
@@ -143,6 +171,8 @@ def test_the_kernels_choose_like_the_references(device: str, width: int) -> None
         found = choose_nodes(*there, *rest)
         assert found.offsets.tolist() == expected.offsets.tolist()
         assert found.num_verified.tolist() == expected.num_verified.tolist()
+        assert found.expected.shape == expected.expected.shape == (len(own.slots), len(budgets))
+        assert ((found.expected.cpu() - expected.expected).abs() <= 1).all()
         assert_same(there, trees, own)
 
 

@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from tests.lossless.drafters import AdversarialDrafter
-from tests.lossless.small_models import assert_deterministic_texts_do_not_depend_on_drafts
-from tests.lossless.test_deepseek import NGRAM, PLAIN, PROMPTS, SETTINGS, TREES, texts
+from tests.lossless.small_models import (
+    NGRAM,
+    PROMPTS,
+    SETTINGS,
+    TREES,
+    assert_deterministic_texts_do_not_depend_on_drafts,
+    plain_texts,
+    texts,
+)
 from tests.models.helpers import VOCAB_SIZE
 from tests.models.test_gemma3 import save_gemma3
 from tests.models.tiny_eagle3 import write_tiny_eagle3
@@ -53,9 +60,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> list[list[int]]:
-    found, _ = texts(folder, max_batch_size=1, **PLAIN)
-    assert len({tuple(tokens) for tokens in found}) == len(PROMPTS)
-    return found
+    return plain_texts(folder)
 
 
 def config_of(name: str, folder: Path, head: Path, plain: list[list[int]]) -> dict[str, Any]:

@@ -53,6 +53,15 @@ class DraftShape:
         return 1 + self.depth
 
     @property
+    def tokens_each(self) -> float:
+        """Tokens of a request on average, at most."""
+        return min(self.path, self.rows_each)
+
+    def contains(self, other: DraftShape) -> bool:
+        """Whether drafts of this shape have those of the other one, which may be fewer."""
+        return other.depth <= self.depth and other.topk <= self.topk
+
+    @property
     def is_tree(self) -> bool:
         return self.topk > 1 or bool(self.choices)
 
@@ -85,6 +94,11 @@ def chain_of(length: int) -> DraftShape:
 NO_DRAFTS = chain_of(0)
 
 
+def dynamic_tree(depth: int, topk: int, num_nodes: int) -> DraftShape:
+    """Of so many drafts, or fewer where the candidates are fewer."""
+    return DraftShape(depth, min(num_nodes, topk + (depth - 1) * topk**2), topk)
+
+
 def sharing_rows(shapes: Iterable[DraftShape], mean_rows: float | None) -> list[DraftShape]:
     """The shapes, of which those with more rows share so many; None: none does."""
     shared = [replace(shape, mean_rows=mean_rows or 0.0) for shape in shapes]
@@ -94,7 +108,7 @@ def sharing_rows(shapes: Iterable[DraftShape], mean_rows: float | None) -> list[
 class DraftShapes:
     """The shapes that rounds may have, by tier. A tier is a number: up to the longest draft length
     it is that length. The tiers after it are `trees` to choose from, of which `longest` has at
-    least the depth, the drafts and the children, and then `budgeted` chains, whose rounds share
+    least the depth, the drafts and the children, and then the `budgeted` ones, whose rounds share
     their rows, to be compared with chains of `lengths`. With `narrows`, rounds of trees without
     branches have the shape of chains."""
 
@@ -124,13 +138,15 @@ class DraftShapes:
         self.budgeted_tiers = self.further_tiers[len(trees) :]
         self._rows_each = [shape.rows_each for shape in self._all]
         depths = [shape.depth for shape in self._all]
-        # Ascending by depth: a round shows what all up to its own depth would bring.
+        # Ascending by depth: a round shows what all that its drafts contain would bring.
         self.compared_tiers = sorted((*lengths, *self.budgeted_tiers), key=depths.__getitem__)
 
     @property
-    def budgets(self) -> list[tuple[int, float]]:
-        """The most drafts of a request, and its mean rows, for each of `compared_tiers`."""
-        return [(self._all[tier].depth, self._rows_each[tier]) for tier in self.compared_tiers]
+    def budgets(self) -> list[tuple[int, float, int]]:
+        """Depth, mean rows of a request, and children of a draft, for each of
+        `compared_tiers`."""
+        compared = [self._all[tier] for tier in self.compared_tiers]
+        return [(shape.depth, shape.rows_each, shape.topk) for shape in compared]
 
     @classmethod
     def chains(cls, max_draft_len: int, mean_rows: float | None = None) -> DraftShapes:
@@ -138,7 +154,10 @@ class DraftShapes:
         return cls(sharing_rows(map(chain_of, range(max_draft_len + 1)), mean_rows))
 
     def lower(self, one: DraftShape, other: DraftShape) -> int:
-        """The lower tier of the two; of chains that of the shorter."""
+        """The lower tier of the two; of chains that of the shorter. 0 of a chain and a tree that
+        shares rows: as parts of each other they say nothing."""
+        if self.budgeted_tiers and one.is_tree != other.is_tree:
+            return 0
         tiers = self.tier_of(one), self.tier_of(other)
         return min(tiers, key=lambda tier: (tier in self.tree_tiers, self.of(tier).depth, tier))
 

@@ -10,8 +10,16 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, PositiveInt, model_validator
 
 from tllm_spec.config.config_base import ConfigError
-from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, DraftShapes, chain_of, sharing_rows
+from tllm_spec.config.draft_shape import (
+    NO_DRAFTS,
+    DraftShape,
+    DraftShapes,
+    chain_of,
+    dynamic_tree,
+    sharing_rows,
+)
 from tllm_spec.config.matched_drafts_config import MatchedDraftsConfig
+from tllm_spec.config.verify_budget import with_budgets
 
 MAX_TOPK = 16
 MAX_NODES = 63  # without the root: a row's ancestors are bits of an int64
@@ -225,10 +233,9 @@ class DraftTreeDecodingConfig(MatchedDraftsConfig):
             return super().shapes
         if self.mixes_trees and self.adaptive is not None:
             tree = DraftShape(self.max_draft_len, nodes, topk)
+            if self.enable_adaptive_verification:
+                return with_budgets(self.max_draft_len, self.adaptive.draft_lens, tree)
             chains = [chain_of(length) for length in range(self.max_draft_len + 1)]
             return DraftShapes(chains, self.adaptive.trees or default_trees(tree), tree)
-        trees = [
-            DraftShape(steps, min(nodes, topk + (steps - 1) * topk**2), topk)
-            for steps in range(1, self.max_draft_len + 1)
-        ]
+        trees = [dynamic_tree(steps, topk, nodes) for steps in range(1, self.max_draft_len + 1)]
         return DraftShapes([NO_DRAFTS, *sharing_rows(trees, self.verify_budget)])

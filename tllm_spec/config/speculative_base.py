@@ -74,7 +74,8 @@ class DecodingBaseConfig(ConfigModel):
     """In batches of more than 16 requests, drafts may share the rows of a round: they go to those
     that are likeliest to be accepted, whoever's they are. Whether, and how many rows there are,
     follows acceptance and load, as draft lengths do with `adaptive`, whose cost model it needs.
-    Refused with draft trees, `use_rejection_sampling` and `draft_len_schedule`."""
+    With `use_dynamic_tree` trees share rows, in batches of up to 32. Refused with other trees,
+    `use_rejection_sampling` and `draft_len_schedule`."""
     verify_budget: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Rows that a request has on average in a round, its own token included. The rows of a batch go
     to the drafts that are likeliest to be accepted, whoever's they are; a request has 1 to
@@ -231,7 +232,8 @@ class DecodingBaseConfig(ConfigModel):
             self.verify_budget,
             self.adaptive if self.enable_adaptive_verification else None,
             is_adaptive=self.adaptive is not None,
-            drafts_trees=self.drafts_trees,
+            num_budgets=len(self.shapes.budgets),
+            has_other_trees=self.drafts_trees and not self.mixes_trees,
             use_rejection_sampling=self.use_rejection_sampling,
             has_schedule=self.draft_len_schedule is not None,
         ):

@@ -96,8 +96,9 @@ class AdaptiveController:
         ladders = [ladder_of(options, shapes) for _, options in config.slots]
         tiers = sorted({tier for ladder in ladders for tier in ladder} | {*shapes.budgeted_tiers})
         slots = list(config.slots)
-        if shapes.budgeted_tiers and slots[-1][0] <= MAX_WHOLE_BATCH:
-            slots.append((MAX_WHOLE_BATCH + 1, slots[-1][1]))
+        shared_from = 0 if shapes.has_trees else MAX_WHOLE_BATCH + 1  # batch size
+        if shapes.budgeted_tiers and slots[-1][0] < shared_from:
+            slots.append((shared_from, slots[-1][1]))
 
         def bucket(context_len: int) -> ContextBucket:
             own_log = BucketLog(log, context_len) if context_len else log
@@ -108,7 +109,7 @@ class AdaptiveController:
                     return AdaptiveSpeculativeParams(
                         lower_bound, options, own_log, first, config.compat
                     )
-                if shapes.budgeted_tiers and lower_bound > MAX_WHOLE_BATCH:
+                if shapes.budgeted_tiers and lower_bound >= shared_from:
                     return BudgetSlot(lower_bound, options, own_log, times, shapes)
                 return CostModelSlot(lower_bound, options, own_log, times, shapes)
 

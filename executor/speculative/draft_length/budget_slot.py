@@ -11,7 +11,7 @@ from typing import Any
 
 from tllm_spec.config.adaptive_config import CostModelOptions
 from tllm_spec.config.draft_shape import DraftShapes
-from tllm_spec.config.verify_budget import MAX_WHOLE_ROWS
+from tllm_spec.config.verify_budget import may_have
 from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot, Estimate
 from tllm_spec.executor.speculative.draft_length.decision_log import DecisionLog
 from tllm_spec.executor.speculative.draft_length.round_times import CorrectedRoundTimes
@@ -35,7 +35,7 @@ class BudgetEstimate:
         for tier in self._tiers:
             self.expected[tier] = sum(prior**n for n in range(1, 1 + shapes.of(tier).depth))
         for tier in shapes.budgeted_tiers:  # all accepted: the first rounds show all tiers
-            self.expected[tier] = shapes.of(tier).rows_each - 1
+            self.expected[tier] = shapes.of(tier).tokens_each - 1
         self.rates = [prior]
 
     def observe(self, observed: ObservedRound, tier: int) -> None:
@@ -44,9 +44,10 @@ class BudgetEstimate:
             return
         weight = min(number / self._window, MAX_WEIGHT)
         if any(observed.expected):
-            depth = self._shapes.of(tier).depth
-            known = [each for each in self._tiers if self._shapes.of(each).depth <= depth]
-            found = [each / number for each in observed.expected]
+            shown = dict(zip(self._tiers, observed.expected, strict=False))
+            of = self._shapes.of
+            known = [each for each in self._tiers if of(tier).contains(of(each))]
+            found = [shown[each] / number for each in known]
         else:  # whole windows
             known = [each for each in self._tiers if each <= tier]
             counts = Counter(observed.num_accepted).items()
@@ -54,19 +55,21 @@ class BudgetEstimate:
         self._follow(known, found, weight)
 
     def _follow(self, known: list[int], found: list[float], weight: float) -> None:
-        """The tiers whose outcome is known; the others keep their share of the last of these."""
+        """The tiers whose outcome is known; the others keep their share of the last of these, trees
+        next to chains that of the first: first drafts tell more of a tree than long chains do."""
         if not known:
             return
-        before = self.expected[known[-1]]
+        first, last, before = known[0], known[-1], list(self.expected)
         for tier, value in zip(known, found, strict=False):
             own = max(weight, min(weight * (1 + self._unseen[tier]), MAX_PROBE_WEIGHT))
             step = own * (value - self.expected[tier])
             self.expected[tier] = max(self.expected[tier] + step, MIN_EXPECTED)
             self._unseen[tier] = 0
-        ratio = self.expected[known[-1]] / before
         for tier in self._tiers:
             if tier not in known:
-                self.expected[tier] *= ratio
+                is_alike = self._shapes.of(tier).topk <= self._shapes.of(last).topk
+                reference = last if is_alike else first
+                self.expected[tier] *= self.expected[reference] / before[reference]
                 self._unseen[tier] += 1
         shortest = self._tiers[0]
         self.rates[0] = self.expected[shortest] / self._shapes.of(shortest).depth
@@ -78,7 +81,7 @@ class BudgetEstimate:
 
 class BudgetSlot(CostModelSlot):
     """Chooses among whole windows and rounds that share their rows. Probes are of the longest
-    drafts that share rows, which show what all tiers would bring."""
+    drafts that share rows, which show what all tiers of the batch size would bring."""
 
     def __init__(
         self,
@@ -92,17 +95,15 @@ class BudgetSlot(CostModelSlot):
         self._ladder_at = cache(self._find_ladder_at)  # type: ignore[method-assign] # every round
 
     def _find_ladder_at(self, batch_size: int) -> tuple[int, ...]:
-        most = max(MAX_WHOLE_ROWS // batch_size - 1, 1)
-        return tuple(
-            tier for tier in self._ladder if tier <= most or tier in self._shapes.budgeted_tiers
-        )
+        return tuple(tier for tier in self._ladder if may_have(batch_size, self._shapes.of(tier)))
 
     def _find_ladder(self, options: CostModelOptions) -> tuple[int, ...]:
         return (*options.candidate_steps, *self._shapes.budgeted_tiers)
 
-    def _find_longer(self, options: CostModelOptions) -> dict[int, int]:
-        *others, longest = self._ladder
-        return dict.fromkeys(others, longest)
+    def _longer_than(self, batch_size: int, tier: int) -> int | None:
+        own, longest = self._shapes.of(tier), self._ladder_at(batch_size)[-1]
+        shows_all = own.is_ragged and own.contains(self._shapes.of(longest))
+        return None if shows_all else longest if tier < longest else None
 
     def _new_estimate(self, options: CostModelOptions) -> Estimate:
         return BudgetEstimate(self._shapes, options.prior_acceptance, options.window_trials)
@@ -116,5 +117,5 @@ class BudgetSlot(CostModelSlot):
     def _may_win(self, row: dict[int, float], tier: int, longer: int) -> bool:
         """Whether the longest drafts would be better if all that have a row were accepted."""
         now = 1 + self._drafted_share * self._estimate.expected[tier]
-        at_best = self._shapes.of(longer).rows_each
+        at_best = self._shapes.of(longer).tokens_each
         return at_best / row[longer] > now / row[tier] * self._margin

@@ -69,7 +69,8 @@ class CostModelSlot:
         self.lower_bound, self._log, self._times = lower_bound, log, times
         self._shapes = shapes or DraftShapes.chains(options.candidate_steps[-1])
         self._ladder = self._find_ladder(options)
-        self._longer = self._find_longer(options)
+        lengths = options.candidate_steps
+        self._longer = dict(pairwise(lengths if len(lengths) > 1 else self._ladder))
         self._estimate = self._new_estimate(options)
         # Attributes of the options are slow to read (pydantic), and each is needed in every round.
         self._margin, self._probe_share = 1 + options.switch_margin, options.probe_time_share
@@ -82,10 +83,9 @@ class CostModelSlot:
     def _find_ladder(self, options: CostModelOptions) -> tuple[int, ...]:
         return ladder_of(options, self._shapes)
 
-    def _find_longer(self, options: CostModelOptions) -> dict[int, int]:
-        """What each tier may try; a single length may try a tree."""
-        lengths = options.candidate_steps
-        return dict(pairwise(lengths if len(lengths) > 1 else self._ladder))
+    def _longer_than(self, batch_size: int, tier: int) -> int | None:
+        """What a tier may try; a single length may try a tree."""
+        return self._longer.get(tier)
 
     def _new_estimate(self, options: CostModelOptions) -> Estimate:
         parts = options.prior_acceptance, options.window_trials
@@ -96,7 +96,11 @@ class CostModelSlot:
             self._decide(batch_size, max_tier)
         tier, probe = self._tiers[batch_size], self._probe
         # A batch size takes part in the slot's probe if that is one of its own.
-        if probe is not None and probe.tier <= max_tier and probe.tier == self._longer.get(tier):
+        if (
+            probe is not None
+            and probe.tier <= max_tier
+            and probe.tier == self._longer_than(batch_size, tier)
+        ):
             return probe.tier
         return tier
 
@@ -177,7 +181,7 @@ class CostModelSlot:
             if tier >= probe.tier or not probe.rounds_left or not probe.rounds_to_see:
                 self._probe = None
             return
-        longer = self._longer.get(tier)
+        longer = self._longer_than(batch_size, tier)
         if longer is None or longer > max_tier:
             return
         num_rounds = min(MAX_PROBE_ROUNDS, ceil(PROBE_TRIALS / batch_size))
