@@ -43,9 +43,6 @@ class Run:
         return f"{self.mode}-{tree}-pages_of_{self.page_size}-{self.setting}-{rounds}"
 
 
-QUICK = (7,)  # not slow; `test_equality` has trees in the other settings
-
-
 def runs() -> list[Any]:
     found = []
     for number, (topk, depth) in enumerate(product(WIDTHS, DEPTHS)):
@@ -60,8 +57,7 @@ def runs() -> list[Any]:
             setting=SETTINGS[number // 2 % 3],
             overlap=number // 2 % 2 == 0,
         )
-        marks = [pytest.mark.slow] if number not in QUICK else []
-        found.append(pytest.param(run, id=str(run), marks=marks))
+        found.append(pytest.param(run, id=str(run)))
     return found
 
 
@@ -98,6 +94,7 @@ def watch_chunks(llm: LLM) -> list[int]:
     return rows
 
 
+@pytest.mark.slow  # some trees are in test_equality, and shapes in tests/executor
 @pytest.mark.parametrize("run", runs())
 def test_a_tree_of_any_shape_gives_plain_decodings_text(
     run: Run, cases: list[Case], plain: list[RequestOutput], oracle: Callable[[], Oracle]

@@ -24,6 +24,8 @@ OPTIONS: dict[str, Any] = {
     },
 }
 ARGS = LlmArgs.from_kwargs("zoo:llama", **OPTIONS)
+# Without the compiler's process, which takes two seconds of a processor.
+WITHOUT_GRAMMARS = LlmArgs.from_kwargs("zoo:llama", **OPTIONS, guided_decoding_backend=None)
 PROMPT = "def f("
 
 Use = Callable[[EngineClient], Awaitable[Any]]
@@ -33,13 +35,17 @@ class Engine:
     """An engine process' insides, in a thread. draft_version: as of `EngineProcess`."""
 
     def __init__(
-        self, folder: Path, name: str = "engine", draft_version: int | None = None
+        self,
+        folder: Path,
+        name: str = "engine",
+        draft_version: int | None = None,
+        args: LlmArgs = ARGS,
     ) -> None:
         self.path = str(folder / name)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
         self._listener.listen()
-        self.process = EngineProcess(ARGS, self._listener, lambda: None, draft_version)
+        self.process = EngineProcess(args, self._listener, lambda: None, draft_version)
         self._thread = threading.Thread(target=self.process.run)
         self._thread.start()
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.executor.test_draft_weights import Ended, copy_of
-from tests.server.engine_thread import ARGS, PROMPT, Engine
+from tests.server.engine_thread import ARGS, PROMPT, WITHOUT_GRAMMARS, Engine
 from tests.server.http_answers import SECONDS, wait_for
 from tests.server.served_process import LONG, SHORT, ServedProcess
 from tests.server.test_replicas import CACHE
@@ -30,7 +30,9 @@ class Fleet:
     """Two engines in threads, and fronts of them."""
 
     def __init__(self, folder: Path) -> None:
-        self.engines = [Engine(folder, f"engine{number}", 0) for number in range(2)]
+        self.engines = [
+            Engine(folder, f"engine{number}", 0, WITHOUT_GRAMMARS) for number in range(2)
+        ]
         self.paths = [engine.path for engine in self.engines]
         self.other = str(copy_of(FIRST, folder / "other", 0.9))
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from tests.server.engine_thread import ARGS, OPTIONS, PROMPT, Engine
+from tests.server.engine_thread import ARGS, OPTIONS, PROMPT, WITHOUT_GRAMMARS, Engine
 from tests.server.http_answers import SECONDS, wait_for
 from tllm_spec import LLM, GuidedDecodingParams, SamplingParams
 from tllm_spec.outputs import RequestOutput
@@ -312,7 +312,7 @@ def test_an_answer_after_the_end_of_the_engine_is_ignored(
 
 
 def test_when_the_engine_dies_requests_fail_and_new_ones_are_refused(tmp_path: Path) -> None:
-    engine = Engine(tmp_path)
+    engine = Engine(tmp_path, args=WITHOUT_GRAMMARS)
 
     async def ask(client: EngineClient) -> str:
         params = SamplingParams(max_tokens=1900, ignore_eos=True)
