@@ -119,8 +119,9 @@ def scaled_linear(
 ) -> torch.Tensor:
     """Sums in float32 and rounds once, after the bias and `add_to`.
 
-    With `invariant` a row has the same bits in every batch. Without it `multiply_slices`, which
-    rounds more often, multiplies more than MAX_KERNEL_ROWS rows in 16 bits.
+    With `invariant` a row has the same bits in every batch. Without it more than SPLIT_FROM rows
+    have other chunks of 4 bits, and `multiply_slices`, which rounds more often, multiplies more
+    than MAX_KERNEL_ROWS rows in 16 bits.
 
     Args:
         x: `[T, K]` bfloat16, float16 or float32, any stride between rows.
@@ -191,7 +192,8 @@ def launch_scaled_linear(
 ) -> None:
     """spreads: whether each chunk of a tile has its own program, if there are several. The chunks'
     sums are then written and read again as float32. adds: whether to add to what `output` holds.
-    group: as in `scaled_linear`. chunk: its inputs; 0: those of any number of rows."""
+    group: as in `scaled_linear`. chunk: inputs of a chunk; 0: as for any
+    number of rows."""
     from tllm_spec.kernels.batch_invariant_linear_triton import add_chunks_kernel
     from tllm_spec.kernels.scaled_linear_triton import scaled_linear_kernel
 

@@ -92,7 +92,7 @@ def test_served_traffic_is_recorded_replayed_and_erased(tmp_path: Path) -> None:
         train_on(traffic, heads / "new")
         check_swaps(url)
         assert server.end(signal.SIGTERM) == 0
-    assert "the prompts and outputs of all clients" in server.text
+    assert "record_traffic: prompts and outputs are written to" in server.text
     records = read_records(traffic)
     assert len(records) == 3
 
@@ -115,8 +115,8 @@ def test_served_traffic_is_recorded_replayed_and_erased(tmp_path: Path) -> None:
     assert "slots" in bench(*trace).output
 
     assert (
-        "1 records"
+        "1 record erased"
         in bench("erase-traffic", str(traffic), "--client", "team-a", "--user", "u").output
     )
-    assert "1 records" in bench("erase-traffic", str(traffic), "--client", "team-a").output
+    assert "1 record erased" in bench("erase-traffic", str(traffic), "--client", "team-a").output
     assert [each.sampling["temperature"] for each in read_records(traffic)] == [0.0]

@@ -80,6 +80,7 @@ from tllm_spec.config.speculative_config import CONFIG_OF_TYPE
             speculate({"decoding_type": "Medusa"}),
             ["decoding_type = 'Medusa'", "not served yet", "Eagle3"],
         ),
+        (speculate({"method": "suffix"}), ["decoding_type = 'suffix' is not served yet"]),
         (speculate({"decoding_type": "Egle"}), ["decoding_type = 'Egle'", "NGram, Draft_Target"]),
         (
             speculate({"max_draft_len": 4}),

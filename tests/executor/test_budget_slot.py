@@ -80,6 +80,27 @@ def test_a_round_shows_what_is_a_part_of_its_drafts() -> None:
         known = [own.expected[each] for each in names.values()]
         assert known[:3] == pytest.approx(true[:3])
         assert (known == pytest.approx(true)) == (tier != "3@2.5")
+        if tier == "3@2.5":  # trees are scaled as the first drafts
+            assert known[-1] == pytest.approx(first * 0.5 / 0.6)
+
+
+def test_what_a_round_shows_anyway_is_not_probed() -> None:
+    shapes = with_budgets(7, (0, 3, 7), DraftShape(7, 24, 2))
+    ms = {tier: 5 + shapes.of(tier).rows_each / 4 for tier in range(shapes.further_tiers.stop)}
+    own = AdaptiveController.from_config(
+        {"candidate_steps": [0, 3, 7], "probe_time_share": 1.0},
+        graph_batch_sizes=(8,),
+        round_times=MeasuredRoundTimes({8: ms}),
+        shapes=shapes,
+    )
+    names = [str(shapes.name(tier)) for tier in shapes.compared_tiers]
+    for better, others in (("7x2/24@8", set()), ("3x2/10@8", {"7x2/24@12"})):
+        expected, chosen = [32.0 if name == better else 16.0 for name in names], []
+        for _ in range(400):
+            tier = own.tier_for(8)
+            chosen.append(str(shapes.name(tier)))
+            own.observe(8, [2] * 8, tier, num_drafted=0, expected=expected if tier > 7 else ())
+        assert set(chosen[200:]) == {better, *others}
 
 
 def test_large_batches_have_no_whole_windows_of_many_rows() -> None:

@@ -71,6 +71,13 @@ def test_held_out_acceptance_rises(trained: Path) -> None:
     assert history[-1]["acceptance_length"] > 3 > history[0]["acceptance_length"]
 
 
+def test_a_new_run_does_not_write_over_another(model: Path, traffic: Path, trained: Path) -> None:
+    before = (trained / "model.safetensors").stat().st_mtime_ns
+    result = train(model, traffic, trained, f"--steps 1 {VARIANT}")
+    assert result.exit_code == 1 and "has the checkpoint of a run: --resume" in result.output
+    assert (trained / "model.safetensors").stat().st_mtime_ns == before
+
+
 def test_a_head_that_training_makes_worse_stays_as_it_was(
     model: Path, traffic: Path, trained: Path, tmp_path: Path
 ) -> None:

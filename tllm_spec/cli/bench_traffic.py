@@ -40,7 +40,7 @@ def erase_traffic(folder: Path, client: str, user: str | None) -> None:
     else:
         users = {traffic.hashes_of((name, kept_name(user)))[1] for name in names}
         number = traffic.erase(lambda record: record.user in users)
-    click.echo(f"{number} records erased")
+    click.echo(f"{number} {'record' if number == 1 else 'records'} erased")
 
 
 @click.command()

@@ -326,10 +326,9 @@ METHODS_NOT_SERVED = frozenset(("Domino", "LiLiCorr", "Suffix", "UNO", "XPress")
 
 
 def type_refusal(decoding_type: object) -> str:
-    """The sentence that refuses a decoding type."""
-    is_known = isinstance(decoding_type, str) and (
-        decoding_type in TYPES_NOT_SERVED or decoding_type in METHODS_NOT_SERVED
-    )
+    """The sentence that refuses a decoding type. vLLM writes names in small letters."""
+    known = {name.lower() for name in (*TYPES_NOT_SERVED, *METHODS_NOT_SERVED)}
+    is_known = isinstance(decoding_type, str) and decoding_type.lower() in known
     problem = "is not served yet" if is_known else "is not a known type"
     return f"decoding_type = {shown(decoding_type)} {problem}; {TYPES_SERVED}"
 

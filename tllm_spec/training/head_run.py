@@ -13,6 +13,7 @@ from tllm_spec.attention.spec_metadata import default_capture_layers
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.training.acceptance import chain_rounds, num_matches, summary
+from tllm_spec.training.checkpoint import FILE
 from tllm_spec.training.eagle3 import FeatureHead
 from tllm_spec.training.head_files import (
     Format,
@@ -56,7 +57,13 @@ class HeadOptions:
 
 
 def train_head(options: HeadOptions, settings: Settings) -> None:
-    """Raises ValueError for options that do not fit each other, the target or the texts."""
+    """Raises ValueError for options that do not fit each other, the target or the texts, and for a
+    folder that has another run."""
+    if not settings.resume and (options.output / FILE).exists():
+        raise ValueError(
+            f"{options.output} has the checkpoint of a run: --resume goes on from it; a new run "
+            "needs another folder"
+        )
     folder = resolve_model(options.model)
     config = ModelConfig.from_pretrained(folder)
     start = None if options.start is None else load_head(resolve_model(options.start), config)

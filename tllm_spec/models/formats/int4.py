@@ -164,8 +164,8 @@ class Int4Tensors(WeightFormat):
 
 
 class Int4Weight(Int4Tensors, ScaledGemms):
-    """More than 256 rows are multiplied by the weight that was dequantised to 16 bits just
-    before. So the order of sums depends on the number of rows."""
+    """More than 64 rows have other chunks, and more than 256 are multiplied by the weight that was
+    dequantised to 16 bits just before. So the order of sums depends on the number of rows."""
 
 
 class BatchInvariantInt4Weight(Int4Tensors, BatchInvariantScaledGemms):
