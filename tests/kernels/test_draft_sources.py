@@ -106,7 +106,7 @@ def run_rounds(device: str, threshold: int | None) -> list[list[torch.Tensor]]:
         def draw(*size: int, below: int, generator: torch.Generator = generator) -> torch.Tensor:
             return torch.randint(0, below, size, generator=generator).to(device)
 
-        for number in range(24):
+        for number in range(18):
             slots = torch.randperm(NUM_SLOTS, generator=generator)[: 1 + number % 5].to(device)
             draft_len, batch = 1 + number % MAX_DRAFT_LEN, len(slots)
             lengths = draw(batch, below=8)
