@@ -17,6 +17,7 @@ from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.graph_pool import GraphPool
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs, graph_keys
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.speculative.drafting.ready_drafts import ReadyDrafts
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 
 CPU = torch.device("cpu")
@@ -55,7 +56,10 @@ def with_graphs(
 def capture_rounds(
     harness: Harness, keys: list[GraphKey], *, pads: bool = True, pool: GraphPool | None = None
 ) -> None:
-    """As the composition root does for every key."""
+    """As the composition root does for every key. Windows stay as long as their graphs, as on a
+    GPU."""
+    if isinstance(drafter := harness.parts.drafter, ReadyDrafts):
+        drafter._narrows = False
     harness.parts.runner.capture_graphs(keys, DUMMY, CPU, pads=pads, pool=pool)
 
 
