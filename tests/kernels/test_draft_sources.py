@@ -131,5 +131,5 @@ def test_the_kernels_choose_and_count_as_the_references_do(
     ours, expected = run_rounds(device, threshold)
     assert all(map(torch.equal, ours, expected))
     counts, takes_match, totals = expected[-4], expected[-2], expected[-1]
-    assert counts.sum() > 100 and totals[:, :, 0].sum() > 30
+    assert counts[:3].sum() > 30 and totals[:, :, 0].sum() > 30
     assert takes_match.sum() > 0
