@@ -292,8 +292,8 @@ def test_padding_rows_write_to_the_dummy_page_also_for_an_empty_slot(
 def test_with_a_fixed_draft_length_rounds_are_plain_while_no_request_wants_drafts(
     tiny: Path, speculation: dict[str, Any]
 ) -> None:
-    """The draft network has read the backlog of such rounds when a request that wants drafts
-    joins."""
+    """The draft network reads the backlog of such rounds when a request that wants drafts joins, in
+    the round that drafts for it."""
     del speculation["speculative_config"]["draft_len_schedule"]
     harness = Harness(tiny, **PAGES, **speculation)
     widths: list[int] = []
@@ -313,7 +313,8 @@ def test_with_a_fixed_draft_length_rounds_are_plain_while_no_request_wants_draft
     harness.run_until(other, RequestState.GENERATION)
     while request.draft_backlog:
         harness.round()
-    assert widths[-1] == 1 + speculation["speculative_config"]["max_draft_len"]
+    harness.round()
+    assert widths[-2:] == [1, 1 + speculation["speculative_config"]["max_draft_len"]]
     assert_nothing_is_missing(harness, request)
     harness.run()
     assert (request.num_output_tokens, other.num_output_tokens) == (60, 30)
