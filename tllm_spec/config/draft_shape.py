@@ -95,7 +95,7 @@ NO_DRAFTS = chain_of(0)
 
 
 def dynamic_tree(depth: int, topk: int, num_nodes: int) -> DraftShape:
-    """Of so many drafts, or fewer where the candidates are fewer."""
+    """A tree of so many drafts, or of fewer where the candidates are fewer."""
     return DraftShape(depth, min(num_nodes, topk + (depth - 1) * topk**2), topk)
 
 
