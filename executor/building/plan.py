@@ -132,7 +132,7 @@ class BuildPlan:
         window, reuse = self.shapes.longest.window, self.args.kv_cache_config
         share = max(self.args.max_num_tokens // 4, 1)
         # A prompt waits for a whole block's room in a forward. Its size, and so a sum's order, does
-        # not depend on the draft length, but on these options.
+        # not depend on the draft length, but on these options. With `deterministic` nothing may.
         block = min(BLOCK_ROWS, 1 << share.bit_length() - 1)
         if reuse.enable_block_reuse:
             block = gcd(block, reuse.state_snapshot_tokens)
