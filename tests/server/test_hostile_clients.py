@@ -5,6 +5,7 @@ import json
 import logging
 import resource
 import socket
+from asyncio import selector_events
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -127,6 +128,24 @@ def test_headers_that_are_too_large_are_refused_with_the_limit(size: int, end: b
         client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * size + end)
         answer = read_until(client, b"}}")
     assert status_of(answer) == 431 and b"at most 65536 bytes" in answer
+
+
+@pytest.mark.parametrize(("size", "status"), [(50_000, 200), (1 << 23, 431)])
+def test_headers_that_arrive_in_small_parts_have_the_same_limit(
+    size: int, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selector_events._SelectorSocketTransport, "max_size", 1000)
+    with serving(header_timeout=600) as host, connect(host.address) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * size + b"\r\n\r\n")
+        assert status_of(read_until(client, b"\r\n\r\n")) == status
+
+
+def test_large_headers_that_wait_for_an_answer_are_refused_with_the_limit() -> None:
+    with serving(header_timeout=600) as host, connect(host.address) as client:
+        client.sendall(
+            completion("a") + b"GET /health HTTP/1.1\r\nX: " + b"a" * 2 * MAX_HEADER_BYTES
+        )
+        assert b"at most 65536 bytes" in until_closed(client)
 
 
 def test_a_client_that_sends_on_after_a_refusal_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,6 @@ class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn's types are not 
         # The state of each request begins as a copy of this.
         self.app_state: dict[str, Any] = {"write_part": self.write_part}
         self._header_timer: asyncio.TimerHandle | None = None
-        self._num_header_bytes = 0
         self._is_refused = False
 
     @property
@@ -46,7 +45,6 @@ class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn's types are not 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        self._num_header_bytes += len(data)
         super().data_received(data)
         if not self.is_idle:
             self._stop_timer()
@@ -54,10 +52,11 @@ class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn's types are not 
             self._await_headers()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is not HTTP, and headers that h11 finds too large: it keeps as many bytes of
-        them as `MAX_HEADER_BYTES`. What the client still sends is read and dropped until it has
-        seen the answer: if the connection were closed at once, it would see a reset."""
-        is_large = self._num_header_bytes > MAX_HEADER_BYTES
+        """Answers what is not HTTP, and headers that are too large for h11 while their end is
+        missing. What the client still sends is read and dropped until it has seen the answer: if
+        the connection were closed at once, it would see a reset."""
+        unparsed, _ = self.conn.trailing_data
+        is_large = len(unparsed) > MAX_HEADER_BYTES
         refusal = (
             RequestRefused(431, HEADERS_TOO_LARGE)
             if is_large
@@ -107,7 +106,6 @@ class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn's types are not 
             self._header_timer = self.loop.call_later(self.header_timeout, self.abort)
 
     def _stop_timer(self) -> None:
-        self._num_header_bytes = 0
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
