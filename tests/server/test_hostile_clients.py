@@ -25,6 +25,11 @@ CHAT = [{"role": "user", "content": "a"}]
 PATH = "/v1/completions"
 
 
+def arriving_in_parts(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server reads at most so many bytes at a time."""
+    monkeypatch.setattr(selector_events._SelectorSocketTransport, "max_size", size)
+
+
 @contextmanager
 def serving(**options: object) -> Iterator[Host]:
     given = {"shutdown_timeout": 0.1, **options}
@@ -130,14 +135,64 @@ def test_headers_that_are_too_large_are_refused_with_the_limit(size: int, end: b
     assert status_of(answer) == 431 and b"at most 65536 bytes" in answer
 
 
-@pytest.mark.parametrize(("size", "status"), [(50_000, 200), (1 << 23, 431)])
-def test_headers_that_arrive_in_small_parts_have_the_same_limit(
-    size: int, status: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("part", [1000, 1 << 18])
+@pytest.mark.parametrize("kind", ["a long URL", "many headers"])
+@pytest.mark.parametrize(
+    ("size", "status"), [(MAX_HEADER_BYTES, 200), (MAX_HEADER_BYTES + 1, 431), (1 << 23, 431)]
+)
+def test_headers_have_the_same_limit_in_whatever_parts_they_arrive(
+    part: int, kind: str, size: int, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selector_events._SelectorSocketTransport, "max_size", 1000)
+    arriving_in_parts(part, monkeypatch)
+    start, end = b"GET /health?", b" HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    if kind == "many headers":
+        end = end[:-2] + b"a:b\r\n" * ((size - 100) // 5) + b"\r\n"
     with serving(header_timeout=600) as host, connect(host.address) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * size + b"\r\n\r\n")
+        client.sendall(start + b"a" * (size - len(start) - len(end)) + end)
         assert status_of(read_until(client, b"\r\n\r\n")) == status
+
+
+@pytest.mark.parametrize("part", [1000, 1 << 18])
+def test_what_follows_a_malformed_request_does_not_change_its_answer(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arriving_in_parts(part, monkeypatch)
+    with serving() as host, connect(host.address) as client:
+        client.sendall(b"no request\r\n\r\n" + b"a" * 2 * MAX_HEADER_BYTES)
+        assert status_of(read_until(client, b"}}")) == 400
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_body_that_is_not_http_ends_the_connection_without_a_traceback(
+    is_answered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunked = head("/health", 0, method="GET").replace(
+        b"Content-Length: 0", b"Transfer-Encoding: chunked"
+    )
+    with serving() as host, connect(host.address) as client:
+        client.sendall(chunked + (b"" if is_answered else b"zz\r\n"))
+        found = read_until(client, b"\r\n\r\n")
+        assert status_of(found) == (200 if is_answered else 400)
+        client.sendall(b"zz\r\n")
+        assert b"HTTP/1.1" not in until_closed(client)
+    assert not [each for each in caplog.records if each.levelno > logging.INFO]
+
+
+@pytest.mark.parametrize("encoding", ["Content-Length: 9000000", "Transfer-Encoding: chunked"])
+@pytest.mark.parametrize("key", ["right", "wrong"])
+def test_a_client_may_send_the_rest_of_its_body_before_it_reads_the_refusal(
+    encoding: str, key: str
+) -> None:
+    start = head(PATH, 0, f"Authorization: Bearer {key}").replace(
+        b"Content-Length: 0", encoding.encode()
+    )
+    chunk = b"f4240\r\n" + b"a" * 1_000_000 + b"\r\n"
+    with serving(api_key="right", max_body_bytes=1000) as host, connect(host.address) as client:
+        client.sendall(start + chunk)
+        wait_for(lambda: bool(client.recv(1, socket.MSG_PEEK)))
+        for _ in range(7):
+            client.sendall(chunk)
+        assert status_of(until_closed(client)) == (413 if key == "right" else 401)
 
 
 def test_large_headers_that_wait_for_an_answer_are_refused_with_the_limit() -> None:

@@ -23,7 +23,6 @@ from tllm_spec.server.child import stop_listening
 from tllm_spec.server.connections import Connection
 from tllm_spec.server.host_limits import OTHER_FILES, raise_file_limit
 from tllm_spec.server.options import ServerOptions
-from tllm_spec.server.refusals import MAX_HEADER_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,6 @@ class HttpServer:
             access_log=False,
             timeout_keep_alive=options.keep_alive_timeout,
             server_header=False,
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             proxy_headers=bool(options.trusted_proxies),
             forwarded_allow_ips=list(options.trusted_proxies),
             **files,
