@@ -1,5 +1,6 @@
 """A server over an LLM with known answers, and two clients."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,14 @@ import pytest
 
 from tests.server.fake_llm import MODEL, FakeLLM
 from tests.server.hosted import hosted
+from tests.server.http_answers import SECONDS
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_clients() -> None:
+    """httpx gives up after five seconds, in which a busy machine may not have answered."""
+    default: httpx.Timeout = inspect.signature(httpx.post).parameters["timeout"].default
+    default.connect = default.read = default.write = default.pool = SECONDS
 
 
 @pytest.fixture(scope="module")
