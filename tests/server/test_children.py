@@ -41,8 +41,9 @@ def test_a_child_without_a_supervisor_ends_without_a_traceback(module: str) -> N
         assert (process.returncode, errors) == (FAILED, "")
 
 
-@pytest.mark.parametrize("is_announced", [False, True])
-@pytest.mark.parametrize("is_in_one_packet", [False, True])
+@pytest.mark.parametrize(
+    ("is_announced", "is_in_one_packet"), [(False, False), (True, False), (True, True)]
+)
 def test_a_front_that_waits_for_an_engine_ends_when_the_server_does(
     tmp_path: Path, is_announced: bool, is_in_one_packet: bool
 ) -> None:

@@ -101,6 +101,11 @@ class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn's types are not 
         cycle = self.cycle
         return cycle is None or bool(cycle.response_complete or cycle.disconnected)
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether an answer waits for its client to read."""
+        return bool(self.transport.get_write_buffer_size())
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         super().connection_made(LingeringTransport(transport, self._is_receiving))
