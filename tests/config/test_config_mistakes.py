@@ -24,6 +24,7 @@ from tllm_spec.config.speculative_config import CONFIG_OF_TYPE
         ({"max_batch_size": True}, ["max_batch_size = True", "integer"]),
         ({"max_batch_size": 99999999999}, ["max_batch_size = 99999999999", "65536"]),
         ({"max_num_tokens": 99999999999}, ["max_num_tokens = 99999999999", "1048576"]),
+        ({"max_seq_len": 1}, ["max_seq_len = 1", "greater than or equal to 2"]),
         ({"dtype": "fp8"}, ["dtype = 'fp8'", "'bfloat16'"]),
         ({"device": "tpu"}, ["device = 'tpu': 'auto', 'cpu', 'cuda' or 'cuda:N' is needed"]),
         (

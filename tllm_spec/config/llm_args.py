@@ -90,7 +90,7 @@ class LlmArgs(ConfigModel):
     """Tokens of one forward, at most. A request with K drafts takes K + 1."""
     max_input_len: PositiveInt | None = None
     """Longest prompt that is accepted, in tokens. null: `max_seq_len` is the only limit."""
-    max_seq_len: PositiveInt | None = None
+    max_seq_len: Annotated[int, Field(ge=2)] | None = None
     """Prompt and output of a request together, in tokens, at most. null: the model's."""
     enable_chunked_prefill: bool = False
     """Long prompts are prefilled in pieces, while other requests decode."""
