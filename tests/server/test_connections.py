@@ -1,5 +1,5 @@
-"""The bytes of requests: sizes of headers, parts in which they arrive, what is not HTTP, and answers
-that come before the end of a request."""
+"""The bytes of requests: sizes of headers, parts in which they arrive, what is not HTTP, and
+answers that come before the end of a request."""
 
 import json
 import logging
