@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+import httpx
+
 from tests.server.fake_llm import MODEL, FakeLLM
 from tllm_spec.server.app import OpenAIServer
 from tllm_spec.server.http_server import HttpServer, Tls
@@ -67,3 +69,7 @@ def serving(**options: object) -> Iterator[Host]:
         yield host
     finally:
         host.join()
+
+
+def is_serving(host: Host) -> bool:
+    return httpx.get(f"{host.url}/health", timeout=60).status_code == 200

@@ -8,8 +8,8 @@ from asyncio import selector_events
 
 import pytest
 
-from tests.server.fake_llm import MODEL
-from tests.server.hosted import serving
+from tests.server.fake_llm import MODEL, SLOW_PROMPT
+from tests.server.hosted import is_serving, serving
 from tests.server.http_answers import wait_for
 from tests.server.raw_client import completion, connect, head, read_until, status_of, until_closed
 from tllm_spec.server import connections
@@ -92,6 +92,28 @@ def test_a_client_may_send_the_rest_of_its_body_before_it_reads_the_refusal(
         for _ in range(7):
             client.sendall(chunk)
         assert status_of(until_closed(client)) == (413 if key == "right" else 401)
+
+
+def test_a_client_that_goes_after_a_second_request_is_noticed() -> None:
+    with serving() as host:
+        with connect(host.address) as client:
+            client.sendall(completion(SLOW_PROMPT))
+            wait_for(lambda: bool(host.llm.prompts))
+            assert is_serving(host)  # and waits for the slow answer
+            client.sendall(head("/health", 0, method="GET"))
+        wait_for(lambda: host.llm.aborted == {0})
+
+
+@pytest.mark.parametrize("is_at_once", [False, True])
+def test_what_follows_the_last_request_of_a_connection_is_dropped(is_at_once: bool) -> None:
+    last = completion(SLOW_PROMPT).replace(b"Host: ", b"Connection: close\r\nHost: ")
+    with serving() as host, connect(host.address) as client:
+        client.sendall(last + b"\r\n" * is_at_once)
+        wait_for(lambda: bool(host.llm.prompts))
+        client.sendall(b"\r\n")
+        assert is_serving(host)  # what a client has sent before is read before
+        host.llm.aborted.add(0)  # the slow answer ends
+        assert status_of(until_closed(client)) == 200
 
 
 def test_large_headers_that_wait_for_an_answer_are_refused_with_the_limit() -> None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.server.fake_llm import SLOW_PROMPT
-from tests.server.hosted import Host, serving
+from tests.server.hosted import is_serving, serving
 from tests.server.http_answers import wait_for
 from tests.server.raw_client import (
     ask_for_a_long_answer,
@@ -24,10 +24,6 @@ from tllm_spec.server import guard
 
 CHAT = [{"role": "user", "content": "a"}]
 PATH = "/v1/completions"
-
-
-def is_serving(host: Host) -> bool:
-    return httpx.get(f"{host.url}/health", timeout=60).status_code == 200
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:

@@ -32,20 +32,22 @@ class LimitedRequests(h11.Connection):
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEADER_BYTES)
 
+    @property
+    def num_unparsed(self) -> int:
+        """Counts bytes."""
+        return len(self.trailing_data[0])
+
     def next_event(self) -> Any:
         """As h11's. Raises h11.RemoteProtocolError."""
-        num_before = self._num_unparsed() if self.their_state is h11.IDLE else 0
+        num_before = self.num_unparsed if self.their_state is h11.IDLE else 0
         try:
             event = super().next_event()
-            if type(event) is h11.Request and num_before - self._num_unparsed() > MAX_HEADER_BYTES:
+            if type(event) is h11.Request and num_before - self.num_unparsed > MAX_HEADER_BYTES:
                 raise h11.RemoteProtocolError(HEADERS_TOO_LARGE, TOO_LARGE)
         except h11.RemoteProtocolError as error:
             self.is_too_large = error.error_status_hint == TOO_LARGE
             raise
         return event
-
-    def _num_unparsed(self) -> int:
-        return len(self.trailing_data[0])
 
 
 class LingeringTransport:
@@ -112,13 +114,17 @@ class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn's types are not 
         self._await_headers()
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        # After a client's last request what follows is dropped, as h11 does if it comes at once.
+        if self.transport.is_closing() or self.conn.their_state is h11.MUST_CLOSE:
             return
         super().data_received(data)
         if not self.is_idle or self.transport.is_closing():
             self._stop_timer()
         else:
             self._await_headers()
+        # Where a next request waits, uvicorn reads on after the answer; the client may go before.
+        if self.conn.their_state is h11.DONE and self.conn.num_unparsed <= MAX_HEADER_BYTES:
+            self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is not HTTP, and headers that are too large. Where that comes after the
