@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.executor.harness import user_provided
+from tests.server.http_answers import SECONDS
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.resources.interface import ResourceManager
@@ -36,7 +37,7 @@ class FakeExecutor:
     def step(self) -> bool:
         self.in_round.set()
         if self.blocks:
-            self.go_on.wait(10)
+            self.go_on.wait(SECONDS)
         self.in_round.clear()
         if self.dies:
             raise AssertionError("lost a page")
@@ -61,9 +62,9 @@ def in_thread(worker: Worker, answers: list[object], function: object) -> thread
 
 
 def answer_of(worker: Worker, function: object) -> object:
-    """What is returned or raised, within 5 s."""
+    """What is returned or raised."""
     answers: list[object] = []
-    in_thread(worker, answers, function).join(5)
+    in_thread(worker, answers, function).join(SECONDS)
     assert answers, "there was no answer"
     return answers[0]
 
@@ -81,14 +82,14 @@ def test_a_call_waits_for_the_end_of_the_round() -> None:
     worker, executor = make_worker()
     executor.blocks = True
     worker.start()
-    assert executor.in_round.wait(5)
+    assert executor.in_round.wait(SECONDS)
     answers: list[object] = []
     asking = in_thread(worker, answers, executor.in_round.is_set)
     asking.join(0.1)
     assert asking.is_alive() and not answers
     executor.blocks = False
     executor.go_on.set()
-    asking.join(5)
+    asking.join(SECONDS)
     assert answers == [False]
     worker.stop()
 
@@ -127,14 +128,14 @@ def test_calls_that_wait_while_the_executor_dies_are_told() -> None:
     worker, executor = make_worker()
     executor.blocks = executor.dies = True
     worker.start()
-    assert executor.in_round.wait(5)
+    assert executor.in_round.wait(SECONDS)
     answers: list[object] = []
     threads = [in_thread(worker, answers, lambda: 1) for _ in range(3)]
     while len(worker._queue._calls) < 3:
         threads[0].join(0.005)
     executor.go_on.set()
     for thread in threads:
-        thread.join(5)
+        thread.join(SECONDS)
     assert [str(answer) for answer in answers] == [
         "the executor has died: AssertionError: lost a page"
     ] * 3
@@ -153,7 +154,7 @@ def test_integrity_is_checked_after_a_quiet_time_and_not_between_two_requests(
     monkeypatch.setattr("tllm_spec.executor.worker.QUIET_SECONDS", 0.01)
     worker, executor = make_worker()
     worker.start()
-    assert executor.checked.wait(5)
+    assert executor.checked.wait(SECONDS)
     assert answer_of(worker, lambda: 1) == 1
     worker.stop()
 

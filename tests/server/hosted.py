@@ -44,9 +44,9 @@ class Host:
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         server = OpenAIServer(self.llm, MODEL, self.options)
-        http = HttpServer(server.app(), self.options, self.tls)
+        self.http = HttpServer(server.app(), self.options, self.tls)
         self._started.set()
-        await http.serve(self.listener, self._stop, server.close)
+        await self.http.serve(self.listener, self._stop, server.close)
         server.close()
         self.ended.set()
 
