@@ -5,7 +5,7 @@ These are plain settings. `executor/speculative/modes.py` says what runs for eac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from tllm_spec.config.config_base import ConfigError, PathText
+from tllm_spec.config.config_base import ConfigError, PathText, check
 from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
 from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
 from tllm_spec.config.host_draft_config import TEXT_DRAFTS_NOT_SERVED
@@ -218,8 +218,8 @@ class MTPDecodingConfig(DraftTreeDecodingConfig):
             renamed["max_draft_len"] = cls.model_fields["max_draft_len"].default
         return renamed
 
-    @model_validator(mode="after")
-    def _check_relaxed(self) -> MTPDecodingConfig:
+    @check
+    def _check_relaxed(self) -> Iterator[str]:
         given = sorted(RELAXED_OPTIONS & self.model_fields_set)
         if not self.use_relaxed_acceptance_for_thinking:
             changed = [
@@ -228,28 +228,27 @@ class MTPDecodingConfig(DraftTreeDecodingConfig):
                 if getattr(self, name) != type(self).model_fields[name].default
             ]
             if changed:
-                raise ValueError(
+                yield (
                     f"{', '.join(changed)}: for relaxed acceptance only; set "
                     "use_relaxed_acceptance_for_thinking: true or leave them out"
                 )
-            return self
+            return
         if self.drafts_trees:
-            raise ValueError(
+            yield (
                 "use_relaxed_acceptance_for_thinking = True is refused for draft trees: its rule "
                 "is for chains"
             )
         for name in ("use_rejection_sampling", "synthetic_acceptance_rates"):
             if value := getattr(self, name):
-                raise ValueError(
+                yield (
                     f"use_relaxed_acceptance_for_thinking = True and {name} = {shown(value)} are "
                     "exclusive, because each decides what is accepted"
                 )
         if self.begin_thinking_phase_token == self.end_thinking_phase_token:
-            raise ValueError(
+            yield (
                 f"begin_thinking_phase_token = {self.begin_thinking_phase_token} must not be "
                 "end_thinking_phase_token"
             )
-        return self
 
     @property
     def relaxed_rule(self) -> RelaxedRule | None:
