@@ -35,7 +35,7 @@ from tllm_spec.executor.speculative.drafting.drafter import Drafter, NoDrafter
 from tllm_spec.executor.speculative.drafting.external_layers import ExternalModelLayers
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
-from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
+from tllm_spec.executor.speculative.drafting.match_or_network import DraftChoice, MatchOrNetwork
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
 from tllm_spec.executor.speculative.drafting.proposer import Proposer
@@ -181,7 +181,8 @@ def _build_network(config: DecodingBaseConfig, around: Surroundings) -> Speculat
     if match is None:
         return _in_rounds(network, None, config, around, splits_rounds=draft.splits_rounds)
     assert isinstance(config, MatchedDraftsConfig) and config.sa_config is not None
-    both = MatchOrNetwork(network, match, slots, config.sa_config.threshold)
+    choice = DraftChoice(match, slots, config.sa_config.threshold)
+    both = MatchOrNetwork(network, choice)
     return _in_rounds(both, match, config, around, splits_rounds=draft.splits_rounds)
 
 

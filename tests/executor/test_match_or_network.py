@@ -90,7 +90,7 @@ def branch_of(harness: Harness, request: LlmRequest) -> int:
     """Checks that the match is a branch of the tree that the request's slot has for the next
     round. Returns 1 if the network has not drafted it."""
     match, length = drafts_of(request.tokens, 3, 64)
-    slots, sources = harness.parts.slots, proposer(harness)._sources
+    slots, sources = harness.parts.slots, proposer(harness).choice._sources
     if not length:
         assert sources.choices[request.slot].tolist() == [0, NETWORK]
         return 0
@@ -186,7 +186,7 @@ def test_drafts_of_a_slots_last_request_are_not_counted_for_the_next(
     tiny: Path, tiny_draft: Path, head: Path
 ) -> None:
     harness = Harness(tiny, max_batch_size=1, **one_model(tiny_draft, head, "eagle3", **LEARNED))
-    first, sources = harness.submit([7, 8, 7, 8], max_tokens=40), proposer(harness)._sources
+    first, sources = harness.submit([7, 8, 7, 8], max_tokens=40), proposer(harness).choice._sources
     harness.run_until(first, RequestState.GENERATION)
     harness.round()
     harness.queue.cancel(first.request_id)
