@@ -77,7 +77,7 @@ class ModelDrafter(Drafter, RoundEnd):
         batch, draft_len = scheduled_requests, scheduled_requests.draft_len
         wanting = [r for r in batch.generation_requests if _wants_drafts(r)] if draft_len else []
         batch.asked_draft_len = draft_len if wanting else 0
-        drafting = self._kv.reserve(wanting, self._num_after(batch.shape))
+        drafting = self._kv.reserve(wanting, self._num_after(batch.shape), batch.shape.path)
         self._catch_up(batch, drafting)
         if not drafting:
             batch.shape = NO_DRAFTS
