@@ -105,11 +105,11 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfi
     @model_validator(mode="after")
     def _check_draft_backend(self) -> DraftTargetDecodingConfig:
         _check_backend(self, self.draft_backend, "draft_target_one_model")
-        if self.sa_config is not None and not self.draft_target_one_model:
+        if self.sa_config is not None and self.draft_backend != "torch":
             raise ValueError(
-                "sa_config is refused with draft_target_one_model = False: drafts are chosen in "
-                "the target's round, after the draft model has made its own; accepted: None, or "
-                "draft_target_one_model: true"
+                f"sa_config is refused with draft_backend = {self.draft_backend!r}: the network "
+                "reads two tokens before it drafts, and after a match's drafts all that were "
+                "accepted are new to it; accepted: None, or draft_backend: torch"
             )
         return self
 
