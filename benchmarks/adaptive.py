@@ -237,7 +237,7 @@ def traffic_table(rows: Sequence[Row]) -> list[str]:
         best, shares = over_best_static([row for row in rows if row["traffic"] == name])
         lines.append([name, str(best), *(f"{share:.3f}" for share in shares.values())])
     return table(
-        ("traffic", "best static length", f"{COST_MODEL} (bar {MIN_MOVING})", *PRESETS), lines
+        ("traffic", "best static length", f"{COST_MODEL} (goal {MIN_MOVING})", *PRESETS), lines
     )
 
 
@@ -277,7 +277,7 @@ def trees_table(rows: Sequence[Row]) -> list[str]:
             ]
         )
     titles = (
-        "batch", "acceptance", *shapes, "adaptive", f"/ best (bar {MIN_STEADY})", "/ best chain",
+        "batch", "acceptance", *shapes, "adaptive", f"/ best (goal {MIN_STEADY})", "/ best chain",
         "best / best chain", "counted / expected", "rounds played",
     )  # fmt: skip
     return table(titles, lines)

@@ -81,7 +81,7 @@ class Bench:
     new_tokens: int
     repeats: int
 
-    def compare(self, name: str, bar: float | None, ours: Side, other: Side) -> Row:
+    def compare(self, name: str, goal: float | None, ours: Side, other: Side) -> Row:
         sides = {s.name: partial(s.tokens_per_s, self.new_tokens) for s in (ours, other)}
         found = in_turns(sides, self.repeats)
         pairs = zip(found[ours.name], found[other.name], strict=True)
@@ -89,7 +89,7 @@ class Bench:
             "name": name,
             "contender": ours.name,
             "reference": other.name,
-            "bar": bar,
+            "goal": goal,
             "ratio": statistics.median(own / reference for own, reference in pairs),
             "contender_tokens_per_s": statistics.median(found[ours.name]),
             "reference_tokens_per_s": statistics.median(found[other.name]),
@@ -159,7 +159,7 @@ def zoo_rows(bench: Bench) -> Iterator[Row]:
         assisted = transformers("transformers assisted", theirs, eight, assistant_model=assistant)
         alone = engine("plain", plain, one)
         each = engine("plain", plain, eight, at_once=False)
-        for name, bar, ours, other in (
+        for name, goal, ours, other in (
             ("zoo, 1 request", 2.0, alone, transformers("transformers", theirs, one)),
             (
                 "zoo, 8 requests",
@@ -173,7 +173,7 @@ def zoo_rows(bench: Bench) -> Iterator[Row]:
             ("zoo, useless drafts", 0.8, engine("never right", pausing, one), alone),
             ("zoo, never pausing", None, engine("never right", stubborn, one), alone),
         ):
-            yield bench.compare(name, bar, ours, other)
+            yield bench.compare(name, goal, ours, other)
 
 
 def medium_row(bench: Bench) -> Row:
@@ -194,10 +194,10 @@ def ratios_table(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         speeds = [row[f"{side}_tokens_per_s"] for side in ("contender", "reference")]
         versus = f"{row['contender']} / {row['reference']}"
-        bar = "–" if row["bar"] is None else f"{row['bar']:.1f}"
+        goal = "–" if row["goal"] is None else f"{row['goal']:.1f}"
         ratio, speed = f"**{row['ratio']:.2f}**", " / ".join(f"{each:,.0f}" for each in speeds)
-        lines.append([row["name"], versus, ratio, bar, speed, row["note"]])
-    return table(("case", "", "ratio", "bar", "tok/s", ""), lines)
+        lines.append([row["name"], versus, ratio, goal, speed, row["note"]])
+    return table(("case", "", "ratio", "goal", "tok/s", ""), lines)
 
 
 SUBJECTS = (

@@ -1,4 +1,4 @@
-"""Everything that the engine is held to on one H200, in one run: each figure with its bar, the
+"""Everything that the engine is held to on one H200, in one run: each figure with its goal, the
 better of two peers, and the floor.
 
     python -m benchmarks.h200 [--parts 1,2,3,4,5,6] [--quick] [--output result.json]

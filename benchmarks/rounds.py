@@ -36,7 +36,7 @@ PARAMS: Mapping[str, dict[str, Any]] = {
 NEVER = {"draft_len_schedule": {1: 0}}
 STEPS, TOPK = 5, 8  # of trees
 WINDOWS = (8, 16, 32, 64)  # rows: the root and the drafts
-BARS = {(32, 1): 1.25, (32, 8): 1.7}  # of the chain's round, by rows and batch size
+GOALS = {(32, 1): 1.25, (32, 8): 1.7}  # of the chain's round, by rows and batch size
 FIRST_RANK = 0.7  # acceptance of the best child in the table
 
 
@@ -188,8 +188,8 @@ def trees_table(rows: Sequence[Row]) -> list[str]:
         num_rows, batch_size, chain_ms, tree_ms = (
             row[key] for key in ("rows", "batch_size", "chain_ms", "tree_ms")
         )
-        ratio, bar = tree_ms / chain_ms, BARS.get((num_rows, batch_size))
-        shown = f" (bar {bar}{', missed' * (ratio > bar)})" if bar else ""
+        ratio, goal = tree_ms / chain_ms, GOALS.get((num_rows, batch_size))
+        shown = f" (goal {goal}{', missed' * (ratio > goal)})" if goal else ""
         wins = winning(num_rows, ratio)
         tokens = (1e3 * batch_size * profile.expected(chain_of(STEPS)) / chain_ms,
                   1e3 * batch_size * profile.expected(tree_of(num_rows)) / tree_ms)  # fmt: skip

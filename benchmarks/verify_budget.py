@@ -43,9 +43,9 @@ STEPS = (0, 1, 2, 3, 5, 7)
 TRAFFIC: Mapping[str, Sequence[float]] = {
     "mixed": MIXED, "0.9": (0.9,), "0.8": (0.8,), "0.6": (0.6,), "0.3": (0.3,)
 }  # fmt: skip
-TARGETS = {("mixed", 64): 1.12, ("mixed", 128): 1.15}
+GOALS = {("mixed", 64): 1.12, ("mixed", 128): 1.15}
 SIZES = (16, 32, 64, 128, 256)
-TREES, GAIN_TARGET, MIN_GAIN = (DraftShape(7, 24, 2), DraftShape(5, 31, 4)), 0.9, 0.01
+TREES, GAIN_GOAL, MIN_GAIN = (DraftShape(7, 24, 2), DraftShape(5, 31, 4)), 0.9, 0.01
 QUICK_CELLS = (("mixed", 32), ("0.9", 32), ("mixed", 64), ("0.6", 64), ("mixed", 128))
 PROMPT_LEN, MAX_SEQ_LEN = 64, {True: 1200, False: 480}  # of the 8B shape, and of the zoo
 CHOICE = -1  # the player that chooses its tier
@@ -194,8 +194,8 @@ def trees_table(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         gain = row["oracle"] - 1
         share = (row["chosen"] - 1) / gain if gain > MIN_GAIN else None
-        missed = " missed" * (share is not None and share < GAIN_TARGET)
-        shown = "no gain" if share is None else f"{share:.2f} (target {GAIN_TARGET}){missed}"
+        missed = " missed" * (share is not None and share < GAIN_GOAL)
+        shown = "no gain" if share is None else f"{share:.2f} (goal {GAIN_GOAL}){missed}"
         found = [f"{row[name]:.3f}" for name in ("oracle", "budget", "chosen")]
         found[1] += f" ({row['best_budget']})"
         own = [str(row[name]) for name in ("tree", "batch_size", "traffic", "best")]
@@ -221,10 +221,10 @@ def rounds(options: Options) -> Iterator[Row]:
 def rates_table(rows: Sequence[Row]) -> list[str]:
     lines = []
     for row in rows:
-        target = TARGETS.get((row["traffic"], row["batch_size"]), 0.99)
+        goal = GOALS.get((row["traffic"], row["batch_size"]), 0.99)
         found: list[Any] = [f"{row[name]:.3f}" for name in ("plain", "oracle", "budget", "chosen")]
         found[2] += f" ({row['best_budget']})"
-        found[3] += f" (target {target})" + " missed" * (row["chosen"] < target)
+        found[3] += f" (goal {goal})" + " missed" * (row["chosen"] < goal)
         lines.append([str(row["batch_size"]), row["traffic"], str(row["best"]), *found])
     titles = ("batch", "traffic", "best length", "plain", "oracle", "best budget", "chosen")
     return table(titles, lines)

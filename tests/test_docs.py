@@ -26,10 +26,18 @@ def name_of(path: Path) -> str:
     return path.name
 
 
+def anchors(document: Path) -> set[str]:
+    """Those of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_relative_links_lead_to_files(document: Path) -> None:
-    targets = re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8"))
-    assert [target for target in targets if not (document.parent / target).exists()] == []
+def test_relative_links_lead_to_files_and_headings(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", document.read_text(encoding="utf-8"))
+    targets = [(document.parent / path if path else document, anchor) for path, anchor in links]
+    assert [path for path, _ in targets if not path.exists()] == []
+    assert [each for each in targets if each[1] and each[1] not in anchors(each[0])] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)

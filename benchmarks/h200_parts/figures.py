@@ -39,13 +39,13 @@ class Figure:
 @dataclass(frozen=True)
 class Reference:
     unit: str
-    bar: float | None = None
+    goal: float | None = None
     peer: float | None = None
 
     def is_met(self, value: float) -> bool | None:
-        if self.bar is None:
+        if self.goal is None:
             return None
-        return value >= self.bar if self.unit == "tok/s" else value <= self.bar
+        return value >= self.goal if self.unit == "tok/s" else value <= self.goal
 
 
 @dataclass(frozen=True)
@@ -75,21 +75,21 @@ PEERS = tuple(
         ("start-up, plain / EAGLE-3, s", START_UP, (69, 79), (65, 59)),
     )
 )
-NO_BARS = (None, None, None)
-# Point, name, unit, batch sizes, and the bar of each.
-BARS: Sequence[tuple[int, str, str, Sequence[int], Sequence[float | None]]] = (
+NO_GOALS = (None, None, None)
+# Point, name, unit, batch sizes, and the goal of each.
+GOALS: Sequence[tuple[int, str, str, Sequence[int], Sequence[float | None]]] = (
     (1, "plain round", "ms", BATCHES, (4.3, 4.7, 7.2)),
     (2, "EAGLE-3 K=3 round", "ms", BATCHES, (5.2, 5.9, 11.0)),
     (2, "EAGLE-3 K=3 decoding", "tok/s", BATCHES, (490, None, None)),
     # 1.03 times the one-model rounds that were measured first: 4.69 / 5.57 / 11.0.
     (2, "EAGLE-3 two-model K=3 round", "ms", BATCHES, (4.83, 5.74, 11.3)),
     (2, "Draft/Target two-model K=3 round", "ms", BATCHES, (6.9, 8.19, 15.0)),
-    (2, "plain end to end", "tok/s", BATCHES, NO_BARS),
-    (2, "EAGLE-3 K=3 end to end", "tok/s", BATCHES, NO_BARS),
+    (2, "plain end to end", "tok/s", BATCHES, NO_GOALS),
+    (2, "EAGLE-3 K=3 end to end", "tok/s", BATCHES, NO_GOALS),
     (3, "64 prompts of 1024", "ms", (), (1450,)),
     (3, "1 prompt of 8192", "ms", (), (210,)),
     (3, "time to first token, 1 prompt of 1024", "ms", (), (25,)),
-    (3, "one token through LLM.generate", "ms", BATCHES, NO_BARS),
+    (3, "one token through LLM.generate", "ms", BATCHES, NO_GOALS),
     (4, "host time, plain", "ms", (64,), (0.3,)),
     (4, "host time, EAGLE-3 K=3", "ms", (64,), (0.3,)),
     (4, "GPU idle between rounds, plain", "µs", (1, 64), (30, 30)),
@@ -111,10 +111,10 @@ def _references() -> Mapping[Key, Reference]:
         better = max if row.title.endswith("tok/s") else min
         peers |= dict(zip(row.names, map(better, row.vllm, row.sglang), strict=True))
     found: dict[Key, Reference] = {}
-    for point, name, unit, sizes, bars in BARS:
+    for point, name, unit, sizes, goals in GOALS:
         keys = at_batches(point, name, sizes) if sizes else ((point, name),)
-        for key, bar in zip(keys, bars, strict=True):
-            found[key] = Reference(unit, bar, peers.get(key))
+        for key, goal in zip(keys, goals, strict=True):
+            found[key] = Reference(unit, goal, peers.get(key))
     return found
 
 
@@ -133,7 +133,7 @@ def point_table(
     point: int, figures: Sequence[Figure], references: Mapping[Key, Reference]
 ) -> list[str]:
     """A point's figures; what is missing is shown as failed."""
-    titles = ("", "measured", "bar", "met", "better peer", "floor", "of the floor", "")
+    titles = ("", "measured", "goal", "met", "better peer", "floor", "of the floor", "")
     rows = [
         _cells(figure, references.get((point, figure.name)) or Reference(figure.unit))
         for figure in figures
@@ -141,7 +141,7 @@ def point_table(
     ]
     for _, name in missing(figures, references, [point]):
         reference = references[point, name]
-        cells = (name, "**failed**", number(reference.bar), "no", number(reference.peer))
+        cells = (name, "**failed**", number(reference.goal), "no", number(reference.peer))
         rows.append([*cells, "", "", ""])
     return [f"### {point}. {POINTS[point]}", "", *table(titles, rows), ""]
 
@@ -151,7 +151,7 @@ def _cells(figure: Figure, reference: Reference) -> list[str]:
     share = "" if figure.floor is None else f"{figure.value / figure.floor:.2f}x"
     details = ", ".join(f"{name} {number(value)}" for name, value in figure.details.items())
     measured = f"{number(figure.value)} {figure.unit}"
-    limits = (number(reference.bar), met, number(reference.peer), number(figure.floor))
+    limits = (number(reference.goal), met, number(reference.peer), number(figure.floor))
     return [figure.name, measured, *limits, share, details]
 
 
@@ -176,7 +176,7 @@ LEFT_OUT = re.compile(r"K=[157]|decoding|EAGLE-3 K=3 end to end|one token")
 
 
 def summary(figures: Sequence[Figure]) -> list[str]:
-    """The figures that are measured at several batch sizes, one row each, with bars and floors."""
+    """The figures that are measured at several batch sizes, one row each, with goals and floors."""
     rows: dict[str, dict[str, Figure]] = defaultdict(dict)
     for figure in figures:
         found = SIZE.search(figure.name)
@@ -186,7 +186,7 @@ def summary(figures: Sequence[Figure]) -> list[str]:
     cells = []
     for title, by_size in rows.items():
         values = [f"{number(each.value) if (each := by_size.get(size)) else ''}" for size in SIZES]
-        bars = [REFERENCES.get((f.point, f.name), Reference("")).bar for f in by_size.values()]
+        goals = [REFERENCES.get((f.point, f.name), Reference("")).goal for f in by_size.values()]
         floors = [figure.floor for figure in by_size.values()]
-        cells.append([title, *values, *(numbers(c) if any(c) else "" for c in (bars, floors))])
-    return table(("batch, or requests at a time", *SIZES, "bars", "floors"), cells)
+        cells.append([title, *values, *(numbers(c) if any(c) else "" for c in (goals, floors))])
+    return table(("batch, or requests at a time", *SIZES, "goals", "floors"), cells)

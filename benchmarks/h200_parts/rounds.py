@@ -44,7 +44,7 @@ def plain_rounds(setup: Setup, report: Report) -> None:
 
 
 def eagle3_rounds(setup: Setup, report: Report) -> None:
-    """The draft length that has bars."""
+    """The draft length that has goals."""
     k = setup.scale.draft_len
     _drafted(setup, report, f"EAGLE-3 K={k}", setup.models.eagle3(k), "eagle3")
 

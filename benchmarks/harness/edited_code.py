@@ -42,7 +42,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "draft model": MODEL,
     "draft model and SA": MODEL | {"sa_config": {}},
 }
-BARS = {
+GOALS = {
     ("edits", "both", "EAGLE-3"): 1.25,
     ("edits", "both", "SA"): 1.02,
     ("code", "both", "EAGLE-3"): 0.99,
@@ -130,9 +130,9 @@ def matches_table(rows: Sequence[Row]) -> list[str]:
     lines = []
     for text, found in by_text.items():
         ratios = [
-            f"{one}: {found[one] / found[other]:.2f} of {other} (bar {bar})"
-            for (kind, one, other), bar in BARS.items()
+            f"{one}: {found[one] / found[other]:.2f} of {other} (goal {goal})"
+            for (kind, one, other), goal in GOALS.items()
             if kind == text
         ]
         lines.append([text, *(f"{found[name]:.2f}" for name in DRAFTERS), ", ".join(ratios)])
-    return table(("tokens a round", *DRAFTERS, "bars"), lines)
+    return table(("tokens a round", *DRAFTERS, "goals"), lines)

@@ -41,13 +41,13 @@ class Rival:
     """Milliseconds, and seconds of start-up: ours at most, and vLLM 0.26.0's on the same kind of
     machine. By batch size, then `prefill` and `start-up`."""
 
-    bars: Mapping[str, float]
+    goals: Mapping[str, float]
     peer: Mapping[str, float]
 
 
-def _rival(bars: Sequence[float], peer: Sequence[float]) -> Rival:
+def _rival(goals: Sequence[float], peer: Sequence[float]) -> Rival:
     names = ("batch 1", "batch 8", "batch 64", "prefill", "start-up")
-    return Rival(dict(zip(names, bars, strict=False)), dict(zip(names, peer, strict=False)))
+    return Rival(dict(zip(names, goals, strict=False)), dict(zip(names, peer, strict=False)))
 
 
 QWEN3_RIVAL = _rival((3.4, 7.5, 16.5, 850.0, 25.0), (4.15, 9.24, 19.3, 895.0))
@@ -106,7 +106,7 @@ def v3(draft_len: int) -> Callable[[Options], Iterator[Row]]:
 
 def limits(rival: Rival, row: Row) -> Row:
     what = row["what"].partition(", ")[0]
-    return {"bar": rival.bars.get(what), "peer": rival.peer.get(what)}
+    return {"goal": rival.goals.get(what), "peer": rival.peer.get(what)}
 
 
 def multiples(rival: Rival, row: Row) -> Row:
@@ -266,7 +266,7 @@ def multiples_table(rows: Sequence[Row]) -> list[str]:
     lines = []
     for row in rows:
         what, floor = row["what"], row["floor"]
-        shares = row["value"] / floor if floor else None, row.get("bar"), row.get("peer")
+        shares = row["value"] / floor if floor else None, row.get("goal"), row.get("peer")
         times = [f"{share:.2f}x" if share else "" for share in shares]
         unit = "s" if what == "start-up" else "ms"
         figures = number(row["value"]), number(floor), *times, number(row.get("hit") or None)
@@ -275,12 +275,12 @@ def multiples_table(rows: Sequence[Row]) -> list[str]:
 
 
 def rounds_table(rows: Sequence[Row]) -> list[str]:
-    titles = ("", "measured", "bar", "vLLM 0.26.0", "floor", "of the floor", "experts hit")
+    titles = ("", "measured", "goal", "vLLM 0.26.0", "floor", "of the floor", "experts hit")
     lines = []
     for row in rows:
         what, value, floor = row["what"], row["value"], row["floor"]
         share = f"{value / floor:.2f}x" if floor else ""
         unit = "s" if what == "start-up" else "ms"
-        limits = (number(row.get("bar")), number(row.get("peer")), number(floor))
+        limits = (number(row.get("goal")), number(row.get("peer")), number(floor))
         lines.append([f"{what}, {unit}", number(value), *limits, share, number(row.get("hit"))])
     return table(titles, lines)

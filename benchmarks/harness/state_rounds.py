@@ -11,7 +11,7 @@ from benchmarks.harness.report import Options, Row
 from tllm_spec.models.config import ModelConfig
 
 # Times of the floor, by batch size: of plain rounds, and of those with three drafts of MTP.
-BARS = {0: {1: 2.0, 8: 1.5, 64: 1.4}, 3: {1: 1.6, 8: 1.6, 64: 1.6}}
+GOALS = {0: {1: 2.0, 8: 1.5, 64: 1.4}, 3: {1: 1.6, 8: 1.6, 64: 1.6}}
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ def qwen3_next(draft_len: int) -> Callable[[Options], Iterator[Row]]:
             size = RoundSize(batch_size, batch_size * timed.context, draft_len)
             floor = models.read_ms(round_bytes(config, size, hit, later)) * slowness()
             what = f"batch {batch_size}, {draft_len} drafts"
-            bar = BARS[draft_len].get(batch_size) if is_full else None
-            yield {"what": what, "value": timed.round_ms, "floor": floor, "bar": bar, "hit": hit}
+            goal = GOALS[draft_len].get(batch_size) if is_full else None
+            yield {"what": what, "value": timed.round_ms, "floor": floor, "goal": goal, "hit": hit}
         engine.stop()
         for number in () if draft_len else (1, sizes[-1]):
             ms = [engine.prompts_ms(number, prompt_len) for _ in range(3)][-1]

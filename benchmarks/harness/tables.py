@@ -35,7 +35,7 @@ def all_tables() -> dict[str, list[str]]:
     quick = "`python -m benchmarks.h200 --quick`"
     found = {
         f"Next to vLLM and SGLang: {quick}": _block(h200["about"], headline(figures)),
-        f"Bars and floors: {quick}": _block(h200["about"], summary(figures)),
+        f"Goals and floors: {quick}": _block(h200["about"], summary(figures)),
     }
     for run in RUNS:
         name, *options = run.split(maxsplit=1)

@@ -141,6 +141,21 @@ def test_a_bad_configuration_is_refused_with_slot_and_key_named(given: Any, name
     assert named in str(refusal.value)
 
 
+def test_all_mistakes_are_in_one_message() -> None:
+    wrong = {"compat": 1, "context_buckets": [0], "window_trials": 3, "zzz": 1, "8": {}, "9": [1]}
+    with pytest.raises(ValueError) as refusal:
+        AdaptiveConfig.parse(wrong)
+    lines = str(refusal.value).splitlines()
+    assert [line.split(" = ")[0].removeprefix("adaptive.") for line in lines] == [
+        "zzz",
+        "compat",
+        "context_buckets",
+        "window_trials",
+        "slot 8.candidate_steps is missing: every slot has its own list of draft lengths",
+        "slot 9",
+    ]
+
+
 @pytest.mark.parametrize("strategy", ["ema", "cost_model"])
 def test_a_key_like_no_other_is_answered_by_all_keys_that_the_strategy_has(strategy: str) -> None:
     with pytest.raises(ValueError) as refusal:

@@ -24,6 +24,7 @@ from tllm_spec.config.speculative_config import CONFIG_OF_TYPE
         ({"max_batch_size": True}, ["max_batch_size = True", "integer"]),
         ({"max_batch_size": 99999999999}, ["max_batch_size = 99999999999", "65536"]),
         ({"max_num_tokens": 99999999999}, ["max_num_tokens = 99999999999", "1048576"]),
+        ({"max_seq_len": 1}, ["max_seq_len = 1", "greater than or equal to 2"]),
         ({"dtype": "fp8"}, ["dtype = 'fp8'", "'bfloat16'"]),
         ({"device": "tpu"}, ["device = 'tpu': 'auto', 'cpu', 'cuda' or 'cuda:N' is needed"]),
         (
@@ -241,3 +242,33 @@ def test_values_that_only_yaml_can_write_are_refused_by_a_sentence(
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
         LlmArgs.from_kwargs("m", **options)
+
+
+def test_options_that_do_not_go_together_are_reported_together() -> None:
+    speculative = {
+        "decoding_type": "MTP",
+        "max_draft_len": 2,
+        "max_total_draft_tokens": 3,
+        "max_concurrency": 8,
+        "draft_len_schedule": {1: 2},
+        "draft_sampling": "greedy",
+        "use_rejection_sampling": True,
+        "use_relaxed_acceptance_for_thinking": True,
+    }
+    with pytest.raises(ValueError) as refusal:
+        LlmArgs(model="zoo:deepseek", speculative_config=speculative)
+    starts = ["max_concurrency", "draft_sampling", "max_total_draft_tokens", "use_relaxed"]
+    lines = str(refusal.value).splitlines()
+    assert len(lines) == len(starts)
+    for line, start in zip(lines, starts, strict=True):
+        assert line.startswith(f"speculative_config.{start}")
+    with pytest.raises(ValueError) as refusal:
+        LlmArgs(
+            model="zoo:llama",
+            deterministic=True,
+            attn_backend="TRITON",
+            tensor_parallel_size=4,
+            device="cuda:0",
+            record_hidden_states=0.5,
+        )
+    assert len(str(refusal.value).splitlines()) == 4

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from tllm_spec.config.adaptive_config import AdaptiveConfig, EmaOptions
-from tllm_spec.config.config_base import ConfigModel
+from tllm_spec.config.config_base import ConfigModel, check
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
@@ -39,19 +39,18 @@ class TraceRound(ConfigModel):
     seconds: PositiveFloat | None = None
     context_len: NonNegativeInt = 0
 
-    @model_validator(mode="after")
-    def _check_together(self) -> "TraceRound":
+    @check
+    def _check_together(self) -> Iterator[str]:
         number, most = len(self.num_accepted), max(self.num_accepted, default=0)
         if number > self.batch_size:
-            raise ValueError(
+            yield (
                 f"num_accepted has {number} numbers, and batch_size = {self.batch_size} requests "
                 "ran"
             )
         if self.num_steps is not None and most > self.num_steps:
-            raise ValueError(
+            yield (
                 f"num_accepted has {most}, and num_steps = {self.num_steps} drafts were verified"
             )
-        return self
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ these, a slot may override those of its strategy. How the strategies decide is n
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -198,40 +198,60 @@ class AdaptiveConfig:
         options: type[SlotOptions] = (
             EmaOptions if _strategy(root, slots) == "ema" else CostModelOptions
         )
-        _refuse_unknown(root, FOR_ALL_SLOTS | options.model_fields.keys())
-        compat = root.pop("compat", False)
-        if type(compat) is not bool or (compat and options is not EmaOptions):
-            accepted = "true or false" if options is EmaOptions else "false, unless strategy: ema"
-            raise ConfigError([f"compat = {shown(compat)} is refused; accepted: {accepted}"])
-        buckets = _buckets(root.pop("context_buckets", ()))
-        ladder = root.pop("candidate_steps", None)
+        lines = _mistakes_for_all_slots(root, options)
+        ladder = root.get("candidate_steps")
         if ladder is not None and slots:
-            raise ConfigError(
-                [f"candidate_steps = {shown(ladder)} is refused: each slot has its own"]
-            )
-        if not slots and (ladder is not None or options is CostModelOptions):
-            slots = {
-                1: {"candidate_steps": _default_ladder(max_draft_len) if ladder is None else ladder}
-            }
+            lines.append(f"candidate_steps = {shown(ladder)} is refused: each slot has its own")
+        elif ladder is not None:
+            slots = {1: {"candidate_steps": ladder}}
+        elif not slots and options is CostModelOptions:
+            slots = {1: {"candidate_steps": _default_ladder(max_draft_len)}}
         if not slots:
             raise ValueError(
                 'it has no batch-size slot; needed: e.g. "1": {"candidate_steps": [1, 3, 7]}'
             )
-        options(**{**root, "candidate_steps": [0]})  # global keys are at fault without a slot
-        checked = [(low, _slot(options, root, low, slots[low])) for low in sorted(slots)]
-        return cls(tuple(checked), compat, buckets)
+        own = options.model_fields.keys() - {"candidate_steps"}
+        shared = {} if lines else {key: value for key, value in root.items() if key in own}
+        checked = []
+        for low in sorted(slots):
+            try:
+                checked.append((low, _slot(options, shared, low, slots[low])))
+            except ConfigError as error:
+                lines += error.lines
+        if lines:
+            raise ConfigError(lines)
+        return cls(
+            tuple(checked), root.get("compat", False), tuple(root.get("context_buckets", ()))
+        )
 
 
-def _buckets(buckets: object) -> tuple[int, ...]:
-    """Raises ConfigError for anything but ascending integers above 0."""
-    numbers: list[Any] = list(buckets) if isinstance(buckets, (list, tuple)) else [None]
-    if all(type(each) is int and each > 0 for each in numbers) and numbers == sorted({*numbers}):
-        return tuple(numbers)
-    raise ConfigError(
-        [
+def _mistakes_for_all_slots(root: Mapping[str, Any], options: type[SlotOptions]) -> list[str]:
+    """What is wrong with keys that hold for all slots. A slot's model would name its slot."""
+    known = FOR_ALL_SLOTS | options.model_fields.keys()
+    lines = unknown_options({key: root[key] for key in root if key not in known}, known)
+    compat, buckets = root.get("compat", False), root.get("context_buckets", ())
+    if type(compat) is not bool or (compat and options is not EmaOptions):
+        accepted = "true or false" if options is EmaOptions else "false, unless strategy: ema"
+        lines.append(f"compat = {shown(compat)} is refused; accepted: {accepted}")
+    if not _are_buckets(buckets):
+        lines.append(
             f"context_buckets = {shown(buckets)} is refused; accepted: context lengths in tokens, "
             "ascending, e.g. [4096, 16384]"
-        ]
+        )
+    own = {key: root[key] for key in root if key in options.model_fields}
+    try:
+        options(**own | {"candidate_steps": [0]})
+    except ConfigError as error:
+        lines += error.lines
+    return lines
+
+
+def _are_buckets(buckets: object) -> bool:
+    """Whether they are ascending integers above 0."""
+    return (
+        isinstance(buckets, (list, tuple))
+        and all(type(each) is int and each > 0 for each in buckets)
+        and list(buckets) == sorted(set(buckets))
     )
 
 
@@ -275,15 +295,8 @@ def _strategy(root: dict[str, Any], slots: Mapping[int, Any]) -> str:
     return str(strategy)
 
 
-def _refuse_unknown(root: Mapping[str, Any], known: Set[str]) -> None:
-    """Checked here because a slot's model only reports the keys of that slot."""
-    unknown = {key: value for key, value in root.items() if key not in known}
-    if unknown:
-        raise ConfigError(unknown_options(unknown, known))
-
-
 def _slot(
-    options: type[SlotOptions], root: Mapping[str, Any], low: int, slot: object
+    options: type[SlotOptions], shared: Mapping[str, Any], low: int, slot: object
 ) -> SlotOptions:
     """A slot's keys override the global ones."""
     where = f"slot {low}"
@@ -300,7 +313,7 @@ def _slot(
         belongs = "is refused in a slot: this key holds for all slots and belongs next to them"
         raise ConfigError([f"{where}.{key} = {shown(named[key])} {belongs}" for key in misplaced])
     try:
-        return options(**{**root, **named})
+        return options(**{**shared, **named})
     except ConfigError as error:
         raise ConfigError([f"{where}.{line}" for line in error.lines]) from None
 

@@ -4,10 +4,11 @@ mistakes of a configuration in one readable error."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from tllm_spec.config.option_checks import (
     NotServed,
@@ -23,6 +24,17 @@ PathText = Annotated[
 ]
 # Options whose keys are batch sizes.
 NUMBERED = frozenset({"adaptive", "draft_len_schedule"})
+
+
+Check = TypeVar("Check", bound=Callable[[Any], Iterable[str]])
+
+
+def check(method: Check) -> Check:
+    """Marks a method of a `ConfigModel` that returns what is wrong with options that are right one
+    by one: the lines of a `ConfigError`. All such methods are called, so that one error has all
+    mistakes."""
+    method.is_check = True  # type: ignore[attr-defined]  # a mark, not an attribute of callables
+    return method
 
 
 class ConfigError(ValueError):
@@ -68,10 +80,25 @@ class ConfigModel(BaseModel):
             raise ConfigError(lines)
         warn_of_ignored(options, self.not_served)
 
+    @model_validator(mode="after")
+    def _run_checks(self) -> ConfigModel:
+        names = _checks_of(type(self))
+        if lines := [line for name in names for line in getattr(self, name)()]:
+            raise ConfigError(lines)
+        return self
+
     def as_options(self) -> dict[str, Any]:
         """Plain values whose constructor makes an equal object, in another process too. Raises
         TypeError for a value that is an object of the user's."""
         return {name: _plain(getattr(self, name)) for name in sorted(self.model_fields_set)}
+
+
+@cache
+def _checks_of(model: type[ConfigModel]) -> tuple[str, ...]:
+    """The names of the methods marked by `check`, those of base classes first."""
+    attributes = [item for kind in reversed(model.__mro__) for item in vars(kind).items()]
+    names = (name for name, value in attributes if getattr(value, "is_check", False))
+    return tuple(dict.fromkeys(names))
 
 
 def check_keys(options: Mapping[str, Any], path: str = "") -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import NonNegativeInt, PositiveInt, Strict, field_validator, model_validator
+from pydantic import NonNegativeInt, PositiveInt, Strict, field_validator
 
-from tllm_spec.config.config_base import ConfigModel
+from tllm_spec.config.config_base import ConfigModel, check
 from tllm_spec.config.not_served import CUDA_GRAPH_NOT_SERVED
 from tllm_spec.config.option_checks import NotServed
 
@@ -43,15 +43,14 @@ class CudaGraphConfig(ConfigModel):
             )
         return None if sizes is None else tuple(sorted(set(sizes)))
 
-    @model_validator(mode="after")
-    def _check_largest(self) -> CudaGraphConfig:
+    @check
+    def _check_largest(self) -> Iterator[str]:
         if self.batch_sizes and self.max_batch_size and self.max_batch_size != self.batch_sizes[-1]:
-            raise ValueError(
+            yield (
                 f"max_batch_size = {self.max_batch_size} contradicts batch_sizes = "
                 f"{self.batch_sizes}; leave it out, or give the largest of them, "
                 f"{self.batch_sizes[-1]}"
             )
-        return self
 
     def sizes(self, limit: int, also: Iterable[int] = ()) -> tuple[int, ...]:
         """The batch sizes to capture, ascending.

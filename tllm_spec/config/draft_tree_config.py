@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, PositiveInt, model_validator
+from pydantic import BeforeValidator, PositiveInt
 
-from tllm_spec.config.config_base import ConfigError
+from tllm_spec.config.config_base import check
 from tllm_spec.config.draft_shape import (
     NO_DRAFTS,
     DraftShape,
@@ -133,13 +133,8 @@ class DraftTreeDecodingConfig(MatchedDraftsConfig):
         is_dynamic = self.use_dynamic_tree and self.dynamic_tree_max_topK != 1
         return is_dynamic or self.eagle_choices is not None
 
-    @model_validator(mode="after")
-    def _check_tree(self) -> DraftTreeDecodingConfig:
-        if mistakes := self._mistakes():
-            raise ConfigError(mistakes)
-        return self
-
-    def _mistakes(self) -> list[str]:
+    @check
+    def _check_tree(self) -> list[str]:
         return self._static_mistakes() if self.eagle_choices else self._dynamic_mistakes()
 
     def _static_mistakes(self) -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from pydantic import PositiveInt, model_validator
+from pydantic import PositiveInt
 
-from tllm_spec.config.config_base import ConfigError
+from tllm_spec.config.config_base import check
 from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, DraftShapes, sharing_rows
 from tllm_spec.config.draft_tree_config import MAX_NODES, MAX_TOPK, TREE_ALIASES, chain_or_tree
@@ -106,43 +106,38 @@ class NGramDecodingConfig(CorpusConfig, DecodingBaseConfig):
     def may_pause(self) -> bool:
         return False
 
-    @model_validator(mode="after")
-    def _check_pool(self) -> NGramDecodingConfig:
+    @check
+    def _check_pool(self) -> Iterator[str]:
         if "max_pool_entries" in self.model_fields_set and not self.is_public_pool:
-            raise ValueError(
+            yield (
                 f"max_pool_entries = {self.max_pool_entries} needs is_public_pool: true; a private "
                 "pool is the request's own text"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_tree(self) -> NGramDecodingConfig:
-        if mistakes := self._tree_mistakes():
-            raise ConfigError(mistakes)
-        return self
-
-    def _tree_mistakes(self) -> list[str]:
+    @check
+    def _check_tree(self) -> Iterator[str]:
         topk, nodes = self.dynamic_tree_max_topK, self.max_total_draft_tokens or 0
         if not self.use_dynamic_tree:
-            alone = f"dynamic_tree_max_topK = {topk} needs use_dynamic_tree: true"
-            return [] if topk is None else [alone]
+            if topk is not None:
+                yield f"dynamic_tree_max_topK = {topk} needs use_dynamic_tree: true"
+            return
         if topk is None:
-            return ["use_dynamic_tree = True needs dynamic_tree_max_topK, the children of a node"]
-        found, most = [], min(MAX_NODES, _most_nodes(topk, self.max_draft_len))
+            yield "use_dynamic_tree = True needs dynamic_tree_max_topK, the children of a node"
+            return
+        most = min(MAX_NODES, _most_nodes(topk, self.max_draft_len))
         if topk > MAX_TOPK:
-            found.append(f"dynamic_tree_max_topK = {topk} is more than {MAX_TOPK}")
+            yield f"dynamic_tree_max_topK = {topk} is more than {MAX_TOPK}"
         if not self.max_draft_len <= nodes <= most:
-            found.append(
+            yield (
                 f"max_total_draft_tokens = {nodes} is not in {self.max_draft_len}..{most}, what a "
                 f"tree of depth {self.max_draft_len} with {topk} children of a node may have"
             )
         for name, needed in (("is_keep_all", True), ("is_use_oldest", False)):
             if (value := getattr(self, name)) is not needed:
-                found.append(
+                yield (
                     f"{name} = {value} is refused: a tree has the newest continuations; accepted: "
                     f"{needed}"
                 )
-        return found
 
 
 def _most_nodes(topk: int, depth: int) -> int:
@@ -184,27 +179,21 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
         trees, narrows = sharing_rows(trees, self.verify_budget), self.verify_budget is None
         return DraftShapes([NO_DRAFTS, *trees], narrows=narrows)
 
-    @model_validator(mode="after")
-    def _check_tree(self) -> UserProvidedDecodingConfig:
+    @check
+    def _check_tree(self) -> Iterator[str]:
         if self.drafts_trees and (self.max_total_draft_tokens or 0) > MAX_NODES:
-            raise ValueError(
-                f"max_total_draft_tokens = {self.max_total_draft_tokens} is more than {MAX_NODES}"
-            )
-        return self
+            yield f"max_total_draft_tokens = {self.max_total_draft_tokens} is more than {MAX_NODES}"
 
-    @model_validator(mode="after")
-    def _check_objects(self) -> UserProvidedDecodingConfig:
+    @check
+    def _check_objects(self) -> Iterator[str]:
         if self.drafter is None:
-            raise ValueError('drafter = None: an object or "package.module:ClassName" is needed')
+            yield 'drafter = None: an object or "package.module:ClassName" is needed'
         for name in ("drafter", "resource_manager"):
             given, arguments = getattr(self, name), getattr(self, f"{name}_args")
             if isinstance(given, str) and not all(given.partition(":")):
-                raise ValueError(
-                    f'{name} = {given!r} is not an import path; write "package.module:ClassName"'
-                )
+                yield f'{name} = {given!r} is not an import path; write "package.module:ClassName"'
             if arguments and not isinstance(given, str):
-                raise ValueError(f"{name}_args = {arguments} needs {name} to be an import path")
-        return self
+                yield f"{name}_args = {arguments} needs {name} to be an import path"
 
     def check_code(self) -> None:
         for name in ("drafter", "resource_manager"):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
-from tllm_spec.config.config_base import ConfigModel
+from tllm_spec.config.config_base import ConfigModel, check
 from tllm_spec.config.kv_events_config import KVEventsConfig
 from tllm_spec.config.not_served import KV_CACHE_NOT_SERVED
 from tllm_spec.config.option_checks import NotServed
@@ -57,14 +57,13 @@ class KvCacheConfig(ConfigModel):
     def _null_means_none(cls, size: object) -> object:
         return 0 if size is None else size
 
-    @model_validator(mode="after")
-    def _check_host_cache(self) -> KvCacheConfig:
+    @check
+    def _check_host_cache(self) -> Iterator[str]:
         if self.host_cache_size and not self.enable_block_reuse:
-            raise ValueError(
+            yield (
                 f"host_cache_size = {self.host_cache_size} keeps pages for reuse and "
                 "enable_block_reuse is false: leave one of them out"
             )
-        return self
 
     @field_validator("tokens_per_block")
     @classmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -18,10 +18,9 @@ from pydantic import (
     PositiveInt,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
-from tllm_spec.config.config_base import ConfigError, ConfigModel, PathText, check_keys
+from tllm_spec.config.config_base import ConfigError, ConfigModel, PathText, check, check_keys
 from tllm_spec.config.cuda_graph_config import CudaGraphConfig as CudaGraphConfig
 from tllm_spec.config.import_path import import_also_from
 from tllm_spec.config.kv_cache_config import FRACTION
@@ -90,7 +89,7 @@ class LlmArgs(ConfigModel):
     """Tokens of one forward, at most. A request with K drafts takes K + 1."""
     max_input_len: PositiveInt | None = None
     """Longest prompt that is accepted, in tokens. null: `max_seq_len` is the only limit."""
-    max_seq_len: PositiveInt | None = None
+    max_seq_len: Annotated[int, Field(ge=2)] | None = None
     """Prompt and output of a request together, in tokens, at most. null: the model's."""
     enable_chunked_prefill: bool = False
     """Long prompts are prefilled in pieces, while other requests decode."""
@@ -201,78 +200,74 @@ class LlmArgs(ConfigModel):
         is_own = os.path.realpath(str(folder)) == os.path.realpath(str(model))
         return config.model_copy(update={"speculative_model": None}) if is_own else config
 
-    @model_validator(mode="after")
-    def _check_window_fits(self) -> LlmArgs:
+    @check
+    def _check_window_fits(self) -> Iterator[str]:
         """Refuses drafts that no round could verify, instead of making shorter ones."""
         spec = self.speculative_config
         if spec is not None and spec.shapes.longest.window > self.max_num_tokens:
             longest = spec.shapes.longest
             drafts = f"the draft tree {longest.name}" if longest.is_tree else "max_draft_len"
-            raise ValueError(
+            yield (
                 f"max_num_tokens = {self.max_num_tokens} is too small: one request takes "
                 f"{drafts} + 1 = {longest.window} tokens of a round"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_recording(self) -> LlmArgs:
+    @check
+    def _check_recording(self) -> Iterator[str]:
         if self.record_hidden_states and self.record_traffic is None:
-            raise ValueError(
+            yield (
                 f"record_hidden_states = {self.record_hidden_states} needs record_traffic, the "
                 "folder that they go to"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_ranks(self) -> LlmArgs:
+    @check
+    def _check_ranks(self) -> Iterator[str]:
         size, parts = self.tensor_parallel_size, self.ep_size
         if parts * (self.moe_tensor_parallel_size or size // parts) != size:
-            raise ValueError(
+            yield (
                 f"moe_expert_parallel_size = {self.moe_expert_parallel_size} times "
                 f"moe_tensor_parallel_size = {self.moe_tensor_parallel_size} must be "
                 f"tensor_parallel_size = {size}"
             )
         if size == 1:
-            return self
+            return
         if self.device.startswith("cuda:"):
-            raise ValueError(
+            yield (
                 f"device = {self.device!r} is one device and tensor_parallel_size = {size} needs "
                 "more; 'cuda' is accepted, and CUDA_VISIBLE_DEVICES chooses"
             )
         if self.tokenizer is not None and not isinstance(self.tokenizer, str):
-            raise ValueError(
+            yield (
                 f"tensor_parallel_size = {size}: the other processes cannot "
                 "get a tokenizer object; a folder is accepted"
             )
         spec = self.speculative_config
         if spec is not None and not spec.serves_ranks:
-            raise ValueError(
+            yield (
                 f"tensor_parallel_size = {size} is not served with "
                 f"{spec.decoding_type}: its code might draft differently in each process"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_deterministic(self) -> LlmArgs:
+    @check
+    def _check_deterministic(self) -> Iterator[str]:
         if not self.deterministic:
-            return self
+            return
         if self.attn_backend != "auto":
-            raise ValueError(
+            yield (
                 "deterministic has its own attention kernels: attn_backend must be 'auto', not "
                 f"{self.attn_backend!r}"
             )
         if self.speculative_config is not None and self.speculative_config.use_rejection_sampling:
-            raise ValueError(
+            yield (
                 "deterministic and use_rejection_sampling exclude each other: with the latter, "
                 "text depends on the drafts"
             )
         if self.tensor_parallel_size > MAX_DETERMINISTIC_RANKS:
-            raise ValueError(
+            yield (
                 f"deterministic is served with tensor_parallel_size up to "
                 f"{MAX_DETERMINISTIC_RANKS}, not {self.tensor_parallel_size}: the order in which "
                 "NCCL adds the values of more ranks depends on the size of the batch"
             )
-        return self
 
     @classmethod
     def from_kwargs(cls, /, model: str | os.PathLike[str], **kwargs: Any) -> LlmArgs:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import ClassVar, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
-from tllm_spec.config.config_base import ConfigModel
+from tllm_spec.config.config_base import ConfigModel, check
 from tllm_spec.config.not_served import SCHEDULER_NOT_SERVED
 from tllm_spec.config.option_checks import NotServed
 
@@ -30,14 +30,13 @@ class SchedulerConfig(ConfigModel):
 
     not_served: ClassVar[Mapping[str, NotServed]] = SCHEDULER_NOT_SERVED
 
-    @model_validator(mode="after")
-    def _check_preemption(self) -> SchedulerConfig:
+    @check
+    def _check_preemption(self) -> Iterator[str]:
         if self.fair_preemption and self.capacity_scheduler_policy != "MAX_UTILIZATION":
-            raise ValueError(
+            yield (
                 "fair_preemption = True needs capacity_scheduler_policy = MAX_UTILIZATION: under "
                 "GUARANTEED_NO_EVICT a request that runs is never preempted"
             )
-        return self
 
     @field_validator("capacity_scheduler_policy", mode="before")
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,11 +13,10 @@ from pydantic import (
     PositiveInt,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from tllm_spec.config.adaptive_config import AdaptiveConfig, Probability
-from tllm_spec.config.config_base import ConfigError, ConfigModel, PathText
+from tllm_spec.config.config_base import ConfigError, ConfigModel, PathText, check
 from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
 from tllm_spec.config.draft_len_schedule import checked, with_lower_bounds
 from tllm_spec.config.draft_shape import MAX_DRAFT_LEN, DraftShapes
@@ -196,38 +195,36 @@ class DecodingBaseConfig(ConfigModel):
             return schedule
         return checked(schedule, max_draft_len, info.data.get("draft_len_schedule_keys"))
 
-    @model_validator(mode="after")
-    def _check_draft_lens(self) -> DecodingBaseConfig:
+    @check
+    def _check_draft_lens(self) -> Iterator[str]:
         schedule = self.draft_len_schedule
         if schedule is None and self.draft_len_schedule_keys is not None:
-            raise ValueError(
+            yield (
                 f"draft_len_schedule_keys = {self.draft_len_schedule_keys!r} needs "
                 "draft_len_schedule"
             )
         if schedule and self.max_concurrency:
-            raise ValueError(
+            yield (
                 f"max_concurrency = {self.max_concurrency} and draft_len_schedule = {schedule} "
                 f"are exclusive; {{1: {self.max_draft_len}, {self.max_concurrency + 1}: 0}} "
                 "is max_concurrency as a schedule"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_candidate_trees(self) -> DecodingBaseConfig:
+    @check
+    def _check_candidate_trees(self) -> Iterator[str]:
         if self.adaptive is not None and self.adaptive.trees and not self.mixes_trees:
-            raise ValueError(
+            yield (
                 "adaptive.candidate_trees needs use_dynamic_tree: true with dynamic_tree_max_topK "
                 "above 1, and draft weights (Draft_Target, Eagle, Eagle3 or MTP)"
             )
         if self.mixes_trees and self.draft_len_schedule is not None:
-            raise ValueError(
+            yield (
                 f"draft_len_schedule = {self.draft_len_schedule} is refused: with adaptive trees "
                 "a draft length does not limit the work of a round; use adaptive's slots"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_budget(self) -> DecodingBaseConfig:
+    @check
+    def _check_budget(self) -> Iterator[str]:
         if problem := budget_problem(
             self.verify_budget,
             self.adaptive if self.enable_adaptive_verification else None,
@@ -237,66 +234,58 @@ class DecodingBaseConfig(ConfigModel):
             use_rejection_sampling=self.use_rejection_sampling,
             has_schedule=self.draft_len_schedule is not None,
         ):
-            raise ValueError(problem)
-        return self
+            yield problem
 
-    @model_validator(mode="after")
-    def _check_pauses(self) -> DecodingBaseConfig:
+    @check
+    def _check_pauses(self) -> Iterator[str]:
         rounds = self.max_rejected_rounds
-        if "max_rejected_rounds" not in self.model_fields_set:
-            return self
-        if rounds and not self.may_pause:
-            raise ValueError(
+        if "max_rejected_rounds" in self.model_fields_set and rounds and not self.may_pause:
+            yield (
                 f"max_rejected_rounds = {rounds} is refused: drafts that are made in the target's "
                 "round cost the same for a request that pauses; accepted: null"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_acceptance(self) -> DecodingBaseConfig:
+    @check
+    def _check_acceptance(self) -> Iterator[str]:
         threshold, window = self.acceptance_rate_threshold, self.acceptance_rate_window_size
         if (threshold is None) != (window is None):
-            raise ValueError(
+            yield (
                 f"acceptance_rate_threshold = {threshold} and acceptance_rate_window_size = "
                 f"{window} need each other"
             )
         if self.use_rejection_sampling and self.draft_sampling == "greedy":
-            raise ValueError(
+            yield (
                 "draft_sampling = 'greedy' contradicts use_rejection_sampling = True, which draws "
                 "its drafts from the draft model's distribution; leave one of them out"
             )
         thresholds = self.threshold_single, self.threshold_acc
         if thresholds != (1.0, 1.0) and not (self.use_rejection_sampling and self.drafts_trees):
-            raise ValueError(
+            yield (
                 f"threshold_single = {thresholds[0]} and threshold_acc = {thresholds[1]} need "
                 "use_rejection_sampling: true and a draft tree; accepted: 1.0"
             )
         rates = self.synthetic_acceptance_rates
         if problem := rates and rate_problem(rates, is_tree=self.drafts_trees):
-            raise ValueError(
-                f"synthetic_acceptance_rates = {shown(rates)}: {problem}; {NO_BENCHMARK}"
-            )
-        if rates is not None and len(rates) != self.max_draft_len:
-            raise ValueError(
+            yield f"synthetic_acceptance_rates = {shown(rates)}: {problem}; {NO_BENCHMARK}"
+        elif rates is not None and len(rates) != self.max_draft_len:
+            yield (
                 f"synthetic_acceptance_rates = {rates} has length {len(rates)}, not max_draft_len "
                 f"= {self.max_draft_len}: one probability for each draft; {NO_BENCHMARK}"
             )
         if rates is not None and self.use_rejection_sampling:
-            raise ValueError(
+            yield (
                 f"synthetic_acceptance_rates = {rates} and use_rejection_sampling = True are "
                 f"exclusive, because each decides what is accepted; {NO_BENCHMARK}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_num_nodes(self) -> DecodingBaseConfig:
+    @check
+    def _check_num_nodes(self) -> Iterator[str]:
         total = self.max_total_draft_tokens
         if not self.drafts_trees and total != self.max_draft_len:
-            raise ValueError(
+            yield (
                 f"max_total_draft_tokens = {total} is refused: drafts are a chain of max_draft_len "
                 f"= {self.max_draft_len} unless the options ask for a tree"
             )
-        return self
 
     def check_code(self) -> None:
         """Raises ValueError when code that the options name cannot be imported."""
@@ -364,11 +353,10 @@ class DraftModelDecodingConfig(DecodingBaseConfig):
     without which it is refused. Both then count whole pages. null: none. SGLang's name is
     `speculative_draft_sink_size`."""
 
-    @model_validator(mode="after")
-    def _check_sink(self) -> DraftModelDecodingConfig:
+    @check
+    def _check_sink(self) -> Iterator[str]:
         if self.draft_sink_size is not None and self.draft_window_size is None:
-            raise ValueError(f"draft_sink_size = {self.draft_sink_size} needs draft_window_size")
-        return self
+            yield f"draft_sink_size = {self.draft_sink_size} needs draft_window_size"
 
     @field_validator("load_format", mode="before")
     @classmethod

@@ -5,7 +5,7 @@ These are plain settings. `executor/speculative/modes.py` says what runs for eac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from tllm_spec.config.config_base import ConfigError, PathText
+from tllm_spec.config.config_base import ConfigError, PathText, check
 from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
 from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
 from tllm_spec.config.host_draft_config import TEXT_DRAFTS_NOT_SERVED
@@ -81,6 +81,8 @@ def _check_backend(config: DraftModelDecodingConfig, backend: DraftBackend, one_
         reasons.append("its network has no token map")
     if getattr(config, "kv_cache_dtype", None) == "fp8":
         reasons.append("its network reads no FP8 KV cache")
+    if isinstance(config, DraftTargetDecodingConfig) and config.sa_config is not None:
+        reasons.append("its network reads two tokens to draft, and sa_config needs all new ones")
     if reasons:
         raise ValueError(
             f"draft_backend = {backend!r} is refused: {'; '.join(reasons)}; accepted: 'torch'"
@@ -105,12 +107,6 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfi
     @model_validator(mode="after")
     def _check_draft_backend(self) -> DraftTargetDecodingConfig:
         _check_backend(self, self.draft_backend, "draft_target_one_model")
-        if self.sa_config is not None and self.draft_backend != "torch":
-            raise ValueError(
-                f"sa_config is refused with draft_backend = {self.draft_backend!r}: the network "
-                "reads two tokens before it drafts, and after a match's drafts all that were "
-                "accepted are new to it; accepted: None, or draft_backend: torch"
-            )
         return self
 
     @property
@@ -218,8 +214,8 @@ class MTPDecodingConfig(DraftTreeDecodingConfig):
             renamed["max_draft_len"] = cls.model_fields["max_draft_len"].default
         return renamed
 
-    @model_validator(mode="after")
-    def _check_relaxed(self) -> MTPDecodingConfig:
+    @check
+    def _check_relaxed(self) -> Iterator[str]:
         given = sorted(RELAXED_OPTIONS & self.model_fields_set)
         if not self.use_relaxed_acceptance_for_thinking:
             changed = [
@@ -228,28 +224,27 @@ class MTPDecodingConfig(DraftTreeDecodingConfig):
                 if getattr(self, name) != type(self).model_fields[name].default
             ]
             if changed:
-                raise ValueError(
+                yield (
                     f"{', '.join(changed)}: for relaxed acceptance only; set "
                     "use_relaxed_acceptance_for_thinking: true or leave them out"
                 )
-            return self
+            return
         if self.drafts_trees:
-            raise ValueError(
+            yield (
                 "use_relaxed_acceptance_for_thinking = True is refused for draft trees: its rule "
                 "is for chains"
             )
         for name in ("use_rejection_sampling", "synthetic_acceptance_rates"):
             if value := getattr(self, name):
-                raise ValueError(
+                yield (
                     f"use_relaxed_acceptance_for_thinking = True and {name} = {shown(value)} are "
                     "exclusive, because each decides what is accepted"
                 )
         if self.begin_thinking_phase_token == self.end_thinking_phase_token:
-            raise ValueError(
+            yield (
                 f"begin_thinking_phase_token = {self.begin_thinking_phase_token} must not be "
                 "end_thinking_phase_token"
             )
-        return self
 
     @property
     def relaxed_rule(self) -> RelaxedRule | None:

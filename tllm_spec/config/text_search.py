@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pydantic import PositiveInt, model_validator
+from pydantic import PositiveInt
 
-from tllm_spec.config.config_base import ConfigModel, PathText
+from tllm_spec.config.config_base import ConfigModel, PathText, check
 
 MAX_MATCH = 64  # tokens of a text's end, as in TensorRT-LLM's pool
 SHARED_WIDTH = 4096  # tokens of a row of shared texts, of which the last is none
@@ -45,16 +46,15 @@ class CorpusConfig(ConfigModel):
     """Tokens of that file, at most; a longer one is refused. Each round reads 4 bytes of each for
     every request. SGLang's default is 10 million."""
 
-    @model_validator(mode="after")
-    def _check_corpus(self) -> CorpusConfig:
+    @check
+    def _check_corpus(self) -> Iterator[str]:
         if self.external_corpus_path is None and (
             "external_corpus_max_tokens" in self.model_fields_set
         ):
-            raise ValueError(
+            yield (
                 f"external_corpus_max_tokens = {self.external_corpus_max_tokens} needs "
                 "external_corpus_path"
             )
-        return self
 
     @property
     def corpus(self) -> CorpusFile | None:
@@ -74,13 +74,10 @@ class GlobalPoolConfig(CorpusConfig):
     """Finished texts of up to 4,095 tokens that are kept, more if they are shorter; the oldest go
     first. null: `max_batch_size`, and at least 64."""
 
-    @model_validator(mode="after")
-    def _check_pool(self) -> GlobalPoolConfig:
+    @check
+    def _check_pool(self) -> Iterator[str]:
         if self.global_pool_size is not None and not self.enable_global_pool:
-            raise ValueError(
-                f"global_pool_size = {self.global_pool_size} needs enable_global_pool: true"
-            )
-        return self
+            yield f"global_pool_size = {self.global_pool_size} needs enable_global_pool: true"
 
     def num_shared(self, max_batch_size: int) -> int:
         """Rows of finished texts that requests share."""

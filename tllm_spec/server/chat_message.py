@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, model_validator
+from pydantic import BeforeValidator, ConfigDict
 
+from tllm_spec.config.config_base import check
 from tllm_spec.config.option_checks import NotServed
 from tllm_spec.server.body_model import BodyModel, as_json_type
 from tllm_spec.server.tool_protocol import ToolCall
@@ -63,13 +64,12 @@ class ChatMessage(BodyModel):
 
     not_served: ClassVar[Mapping[str, NotServed]] = MESSAGE_NOT_SERVED
 
-    @model_validator(mode="after")
-    def _check_content(self) -> ChatMessage:
+    @check
+    def _check_content(self) -> Iterator[str]:
         if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"role = {self.role!r}: only an assistant's message has tool_calls")
+            yield f"role = {self.role!r}: only an assistant's message has tool_calls"
         if self.content is None and not self.tool_calls:
-            raise ValueError("content is required")
-        return self
+            yield "content is required"
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it: arguments of calls are objects, not text."""

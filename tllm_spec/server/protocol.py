@@ -5,18 +5,19 @@ served are refused unless they have a neutral value."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, FailFast, Field, SkipValidation, model_validator
+from pydantic import BeforeValidator, FailFast, Field, SkipValidation
 
+from tllm_spec.config.config_base import check
 from tllm_spec.config.option_checks import NotServed, shown
 from tllm_spec.sampling_params import NOT_SERVED, SamplingParams
 from tllm_spec.server.body_model import BodyModel, CacheSalt, as_json_type
 from tllm_spec.server.chat_message import OLD_TOOLS, ChatMessage
 from tllm_spec.server.guided_options import GUIDED_NAMES, client_names, guided_params
-from tllm_spec.server.tool_protocol import MAX_TOOLS, Choice, Tool, check_choice, forced_schema
+from tllm_spec.server.tool_protocol import MAX_TOOLS, Choice, Tool, choice_mistakes, forced_schema
 from tllm_spec.text.chat_prompt import Conversation
 
 SAMPLING_NAMES = frozenset(each.name for each in fields(SamplingParams))
@@ -185,13 +186,12 @@ class GenerationRequest(BodyModel):
     guided_grammar: str | None = None
     guided_choice: Annotated[list[str] | None, Field(json_schema_extra={"minItems": 1})] = None
 
-    @model_validator(mode="after")
-    def _check_stream_options(self) -> GenerationRequest:
+    @check
+    def _check_stream_options(self) -> Iterator[str]:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options = {...} needs stream = true")
+            yield "stream_options = {...} needs stream = true"
         if self.prompt_logprobs is not None and self.stream:
-            raise ValueError(f"prompt_logprobs = {self.prompt_logprobs} needs stream = false")
-        return self
+            yield f"prompt_logprobs = {self.prompt_logprobs} needs stream = false"
 
     def sampling_params(self, **own: object) -> SamplingParams:
         """The sampling options of the body, and `own`. Raises ValueError for a value out of
@@ -244,15 +244,14 @@ class CompletionRequest(GenerationRequest):
 
     not_served: ClassVar[Mapping[str, NotServed]] = COMPLETION_NOT_SERVED
 
-    @model_validator(mode="after")
-    def _check_number_of_choices(self) -> CompletionRequest:
+    @check
+    def _check_number_of_choices(self) -> Iterator[str]:
         number, samples = len(self.prompt), self.n or 1
         if number * samples > MAX_CHOICES:
-            raise ValueError(
+            yield (
                 f"prompt = [...] has {number} prompts with {samples} choices each; a body may ask "
                 f"for {MAX_CHOICES} choices, so send several bodies"
             )
-        return self
 
     def to_sampling_params(self) -> SamplingParams:
         """Raises ValueError for a value out of range. With `echo`, max_tokens may be 0; then one
@@ -286,16 +285,15 @@ class ChatCompletionRequest(GenerationRequest):
 
     not_served: ClassVar[Mapping[str, NotServed]] = CHAT_NOT_SERVED
 
-    @model_validator(mode="after")
-    def _check_pairs(self) -> ChatCompletionRequest:
+    @check
+    def _check_pairs(self) -> Iterator[str]:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError(f"top_logprobs = {self.top_logprobs} needs logprobs = true")
+            yield f"top_logprobs = {self.top_logprobs} needs logprobs = true"
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError(
+            yield (
                 f"max_tokens = {self.max_tokens} repeats max_completion_tokens under its older name"
             )
-        check_choice(self.tools or [], self.tool_choice)
-        return self
+        yield from choice_mistakes(self.tools or [], self.tool_choice)
 
     @property
     def conversation(self) -> Conversation:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from tllm_spec.config.config_base import check
 from tllm_spec.config.option_checks import check_text
 from tllm_spec.server.admission import Admission
 from tllm_spec.server.answer_models import Detokenized, Tokenized
@@ -34,11 +35,10 @@ class TokenizeRequest(BodyModel):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     return_token_strs: bool = False
 
-    @model_validator(mode="after")
-    def _check_one(self) -> TokenizeRequest:
+    @check
+    def _check_one(self) -> Iterator[str]:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("either prompt or messages is needed")
-        return self
+            yield "either prompt or messages is needed"
 
     @property
     def conversation(self) -> Conversation:

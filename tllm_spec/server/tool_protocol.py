@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -85,19 +85,17 @@ Choice = Annotated[
 ]
 
 
-def check_choice(tools: Sequence[Tool], choice: Choice) -> None:
-    """Raises ValueError for a choice that the tools do not allow."""
+def choice_mistakes(tools: Sequence[Tool], choice: Choice) -> Iterator[str]:
+    """What is wrong with the names of the tools, and with a choice that they do not allow."""
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
-        raise ValueError("tools = [...] has two functions with the same name")
+        yield "tools = [...] has two functions with the same name"
     if choice is None or choice == "none":
         return
     if not tools:
-        raise ValueError("tool_choice = ... needs tools")
-    if isinstance(choice, NamedChoice) and choice.function.name not in names:
-        raise ValueError(
-            f"tool_choice = {choice.function.name!r} is not one of the tools: {', '.join(names)}"
-        )
+        yield "tool_choice = ... needs tools"
+    elif isinstance(choice, NamedChoice) and choice.function.name not in names:
+        yield f"tool_choice = {choice.function.name!r} is not one of the tools: {', '.join(names)}"
 
 
 def forced_schema(tools: Sequence[Tool], choice: Choice, *, is_parallel: bool) -> Json | None:
