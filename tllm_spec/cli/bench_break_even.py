@@ -72,7 +72,7 @@ def trees_of(
 @click.option(
     "--dataset",
     type=click.Path(path_type=Path),
-    help="With --trees: requests as JSON lines, since acceptance is that of their texts.",
+    help="With --trees: requests as JSON lines, whose texts decide the acceptance.",
 )
 @click.option("--batch_size", type=POSITIVE, default=1, help="Number of requests in the batch.")
 @click.option("--input_len", type=POSITIVE, default=16, help="Length of a prompt, in tokens.")
