@@ -105,7 +105,7 @@ class EngineProcess:
         self._loop.stop()
 
     def _watch(self, link: Link) -> None:
-        """Sends KV events to a front from now on."""
+        """Begins to send KV events to a front."""
         if self._events is not None:
             sink = self._sinks[link] = partial(_send_events, link)
             with suppress(RuntimeError):  # the executor has ended
