@@ -43,7 +43,8 @@ def quantise_rows(
             them.
         bound: of a row's scale: magnitudes above it count as the bound.
 
-    The kernel allocates codes and scales of blocks for a multiple of 4 rows (fp8_gemms.py). """
+    The kernel allocates codes and scales of blocks for a multiple of 4 rows (fp8_gemms.py).
+    """
     if norm is not None:
         x = rms_norm.reference(x, norm.weight, norm.eps)
     values = (silu_and_mul.reference(x) if gated else x).float()

@@ -39,7 +39,7 @@ class HeadSource:
 
     @property
     def placement(self) -> Placement:
-        """In the target's dtype, on its device."""
+        """Weights in the target's dtype, on its device."""
         target, communicator = self.target, self.communicator
         return Placement(
             target.dtype, target.device, communicator.mapping, communicator=communicator

@@ -173,8 +173,8 @@ def args_of_engine(args: LlmArgs, number: int, num_engines: int) -> LlmArgs:
 
 
 def with_served_draft(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmArgs, int | None]:
-    """With the draft weights that the other engines have, and how often they have been swapped;
-    None of the only engine."""
+    """The arguments with the draft weights that the other engines have, and how often these have
+    been swapped; None for an only engine."""
     if len(engine_paths) == 1:
         return args, None
     with DraftInForce(engine_paths[0]).held() as served:
