@@ -94,7 +94,7 @@ class DraftWeights:
         ValueError on every rank if one of them does, as `stage` does, or their files differ."""
         files = self._communicator.gather(_files_of(folder))
         if any(own != files[0] for own in files):
-            raise ValueError(f"{folder} has not the same files on all hosts of the engine")
+            raise ValueError(f"{folder} does not have the same files on all hosts of the engine")
         staged, problem = None, ""
         try:
             staged = self.stage(folder)
