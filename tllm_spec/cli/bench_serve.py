@@ -180,19 +180,19 @@ async def _measure(
     from tllm_spec.bench.dataset import read_dataset
     from tllm_spec.bench.serve_load import Load, send_all
     from tllm_spec.bench.serve_report import serve_report
-    from tllm_spec.bench.sse_client import HttpError, Target, request
+    from tllm_spec.bench.sse_client import HttpError, Target, get
 
     target, requests = Target(base_url, api_key), read_dataset(dataset, num_requests)
 
     async def metrics() -> str | None:
         try:
-            return (await request(target, "GET", f"{target.root}/metrics")).decode()
+            return (await get(target, f"{target.root}/metrics")).decode()
         except HttpError:
             return None  # the server has none
 
     if served_model is None:
         try:
-            models = json.loads(await request(target, "GET", f"{target.api}/models"))
+            models = json.loads(await get(target, f"{target.api}/models"))
         except HttpError as error:
             raise ValueError(f"base_url = {base_url!r}: {error}") from error
         served_model = models["data"][0]["id"]
