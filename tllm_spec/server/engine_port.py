@@ -97,7 +97,7 @@ class EnginePort:
             link.send(["responses", len(entries), self._num_tokens, packed_responses])
 
     def fail_all(self, reason: str) -> None:
-        """The executor has ended."""
+        """Called when the executor has ended."""
         self._down = reason
         for link in list(self._links):
             link.send(["down", reason])
@@ -110,7 +110,7 @@ class EnginePort:
     # Everything else runs in the main thread.
 
     def add(self, link: Link) -> None:
-        """A front has connected."""
+        """Adds a front that has connected."""
         self._links.append(link)
         self._own_ids[link] = {}
         link.send(["hello", pack_limits(self._limits)])
@@ -119,7 +119,7 @@ class EnginePort:
             link.send(["down", self._down])
 
     def remove(self, link: Link) -> None:
-        """A front has gone: cancels its requests."""
+        """Removes a front that has gone, and cancels its requests."""
         self._links.remove(link)
         self._unwatch(link)
         link.close()
