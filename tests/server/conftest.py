@@ -1,7 +1,7 @@
 """A server over an LLM with known answers, and two clients."""
 
-import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -13,11 +13,13 @@ from tests.server.hosted import hosted
 from tests.server.http_answers import SECONDS
 
 
-@pytest.fixture(scope="session", autouse=True)
-def patient_clients() -> None:
-    """httpx gives up after five seconds, in which a busy machine may not have answered."""
-    default: httpx.Timeout = inspect.signature(httpx.post).parameters["timeout"].default
-    default.connect = default.read = default.write = default.pool = SECONDS
+@pytest.fixture(autouse=True, scope="session")
+def patience() -> Iterator[None]:
+    """On a machine with much else to do an answer may take longer than httpx's five seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("get", "post", "request", "stream"):
+            patch.setattr(httpx, name, partial(getattr(httpx, name), timeout=SECONDS))
+        yield
 
 
 @pytest.fixture(scope="module")

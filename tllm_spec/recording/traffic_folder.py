@@ -26,7 +26,7 @@ NO_CLIENT = ""  # instead of a hash
 
 class TrafficFolder:
     """header: the first line of each file. max_bytes: of all files together, and max_states_bytes
-    of those with hidden states; the oldest go first.
+    of those with hidden states; the oldest are dropped first.
 
     Raises ValueError for a path that cannot be such a folder, or that others may read."""
 

@@ -70,15 +70,15 @@ class Control:
         return settings
 
     def watch(self) -> None:
-        """From now on the process ends when the supervisor says so, or has gone: at once while it
-        is being loaded, since nothing else could interrupt that."""
+        """Makes the process end when the supervisor says so, or has gone: at once while it is being
+        loaded, since nothing else could interrupt that."""
         threading.Thread(target=self._watch, name="tllm-control", daemon=True).start()
 
     def loaded(
         self, stop: Callable[[], object], announce: Callable[[], object] = lambda: None
     ) -> None:
-        """From now on it is `stop` that ends it. announce: called when the supervisor says that it
-        will end. Both are called in a thread."""
+        """Called when loading has ended: `stop` then ends the process. announce: called when the
+        supervisor says that it will end. Both are called in a thread."""
         with self._lock:
             self._stop, self._announce = stop, announce
 
