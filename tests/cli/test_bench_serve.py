@@ -1,5 +1,6 @@
 """`tllm-bench serve` against our own server, over an LLM with known answers."""
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ from click.testing import CliRunner, Result
 
 from tests.server.fake_llm import FAILING_PROMPT, FakeLLM
 from tests.server.hosted import hosted
+from tests.server.http_answers import SECONDS
 from tllm_spec.bench.serve_load import Load, Sent, ServeRun
 from tllm_spec.bench.serve_report import acceptance_length, parse_goals, serve_report
+from tllm_spec.bench.sse_client import Target, events
 from tllm_spec.cli.bench import main
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -115,6 +118,28 @@ def test_gaps_between_arrivals_have_the_rates_mean_and_the_burstiness_variance(
     variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
     assert mean == pytest.approx(0.25, rel=0.05)
     assert variance / mean**2 == pytest.approx(1 / burstiness, rel=0.1)
+
+
+def test_events_come_one_by_one_where_the_end_of_the_connection_is_that_of_the_answer() -> None:
+    async def run() -> list[Any]:
+        has_first = asyncio.Event()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b'HTTP/1.1 200 OK\r\n\r\ndata: {"number": 1}\n\ndata: {"num')
+            await has_first.wait()
+            writer.write(b'ber": 2}\n\ndata: [DONE]\n\n')
+            writer.close()
+
+        found = []
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            host, port = server.sockets[0].getsockname()
+            async for _, data in events(Target(f"http://{host}:{port}/v1"), "/v1/completions", {}):
+                found.append(data)
+                has_first.set()
+        return found
+
+    assert asyncio.run(asyncio.wait_for(run(), SECONDS)) == [{"number": 1}, {"number": 2}]
 
 
 def test_a_failed_request_is_counted_and_ends_with_status_1(url: str, tmp_path: Path) -> None:

@@ -115,8 +115,11 @@ async def _content(reader: asyncio.StreamReader, headers: dict[str, str]) -> Asy
     """Raises ConnectionError if the connection ends too early."""
     try:
         if headers.get("transfer-encoding", "").lower() != "chunked":
-            length = headers.get("content-length")
-            yield await (reader.read() if length is None else reader.readexactly(int(length)))
+            if (length := headers.get("content-length")) is not None:
+                yield await reader.readexactly(int(length))
+                return
+            while data := await reader.read(MAX_LINE):
+                yield data
             return
         while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
             yield await reader.readexactly(size)
