@@ -1,10 +1,15 @@
 """The engine's end of a connection to a front."""
 
 import socket
+import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tllm_spec.server import link
+from tllm_spec.server import engine_loop, link
+from tllm_spec.server.engine_loop import EngineLoop
+from tllm_spec.server.wire import new_unpacker, pack
 
 
 def test_a_front_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +39,32 @@ def test_what_a_socket_does_not_take_at_once_arrives_in_order() -> None:
     sender.close()
     assert receiver.read() is None
     receiver.close()
+
+
+def test_what_is_left_at_the_end_is_sent_in_however_many_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Port:
+        num_unfinished = 0
+
+        def add(self, front: link.Link) -> None:
+            front.send(message)
+            loop.stop()
+
+    send, message = link.Link._send, b"x" * 10_000
+    monkeypatch.setattr(link.Link, "_send", lambda self, data: send(self, data[:100]))
+    monkeypatch.setattr(engine_loop, "LAST_SECONDS", 300.0)
+    path, port = str(tmp_path / "engine"), Port()
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as front:
+        listener.bind(path)
+        listener.listen()
+        front.settimeout(60)
+        front.connect(path)
+        unused: Any = None
+        loop = EngineLoop(port, listener, unused)  # type: ignore[arg-type]  # it has what is used
+        running = threading.Thread(target=loop.run)
+        running.start()
+        unpacker = new_unpacker()
+        unpacker.feed(front.makefile("rb").read(len(pack(message))))
+        running.join()
+    assert list(unpacker) == [message]

@@ -22,7 +22,7 @@ from tllm_spec.server.load_log import LoadLog
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 1.0
-LAST_FLUSHES = 20  # of what is left to send at the end, a twentieth of a second each
+LAST_SECONDS = 1.0  # to send what is left at the end
 
 
 class EngineLoop:
@@ -57,10 +57,9 @@ class EngineLoop:
         while not self._stopped:
             self._step(self._seconds_to_tick())
             self._tick()
-        for _ in range(LAST_FLUSHES):
-            if not any(link.has_backlog for link in self._links()):
-                return
-            self._step(0.05)
+        deadline = monotonic() + LAST_SECONDS
+        while any(link.has_backlog for link in self._links()) and monotonic() < deadline:
+            self._step(max(0.0, deadline - monotonic()))
 
     def _links(self) -> list[Link]:
         return [key.data for key in self._selector.get_map().values() if key.data is not None]
