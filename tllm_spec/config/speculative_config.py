@@ -81,6 +81,8 @@ def _check_backend(config: DraftModelDecodingConfig, backend: DraftBackend, one_
         reasons.append("its network has no token map")
     if getattr(config, "kv_cache_dtype", None) == "fp8":
         reasons.append("its network reads no FP8 KV cache")
+    if isinstance(config, DraftTargetDecodingConfig) and config.sa_config is not None:
+        reasons.append("its network reads two tokens to draft, and sa_config needs all new ones")
     if reasons:
         raise ValueError(
             f"draft_backend = {backend!r} is refused: {'; '.join(reasons)}; accepted: 'torch'"
@@ -105,12 +107,6 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfi
     @model_validator(mode="after")
     def _check_draft_backend(self) -> DraftTargetDecodingConfig:
         _check_backend(self, self.draft_backend, "draft_target_one_model")
-        if self.sa_config is not None and not self.draft_target_one_model:
-            raise ValueError(
-                "sa_config is refused with draft_target_one_model = False: drafts are chosen in "
-                "the target's round, after the draft model has made its own; accepted: None, or "
-                "draft_target_one_model: true"
-            )
         return self
 
     @property
@@ -124,7 +120,7 @@ class EagleHeadDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig)
 
     eagle3_one_model: bool = True
     """True runs the head inside the target's forward: a round is one CUDA graph. False runs it in
-    its own engine after the forward. Rounds overlap either way."""
+    launches of its own after the forward. Rounds overlap either way."""
     eagle3_layers_to_capture: Annotated[tuple[int, ...], Strict(False)] | None = None
     """Target layers, counted from 0, whose outputs an EAGLE-3 head reads. null: what the head's
     `config.json` says, else a low, a middle and a high layer."""
@@ -186,7 +182,7 @@ class MTPDecodingConfig(DraftTreeDecodingConfig):
     folder: they are in the target's checkpoint."""
     mtp_eagle_one_model: bool = True
     """True runs the module inside the target's forward: a round is one CUDA graph. False runs it in
-    its own engine after the forward. Rounds overlap either way."""
+    launches of its own after the forward. Rounds overlap either way."""
 
     use_mtp_vanilla: bool = False
     """Draft k of a round comes from module k of the checkpoint (`num_nextn_predict_layers` there),
@@ -197,9 +193,9 @@ class MTPDecodingConfig(DraftTreeDecodingConfig):
     among the target's `relaxed_topk` best tokens and whose log probability is at most
     `relaxed_delta` below the best one's."""
     relaxed_topk: PositiveInt = 1
-    """For relaxed acceptance. 1 accepts the best token only."""
+    """For relaxed acceptance: how many of the best tokens count. 1: the best one only."""
     relaxed_delta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """For relaxed acceptance, in nats."""
+    """For relaxed acceptance: largest difference of log probabilities, in nats."""
     begin_thinking_phase_token: NonNegativeInt = 128798
     """Token id that begins the thinking phase. The default is DeepSeek R1's `<think>`."""
     end_thinking_phase_token: NonNegativeInt = 128799

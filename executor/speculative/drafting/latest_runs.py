@@ -1,9 +1,9 @@
 """What the target has emitted last, for a draft model with pages of its own that drafts trees or
-all tokens at once.
+all tokens at once, or next to matches in the text.
 
-The accepted path is not in the draft cache where it belongs: beams or mask rows were. So a round
-of drafts first reads what the target emitted in the round before: its run of tokens, and the
-token before the run."""
+The accepted path is not in the draft cache where it belongs: beams, mask rows or other drafts were.
+So a round of drafts first reads what the target emitted in the round before: its run of tokens, and
+the token before the run."""
 
 import torch
 
@@ -24,7 +24,7 @@ class LatestRuns:
         self._lens = torch.ones(size[0], dtype=torch.int64, device=slots.device)
 
     def start(self, slot_ids: torch.Tensor) -> None:
-        """The contexts of these slots have ended."""
+        """Called when the contexts of these slots have ended."""
         self._tokens[slot_ids, 0] = self._slots.previous_token[slot_ids]
         self._tokens[slot_ids, 1] = self._slots.window[slot_ids, 0]
         self._lens.index_fill_(0, slot_ids, 1)

@@ -49,9 +49,9 @@ class LoadedDraft:
     spec: SpecMetadata | None
 
     def windowed(self, max_positions: int) -> "LoadedDraft":
-        """With the plan's window, if it says one that positions go beyond. With a sink, attention
-        gets the keys that it sees, and its layers see all of them. Raises ValueError where the
-        network takes none."""
+        """The draft network with the plan's window, if there is one that positions go beyond. With
+        a sink, attention is given only the visible keys, and the layers see all of them. Raises
+        ValueError where the network takes none."""
         size = self.plan.window_size
         if size is None or size >= max_positions:
             return self
