@@ -1,5 +1,5 @@
 """Tokens a round of an EAGLE-3 head, of matches in the text, and of both together, in chains and in
-trees, on the zoo.
+trees, and of a draft model with and without matches, on the zoo.
 
 The target is made to emit a given text: held-out code, or an edit of the code in the prompt that a
 script made: a name is changed, and of ten lines one is left out and one of other code is new. So
@@ -30,6 +30,7 @@ TREE = HEAD | {
     "dynamic_tree_max_topK": 4,
     "max_total_draft_tokens": 16,
 }
+MODEL = HEAD | {"decoding_type": "Draft_Target", "speculative_model": "zoo:llama-draft"}
 DRAFTERS: dict[str, dict[str, Any]] = {
     "EAGLE-3": HEAD,
     "SA": {"decoding_type": "SA", "max_draft_len": DRAFT_LEN},
@@ -38,6 +39,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "tree": TREE,
     "tree of both": TREE | {"sa_config": {}},
     "tree of both, threshold 4": TREE | {"sa_config": {"threshold": 4}},
+    "draft model": MODEL,
+    "draft model and SA": MODEL | {"sa_config": {}},
 }
 GOALS = {
     ("edits", "both", "EAGLE-3"): 1.25,
@@ -45,6 +48,9 @@ GOALS = {
     ("code", "both", "EAGLE-3"): 0.99,
     ("edits", "tree of both", "both"): 1.02,
     ("code", "tree of both", "tree"): 0.99,
+    ("edits", "draft model and SA", "draft model"): 1.25,
+    ("edits", "draft model and SA", "SA"): 1.02,
+    ("code", "draft model and SA", "draft model"): 0.99,
 }
 
 

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 class ExtraKVTokens(NamedTuple):
     """KV entries of a request after those of its tokens that a draft network takes to draft (see
     docs/drafting.md): on the target's pages, of drafts after the first one (of beams, those of
-    every step), or on pages of its own, where drafts are trees."""
+    every step), or on pages of its own, where accepted tokens may be others than it has drafted."""
 
     target_pages: int
     own_pages: int
@@ -152,6 +152,12 @@ class BuildPlan:
         return int(not self.args.disable_overlap_scheduler)
 
     @property
+    def looks_in_texts(self) -> bool:
+        """Whether drafts are looked up in texts."""
+        spec, max_batch_size = self.spec, self.args.max_batch_size
+        return spec is not None and spec.text_search(max_batch_size) is not None
+
+    @property
     def extra_kv_tokens(self) -> ExtraKVTokens:
         plan, longest = self.draft_plan, self.shapes.longest
         if plan is None:
@@ -160,8 +166,9 @@ class BuildPlan:
             return ExtraKVTokens(longest.num_read + plan.rows_before, 0)
         if plan.drafts_at_once:
             return ExtraKVTokens(0, 2 * longest.depth - 1)  # the longest run, and mask rows
-        trees = max(longest.num_read, longest.path) + 1
-        return ExtraKVTokens(0, trees if self.shapes.has_trees else 0)
+        if self.shapes.has_trees or self.looks_in_texts:
+            return ExtraKVTokens(0, max(longest.num_read, longest.path) + 1)
+        return ExtraKVTokens(0, 0)
 
     def controller(
         self, graph_batch_sizes: Iterable[int] | None = None, round_times: RoundTimes | None = None

@@ -35,7 +35,7 @@ from tllm_spec.executor.speculative.drafting.drafter import Drafter, NoDrafter
 from tllm_spec.executor.speculative.drafting.external_layers import ExternalModelLayers
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
-from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
+from tllm_spec.executor.speculative.drafting.match_or_network import DraftChoice, MatchOrNetwork
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
 from tllm_spec.executor.speculative.drafting.proposer import Proposer
@@ -169,20 +169,20 @@ def _build_network(config: DecodingBaseConfig, around: Surroundings) -> Speculat
     assert layers is not None and draft is not None
     net = layers.net
     sampling = draft_sampling_of(net.shard, around.sampler, _draws(config), net.token_map)
+    match, choice = _suffix_match(config, around), None
+    if match is not None:
+        assert isinstance(config, MatchedDraftsConfig) and config.sa_config is not None
+        choice = DraftChoice(match, slots, config.sa_config.threshold)
     if kv is not None:
         assert isinstance(layers, TorchLayers | ExternalModelLayers)
         groups, max_num_tokens = around.sampler.groups, around.max_num_tokens
-        drafter = ModelDrafter(layers, kv, slots, groups, sampling, max_num_tokens)
-        return Speculation(drafter, [kv], round_end=drafter)
+        drafter = ModelDrafter(layers, kv, slots, groups, sampling, max_num_tokens, choice)
+        return Speculation(drafter, [kv, *_shared_texts(match)], round_end=drafter)
     backlog = DraftBacklog(layers, slots, around.max_num_tokens)
-    match = _suffix_match(config, around)
-    has_matches = match is not None
-    network = NetworkProposer(layers, slots, sampling, backlog, scores_trees=has_matches)
-    if match is None:
-        return _in_rounds(network, None, config, around, splits_rounds=draft.splits_rounds)
-    assert isinstance(config, MatchedDraftsConfig) and config.sa_config is not None
-    both = MatchOrNetwork(network, match, slots, config.sa_config.threshold)
-    return _in_rounds(both, match, config, around, splits_rounds=draft.splits_rounds)
+    scores_trees = choice is not None
+    network = NetworkProposer(layers, slots, sampling, backlog, scores_trees=scores_trees)
+    proposer = network if choice is None else MatchOrNetwork(network, choice)
+    return _in_rounds(proposer, match, config, around, splits_rounds=draft.splits_rounds)
 
 
 def _build_suffix_match(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
@@ -198,6 +198,10 @@ def _suffix_match(config: DecodingBaseConfig, around: Surroundings) -> SuffixMat
     return SuffixMatch(around.slots, around.max_len, search, around.corpus)
 
 
+def _shared_texts(match: SuffixMatch | None) -> list[ResourceManager]:
+    return [] if match is None or match.shared is None else [match.shared]
+
+
 def _in_rounds(
     proposer: Proposer,
     match: SuffixMatch | None,
@@ -210,11 +214,10 @@ def _in_rounds(
     """match: what of the proposer looks in texts."""
     slots, sampler = around.slots, around.sampler
     worker = DraftWorker(proposer, slots, sampler.groups, splits_rounds=splits_rounds)
-    texts = None if match is None else match.shared
     # Forced text has no draft probabilities to accept against.
     work = None if config.use_rejection_sampling else sampler.grammar_masks.work
-    resources: list[ResourceManager] = [] if texts is None else [texts]
-    return Speculation(ReadyDrafts(slots, work), resources, round_end=worker, causes=causes)
+    drafter, resources = ReadyDrafts(slots, work), _shared_texts(match)
+    return Speculation(drafter, resources, round_end=worker, causes=causes)
 
 
 def _draws(config: DecodingBaseConfig) -> str:

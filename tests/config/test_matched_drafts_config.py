@@ -9,6 +9,7 @@ from tllm_spec.config.speculative_config import (
     DraftTargetDecodingConfig,
     Eagle3DecodingConfig,
     MTPDecodingConfig,
+    PARDDecodingConfig,
     SAEnhancerConfig,
 )
 
@@ -18,7 +19,8 @@ TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2}
 
 def sa_config_of(**config: Any) -> Any:
     spec = LlmArgs(model="m", speculative_config=config).speculative_config
-    assert isinstance(spec, (Eagle3DecodingConfig, MTPDecodingConfig, DraftTargetDecodingConfig))
+    served = Eagle3DecodingConfig, MTPDecodingConfig, DraftTargetDecodingConfig, PARDDecodingConfig
+    assert isinstance(spec, served)
     return spec.sa_config
 
 
@@ -30,8 +32,10 @@ def sa_config_of(**config: Any) -> Any:
         EAGLE3 | TREE,
         {"decoding_type": "MTP"},
         EAGLE3 | {"decoding_type": "Draft_Target", "draft_target_one_model": True},
+        EAGLE3 | {"decoding_type": "Draft_Target"},
+        EAGLE3 | {"decoding_type": "PARD", "draft_target_one_model": False},
     ],
-    ids=["eagle3", "eagle3_two_model", "eagle3_tree", "mtp", "draft_target"],
+    ids=["eagle3", "eagle3_two_model", "eagle3_tree", "mtp", "one_model", "two_model", "pard"],
 )
 def test_it_is_a_mapping_or_an_object_whose_threshold_may_be_left_out(
     others: dict[str, Any],
@@ -56,8 +60,8 @@ def test_it_is_a_mapping_or_an_object_whose_threshold_may_be_left_out(
         ({"sa_config": 4}, "sa_config = 4: a mapping is needed"),
         ({"sa_config": {}, "use_rejection_sampling": True}, "have no probabilities"),
         (
-            {"sa_config": {}, "decoding_type": "Draft_Target"},
-            "refused with draft_target_one_model = False",
+            {"sa_config": {}, "decoding_type": "Draft_Target", "draft_backend": "onnxruntime"},
+            "draft_backend = 'onnxruntime' is refused: .* sa_config needs all new ones",
         ),
     ],
 )

@@ -45,6 +45,7 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "draft-model": DRAFT_MODEL,
     "draft-model-one-model": DRAFT_MODEL | {"draft_target_one_model": True},
     "draft-model-token-map": DRAFT_MODEL | TOKEN_MAP,
+    "draft-model-sa": DRAFT_MODEL | {"sa_config": {}},
     "eagle3-sa": EAGLE3 | {"sa_config": {}},
     "eagle3-sa-tree": EAGLE3 | TREE | {"sa_config": {}},
     "eagle3-tree": EAGLE3 | TREE,

@@ -46,16 +46,24 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+DRAFTS: dict[str, dict[str, Any]] = {
+    "torch": {},
+    "onnxruntime": {"draft_backend": "onnxruntime"},
+    "matches": {"sa_config": {"threshold": 1}},
+}
+TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 3}
+
+
 @pytest.mark.thinned(3)
-@pytest.mark.parametrize("backend", ["torch", "onnxruntime"])
+@pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_the_draft_cache_always_equals_a_prefill_of_the_same_tokens(
-    tiny: Path, tiny_draft: Path, situation: str, backend: str
+    tiny: Path, tiny_draft: Path, situation: str, drafts: str
 ) -> None:
     options = {"max_batch_size": 3, "kv_cache_config": {"tokens_per_block": 4}} | SITUATIONS[
         situation
     ]
-    harness = Harness(tiny, **options, **draft_target(tiny_draft, 3, draft_backend=backend))
+    harness = Harness(tiny, **options, **draft_target(tiny_draft, 3, **DRAFTS[drafts]))
     kv, random = draft_kv(harness), Random(1)
     shared = [
         random.randrange(64) for _ in range(17)
@@ -210,3 +218,19 @@ def test_catching_up_never_takes_more_rows_than_the_budget(
     # catch up on.
     assert max(sizes) == 16 and sum(sizes) > 2 * 40
     assert all(request.finish_reason == "length" for request in requests)
+
+
+@pytest.mark.parametrize("drafts", ["torch", "matches", "trees"])
+def test_the_longest_request_has_no_more_draft_pages_than_the_block_table(
+    tiny: Path, tiny_draft: Path, drafts: str
+) -> None:
+    cache = {"tokens_per_block": 1, "enable_block_reuse": False}
+    options = draft_target(tiny_draft, 3, **(DRAFTS | {"trees": TREE})[drafts])
+    harness = Harness(tiny, max_seq_len=24, kv_cache_config=cache, **options)
+    kv, most = draft_kv(harness), 0
+    request = harness.submit(PROMPT, max_tokens=17)
+    while harness.round():
+        if kv.holds(request):
+            most = max(most, len(kv.cache.pages(request.request_id)))
+    assert request.finish_reason == "length"
+    assert 24 < most <= kv.groups[0].table.device_rows.shape[1]

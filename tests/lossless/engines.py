@@ -60,6 +60,8 @@ SA_CONFIGS: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "eagle3_two_model": {"threshold": 2},
     "draft_target_one_model": {"threshold": 3, "enable_global_pool": True},
+    "draft_target": {},
+    "pard_two_model": {"threshold": 2, "enable_global_pool": True},
 }
 MODES |= {
     f"{mode}_sa": (MODES[mode] or {}) | {"sa_config": own} for mode, own in SA_CONFIGS.items()
@@ -68,6 +70,7 @@ MODES |= {
     "eagle3_sa_tree": (MODES["eagle3_tree"] or {}) | {"sa_config": {}},
     "eagle3_sa_static": (MODES["eagle3"] or {}) | {"sa_config": {"threshold": 2}},
     "eagle3_two_model_sa_tree": (MODES["eagle3_two_model_tree"] or {}) | {"sa_config": {}},
+    "draft_target_sa_tree": (MODES["draft_target_tree"] or {}) | {"sa_config": {}},
 }
 # Modes that the default run has in `test_equality` only: each is like another one that it has.
 LONG_ONLY = (

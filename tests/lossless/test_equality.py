@@ -155,6 +155,9 @@ FLOORS = {
     "eagle3_latent": 1.2,
     "eagle3_latent_two_model": 1.2,
     "eagle3_latent_tree": 1.3,
+    "draft_target_sa": 1.3,
+    "draft_target_sa_tree": 1.5,
+    "pard_two_model_sa": 1.2,
 }
 
 
@@ -207,6 +210,8 @@ COMBINED = (
     "draft_target_sink_tree",
     "eagle3_latent_two_model",
     "eagle3_latent_tree",
+    "draft_target_sa_tree",
+    "pard_two_model_sa",
 )
 
 

@@ -228,6 +228,22 @@ def test_a_text_file_is_cut_into_pieces_of_which_some_are_held_out(tmp_path: Pat
     assert len(training) + len(held_out) == len(texts)
 
 
+def test_texts_of_a_batch_have_similar_lengths(tmp_path: Path) -> None:
+    made = [Text(torch.full((8 + each * 37 % 191,), each), 1) for each in range(200)]
+    texts, _ = split(made, tmp_path, 3)
+    drawn, shares = set[int](), []
+    for seed in range(100):
+        torch.manual_seed(seed)
+        batch = draw(texts, 1600, 3, torch.device("cpu"), slice(None))
+        ids = batch.tokens[:, 0].tolist()
+        lengths = [len(made[each].tokens) for each in ids]
+        assert len(ids) * max(lengths) <= 1600
+        drawn |= {*ids}
+        shares.append(sum(lengths) / (len(ids) * max(lengths)))
+    assert sum(shares) > 0.75 * len(shares)
+    assert len(drawn) > 0.9 * len(texts)
+
+
 def test_the_shape_of_a_head_to_begin_with_stays(
     model: Path, traffic: Path, trained: Path, tmp_path: Path
 ) -> None:

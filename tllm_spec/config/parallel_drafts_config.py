@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import NonNegativeInt, Strict, model_validator
+from pydantic import NonNegativeInt, Strict
 
 from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
 from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
@@ -26,16 +26,6 @@ class PARDDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
     mask_token_id: NonNegativeInt | None = None
     """The token that stands for drafts. null: `mask_token_id` or `pard_token` in the draft model's
     `config.json`."""
-
-    @model_validator(mode="after")
-    def _check_path(self) -> PARDDecodingConfig:
-        if self.sa_config is not None and not self.draft_target_one_model:
-            raise ValueError(
-                "sa_config is refused with draft_target_one_model = False: drafts are chosen in "
-                "the target's round, after the draft model has made its own; accepted: None, or "
-                "draft_target_one_model: true"
-            )
-        return self
 
     @property
     def may_pause(self) -> bool:

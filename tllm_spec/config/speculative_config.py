@@ -81,6 +81,8 @@ def _check_backend(config: DraftModelDecodingConfig, backend: DraftBackend, one_
         reasons.append("its network has no token map")
     if getattr(config, "kv_cache_dtype", None) == "fp8":
         reasons.append("its network reads no FP8 KV cache")
+    if isinstance(config, DraftTargetDecodingConfig) and config.sa_config is not None:
+        reasons.append("its network reads two tokens to draft, and sa_config needs all new ones")
     if reasons:
         raise ValueError(
             f"draft_backend = {backend!r} is refused: {'; '.join(reasons)}; accepted: 'torch'"
@@ -105,12 +107,6 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfi
     @model_validator(mode="after")
     def _check_draft_backend(self) -> DraftTargetDecodingConfig:
         _check_backend(self, self.draft_backend, "draft_target_one_model")
-        if self.sa_config is not None and not self.draft_target_one_model:
-            raise ValueError(
-                "sa_config is refused with draft_target_one_model = False: drafts are chosen in "
-                "the target's round, after the draft model has made its own; accepted: None, or "
-                "draft_target_one_model: true"
-            )
         return self
 
     @property

@@ -13,17 +13,17 @@ class DraftKVManager(KVCacheManager):
 
     A request has no claim to draft pages: where they are short, it goes on without drafts."""
 
-    def reserve(self, requests: list[LlmRequest], num_drafts: int) -> list[LlmRequest]:
-        """Takes pages for the rounds in flight and one more with `num_drafts` drafts; returns the
-        requests that have them. Called before every round, with the requests to draft for."""
-        short = self.without_room(requests, num_drafts)
+    def reserve(self, requests: list[LlmRequest], num_after: int, path: int) -> list[LlmRequest]:
+        """Takes pages for the rounds in flight and one more, which writes `num_after` entries after
+        the tokens before it and emits `path` tokens at most; returns the requests that have them.
+        Called before every round, with the requests to draft for."""
+        short = self.without_room(requests, num_after)
         if not short:
             return requests
-        lacking = {r for r in short if not self.extend(r, r.num_tokens_bound + num_drafts)}
-        window = 1 + num_drafts
-        num_more = num_drafts + ROUNDS_AHEAD * window
+        lacking = {r for r in short if not self.extend(r, r.num_tokens_bound + num_after)}
+        num_more = num_after + ROUNDS_AHEAD * (1 + num_after)
         if self.cache.num_available >= len(requests) * (1 + self.pages_for(num_more)):
-            self.take_ahead(requests, num_more, 2 * window)
+            self.take_ahead(requests, num_more, path + 1 + num_after)
         return [request for request in requests if request not in lacking]
 
     def missing_of_context(self, request: LlmRequest) -> Missed | None:

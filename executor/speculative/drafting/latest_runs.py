@@ -1,9 +1,9 @@
 """What the target has emitted last, for a draft model with pages of its own that drafts trees or
-all tokens at once.
+all tokens at once, or next to matches in the text.
 
-The accepted path is not in the draft cache where it belongs: beams or mask rows were. So a round
-of drafts first reads what the target emitted in the round before: its run of tokens, and the
-token before the run."""
+The accepted path is not in the draft cache where it belongs: beams, mask rows or other drafts were.
+So a round of drafts first reads what the target emitted in the round before: its run of tokens, and
+the token before the run."""
 
 import torch
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
+from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.resources.slot_state import SlotState
@@ -54,19 +54,58 @@ def new_sources(
     )
 
 
-class MatchOrNetwork(Proposer):
-    """Both proposers see every round, so that the network's KV misses nothing.
+class DraftChoice:
+    """Adds the match's drafts to those of a network.
 
     threshold: a match of so many tokens or more is taken; None: what matches of each length are
     worth is learned from the rounds."""
 
-    def __init__(
-        self, network: NetworkProposer, match: SuffixMatch, slots: SlotState, threshold: int | None
-    ) -> None:
-        self.network, self.reads_whole_windows = network, network.reads_whole_windows
+    def __init__(self, match: SuffixMatch, slots: SlotState, threshold: int | None) -> None:
         self._match, self._learns = match, threshold is None
         size = len(slots.kv_lens), slots.max_draft_len
         self._sources = new_sources(*size, threshold, slots.device)
+
+    def read(
+        self, contexts: ContextResult | None, windows: WindowResult | None, group: RowGroup
+    ) -> None:
+        """Sees what was emitted, by both sources' latest drafts. group: ended contexts first."""
+        self._match.read(contexts, windows, group)
+        if contexts is not None and contexts.first_tokens is not None:
+            started = group.slots[: len(contexts.first_tokens)]
+            self._sources.pending.index_fill_(0, started, -1)  # of the request before
+        if windows is not None:
+            slots, sampled = windows.windows.slots, windows.sampled
+            parts = sampled.new_tokens, sampled.new_lens
+            observe_drafts(self._sources, slots, *parts, self._learns)
+
+    def choose(
+        self, drafts: DraftChains | DraftTree, group: RowGroup, shape: DraftShape
+    ) -> DraftChains | DraftTree:
+        """drafts: the network's, of this shape, for the group, one row each."""
+        found, sources = self._match.matches(group, shape), self._sources
+        match, lens = found.drafts.squeeze(1), found.num_drafts.squeeze(1)
+        if isinstance(drafts, DraftTree):
+            own = group.slots, drafts, match, lens, found.lengths
+            return add_match(sources, *own, self._learns)
+        both = drafts.tokens, match, found.lengths
+        return DraftChains(choose_drafts(sources, group.slots, *both))
+
+    def state(self) -> Mapping[str, Any]:
+        totals = self._sources.totals.sum(dim=0).tolist()
+        names = ("rounds", "accepted_tokens")
+        by_source = {
+            name: dict(zip(names, totals[source], strict=True))
+            for name, source in (("network", NETWORK), ("match", MATCH))
+        }
+        return {"draft_sources": by_source}
+
+
+class MatchOrNetwork(Proposer):
+    """Both proposers see every round, so that the network's KV misses nothing."""
+
+    def __init__(self, network: NetworkProposer, choice: DraftChoice) -> None:
+        self.network, self.reads_whole_windows = network, network.reads_whole_windows
+        self.choice = choice
 
     def propose(
         self,
@@ -76,23 +115,8 @@ class MatchOrNetwork(Proposer):
         shape: DraftShape,
     ) -> DraftChains | DraftTree | None:
         drafts = self.network.propose(contexts, windows, group, shape)
-        self._match.read(contexts, windows, group)
-        if contexts is not None and contexts.first_tokens is not None:
-            started = group.slots[: len(contexts.first_tokens)]
-            self._sources.pending.index_fill_(0, started, -1)  # of the request before
-        if windows is not None:
-            slots, sampled = windows.windows.slots, windows.sampled
-            parts = sampled.new_tokens, sampled.new_lens
-            observe_drafts(self._sources, slots, *parts, self._learns)
-        if drafts is None or shape == NO_DRAFTS:
-            return None
-        found, sources = self._match.matches(group, shape), self._sources
-        match, lens = found.drafts.squeeze(1), found.num_drafts.squeeze(1)
-        if isinstance(drafts, DraftTree):
-            own = group.slots, drafts, match, lens, found.lengths
-            return add_match(sources, *own, self._learns)
-        both = drafts.tokens, match, found.lengths
-        return DraftChains(choose_drafts(sources, group.slots, *both))
+        self.choice.read(contexts, windows, group)
+        return None if drafts is None else self.choice.choose(drafts, group, shape)
 
     def prepare(self, batch: ScheduledBatch) -> None:
         self.network.prepare(batch)
@@ -104,10 +128,4 @@ class MatchOrNetwork(Proposer):
         self.network.capture_graphs(rounds, keys)
 
     def state(self) -> Mapping[str, Any]:
-        totals = self._sources.totals.sum(dim=0).tolist()
-        names = ("rounds", "accepted_tokens")
-        by_source = {
-            name: dict(zip(names, totals[source], strict=True))
-            for name, source in (("network", NETWORK), ("match", MATCH))
-        }
-        return {"draft_sources": by_source}
+        return self.choice.state()

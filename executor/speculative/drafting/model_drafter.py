@@ -8,7 +8,7 @@ after a tree the accepted path (latest_runs.py). So a round has the same shape w
 accepted, and a CUDA graph holds all K steps."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -31,6 +31,7 @@ from tllm_spec.executor.speculative.drafting.draft_layers import ModelLayers
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.latest_runs import LatestRuns
 from tllm_spec.executor.speculative.drafting.mask_rows import with_masks
+from tllm_spec.executor.speculative.drafting.match_or_network import DraftChoice
 from tllm_spec.executor.speculative.drafting.missed_tokens import missed_by, read_missed
 from tllm_spec.executor.speculative.drafting.proposer import DraftChains, write_drafts
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, RoundEnd, WindowResult
@@ -46,7 +47,7 @@ _is_greedy, _slot = attrgetter("rules.is_greedy"), attrgetter("slot")
 class ModelDrafter(Drafter, RoundEnd):
     """Drafts with a model in its own engine. A request whose draft cache cannot get pages is not
     drafted for in this round. The steps of a round are one graph launch where one of `graphs` fits,
-    and eager otherwise."""
+    and eager otherwise. choice: adds drafts of matches in the text; None: there are none."""
 
     def __init__(
         self,
@@ -56,16 +57,19 @@ class ModelDrafter(Drafter, RoundEnd):
         groups: RowGroups,
         sampling: DraftSampling,
         max_num_tokens: int,
+        choice: DraftChoice | None = None,
     ) -> None:
         self._layers = layers
         self._kv = kv
         self._slots = slots
         self._groups = groups
         self._max_num_tokens = max_num_tokens
+        self._choice = choice
         self._chains = ChainDrafting(layers, slots, sampling)
-        with_scores = slots.values is not None
+        with_scores = choice is not None or slots.values is not None
         self._trees = TreeDrafting(layers, sampling, slots.device, with_scores=with_scores)
-        rereads = slots.shapes.has_trees or layers.net.masks is not None
+        # Whether accepted tokens may be others than the draft cache has.
+        rereads = choice is not None or slots.shapes.has_trees or layers.net.masks is not None
         self._runs = LatestRuns(slots) if rereads else None
         # Tokens that a round of drafts reads before it drafts, at most.
         self._num_latest = 2 if self._runs is None else self._runs.width
@@ -77,7 +81,7 @@ class ModelDrafter(Drafter, RoundEnd):
         batch, draft_len = scheduled_requests, scheduled_requests.draft_len
         wanting = [r for r in batch.generation_requests if _wants_drafts(r)] if draft_len else []
         batch.asked_draft_len = draft_len if wanting else 0
-        drafting = self._kv.reserve(wanting, self._num_after(batch.shape))
+        drafting = self._kv.reserve(wanting, self._num_after(batch.shape), batch.shape.path)
         self._catch_up(batch, drafting)
         if not drafting:
             batch.shape = NO_DRAFTS
@@ -102,20 +106,22 @@ class ModelDrafter(Drafter, RoundEnd):
                 request.draft_backlog += 1
 
     def tail(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
-        if self._runs is not None:
-            self._runs.keep(windows)
+        self._keep(None, windows, group)
 
     def after_contexts(
         self, batch: ScheduledBatch, contexts: ContextResult, windows: WindowResult | None
     ) -> None:
         if self._runs is not None:
-            if ended := batch.last_chunk_requests:
-                self._runs.start(self._groups.get(ended, 1).slots)
-            if windows is not None:
-                self._runs.keep(windows)
+            ended = self._groups.get(batch.last_chunk_requests, 1)
+            if contexts.first_tokens is not None:
+                self._runs.start(ended.slots)
+            self._keep(contexts, windows, ended)
 
     def draft_probs(self, group: RowGroup) -> torch.Tensor | None:
         return self._chains.probs(group)
+
+    def state(self) -> Mapping[str, Any]:
+        return {} if self._choice is None else self._choice.state()
 
     def capture_graphs(self, rounds: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
         if not self._layers.may_be_captured:
@@ -137,6 +143,15 @@ class ModelDrafter(Drafter, RoundEnd):
             return self._slots.num_drafts[-1:]
 
         return eager_seconds(draft)
+
+    def _keep(
+        self, contexts: ContextResult | None, windows: WindowResult | None, group: RowGroup
+    ) -> None:
+        """Keeps what the target emitted."""
+        if self._runs is not None and windows is not None:
+            self._runs.keep(windows)
+        if self._choice is not None:
+            self._choice.read(contexts, windows, group)
 
     def _catch_up(self, batch: ScheduledBatch, drafting: list[LlmRequest]) -> None:
         """Reads this round's context chunks, and what requests to draft for have missed."""
@@ -190,6 +205,8 @@ class ModelDrafter(Drafter, RoundEnd):
             state = self._read_latest(group.slots, kv_lens, longest)
             drafting = self._trees if shape.is_tree else self._chains
             drafts = drafting.draft(group, shape, kv_lens, state, longest)
+        if self._choice is not None:
+            drafts = self._choice.choose(drafts, group, shape)
         write_drafts(self._slots, group.slots, drafts)
 
     def _read_with_masks(
