@@ -89,6 +89,7 @@ def test_a_window_changes_drafts_and_no_text_and_is_that_of_the_config(
     assert found[WHOLE] == found[None] != found[SIZE]
     own = draft(tmp_path / "own", mode, SIZE)
     assert served(tiny, **options_of(own, mode)) == found[SIZE]
+    assert served(tiny, **options_of(own, mode, draft_window_size=WHOLE)) == found[None]
 
 
 @modes
