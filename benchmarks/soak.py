@@ -29,7 +29,7 @@ import yaml
 
 from benchmarks.harness.report import about, save, table
 from benchmarks.harness.served import Server, served
-from tllm_spec.bench.sse_client import HttpError, Target, events, request
+from tllm_spec.bench.sse_client import HttpError, Target, events, get
 
 MODEL = "zoo:llama"
 OPTIONS: dict[str, Any] = {
@@ -102,7 +102,7 @@ async def wait_until_idle(url: str) -> dict[str, Any]:
     deadline = time.monotonic() + IDLE_SECONDS
     while time.monotonic() < deadline:
         try:
-            info = json.loads(await request(Target(f"{url}/v1"), "GET", "/server_info"))
+            info = json.loads(await get(Target(f"{url}/v1"), "/server_info"))
         except (OSError, HttpError):  # a front is being replaced
             await asyncio.sleep(0.2)
             continue

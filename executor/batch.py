@@ -46,7 +46,8 @@ class ScheduledBatch:
 
     @property
     def drafts_after_contexts(self) -> bool:
-        """Whether any of them wants drafts and does not end with its first token."""
+        """Whether one of `last_chunk_requests` wants drafts and does not end with its first
+        token."""
         return any(
             request.draft_limit and request.num_output_tokens + 1 < request.max_tokens
             for request in self.last_chunk_requests
@@ -54,7 +55,7 @@ class ScheduledBatch:
 
     @property
     def draft_len(self) -> int:
-        """The length of drafts in one window, padding included: of a tree, its depth."""
+        """Draft tokens in one window, padding included; for a tree, its depth."""
         return self.shape.depth
 
     @property
@@ -74,12 +75,12 @@ class ScheduledBatch:
 
     @property
     def max_kv_len(self) -> int:
-        """Upper bound of the KV lengths after the round's windows, of which there is one."""
+        """Upper bound of the KV lengths after the round's windows. There must be a window."""
         longest = max(request.num_tokens_bound for request in self.generation_requests)
         return longest + self.shape.num_nodes
 
     def drop_finished(self) -> None:
-        """Generating requests that have ended since they were scheduled are left out."""
+        """Leaves out generating requests that have ended since they were scheduled."""
         left = [request for request in self.generation_requests if not request.is_finished]
         if len(left) < len(self.generation_requests):
             self.generation_requests = left
@@ -97,12 +98,12 @@ class SampledTokens:
     """Device results of N requests.
 
     `new_tokens` `[N, D+1]` int64, for drafts of depth D, holds the emitted run at the front of each
-    row; `new_lens` `[N]` int64 is how many are valid (accepted drafts + 1). A token of -1
-    says that the logits of that position were not numbers. `rows` `[N, D+1]`: of trees, the window
-    rows that these tokens come after. `ranks` `[N, D+1]`: see `path_ranks`. `num_drafts`
-    `[N, 1 + C]`: how many drafts there really were, and then what C budgets of rows were expected
-    to bring (`ChosenRows`, 0: not known); None: the host knows the number, or `ranks` say it.
-    `to_host`: their `table`, if it is on its way already."""
+    row; `new_lens` `[N]` int64 is how many are valid (accepted drafts + 1). A token of -1 says that
+    the logits of that position were not numbers. `rows` `[N, D+1]`: for trees, the window rows that
+    these tokens come after. `ranks` `[N, D+1]`: see `path_ranks`. `num_drafts` `[N, 1 + C]`: how
+    many drafts there really were, and then what C budgets of rows were expected to bring
+    (`ChosenRows`, 0: not known); None: the host knows the number, or `ranks` say it. `to_host`:
+    their `table`, if it is on its way already."""
 
     new_tokens: torch.Tensor
     new_lens: torch.Tensor

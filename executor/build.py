@@ -160,8 +160,8 @@ def _build(
 def _replayed(
     plan: BuildPlan, engines: Engines, texts: Mapping[int, Sequence[int]] | None
 ) -> Engines:
-    """With a target that only looks up hidden states, in a replay for a head. Where round times are
-    measured the target runs."""
+    """The engines of a replay for a head: the target only looks up hidden states, except where
+    round times are measured."""
     target, spec = engines.target, plan.spec
     if texts is None or target.spec is None or spec is None or spec.adaptive is not None:
         return engines
@@ -170,7 +170,7 @@ def _replayed(
 
 
 def _check(plan: BuildPlan, tokenizer: Tokenizer | None) -> DraftTokens | None:
-    """What does not need weights. Returns the tokens that are drafted; None: all."""
+    """Checks what needs no weights. Returns the tokens that are drafted; None: all."""
     if plan.spec is not None:
         plan.spec.check_code()
     tokens = check_draft(plan.draft_plan, tokenizer, plan.config)

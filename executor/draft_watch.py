@@ -9,8 +9,8 @@ MIN_RATE = 0.01  # of drafts that are accepted; chance alone reaches less
 
 
 class DraftWatch:
-    """`warning` is what was said, and None before. causes: of such drafts with this way of
-    drafting, as the end of a sentence."""
+    """`warning`: what was logged, None before. causes: what may be wrong with this way of drafting,
+    as the end of a sentence."""
 
     def __init__(self, causes: str) -> None:
         self.warning: str | None = None

@@ -90,11 +90,11 @@ class DraftWeights:
         return self.version
 
     def swap_together(self, folder: str, *, keep_cache: bool) -> int:
-        """On all ranks between the same two rounds, which wait: all swap, or none. Raises
+        """Swaps on all ranks between the same two rounds, which wait: all swap, or none. Raises
         ValueError on every rank if one of them does, as `stage` does, or their files differ."""
         files = self._communicator.gather(_files_of(folder))
         if any(own != files[0] for own in files):
-            raise ValueError(f"{folder} has not the same files on all hosts of the engine")
+            raise ValueError(f"{folder} does not have the same files on all hosts of the engine")
         staged, problem = None, ""
         try:
             staged = self.stage(folder)
@@ -107,17 +107,17 @@ class DraftWeights:
         return self.swap(staged, keep_cache=keep_cache)
 
     def start(self, request: LlmRequest) -> None:
-        """The request begins."""
+        """Notes the weights that the request begins with."""
         request.draft_version = self.version
 
     def add_end(self, request: LlmRequest) -> None:
-        """The request has ended."""
+        """Counts a request that has ended."""
         if request.draft_version == self.version and request.draft_limit:
             self._acceptance.rounds += request.counters.rounds
             self._acceptance.tokens += request.counters.num_emitted_tokens
 
     def swap_back_if_worse(self) -> None:
-        """Ends a swap's time of watching."""
+        """Once enough rounds were counted: goes back to the old weights if they were better."""
         if self._before is None or self._acceptance.rounds < WATCHED_ROUNDS:
             return
         (before, old), now = self._before, self._acceptance.tokens_per_round

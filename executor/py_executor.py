@@ -198,7 +198,8 @@ class PyExecutor:
         return self.parts.tier_for(len(requests))
 
     def _prepare_draft_requests(self, generating: list[LlmRequest], draft_len: int) -> None:
-        """Placeholders, so that scheduling counts the drafts of the round before they exist."""
+        """Attaches placeholders, so that scheduling counts the drafts of the round before they
+        exist."""
         placeholders = [0] * draft_len
         for request in generating:
             # A drafter on the device leaves the placeholders of the round before.
@@ -351,7 +352,7 @@ class PyExecutor:
         self.parts.sampler.start(request)  # its token counts may include the round's tokens
 
     def close(self) -> None:
-        """After the last round."""
+        """Called after the last round."""
         if self.parts.recorder is not None:
             self.parts.recorder.close()
 

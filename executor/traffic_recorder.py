@@ -69,8 +69,9 @@ class TrafficRecorder:
     # The executor's thread calls these four.
 
     def start(self, request: LlmRequest) -> None:
-        """The request begins. States of a cached prefix are not computed, and those of running
-        requests take as much of the host's memory as the files may have."""
+        """Begins to keep the states of a chosen request. States of a cached prefix are not
+        computed, so such a request has none; those of running requests take at most as much of the
+        host's memory as the files may have."""
         if self._spec is None or request.kv_len or not is_wanted(request):
             return
         self._num_without_hit += 1
@@ -87,14 +88,14 @@ class TrafficRecorder:
     def add_round(
         self, launched: LaunchedRound, table: list[list[int]], *, counts_drafts: bool
     ) -> None:
-        """A round that the host has read. counts_drafts: as in `RoundReader`."""
+        """Queues a round that the host has read. counts_drafts: as in `RoundReader`."""
         batch, num_drafts = launched.batch, None if counts_drafts else launched.num_drafts
         contexts, generating = launched.ended_contexts, batch.generation_requests
         read = ReadRound(monotonic(), contexts, generating, num_drafts, batch.shape.path, table)
         self._rounds.append(read)
 
     def add_end(self, request: LlmRequest) -> None:
-        """A request that has ended; its tokens do not change any more."""
+        """Queues a request that has ended; its tokens do not change any more."""
         if not is_recorded(request):
             return
         if self._ends.qsize() < MAX_ENDS:

@@ -1,9 +1,9 @@
 """Requests that wait for a slot, and whose turn is next.
 
-Clients take turns: the client with the fewest running requests is next, and of equals the one that
-has waited longest for a turn. A client of a group takes its turns within those of its group. So
-thousands of requests of one client delay another client's by one turn. It knows no slots, pages or
-devices, and every rank decides alike."""
+Clients take turns: the client with the fewest running requests is next, and among equals the one
+that has waited longest for a turn. A client of a group takes its turns within those of its group.
+So thousands of requests of one client delay another client's by one turn. It knows no slots, pages
+or devices, and every rank decides alike."""
 
 from bisect import insort
 from collections import Counter

@@ -88,8 +88,8 @@ class Worker:
         )
 
     def fail(self, reason: str) -> None:
-        """The executor cannot go on, and may wait in a round for ever: all requests fail. From any
-        thread."""
+        """Fails all requests, when the executor cannot go on and may wait in a round for ever.
+        Thread-safe."""
         self.failure = reason
         self._on_end(reason)
 

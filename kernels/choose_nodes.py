@@ -44,7 +44,7 @@ def choose_nodes(
     num_rows: int,
 ) -> ChosenRows:
     """As `choose_rows`, for trees of `depth` at most in the windows of slots `[B]`, whose features,
-    tokens and trees are put into the new order. `expected` is of the drafts as they were."""
+    tokens and trees are put into the new order. `expected` counts the drafts before the choice."""
     parents = trees.parents.index_select(0, slots)[:, :window]
     num_drafts = tables.num_drafts.index_select(0, slots)
     chances = probabilities(values, slots)[:, : window - 1]
@@ -114,9 +114,9 @@ def learn_nodes(
     slots: torch.Tensor,
     rows: torch.Tensor,
 ) -> None:
-    """As `learn_values`: of num_verified `[B]` nodes of slots `[B]` those in rows `[B, D+1]` were
-    accepted, the root among them. parents `[S, W]`: by slot. Any child of an accepted node says
-    something: at most one is the target's token."""
+    """As `learn_values`, for trees: slots `[B]` have verified num_verified `[B]` nodes and accepted
+    those in rows `[B, D+1]`, the root among them. parents `[S, W]`: by slot. Any child of an
+    accepted node says something: at most one is the target's token."""
     number = values.features.shape[1]
     is_on_path = torch.zeros((len(slots), number + 1), dtype=torch.bool, device=slots.device)
     is_on_path.scatter_(1, rows, True)

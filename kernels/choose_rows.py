@@ -49,8 +49,9 @@ class DraftValues:
         device: torch.device,
         budgets: Sequence[tuple[int, float, int]] = (),
     ) -> "DraftValues":
-        """Before anything was verified: a drafter's log odds are believed by half. What it thinks
-        unlikely is hardly ever verified, and would keep too low a value. num_drafts: K."""
+        """The values before anything was verified: half of a drafter's log odds, since drafts that
+        it thinks unlikely are hardly ever verified, and would keep too low a value. num_drafts:
+        K."""
         middles = (torch.arange(NUM_PROBABILITIES, device=device) + 0.5) / NUM_PROBABILITIES
         others = torch.full((NUM_POSITIONS,), PRIOR_LOGIT, device=device)
         positions = torch.arange(num_drafts, dtype=torch.int32, device=device)
@@ -176,7 +177,7 @@ def offered(values: DraftValues, slots: torch.Tensor, chances: torch.Tensor) -> 
 
 
 def probabilities(values: DraftValues, slots: torch.Tensor) -> torch.Tensor:
-    """That each draft is accepted if those before it are, `[B, K]`."""
+    """The probability that each draft is accepted if those before it are, `[B, K]`."""
     features = values.features.index_select(0, slots)
     numbers = values.of_feature[features.to(torch.int64)]
     return (numbers + values.of_slot.index_select(0, slots).unsqueeze(1)).sigmoid()

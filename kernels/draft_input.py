@@ -25,7 +25,7 @@ class DraftInputNorms:
 
 @dataclass(frozen=True)
 class DraftInput:
-    """For T rows, R of which are wanted."""
+    """The inputs of a draft head for T rows, R of which are wanted."""
 
     both: torch.Tensor
     """`[T, 2 H]`: the embedding, then the hidden state, both normed if there are norms."""

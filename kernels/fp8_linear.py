@@ -57,7 +57,8 @@ def fp8_linear(
     *,
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rounded after the bias, and once more after `add_to`, as cuBLASLt does (fp8_gemms.py).
+    """Results are rounded after the bias, and once more after `add_to`, as cuBLASLt does
+    (fp8_gemms.py).
 
     Args:
         codes: `[T, K]` float8_e4m3fn, contiguous.

@@ -118,8 +118,8 @@ def block_rows_of(
 def tilings_of(
     block_rows: int, dtype: torch.dtype, form: Form, shared_bytes: int = HOPPER_BYTES
 ) -> Tilings:
-    """For blocks of so many rows. dtype: of the layers' outputs; shared_bytes: that a program may
-    have (shared_memory.py)."""
+    """The tilings for blocks of so many rows. dtype: of the layers' outputs; shared_bytes: that a
+    program may have (shared_memory.py)."""
     if dtype == torch.float32:
         return FLOAT32 if form == "plain" else QUANTISED_FLOAT32
     found = TILINGS[form][block_rows]

@@ -69,7 +69,7 @@ def scales_of(words: torch.Tensor) -> torch.Tensor:
 
 
 def kernel_words(words: torch.Tensor) -> torch.Tensor:
-    """As the kernels take them: the bytes of a block are one number."""
+    """The words as the kernels take them: the bytes of a block are one number."""
     return words.view(torch.uint32) if words.dtype == torch.uint8 else words
 
 

@@ -67,8 +67,8 @@ class LatentWorkspace:
         return cls(outputs, outputs.new_empty(MAX_PARTIAL_ROWS), number)
 
     def num_splits(self, num_tiles: int, num_rows: int, max_len: int) -> int:
-        """For a launch that has `num_tiles` programs and `num_rows` output rows without splits: as
-        many as fill the device once."""
+        """Splits of a launch that has `num_tiles` programs and `num_rows` output rows without
+        splits: as many as fill the device once."""
         wanted = self.num_processors // num_tiles
         fitting = len(self.outputs) // num_rows
         return max(1, min(wanted, fitting, -(-max_len // MIN_KEYS_PER_SPLIT), MAX_SPLITS))

@@ -48,12 +48,13 @@ def max_blocks(num_assignments: int, num_experts: int, block_rows: int) -> int:
 def moe_permute(
     experts: torch.Tensor, num_experts: int, block_rows: int, first: int | None = None
 ) -> ExpertRows:
-    """
+    """Sorts the assignments by expert, in blocks of one expert each.
+
     Args:
         experts: `[T, k]` int32, contiguous.
-        num_experts: the experts of this rank.
+        num_experts: how many experts this rank has.
         block_rows: the most rows of a block.
-        first: the first of them; None: there are no others.
+        first: the first expert of this rank; None: it has all experts.
     """
     flat = experts.flatten().long() - (first or 0)
     flat = flat.where((flat >= 0) & (flat < num_experts), num_experts)

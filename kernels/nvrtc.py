@@ -3,8 +3,8 @@
 Compilation needs no GPU. A kernel is loaded into torch's current context and launched on the given
 stream, so torch's graph capture records it.
 
-cuda.core 1.2 was tried: a launch takes as long, but it accepts no struct by value, and each of
-these kernels has one struct as its argument."""
+cuda.core 1.2 would gain nothing: a launch takes as long, but it accepts no struct by value, and
+each of these kernels has one struct as its argument."""
 
 import contextlib
 import ctypes

@@ -1,5 +1,5 @@
 """What accepted paths show about the children of their nodes: which child came next, and how many
-were tried in vain (rank_codes.py). On CUDA a Triton kernel, elsewhere the plain-torch reference."""
+were rejected (rank_codes.py). On CUDA a Triton kernel, elsewhere the plain-torch reference."""
 
 import torch
 

@@ -85,7 +85,7 @@ class PlannedLatent:
         self.plan(LatentRows.of_windows(one, rows, one[:, None] - 1, self._page_size))
 
     def plan(self, rows: LatentRows) -> None:
-        """For the runs of a forward."""
+        """Plans the runs of a forward."""
         self._wrapper.plan(
             rows.query_starts,
             rows.page_starts,

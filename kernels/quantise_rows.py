@@ -43,8 +43,7 @@ def quantise_rows(
             them.
         bound: of a row's scale: magnitudes above it count as the bound.
 
-    Of the kernel, codes and scales of blocks lie in memory for a multiple of 4 rows
-    (fp8_gemms.py).
+    The kernel allocates codes and scales of blocks for a multiple of 4 rows (fp8_gemms.py).
     """
     if norm is not None:
         x = rms_norm.reference(x, norm.weight, norm.eps)

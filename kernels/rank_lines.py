@@ -22,7 +22,7 @@ LINE_BYTES = 8
 
 @dataclass(frozen=True)
 class RankLines:
-    """One rank's view of the memory that lines are written to. Of each rank it is `[2, ranks,
+    """One rank's view of the memory that lines are written to. For each rank it is `[2, ranks,
     capacity]` int64, all 0 before the first sum: buffer, rank that writes, line. `addresses`:
     `[ranks]` int64, where each rank's memory is for this rank. `counts`: `[capacity / BLOCK_WORDS]`
     int32, sums so far of each block, 0 before the first; of this rank."""

@@ -21,7 +21,7 @@ FLAG_BYTES = 4
 
 @dataclass(frozen=True)
 class RankParts:
-    """One rank's view of the memory that parts are written to. Of each rank it is `[2, chunks,
+    """One rank's view of the memory that parts are written to. For each rank it is `[2, chunks,
     ranks, PART_WORDS]` int32, values and then sums, and `[2, chunks, ranks]` int32, their flags,
     all 0 before the first sum; the index of a rank is that of the writer. `addresses`: `[ranks]`
     int64, where each rank's memory is for this rank. `counts`: `[chunks]` int32, sums so far of

@@ -13,8 +13,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def serves(values: torch.Tensor, capacity: int) -> bool:
-    """Known from size, dtype and layout, so the same on all ranks. capacity: the most words of a
-    sum."""
+    """Whether `rank_sum` serves these values: it follows from size, dtype and layout, so it is the
+    same on all ranks. capacity: the most words of a sum."""
     num_bytes = values.numel() * values.element_size()
     fits = 0 < num_bytes <= capacity * WORD_BYTES and num_bytes % WORD_BYTES == 0
     is_aligned = values.is_contiguous() and values.data_ptr() % WORD_BYTES == 0

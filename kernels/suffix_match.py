@@ -89,13 +89,13 @@ def match_suffixes(
     num_matches: int = 1,
     oldest: bool = False,
 ) -> Matches:
-    """For each of slots `[B]` (int64, contiguous) the longest ends of its text, of at most
-    `max_match` tokens, that also end earlier or in a text that it shares. Of equally long ones
-    those in its own text come first, then the last, or the first if `oldest`.
+    """For each of slots `[B]` (int64, contiguous) the longest suffixes of its text, of at most
+    `max_match` tokens, that also occur earlier in it or in a text that it shares. Among equally
+    long ones those in its own text come first, then the last, or the first if `oldest`.
 
-    Drafts are the `draft_len` tokens that follow there. In the own text, a match that overlaps the
-    end goes on as a copy of the drafts; elsewhere there may be fewer. Where there are none, they
-    are the text's last token."""
+    Drafts are the `draft_len` tokens that follow there. In its own text, a match that overlaps the
+    end is continued by the drafts themselves; elsewhere there may be fewer drafts. Where there are
+    none, they are the text's last token."""
     firsts = slots * table.width
     ends = firsts + table.kv_lens.index_select(0, slots).clamp_max(table.width - 1)
     numbers, places, rooms = _places_of_last_tokens(table, slots, firsts, ends)

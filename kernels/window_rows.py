@@ -11,9 +11,9 @@ from tllm_spec.kernels.dispatch import with_kernel
 
 @dataclass(frozen=True)
 class WindowRows:
-    """For B windows of W tokens: positions and kv_slots `[B * W]` int64, kv_lens `[B]` int32
-    including the window, block_tables `[B, P]` int32. With a tree the positions are not those of
-    the slots."""
+    """The rows of B windows of W tokens: positions and kv_slots `[B * W]` int64, kv_lens `[B]`
+    int32 including the window, block_tables `[B, P]` int32. With a tree the positions are not those
+    of the slots."""
 
     positions: torch.Tensor
     kv_slots: torch.Tensor

@@ -60,7 +60,8 @@ class WindowWorkspace:
     def splits(
         self, num_tiles: int, num_rows: int, max_len: int, *, is_wide: bool = False
     ) -> "Splits":
-        """For a launch that has `num_tiles` programs and `num_rows` output rows without splits."""
+        """The splits of a launch that has `num_tiles` programs and `num_rows` output rows without
+        splits."""
         num_programs, min_keys = self.num_programs, MIN_KEYS_PER_SPLIT
         if is_wide:
             num_programs = num_programs * WIDE_PROGRAMS_PER_MULTIPROCESSOR

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.llm_args import LlmArgs, read_options
 from tllm_spec.config.yaml_file import read_yaml
 from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot
 from tllm_spec.executor.speculative.draft_length.ema_policy import AdaptiveSpeculativeParams
@@ -59,7 +59,7 @@ def plain_tokens() -> list[list[int]]:
 def test_an_example_gives_the_text_of_plain_greedy_decoding_by_its_strategy(
     path: Path, plain_tokens: list[list[int]]
 ) -> None:
-    with LLM.from_args(LlmArgs.from_yaml(path, model="zoo:llama")) as llm:
+    with LLM("zoo:llama", **read_options(path)) as llm:
         parts = llm._executor.parts
         tokens, num_accepted = generate(llm)
     if path.stem in STRATEGIES:

@@ -42,25 +42,31 @@ class ChildProcess:
         command = module_command(self._module)
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._child, self._end = child, weakref.finalize(self, _kill, child)
-        assert child.stdin is not None
-        write_message(child.stdin, self._first)
-        if _receive(child, MAX_START_SECONDS) is None:
+        is_ready = False
+        with suppress(TimeoutError):
+            is_ready = self._exchange(child, self._first, MAX_START_SECONDS) is not None
+        if not is_ready:
             raise RuntimeError(f"the process of {self._module} did not start")
 
     def ask(self, message: Any, max_seconds: float) -> Any:
         """The answer; None if the process has ended instead. Raises TimeoutError, after which the
         process has ended, too, and RuntimeError if it does not start."""
         self.start()
-        child = self._child
-        assert child is not None and child.stdin is not None
+        assert self._child is not None
+        return self._exchange(self._child, message, max_seconds)
+
+    def _exchange(self, child: subprocess.Popen[bytes], message: Any, max_seconds: float) -> Any:
+        """As `ask`, of a process that runs."""
+        assert child.stdin is not None
+        answer = None
         try:
-            write_message(child.stdin, message)
-            return _receive(child, max_seconds)
-        except BrokenPipeError:
-            return None
-        except TimeoutError:
-            self._end()
-            raise
+            with suppress(BrokenPipeError):
+                write_message(child.stdin, message)
+                answer = _receive(child, max_seconds)
+        finally:
+            if answer is None:  # its pipes close before the system counts it as ended
+                self._end()
+        return answer
 
 
 def _receive(child: subprocess.Popen[bytes], seconds: float) -> Any:

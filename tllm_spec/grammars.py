@@ -40,7 +40,7 @@ class Grammars:
 
     @classmethod
     def of(cls, args: LlmArgs, tokenizer: Tokenizer | None, limits: RequestLimits) -> Grammars:
-        """For a model with these limits."""
+        """The grammars of a model with these limits."""
         end_ids = end_ids_of(limits, tokenizer)
         return cls(args.guided_decoding_backend, tokenizer, limits.vocab_size, end_ids)
 

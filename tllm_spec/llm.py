@@ -71,11 +71,6 @@ class LLM:
             self, _end, self._worker, self._queue, self._results, communicator
         )
 
-    @classmethod
-    def from_args(cls, args: LlmArgs) -> "LLM":
-        """From arguments that were read before, for example from a YAML file."""
-        return cls(**{name: getattr(args, name) for name in LlmArgs.model_fields})
-
     def generate(
         self,
         inputs: Prompt | Sequence[Prompt],

@@ -1,5 +1,5 @@
-"""Where texts of a quantised model part that differ in the rows of their rounds only: the rate of
-flips. By default the order of sums depends on them, so texts part at near ties."""
+"""Where texts of a quantised model diverge though only the rows of their rounds differ: the rate of
+flips. By default the order of sums depends on them, so texts diverge at near ties."""
 
 import shutil
 import tempfile

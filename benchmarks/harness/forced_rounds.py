@@ -139,7 +139,7 @@ class ForcedRounds(Rounds):
         return self.executor.parts.slots.shapes
 
     def set_profile(self, profile: Profile) -> None:
-        """Drafts are accepted by chance from now on. Graphs read the tensors written here."""
+        """Makes the engine accept drafts by chance. Graphs read the tensors written here."""
         sampler, longest = self.executor.parts.sampler, self.shapes.longest
         rates = profile.rates(longest.depth, longest.topk)
         if self._script is None:

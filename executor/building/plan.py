@@ -1,5 +1,5 @@
-"""What the arguments and the target's configuration decide before anything is loaded. Of the
-executor's parts it constructs the slots only."""
+"""What the arguments and the target's configuration decide before anything is loaded. The only part
+of the executor that it makes is the slots."""
 
 import logging
 from collections.abc import Iterable
@@ -223,8 +223,8 @@ class BuildPlan:
 
     @property
     def overshoot(self) -> int:
-        """For how many positions after its last token a request may take pages: drafts, and one
-        more whole round where rounds are scheduled before the one before is read."""
+        """How many positions after its last token a request may take pages for: drafts, and one
+        more whole round where a round is scheduled before the previous one is read."""
         longest = self.shapes.longest
         in_flight = longest.path if self.max_in_flight else 0
         extra = self.extra_kv_tokens

@@ -13,7 +13,7 @@ SINGLE_THREAD_BYTES = 32 << 20
 
 
 def pick_device(name: str, rank: int = 0, per_host: int | None = None) -> torch.device:
-    """`cuda` and `auto` are a device for each rank, in turn: of those of the host, or the first
+    """`cuda` and `auto` give the ranks of a host its devices in turn: all of them, or the first
     `per_host`. A CUDA device has an index. Raises ValueError when a CUDA device is asked for that
     torch does not see."""
     if name == "auto":
@@ -41,7 +41,7 @@ def use_device(device: torch.device) -> None:
 
 @contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """`use_device` inside; the caller's thread keeps its own device."""
+    """Calls `use_device` for the block; afterwards the thread has its own device again."""
     before = torch.cuda.current_device() if device.type == "cuda" else None
     use_device(device)
     try:

@@ -12,7 +12,7 @@ from tllm_spec.attention.kv_pool import KVPool
 
 
 class HostCopies:
-    """groups: of each layer group its pools, whose pages have the same numbers."""
+    """groups: the pools of each layer group, whose pages have the same numbers."""
 
     def __init__(self, groups: Sequence[Sequence[KVPool]], num_places: int) -> None:
         self._groups = groups

@@ -120,8 +120,8 @@ class AttentionGroups:
         return memory.begin(slots, first, rows, are_kept=True, blocks=own)
 
     def keep_paths(self, windows: Windows, rows: torch.Tensor, lens: torch.Tensor) -> None:
-        """Moves the KV of the accepted rows of trees to the front of their windows, and their
-        inputs of layers with a state: lens `[B]` of rows `[B, D+1]`."""
+        """Moves the KV of the accepted rows of trees to the front of their windows, and these rows'
+        inputs of layers with a state. lens `[B]`: how many of rows `[B, D+1]` are accepted."""
         if self.memory is not None:
             self.memory.keep_paths(windows.slots, windows.first, rows, lens)
         num_pages = -(-windows.max_kv_len // self.rows.page_size)

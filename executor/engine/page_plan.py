@@ -33,13 +33,13 @@ class GroupPlan:
 
 
 def own_groups(layers: Sequence[LayerGroup], kv_format: KVFormat) -> list[GroupPlan]:
-    """A target's: one for each layer group."""
+    """The groups of a target: one for each layer group."""
     return [GroupPlan((_pool_plan(own, kv_format),), own.geometry.span) for own in layers]
 
 
 def draft_group(layers: Sequence[LayerGroup], kv_format: KVFormat) -> GroupPlan:
-    """A draft network's: all layers have the same pages and keep them, since what the network has
-    read may be far behind the target."""
+    """The group of a draft network: all layers have the same pages and keep them, since the network
+    may have read much less than the target."""
     return GroupPlan(tuple(_pool_plan(own, kv_format) for own in layers), None)
 
 

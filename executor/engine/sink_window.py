@@ -1,7 +1,7 @@
 """What a draft network sees of long texts: the first tokens and the last ones, in whole pages.
 
 Attention knows of it by its metadata only, so every backend serves it. The block tables lose the
-pages between, the lengths lose their tokens, and a prompt becomes chunks whose rows see the same
+pages in between, the lengths lose their tokens, and a prompt becomes chunks whose rows see the same
 pages. Rotary positions, and where keys and values are written, stay as they are."""
 
 from collections.abc import Iterator
@@ -22,7 +22,8 @@ class SinkWindow:
     size: int
 
     def cut(self, metadata: AttentionMetadata, page_size: int) -> AttentionMetadata:
-        """The same rows. They see all keys up to their own of the tables that they get."""
+        """The same rows over shorter block tables, in which each row sees all keys up to its
+        own."""
         num_sink = -(-self.sink // page_size)
         # A page is hidden from rows from this position on, and one more every page.
         start = (num_sink + 1) * page_size + self.size - 1

@@ -19,7 +19,7 @@ class CudaGraphs(SlotGraphs[SampledTokens]):
     _ring: ResultRing | None = None
 
     def for_same_results(self, work: Work) -> "CudaGraphs":
-        """Graphs of rounds whose forward is not theirs, to be captured next."""
+        """Graphs of another part of the round, with the same results ring; to be captured next."""
         graphs = CudaGraphs(work, self._dummy_slot, self._device, pads=self._pads, pool=self._pool)
         graphs._ring = self._ring
         return graphs

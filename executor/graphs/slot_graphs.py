@@ -144,7 +144,7 @@ class SlotGraphs(Generic[Result]):
         return replay_seconds(replay, TIMED_SECONDS, renew, self._pool.agree)
 
     def ready(self, key: GraphKey, slots: list[int] | None = None) -> Callable[[], None]:
-        """What replays the graph of a key for these slots, as often as it is called."""
+        """A function that replays the graph of a key for these slots."""
         captured = self._find(key)
         assert captured is not None
         self._send(slots if slots is not None else [self._dummy_slot] * key.batch_size)
@@ -173,7 +173,7 @@ class SlotGraphs(Generic[Result]):
         return tier.graphs.get((key.batch_size, key.sampled)) if tier is not None else None
 
     def _run_work(self, key: GraphKey) -> Result:
-        """What is captured."""
+        """The work that is captured."""
         return self._work(self._slot_ids[: key.batch_size], key.shape, key.sampled)
 
 

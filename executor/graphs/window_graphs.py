@@ -29,7 +29,7 @@ class WindowGraphs:
     def seconds(
         self, key: GraphKey, slots: list[int] | None = None, renew: Callable[[], None] | None = None
     ) -> float:
-        """As `SlotGraphs.seconds`, of a round."""
+        """As `SlotGraphs.seconds`, for a round."""
         if key in self.whole:
             return self.whole.seconds(key, slots, renew)
         forward = self.forwards.ready(replace(key, sampled=False), slots)

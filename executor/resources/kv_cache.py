@@ -110,7 +110,7 @@ class KVCacheManager(ResourceManager):
         return [self.cache.available(group) for group in range(self.num_groups)]
 
     def promisable(self) -> list[int]:
-        """Pages of each group that `claims` are weighed against."""
+        """Pages of each group that `claims` are compared with."""
         return [
             self.cache.available(group) if own.span is None else own.num_pages - 1
             for group, own in enumerate(self.cache.groups)
@@ -120,8 +120,8 @@ class KVCacheManager(ResourceManager):
         self, requests: Sequence[LlmRequest], last_token: Callable[[LlmRequest], int]
     ) -> list[int]:
         """Pages of each group that the requests may come to hold up to their last tokens: in
-        addition to what they hold, or in all where they let go of pages, since those that two
-        requests share become free only when both let go."""
+        addition to what they hold, or in total where they release pages, since pages that two
+        requests share become free only when both release them."""
         claims = [0] * self.num_groups
         for request in requests:
             end, held = self.pages_for(last_token(request)), self.held(request)
@@ -149,7 +149,7 @@ class KVCacheManager(ResourceManager):
 
     def new_pages_needed(self, request: LlmRequest, num_tokens: int) -> list[int]:
         """Pages of each group by which starting a request and growing it to `num_tokens` tokens
-        would lower `available`, at most; where it lets go of pages, those that it holds at once."""
+        would lower `available`, at most; where it releases pages, those that it holds at once."""
         tokens = request.tokens if request.reuses_prefix else ()
         needed = self.cache.new_pages_needed(tokens, num_tokens, request.cache_salt)
         for group, own in enumerate(self.cache.groups):
@@ -293,7 +293,7 @@ class KVCacheManager(ResourceManager):
                     self._slide(request)
 
     def _slide(self, request: LlmRequest) -> None:
-        """Lets go of the pages that the request no longer sees.
+        """Releases the pages that the request no longer sees.
 
         `kv_len` never falls again, and the rounds in flight have their rows after it. One page more
         is kept, for a hit that ends at the last full page."""

@@ -78,7 +78,7 @@ class KVEventLog:
             del self._hashes[node]
 
     def clear(self) -> None:
-        """Nothing that is in the tree is reused from now on."""
+        """Notes that nothing that is in the tree is reused any more."""
         self._hashes.clear()
         self._stored.clear()
         self._num_nodes.clear()

@@ -25,7 +25,7 @@ class KVEvents(ResourceManager):
         self._sinks: list[Sink] = []
 
     def add_sink(self, sink: Sink) -> None:
-        """The sink first gets the cache as it is."""
+        """Adds a sink, which first gets the events that make an empty cache the current one."""
         self.send()
         sink(self._pack(self._log.present()))
         self._sinks.append(sink)

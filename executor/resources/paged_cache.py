@@ -3,8 +3,8 @@
 Each layer group has pages of its own. A page is on its group's free list, private to one sequence,
 or in the radix tree (cached, and perhaps held by sequences). In each group a sequence's pages are a
 path of the tree followed by private pages, and only private pages are written. In a group that sees
-a span of the keys, a sequence lets go of the pages before it. This module knows page numbers: no
-requests, no slots, no tensors."""
+a span of the keys, a sequence releases the pages before the span. This module knows page numbers:
+no requests, no slots, no tensors."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -73,8 +73,7 @@ class PagedCache:
         assert host is None or not (self._spans or snapshots)
 
     def log_events(self) -> KVEventLog:
-        """A log that from now on learns what is cached and what no longer is. The cache is
-        empty."""
+        """Gives `log` all changes of what is cached. The cache must be empty."""
         spans = [own.span for own in self.groups]
         log = KVEventLog(self.page_size, self._tree.is_current, self.lookahead, spans)
         self._tree.log = self._log = log
@@ -82,7 +81,7 @@ class PagedCache:
 
     @property
     def has_spans(self) -> bool:
-        """Whether some group lets go of pages."""
+        """Whether some group releases pages."""
         return bool(self._spans)
 
     def available(self, group: int = 0) -> int:
@@ -161,8 +160,8 @@ class PagedCache:
         return cached_len
 
     def start_version(self, version: int) -> None:
-        """Nothing that was stored before is reused from now on, since the weights have changed.
-        Sequences that run store for their own version."""
+        """Called when the weights have changed: nothing that was stored before is reused. Sequences
+        that run store for their own version."""
         self.reset()
         self._tree.start_version(version)
         if self._log is not None:
@@ -199,7 +198,7 @@ class PagedCache:
         return num_freed
 
     def slide(self, seq_id: int, position: int) -> None:
-        """Lets go of the pages that no query from `position` on sees. Those in the tree stay
+        """Releases the pages that no query from `position` on sees. Those in the tree stay
         cached."""
         sequence = self._sequences[seq_id]
         for group, span in self._spans:

@@ -33,7 +33,7 @@ class CacheStats:
     def add(
         self, num_tokens: int, num_pages: int, cached_len: int, num_shared: int, num_copied: int
     ) -> None:
-        """A prompt has come."""
+        """Counts a prompt."""
         self.reused_tokens += cached_len
         self.missed_tokens += num_tokens - cached_len
         self.reused_pages += num_shared
@@ -52,7 +52,7 @@ class SequencePages:
     num_known: int = 0
 
     def changed(self, index: int) -> None:
-        """The entries from `index` on are no longer those that were seen."""
+        """Notes that the entries from `index` on have changed."""
         self.num_known = min(self.num_known, index)
 
 

@@ -111,7 +111,8 @@ class RadixTree:
         return not any(root.children for root in self._roots.values())
 
     def start_version(self, version: int) -> None:
-        """From now on nothing that was stored before is found; it stays until it is evicted."""
+        """Begins a version: nothing that was stored before is found; it stays until it is
+        evicted."""
         self._version = version
         self.root = self._new_root(None)
         self._roots[version, None] = self.root

@@ -1,5 +1,5 @@
 """Texts that requests of the same `cache_salt` share, as far as drafts are copied from them: those
-of running requests, and pieces of finished ones, of which the oldest go first.
+of running requests, and pieces of finished ones, of which the oldest are dropped first.
 
 They are on the device (`TextTable`); here is which of its rows belongs to whom. It mixes users'
 texts: one user's tokens are proposed to others, who can infer them from timing and acceptance
@@ -52,11 +52,12 @@ class SharedTexts(ResourceManager):
         self._next_row = 0
 
     def start(self, request: LlmRequest) -> None:
-        """The request's text is in its slot."""
+        """Called when the request's text is in its slot."""
         self._mark(request.slot, request.cache_salt)
 
     def free_resources(self, request: LlmRequest) -> None:
-        """A preempted request's text comes back."""
+        """Keeps pieces of a finished request's text. A preempted request comes back with its
+        own."""
         assert self._table.salts is not None
         if request.slot >= 0:
             self._table.salts[request.slot].fill_(NO_SALT)

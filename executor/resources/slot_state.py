@@ -72,8 +72,8 @@ class SlotState:
         )
 
     def start(self, request: LlmRequest) -> None:
-        """The request got a slot (again after a preemption), or the round with its drafts broke
-        off."""
+        """Called when the request gets a slot (again after a preemption), or when the round with
+        its drafts has raised."""
         self.num_drafts[request.slot].fill_(0)
         # Filled, not assigned: assigning copies from pageable memory, and the host waits for that.
         self._draft_limits[request.slot].fill_(request.draft_limit)
@@ -112,7 +112,7 @@ class SlotState:
         return gather_rows(self.num_drafts, slot_ids).clamp_max(shape.num_nodes)
 
     def num_real(self, slot_ids: torch.Tensor, shape: DraftShape) -> torch.Tensor:
-        """As `num_verified`, also where the host knows it; of trees on the longest path."""
+        """As `num_verified`, also where the host knows it; for trees, on the longest path."""
         numbers = gather_rows(self.num_drafts, slot_ids).clamp_max(shape.num_nodes)
         return self._on_longest_path(slot_ids, numbers)
 

@@ -1,7 +1,7 @@
 """Which cached prefixes have a copy of the recurrent states after them.
 
 A state cannot be taken back, so a prefix can only be reused up to such a copy. There is a fixed
-number of them; the least recently used one gives way. This module knows numbers and nodes of the
+number of them; the least recently used one is replaced. This module knows numbers and nodes of the
 prefix tree: no tensors."""
 
 from collections import OrderedDict

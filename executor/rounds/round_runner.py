@@ -100,12 +100,13 @@ class RoundRunner:
         pads: bool,
         pool: GraphPool | None = None,
     ) -> None:
-        """From now on a round of generation windows that fits one of the keys is a graph launch."""
+        """Captures the graphs that rounds of generation windows are run as where one of the keys
+        fits."""
         graphs = self.decode.capture(keys, dummy_slot, device, pads=pads, pool=pool)
         self.round_end.capture_graphs(graphs.whole, keys)
 
     def capture_contexts(self, sizes: tuple[int, ...], dummy_slot: int, pool: GraphPool) -> None:
-        """From now on a few short context chunks are a graph launch, where attention can be
+        """Captures the graphs that a few short context chunks are run as, where attention can be
         captured."""
         self.contexts.graphs = capture_contexts(self.engine, sizes, dummy_slot, pool)
 
@@ -121,7 +122,7 @@ class RoundRunner:
         return eager_seconds(lambda: run().new_lens)
 
     def seconds_with_contexts(self, key: GraphKey, limits: ContextLimits) -> float | None:
-        """The same of a round in which every request has a long context; None where there is no
+        """The same for a round in which every request has a long context; None where there is no
         graph, or no room for such contexts."""
         graphs, contexts = self.graphs, DummyContexts(self._slots, self.engine.attention, limits)
         if graphs is None or key not in graphs or not contexts.length(key.batch_size):

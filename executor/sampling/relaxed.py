@@ -28,7 +28,7 @@ class RelaxedAcceptance:
         self.is_thinking = torch.zeros(len(slots.kv_lens), dtype=torch.bool, device=slots.device)
 
     def start(self, request: LlmRequest) -> None:
-        """The request got a slot (again after a preemption)."""
+        """Called when the request gets a slot (again after a preemption)."""
         ends = self._rule.begin_token, self._rule.end_token
         last = next((token for token in reversed(request.tokens) if token in ends), None)
         self.is_thinking[request.slot].fill_(last == self._rule.begin_token)

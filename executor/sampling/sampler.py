@@ -64,7 +64,7 @@ class Sampler:
         self.grammar_masks = grammar_masks
 
     def start(self, request: LlmRequest) -> None:
-        """The request got a slot."""
+        """Called when the request gets a slot."""
         self.state.start(request)
         if self._relaxed is not None:
             self._relaxed.start(request)

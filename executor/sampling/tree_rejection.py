@@ -65,7 +65,7 @@ def _own_probs(
     num_drafts: torch.Tensor | None,
 ) -> torch.Tensor:
     """The probability of each node's token after its parent, `[B, W]` float64. 0 for the root,
-    padding, and nodes whose token an earlier sibling has: that token has had its chance."""
+    padding, and nodes whose token an earlier sibling has: that token was tried already."""
     batch, width, vocab_size = probs.shape
     nodes = torch.arange(width, device=tokens.device)
     flat = parents.clamp_min(0) * vocab_size + tokens

@@ -138,6 +138,17 @@ def test_a_window_that_cannot_be_is_refused(
         Harness(tiny, **eagle3(path, 3, **({"draft_window_size": SIZE} | more)))
 
 
+def test_a_window_of_the_config_that_no_text_goes_beyond_is_none(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """A network outside torch takes no window."""
+    path = draft(tmp_path, "head, two-model", 64)
+    options = eagle3(path, 3, draft_backend="onnxruntime", eagle3_one_model=False)
+    Harness(tiny, max_seq_len=64, **options)
+    with pytest.raises(ValueError, match="sees all keys, and the draft network's window is 64"):
+        Harness(tiny, max_seq_len=65, **options)
+
+
 @pytest.mark.parametrize("more", [{}, {"draft_sink_size": 4}])
 def test_a_network_with_windows_in_some_layers_only_refuses_another_one(
     more: Options, tiny: Path, tmp_path: Path

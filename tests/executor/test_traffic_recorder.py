@@ -119,9 +119,21 @@ def test_the_latest_records_are_read_from_the_latest_files(tiny: Path, tmp_path:
         with make_llm(tiny, folder) as llm:
             llm.generate([[prompt], [prompt + 10]], PARAMS, use_tqdm=False)
     first, *_ = files_of(folder)
-    first.write_text("not JSON")
+    first.write_text("not JSON\n")
     found = {record.prompt[0] for record in latest_records(folder, 3)}
     assert {3, 13} < found < {2, 12, 3, 13}
+
+
+def test_a_line_that_is_just_being_written_is_left_out(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "traffic"
+    with make_llm(tiny, folder) as llm:
+        llm.generate([1], PARAMS)
+    (file,) = files_of(folder)
+    _, line = file.read_bytes().splitlines(keepends=True)
+    for size in range(len(line)):
+        with file.open("ab") as lines:
+            lines.write(line[size : size + 1])
+        assert len(read_records(folder)) == (1 if size < len(line) - 2 else 2)
 
 
 def test_a_full_disk_loses_records_and_no_request(

@@ -1,6 +1,7 @@
 """A server over an LLM with known answers, and two clients."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -9,6 +10,16 @@ import pytest
 
 from tests.server.fake_llm import MODEL, FakeLLM
 from tests.server.hosted import hosted
+from tests.server.http_answers import SECONDS
+
+
+@pytest.fixture(autouse=True, scope="session")
+def patience() -> Iterator[None]:
+    """On a machine with much else to do an answer may take longer than httpx's five seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("get", "post", "request", "stream"):
+            patch.setattr(httpx, name, partial(getattr(httpx, name), timeout=SECONDS))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -57,3 +57,13 @@ def hosted(llm: FakeLLM, options: ServerOptions | None = None) -> Iterator[str]:
         yield host.url
     finally:
         host.join()
+
+
+@contextmanager
+def serving(**options: object) -> Iterator[Host]:
+    given = {"shutdown_timeout": 0.1, **options}
+    host = Host(FakeLLM(), ServerOptions(**given))  # type: ignore[arg-type]  # by name
+    try:
+        yield host
+    finally:
+        host.join()

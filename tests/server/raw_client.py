@@ -21,6 +21,19 @@ def completion(prompt: Any, **body: Any) -> bytes:
     return head("/v1/completions", len(text)) + text
 
 
+def ask_for_a_long_answer(listener: socket.socket) -> socket.socket:
+    """A client that has read the beginning of an answer that does not fit the system's buffers."""
+    text = json.dumps({"prompt": "a " * 30_000}).encode()
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
+    client.settimeout(60)
+    client.connect(listener.getsockname())
+    client.sendall(head("/tokenize", len(text)) + text)
+    read_until(client, b'"tokens":[')
+    return client
+
+
 def connect(address: Address) -> socket.socket:
     return socket.create_connection(address, timeout=60)
 

@@ -41,9 +41,11 @@ def test_a_child_without_a_supervisor_ends_without_a_traceback(module: str) -> N
         assert (process.returncode, errors) == (FAILED, "")
 
 
-@pytest.mark.parametrize("is_announced", [False, True])
+@pytest.mark.parametrize(
+    ("is_announced", "is_in_one_packet"), [(False, False), (True, False), (True, True)]
+)
 def test_a_front_that_waits_for_an_engine_ends_when_the_server_does(
-    tmp_path: Path, is_announced: bool
+    tmp_path: Path, is_announced: bool, is_in_one_packet: bool
 ) -> None:
     path = str(tmp_path / "engine")
     llm, server = {"model": MODEL, "device": "cpu"}, ServerOptions().to_plain()
@@ -52,11 +54,14 @@ def test_a_front_that_waits_for_an_engine_ends_when_the_server_does(
         engine.bind(path)
         engine.listen()
         engine.settimeout(SECONDS)
-        control.sendall(pack(asdict(settings)))
-        engine.accept()
-        if is_announced:
-            control.sendall(ENDS_SOON)
+        packets = [pack(asdict(settings)), ENDS_SOON if is_announced else b""]
+        if is_in_one_packet:
+            control.sendall(b"".join(packets))
         else:
+            control.sendall(packets[0])
+            engine.accept()
+            control.sendall(packets[1])
+        if not is_announced:
             control.close()
         _, errors = process.communicate(timeout=SECONDS)
         assert (process.returncode, errors) == (FAILED, "")

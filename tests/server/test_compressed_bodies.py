@@ -12,6 +12,7 @@ import pytest
 from tests.server.fake_llm import MODEL, FakeLLM
 from tests.server.hosted import hosted
 from tests.server.http_answers import CHAT
+from tllm_spec.server.body_encoding import MAX_RATIO, PIECE, BodyDecoder
 from tllm_spec.server.options import ServerOptions
 
 BODY = json.dumps({"model": MODEL, "messages": CHAT}).encode()
@@ -51,6 +52,18 @@ def test_another_body_is_refused_with_the_reason(
 ) -> None:
     answer = send(url, content, encoding)
     assert answer.status_code == status and reason in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("step", [1 << 30, 1000, 7])
+@pytest.mark.parametrize("num_spaces", [0, 5 * PIECE])
+def test_a_body_is_the_same_in_whatever_parts_it_arrives(num_spaces: int, step: int) -> None:
+    body = b" " * num_spaces + bytes(random.Random(0).choices(b"abcdefgh", k=PIECE))
+    packed = gzip.compress(body)
+    assert len(gzip.compress(b" " * num_spaces)) * MAX_RATIO < num_spaces or not num_spaces
+    decoder = BodyDecoder({b"content-encoding": b"gzip"})
+    parts = [packed[at : at + step] for at in range(0, len(packed), step)]
+    assert b"".join(piece for part in parts for piece in decoder.pieces(part)) == body
+    decoder.check_end()
 
 
 def test_the_limit_of_a_body_counts_what_is_unpacked(llm: FakeLLM) -> None:

@@ -276,6 +276,8 @@ def test_what_the_engine_says_before_there_is_a_client_reaches_it(
         limits = engine.process._port._limits
         theirs.sendall(pack(["hello", pack_limits(limits)]) + pack(["load", 7, 90]))
         await connection.limits
+        while not connection._early:
+            await asyncio.sleep(0)
         if is_lost:
             theirs.close()
             await connection.closed
@@ -304,6 +306,8 @@ def test_an_answer_after_the_end_of_the_engine_is_ignored(
         theirs.sendall(b"".join(map(pack, messages)))
         with pytest.raises(RuntimeError, match="no memory"):
             await asked
+        theirs.shutdown(socket.SHUT_WR)
+        await connection.closed  # all has come
         client.shutdown()
         theirs.close()
         return client.num_unfinished

@@ -74,3 +74,33 @@ def test_a_request_whose_grammar_is_lost_fails_and_leaves_nothing(
 
     assert engine.use(ask) == str(error)
     assert not port._uncompiled and not port._entries
+
+
+def test_a_request_that_is_cancelled_while_it_is_queued_does_not_run(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("xgrammar")
+    port = engine.process._port
+    queue, put = port._queue, port._queue.put
+    queued, cancelled = list[int](), list[int]()
+
+    def put_late(requests: Any) -> bool:
+        queued.extend(each.request_id for each in requests)
+        thread = threading.Thread(target=port._cancel, args=(queued[0], "cancelled"))
+        thread.start()
+        thread.join(0.2)  # it waits until the request is queued, or has ended in this time
+        return put(requests)
+
+    def cancel(request_id: int, reason: str) -> None:
+        cancelled.append(request_id)
+        type(queue).cancel(queue, request_id, reason)
+
+    async def ask(client: EngineClient) -> str | None:
+        monkeypatch.setattr(queue, "put", put_late)
+        monkeypatch.setattr(queue, "cancel", cancel)
+        params = SamplingParams(max_tokens=500, guided_decoding={"regex": "(a|b){500}"})
+        handle = await asyncio.wait_for(client.generate_async(PROMPT, params), 60)
+        return handle.outputs[0].finish_reason
+
+    assert engine.use(ask) == "cancelled"
+    assert cancelled == queued and not port._uncompiled

@@ -1,6 +1,8 @@
 """Bodies made to break the server: each is answered with a short 400."""
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -9,6 +11,8 @@ import pytest
 from tests.server.fake_llm import FakeLLM
 from tests.server.http_answers import CHAT
 from tllm_spec.config import option_checks
+from tllm_spec.server.protocol import CompletionRequest
+from tllm_spec.server.strict_body import InvalidBody, _checked
 
 Post = Callable[..., httpx.Response]
 
@@ -106,3 +110,24 @@ def test_the_text_of_an_error_is_cut(
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
     message = message_of(post("/v1/chat/completions", messages=CHAT * 10))
     assert len(message) < 10_000 and message.endswith("...")
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_the_error_of_a_long_body_does_not_keep_the_body() -> None:
+    class Value(dict[str, Any]):
+        """A dict that may have weak references."""
+
+    value = Value()
+    alive, bodies = weakref.ref(value), [{"prompt": "a", "unknown": value}]
+    del value
+    with pytest.raises(InvalidBody) as refusal:
+        _checked(bodies.pop, CompletionRequest)
+    assert "unknown = {}" in str(refusal.value.invalid)
+    assert alive() is None

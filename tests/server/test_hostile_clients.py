@@ -1,38 +1,29 @@
 """Clients that send too much, too slowly or not at all, by raw sockets."""
 
 import errno
-import json
-import logging
 import resource
 import socket
-from asyncio import selector_events
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.fake_llm import MODEL, SLOW_PROMPT, FakeLLM
-from tests.server.hosted import Host
+from tests.server.fake_llm import SLOW_PROMPT
+from tests.server.hosted import Host, serving
 from tests.server.http_answers import wait_for
-from tests.server.raw_client import completion, connect, head, read_until, status_of, until_closed
-from tllm_spec.server import connections, guard
-from tllm_spec.server.options import ServerOptions
-from tllm_spec.server.refusals import MAX_HEADER_BYTES
+from tests.server.raw_client import (
+    ask_for_a_long_answer,
+    completion,
+    connect,
+    head,
+    read_until,
+    status_of,
+    until_closed,
+)
+from tllm_spec.server import guard
 
 CHAT = [{"role": "user", "content": "a"}]
 PATH = "/v1/completions"
-
-
-@contextmanager
-def serving(**options: object) -> Iterator[Host]:
-    given = {"shutdown_timeout": 0.1, **options}
-    host = Host(FakeLLM(), ServerOptions(**given))  # type: ignore[arg-type]  # by name
-    try:
-        yield host
-    finally:
-        host.join()
 
 
 def is_serving(host: Host) -> bool:
@@ -120,78 +111,6 @@ def test_half_a_header_after_a_first_answer_is_cut_off_too() -> None:
         assert b"HTTP/1.1 200" not in until_closed(client)
 
 
-@pytest.mark.parametrize(
-    ("size", "end"), [(MAX_HEADER_BYTES, b"\r\n\r\n"), (1 << 23, b""), (1 << 23, b"\r\n\r\n")]
-)
-def test_headers_that_are_too_large_are_refused_with_the_limit(size: int, end: bytes) -> None:
-    with serving(header_timeout=600) as host, connect(host.address) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * size + end)
-        answer = read_until(client, b"}}")
-    assert status_of(answer) == 431 and b"at most 65536 bytes" in answer
-
-
-@pytest.mark.parametrize(("size", "status"), [(50_000, 200), (1 << 23, 431)])
-def test_headers_that_arrive_in_small_parts_have_the_same_limit(
-    size: int, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(selector_events._SelectorSocketTransport, "max_size", 1000)
-    with serving(header_timeout=600) as host, connect(host.address) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * size + b"\r\n\r\n")
-        assert status_of(read_until(client, b"\r\n\r\n")) == status
-
-
-def test_large_headers_that_wait_for_an_answer_are_refused_with_the_limit() -> None:
-    with serving(header_timeout=600) as host, connect(host.address) as client:
-        client.sendall(
-            completion("a") + b"GET /health HTTP/1.1\r\nX: " + b"a" * 2 * MAX_HEADER_BYTES
-        )
-        assert b"at most 65536 bytes" in until_closed(client)
-
-
-def test_a_client_that_sends_on_after_a_refusal_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "LINGER_SECONDS", 0.05)
-    with (
-        serving(header_timeout=600) as host,
-        connect(host.address) as client,
-        pytest.raises(OSError),
-    ):
-        while True:
-            client.sendall(b"a" * (1 << 16))
-
-
-@pytest.mark.parametrize(
-    ("request_line", "status"),
-    [
-        ("GET http://localhost:80/health HTTP/1.1\r\nHost: localhost", 200),
-        ("GET http://localhost HTTP/1.1\r\nHost: localhost", 200),
-        ("GET /health HTTP/1.0", 200),
-        ("GET /health HTTP/9.9\r\nHost: localhost", 505),
-        ("no request", 400),
-    ],
-)
-def test_odd_requests_are_answered_and_logged_with_their_address(
-    request_line: str, status: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    with serving(hosts=frozenset({"localhost"})) as host, connect(host.address) as client:
-        client.sendall(f"{request_line}\r\nConnection: close\r\n\r\n".encode())
-        port = client.getsockname()[1]
-        assert status_of(read_until(client, b"\r\n\r\n")) == status
-    assert status == 200 or f"127.0.0.1:{port}" in caplog.text
-
-
-@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
-def test_an_upgrade_that_is_not_served_is_answered_as_http_without_a_warning(
-    protocol: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    body = json.dumps({"model": MODEL, "prompt": "a"}).encode()
-    upgrade = ("Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}")  # Java's client
-    with serving() as host, connect(host.address) as client:
-        client.sendall(head(PATH, len(body), *upgrade) + body)
-        assert status_of(read_until(client, b"}}")) == 200
-    assert not [each for each in caplog.records if each.name.startswith("uvicorn")]
-
-
 def test_half_a_body_is_answered_with_a_time_out() -> None:
     with serving(body_timeout=0.05) as host, connect(host.address) as client:
         client.sendall(head(PATH, 100) + b'{"prompt": ')
@@ -213,6 +132,17 @@ def test_idle_connections_make_way_for_new_ones_at_the_limit() -> None:
         assert until_closed(idle[0]) == b"", "the oldest goes first"
         for client in idle:
             client.close()
+
+
+def test_a_client_that_reads_late_does_not_make_way_for_a_new_one_at_the_limit() -> None:
+    with (
+        serving(max_connections=2, header_timeout=600) as host,
+        ask_for_a_long_answer(host.listener) as late,
+        connect(host.address) as idle,
+    ):
+        assert is_serving(host) and until_closed(idle) == b""
+        assert is_serving(host)
+        read_until(late, b"]}")
 
 
 def test_a_connection_waits_while_all_others_are_being_answered() -> None:

@@ -9,7 +9,14 @@ from starlette.testclient import TestClient
 
 from tests.server.fake_llm import MODEL, SLOW_PROMPT, FakeLLM
 from tests.server.hosted import Host
-from tests.server.raw_client import completion, connect, head, read_until, until_closed
+from tests.server.raw_client import (
+    ask_for_a_long_answer,
+    completion,
+    connect,
+    head,
+    read_until,
+    until_closed,
+)
 from tllm_spec.server.app import OpenAIServer
 from tllm_spec.server.http_server import HttpServer
 from tllm_spec.server.options import ServerOptions
@@ -35,6 +42,17 @@ def test_a_running_request_is_finished_and_no_new_connection_is_accepted() -> No
     assert host.ended.wait(60)
     host.join()
     copy.close()
+
+
+def test_a_client_that_reads_late_gets_its_whole_answer_from_a_server_that_ends() -> None:
+    host = host_with(600)
+    with ask_for_a_long_answer(host.listener) as client:
+        host.stop()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{host.url}/health", timeout=5)
+        assert not host.ended.wait(0.05)
+        assert until_closed(client).endswith(b"]}")
+    host.join()
 
 
 def test_a_client_that_connects_as_the_server_stops_causes_no_error_in_the_loop() -> None:

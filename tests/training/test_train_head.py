@@ -20,6 +20,7 @@ from tests.zoo.runs import ZOO, read_json
 from tllm_spec.cli.train import main
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.recording.hidden_states import HiddenStates
 from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_folder import TrafficFolder
@@ -69,6 +70,12 @@ def test_held_out_acceptance_rises(trained: Path) -> None:
     history = read_json(trained / "metrics.json")["history"]
     assert [row["step"] for row in history] == [0, 20, 40, 60]
     assert history[-1]["acceptance_length"] > 3 > history[0]["acceptance_length"]
+
+
+def test_a_new_head_sees_as_much_of_a_text_as_it_was_trained_on(model: Path, trained: Path) -> None:
+    config = Eagle3Config.from_pretrained(trained)
+    assert config.sliding_layers == {0, 1}  # of VARIANT
+    assert config.sliding_window == min(256, ModelConfig.from_pretrained(model).max_positions)
 
 
 def test_a_new_run_does_not_write_over_another(model: Path, traffic: Path, trained: Path) -> None:
@@ -226,6 +233,22 @@ def test_a_text_file_is_cut_into_pieces_of_which_some_are_held_out(tmp_path: Pat
     training, held_out = split(texts, file, 3)
     assert len(held_out) == max(1, len(texts) // 20)
     assert len(training) + len(held_out) == len(texts)
+
+
+def test_texts_of_a_batch_have_similar_lengths(tmp_path: Path) -> None:
+    made = [Text(torch.full((8 + each * 37 % 191,), each), 1) for each in range(200)]
+    texts, _ = split(made, tmp_path, 3)
+    drawn, shares = set[int](), []
+    for seed in range(100):
+        torch.manual_seed(seed)
+        batch = draw(texts, 1600, 3, torch.device("cpu"), slice(None))
+        ids = batch.tokens[:, 0].tolist()
+        lengths = [len(made[each].tokens) for each in ids]
+        assert len(ids) * max(lengths) <= 1600
+        drawn |= {*ids}
+        shares.append(sum(lengths) / (len(ids) * max(lengths)))
+    assert sum(shares) > 0.75 * len(shares)
+    assert len(drawn) > 0.9 * len(texts)
 
 
 def test_the_shape_of_a_head_to_begin_with_stays(

@@ -49,7 +49,7 @@ def choose_backend(
 
 
 def backend_name(kind: type[HeadsBackend]) -> str:
-    """As `attn_backend` names it."""
+    """The name of the backend in `attn_backend`."""
     return next(name for name, each in BACKENDS.items() if each is kind)
 
 

@@ -96,8 +96,8 @@ class AttentionBackend(ABC):
         self.pool = pool
 
     def context_plans(self, limits: PrefillLimits) -> ContextPlans | None:
-        """For CUDA graphs of context chunks; None if the plan of chunks depends on lengths on the
-        host."""
+        """Plans for CUDA graphs of context chunks; None if the plan of chunks depends on lengths on
+        the host."""
         return None
 
     @abstractmethod
@@ -106,7 +106,7 @@ class AttentionBackend(ABC):
 
 
 class HeadsBackend(AttentionBackend):
-    """For the pool of a `HeadsLayout`."""
+    """A backend for the pool of a `HeadsLayout`."""
 
     def __init__(self, geometry: AttentionGeometry, pool: KVPool) -> None:
         super().__init__(pool)

@@ -55,7 +55,7 @@ class RecurrentGeometry:
         return self._bytes(self.ring, dtype)
 
     def snapshot_bytes(self, dtype: torch.dtype) -> int:
-        """The same of a snapshot."""
+        """The same for a snapshot."""
         return self._bytes(self.shape.kernel_size - 1, dtype)
 
     def prompt_bytes(self, num_rows: int) -> int:
@@ -86,7 +86,7 @@ class RecurrentMemory:
         self.layers = [DeltaMemory(*own) for own in zip(self.states, self.inputs, strict=True)]
 
     def make_room(self, num_snapshots: int) -> None:
-        """For copies of the states of a slot."""
+        """Allocates room for `num_snapshots` copies of a slot's states."""
         (number, _, *heads), (_, _, _, width) = self.states.shape, self.inputs.shape
         taps = self.geometry.shape.kernel_size - 1
         self._saved = self.states.new_empty((number, num_snapshots, *heads))
@@ -100,7 +100,7 @@ class RecurrentMemory:
             self._saved_inputs[:, number, index].copy_(self.inputs[:, slot, place])
 
     def restore(self, number: int, slot: int, position: int) -> None:
-        """The slot goes on from a snapshot after `position` tokens."""
+        """Lets the slot continue from a snapshot after `position` tokens."""
         self.states[:, slot].copy_(self._saved[:, number])
         for index, place in enumerate(self._tap_places(position)):
             self.inputs[:, slot, place].copy_(self._saved_inputs[:, number, index])

@@ -1,8 +1,6 @@
-"""When drafting pays: the throughput equation of chain drafts that are each accepted with the same
-probability.
-
-Times are given; measuring them is for others. n = (1 - a^(K+1)) / (1 - a) tokens a round, t = K
-t_draft + t_target."""
+"""When drafting is faster: the throughput equation of chain drafts that are each accepted with the
+same probability. Times are arguments; other modules measure them. n = (1 - a^(K+1)) / (1 - a)
+tokens a round, t = K t_draft + t_target."""
 
 from dataclasses import dataclass
 

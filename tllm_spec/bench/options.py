@@ -30,8 +30,8 @@ class EngineOptions:
     llm_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def sharing_memory(self, num_engines: int) -> "EngineOptions":
-        """For several engines on one device: each takes an equal part of the memory that a single
-        one would take for its KV cache."""
+        """The same options for one of several engines on a device: each takes an equal part of the
+        memory that a single one would take for its KV cache."""
         if self.kv_cache_free_gpu_mem_fraction is not None:
             return self
         one = KvCacheConfig().free_gpu_memory_fraction

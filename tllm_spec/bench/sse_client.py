@@ -42,18 +42,16 @@ class Target:
         return urlsplit(self.base_url).path.rstrip("/")
 
 
-async def request(
-    target: Target, method: str, path: str, body: dict[str, Any] | None = None
-) -> bytes:
+async def get(target: Target, path: str) -> bytes:
     """The body of an answer. Raises HttpError, and OSError without a connection."""
-    return b"".join([chunk async for chunk in _chunks(target, method, path, body)])
+    return b"".join([chunk async for chunk in _chunks(target, "GET", path, None)])
 
 
 async def events(
     target: Target, path: str, body: dict[str, Any]
 ) -> AsyncIterator[tuple[float, dict[str, Any]]]:
     """Yields `(time.perf_counter(), data)` of each event but the last, [DONE]. Raises as
-    `request`."""
+    `get`."""
     buffer = b""
     async for chunk in _chunks(target, "POST", path, body):
         arrived = perf_counter()

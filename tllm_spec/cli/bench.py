@@ -247,7 +247,8 @@ def read_options(
     "--concurrency",
     callback=_sweep,
     default="1",
-    help="Maximum number of requests in flight; -1: no limit. Several, as 1,8,64, are run in turn.",
+    help="Maximum number of requests in flight; -1: no limit. Several, such as 1,8,64, are run in "
+    "turn.",
 )
 @bench_options.streaming_option
 @click.option(
@@ -257,7 +258,11 @@ def read_options(
     help="Measured runs of each configuration; the table shows medians.",
 )
 @click.option(
-    "--warmup", "-w", type=NOT_NEGATIVE, default=1, help="Runs of each before the measured ones."
+    "--warmup",
+    "-w",
+    type=NOT_NEGATIVE,
+    default=1,
+    help="Runs of each configuration before the measured ones.",
 )
 @click.option(
     "--show_text", type=NOT_NEGATIVE, default=0, help="Number of generated texts to print."

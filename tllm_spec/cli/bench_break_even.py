@@ -72,7 +72,7 @@ def trees_of(
 @click.option(
     "--dataset",
     type=click.Path(path_type=Path),
-    help="With --trees: requests as JSON lines, since acceptance is that of their texts.",
+    help="With --trees: requests as JSON lines, whose texts decide the acceptance.",
 )
 @click.option("--batch_size", type=POSITIVE, default=1, help="Number of requests in the batch.")
 @click.option("--input_len", type=POSITIVE, default=16, help="Length of a prompt, in tokens.")
@@ -103,7 +103,7 @@ def break_even(
     without drafts.
 
     With --trees acceptance by depth and rank is measured on the data set's first requests (without
-    one: random tokens, of which nothing follows for real texts), and the table shows the tokens a
+    one, on random tokens, which say nothing about real texts), and the table shows the tokens a
     round that each shape has and those that it needs to be as fast as plain decoding."""
     from tllm_spec.bench.break_even_runs import BreakEvenRuns, Workload
     from tllm_spec.bench.options import EngineOptions

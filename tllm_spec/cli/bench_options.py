@@ -191,7 +191,7 @@ report_json_option = click.option(
 plot_option = click.option(
     "--plot",
     type=PLOT_FILE,
-    help="File to draw throughput against latency to, as its suffix says: .png, .svg, .pdf. "
+    help="File to draw throughput against latency to; its suffix is the format: .png, .svg, .pdf. "
     "Needs tllm_spec[plot].",
 )
 record_options = together(

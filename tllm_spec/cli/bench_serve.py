@@ -43,16 +43,21 @@ def _counts(context: click.Context, option: click.Parameter, text: str | None) -
 
 @click.command()
 @click.option(
-    "--base_url", default="http://localhost:8000/v1", help="The API's address, with its /v1."
+    "--base_url", default="http://localhost:8000/v1", help="URL of the API, with its /v1."
 )
 @click.option("--served_model", help="The model's name. [default: the first of /v1/models]")
-@click.option("--api_key", envvar="OPENAI_API_KEY", help="Sent as a bearer token.")
-@click.option("--dataset", type=EXISTING_FILE, required=True, help="Data set of prepare-dataset.")
-@click.option("--num_requests", type=click.IntRange(0), default=0, help="Of the set; 0: all.")
+@click.option("--api_key", envvar="OPENAI_API_KEY", help="Key that is sent as a bearer token.")
+@click.option("--dataset", type=EXISTING_FILE, required=True, help="File of prepare-dataset.")
+@click.option(
+    "--num_requests",
+    type=click.IntRange(0),
+    default=0,
+    help="Number of requests to take from the top of the data set; 0: all.",
+)
 @click.option(
     "--request_rate",
     callback=_numbers,
-    help="Arrivals per second; several, as 1,2,4, are run in turn.",
+    help="Arrivals per second; several, such as 1,2,4, are run in turn.",
 )
 @click.option(
     "--burstiness",
@@ -63,10 +68,10 @@ def _counts(context: click.Context, option: click.Parameter, text: str | None) -
 @click.option(
     "--concurrency",
     callback=_counts,
-    help="Requests in flight at most; several, as 1,8,64, are run in turn. [default: 1, or no "
+    help="Requests in flight at most; several, such as 1,8,64, are run in turn. [default: 1, or no "
     "limit with --request_rate]",
 )
-@click.option("--seed", type=int, default=0, help="Of the arrivals.")
+@click.option("--seed", type=int, default=0, help="Seed of the arrival times.")
 @click.option(
     "--goodput",
     multiple=True,
@@ -76,21 +81,25 @@ def _counts(context: click.Context, option: click.Parameter, text: str | None) -
 @click.option(
     "--sampling",
     default="{}",
-    help='More of each body, as JSON: {"temperature": 0.8, "top_k": 5}. Without a temperature it '
-    "is 0, so that text is greedy as in the other commands.",
+    help='Further keys of each body, as JSON: {"temperature": 0.8, "top_k": 5}. Without a '
+    "temperature it is 0, so that text is greedy as in the other commands.",
 )
 @click.option(
-    "--warmup", type=click.IntRange(0), default=1, help="Requests before the measured ones."
+    "--warmup",
+    type=click.IntRange(0),
+    default=1,
+    help="Number of requests before the measured ones.",
 )
 @plot_option
 @click.option(
     "--plot_reports",
     type=EXISTING_FILE,
     multiple=True,
-    help="Earlier --report_json file that is drawn too, as of another server; may be repeated.",
+    help="Earlier --report_json file, such as that of another server, to draw too; may be "
+    "repeated.",
 )
 @click.option(
-    "--label", help="The curve's name. [default: the name of the --report_json file, or the URL]"
+    "--label", help="Name of the curve. [default: the name of the --report_json file, or the URL]"
 )
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @report_json_option
@@ -171,19 +180,19 @@ async def _measure(
     from tllm_spec.bench.dataset import read_dataset
     from tllm_spec.bench.serve_load import Load, send_all
     from tllm_spec.bench.serve_report import serve_report
-    from tllm_spec.bench.sse_client import HttpError, Target, request
+    from tllm_spec.bench.sse_client import HttpError, Target, get
 
     target, requests = Target(base_url, api_key), read_dataset(dataset, num_requests)
 
     async def metrics() -> str | None:
         try:
-            return (await request(target, "GET", f"{target.root}/metrics")).decode()
+            return (await get(target, f"{target.root}/metrics")).decode()
         except HttpError:
             return None  # the server has none
 
     if served_model is None:
         try:
-            models = json.loads(await request(target, "GET", f"{target.api}/models"))
+            models = json.loads(await get(target, f"{target.api}/models"))
         except HttpError as error:
             raise ValueError(f"base_url = {base_url!r}: {error}") from error
         served_model = models["data"][0]["id"]

@@ -91,7 +91,9 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
     "[default: nothing is recorded]",
 )
 @click.option(
-    "--record_traffic_mib", type=click.IntRange(1), help="Its size in MiB, at most. [default: 1024]"
+    "--record_traffic_mib",
+    type=click.IntRange(1),
+    help="Largest size of that folder, in MiB. [default: 1024]",
 )
 @click.option(
     "--record_hidden_states",

@@ -121,8 +121,9 @@ SERVER_CLICK_OPTIONS = (
         "--api_key",
         envvar=KEY_VARIABLE,
         show_envvar=True,
-        help="Key that clients must send as a bearer token, everywhere but at /health. "
-        "@FILE: several, in lines `name: key`. Then each client has a prefix cache of its own.",
+        help="Key that clients must send as a bearer token, everywhere but at /health and for "
+        "the page /dashboard. @FILE: several, in lines `name: key`. Then each client has a prefix "
+        "cache of its own.",
     ),
     click.option(
         "--allowed_hosts",
@@ -133,7 +134,7 @@ SERVER_CLICK_OPTIONS = (
     click.option(
         "--allowed_origins",
         callback=_names,
-        help="Origins of web pages that may call the server (CORS), separated by commas, as "
+        help="Origins of web pages that may call the server (CORS), separated by commas, such as "
         "https://chat.example; *: any. [default: none]",
     ),
     click.option(
@@ -161,8 +162,8 @@ SERVER_CLICK_OPTIONS = (
     click.option("--vllm_metrics", is_flag=True, help="/metrics has vLLM's names, too: vllm:*."),
     click.option(
         "--otlp_traces_endpoint",
-        help="URL to send OpenTelemetry spans of requests to, as http://localhost:4318/v1/traces. "
-        "Needs tllm_spec[otel].",
+        help="URL to send OpenTelemetry spans of requests to, such as "
+        "http://localhost:4318/v1/traces. Needs tllm_spec[otel].",
     ),
     click.option(
         "--draft_model_root",
@@ -174,14 +175,16 @@ SERVER_CLICK_OPTIONS = (
         "--draft_model_key", help="Name of the key in --api_key @FILE that may swap draft weights."
     ),
     click.option("--ssl_certfile", help="Certificate in PEM format: the server speaks HTTPS."),
-    click.option("--ssl_keyfile", help="Its private key. [default: in --ssl_certfile]"),
+    click.option(
+        "--ssl_keyfile", help="Private key of the certificate. [default: in --ssl_certfile]"
+    ),
     click.option("--ssl_keyfile_password", help="Password of the private key."),
-    click.option("--ssl_ca_certs", help="Certificates of authorities."),
+    click.option("--ssl_ca_certs", help="CA certificates in PEM format."),
     click.option(
         "--log_format",
         type=click.Choice(["text", "json"]),
         default="text",
-        help="json: one object a line.",
+        help="json: one JSON object for each line of the log.",
     ),
     click.option(
         "--print_config",

@@ -39,14 +39,14 @@ def main() -> None:
 @click.option(
     "--format",
     type=click.Choice(["eagle", "speculators"]),
-    help="That of EAGLE's authors, or of speculators. [default: eagle; of peagle: speculators]",
+    help="Format of EAGLE's authors, or of speculators. [default: eagle; for peagle: speculators]",
 )
 @click.option(
     "--draft_vocab_size",
     type=POSITIVE,
-    help="The most frequent tokens, which the head drafts. [default: 32000, or all]",
+    help="How many of the most frequent tokens the head drafts. [default: 32000, or all]",
 )
-@click.option("--layers", type=POSITIVE, help="Of a new head. [default: 1; of peagle: 2]")
+@click.option("--layers", type=POSITIVE, help="Layers of a new head. [default: 1; for peagle: 2]")
 @click.option(
     "--norm",
     "norms",
@@ -54,9 +54,11 @@ def main() -> None:
     multiple=True,
     help="A further norm of a new head; may be given several times.",
 )
-@click.option("--unroll", type=POSITIVE, default=5, show_default=True, help="Drafts in training.")
-@click.option("--steps", type=POSITIVE, help="End after so many steps.")
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), help="End after this time.")
+@click.option(
+    "--unroll", type=POSITIVE, default=5, show_default=True, help="Drafts of a chain in training."
+)
+@click.option("--steps", type=POSITIVE, help="Number of steps.")
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), help="Time limit.")
 @click.option("--batch_tokens", type=POSITIVE, default=16384, show_default=True)
 @click.option("--learning_rate", type=float, default=5e-4, show_default=True)
 @click.option("--checkpoint_steps", type=POSITIVE, default=500, show_default=True)
@@ -64,9 +66,13 @@ def main() -> None:
 @click.option(
     "--dtype",
     type=click.Choice(["bf16", "float32"]),
-    help="Of GEMMs; the optimizer has float32. [default: bf16 on CUDA]",
+    help="Type of GEMMs; the optimizer has float32. [default: bf16 on CUDA]",
 )
-@click.option("--device", type=click.Choice(["cuda", "cpu"]), help="[default: cuda if there]")
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    help="Device to train on. [default: cuda if available]",
+)
 def head(
     steps: int | None,
     minutes: float | None,

@@ -154,8 +154,8 @@ class DraftShapes:
         return cls(sharing_rows(map(chain_of, range(max_draft_len + 1)), mean_rows))
 
     def lower(self, one: DraftShape, other: DraftShape) -> int:
-        """The lower tier of the two; of chains that of the shorter. 0 of a chain and a tree that
-        shares rows: as parts of each other they say nothing."""
+        """The lower tier of the two; for chains, that of the shorter one. 0 for a chain and a tree
+        where rows are shared: neither shows the outcome of the other."""
         if self.budgeted_tiers and one.is_tree != other.is_tree:
             return 0
         tiers = self.tier_of(one), self.tier_of(other)

@@ -84,7 +84,7 @@ def default_trees(largest: DraftShape) -> list[DraftShape]:
 
 
 def chain_or_tree(options: Mapping[str, Any], renamed: dict[str, Any]) -> None:
-    """With SGLang's option for the number of children, more than one means trees, one a chain."""
+    """Reads SGLang's option for the number of children: more than one means trees, one a chain."""
     topk = renamed.get("dynamic_tree_max_topK")
     if SGLANG_TOPK in options and type(topk) is int:
         renamed.setdefault("use_dynamic_tree", topk > 1)

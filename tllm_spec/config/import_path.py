@@ -15,8 +15,8 @@ def import_path_of(kind: type) -> str:
 
 
 def import_also_from(path: str | os.PathLike[str]) -> None:
-    """Modules next to the file `path` can be imported from now on, also in processes that this one
-    starts. They hide no module of Python's or of a package."""
+    """Makes modules next to the file `path` importable, also in processes that this one starts.
+    They hide no module of Python's or of a package."""
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)

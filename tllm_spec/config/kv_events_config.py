@@ -52,7 +52,7 @@ class KVEventsConfig(ConfigModel):
         return OWN_ADDRESS.fullmatch(self.endpoint) is not None
 
     def of_engine(self, number: int) -> KVEventsConfig:
-        """For engine `number` of several."""
+        """The options of engine `number` of several."""
         replay = self.replay_endpoint
         changed = {
             "endpoint": _moved(self.endpoint, number),

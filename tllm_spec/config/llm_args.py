@@ -122,8 +122,8 @@ class LlmArgs(ConfigModel):
     """Devices that share the model, a process for each. `mpirun -n N` starts them, or else the
     model does."""
     moe_expert_parallel_size: PositiveInt | None = None
-    """In layers of experts, how many parts the experts are divided into, of those devices; each
-    part's experts are sliced over its devices. null: 1."""
+    """Expert parallelism: the number of parts that those devices and the experts of each layer are
+    divided into; the devices of a part slice its experts. null: 1."""
     moe_tensor_parallel_size: PositiveInt | None = None
     """Devices that share an expert. null: `tensor_parallel_size` / `moe_expert_parallel_size`."""
     gpus_per_node: PositiveInt | None = None

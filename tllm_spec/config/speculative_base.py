@@ -71,14 +71,14 @@ class DecodingBaseConfig(ConfigModel):
     """No drafts in batches of more requests than this."""
     enable_adaptive_verification: bool = False
     """In batches of more than 16 requests, drafts may share the rows of a round: they go to those
-    that are likeliest to be accepted, whoever's they are. Whether, and how many rows there are,
+    that are likeliest to be accepted, in whichever request. Whether, and how many rows there are,
     follows acceptance and load, as draft lengths do with `adaptive`, whose cost model it needs.
     With `use_dynamic_tree` trees share rows, in batches of up to 32. Refused with other trees,
     `use_rejection_sampling` and `draft_len_schedule`."""
     verify_budget: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Rows that a request has on average in a round, its own token included. The rows of a batch go
-    to the drafts that are likeliest to be accepted, whoever's they are; a request has 1 to
-    `max_total_draft_tokens` + 1 of them. null: all requests have as many. Refused with
+    to the drafts that are likeliest to be accepted, in whichever request; a request has 1 to
+    `max_total_draft_tokens` + 1 of them. null: all requests have equally many. Refused with
     `use_rejection_sampling` and `adaptive`."""
     draft_len_schedule_keys: Literal["lower_bound", "upper_bound"] | None = None
     """What the keys of `draft_len_schedule` are. `upper_bound` is TensorRT-LLM's reading for
@@ -106,12 +106,13 @@ class DecodingBaseConfig(ConfigModel):
     where the target gives it at least this probability. SGLang's name is
     `speculative_accept_threshold_single`."""
     threshold_acc: Probability = 1.0
-    """For rejection sampling on draft trees. Below 1 it is **lossy**: the drafts after a node share
-    their probabilities divided by this. SGLang's name is `speculative_accept_threshold_acc`."""
+    """For rejection sampling on draft trees. Below 1 it is **lossy**: the probabilities of drafts
+    are divided by this before the coin decides. SGLang's name is
+    `speculative_accept_threshold_acc`."""
     synthetic_acceptance_rates: Annotated[Rates, BeforeValidator(_tuple_of)] | None = None
     """For benchmarks with dummy weights: **changes the text**, which then means nothing. Entry i is
     the probability that drafts 0 to i are all accepted, whatever the tokens, e.g.
-    `[0.73, 0.52, 0.35]`. Of trees, entry i has the probabilities that a path of i drafts continues
+    `[0.73, 0.52, 0.35]`. For trees, entry i has the probabilities that a path of i drafts continues
     to its last node's first child, second child and so on, e.g. `[[0.6, 0.2], [0.5, 0.2, 0.1]]`."""
 
     counts_on_device: ClassVar[bool] = False  # only the device knows how many drafts there are

@@ -120,7 +120,7 @@ class EagleHeadDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig)
 
     eagle3_one_model: bool = True
     """True runs the head inside the target's forward: a round is one CUDA graph. False runs it in
-    its own engine after the forward. Rounds overlap either way."""
+    launches of its own after the forward. Rounds overlap either way."""
     eagle3_layers_to_capture: Annotated[tuple[int, ...], Strict(False)] | None = None
     """Target layers, counted from 0, whose outputs an EAGLE-3 head reads. null: what the head's
     `config.json` says, else a low, a middle and a high layer."""
@@ -182,7 +182,7 @@ class MTPDecodingConfig(DraftTreeDecodingConfig):
     folder: they are in the target's checkpoint."""
     mtp_eagle_one_model: bool = True
     """True runs the module inside the target's forward: a round is one CUDA graph. False runs it in
-    its own engine after the forward. Rounds overlap either way."""
+    launches of its own after the forward. Rounds overlap either way."""
 
     use_mtp_vanilla: bool = False
     """Draft k of a round comes from module k of the checkpoint (`num_nextn_predict_layers` there),
@@ -193,9 +193,9 @@ class MTPDecodingConfig(DraftTreeDecodingConfig):
     among the target's `relaxed_topk` best tokens and whose log probability is at most
     `relaxed_delta` below the best one's."""
     relaxed_topk: PositiveInt = 1
-    """For relaxed acceptance. 1 accepts the best token only."""
+    """For relaxed acceptance: how many of the best tokens count. 1: the best one only."""
     relaxed_delta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """For relaxed acceptance, in nats."""
+    """For relaxed acceptance: largest difference of log probabilities, in nats."""
     begin_thinking_phase_token: NonNegativeInt = 128798
     """Token id that begins the thinking phase. The default is DeepSeek R1's `<think>`."""
     end_thinking_phase_token: NonNegativeInt = 128799

@@ -67,7 +67,7 @@ class Communicator:
 
     def before_close(self, release: Callable[[], None]) -> None:
         """`release` is called by `close` first. CUDA graphs that hold collectives must be released
-        there: NCCL waits for them, so the ranks could not part."""
+        there: NCCL waits for them, so the ranks could not shut down."""
 
     def close(self) -> None:
         """Ends the connections between the ranks."""

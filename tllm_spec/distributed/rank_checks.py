@@ -20,7 +20,7 @@ NUM_SAMPLES, SAMPLE_BYTES = 64, 1 << 12  # of the rest of such a file
 
 
 def versions() -> dict[str, str]:
-    """By what they are the version of."""
+    """Versions by the names of what has them."""
     found = {"tllm_spec": __version__, "Python": platform.python_version()}
     return found | {name: _version(name) for name in PACKAGES}
 

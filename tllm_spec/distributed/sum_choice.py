@@ -30,7 +30,8 @@ class Sum(Protocol):
     max_bytes: int
 
     def serves(self, values: torch.Tensor) -> bool:
-        """Known from size, dtype and layout: the same on all ranks."""
+        """Whether it serves these values: it follows from size, dtype and layout, so it is the same
+        on all ranks."""
 
     def __call__(self, values: torch.Tensor, add_to: torch.Tensor | None = None) -> None:
         """The sum of all ranks' values, in place. If `add_to` is given it is added to that, and

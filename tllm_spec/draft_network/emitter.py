@@ -67,7 +67,7 @@ class Emitter(ABC, Generic[Value]):
 
     @abstractmethod
     def mean(self, x: Value) -> Value:
-        """Over the last dimension, which becomes 1."""
+        """The mean over the last dimension, which becomes 1."""
 
     @abstractmethod
     def rsqrt(self, x: Value) -> Value: ...
@@ -77,4 +77,4 @@ class Emitter(ABC, Generic[Value]):
 
     @abstractmethod
     def softmax(self, x: Value) -> Value:
-        """Over the last dimension."""
+        """The softmax over the last dimension."""

@@ -32,7 +32,7 @@ class CausalLM(Module, ABC):
         return self.config.vocab_size if ids is None else len(ids)
 
     def keep_tokens(self, tokens: DraftTokens, placement: Placement) -> None:
-        """From now on the logits are those of `tokens` only."""
+        """Limits the logits to those of `tokens`."""
         self.lm_head = reduced_output(self.lm_head, tokens.rows, placement)
         self.draft_to_target = tokens.ids.to(self.device)
         if tokens.read_as is not None:

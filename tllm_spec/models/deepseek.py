@@ -163,7 +163,7 @@ class LatentAttention(Module):
 
 
 class DeepseekLayer(DecoderLayer):
-    """With latent attention. `layer`: also its index in the KV pool."""
+    """A decoder layer with latent attention. `layer`: also its index in the KV pool."""
 
     def add_attention(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         self.self_attn = LatentAttention(config, layer, placement)

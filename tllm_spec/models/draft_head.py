@@ -39,7 +39,7 @@ class HeadSource:
 
     @property
     def placement(self) -> Placement:
-        """In the target's dtype, on its device."""
+        """Weights in the target's dtype, on its device."""
         target, communicator = self.target, self.communicator
         return Placement(
             target.dtype, target.device, communicator.mapping, communicator=communicator
@@ -125,9 +125,8 @@ class DraftHead(Module, ABC):
         return self.borrowed.lm_head if self.lm_head is None else self.lm_head
 
     def keep_tokens(self, tokens: DraftTokens, placement: Placement) -> None:
-        """From now on only `tokens`, whose rows are the target's ids, are drafted. Raises
-        ValueError if the head's own tokens are not the target's, or do not divide over the
-        ranks."""
+        """Limits drafts to `tokens`, which are ids of the target. Raises ValueError if the head's
+        own tokens are not the target's, or do not divide over the ranks."""
         if self.draft_to_target is not None:
             raise ValueError(
                 "speculative_token_map is refused: d2t of the head already says which tokens it "

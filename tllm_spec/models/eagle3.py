@@ -164,7 +164,7 @@ class Eagle3Head(SteppedHead):
         hidden: torch.Tensor,
         context: ForwardContext,
     ) -> torch.Tensor:
-        """After the final norm with `norm_output`, otherwise before it."""
+        """The states after the final norm with `norm_output`, otherwise those before it."""
         rotary = Rotary(self.cos_sin, positions)
         first, *later = self.layers
         wanted = context.wanted

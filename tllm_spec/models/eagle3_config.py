@@ -85,9 +85,9 @@ class Eagle3Config(ModelConfig):
         return config
 
     def for_target(self: Own, target: ModelConfig, num_captured: int) -> Own:
-        """With the target's vocabulary, which may be padded to another size or have added tokens if
-        the head proposes only some of it. Raises ValueError unless the head was trained for such a
-        target with `num_captured` captured layers."""
+        """The configuration with the target's vocabulary, which may be padded to another size or
+        have added tokens if the head proposes only some of it. Raises ValueError unless the head
+        was trained for such a target with `num_captured` captured layers."""
         may_differ = self.output_size < min(self.vocab_size, target.vocab_size)
         for key, own, wanted in (
             ("hidden_size", self.hidden_size, target.hidden_size),

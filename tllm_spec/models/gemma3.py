@@ -70,7 +70,8 @@ class Gemma3Layer(DecoderLayer):
 
 
 class Gemma3Model(LlamaModel):
-    """With the rotary table of layers with a window. Draft heads read the embedding unscaled."""
+    """The decoder, with a rotary table for layers with a window, too. Draft heads read the
+    embedding unscaled."""
 
     def __init__(
         self,

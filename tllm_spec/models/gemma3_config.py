@@ -45,8 +45,8 @@ class Gemma3Config:
 
 
 def flat_gemma3(raw: dict[str, Any]) -> dict[str, Any]:
-    """With defaults, and the rotary embedding of layers that see all keys. Raises ValueError for
-    what is not served."""
+    """The configuration with defaults, and the rotary embedding of layers that see all keys. Raises
+    ValueError for what is not served."""
     flat = with_defaults(raw, GEMMA3_DEFAULTS)
     for key in _OFF:
         if flat.get(key):

@@ -85,13 +85,13 @@ class OffsetSlot(WeightSlot):
 
 
 def in_float32(placement: Placement) -> Placement:
-    """For weights of norms that are stored as differences from 1: in 16 bits the sum would lose
-    half of their digits."""
+    """The placement of norms' weights that are stored as differences from 1: in 16 bits the sum
+    would lose half of their digits."""
     return replace(placement, dtype=torch.float32)
 
 
 class OffsetRMSNorm(RMSNorm):
-    """With the weight 1 + w in float32 for the checkpoint's w."""
+    """RMSNorm with the weight 1 + w in float32, for the checkpoint's w."""
 
     def __init__(self, size: int, eps: float, placement: Placement) -> None:
         super().__init__(size, eps, in_float32(placement))
@@ -124,7 +124,7 @@ class HeadNorm(Module):
 
 
 class OffsetHeadNorm(HeadNorm):
-    """With weights 1 + w in float32 for the checkpoint's w."""
+    """Head norm with weights 1 + w in float32, for the checkpoint's w."""
 
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, placement: Placement

@@ -189,7 +189,7 @@ class RowLinear(Linear):
         return output
 
     def add_part_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        """As `add_to`, of this rank only: the caller sums over the ranks."""
+        """As `add_to`, for this rank only: the caller sums over the ranks."""
         super().add_to(total, x)
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:

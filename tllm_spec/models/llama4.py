@@ -81,7 +81,8 @@ class Llama4Rotary(Rotary):
 
 
 class Llama4Attention(Attention):
-    """With a rotary embedding, and then the q/k norm, or with neither and scaled queries."""
+    """Attention with a rotary embedding and then the q/k norm, or with neither and scaled
+    queries."""
 
     projection = InterleavedQKV
 
@@ -126,7 +127,7 @@ class Llama4Layer(DecoderLayer):
 
 
 class Llama4Model(LlamaModel):
-    """With the tables that layers without a rotary embedding read."""
+    """The decoder, with the tables that layers without a rotary embedding read."""
 
     def __init__(
         self,

@@ -68,8 +68,8 @@ class Llama4Config:
 
 
 def flat_llama4(raw: dict[str, Any]) -> dict[str, Any]:
-    """With defaults, and sizes under the names that Qwen2-MoE has. Raises ValueError for layer
-    types that do not follow from the rotary layers."""
+    """The configuration with defaults, and sizes under the names that Qwen2-MoE has. Raises
+    ValueError for layer types that do not follow from the rotary layers."""
     flat = with_defaults(raw, LLAMA4_DEFAULTS)
     nope = nope_layers(flat)
     expected = [

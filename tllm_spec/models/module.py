@@ -36,14 +36,14 @@ class Placement:
 
     @property
     def wide(self) -> "Placement":
-        """For weights that checkpoints do not quantise."""
+        """The placement of weights that checkpoints do not quantise."""
         return replace(self, fp8=None, activations=None, int4=None)
 
     def of_inputs(self, size: int, full: int) -> "Placement":
-        """For weights with a rank's `size` of `full` inputs. If they do not end with a block whose
-        weights share a scale, this would belong to two ranks, so the weights are not FP8, or if
-        activations have blocks as well, the layer refuses. The scale of a tensor or row belongs to
-        all ranks."""
+        """The placement of weights with a rank's `size` of `full` inputs. If they do not end with a
+        block whose weights share a scale, this block would belong to two ranks, so the weights are
+        not FP8, or if activations have blocks as well, the layer refuses. The scale of a tensor or
+        row belongs to all ranks."""
         in_blocks = self.activations is not None and self.activations.shared_by == "block"
         is_cut = self.fp8 == "block" and size < full and size % BLOCK > 0 and not in_blocks
         return replace(self.wide if is_cut else self, splits_inputs=size < full)

@@ -92,8 +92,8 @@ class DeltaConfig:
 
 
 def flat_qwen3_next(raw: dict[str, Any]) -> dict[str, Any]:
-    """With defaults, the types of all layers, and the rotated share of a head where the rotary
-    embedding has it. Raises ValueError for what is not served."""
+    """The configuration with defaults, the types of all layers, and the rotated share of a head
+    where the rotary embedding has it. Raises ValueError for what is not served."""
     name = raw["architectures"][0]
     flat = with_defaults(raw, DELTA_DEFAULTS[name])
     number, interval = required(flat, "num_hidden_layers"), flat["full_attention_interval"]

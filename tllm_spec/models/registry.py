@@ -85,7 +85,7 @@ def blank_model(
 def blank_placement(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, mapping: Mapping
 ) -> Placement:
-    """For the weights of a blank model, in the formats that they have on `device`."""
+    """The placement of a blank model's weights, in the formats that they have on `device`."""
     placement = with_quantised(Placement(dtype, device, mapping), config)
     return replace(placement, device=torch.device("meta"))
 

@@ -43,9 +43,9 @@ class DraftTokens:
         limit: torch.Tensor | None = None,
         mask_token: int | None = None,
     ) -> "DraftTokens":
-        """For a draft model with another tokenizer. vocab_size: the target's; limit: a token map;
-        mask_token: of a model that drafts all tokens at once. Raises ValueError if none of the
-        map's tokens is shared."""
+        """The tokens of a draft model with another tokenizer. vocab_size: the target's; limit: a
+        token map; mask_token: of a model that drafts all tokens at once. Raises ValueError if none
+        of the map's tokens is shared."""
         rows, ids = torch.tensor([*shared.target_ids.items()]).T
         read_as = torch.full((vocab_size + 1,), shared.unknown)
         read_as[-1] = shared.unknown if mask_token is None else mask_token

@@ -26,7 +26,7 @@ NO_CLIENT = ""  # instead of a hash
 
 class TrafficFolder:
     """header: the first line of each file. max_bytes: of all files together, and max_states_bytes
-    of those with hidden states; the oldest go first.
+    of those with hidden states; the oldest are dropped first.
 
     Raises ValueError for a path that cannot be such a folder, or that others may read."""
 
@@ -67,11 +67,7 @@ class TrafficFolder:
         """Adds a file of hidden states. Raises OSError where it cannot be written."""
         with self._locked():
             file = self.path / f"hidden-{time_ns() // 1000:017d}-{record.id}.safetensors"
-            try:
-                _write(file, content)
-            except OSError:
-                file.unlink(missing_ok=True)
-                raise
+            _replace(file, content)
             self._drop_oldest()
 
     def erase(self, is_unwanted: Callable[[TrafficRecord], bool]) -> int:
@@ -144,8 +140,9 @@ def metadata_of(file: Path) -> dict[str, str]:
 
 
 def read_traffic(path: Path) -> Iterator[TrafficRecord | dict[str, Any]]:
-    """The records of a folder or file in order, each file's after its header. Raises ValueError
-    that names a line that is not in the format, and for a folder without records."""
+    """The records of a folder or file in order, each file's after its header. The line that is just
+    being written is left out. Raises ValueError that names a line that is not in the format, and
+    for a folder without records."""
     files = files_of(path) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"{path} has no recorded traffic: no {PATTERN}")
@@ -154,7 +151,8 @@ def read_traffic(path: Path) -> Iterator[TrafficRecord | dict[str, Any]]:
             try:
                 yield read_line(line)
             except ValueError as error:
-                raise ValueError(f"{file}, line {number}: {error}") from error
+                if line.endswith("\n"):
+                    raise ValueError(f"{file}, line {number}: {error}") from error
 
 
 def read_records(path: Path, number: int | None = None) -> list[TrafficRecord]:
@@ -227,9 +225,13 @@ def _write(file: Path, data: bytes) -> None:
 
 def _replace(file: Path, data: bytes) -> None:
     made = file.with_suffix(".new")
-    made.unlink(missing_ok=True)
-    _write(made, data)
-    made.replace(file)
+    try:
+        made.unlink(missing_ok=True)
+        _write(made, data)
+        made.replace(file)
+    except OSError:
+        made.unlink(missing_ok=True)
+        raise
 
 
 def _is(is_unwanted: Callable[[TrafficRecord], bool], line: bytes) -> bool:

@@ -26,13 +26,13 @@ class BodyDecoder:
 
     def pieces(self, chunk: bytes) -> Iterator[bytes]:
         """The chunk's text, at most `PIECE` bytes at a time of a compressed one. Raises
-        RequestRefused for what is not gzip, and beyond `MAX_RATIO`."""
+        RequestRefused for what is not gzip."""
         if self._inflater is None:
             yield chunk
             return
         self._num_read += len(chunk)
         piece = b""
-        while chunk or len(piece) == PIECE:  # such a piece may not be all
+        while chunk or (len(piece) == PIECE and not self._inflater.eof):  # it may not be all
             if self._inflater.eof:  # one more file in the same body
                 self._inflater = zlib.decompressobj(GZIP)
             try:
@@ -41,13 +41,14 @@ class BodyDecoder:
                 raise RequestRefused(400, f"the body is not gzip: {error}") from error
             chunk = self._inflater.unconsumed_tail or self._inflater.unused_data
             self._num_written += len(piece)
-            if self._num_written > PIECE + MAX_RATIO * self._num_read:
-                raise RequestRefused(
-                    413, f"the body is more than {MAX_RATIO} times as large as its gzip file"
-                )
             yield piece
 
     def check_end(self) -> None:
-        """Raises RequestRefused if the body's file is not complete."""
+        """Raises RequestRefused if the body's file is not complete, and beyond `MAX_RATIO`: only
+        at the end, because how much has been read before depends on the parts that it came in."""
         if self._inflater is not None and self._num_read and not self._inflater.eof:
             raise RequestRefused(400, "the body is not a complete gzip file")
+        if self._num_written > PIECE + MAX_RATIO * self._num_read:
+            raise RequestRefused(
+                413, f"the body is more than {MAX_RATIO} times as large as its gzip file"
+            )

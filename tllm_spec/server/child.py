@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any
 from tllm_spec.server.logs import LogFormat, configure_logs
 from tllm_spec.server.wire import new_unpacker, pack
 
-ENDS_SOON = b"e"
+ENDS_SOON = pack("ends soon")
 FAILED = 1  # exit status
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that end the server
 
@@ -52,6 +52,7 @@ class Control:
             # Not ignored: the child's own children would inherit that.
             signal.signal(number, lambda *_: None)
         self.socket = socket.socket(fileno=file_descriptor)
+        self._messages = self._received()
         self._lock = threading.Lock()
         self._stop: Callable[[], object] = partial(os._exit, FAILED)
         self._announce: Callable[[], object] = self._stop
@@ -59,39 +60,42 @@ class Control:
     def settings(self) -> ChildSettings:
         """Waits for the settings, then sets up what every child needs. Ends the process when
         the supervisor has gone."""
-        unpacker = new_unpacker()
-        while True:
-            data = self.socket.recv(1 << 16)
-            if not data:
-                sys.exit(FAILED)
-            unpacker.feed(data)
-            for message in unpacker:
-                settings = ChildSettings(**message)
-                configure_logs(settings.log_level, settings.log_format)
-                if settings.log_format == "json" or not sys.stderr.isatty():
-                    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
-                return settings
+        message = next(self._messages, None)
+        if message is None:
+            sys.exit(FAILED)
+        settings = ChildSettings(**message)
+        configure_logs(settings.log_level, settings.log_format)
+        if settings.log_format == "json" or not sys.stderr.isatty():
+            os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
+        return settings
 
     def watch(self) -> None:
-        """From now on the process ends when the supervisor says so, or has gone: at once while it
-        is being loaded, since nothing else could interrupt that."""
+        """Makes the process end when the supervisor says so, or has gone: at once while it is being
+        loaded, since nothing else could interrupt that."""
         threading.Thread(target=self._watch, name="tllm-control", daemon=True).start()
 
     def loaded(
         self, stop: Callable[[], object], announce: Callable[[], object] = lambda: None
     ) -> None:
-        """From now on it is `stop` that ends it. announce: called when the supervisor says that it
-        will end. Both are called in a thread."""
+        """Called when loading has ended: `stop` then ends the process. announce: called when the
+        supervisor says that it will end. Both are called in a thread."""
         with self._lock:
             self._stop, self._announce = stop, announce
 
     def _watch(self) -> None:
         with suppress(OSError):
-            while self.socket.recv(len(ENDS_SOON)):
+            for _ in self._messages:  # ENDS_SOON
                 with self._lock:
                     self._announce()
         with self._lock:
             self._stop()
+
+    def _received(self) -> Iterator[Any]:
+        """What the supervisor says, until it has gone."""
+        unpacker = new_unpacker()
+        while data := self.socket.recv(1 << 16):
+            unpacker.feed(data)
+            yield from unpacker
 
     def send(self, kind: str, text: str = "") -> None:
         try:

@@ -1,5 +1,5 @@
-"""Swaps the draft weights of several engines: of all, or of none. The texts of their requests do
-not depend on it, so requests go on meanwhile."""
+"""Swaps the draft weights of several engines: all of them swap, or none. The texts of their
+requests do not depend on it, so requests go on meanwhile."""
 
 from __future__ import annotations
 

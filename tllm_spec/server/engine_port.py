@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
 
+from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.response import Response
@@ -62,7 +63,10 @@ class EnginePort:
         self._entries: dict[int, Entry] = {}  # by the request's id here
         self._num_tokens, self._counting = 0, threading.Lock()  # of them; both threads count
         self._own_ids: dict[Link, dict[int, int]] = {}  # by front, then by its own id
-        self._uncompiled: set[int] = set()  # ids of requests whose grammar is being compiled
+        # Ids of requests whose grammar is being compiled. They leave when they are queued, and when
+        # they are cancelled before.
+        self._uncompiled: set[int] = set()
+        self._queueing = threading.Lock()
         self._ids = count(1)
         self._down: str | None = None
         # Compiling a grammar may take ten seconds. There are more threads than processes that
@@ -93,7 +97,7 @@ class EnginePort:
             link.send(["responses", len(entries), self._num_tokens, packed_responses])
 
     def fail_all(self, reason: str) -> None:
-        """The executor has ended."""
+        """Called when the executor has ended."""
         self._down = reason
         for link in list(self._links):
             link.send(["down", reason])
@@ -106,7 +110,7 @@ class EnginePort:
     # Everything else runs in the main thread.
 
     def add(self, link: Link) -> None:
-        """A front has connected."""
+        """Adds a front that has connected."""
         self._links.append(link)
         self._own_ids[link] = {}
         link.send(["hello", pack_limits(self._limits)])
@@ -115,11 +119,12 @@ class EnginePort:
             link.send(["down", self._down])
 
     def remove(self, link: Link) -> None:
-        """A front has gone: cancels its requests."""
+        """Removes a front that has gone, and cancels its requests."""
         self._links.remove(link)
         self._unwatch(link)
         link.close()
         own = list(self._own_ids[link].values())
+        self._take_uncompiled(own)
         for request_id in own:
             self._drop(request_id)
             self._queue.cancel(request_id)
@@ -156,10 +161,18 @@ class EnginePort:
             raise ValueError(f"unknown message {kind!r}")
 
     def _cancel(self, request_id: int | None, reason: str) -> None:
-        if request_id in self._uncompiled:
+        if request_id is None:
+            return
+        if self._take_uncompiled([request_id]):
             self.respond([Response(request_id, [], finish_reason=reason)])
-        elif request_id is not None:
+        else:
             self._queue.cancel(request_id, reason)
+
+    def _take_uncompiled(self, ids: Sequence[int]) -> set[int]:
+        with self._queueing:
+            waiting = self._uncompiled.intersection(ids)
+            self._uncompiled -= waiting
+            return waiting
 
     def _submit(self, link: Link, message: Sequence[Any]) -> None:
         ids, num_tokens = [], tokens_wanted(message)
@@ -171,7 +184,7 @@ class EnginePort:
             self._num_tokens += num_tokens * len(ids)
         source = message[6]
         if source is None:
-            self._put(message, ids, [None] * len(ids))
+            self._put(requests_of(message, ids, self._limits, [None] * len(ids)))
             return
         self._uncompiled |= set(ids)
         if self._grammars.keeps(GrammarSource(*source)):
@@ -186,10 +199,12 @@ class EnginePort:
         try:
             states = self._grammars.states_of(GrammarSource(*source), len(ids))
         except (ValueError, RuntimeError) as error:
-            self._fail(ids, str(error))
-        else:
-            self._put(message, ids, states)
-        self._uncompiled -= set(ids)
+            self._fail(self._take_uncompiled(ids), str(error))
+            return
+        requests = requests_of(message, ids, self._limits, states)
+        with self._queueing:
+            self._put([each for each in requests if each.request_id in self._uncompiled])
+            self._uncompiled.difference_update(ids)
 
     def _check_grammar(self, link: Link, question_id: int, source: GrammarSource) -> None:
         try:
@@ -211,12 +226,12 @@ class EnginePort:
             return
         link.send(["answer", question_id, told, None])
 
-    def _put(self, message: Sequence[Any], ids: list[int], grammars: Sequence[Any]) -> None:
-        requests = requests_of(message, ids, self._limits, grammars)
-        if not self._queue.put([each for each in requests if each.request_id in self._entries]):
-            self._fail(ids, self._down or "the executor has ended")
+    def _put(self, requests: list[LlmRequest]) -> None:
+        if not self._queue.put(requests):
+            error = self._down or "the executor has ended"
+            self._fail([each.request_id for each in requests], error)
 
-    def _fail(self, ids: list[int], error: str) -> None:
+    def _fail(self, ids: Iterable[int], error: str) -> None:
         self.respond(
             [Response(request_id, [], finish_reason="error", error=error) for request_id in ids]
         )

@@ -105,7 +105,7 @@ class EngineProcess:
         self._loop.stop()
 
     def _watch(self, link: Link) -> None:
-        """Sends KV events to a front from now on."""
+        """Begins to send KV events to a front."""
         if self._events is not None:
             sink = self._sinks[link] = partial(_send_events, link)
             with suppress(RuntimeError):  # the executor has ended
@@ -173,8 +173,8 @@ def args_of_engine(args: LlmArgs, number: int, num_engines: int) -> LlmArgs:
 
 
 def with_served_draft(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmArgs, int | None]:
-    """With the draft weights that the other engines have, and how often they have been swapped;
-    None of the only engine."""
+    """The arguments with the draft weights that the other engines have, and how often these have
+    been swapped; None for an only engine."""
     if len(engine_paths) == 1:
         return args, None
     with DraftInForce(engine_paths[0]).held() as served:

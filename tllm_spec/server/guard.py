@@ -16,7 +16,7 @@ from tllm_spec.server.body_encoding import BodyDecoder
 from tllm_spec.server.callers import client_of_address
 from tllm_spec.server.client_keys import ClientKeys
 from tllm_spec.server.options import ServerOptions
-from tllm_spec.server.refusals import HEADERS_TOO_LARGE, MAX_HEADER_BYTES, RequestRefused
+from tllm_spec.server.refusals import RequestRefused
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -174,11 +174,7 @@ class Guard:
             raise RequestRefused(408, f"the body has not arrived within {seconds:g} s") from None
 
     async def _read_body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytearray:
-        limit = self._options.max_body_bytes
-        declared = headers.get(b"content-length", b"0")
-        if int(declared) > limit:
-            if b"expect" not in headers:  # such a client waits for the answer before it sends
-                await _discard(receive, 2 * limit)
+        if int(headers.get(b"content-length", b"0")) > self._options.max_body_bytes:
             raise self._too_large()
         decoder = BodyDecoder(headers)
         body = bytearray()
@@ -237,8 +233,6 @@ def _check_form(scope: Any) -> None:
     """Raises RequestRefused for what h11 lets through."""
     if (version := scope["http_version"]) not in HTTP_VERSIONS:
         raise RequestRefused(505, f"HTTP/{version} is not served; HTTP/1.1 is")
-    if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
-        raise RequestRefused(431, HEADERS_TOO_LARGE)
 
 
 def _plain_path(path: str) -> str:
@@ -247,15 +241,6 @@ def _plain_path(path: str) -> str:
     if found := URL.match(path):
         path = path[found.end() :]
     return path.rstrip("/") or "/"
-
-
-async def _discard(receive: Receive, num_bytes: int) -> None:
-    """Reads on, because a client that is still sending does not read the answer."""
-    while num_bytes > 0:
-        message = await receive()
-        num_bytes -= len(message.get("body", b""))
-        if not message.get("more_body", False):
-            return
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -1,8 +1,8 @@
 """Histograms of finished requests, for `/metrics`. Each front process writes a file of its own;
 any of them reads all, so the figures are those of the whole server, also after a front has died.
 
-prometheus_client's multiprocess mode was tried: its files have holes, so on a full disk the first
-figure ended the front with SIGBUS."""
+prometheus_client's multiprocess mode does not serve: its files have holes, so on a full disk the
+first figure would end the front with SIGBUS."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ from tllm_spec.server.child import stop_listening
 from tllm_spec.server.connections import Connection
 from tllm_spec.server.host_limits import OTHER_FILES, raise_file_limit
 from tllm_spec.server.options import ServerOptions
-from tllm_spec.server.refusals import MAX_HEADER_BYTES
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections that the kernel holds until they are accepted
 FILES_EXHAUSTED_PAUSE = 0.1  # seconds until the next try to accept
+DRAIN_PAUSE = 0.02  # seconds between two looks at what is left when the server ends
 LAST_WORDS = 0.5  # seconds for the answers to requests that were ended at the deadline
 
 
@@ -68,7 +68,6 @@ class HttpServer:
             access_log=False,
             timeout_keep_alive=options.keep_alive_timeout,
             server_header=False,
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             proxy_headers=bool(options.trusted_proxies),
             forwarded_allow_ips=list(options.trusted_proxies),
             **files,
@@ -152,9 +151,10 @@ class HttpServer:
 
     async def _make_room(self) -> None:
         """Closes, at the limit, the oldest connection without a request, or waits for an answer to
-        end."""
+        end. One whose answer is sent goes before one that has not read it."""
         while len(self._state.connections) >= self._max_connections:
-            idle = next((each for each in self._state.connections if each.is_idle), None)
+            all_idle = (each for each in self._state.connections if each.is_idle)
+            idle = min(all_idle, key=lambda each: each.has_unsent, default=None)
             if idle is not None:
                 idle.abort()
             await asyncio.sleep(0 if idle is not None else FILES_EXHAUSTED_PAUSE)
@@ -173,11 +173,9 @@ class HttpServer:
         for connection in list(self._state.connections):
             connection.shutdown()
         if not await self._all_ended(self._shutdown_timeout):
-            logger.warning(
-                "%d requests did not end within %g s",
-                len(self._state.tasks),
-                self._shutdown_timeout,
-            )
+            unsent = sum(each.has_unsent for each in self._state.connections)
+            number = max(len(self._state.tasks), unsent)
+            logger.warning("%d requests did not end within %g s", number, self._shutdown_timeout)
             end_requests()
             await self._all_ended(LAST_WORDS)
         for connection in list(self._state.connections):
@@ -187,10 +185,14 @@ class HttpServer:
         await asyncio.gather(*self._state.tasks, return_exceptions=True)
 
     async def _all_ended(self, seconds: float) -> bool:
-        """Whether all requests have been answered within the time."""
-        if tasks := list(self._state.tasks):
-            await asyncio.wait(tasks, timeout=seconds)
-        return not self._state.tasks
+        """Whether all requests have been answered within the time, and all answers sent."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while self._state.tasks or any(each.has_unsent for each in self._state.connections):
+            if loop.time() >= deadline:
+                return False
+            await asyncio.sleep(DRAIN_PAUSE)
+        return True
 
 
 async def _readable(listener: socket.socket) -> None:

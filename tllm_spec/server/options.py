@@ -44,7 +44,7 @@ class ServerOptions:
     draft_model_key: str | None = None  # name of the key that may do so
 
     def to_plain(self) -> dict[str, Any]:
-        """For another process."""
+        """Plain values, for another process."""
         return asdict(self) | {"hosts": None if self.hosts is None else sorted(self.hosts)}
 
     @classmethod

@@ -33,8 +33,8 @@ Answer = TypeVar("Answer")
 
 
 class Replicas:
-    """With `EngineClient`'s interface. paths: the engines' Unix sockets. timeout: as of
-    `EngineClient`. Use `connected`."""
+    """Several engines behind `EngineClient`'s interface. paths: the engines' Unix sockets. timeout:
+    as of `EngineClient`. Use `connected`."""
 
     def __init__(
         self, args: LlmArgs, tokenizer: Tokenizer, paths: Sequence[str], timeout: float | None
@@ -55,7 +55,7 @@ class Replicas:
     async def connected(
         cls, args: LlmArgs, tokenizer: Tokenizer, paths: Sequence[str], timeout: float | None
     ) -> Replicas:
-        """Once one engine serves."""
+        """The replicas, once one engine serves."""
         replicas = cls(args, tokenizer, paths, timeout)
         replicas._tasks = [
             asyncio.create_task(replicas._keep_connected(number)) for number in range(len(paths))
@@ -127,7 +127,7 @@ class Replicas:
         return self._swaps.swap(folder, keep_cache=keep_cache, force=force)
 
     def get_stats(self) -> list[dict[str, Any]]:
-        """As `LLM.get_stats`: of one engine after the other."""
+        """As `LLM.get_stats`, for one engine after the other."""
         return [each for stats in self._ask_all(EngineClient.get_stats).values() for each in stats]
 
     def shutdown(self) -> None:

@@ -32,7 +32,7 @@ class PrefixRouter:
             self._apply(cached, event)
 
     def forget(self, engine: int) -> None:
-        """The engine has ended."""
+        """Forgets the cache of an engine that has ended."""
         self._cached[engine].clear()
 
     def hashes(self, tokens: Sequence[int], salt: str | None) -> list[int]:
@@ -40,9 +40,9 @@ class PrefixRouter:
         return block_hashes(tokens, self._page_size, salt)
 
     def choose(self, hashes: Sequence[int], unfinished: Mapping[int, int]) -> int:
-        """unfinished: tokens of the requests that each engine has, of those that may be chosen. Of
-        equal prefixes the engine with fewest gets the request, and of equally busy engines the one
-        that has the least cached."""
+        """unfinished: tokens of the requests that each engine has, of those that may be chosen.
+        Among equal prefixes the engine with the fewest gets the request, and among equally busy
+        engines the one that has the least cached."""
         mean = sum(unfinished.values()) / len(unfinished)
         limit = max(BUSY_FACTOR * mean, mean + BUSY_TOKENS)
         free = [engine for engine, tokens in unfinished.items() if tokens <= limit]

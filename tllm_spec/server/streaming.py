@@ -57,20 +57,19 @@ def _ignore(output: RequestOutput) -> None:
 
 class Running:
     """The requests of one HTTP request. timeout: seconds that they may take. `on_finish` is called
-    with each finished output, `on_end` at the end with every output, also with one that failed or
-    was cancelled."""
+    with each finished output, and `on_end`, which may be set, at the end with every output, also
+    with one that failed or was cancelled."""
 
     def __init__(
         self,
         handles: Sequence[RequestHandle],
         timeout: float,
         on_finish: Callable[[RequestOutput], None] = _ignore,
-        on_end: Callable[[RequestOutput], None] = _ignore,
     ) -> None:
         self.handles = handles
         self.timeout = timeout
         self.on_finish = on_finish
-        self.on_end = on_end
+        self.on_end: Callable[[RequestOutput], None] = _ignore
 
     def num_tokens(self) -> tuple[int, int]:
         """Counts the tokens of all prompts, and of all outputs so far."""

@@ -80,8 +80,12 @@ def _checked(parse: Callable[[], Any], model: type[BaseModel] | None) -> Any:
         return model.model_validate(parsed)
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)
-        found = [{**detail, "loc": ("body", *detail["loc"])} for detail in details]
-        raise InvalidBody(RequestValidationError(found)) from None
+    found: list[dict[str, Any]] = [{**each, "loc": ("body", *each["loc"])} for each in details]
+    for detail in found:
+        if "error" in (context := detail.get("ctx", {})):
+            context["error"] = str(context["error"])  # frames of its traceback hold the body
+    parsed = None
+    raise InvalidBody(RequestValidationError(found))
 
 
 def _decoded(body: bytearray) -> str:

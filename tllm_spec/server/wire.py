@@ -7,8 +7,8 @@ once a round, `["load", number, tokens]`, `["answer", id, value, error]`, and `[
 an engine of several `["kv_events", batch]` and `["worse", folder]`, its draft weights. No message
 can make the other side run code.
 
-msgspec was tried: its decoder takes exactly one message and raised when a socket's read had more,
-so each connection would need frames of its own."""
+msgspec does not serve: its decoder takes exactly one message and raises when a socket's read has
+more, so each connection would need frames of its own."""
 
 from __future__ import annotations
 

@@ -190,8 +190,8 @@ class IncrementalDetokenizer:
     grouped. They are the tokenizer's text of all tokens, except where a byte-fallback decoder
     changes earlier text because of later invalid bytes.
 
-    `tokenizers.decoders.DecodeStream` was tried: it takes only tokenizers in Rust, keeps invalid
-    bytes back for ever, and raises where a byte-fallback decoder changes earlier text."""
+    `tokenizers.decoders.DecodeStream` does not serve: it takes only tokenizers in Rust, keeps
+    invalid bytes back for ever, and raises where a byte-fallback decoder changes earlier text."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._decode = decoder_of(tokenizer, skip_special_tokens=skip_special_tokens)

@@ -68,8 +68,9 @@ def build_head(
     run: Settings,
     start: FeatureHead | None = None,
 ) -> FeatureHead:
-    """A new fp32 head with the target's output layer and final norm, or with all that it has in
-    common with the trained head `start`."""
+    """A new fp32 head with the target's output layer and final norm, which passes the highest
+    captured state to the target's last layers, or a head with all that it has in common with the
+    trained head `start`."""
     head = new_head(shape, draft_ids)
     for matrix in (parameter for parameter in head.parameters() if parameter.dim() > 1):
         torch.nn.init.normal_(matrix, std=0.02)
@@ -77,6 +78,10 @@ def build_head(
     with torch.no_grad():
         head.lm_head.weight.copy_(target.get_output_embeddings().weight[draft_ids])
         head.norm.weight.copy_(target.get_decoder().norm(ones))  # some norms add 1 to the weight
+        head.fc.weight[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
+        last_layers = target.get_decoder().layers[-len(head.layers) :]
+        for known, layer in zip(last_layers, head.layers, strict=False):  # a target may have fewer
+            _copy_matrices(known, layer)
     if start is not None:
         head.load_state_dict(start.state_dict(), strict=False)
     for layer in head.layers:
@@ -84,6 +89,18 @@ def build_head(
         if run.compile:  # dynamic: otherwise each step and sequence length is compiled separately
             layer.compile(dynamic=True)
     return head.to(target.device)
+
+
+def _copy_matrices(known: Any, layer: Any) -> None:
+    """From a target's layer to a head's, where sizes are equal. Attention in a head's first layer
+    reads embeddings, too, before the hidden states."""
+    found = dict(known.named_parameters())
+    num_embeddings = 0 if layer.hidden_norm is None else len(layer.hidden_norm.weight)
+    for name, matrix in layer.named_parameters():
+        reads_both = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+        own = matrix[:, num_embeddings:] if reads_both else matrix
+        if own.dim() > 1 and name in found and own.shape == found[name].shape:
+            own.copy_(found[name])
 
 
 def draft_vocabulary(texts: list[TokenData], shape: Eagle3Config) -> tuple[Tensor, float]:

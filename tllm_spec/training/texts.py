@@ -49,8 +49,9 @@ def read_texts(
 
 
 def split(texts: list[Text], data: Path, unroll: int) -> tuple[list[Text], list[Text]]:
-    """Training and held-out texts. A text's content decides, so a longer recording holds out the
-    same ones, and equal texts are on the same side. Raises ValueError for fewer than two."""
+    """Training texts by length, and held-out texts. A text's content decides, so a longer recording
+    holds out the same ones, and equal texts are on the same side. Raises ValueError for fewer than
+    two."""
     if len(texts) < 2:
         raise ValueError(
             f"{data} has {len(texts)} texts with more than {unroll + 1} output tokens "
@@ -64,22 +65,24 @@ def split(texts: list[Text], data: Path, unroll: int) -> tuple[list[Text], list[
         if size > MAX_HELD_OUT:
             break
         held_out.append(text)
-    return ordered[number:], held_out
+    return sorted(ordered[number:], key=lambda text: len(text.tokens)), held_out
 
 
 def draw(
     texts: Sequence[Text], num_tokens: int, unroll: int, device: torch.device, share: slice
 ) -> Batch:
     """Texts drawn by chance, one or more for each rank, that have at most `num_tokens` with their
-    padding. All have hidden states or none. Only outputs count."""
+    padding. They are neighbours in `texts`, so that those of similar lengths come together. All
+    have hidden states or none. Only outputs count."""
     at_least = share.step or 1
-    order = torch.randperm(len(texts)).tolist()
-    has_states = texts[order[0]].file is not None
+    has_states = texts[_below(len(texts))].file is not None
+    alike = [text for text in texts if (text.file is not None) == has_states]
+    place = _below(len(alike))
+    number = max(at_least, num_tokens // len(alike[place].tokens))
+    nearby = alike[max(0, place - number) : place + number + 1]
     chosen: list[Text] = []
     longest = 0
-    for text in (texts[index] for index in order):
-        if (text.file is not None) != has_states:
-            continue
+    for text in (nearby[index] for index in torch.randperm(len(nearby)).tolist()):
         longest = max(longest, len(text.tokens))
         if len(chosen) >= at_least and (len(chosen) + 1) * longest > num_tokens:
             break
@@ -104,6 +107,10 @@ def padded(
         captured, hidden = (_rows(parts, width).to(device) for parts in zip(*read, strict=True))
         states = captured, hidden
     return Batch(tokens.to(device), counts.to(device), share, states)
+
+
+def _below(number: int) -> int:
+    return int(torch.randint(number, ()))
 
 
 def _rows(parts: Sequence[Tensor], width: int) -> Tensor:

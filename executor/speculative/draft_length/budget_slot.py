@@ -55,8 +55,9 @@ class BudgetEstimate:
         self._follow(known, found, weight)
 
     def _follow(self, known: list[int], found: list[float], weight: float) -> None:
-        """The tiers whose outcome is known; the others keep their share of the last of these, trees
-        next to chains that of the first: first drafts tell more of a tree than long chains do."""
+        """Updates the `known` tiers with what was `found`. The other tiers keep their ratio to the
+        last of these, and trees next to chains their ratio to the first: short chains tell more of
+        a tree than long ones do."""
         if not known:
             return
         first, last, before = known[0], known[-1], list(self.expected)

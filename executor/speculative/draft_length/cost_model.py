@@ -1,9 +1,9 @@
 """`strategy: cost_model`: the draft length, or tree, with the most expected tokens per second.
 
 Expected tokens come from the acceptance estimate of the slot, seconds from the round times of the
-batch size. Longer draft lengths than the one that is played are learned by probes: a few rounds of
-the next longer length, paid from a small share of the time. A tree is played when it is expected to
-win: what chains have shown says enough of it."""
+batch size. Longer draft lengths than the current one are learned by probes: a few rounds of the
+next longer length, within a small share of the time. A tree is used when it is expected to win:
+chains give the evidence for it."""
 
 from dataclasses import dataclass
 from itertools import pairwise

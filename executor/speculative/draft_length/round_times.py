@@ -76,9 +76,9 @@ def _interpolated(points: Sequence[tuple[int, float]], at: int) -> float:
 
 class CorrectedRoundTimes:
     """Round times, corrected while serving. Contexts that differ from the measured ones add the
-    same time to all tiers of a batch size. It is learned from the rounds that are played.
-    Without contexts in the measured times there is no correction: a slower clock stretches all
-    tiers alike, and comparisons are between ratios."""
+    same time to all tiers of a batch size. It is learned from the rounds that are run. Without
+    contexts in the measured times there is no correction: a slower clock stretches all tiers alike,
+    and comparisons are between ratios."""
 
     def __init__(self, source: RoundTimes, tiers: Sequence[int]) -> None:
         self._source, self._tiers = source, tiers

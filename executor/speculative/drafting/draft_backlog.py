@@ -102,7 +102,7 @@ class DraftBacklog:
                 request.draft_backlog = 0
 
     def capture_graphs(self, target: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
-        """From now on reading is one graph launch, where one of the keys' batch sizes fits."""
+        """Captures the graphs that reading is run as where one of the keys' batch sizes fits."""
         sizes = {key.batch_size for key in keys if key.batch_size <= self.max_requests}
         self._graphs = target.for_same_slots(self._catch_up_for)
         self._graphs.capture(GraphKey(size, NO_DRAFTS, False) for size in sizes)

@@ -53,7 +53,7 @@ class ModelLayers(DraftLayers, Protocol):
 
 @dataclass(frozen=True)
 class TorchLayers:
-    """In torch. All groups of `attention` have the same rows."""
+    """Layers that run in torch. All groups of `attention` have the same rows."""
 
     net: DraftNet
     attention: AttentionGroups

@@ -24,7 +24,7 @@ class LatestRuns:
         self._lens = torch.ones(size[0], dtype=torch.int64, device=slots.device)
 
     def start(self, slot_ids: torch.Tensor) -> None:
-        """The contexts of these slots have ended."""
+        """Called when the contexts of these slots have ended."""
         self._tokens[slot_ids, 0] = self._slots.previous_token[slot_ids]
         self._tokens[slot_ids, 1] = self._slots.window[slot_ids, 0]
         self._lens.index_fill_(0, slot_ids, 1)

@@ -49,9 +49,9 @@ class LoadedDraft:
     spec: SpecMetadata | None
 
     def windowed(self, max_seq_len: int) -> "LoadedDraft":
-        """With the plan's window, or else that of its config.json, where texts may be longer. With
-        a sink, attention gets the keys that it sees, and its layers see all of them. Raises
-        ValueError where the network takes no other window."""
+        """The draft network with the plan's window, or else that of its config.json, where texts
+        may be longer. With a sink, attention is given only the visible keys, and the layers see all
+        of them. Raises ValueError where the network takes no other window."""
         assert not isinstance(self.model, ExternalDraft)
         size, config = self.plan.window_size, self.model.config.within(max_seq_len)
         is_whole = size is None or size >= max_seq_len

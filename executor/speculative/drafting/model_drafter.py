@@ -95,7 +95,8 @@ class ModelDrafter(Drafter, RoundEnd):
             self._draft(self._groups.get(drafting, 1), batch.shape, longest)
 
     def launched(self, batch: ScheduledBatch) -> None:
-        """The target has moved on by a chunk, or by one token where there were no drafts."""
+        """Counts what the target has read and the draft model has not: a chunk, or one token where
+        there were no drafts."""
         for request in batch.context_requests:
             request.draft_backlog += request.context_chunk
         for request in batch.generation_requests:
@@ -239,5 +240,6 @@ class ModelDrafter(Drafter, RoundEnd):
 
 
 def _wants_drafts(request: LlmRequest) -> bool:
-    """Whatever the host has read of it: its last round may have more drafts than can be emitted."""
+    """Whether the request takes drafts, however much of it the host has read: its last round may
+    have more drafts than can be emitted."""
     return request.draft_limit > 0 and not request.draft_pause.is_on

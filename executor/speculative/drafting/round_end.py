@@ -89,22 +89,23 @@ class RoundEnd:
     reads_whole_windows = False
 
     def prepare(self, batch: ScheduledBatch) -> None:
-        """Before the target's forward is launched."""
+        """Called before the target's forward is launched."""
 
     def after_contexts(
         self, batch: ScheduledBatch, contexts: ContextResult, windows: WindowResult | None
     ) -> None:
-        """After the sampling of a forward with context chunks. windows: of the same forward."""
+        """Called after the sampling of a forward with context chunks. windows: those of the same
+        forward."""
 
     def tail(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
         """After the sampling of a round of windows: makes drafts of this shape for the group. A
         function of device tensors, so that a CUDA graph can hold it."""
 
     def launched(self, batch: ScheduledBatch) -> None:
-        """After everything of the round was launched."""
+        """Called after everything of the round was launched."""
 
     def capture_graphs(self, rounds: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
-        """Graphs were captured for rounds of these keys; `rounds` are some of them."""
+        """Called when graphs were captured for rounds of these keys; `rounds` are some of them."""
 
     def seconds_before(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
         """How long the device takes before the target's forward, for dummy requests."""

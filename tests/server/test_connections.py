@@ -1,0 +1,146 @@
+"""The bytes of requests: sizes of headers, parts in which they arrive, what is not HTTP, and
+answers that come before the end of a request."""
+
+import json
+import logging
+import socket
+from asyncio import selector_events
+
+import pytest
+
+from tests.server.fake_llm import MODEL
+from tests.server.hosted import serving
+from tests.server.http_answers import wait_for
+from tests.server.raw_client import completion, connect, head, read_until, status_of, until_closed
+from tllm_spec.server import connections
+from tllm_spec.server.refusals import MAX_HEADER_BYTES
+
+PATH = "/v1/completions"
+
+
+def arriving_in_parts(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server reads at most so many bytes at a time."""
+    monkeypatch.setattr(selector_events._SelectorSocketTransport, "max_size", size)
+
+
+@pytest.mark.parametrize(
+    ("size", "end"), [(MAX_HEADER_BYTES, b"\r\n\r\n"), (1 << 23, b""), (1 << 23, b"\r\n\r\n")]
+)
+def test_headers_that_are_too_large_are_refused_with_the_limit(size: int, end: bytes) -> None:
+    with serving(header_timeout=600) as host, connect(host.address) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * size + end)
+        answer = read_until(client, b"}}")
+    assert status_of(answer) == 431 and b"at most 65536 bytes" in answer
+
+
+@pytest.mark.parametrize("part", [1000, 1 << 18])
+@pytest.mark.parametrize("header", [b"", b"a:b\r\n" * 12_000])
+def test_headers_have_the_same_limit_in_whatever_parts_they_arrive(
+    part: int, header: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arriving_in_parts(part, monkeypatch)
+    start, end = b"GET /health?", b" HTTP/1.1\r\nHost: localhost\r\n" + header + b"\r\n"
+    with serving(header_timeout=600) as host:
+        for size, status in (
+            (MAX_HEADER_BYTES, 200),
+            (MAX_HEADER_BYTES + 1, 431),
+            (1 << 23, 431),
+        ):
+            with connect(host.address) as client:
+                client.sendall(start + b"a" * (size - len(start) - len(end)) + end)
+                assert status_of(read_until(client, b"\r\n\r\n")) == status
+
+
+@pytest.mark.parametrize("part", [1000, 1 << 18])
+def test_what_follows_a_malformed_request_does_not_change_its_answer(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arriving_in_parts(part, monkeypatch)
+    with serving() as host, connect(host.address) as client:
+        client.sendall(b"no request\r\n\r\n" + b"a" * 2 * MAX_HEADER_BYTES)
+        assert status_of(read_until(client, b"}}")) == 400
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_body_that_is_not_http_ends_the_connection_without_a_traceback(
+    is_answered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunked = head("/health", 0, method="GET").replace(
+        b"Content-Length: 0", b"Transfer-Encoding: chunked"
+    )
+    with serving() as host, connect(host.address) as client:
+        client.sendall(chunked + (b"" if is_answered else b"zz\r\n"))
+        found = read_until(client, b"\r\n\r\n")
+        assert status_of(found) == (200 if is_answered else 400)
+        client.sendall(b"zz\r\n")
+        assert b"HTTP/1.1" not in until_closed(client)
+    assert not [each for each in caplog.records if each.levelno > logging.INFO]
+
+
+@pytest.mark.parametrize("encoding", ["Content-Length: 9000000", "Transfer-Encoding: chunked"])
+@pytest.mark.parametrize("key", ["right", "wrong"])
+def test_a_client_may_send_the_rest_of_its_body_before_it_reads_the_refusal(
+    encoding: str, key: str
+) -> None:
+    start = head(PATH, 0, f"Authorization: Bearer {key}").replace(
+        b"Content-Length: 0", encoding.encode()
+    )
+    chunk = b"f4240\r\n" + b"a" * 1_000_000 + b"\r\n"
+    with serving(api_key="right", max_body_bytes=1000) as host, connect(host.address) as client:
+        client.sendall(start + chunk)
+        wait_for(lambda: bool(client.recv(1, socket.MSG_PEEK)))
+        for _ in range(7):
+            client.sendall(chunk)
+        assert status_of(until_closed(client)) == (413 if key == "right" else 401)
+
+
+def test_large_headers_that_wait_for_an_answer_are_refused_with_the_limit() -> None:
+    with serving(header_timeout=600) as host, connect(host.address) as client:
+        client.sendall(
+            completion("a") + b"GET /health HTTP/1.1\r\nX: " + b"a" * 2 * MAX_HEADER_BYTES
+        )
+        assert b"at most 65536 bytes" in until_closed(client)
+
+
+def test_a_client_that_sends_on_after_a_refusal_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "LINGER_SECONDS", 0.05)
+    with (
+        serving(header_timeout=600) as host,
+        connect(host.address) as client,
+        pytest.raises(OSError),
+    ):
+        while True:
+            client.sendall(b"a" * (1 << 16))
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        ("GET http://localhost:80/health HTTP/1.1\r\nHost: localhost", 200),
+        ("GET http://localhost HTTP/1.1\r\nHost: localhost", 200),
+        ("GET /health HTTP/1.0", 200),
+        ("GET /health HTTP/9.9\r\nHost: localhost", 505),
+        ("no request", 400),
+    ],
+)
+def test_odd_requests_are_answered_and_logged_with_their_address(
+    request_line: str, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with serving(hosts=frozenset({"localhost"})) as host, connect(host.address) as client:
+        client.sendall(f"{request_line}\r\nConnection: close\r\n\r\n".encode())
+        port = client.getsockname()[1]
+        assert status_of(read_until(client, b"\r\n\r\n")) == status
+    assert status == 200 or f"127.0.0.1:{port}" in caplog.text
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_an_upgrade_that_is_not_served_is_answered_as_http_without_a_warning(
+    protocol: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "a"}).encode()
+    upgrade = ("Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}")  # Java's client
+    with serving() as host, connect(host.address) as client:
+        client.sendall(head(PATH, len(body), *upgrade) + body)
+        assert status_of(read_until(client, b"}}")) == 200
+    assert not [each for each in caplog.records if each.name.startswith("uvicorn")]
