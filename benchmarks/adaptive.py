@@ -4,8 +4,8 @@
     python -m benchmarks.adaptive --device cpu --quick        # the zoo: shows that it runs
 
 lengths  draft length 0 over plain decoding, and steady cells of batch size x acceptance
-traffic  phases and bursts of requests, also under SGLang's presets: every player plays each phase
-         for the same time with new requests, in rotating order, and keeps its controller
+traffic  phases and bursts of requests, also under SGLang's presets: every controller runs each
+         phase for the same time with new requests, in rotating order, and keeps what it learned
 trees    steady cells of batch size x acceptance by depth and rank, chains and trees to choose from
 
 8B shape, bf16, random weights, a one-model EAGLE-3 head, greedy, prompts of 512 random tokens.
@@ -13,9 +13,9 @@ Acceptance is scripted (harness/forced_rounds.py). A static length is the same e
 graphs, held to that length. Times are measured; tokens are those expected from the drafts that each
 round verified (`counted_over_expected`: those that came out over these).
 
-Each cell begins with a controller that knows only the round times of start-up. Static lengths play
+Each cell begins with a controller that knows only the round times of start-up. Static lengths run
 before and after it in mirrored order, so that growing contexts affect all alike. Untimed rounds
-come first, because a busy GPU lowers its clock. Bars: 0.98 of the best static length or tree, more
+come first, because a busy GPU lowers its clock. Goals: 0.98 of the best static length or tree, more
 than the best chain where a tree is better than it by more than 2%, 1.05 of the best single length
 for moving traffic, and 1.02 of plain decoding's time for draft length 0."""
 

@@ -9,17 +9,17 @@ transformers  held-out prompts of 256 tokens, 128 new tokens, float32, greedy. T
               151 M parameters on all. The two sides of a row take turns; its ratio is the median
               over the turns
 sampling      acceptance of Draft/Target at temperature 0.8 by how drafts are drawn: 80 prompts.
-              Bars: coupled drafts at least 0.9 of rejection sampling's acceptance rate, and above
+              Goals: coupled drafts at least 0.9 of rejection sampling's acceptance rate, and above
               that of argmax drafts
 trees         acceptance length of draft trees, with 4 children a node, against chains of the same
               depth, greedy and at temperature 0.8: 40 prompts. NGram's chain is the newest
-              continuation. Bar: an EAGLE-3 tree of 16 drafts at least 1.10 of the chain
+              continuation. Goal: an EAGLE-3 tree of 16 drafts at least 1.10 of the chain
 matches       tokens a round of EAGLE-3, SA and both together (`sa_config`) with 5 drafts, of
               EAGLE-3 and both in trees of depth 5 with 16 drafts, and of a draft model in its own
               engine, alone and with SA: 16 edits of held-out code, and 16 pieces of such code as it
-              is (benchmarks/harness/edited_code.py). Bars: 1.25 of the network alone and 1.02 of SA
-              on edits, 0.99 of the network on the code as it is; a tree of both 1.02 of a chain of
-              both on edits, 0.99 of EAGLE-3's tree on the code as it is"""
+              is (benchmarks/harness/edited_code.py). Goals: 1.25 of the network alone and 1.02 of
+              SA on edits, 0.99 of the network on the code as it is; a tree of both 1.02 of a chain
+              of both on edits, 0.99 of EAGLE-3's tree on the code as it is"""
 
 import statistics
 import sys

@@ -11,7 +11,7 @@ int4         the same with weights of 4 bits in groups of 128, as AWQ has them
 cache        the same with requests of 4,200 tokens; both sides have FP8 weights and activations
 qwen3-30b    plain rounds of a model with 128 experts, in FP8 with blocks, or with `-int4` in 4 bits
 v3           plain rounds of the DeepSeek-V3-style model, whose routers spread the tokens
-flips        after how many tokens a text of the zoo's model parts from itself, if its rounds have
+flips        after how many tokens a text of the zoo's model differs, if its rounds have
              other requests, or drafts
 linear       GEMMs of an 8B Llama's layers with FP8 weights: activations in bf16; for many rows also
              slices of weights that are dequantised before torch multiplies them; activations in

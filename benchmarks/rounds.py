@@ -9,7 +9,7 @@ deterministic    `deterministic: true` over the default
 trees            draft trees over chains of the same depth, one-model EAGLE-3 with 5 steps of 8
                  beams: milliseconds, tokens per second, and the acceptances of the best child with
                  which the tree has more of them. Tokens are those expected at a scripted acceptance
-                 by rank: the trees of random weights mean nothing. Bars: 1.25 of the chain's round
+                 by rank: the trees of random weights mean nothing. Goals: 1.25 of the chain's round
                  at batch 1 with 32 rows, 1.7 at batch 8
 
 Random prompts; with `--shape llama-8b` random weights and synthetic acceptance."""

@@ -11,10 +11,10 @@ rounds  tokens per second by batch size and traffic: every uniform draft length,
 8B shape, bf16, random weights, a one-model EAGLE-3 head, greedy. Acceptance is scripted by token
 (harness/scripted_tokens.py): the probability of a draft is drawn from a Beta distribution, for
 mixed traffic with mean 0.9 in one half of the requests and 0.2 in the other, and the drafter knows
-it with noise. Tokens are those expected from the drafts that each round verified. All players share
-an engine and its graphs. Each plays two blocks, in mirrored order with equal contexts; the choice
-settles before. Targets over the best uniform length: 0.99, and for mixed traffic 1.12 at batch 64
-and 1.15 at 128. The oracle knows the drafts' true probabilities; its rounds take what these
+it with noise. Tokens are those expected from the drafts that each round verified. All choices share
+an engine and its graphs. Each runs two blocks, in mirrored order with equal contexts; the learned
+choice settles before. Goals over the best uniform length: 0.99, and for mixed traffic 1.12 at batch
+64 and 1.15 at 128. The oracle knows the drafts' true probabilities; its rounds take what these
 took."""
 
 import copy

@@ -1,4 +1,4 @@
-"""Bars and the peers' figures of the 8B shape on one H200, and the tables. Measures nothing.
+"""Goals and the peers' figures of the 8B shape on one H200, and the tables. Measures nothing.
 
 Peers: vLLM 0.26.0 (FlashAttention-3, torch.compile, full CUDA graphs) and SGLang 0.5.16 (fa3, CUDA
 graphs) on the same kind of machine: Llama-3.1-8B's shape with random bf16 weights, 1024 tokens in
@@ -105,7 +105,7 @@ GOALS: Sequence[tuple[int, str, str, Sequence[int], Sequence[float | None]]] = (
 
 
 def _references() -> Mapping[Key, Reference]:
-    """Bars, and the better peer's figures."""
+    """Goals, and the better peer's figures."""
     peers: dict[Key, float] = {}
     for row in PEERS:
         better = max if row.title.endswith("tok/s") else min

@@ -1,4 +1,4 @@
-"""Where texts of a quantised model part that differ in the rows of their rounds only: the rate of
+"""Where texts of a quantised model diverge though only the rows of their rounds differ: the rate of
 flips. By default the order of sums depends on them, so texts diverge at near ties."""
 
 import shutil

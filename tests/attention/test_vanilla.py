@@ -50,8 +50,8 @@ def unrotated(num_rows: int) -> Rotary:
 class Requests:
     """Random q, k and v of whole requests; their last tokens can be run as one batch."""
 
-    def __init__(self, lengths: list[int], seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(self, lengths: list[int]) -> None:
+        generator = torch.Generator().manual_seed(0)
         self.q = [torch.randn(n, HEADS, HEAD_DIM, generator=generator) for n in lengths]
         self.kv = [torch.randn(n, 2, KV_HEADS, HEAD_DIM, generator=generator) for n in lengths]
         order = torch.randperm(PAGES - 1, generator=generator).add_(1).tolist()

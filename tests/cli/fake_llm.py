@@ -21,12 +21,11 @@ def make_output(
     input_len: int,
     output_len: int,
     *,
-    first_token_s: float = 0.5,
     latency_s: float = 2.0,
     stats: SpeculativeStats | None = None,
 ) -> RequestOutput:
     """A finished request that arrived at 100 s."""
-    metrics = RequestMetrics(100.0, 100.0, 100.0 + first_token_s, 100.0 + latency_s)
+    metrics = RequestMetrics(100.0, 100.0, 100.5, 100.0 + latency_s)
     sample = CompletionOutput(0, "text", list(range(output_len)), speculative_decoding=stats)
     return RequestOutput(0, None, [1] * input_len, [sample], metrics, finished=True)
 

@@ -98,7 +98,7 @@ def test_a_port_in_use_is_reported_before_the_model_is_loaded() -> None:
 def test_a_flag_that_is_out_of_range_is_refused_by_its_name() -> None:
     result = serve("no/such/folder", "--port", "0", "--max_batch_size", "0")
     assert result.exit_code == 1
-    assert "max_batch_size = 0: input should be greater than 0" in result.output
+    assert "max_batch_size = 0: must be greater than 0" in result.output
 
 
 def test_a_model_without_a_tokenizer_cannot_be_served(tmp_path: Path) -> None:

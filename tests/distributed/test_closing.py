@@ -1,4 +1,4 @@
-"""How ranks part: CUDA graphs are released first, since NCCL waits for those that hold its
+"""How ranks shut down: CUDA graphs are released first, since NCCL waits for those that hold its
 collectives, and until the end a rank that is lost is noticed."""
 
 from __future__ import annotations

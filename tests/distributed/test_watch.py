@@ -1,4 +1,4 @@
-"""A rank that parts waits for the others to say that they do, and notices one that is lost."""
+"""A rank that shuts down waits for the others to say that they do, and notices one that is lost."""
 
 from __future__ import annotations
 

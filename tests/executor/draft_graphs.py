@@ -25,13 +25,11 @@ DUMMY = 8  # the slot after those of max_batch_size
 MODES = ["draft_target", "eagle3"]
 
 
-def two_model(
-    drafts: tuple[Path, Path], mode: str, draft_len: int = 3, **options: Any
-) -> dict[str, Any]:
+def two_model(drafts: tuple[Path, Path], mode: str, **options: Any) -> dict[str, Any]:
     draft, head = drafts
     if mode == "draft_target":
-        return draft_target(draft, draft_len, **options)
-    return eagle3(head, draft_len, eagle3_one_model=False, **options)
+        return draft_target(draft, 3, **options)
+    return eagle3(head, 3, eagle3_one_model=False, **options)
 
 
 @dataclass

@@ -78,9 +78,9 @@ def text_alone(make: Make, prompt: list[int], max_tokens: int, **params: Any) ->
 
 
 @cache
-def good_texts(make: Make, num_requests: int = 3) -> list[list[int]]:
-    return [text_alone(make, [i, *PROMPT], 24, seed=i, **GOOD) for i in range(num_requests)]
+def good_texts(make: Make) -> list[list[int]]:
+    return [text_alone(make, [i, *PROMPT], 24, seed=i, **GOOD) for i in range(3)]
 
 
-def submit_good(harness: Harness, num_requests: int = 3) -> list[LlmRequest]:
-    return [harness.submit([i, *PROMPT], 24, seed=i, **GOOD) for i in range(num_requests)]
+def submit_good(harness: Harness) -> list[LlmRequest]:
+    return [harness.submit([i, *PROMPT], 24, seed=i, **GOOD) for i in range(3)]

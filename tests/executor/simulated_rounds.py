@@ -34,8 +34,8 @@ Traffic = Callable[
 ]  # seconds since the start -> acceptance of every request under way
 
 
-def example_round_times(path: Path = EXAMPLE_TABLE) -> MeasuredRoundTimes:
-    tree = json.loads(path.read_text(encoding="utf-8"))
+def example_round_times() -> MeasuredRoundTimes:
+    tree = json.loads(EXAMPLE_TABLE.read_text(encoding="utf-8"))
     linears = {int(rows): ms for rows, ms in tree["linears_ms"].items()}
     plain = MeasuredRoundTimes({int(size): {0: ms} for size, ms in tree["plain_ms"].items()})
 
@@ -73,11 +73,10 @@ class Simulator:
         controller: AdaptiveController,
         times: Callable[[int, int], float],
         seed: int,
-        lag: int = 1,
         context_at: Callable[[float], int] = lambda now: 0,
     ) -> None:
         """context_at: the average context, by seconds since the start."""
-        self._controller, self._times, self._lag = controller, times, lag
+        self._controller, self._times = controller, times
         self._context_at = context_at
         self._rng = np.random.default_rng(seed)
         self._seen_late: deque[tuple[Any, ...]] = deque()
@@ -113,7 +112,7 @@ class Simulator:
         outcome.steps[steps] = outcome.steps.get(steps, 0) + 1
         noisy = seconds * float(self._rng.normal(1, TIME_NOISE))
         self._seen_late.append((batch_size, num_accepted.tolist(), verified, noisy, context_len))
-        if len(self._seen_late) > self._lag:
+        if len(self._seen_late) > 1:  # results are read a round late
             *seen, context_len = self._seen_late.popleft()
             self._controller.observe(*seen, context_len=context_len)
 

@@ -1,4 +1,4 @@
-"""A round that breaks off: which requests it fails, and that nothing else of it remains."""
+"""A round that raises: which requests it fails, and that nothing else of it remains."""
 
 from pathlib import Path
 from typing import Any

@@ -16,8 +16,8 @@ def controller(ladder: list[int], initial_steps: int, **keys: Any) -> AdaptiveCo
     return AdaptiveController.from_config(slots, initial_steps=initial_steps)
 
 
-def ema(controls: AdaptiveController, slot: str = "1") -> float:
-    return float(controls.state()["slots"][slot]["ema_accept_len"])
+def ema(controls: AdaptiveController) -> float:
+    return float(controls.state()["slots"]["1"]["ema_accept_len"])
 
 
 def decisions(

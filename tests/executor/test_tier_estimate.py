@@ -17,10 +17,11 @@ LADDER = (0, 1, 3, 4, 5)
 FIRST = 0.55
 
 
-def learned(tier: int, rounds: int = 150, batch: int = 32) -> TierEstimate:
-    """After rounds of one tier."""
+def learned(tier: int) -> TierEstimate:
+    """The estimate after rounds of one tier."""
+    batch = 32
     estimate, chance = TierEstimate(SHAPES, LADDER, 0.8, 4000.0), Random(tier)
-    for _ in range(rounds):
+    for _ in range(150):
         ranks = [draw(chance, SHAPES.of(tier), FIRST) for _ in range(batch)]
         accepted = list(map(num_accepted, ranks))
         estimate.observe(ObservedRound(batch, batch, accepted, tier, None, 9, ranks=ranks), tier)

@@ -33,8 +33,8 @@ def order(bench: Bench, requests: list[LlmRequest]) -> list[int]:
     return joined
 
 
-def flooded(bench: Bench, number: int = 60, max_tokens: int = 2000) -> list[LlmRequest]:
-    requests = [bench.add(4, max_tokens, client=("A",)) for _ in range(number)]
+def flooded(bench: Bench) -> list[LlmRequest]:
+    requests = [bench.add(4, 2000, client=("A",)) for _ in range(60)]
     bench.round()
     assert len(bench.scheduler.running) == 4
     return requests

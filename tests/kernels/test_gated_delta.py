@@ -54,8 +54,8 @@ def memory_of(
     return DeltaMemory(states.to(device), inputs.to(device, dtype))
 
 
-def projections(shape: DeltaShape, number: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
+def projections(shape: DeltaShape, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
     return torch.randn(number, shape.num_projected, generator=generator)
 
 

@@ -121,8 +121,9 @@ SERVER_CLICK_OPTIONS = (
         "--api_key",
         envvar=KEY_VARIABLE,
         show_envvar=True,
-        help="Key that clients must send as a bearer token, everywhere but at /health. "
-        "@FILE: several, in lines `name: key`. Then each client has a prefix cache of its own.",
+        help="Key that clients must send as a bearer token, everywhere but at /health and for "
+        "the page /dashboard. @FILE: several, in lines `name: key`. Then each client has a prefix "
+        "cache of its own.",
     ),
     click.option(
         "--allowed_hosts",

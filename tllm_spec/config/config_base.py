@@ -148,7 +148,8 @@ def _sentences(error: ValidationError, model: type[ConfigModel]) -> list[str]:
             kind = "a mapping" if model.is_public else "an object"  # as YAML and JSON call it
             lines.append(f"{path} = {given}: {kind} is needed")
         else:
-            lines.append(f"{path} = {given}: {detail['msg'][0].lower()}{detail['msg'][1:]}")
+            said = detail["msg"].replace("Input should", "must", 1)
+            lines.append(f"{path} = {given}: {said[0].lower()}{said[1:]}")
     return lines + unknown_options(unknown, model.model_fields, model.peers)
 
 

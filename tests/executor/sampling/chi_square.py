@@ -3,13 +3,13 @@
 import torch
 
 
-def p_value(observed: torch.Tensor, expected: torch.Tensor, at_least: float = 5.0) -> float:
+def p_value(observed: torch.Tensor, expected: torch.Tensor) -> float:
     """The probability of counts that differ from `expected` as much as `observed` does, both `[N]`.
 
-    Cells that expect fewer than `at_least` are pooled into one.
+    Cells that expect fewer than 5 are pooled into one.
     """
     observed, expected = observed.double(), expected.double()
-    large = expected >= at_least
+    large = expected >= 5
     observed = torch.cat((observed[large], observed[~large].sum().view(1)))
     expected = torch.cat((expected[large], expected[~large].sum().view(1)))
     used = expected > 0
