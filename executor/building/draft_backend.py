@@ -48,7 +48,6 @@ def check_draft_backend(plan: BuildPlan) -> None:
                 reasons.append("its network has keys and values, and the head latents (MLA)")
         else:
             reasons.append(f"its network is an EAGLE-3 head, and the head is {kind}")
-        window = draft.window_size or config.within(plan.max_len).sliding_window
     else:
         config = ModelConfig.from_pretrained(folder)
         dtype = pick_dtype(plan.args.dtype, config.dtype, plan.device)
@@ -59,8 +58,8 @@ def check_draft_backend(plan: BuildPlan) -> None:
             )
         if config.int4 is not None and config.int4.packing != "gguf":  # hosts dequantise GGUF
             reasons.append("its network has weights of 16 or 32 bits, and the draft model's have 4")
-        window = draft.window_size or config.within(plan.max_len).sliding_window
-    if window is not None:
+    window = draft.window_size or config.sliding_window
+    if window is not None and window < plan.max_seq_len:
         reasons.append(f"its network sees all keys, and the draft network's window is {window}")
     if (size := plan.mapping.world_size) > 1:
         reasons.append(f"it runs on one device, and tensor_parallel_size is {size}")
@@ -77,7 +76,7 @@ def check_draft_backend(plan: BuildPlan) -> None:
 def load_network(plan: BuildPlan, draft: DraftPlan, folder: Path) -> ExternalDraft:
     """Loads the weights on the host and builds the network from them. Raises ValueError where that
     fails."""
-    config = ModelConfig.from_pretrained(folder).within(plan.max_len)
+    config = ModelConfig.from_pretrained(folder).within(plan.max_seq_len)
     model = load_model(
         folder,
         dtype=pick_dtype(plan.args.dtype, config.dtype, plan.device),

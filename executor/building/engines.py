@@ -142,12 +142,6 @@ def load_draft(
 ) -> LoadedDraft:
     """Never batch-invariant: with `deterministic` drafts may depend on the batch, the text does
     not. Raises ValueError for weights and options that are not served."""
-    return _load_draft(plan, target, draft, tokens).windowed(plan.max_len)
-
-
-def _load_draft(
-    plan: BuildPlan, target: CausalLM, draft: DraftPlan, tokens: DraftTokens | None
-) -> LoadedDraft:
     if draft.num_modules:
         return load_mtp(
             draft,
@@ -164,7 +158,7 @@ def _load_draft(
             return LoadedDraft(draft, load_network(plan, draft, folder), None)
         model = _load(plan, folder, draft.load_format)
         keep_tokens(model, tokens, plan.communicator)
-        return LoadedDraft(draft, model, None)
+        return LoadedDraft(draft, model, None).windowed(plan.max_seq_len)
     loaded = load_head(
         draft,
         target,
@@ -172,7 +166,7 @@ def _load_draft(
         max_positions=plan.max_len,
         max_num_tokens=plan.args.max_num_tokens,
         communicator=plan.communicator,
-    )
+    ).windowed(plan.max_seq_len)
     return loaded if draft.backend == "torch" else load_head_network(plan, loaded)
 
 

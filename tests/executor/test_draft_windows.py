@@ -89,6 +89,7 @@ def test_a_window_changes_drafts_and_no_text_and_is_that_of_the_config(
     assert found[WHOLE] == found[None] != found[SIZE]
     own = draft(tmp_path / "own", mode, SIZE)
     assert served(tiny, **options_of(own, mode)) == found[SIZE]
+    assert served(tiny, **options_of(own, mode, draft_window_size=WHOLE)) == found[None]
 
 
 @modes
@@ -135,6 +136,17 @@ def test_a_window_that_cannot_be_is_refused(
     path = draft(tmp_path / "draft", "head, two-model")
     with pytest.raises(ValueError, match=message):
         Harness(tiny, **eagle3(path, 3, **({"draft_window_size": SIZE} | more)))
+
+
+def test_a_window_of_the_config_that_no_text_goes_beyond_is_none(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """A network outside torch takes no window."""
+    path = draft(tmp_path, "head, two-model", 64)
+    options = eagle3(path, 3, draft_backend="onnxruntime", eagle3_one_model=False)
+    Harness(tiny, max_seq_len=64, **options)
+    with pytest.raises(ValueError, match="sees all keys, and the draft network's window is 64"):
+        Harness(tiny, max_seq_len=65, **options)
 
 
 @pytest.mark.parametrize("more", [{}, {"draft_sink_size": 4}])

@@ -20,6 +20,7 @@ from tests.zoo.runs import ZOO, read_json
 from tllm_spec.cli.train import main
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.recording.hidden_states import HiddenStates
 from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_folder import TrafficFolder
@@ -69,6 +70,12 @@ def test_held_out_acceptance_rises(trained: Path) -> None:
     history = read_json(trained / "metrics.json")["history"]
     assert [row["step"] for row in history] == [0, 20, 40, 60]
     assert history[-1]["acceptance_length"] > 3 > history[0]["acceptance_length"]
+
+
+def test_a_new_head_sees_as_much_of_a_text_as_it_was_trained_on(model: Path, trained: Path) -> None:
+    config = Eagle3Config.from_pretrained(trained)
+    assert config.sliding_layers == {0, 1}  # of VARIANT
+    assert config.sliding_window == min(256, ModelConfig.from_pretrained(model).max_positions)
 
 
 def test_a_new_run_does_not_write_over_another(model: Path, traffic: Path, trained: Path) -> None:

@@ -129,8 +129,10 @@ def new_shape(
     num_layers: int,
     mask_token: int | None,
     norms: tuple[str, ...],
+    window: int | None = None,
 ) -> Eagle3Config:
-    """A head whose layers have the sizes of the target's. norms: those of `NORMS` that it has."""
+    """A head whose layers have the sizes of the target's. norms: those of `NORMS` that it has.
+    window: tokens that it sees of longer texts; None: all."""
     sizes = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "vocab_size": target.vocab_size,
@@ -145,6 +147,7 @@ def new_shape(
         "rope_theta": target.rope.theta,
         "rms_norm_eps": target.rms_norm_eps,
         "mask_token_id": mask_token,
+        **_windows(window, num_layers),
         **dict.fromkeys(norms, True),
     }
     return Eagle3Config.from_dict(sizes)
@@ -168,6 +171,7 @@ def config_json(shape: Eagle3Config, target: ModelConfig, form: Format) -> str:
         "rms_norm_eps": shape.rms_norm_eps,
         "attention_bias": False,
         "mlp_bias": False,
+        **_windows(shape.sliding_window, shape.num_layers),
     }
     outer = {
         "draft_vocab_size": shape.output_size,
@@ -180,6 +184,12 @@ def config_json(shape: Eagle3Config, target: ModelConfig, form: Format) -> str:
     else:
         config = _speculators(shape, target, outer | {"transformer_layer_config": layer})
     return json.dumps(config, indent=2) + "\n"
+
+
+def _windows(size: int | None, num_layers: int) -> dict[str, Any]:
+    if size is None:
+        return {}
+    return {"sliding_window": size, "layer_types": ["sliding_attention"] * num_layers}
 
 
 def _authors(shape: Eagle3Config, config: dict[str, Any]) -> dict[str, Any]:

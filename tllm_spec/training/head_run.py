@@ -67,9 +67,9 @@ def train_head(options: HeadOptions, settings: Settings) -> None:
     folder = resolve_model(options.model)
     config = ModelConfig.from_pretrained(folder)
     start = None if options.start is None else load_head(resolve_model(options.start), config)
-    shape = _shape(options, config, start)
-    config_file = _config_file(options, shape, config, start)
     length = min(MAX_LENGTH, config.max_positions, settings.windows * settings.length)
+    shape = _shape(options, config, start, length)
+    config_file = _config_file(options, shape, config, start)
     layers = shape.capture_layers or default_capture_layers(config.num_layers)
     texts = read_texts(options.data, options.model, length - options.unroll, options.unroll, layers)
     training, held_out = split(texts, options.data, options.unroll)
@@ -91,15 +91,18 @@ def train_head(options: HeadOptions, settings: Settings) -> None:
     ranks.leave()
 
 
-def _shape(options: HeadOptions, config: ModelConfig, start: FeatureHead | None) -> Eagle3Config:
-    """A P-EAGLE head may start from an EAGLE-3 head."""
+def _shape(
+    options: HeadOptions, config: ModelConfig, start: FeatureHead | None, length: int
+) -> Eagle3Config:
+    """A P-EAGLE head may start from an EAGLE-3 head. A new head sees as many tokens as the longest
+    text of its training may have."""
     starts_parallel = start is not None and start.config.mask_token is not None
     kind = options.kind or ("peagle" if starts_parallel else "eagle3")
     mask_token = next(iter(config.eos_token_ids), 0) if kind == "peagle" else None
     if start is None:
         size = min(options.draft_vocab_size or MAX_DRAFT_VOCABULARY, config.vocab_size)
         num_layers = options.layers or {"eagle3": 1, "peagle": 2}[kind]
-        return new_shape(config, size, num_layers, mask_token, options.norms)
+        return new_shape(config, size, num_layers, mask_token, options.norms, length)
     becomes_parallel = kind == "peagle" and not starts_parallel
     refused = {
         "--draft_vocab_size": options.draft_vocab_size is not None,
@@ -112,7 +115,9 @@ def _shape(options: HeadOptions, config: ModelConfig, start: FeatureHead | None)
     if not becomes_parallel:
         return start.config
     num_layers = options.layers or max(2, start.config.num_layers)
-    return replace(start.config, num_layers=num_layers, mask_token=mask_token)
+    layers = frozenset(range(num_layers)) if start.config.sliding_layers else frozenset[int]()
+    parallel = replace(start.config, num_layers=num_layers, mask_token=mask_token)
+    return replace(parallel, sliding_layers=layers)
 
 
 def _config_file(

@@ -48,17 +48,19 @@ class LoadedDraft:
     model: CausalLM | DraftHead | NextnModules | ExternalDraft
     spec: SpecMetadata | None
 
-    def windowed(self, max_positions: int) -> "LoadedDraft":
-        """The draft network with the plan's window, if there is one that positions go beyond. With
-        a sink, attention is given only the visible keys, and the layers see all of them. Raises
-        ValueError where the network takes none."""
-        size = self.plan.window_size
-        if size is None or size >= max_positions:
-            return self
+    def windowed(self, max_seq_len: int) -> "LoadedDraft":
+        """The draft network with the plan's window, or else that of its config.json, where texts
+        may be longer. With a sink, attention is given only the visible keys, and the layers see all
+        of them. Raises ValueError where the network takes no other window."""
         assert not isinstance(self.model, ExternalDraft)
+        size, config = self.plan.window_size, self.model.config.within(max_seq_len)
+        is_whole = size is None or size >= max_seq_len
+        if size is None or (is_whole and config.sliding_window is None):
+            self.model.config = config
+            return self
         try:
-            own = size if self.plan.sink_size is None else None
-            self.model.config = self.model.config.windowed(own)
+            own = None if is_whole or self.plan.sink_size is not None else size
+            self.model.config = config.windowed(own)
         except ValueError as error:
             raise ValueError(f"draft_window_size = {size} is refused: {error}") from None
         return self
