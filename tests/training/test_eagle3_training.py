@@ -161,6 +161,9 @@ def test_a_fresh_head_passes_the_highest_captured_state_to_the_targets_last_laye
     for name in (f"self_attn.{part}_proj.weight" for part in "qkv"):
         assert torch.equal(found[name][:, 16:], last[name])
         assert found[name][:, :16].abs().max() < 0.2
+    for name, other in (("hidden_norm", "input"), ("post_attention_layernorm", "post_attention")):
+        expected = last[f"{other}_layernorm.weight"]
+        torch.testing.assert_close(found[f"{name}.weight"], expected, atol=1e-4, rtol=1e-4)
     other = build_head(SHAPE, target, DRAFT_IDS, settings()).layers[0].self_attn.o_proj.weight
     assert other.abs().max() < 0.2  # of another size
 
