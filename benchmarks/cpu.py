@@ -17,9 +17,9 @@ trees         acceptance length of draft trees, with 4 children a node, against 
 matches       tokens a round of EAGLE-3, SA and both together (`sa_config`) with 5 drafts, of
               EAGLE-3 and both in trees of depth 5 with 16 drafts, and of a draft model in its own
               engine, alone and with SA: 16 edits of held-out code, and 16 pieces of such code as it
-              is (benchmarks/harness/edited_code.py). Goals: 1.25 of the network alone, 1.02 of SA
-              on edits, 0.99 of the network on the code as it is; a tree of both 1.02 of a chain of
-              both on edits, 0.99 of EAGLE-3's tree on the code as it is
+              is (benchmarks/harness/edited_code.py). Goals: 1.25 of the network alone and 1.02 of
+              SA on edits, 0.99 of the network on the code as it is; a tree of both 1.02 of a chain
+              of both on edits, 0.99 of EAGLE-3's tree on the code as it is
 windows       acceptance length of the zoo's EAGLE-3 head after 6,144 tokens, by the window of the
               head: 5 texts, greedy, 4 drafts (benchmarks/harness/long_contexts.py)"""
 

@@ -3,10 +3,12 @@ text's end are combined."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from tllm_spec.config.config_base import check
 from tllm_spec.config.speculative_base import DecodingBaseConfig
 from tllm_spec.config.text_search import MAX_MATCH, GlobalPoolConfig, TextSearch
 
@@ -32,16 +34,13 @@ class MatchedDraftsConfig(DecodingBaseConfig):
     """A mapping, also an empty one, combines the drafts with those of `SA`: a request whose text
     repeats itself has drafts that continue the earlier occurrence."""
 
-    @model_validator(mode="after")
-    def _check_matches(self) -> MatchedDraftsConfig:
-        if self.sa_config is None:
-            return self
-        if self.use_rejection_sampling:
-            raise ValueError(
+    @check
+    def _check_matches(self) -> Iterator[str]:
+        if self.sa_config is not None and self.use_rejection_sampling:
+            yield (
                 "sa_config and use_rejection_sampling = True are exclusive: drafts that are copied "
                 "from the text have no probabilities to accept against"
             )
-        return self
 
     def text_search(self, max_batch_size: int) -> TextSearch | None:
         return None if self.sa_config is None else self.sa_config.text_search(max_batch_size)

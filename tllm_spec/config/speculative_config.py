@@ -15,7 +15,6 @@ from pydantic import (
     PositiveInt,
     Strict,
     field_validator,
-    model_validator,
 )
 
 from tllm_spec.config.config_base import ConfigError, PathText, check
@@ -67,9 +66,10 @@ MTP_NOT_SERVED: Mapping[str, NotServed] = {
 }
 
 
-def _check_backend(config: DraftModelDecodingConfig, backend: DraftBackend, one_model: str) -> None:
-    """one_model: the option that chooses the path. Raises ValueError where the backend does not
-    draft."""
+def _backend_mistakes(
+    config: DraftModelDecodingConfig, backend: DraftBackend, one_model: str
+) -> Iterator[str]:
+    """Why the backend does not draft. one_model: the option that chooses the path."""
     if backend == "torch":
         return
     reasons = []
@@ -84,9 +84,7 @@ def _check_backend(config: DraftModelDecodingConfig, backend: DraftBackend, one_
     if isinstance(config, DraftTargetDecodingConfig) and config.sa_config is not None:
         reasons.append("its network reads two tokens to draft, and sa_config needs all new ones")
     if reasons:
-        raise ValueError(
-            f"draft_backend = {backend!r} is refused: {'; '.join(reasons)}; accepted: 'torch'"
-        )
+        yield f"draft_backend = {backend!r} is refused: {'; '.join(reasons)}; accepted: 'torch'"
 
 
 class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
@@ -104,10 +102,9 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfi
     kv_cache_dtype: KVCacheType | None = None
     """Type of the draft model's own KV cache, as `kv_cache_config.dtype`, which null stands for."""
 
-    @model_validator(mode="after")
-    def _check_draft_backend(self) -> DraftTargetDecodingConfig:
-        _check_backend(self, self.draft_backend, "draft_target_one_model")
-        return self
+    @check
+    def _check_draft_backend(self) -> Iterator[str]:
+        return _backend_mistakes(self, self.draft_backend, "draft_target_one_model")
 
     @property
     def may_pause(self) -> bool:
@@ -144,10 +141,9 @@ class EagleHeadDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig)
             )
         return tuple(sorted(set(layers)))
 
-    @model_validator(mode="after")
-    def _check_draft_backend(self) -> EagleHeadDecodingConfig:
-        _check_backend(self, self.draft_backend, "eagle3_one_model")
-        return self
+    @check
+    def _check_draft_backend(self) -> Iterator[str]:
+        return _backend_mistakes(self, self.draft_backend, "eagle3_one_model")
 
     @property
     def may_pause(self) -> bool:
