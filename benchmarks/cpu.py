@@ -1,8 +1,8 @@
 """This engine against transformers' `generate`, speculation against plain decoding, and acceptance,
 on a CPU.
 
-    python -m benchmarks.cpu [transformers] [sampling] [trees] [matches] [--quick]
-        [--output result.json]
+    python -m benchmarks.cpu [transformers] [sampling] [trees] [matches] [windows]
+        [--quick] [--output result.json]
 
 transformers  held-out prompts of 256 tokens, 128 new tokens, float32, greedy. The zoo runs on one
               thread, which is also transformers' faster setting for it; a random-weight Llama of
@@ -19,7 +19,9 @@ matches       tokens a round of EAGLE-3, SA and both together (`sa_config`) with
               engine, alone and with SA: 16 edits of held-out code, and 16 pieces of such code as it
               is (benchmarks/harness/edited_code.py). Goals: 1.25 of the network alone and 1.02 of
               SA on edits, 0.99 of the network on the code as it is; a tree of both 1.02 of a chain
-              of both on edits, 0.99 of EAGLE-3's tree on the code as it is"""
+              of both on edits, 0.99 of EAGLE-3's tree on the code as it is
+windows       acceptance length of the zoo's EAGLE-3 head after 6,144 tokens, by the window of the
+              head: 5 texts, greedy, 4 drafts (benchmarks/harness/long_contexts.py)"""
 
 import statistics
 import sys
@@ -36,6 +38,7 @@ import torch
 from benchmarks.harness.acceptance import DRAFT_TARGET, sampling, sampling_table, trees, trees_table
 from benchmarks.harness.edited_code import matches, matches_table
 from benchmarks.harness.engine import in_turns
+from benchmarks.harness.long_contexts import windows, windows_table
 from benchmarks.harness.report import Options, Row, Subject, main, table
 from tllm_spec import LLM, SamplingParams
 from tllm_spec.bench.break_even_runs import FreeDrafts
@@ -205,6 +208,7 @@ SUBJECTS = (
     Subject("sampling", "Draft/Target at temperature 0.8", sampling, sampling_table),
     Subject("trees", "Trees and chains of depth 4", trees, trees_table),
     Subject("matches", "Matches in the text next to an EAGLE-3 head", matches, matches_table),
+    Subject("windows", "Windows of a head after 6,144 tokens", windows, windows_table),
 )
 
 if __name__ == "__main__":
