@@ -68,19 +68,15 @@ def build_head(
     run: Settings,
     start: FeatureHead | None = None,
 ) -> FeatureHead:
-    """A new fp32 head with the target's output layer and final norm, which passes the highest
-    captured state to the target's last layers, or a head with all that it has in common with the
-    trained head `start`."""
+    """A new fp32 head with the target's output layer and final norm, or with all that it has in
+    common with the trained head `start`."""
     head = new_head(shape, draft_ids)
     for matrix in (parameter for parameter in head.parameters() if parameter.dim() > 1):
         torch.nn.init.normal_(matrix, std=0.02)
+    ones = torch.ones(shape.hidden_size, dtype=target.dtype, device=target.device)
     with torch.no_grad():
         head.lm_head.weight.copy_(target.get_output_embeddings().weight[draft_ids])
-        head.norm.weight.copy_(_scales(target.get_decoder().norm))
-        head.fc.weight[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
-        last_layers = target.get_decoder().layers[-len(head.layers) :]
-        for known, layer in zip(last_layers, head.layers, strict=False):  # a target may have fewer
-            _begin_as(known, layer)
+        head.norm.weight.copy_(target.get_decoder().norm(ones))  # some norms add 1 to the weight
     if start is not None:
         head.load_state_dict(start.state_dict(), strict=False)
     for layer in head.layers:
@@ -88,28 +84,6 @@ def build_head(
         if run.compile:  # dynamic: otherwise each step and sequence length is compiled separately
             layer.compile(dynamic=True)
     return head.to(target.device)
-
-
-def _begin_as(known: Any, layer: Any) -> None:
-    """A head's layer has the weights of a target's layer where sizes are equal. Attention in a
-    head's first layer reads embeddings, too, before the hidden states."""
-    found = dict(known.named_parameters())
-    entry = layer.hidden_norm or layer.input_layernorm
-    num_embeddings = 0 if layer.hidden_norm is None else len(entry.weight)
-    for name, matrix in layer.named_parameters():
-        reads_both = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
-        own = matrix[:, num_embeddings:] if reads_both else matrix
-        if own.dim() > 1 and name in found and own.shape == found[name].shape:
-            own.copy_(found[name])
-    before_mlp = getattr(known, "pre_feedforward_layernorm", known.post_attention_layernorm)
-    entry.weight.copy_(_scales(known.input_layernorm))
-    layer.post_attention_layernorm.weight.copy_(_scales(before_mlp))
-
-
-def _scales(norm: Any) -> Tensor:
-    """`[H]`: some norms add 1 to their weight."""
-    scales: Tensor = norm(torch.ones_like(norm.weight))
-    return scales
 
 
 def draft_vocabulary(texts: list[TokenData], shape: Eagle3Config) -> tuple[Tensor, float]:
