@@ -39,6 +39,9 @@ MTP: dict[str, dict[str, Any]] = {
 ORDERED = (
     "eagle3_sa",
     "draft_target_one_model_sa",
+    "draft_target_sa",
+    "draft_target_sa_tree",
+    "pard_two_model_sa",
     "eagle3_sa_tree",
     "eagle3_two_model_sa_tree",
 )
