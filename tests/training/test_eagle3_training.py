@@ -31,7 +31,8 @@ def test_unrolled_training_equals_sequential_drafting_from_every_start(
     tokens, unroll = torch.randint(12, (2, 17)), 5
     features, _ = target_states(target, tokens, None)
     embeddings = target.get_input_embeddings()(tokens)
-    steps = torch.stack(list(training.chain_logits(head, features, embeddings, unroll)))
+    states = training.chain_states(head, features, embeddings, unroll)
+    steps = torch.stack(list(map(head.logits, states)))
     assert steps.shape == (unroll, 2, 17 - unroll, 9)
     for row in range(2):
         reference = EntryByEntryHead(head, features[row], embeddings[row])
@@ -87,8 +88,8 @@ def test_each_step_is_compared_with_the_targets_logits_for_the_same_token(
     features, target_logits = target_states(target, tokens, None)
     wanted, floor, best = training.labels(target_logits, DRAFT_IDS)
     expected_losses, expected_agreements = torch.zeros(unroll), torch.zeros(unroll)
-    steps = training.chain_logits(head, features, target.get_input_embeddings()(tokens), unroll)
-    for step, logits in enumerate(steps):
+    states = training.chain_states(head, features, target.get_input_embeddings()(tokens), unroll)
+    for step, logits in enumerate(map(head.logits, states)):
         for start in range(8):
             at = start + step + 1  # the target's logits that predict token start + step + 2, too
             log_probs = logits[:, start].log_softmax(-1)

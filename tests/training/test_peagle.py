@@ -45,17 +45,18 @@ def test_mask_rows_of_all_anchors_together_are_those_of_each_alone(
     tokens = torch.randint(12, (2, 25))
     features, _ = target_states(target, tokens, None)
     embed = target.get_input_embeddings()
-    found = list(training.step_logits(head, target, features, tokens, UNROLL))
+    found = list(training.step_states(head, target, features, tokens, UNROLL))
     assert [len(rows) for _, rows in found] == [21, 8, 8, 8]
     anchors = found[1][1] - 2
     for place, anchor in enumerate(anchors.tolist()):
         pairs = features[:, : anchor + 1], embed(tokens[:, 1 : anchor + 2])
         rows = Rows.of(anchor + 1, torch.tensor([anchor]), UNROLL - 1)
         alone = head.logits(head(*pairs, embed(torch.tensor(5)), rows)[:, anchor:])
-        for step, (logits, indices) in enumerate(found):
+        for step, (states, indices) in enumerate(found):
             own = anchor if step == 0 else place
             assert indices[own] == anchor + step + 1
-            torch.testing.assert_close(logits[:, own], alone[:, step], atol=1e-4, rtol=0)
+            logits = head.logits(states[:, own])
+            torch.testing.assert_close(logits, alone[:, step], atol=1e-4, rtol=0)
 
 
 @torch.no_grad()

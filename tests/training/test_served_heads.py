@@ -23,7 +23,7 @@ from tllm_spec.training.head_files import (
     save_head,
 )
 from tllm_spec.training.head_files import load_head as load_trained
-from tllm_spec.training.head_loss import chain_logits
+from tllm_spec.training.head_loss import chain_states
 
 VOCAB_SIZE, UNROLL = 64, 4
 TOKENS = [token % VOCAB_SIZE for token in random_tokens(20)]
@@ -79,7 +79,8 @@ def test_a_trained_head_has_the_logits_of_the_served_one(
     assert trained.config.capture_layers == served.config.capture_layers == (0, 2, 5)
     captured = captured_states(target, TOKENS, (0, 2, 5))
     embeddings = served.embedding.forward(torch.tensor(TOKENS))
-    steps = list(chain_logits(trained, captured[None], embeddings[None], UNROLL))
+    states = chain_states(trained, captured[None], embeddings[None], UNROLL)
+    steps = list(map(trained.logits, states))
     fused = served.fuse(captured)
     for start in (0, 9, len(TOKENS) - UNROLL - 1):
         for step, logits in enumerate(served_chain(served, fused, start)):

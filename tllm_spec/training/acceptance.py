@@ -67,7 +67,9 @@ def head_matches(head: FeatureHead, target: Any, text: Tensor, draft_len: int) -
     head does not predict.
 
     The steps read the text. As long as drafts are accepted, they are the text."""
-    steps = [step.is_best for step in steps_along(head, target, text, draft_len)]
+    steps = [
+        step.is_best.view(len(text), -1) for step in steps_along(head, target, text, draft_len)
+    ]
     return num_matches(torch.stack(steps, -1)[:, :-1])
 
 

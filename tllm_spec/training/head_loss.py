@@ -29,54 +29,54 @@ ALIGNMENT = 8
 
 
 class Labels(NamedTuple):
-    """The labels at every position of a text, in the head's vocabulary."""
+    """The labels at positions of a text, in the head's vocabulary."""
 
     wanted: Tensor
-    """`[B, T, D]`: weights of the draft tokens' log probabilities in the loss."""
+    """`[..., D]`: weights of the draft tokens' log probabilities in the loss."""
     floor: Tensor
-    """`[B, T]`: the constant that makes the KL part of a perfect head zero."""
+    """`[...]`: the constant that makes the KL part of a perfect head zero."""
     best: Tensor
-    """`[B, T]`: the target's best token, in the target's ids."""
+    """`[...]`: the target's best token, in the target's ids."""
 
 
 def labels(target_logits: Tensor, draft_ids: Tensor) -> Labels:
-    """From logits `[B, T, V]`. With p the target's distribution, D the draft vocabulary and
+    """From logits `[..., V]`. With p the target's distribution, D the draft vocabulary and
     a = ARGMAX_SHARE, a position's loss is
 
         (1 - a) * sum over D of p(v) * (log p(v)/p(D) - log draft(v))  +  a * (-log draft(best))
 
     The first part is the KL of the renormalised p, weighted by p(D): tokens outside D do not
     contribute. The second part is zero if the target's best token is outside D."""
-    logits = target_logits.float()
-    best, restricted = logits.argmax(-1), logits[..., draft_ids]
-    probabilities = (restricted - logits.logsumexp(-1, keepdim=True)).exp()
-    floor = (probabilities * restricted.log_softmax(-1)).sum(-1)
+    best, logits = target_logits.argmax(-1), target_logits.float()
+    restricted = logits[..., draft_ids]
+    wanted = (restricted - logits.logsumexp(-1, keepdim=True)).exp_()  # p so far
+    floor = (wanted * restricted.log_softmax(-1)).sum(-1)
     is_best = draft_ids == best.unsqueeze(-1)
-    wanted = (1 - ARGMAX_SHARE) * probabilities + ARGMAX_SHARE * is_best
+    wanted.mul_(1 - ARGMAX_SHARE).add_(is_best, alpha=ARGMAX_SHARE)
     return Labels(wanted, (1 - ARGMAX_SHARE) * floor, best)
 
 
-def step_logits(
+def step_states(
     head: FeatureHead, target: Any, features: Tensor, tokens: Tensor, unroll: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The head's logits `[B, n, D]` at steps 0..unroll-1 along the text, and for each of the n rows
-    the index `[n]` of the target's logits that predict the same token.
+    """What `head.logits` reads at steps 0..unroll-1 along the text, `[B, n, H]`, and for each of
+    the n rows the index `[n]`, on the CPU, of the target's logits that predict the same token.
 
     `features` `[B, T, 3H]` and `tokens` `[B, T]` are of the same text."""
     embed = target.get_input_embeddings()
     if isinstance(head, PEagleHead):
         mask = embed(tokens.new_tensor(head.config.mask_token))
-        yield from mask_logits(head, features, embed(tokens), mask, unroll)
+        yield from mask_states(head, features, embed(tokens), mask, unroll)
         return
     assert isinstance(head, Eagle3Head)
-    for step, logits in enumerate(chain_logits(head, features, embed(tokens), unroll)):
-        yield logits, torch.arange(step + 1, step + 1 + logits.shape[1], device=tokens.device)
+    for step, hidden in enumerate(chain_states(head, features, embed(tokens), unroll)):
+        yield hidden, torch.arange(step + 1, step + 1 + hidden.shape[1])
 
 
-def mask_logits(
+def mask_states(
     head: PEagleHead, features: Tensor, embeddings: Tensor, mask_embedding: Tensor, unroll: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """See `step_logits`. In training mask rows follow a third of the positions, drawn by chance, as
+    """See `step_states`. In training mask rows follow a third of the positions, drawn by chance, as
     there are many of them; otherwise all."""
     num_pairs = features.shape[1] - unroll
     if head.training:
@@ -87,23 +87,24 @@ def mask_logits(
     rows = Rows.of(num_pairs, chosen, unroll - 1)
     pairs = features[:, :num_pairs], embeddings[:, 1 : 1 + num_pairs]
     hidden = torch.split(head(*pairs, mask_embedding, rows), rows.sizes, 1)
-    for own, positions in zip(hidden, torch.split(rows.positions, rows.sizes), strict=True):
-        yield head.logits(own), positions + 1
+    predicting = torch.split(rows.positions.cpu() + 1, rows.sizes)
+    yield from zip(hidden, predicting, strict=True)
 
 
-def chain_logits(
+def chain_states(
     head: Eagle3Head, features: Tensor, embeddings: Tensor, unroll: int
 ) -> Iterator[Tensor]:
-    """The head's logits at steps 0..unroll-1 along the text, for all chains that end within it.
+    """What `head.logits` reads at steps 0..unroll-1 along the text, for all chains that end within
+    it.
 
     `features` `[B, T, 3H]` and `embeddings` `[B, T, H]` are of the same tokens; each result is
-    `[B, T - unroll, D]`. Row s of step k predicts the token at `s + k + 2`, as the target's logits
+    `[B, T - unroll, H]`. Row s of step k predicts the token at `s + k + 2`, as the target's logits
     at `s + k + 1` do."""
     chains = features.shape[1] - unroll
     hidden, caches = head.fuse(features[:, :chains]), None
     for step in range(unroll):
         hidden, caches = head(hidden, embeddings[:, step + 1 : step + 1 + chains], caches)
-        yield head.logits(hidden)
+        yield hidden
 
 
 class Batch(NamedTuple):
@@ -112,7 +113,8 @@ class Batch(NamedTuple):
     tokens: Tensor
     """`[b, T]`, of this rank."""
     counts: Tensor
-    """`[B, T]` bool, of all ranks: whether the target's choice after the token is trained."""
+    """`[B, T]` bool, of all ranks, on the CPU: whether the target's choice after the token is
+    trained."""
     share: slice = slice(None)
     """This rank's rows of all B."""
     states: tuple[Tensor, Tensor] | None = None
@@ -122,16 +124,16 @@ class Batch(NamedTuple):
     def whole(cls, tokens: Tensor, unroll: int) -> "Batch":
         """All of `[B, T]` tokens, but for a few at the end where the chains are not aligned."""
         tokens = tokens[:, : aligned_chains(tokens.shape[1], unroll) + unroll]
-        return cls(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        return cls(tokens, torch.ones(tokens.shape, dtype=torch.bool))
 
 
 class Step(NamedTuple):
-    """One step of the chains of a text; rows as in `step_logits`."""
+    """One step of the chains of a text; rows as in `step_states`."""
 
     losses: Tensor
-    """`[B, n]`."""
+    """`[M]`: of the `[B, n]` rows that count, in their order."""
     is_best: Tensor
-    """`[B, n]`: whether the head's best token is the target's."""
+    """`[M]`: whether the head's best token is the target's."""
     rows: Tensor
     """`[n]`."""
 
@@ -142,20 +144,29 @@ def steps_along(
     tokens: Tensor,
     unroll: int,
     states: tuple[Tensor, Tensor] | None = None,
+    counts: Tensor | None = None,
 ) -> Iterator[Step]:
     """Every step of the chains along `[B, T]` tokens. GEMMs are in the target's type. states: as in
-    `Batch`."""
-    is_bf16 = target.dtype == torch.bfloat16
-    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=is_bf16):
+    `Batch`; counts: of these tokens, None: all. Logits are computed of what counts only."""
+    device, is_bf16 = tokens.device, target.dtype == torch.bfloat16
+    counted = torch.ones(tokens.numel(), dtype=torch.bool) if counts is None else counts.flatten()
+    number_of = counted.cumsum(0) - 1  # of a token, among those that count
+    first = torch.arange(len(tokens)).unsqueeze(1) * tokens.shape[1]
+    with torch.autocast(device.type, torch.bfloat16, enabled=is_bf16):
         with torch.no_grad():
             if states is None:
                 features, target_logits = target_states(target, tokens, head.config.capture_layers)
             else:
                 features, target_logits = states[0], target.get_output_embeddings()(states[1])
-            goal = labels(target_logits, head.draft_ids)
-        for logits, rows in step_logits(head, target, features, tokens, unroll):
-            wanted, floor, best = (part[:, rows] for part in goal)
-            log_probs = F.log_softmax(logits.float(), -1)
+            chosen = counted.nonzero().squeeze(1).to(device)
+            goal = labels(target_logits.flatten(0, 1)[chosen], head.draft_ids)
+        for hidden, rows in step_states(head, target, features, tokens, unroll):
+            predicting = (first + rows).flatten()
+            own = counted[predicting].nonzero().squeeze(1)
+            logits = head.logits(hidden.flatten(0, 1)[own.to(device)])
+            numbers = number_of[predicting[own]].to(device)
+            wanted, floor, best = (part[numbers] for part in goal)
+            log_probs = F.log_softmax(logits, -1, dtype=torch.float32)
             losses = floor - (wanted * log_probs).sum(-1)
             yield Step(losses, head.draft_ids[logits.argmax(-1)] == best, rows)
 
@@ -164,11 +175,11 @@ def unrolled(head: FeatureHead, target: Any, batch: Batch, unroll: int) -> tuple
     """Loss and agreement with the target's best tokens, each `[unroll]`: this rank's part of the
     mean over the batch. The ranks' parts add up to the mean."""
     losses, agreements = [], []
-    for step in steps_along(head, target, batch.tokens, unroll, batch.states):
-        counts = batch.counts[:, step.rows]
-        weights = counts[batch.share] / counts.sum().clamp(min=1)
-        losses.append((weights * step.losses).sum())
-        agreements.append((weights * step.is_best).sum())
+    own = batch.counts[batch.share]
+    for step in steps_along(head, target, batch.tokens, unroll, batch.states, own):
+        number = max(1, int(batch.counts[:, step.rows].sum()))
+        losses.append(step.losses.sum() / number)
+        agreements.append(step.is_best.sum() / number)
     return torch.stack(losses), torch.stack(agreements)
 
 

@@ -160,9 +160,9 @@ def acceptance_of(
         batch = padded([text], unroll, target.device)
         steps = list(steps_along(head, target, batch.tokens, unroll, batch.states))
         for index, step in enumerate(steps):
-            weights = batch.counts[:, step.rows]
+            weights = batch.counts[0, step.rows].to(target.device)
             sums[:, index] += torch.stack([(weights * step.losses).sum(), weights.sum()])
-        chains = num_matches(torch.stack([step.is_best for step in steps], -1)[:, :-1])
+        chains = num_matches(torch.stack([step.is_best for step in steps], -1)[None, :-1])
         accepted += chain_rounds(chains[0, text.start : len(text.tokens)].tolist(), unroll)
     figures = summary(accepted, unroll)
     return {

@@ -106,7 +106,7 @@ def padded(
     if read:
         captured, hidden = (_rows(parts, width).to(device) for parts in zip(*read, strict=True))
         states = captured, hidden
-    return Batch(tokens.to(device), counts.to(device), share, states)
+    return Batch(tokens.to(device), counts, share, states)
 
 
 def _below(number: int) -> int:
