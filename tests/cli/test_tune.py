@@ -3,6 +3,7 @@ served."""
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from tllm_spec.bench.replay_report import share_of_other_rounds
 from tllm_spec.bench.tune import (
     PLAIN,
     Candidate,
+    Request,
     Score,
+    Times,
     best_of,
     candidates_of,
     score,
@@ -39,16 +42,18 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("arrivals", "rounds", "max_batch_size", "latencies"),
     [
-        ([0, 0], [2, 3], 1, [2, 5]),  # one after the other
-        ([0, 0], [2, 3], 2, [4, 5]),  # together, where a round takes twice as long
-        ([0, 0.5], [3, 1], 2, [4, 2.5]),  # the second joins after a round
-        ([0, 10], [1, 1], 2, [1, 1]),  # idle time counts for nobody
+        ([0, 0], [1, 2], 1, [11, 23]),  # one after the other
+        ([0, 0], [1, 2], 2, [22, 23]),  # together, where a round takes twice as long
+        ([0, 10.5], [3, 1], 2, [24, 13.5]),  # the second's prompt is read next to a round
+        ([0, 30], [0, 1], 2, [10, 11]),  # idle time counts for nobody
     ],
 )
 def test_requests_end_when_their_rounds_have_been_played(
     arrivals: list[float], rounds: list[int], max_batch_size: int, latencies: list[float]
 ) -> None:
-    found = simulate(arrivals, rounds, float, max_batch_size)
+    """A prompt has 100 tokens and takes 10 seconds, and a round a second for each request."""
+    requests = [Request(at, 100, number) for at, number in zip(arrivals, rounds, strict=True)]
+    found = simulate(requests, Times(float, lambda tokens: tokens / 10), max_batch_size)
     assert found.latencies == latencies
 
 
@@ -127,13 +132,10 @@ def test_the_choice_is_as_good_as_the_best_really_served(kind: str, tmp_path: Pa
         candidates += candidates_of(name, speculative_config_from(spec | {"max_draft_len": 5}))
     tuned, real = [], []
     for number, each in enumerate(candidates):
-
-        def seconds(batch_size: int, candidate: Candidate = each) -> float:
-            return seconds_of(candidate, batch_size)
-
-        tuned.append(score(each, plain, args, seconds, 4))
+        times = Times(partial(seconds_of, each), lambda tokens: tokens / 100)
+        tuned.append(score(each, plain, args, times, 4))
         records = served(tmp_path / str(number), kind, each.spec)
-        real.append(really(each, plain, records, seconds))
+        real.append(really(each, plain, records, times))
     choice = best_of(tuned).candidate
     (chosen,) = [found for found in real if found.candidate is choice]
     assert chosen.ms_per_token <= 1.03 * best_of(real).ms_per_token
@@ -143,11 +145,11 @@ def really(
     candidate: Candidate,
     arrived: Sequence[TrafficRecord],
     records: Sequence[TrafficRecord],
-    seconds: Any,
+    times: Times,
 ) -> Score:
     """By the rounds that serving took, with the same arrivals. No two prompts are equal."""
     by_prompt = {tuple(each.prompt): each for each in records}
     found = [by_prompt[tuple(each.prompt)] for each in arrived]
     if candidate.spec is None:
-        return score(candidate, arrived, LlmArgs.from_kwargs("zoo:llama"), seconds, 4)
-    return score_of(candidate, arrived, [each.stats for each in found], seconds, 4)
+        return score(candidate, arrived, LlmArgs.from_kwargs("zoo:llama"), times, 4)
+    return score_of(candidate, arrived, [each.stats for each in found], times, 4)

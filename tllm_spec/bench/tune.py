@@ -1,8 +1,8 @@
 """Which drafter and draft length recorded traffic would have been served best with.
 
-A candidate's replay says how many rounds each request takes, and measured round times how long a
-round of a number of requests takes. With the recorded arrivals that gives when each request would
-have ended. A prompt counts as one round."""
+A candidate's replay says how many rounds each request takes, and measured times how long prompts
+and a round of a number of requests take. With the recorded arrivals that gives when each request
+would have ended."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from math import ceil
 from pathlib import Path
 from statistics import mean, median
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from tllm_spec.bench.break_even_runs import WITHOUT_LIMITS
 from tllm_spec.config.llm_args import LlmArgs
@@ -23,8 +23,14 @@ from tllm_spec.recording.traffic_record import TrafficRecord
 DRAFT_LENS = (1, 2, 3, 5, 7, 10, 15)
 PLAIN = "plain"
 
-# Seconds of a round with so many requests.
-RoundSeconds = Callable[[int], float]
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds on this machine. of_round: by the number of requests; of_prompts: of the prompts of a
+    round, by their tokens."""
+
+    of_round: Callable[[int], float]
+    of_prompts: Callable[[int], float]
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,15 @@ class Candidate:
     @property
     def name(self) -> str:
         return PLAIN if self.spec is None else f"{self.drafter} {self.shape}"
+
+
+class Request(NamedTuple):
+    """arrival: in seconds. num_tokens: of the prompt, without those in the prefix cache. rounds:
+    after the prompt."""
+
+    arrival: float
+    num_tokens: int
+    rounds: int
 
 
 @dataclass(frozen=True)
@@ -79,7 +94,7 @@ def score(
     candidate: Candidate,
     records: Sequence[TrafficRecord],
     args: LlmArgs,
-    seconds: RoundSeconds,
+    times: Times,
     max_batch_size: int,
     states: Mapping[str, Path] = MappingProxyType({}),
 ) -> Score:
@@ -92,22 +107,26 @@ def score(
         options = args.as_options() | {"speculative_config": dict(candidate.spec)}
         found = replay(records, LlmArgs(**options), states)
         rounds, causes = found.requests, found.simulated
-    return score_of(candidate, records, rounds, seconds, max_batch_size, causes)
+    return score_of(candidate, records, rounds, times, max_batch_size, causes)
 
 
 def score_of(
     candidate: Candidate,
     records: Sequence[TrafficRecord],
     rounds: Sequence[SpeculativeStats],
-    seconds: RoundSeconds,
+    times: Times,
     max_batch_size: int,
     simulated: Sequence[str] = (),
 ) -> Score:
     """rounds: of each record."""
     first = min(each.arrived_us for each in records)
-    arrivals = [(each.arrived_us - first) / 1e6 for each in records]
-    numbers = [1 + each.rounds for each in rounds]
-    ran = simulate(arrivals, numbers, seconds, max_batch_size)
+    requests = [
+        Request(
+            (each.arrived_us - first) / 1e6, len(each.prompt) - each.cached_tokens, stats.rounds
+        )
+        for each, stats in zip(records, rounds, strict=True)
+    ]
+    ran = simulate(requests, times, max_batch_size)
     lengths = [len(each.output) for each in records]
     total = sum(rounds, SpeculativeStats())
     return Score(
@@ -127,27 +146,28 @@ def best_of(scores: Sequence[Score]) -> Score:
     return min(scores, key=lambda score: score.ms_per_token)
 
 
-def simulate(
-    arrivals: Sequence[float], num_rounds: Sequence[int], seconds: RoundSeconds, max_batch_size: int
-) -> Simulated:
-    """Requests that arrive at these times (ascending) and take so many rounds each, in order of
-    arrival."""
-    now, played = arrivals[0], 0
-    latencies = [0.0] * len(arrivals)
+def simulate(requests: Sequence[Request], times: Times, max_batch_size: int) -> Simulated:
+    """Requests in order of arrival. A request's prompt is read next to a round of those before."""
+    now, played, coming = requests[0].arrival, 0, 0
+    latencies = [0.0] * len(requests)
     running: list[tuple[int, int]] = []  # the round after which each request ends, and its number
-    coming = 0
-    while running or coming < len(arrivals):
+    while running or coming < len(requests):
         if not running:
-            now = max(now, arrivals[coming])
-        while coming < len(arrivals) and arrivals[coming] <= now and len(running) < max_batch_size:
-            heappush(running, (played + num_rounds[coming], coming))
-            coming += 1
-        each = seconds(len(running))
-        steps = running[0][0] - played
-        if coming < len(arrivals) and len(running) < max_batch_size:
-            steps = min(steps, max(1, ceil((arrivals[coming] - now) / each)))
-        now, played = now + steps * each, played + steps
+            now = max(now, requests[coming].arrival)
+        took, steps = times.of_round(len(running)) if running else 0.0, 1
+        num_tokens, room = 0, max_batch_size - len(running)
+        while coming < len(requests) and requests[coming].arrival <= now and room:
+            num_tokens += requests[coming].num_tokens
+            heappush(running, (played + 1 + requests[coming].rounds, coming))
+            coming, room = coming + 1, room - 1
+        if num_tokens:
+            took += times.of_prompts(num_tokens)
+        else:
+            steps = running[0][0] - played
+            if coming < len(requests) and room:
+                steps = min(steps, max(1, ceil((requests[coming].arrival - now) / took)))
+        now, played = now + steps * took, played + steps
         while running and running[0][0] <= played:
             _, number = heappop(running)
-            latencies[number] = now - arrivals[number]
-    return Simulated(now - arrivals[0], played, latencies)
+            latencies[number] = now - requests[number].arrival
+    return Simulated(now - requests[0].arrival, played, latencies)

@@ -8,12 +8,13 @@ from typing import Any
 import yaml
 
 from tllm_spec.bench.plot import LoadPoint
+from tllm_spec.bench.prompt_times import measured_prompt_seconds
 from tllm_spec.bench.replay_report import arguments_of, read_served, states_of
 from tllm_spec.bench.tune import (
     PLAIN,
     Candidate,
-    RoundSeconds,
     Score,
+    Times,
     best_of,
     candidates_of,
     score,
@@ -21,6 +22,7 @@ from tllm_spec.bench.tune import (
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.executor.build import build_executor
+from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.text.tokenizer import tokenizer_of
 
 MATCHES = {"decoding_type": "SA", "max_draft_len": 5}
@@ -46,11 +48,11 @@ def tune(
         spec = args.speculative_config
         if spec is None:
             raise ValueError(f"{name}: speculative_config = None has no drafts to tune")
-        seconds = measured_seconds(args, spec)
+        size = served_batch_size(args)
+        times = measured_times(args, spec, records, size)
         plain = [] if scores else [Candidate(PLAIN, PLAIN, None)]
         for each in [*plain, *candidates_of(name, spec)]:
-            size = served_batch_size(args)
-            scores.append(score(each, records, args, seconds(each.shape), size, states))
+            scores.append(score(each, records, args, times(each.shape), size, states))
     return scores
 
 
@@ -58,9 +60,14 @@ def served_batch_size(args: LlmArgs) -> int:
     return min(args.max_batch_size, args.max_num_tokens)
 
 
-def measured_seconds(args: LlmArgs, spec: DecodingBaseConfig) -> Callable[[str], RoundSeconds]:
-    """Round times of a drafter on this machine, by the name of the drafts' shape, as an adaptive
-    engine measures them at its start."""
+def measured_times(
+    args: LlmArgs,
+    spec: DecodingBaseConfig,
+    records: Sequence[TrafficRecord],
+    max_batch_size: int,
+) -> Callable[[str], Times]:
+    """Times of a drafter on this machine, by the name of the drafts' shape: of rounds, as an
+    adaptive engine measures them at its start, and of recorded prompts."""
     shapes, longest = candidates_of("", spec), spec.shapes.longest
     if not longest.is_tree:
         adaptive: dict[str, Any] = {"candidate_steps": [0, *(int(each.shape) for each in shapes)]}
@@ -79,11 +86,19 @@ def measured_seconds(args: LlmArgs, spec: DecodingBaseConfig) -> Callable[[str],
     off = {"record_traffic": None, "record_hidden_states": 0.0}
     options = args.as_options() | {"speculative_config": own} | off
     built = build_executor(LlmArgs(**options), tokenizer_of(args), lambda responses: None)
+    built.executor.enter_thread()
     controller = built.executor.parts.controller
 
-    def of_shape(name: str) -> RoundSeconds:
+    prompts = {
+        is_plain: measured_prompt_seconds(built, records, max_batch_size, with_drafts=not is_plain)
+        for is_plain in (False, True)
+    }
+
+    def of_shape(name: str) -> Times:
         tier = "0" if name == PLAIN else name
-        return lambda batch_size: controller.round_seconds(batch_size)[tier]
+        return Times(
+            lambda batch_size: controller.round_seconds(batch_size)[tier], prompts[name == PLAIN]
+        )
 
     return of_shape
 

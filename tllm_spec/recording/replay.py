@@ -101,22 +101,23 @@ def replay(
     with _target_of(_replayable(args, spec, longest)) as built_args:
         tokenizer = tokenizer_of(args)
         built = build_executor(built_args, tokenizer, _ignore, texts=texts)
-    requests = [_request(number, each, built.limits) for number, each in enumerate(records)]
+    requests = [request_of(number, each, built.limits) for number, each in enumerate(records)]
     built.executor.enter_thread()
     engine = built.executor.parts.runner.engine
     if not isinstance(engine, ReplayedEngine):
-        _run(built, requests)
+        run_to_end(built, requests)
     else:
         for first in range(0, len(requests), NUM_WITH_STATES):
             part = slice(first, first + NUM_WITH_STATES)
             _find_states(built, engine, requests[part], records[part], states)
-            _run(built, requests[part])
+            run_to_end(built, requests[part])
     if any(map(_needs_host, records)) and any(each.draft_pause.num_pauses for each in requests):
         simulated.append("next to logits processors, pauses of drafts begin a round earlier")
     return Replayed([request.counters.stats() for request in requests], simulated)
 
 
-def _run(built: BuiltExecutor, requests: Sequence[LlmRequest]) -> None:
+def run_to_end(built: BuiltExecutor, requests: Sequence[LlmRequest]) -> None:
+    """Raises ValueError if a request fails."""
     built.queue.put(list(requests))
     while built.executor.step():
         pass
@@ -154,7 +155,7 @@ def _find_states(
             }
             readers.append(replace(request, **whole))
     engine.is_reading = True
-    _run(built, readers)
+    run_to_end(built, readers)
     engine.is_reading = False
     # The requests have the same ids.
     built.executor.parts.sampler.groups.forget()
@@ -246,7 +247,7 @@ def _replayable(args: LlmArgs, spec: DecodingBaseConfig, longest: int) -> LlmArg
     )
 
 
-def _request(number: int, record: TrafficRecord, limits: RequestLimits) -> LlmRequest:
+def request_of(number: int, record: TrafficRecord, limits: RequestLimits) -> LlmRequest:
     """The recorded request. What changes the target's choice is left out."""
     wanted, longest = record.draft_limit, limits.max_draft_len
     sampling = record.sampling
