@@ -99,6 +99,24 @@ def test_each_step_is_compared_with_the_targets_logits_for_the_same_token(
     torch.testing.assert_close(agreements, expected_agreements)
 
 
+@torch.no_grad()
+def test_logits_are_of_tokens_that_count(target: LlamaForCausalLM, head: Eagle3Head) -> None:
+    tokens, unroll = torch.randint(12, (3, 8 + 3)), 3
+    counts = torch.rand(3, 11) < 0.4
+    own_tokens, share = tokens[1:], slice(1, None)
+    batch = training.Batch(own_tokens, counts, share)
+    found = training.unrolled(head, target, batch, unroll)
+    every = list(training.steps_along(head, target, own_tokens, unroll))
+    some = training.steps_along(head, target, own_tokens, unroll, counts=counts[share])
+    for step, (whole, part) in enumerate(zip(every, some, strict=True)):
+        own = counts[1:, whole.rows].flatten()
+        torch.testing.assert_close(part.losses, whole.losses[own])
+        assert torch.equal(part.is_best, whole.is_best[own])
+        number = counts[:, whole.rows].sum()
+        torch.testing.assert_close(found[0][step], whole.losses[own].sum() / number)
+        torch.testing.assert_close(found[1][step], whole.is_best[own].sum() / number)
+
+
 def test_later_steps_have_less_weight() -> None:
     torch.testing.assert_close(
         training.weighted(torch.tensor([1.0, 0.0, 0.0])), torch.tensor(1 / 2.71)

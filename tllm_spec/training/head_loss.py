@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.training.distill import (
     ARGMAX_SHARE,
     VALIDATION_LENGTH,
@@ -158,13 +159,13 @@ def steps_along(
                 features, target_logits = target_states(target, tokens, head.config.capture_layers)
             else:
                 features, target_logits = states[0], target.get_output_embeddings()(states[1])
-            chosen = counted.nonzero().squeeze(1).to(device)
+            chosen = to_device(counted.nonzero().squeeze(1), device)
             goal = labels(target_logits.flatten(0, 1)[chosen], head.draft_ids)
         for hidden, rows in step_states(head, target, features, tokens, unroll):
             predicting = (first + rows).flatten()
             own = counted[predicting].nonzero().squeeze(1)
-            logits = head.logits(hidden.flatten(0, 1)[own.to(device)])
-            numbers = number_of[predicting[own]].to(device)
+            logits = head.logits(hidden.flatten(0, 1)[to_device(own, device)])
+            numbers = to_device(number_of[predicting[own]], device)
             wanted, floor, best = (part[numbers] for part in goal)
             log_probs = F.log_softmax(logits, -1, dtype=torch.float32)
             losses = floor - (wanted * log_probs).sum(-1)

@@ -8,6 +8,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.recording.hidden_states import read_states_file
 from tllm_spec.recording.traffic_folder import read_records, states_files_of
 from tllm_spec.recording.traffic_record import TrafficRecord
@@ -104,9 +105,11 @@ def padded(
     read = [_states_of(text) for text in own if text.file is not None]
     states = None
     if read:
-        captured, hidden = (_rows(parts, width).to(device) for parts in zip(*read, strict=True))
+        captured, hidden = (
+            to_device(_rows(parts, width), device) for parts in zip(*read, strict=True)
+        )
         states = captured, hidden
-    return Batch(tokens.to(device), counts, share, states)
+    return Batch(to_device(tokens, device), counts, share, states)
 
 
 def _below(number: int) -> int:
