@@ -34,14 +34,21 @@ def test_prompts_are_measured_alone_and_together_and_read_as_a_whole(
 ) -> None:
     clock, sizes = SimpleNamespace(now=0.0), list[int]()
 
-    def run(built: BuiltExecutor, requests: Sequence[LlmRequest]) -> None:
-        assert len({each.cache_salt for each in requests}) == len(requests)
-        sizes.append(sum(len(each.tokens) for each in requests))
-        run_to_end(built, requests)
-        assert all(len(each.tokens) == each.prompt_len + 1 for each in requests)
-        assert not any(each.cached_tokens for each in requests)
-        clock.now += 1 + sizes[-1] / 10
+    def requests(*arguments: Any) -> list[LlmRequest]:
+        found = original(*arguments)
+        assert len({each.cache_salt for each in found}) == len(found)
+        sizes.append(sum(len(each.tokens) for each in found))
+        made.extend(found)
+        return found
 
+    def run(built: BuiltExecutor, last: Sequence[LlmRequest]) -> None:
+        run_to_end(built, last)
+        assert all(len(each.tokens) == each.prompt_len + 1 for each in made)
+        assert not any(each.cached_tokens for each in made)
+        clock.now += prompt_times.IN_A_ROW * (1 + sizes[-1] / 10)
+
+    made, original = list[LlmRequest](), prompt_times._requests
+    monkeypatch.setattr(prompt_times, "_requests", requests)
     monkeypatch.setattr(prompt_times, "run_to_end", run)
     monkeypatch.setattr(prompt_times, "perf_counter", lambda: clock.now)
     args = LlmArgs.from_kwargs(tiny, **OPTIONS)
