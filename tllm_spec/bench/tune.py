@@ -120,12 +120,10 @@ def score_of(
 ) -> Score:
     """rounds: of each record."""
     first = min(each.arrived_us for each in records)
-    requests = [
-        Request(
-            (each.arrived_us - first) / 1e6, len(each.prompt) - each.cached_tokens, stats.rounds
-        )
-        for each, stats in zip(records, rounds, strict=True)
-    ]
+    requests = []
+    for each, stats in zip(records, rounds, strict=True):
+        num_tokens = max(1, len(each.prompt) - each.cached_tokens)
+        requests.append(Request((each.arrived_us - first) / 1e6, num_tokens, stats.rounds))
     ran = simulate(requests, times, max_batch_size)
     lengths = [len(each.output) for each in records]
     total = sum(rounds, SpeculativeStats())

@@ -160,7 +160,7 @@ def attend(query: Tensor, cache: Cache) -> Tensor:
     rows = (query * head_dim**-0.5).reshape(batch, kv_heads, -1, head_dim)
     future = torch.ones(chains, chains, dtype=torch.bool, device=query.device).triu(1)
     shared = (rows @ cache.keys.mT).view(grouped).masked_fill(future, -torch.inf)
-    # A GEMM for each chain would be too small: products and sums are faster.
+    # Products and sums: as a GEMM each chain would have a few rows and columns only.
     own = (rows.view(grouped).unsqueeze(-2).float() * cache.own_keys.unsqueeze(2)).sum(-1)
     weights = torch.cat((shared, own), -1).softmax(-1)
     # Converted after slicing, which packs the rows: a GEMM over rows of S + k would be unaligned.
