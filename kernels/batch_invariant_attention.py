@@ -28,13 +28,10 @@ from tllm_spec.kernels.kv_codes import CODES, UNSCALED, KVScales
 from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.tree_mask import TreeMask, TreePaths
 from tllm_spec.kernels.window_attention import plain_window_attention
+from tllm_spec.kernels.window_splits import stages_next_to, tile_keys
 
 TILE_ROWS = 64  # a row is a query head of a token
 SPLIT_KEYS = 256
-# Bytes of keys, and as many of values, in flight while a program computes.
-TILE_BYTES = 16384
-MAX_TILE_KEYS = 128
-NUM_STAGES = 3
 # From this many programs on (four per multiprocessor of an H200) a program computes all splits of
 # its tile.
 ENOUGH_PROGRAMS = 528
@@ -221,6 +218,7 @@ def launch_attention(
     max_len = block_tables.shape[1] * page_size
     lengths = (max_len, -(-max_len // SPLIT_KEYS), num_tiles)
     output = q.new_empty(num_rows, heads * head_dim)
+    block_m = max(TILE_ROWS, 1 << (group - 1).bit_length())
     block_d = 1 << (head_dim - 1).bit_length()
     # Without contraction to fused multiply-adds, which may depend on the surrounding code.
     fixed = {"HEAD_DIM": head_dim, "SPLIT_KEYS": SPLIT_KEYS, "BLOCK_D": block_d}
@@ -239,10 +237,10 @@ def launch_attention(
         TREE=paths is not None,
         SPREADS=results is not None,
         WIDEN=q.device.type == "cpu",  # the interpreter cannot multiply bfloat16
-        BLOCK_M=max(TILE_ROWS, 1 << (group - 1).bit_length()),
-        BLOCK_N=max(16, min(MAX_TILE_KEYS, TILE_BYTES // (block_d * layer.element_size()))),
+        BLOCK_M=block_m,
+        BLOCK_N=tile_keys(q, layer, block_d),
         num_warps=4 if block_d <= 128 else 8,
-        num_stages=NUM_STAGES,
+        num_stages=stages_next_to(q, block_m, block_d),
         **fixed,
     )
     if results is not None:

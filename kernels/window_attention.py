@@ -34,13 +34,13 @@ from tllm_spec.kernels.window_attention_cuda import (
 )
 from tllm_spec.kernels.window_splits import (
     MAX_LONG_SPLITS,
-    MAX_TILE_KEYS,
     MAX_TILE_ROWS,
-    TILE_BYTES,
     Splits,
     WindowWorkspace,
     is_wide,
     power_of_two,
+    stages_next_to,
+    tile_keys,
     warps_of,
 )
 
@@ -221,7 +221,7 @@ def _launch_triton(call: _Call, windows: WindowSizes) -> torch.Tensor:
         min(windows.max_len, abs(span) or windows.max_len),
         is_wide=is_wide(windows.window, block_m),
     )
-    block_n = max(16, min(MAX_TILE_KEYS, TILE_BYTES // (block_d * layer.element_size())))
+    block_n = tile_keys(qkv, layer, block_d)
     lengths = (tables.block_tables, tables.block_tables.stride(0), tables.kv_lens, windows.max_len)
     partials = (workspace.outputs, workspace.log_sums)
     attention_kernel[(num_tiles, windows.batch, splits.number)](
@@ -249,7 +249,7 @@ def _launch_triton(call: _Call, windows: WindowSizes) -> torch.Tensor:
         BLOCK_D=block_d,
         WIDEN=qkv.device.type == "cpu",  # the interpreter cannot multiply bfloat16
         **warps_of(splits, block_m, block_d),
-        num_stages=3,
+        num_stages=stages_next_to(qkv, block_m, block_d),
     )
     if splits.number > 1:
         _reduce(call, windows, splits, block_n, output, offset)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tllm_spec.kernels.shared_memory import shared_memory_bytes
+
 # Programs of four warps. They keep the memory busy; more of them would only add overhead.
 PROGRAMS_PER_MULTIPROCESSOR = 3
 # Programs of two warps that run at once on a multiprocessor of an H200.
@@ -30,6 +32,7 @@ MIN_KEYS_PER_WIDE_SPLIT = 2 * MAX_TILE_ROWS
 MAX_NARROW_WINDOW = 8
 # Bytes of keys, and as many of values, in flight while a program computes.
 TILE_BYTES = 16384
+NUM_STAGES = 3
 # Registers of a thread when three programs of 128 threads share 65,536.
 MAX_REGISTERS = 168
 
@@ -114,3 +117,16 @@ def is_wide(window: int, block_m: int) -> bool:
 def power_of_two(size: int) -> int:
     """The smallest power of two that is not below `size`."""
     return 1 << (size - 1).bit_length()
+
+
+def tile_keys(q: torch.Tensor, layer: torch.Tensor, block_d: int) -> int:
+    """Keys of a block. Codes are multiplied in the type of the queries, and those of float32 need
+    four times the memory."""
+    size = q.element_size() if q.dtype == torch.float32 else layer.element_size()
+    return max(16, min(MAX_TILE_KEYS, TILE_BYTES // (block_d * size)))
+
+
+def stages_next_to(q: torch.Tensor, block_m: int, block_d: int) -> int:
+    """Stages of the pipeline of keys and values: one where a tile of queries leaves no room."""
+    used = block_m * block_d * q.element_size() + NUM_STAGES * TILE_BYTES
+    return NUM_STAGES if used <= shared_memory_bytes(q.device) else 1
