@@ -45,8 +45,8 @@ def measured_prompt_seconds(
 def _seconds(
     built: BuiltExecutor, group: Sequence[TrafficRecord], ids: Iterator[int], with_drafts: bool
 ) -> float:
-    """Of all prompts of the group at once, in rounds that follow one another, so that the host's
-    work overlaps with the device's as in a busy engine."""
+    """The time of all prompts of the group at once, in rounds that follow one another, so that the
+    host's work overlaps with the device's as in a busy engine."""
     times = []
     for _ in range(TRIALS):
         rounds = [_requests(built, group, ids, with_drafts) for _ in range(IN_A_ROW)]
@@ -62,7 +62,7 @@ def _seconds(
 def _requests(
     built: BuiltExecutor, group: Sequence[TrafficRecord], ids: Iterator[int], with_drafts: bool
 ) -> list[LlmRequest]:
-    """They end with their first token."""
+    """Requests for the group's prompts that end with their first token."""
     numbered = [request_of(next(ids), record, built.limits) for record in group]
     ending: dict[str, Any] = {"max_tokens": 1, "stop_checker": None}
     if not with_drafts:
