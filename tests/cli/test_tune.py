@@ -45,7 +45,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
         ([0, 0], [1, 2], 1, [11, 23]),  # one after the other
         ([0, 0], [1, 2], 2, [22, 23]),  # together, where a round takes twice as long
         ([0, 10.5], [3, 1], 2, [24, 13.5]),  # the second's prompt is read next to a round
-        ([0, 30], [0, 1], 2, [10, 11]),  # idle time counts for nobody
+        ([0, 30], [0, 1], 2, [10, 11]),  # idle time does not count
     ],
 )
 def test_requests_end_when_their_rounds_have_been_played(

@@ -160,14 +160,13 @@ def attend(query: Tensor, cache: Cache) -> Tensor:
     rows = (query * head_dim**-0.5).reshape(batch, kv_heads, -1, head_dim)
     future = torch.ones(chains, chains, dtype=torch.bool, device=query.device).triu(1)
     shared = (rows @ cache.keys.mT).view(grouped).masked_fill(future, -torch.inf)
-    # Products and sums: as a GEMM each chain would have a few rows and columns only.
-    own = (rows.view(grouped).unsqueeze(-2).float() * cache.own_keys.unsqueeze(2)).sum(-1)
+    own = torch.einsum("bngsd,bnskd->bngsk", rows.view(grouped), cache.own_keys)
     weights = torch.cat((shared, own), -1).softmax(-1)
     # Converted after slicing, which packs the rows: a GEMM over rows of S + k would be unaligned.
-    on_shared, on_own = weights[..., :chains].to(query.dtype), weights[..., chains:].unsqueeze(-1)
+    on_shared, on_own = weights[..., :chains].to(query.dtype), weights[..., chains:].to(query.dtype)
     mixed = (on_shared.flatten(2, 3) @ cache.values).view(grouped)
-    mixed = mixed + (on_own * cache.own_values.unsqueeze(2)).sum(-2)
-    return mixed.flatten(1, 2).to(query.dtype)
+    mixed = mixed + torch.einsum("bngsk,bnskd->bngsd", on_own, cache.own_values)
+    return mixed.flatten(1, 2)
 
 
 def target_states(
