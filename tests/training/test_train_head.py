@@ -29,7 +29,7 @@ from tllm_spec.training.head_files import load_head
 from tllm_spec.training.head_run import acceptance_of
 from tllm_spec.training.language_model import load_language_model
 from tllm_spec.training.ranks import ALONE, Ranks
-from tllm_spec.training.texts import Text, draw, read_texts, split
+from tllm_spec.training.texts import Text, batches, draw, read_texts, split
 
 ROOT = Path(__file__).parents[2]
 VARIANT = "--layers 2 --norm fc_norm --norm norm_output"
@@ -160,6 +160,27 @@ def test_the_engine_accepts_the_drafts_of_an_exported_head_as_training_said(
         said = acceptance_of(head, target, texts, 3)
     assert said["acceptance_length"] > 1.5
     assert replayed.acceptance_length == pytest.approx(said["acceptance_length"], abs=0.2)
+
+
+@torch.no_grad()
+def test_held_out_texts_in_batches_have_the_figures_of_each_alone(
+    model: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load_language_model(model, torch.float32, torch.device("cpu"))
+    head = load_head(trained, ModelConfig.from_pretrained(model)).eval()
+    torch.manual_seed(0)
+    texts = []
+    for length in (48, 18, 36, 12, 42, 24, 30):
+        record = counted(length % 7, 3, length - 3)
+        tokens = torch.tensor(record.prompt + record.output)
+        tokens[::9] = torch.randint(60, tokens[::9].shape)  # after which drafts are wrong
+        texts.append(Text(tokens, length // 6))
+    sizes = [[len(text.tokens) for text in batch] for batch in batches(texts, 96)]
+    assert sizes == [[12, 18, 24], [30, 36], [42, 48]]
+    together = acceptance_of(head, target, texts, 3)
+    assert 1.2 < together["acceptance_length"] < 3.8, together
+    monkeypatch.setattr(head_run, "VALIDATION_TOKENS", 1)
+    assert acceptance_of(head, target, texts, 3) == pytest.approx(together, abs=1e-5)
 
 
 @torch.no_grad()

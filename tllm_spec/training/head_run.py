@@ -27,7 +27,7 @@ from tllm_spec.training.head_files import (
 from tllm_spec.training.head_loss import steps_along, unrolled, weighted
 from tllm_spec.training.language_model import load_language_model
 from tllm_spec.training.ranks import Ranks
-from tllm_spec.training.texts import Text, draw, padded, read_texts, split
+from tllm_spec.training.texts import Text, batches, draw, padded, read_texts, split
 from tllm_spec.training.token_data import TokenData
 from tllm_spec.training.trainer import Settings, train
 from tllm_spec.zoo.registry import resolve_model
@@ -35,6 +35,7 @@ from tllm_spec.zoo.registry import resolve_model
 Kind = Literal["eagle3", "peagle"]
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 MAX_LENGTH = 2048  # tokens of a sequence
+VALIDATION_TOKENS = 2 * MAX_LENGTH  # of a batch
 MAX_DRAFT_VOCABULARY = 32_000
 
 
@@ -156,14 +157,15 @@ def acceptance_of(
     where the target's best tokens are accepted."""
     sums = torch.zeros(2, unroll, device=target.device)
     accepted: list[int] = []
-    for text in texts:
-        batch = padded([text], unroll, target.device)
+    for group in batches(texts, VALIDATION_TOKENS):
+        batch = padded(group, unroll, target.device)
         steps = list(steps_along(head, target, batch.tokens, unroll, batch.states))
         for index, step in enumerate(steps):
-            weights = batch.counts[0, step.rows].to(target.device)
+            weights = batch.counts[:, step.rows].flatten().to(target.device)
             sums[:, index] += torch.stack([(weights * step.losses).sum(), weights.sum()])
-        chains = num_matches(torch.stack([step.is_best for step in steps], -1)[None, :-1])
-        accepted += chain_rounds(chains[0, text.start : len(text.tokens)].tolist(), unroll)
+        is_best = torch.stack([step.is_best.view(len(group), -1) for step in steps], -1)
+        for text, matches in zip(group, num_matches(is_best[:, :-1]).tolist(), strict=True):
+            accepted += chain_rounds(matches[text.start : len(text.tokens)], unroll)
     figures = summary(accepted, unroll)
     return {
         "loss": weighted(sums[0] / sums[1]).item(),

@@ -91,6 +91,20 @@ def draw(
     return padded(chosen, unroll, device, share)
 
 
+def batches(texts: Sequence[Text], num_tokens: int) -> list[list[Text]]:
+    """All texts, in batches of at most `num_tokens`, or of one text. The texts of a batch count as
+    long as its longest one. They have similar lengths, and all have hidden states or none."""
+    found: list[list[Text]] = []
+    for text in sorted(texts, key=lambda text: (text.file is None, len(text.tokens))):
+        last = found[-1] if found else []
+        is_alike = bool(last) and (last[0].file is None) == (text.file is None)
+        if is_alike and (len(last) + 1) * len(text.tokens) <= num_tokens:
+            last.append(text)
+        else:
+            found.append([text])
+    return found
+
+
 def padded(
     texts: Sequence[Text], unroll: int, device: torch.device, share: slice = slice(None)
 ) -> Batch:
