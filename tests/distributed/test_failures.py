@@ -129,8 +129,9 @@ def test_two_models_run_next_to_each_other_and_only_one_ends_with_its_rank(folde
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_all_that_mpirun_started(folder: str) -> None:
+    """mpirun ends the others, too, perhaps before they have written why."""
     status, output = end_after_kill(mpirun(2, [*PROGRAM, folder, "none"]), 1)
-    assert status != 0 and "error rank 1 (process" in output, output
+    assert status != 0 and re.search(r"rank 1 \(process|signal 9", output), output
 
 
 @pytest.mark.slow
