@@ -82,14 +82,14 @@ def mask_states(
     num_pairs = features.shape[1] - unroll
     if head.training:
         num_anchors = max(1, num_pairs // 3 // ALIGNMENT) * ALIGNMENT
-        chosen = torch.randperm(num_pairs)[:num_anchors].to(features.device)
+        chosen = torch.randperm(num_pairs)[:num_anchors]
     else:
-        chosen = torch.arange(num_pairs, device=features.device)
-    rows = Rows.of(num_pairs, chosen, unroll - 1)
+        chosen = torch.arange(num_pairs)
+    rows = Rows.of(num_pairs, to_device(chosen, features.device), unroll - 1)
     pairs = features[:, :num_pairs], embeddings[:, 1 : 1 + num_pairs]
     hidden = torch.split(head(*pairs, mask_embedding, rows), rows.sizes, 1)
-    predicting = torch.split(rows.positions.cpu() + 1, rows.sizes)
-    yield from zip(hidden, predicting, strict=True)
+    places = [torch.arange(num_pairs), *(chosen + step for step in range(1, unroll))]
+    yield from zip(hidden, (each + 1 for each in places), strict=True)
 
 
 def chain_states(
