@@ -114,13 +114,17 @@ class SlotState:
     def num_real(self, slot_ids: torch.Tensor, shape: DraftShape) -> torch.Tensor:
         """As `num_verified`, also where the host knows it; for trees, on the longest path."""
         numbers = gather_rows(self.num_drafts, slot_ids).clamp_max(shape.num_nodes)
-        return self._on_longest_path(slot_ids, numbers)
+        return self._on_longest_path(slot_ids, numbers, shape)
 
-    def _on_longest_path(self, slot_ids: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """How many of the first `numbers` `[B]` drafts of slots `[B]` are on the longest path."""
+    def _on_longest_path(
+        self, slot_ids: torch.Tensor, numbers: torch.Tensor, shape: DraftShape
+    ) -> torch.Tensor:
+        """How many of the first `numbers` `[B]` drafts of slots `[B]` are on the longest path that
+        windows of this shape verify. A tree that was drafted for another shape may be deeper."""
         if self._trees is None:
             return numbers
-        return self._trees.tables.depths[slot_ids, numbers]  # nodes are ordered by depth
+        depths = self._trees.tables.depths[slot_ids, numbers]  # nodes are ordered by depth
+        return depths.clamp_max(shape.depth)
 
     def tree(self, slot_ids: torch.Tensor, shape: DraftShape) -> WindowTree | None:
         """The trees in windows of this shape of slots `[B]`; None: they are chains."""
@@ -184,7 +188,7 @@ class SlotState:
         self, slot_ids: torch.Tensor, num_verified: torch.Tensor, shape: DraftShape
     ) -> torch.Tensor:
         """`SampledTokens.num_drafts` of a round of slots `[B]`, for the host."""
-        columns = self._on_longest_path(slot_ids, num_verified).unsqueeze(1)
+        columns = self._on_longest_path(slot_ids, num_verified, shape).unsqueeze(1)
         num_budgets = self._expected.shape[1]
         if not num_budgets:
             return columns

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tests.executor.hooks import before_launch
 from tests.executor.one_group import all_are_free
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
@@ -40,6 +41,18 @@ class Harness:
         self.vocab_size = built.model_config.vocab_size
         self.responses: dict[int, list[Response]] = {}
         self._ids = count(1)
+        before_launch(built.executor, self._check_pages)
+
+    def _check_pages(self, batch: ScheduledBatch) -> None:
+        """Every row of the windows has a page of the request's own. Only dummy requests, of a
+        warm-up, have none."""
+        cache = self.parts.kv.cache
+        counts = batch.row_counts or [batch.shape.window] * len(batch.generation_requests)
+        for request, rows in zip(batch.generation_requests, counts, strict=True):
+            if request.request_id > 0:
+                groups = cache.groups_of(request.request_id)
+                room = max(len(own.pages) for own in groups) * cache.page_size
+                assert request.num_tokens_bound - 1 + rows <= room, (request, rows, room)
 
     def _receive(self, responses: list[Response]) -> None:
         for response in responses:
