@@ -87,7 +87,7 @@ class ReadyDrafts(Drafter):
         slot_ids = self._slot_ids(batch.generation_requests)
         batch.made_draft_len = int(self._slots.num_real(slot_ids, batch.shape).max())
         narrow = self._slots.shapes.of(batch.made_draft_len)
-        if narrow.num_nodes < batch.shape.num_nodes:  # there are pages for no more
+        if narrow.num_nodes <= batch.shape.num_nodes:  # there are pages for no more
             batch.shape = narrow
 
     def _slot_ids(self, requests: Sequence[LlmRequest]) -> torch.Tensor:
