@@ -12,10 +12,9 @@ from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.request_limits import Capacity
-from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.executor.request_queue import Shares, WaitingRequests
+from tllm_spec.executor.resources.interface import ResourceManager, SeqSlotManager
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, KVCacheManager
-from tllm_spec.executor.resources.seq_slots import SeqSlotManager
-from tllm_spec.executor.waiting import Shares, WaitingRequests
 
 # With `fair_preemption`, rounds between two requests that are given up for another client: what
 # they have computed may have to be computed again.

@@ -17,8 +17,8 @@ from tllm_spec.config.not_served import CHAT_NOT_SERVED, GENERATE_NOT_SERVED, NO
 from tllm_spec.config.option_checks import NotServed, refuse_not_served
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.draft_swap import DraftSwap
+from tllm_spec.executor.request import Response
 from tllm_spec.executor.request_queue import RequestQueue
-from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import Worker
 from tllm_spec.grammars import Grammars
 from tllm_spec.intake import Intake, Params

@@ -11,7 +11,7 @@ import torch
 from tllm_spec.config.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.executor.resources.window_tree import SlotTrees, WindowTree
 from tllm_spec.kernels import slot_windows
 from tllm_spec.kernels.accept_tree import Accepted

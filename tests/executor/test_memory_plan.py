@@ -20,9 +20,16 @@ from tllm_spec.executor.building import memory
 from tllm_spec.executor.building.engines import build_engines
 from tllm_spec.executor.building.memory import check_free_memory
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.engine.free_memory import free_bytes, machine_bytes
-from tllm_spec.executor.engine.memory_plan import DUMMY_PAGES, plan_num_pages, round_bytes
-from tllm_spec.executor.engine.page_plan import GroupPlan, PoolPlan, own_groups
+from tllm_spec.executor.engine.memory_plan import (
+    DUMMY_PAGES,
+    GroupPlan,
+    PoolPlan,
+    free_bytes,
+    machine_bytes,
+    own_groups,
+    plan_num_pages,
+    round_bytes,
+)
 from tllm_spec.executor.resources.kv_cache import SpanRoom
 from tllm_spec.kernels.int4_weights import MXFP4_GROUP
 from tllm_spec.kernels.key_spans import KeySpan

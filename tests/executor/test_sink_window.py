@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tllm_spec.attention.interface import AttentionMetadata
-from tllm_spec.executor.engine.sink_window import SinkWindow
+from tllm_spec.executor.engine.attention_groups import SinkWindow
 from tllm_spec.kernels.round_rows import RoundRows
 from tllm_spec.kernels.tree_mask import TreeMask
 

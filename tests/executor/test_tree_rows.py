@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, TreeRows, Windows
-from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import BlockTable
 from tllm_spec.kernels.tree_mask import TreeMask
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.option_checks import check_text
-from tllm_spec.executor.response import Response
+from tllm_spec.executor.request import Response
 from tllm_spec.outputs import Logprob, SpeculativeStats
 from tllm_spec.request_errors import SLOW_GRAMMAR, ContextLengthExceeded
 from tllm_spec.request_handle import RequestHandle

@@ -39,7 +39,7 @@ from tllm_spec.text.tokenizer import tokenizer_of
 from tllm_spec.zoo.registry import resolve_model
 
 if TYPE_CHECKING:
-    from tllm_spec.executor.response import Response
+    from tllm_spec.executor.request import Response
 
 # Of a replay, whatever was served: they change no count.
 MAX_BATCH_SIZE = 64

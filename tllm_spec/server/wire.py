@@ -18,10 +18,9 @@ from typing import Any
 
 import msgpack
 
-from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.request import LlmRequest, Response
 from tllm_spec.executor.request_limits import Capacity, RequestLimits
 from tllm_spec.executor.request_wire import pack_requests, unpack_requests
-from tllm_spec.executor.response import Response
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.outputs import Logprob, SpeculativeStats
 

@@ -18,8 +18,7 @@ import torch
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.engine.rows import Windows
-from tllm_spec.executor.graphs.eager_timing import TIMED_KV_LEN, eager_seconds
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
+from tllm_spec.executor.graphs.slot_graphs import TIMED_KV_LEN, GraphKey, SlotGraphs, eager_seconds
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState

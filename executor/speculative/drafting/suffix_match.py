@@ -12,7 +12,7 @@ import torch
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.config.text_search import SHARED_WIDTH, TextSearch
 from tllm_spec.executor.device.transfer import to_device
-from tllm_spec.executor.resources.shared_texts import NO_SALT, SharedTexts
+from tllm_spec.executor.resources.interface import NO_SALT, SharedTexts
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.proposer import DraftChains, Proposer
