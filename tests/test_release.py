@@ -81,6 +81,13 @@ def test_installing_and_the_image_take_the_tested_versions() -> None:
         assert "-c $(TESTED)" in text or text.count("pip install -c /src/deploy/") == 2, file
 
 
+def test_both_pages_say_what_the_check_of_a_change_runs() -> None:
+    targets = " ".join(re.findall(r"timed make (\w+)", (ROOT / ".ci/run").read_text("utf-8")))
+    assert targets
+    for page in ("AGENTS.md", "CONTRIBUTING.md"):
+        assert f"`make {targets}`" in (ROOT / page).read_text(encoding="utf-8"), page
+
+
 def test_a_warning_that_our_own_code_causes_is_an_error() -> None:
     with pytest.raises(DeprecationWarning):
         warnings.warn_explicit("old", DeprecationWarning, "llm.py", 1, module="tllm_spec.llm")
