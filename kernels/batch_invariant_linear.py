@@ -107,6 +107,7 @@ def launch_linear(
         BLOCK_IN=BLOCK_IN,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        enable_fp_fusion=True,
     )
     if spreads:
         add_chunks_kernel[(num_rows, -(-out_features // OUTPUTS_ADDED))](
@@ -121,5 +122,6 @@ def launch_linear(
             ADDS=False,
             BLOCK=OUTPUTS_ADDED,
             PDL=False,
+            enable_fp_fusion=True,
         )
     return output

@@ -21,8 +21,6 @@ from tllm_spec.kernels.programmatic_launch_triton import begin
 
 _BLOCK = 1024  # tokens per program with noise
 _LONG_BLOCK = 4096  # without noise, if there are enough rows to fill the device
-# Fused multiply-adds would change the last bit of the logarithms.
-_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def choose_token_triton(
@@ -121,6 +119,8 @@ def _best_of_parts(
     num_parts = triton.cdiv(vocab_size, block)
     part_values = torch.empty((num_rows, num_parts), dtype=torch.float32, device=device)
     part_tokens = torch.empty((num_rows, num_parts), dtype=torch.int32, device=device)
+    # Fused multiply-adds would change the last bit of the logarithms.
+    options = {**programmatic_launch(device), "enable_fp_fusion": False}
     _choose_part[(num_rows, num_parts)](
         logits,
         logits.stride(0),
@@ -137,8 +137,8 @@ def _best_of_parts(
         vocab_size,
         domain,
         block,
-        **programmatic_launch(device),
-        **_OPTIONS,
+        num_warps=4,
+        **options,
     )
     return part_values, part_tokens
 
@@ -161,7 +161,8 @@ def gumbel_noise_triton(
         num_tokens,
         domain,
         _BLOCK,
-        **_OPTIONS,
+        num_warps=4,
+        enable_fp_fusion=False,
     )
     return noise
 

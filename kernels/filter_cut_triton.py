@@ -19,7 +19,6 @@ from tllm_spec.kernels.filter_cut import filter_cut
 _BLOCK = 1024  # tokens per program
 _NUM_KEYS = 65536
 _WALK = 4096  # keys per step
-_OPTIONS = {"enable_fp_fusion": False}
 
 
 def filter_cut_triton(
@@ -41,7 +40,8 @@ def filter_cut_triton(
     parameters = [item for x in (temperature, top_k, top_p, min_p) for item in (x, x.stride(0))]
     bits = logits.view(torch.int16)
     grid = (num_rows, triton.cdiv(vocab_size, _BLOCK))
-    _count_keys[grid](bits, bits.stride(0), *parameters, counts, vocab_size, _BLOCK, _NUM_KEYS)
+    sizes = (vocab_size, _BLOCK, _NUM_KEYS)
+    _count_keys[grid](bits, bits.stride(0), *parameters, counts, *sizes, enable_fp_fusion=True)
     _find_cut[(num_rows,)](
         *parameters,
         counts,
@@ -51,7 +51,7 @@ def filter_cut_triton(
         _WALK,
         _NUM_KEYS,
         num_warps=8,
-        **_OPTIONS,
+        enable_fp_fusion=False,
     )
     return cut
 

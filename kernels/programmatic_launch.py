@@ -25,8 +25,9 @@ import torch
 
 @functools.cache
 def programmatic_launch(device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of a launch: the kernel's constant PDL, and Triton's option where the
-    device supports it."""
+    """Keyword arguments of a launch: the kernel's constant PDL, Triton's option where the device
+    supports it, and fused multiply-adds, for which Triton's default differs by release."""
+    fusion = {"enable_fp_fusion": True}
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"PDL": False}
-    return {"PDL": True, "launch_pdl": True}
+        return {"PDL": False, **fusion}
+    return {"PDL": True, "launch_pdl": True, **fusion}

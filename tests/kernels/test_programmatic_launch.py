@@ -1,5 +1,5 @@
-"""The rules that make programmatic dependent launch (PDL) safe, checked in the kernels' sources.
-They need no device."""
+"""The rules that make programmatic dependent launch (PDL) safe, and what every launch of a Triton
+kernel says, checked in the kernels' sources. They need no device."""
 
 import ast
 import re
@@ -111,3 +111,43 @@ def test_the_cuda_window_kernel_reads_only_older_data_before_it_waits() -> None:
         reads = re.findall(rf"(\S*)\bw\.{name}\b(?! ==)", stream)
         assert reads and all("__ldcg(" in read for read in reads), name
     assert not re.search(r"w\.(qkv|cos_sin|norm_weight|kv_slots)\b", stream)
+
+
+def test_no_launch_inherits_tritons_default_of_fused_multiply_adds() -> None:
+    """The default may differ by release, and with it the bits."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(KERNELS.rglob("*.py"))]
+    functions = {
+        node.name
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
+    }
+    launched = set()
+    for tree in trees:
+        setting = names_with_the_fusion(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                name = ast.unparse(node.func.value)
+                launched.add(name)
+                given = {each.arg or ast.unparse(each.value) for each in node.keywords}
+                says = any(sets_the_fusion(each) for each in given) or given & setting
+                assert says or name not in functions, ast.unparse(node)
+    assert len(launched & functions) > 60
+
+
+def sets_the_fusion(text: str) -> bool:
+    return "enable_fp_fusion" in text or text.startswith("programmatic_launch(")
+
+
+def names_with_the_fusion(tree: ast.Module) -> set[str]:
+    """Dictionaries of keywords that contain the option."""
+    return {
+        each.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and re.search(r"enable_fp_fusion|programmatic_launch\(", ast.unparse(node))
+        for target in node.targets
+        for each in ast.walk(target)
+        if isinstance(each, ast.Name)
+    }
