@@ -60,9 +60,10 @@ from tllm_spec.kernels.fp8_gemms import Fp8Gemms, tile_scales
 from tllm_spec.kernels.fp8_linear import fp8_linear
 from tllm_spec.kernels.int4_weights import group_words
 from tllm_spec.kernels.quantise_rows import quantise_rows
+from tllm_spec.kernels.rms_norm import NormWeight
 from tllm_spec.kernels.scaled_linear import BLOCK, scaled_linear
 from tllm_spec.kernels.scaled_linear_slices import multiply_slices, slice_outputs
-from tllm_spec.kernels.small_m_gemm import NormWeight, small_m_gemm
+from tllm_spec.kernels.small_m_gemm import small_m_gemm
 from tllm_spec.kernels.small_m_plan import MAX_ROWS
 from tllm_spec.models.experts import Experts
 from tllm_spec.models.formats.fp8_formats import ActivationScales

@@ -169,9 +169,9 @@ def small_m_sides(
     layer: str, rows: int, in_features: int, out_features: int
 ) -> dict[str, Callable[[torch.Tensor], object]]:
     """qkv and gate_up follow a norm; o and down add to a running sum."""
-    from tllm_spec.kernels.rms_norm import rms_norm
+    from tllm_spec.kernels.rms_norm import NormWeight, rms_norm
     from tllm_spec.kernels.silu_and_mul import silu_and_mul
-    from tllm_spec.kernels.small_m_gemm import NormWeight, small_m_gemm
+    from tllm_spec.kernels.small_m_gemm import small_m_gemm
 
     x = torch.randn(rows, in_features, device=CUDA, dtype=BF16)
     norm = NormWeight(torch.ones(in_features, device=CUDA, dtype=BF16), 1e-5)

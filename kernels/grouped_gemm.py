@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tllm_spec.kernels.dequantise import BLOCK
 from tllm_spec.kernels.dispatch import with_kernel
 from tllm_spec.kernels.fp8_linear import fp8_linear, inputs_added
 from tllm_spec.kernels.grouped_tilings import MOST_ROWS, Form, Tiling, tilings_of
@@ -24,7 +25,7 @@ from tllm_spec.kernels.int4_weights import (
 )
 from tllm_spec.kernels.moe_permute import ExpertRows
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
-from tllm_spec.kernels.scaled_linear import BLOCK, check_scaled, dequantised
+from tllm_spec.kernels.scaled_linear import check_scaled, dequantised
 from tllm_spec.kernels.shared_memory import shared_memory_bytes
 
 GATE_SLOPE = 1.702  # of gpt-oss's SwiGLU

@@ -8,7 +8,7 @@ from tllm_spec.kernels.quantise_rows_triton import on_grid
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def encoded(numbers: tl.tensor, inverse_scale: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+def encoded_block(numbers: tl.tensor, inverse_scale: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """`numbers` as a pool of type DTYPE stores them."""
     if tl.float8e4nv == DTYPE:
         scaled = numbers.to(tl.float32) * inverse_scale

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tllm_spec.kernels.kv_codes import CODES, UNSCALED, KVScales
-from tllm_spec.kernels.kv_codes_triton import encoded
+from tllm_spec.kernels.kv_codes_triton import encoded_block
 from tllm_spec.kernels.latent_write import LatentNorm
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
@@ -103,13 +103,13 @@ def latent_write_kernel(
         mean_square = tl.div_rn(tl.sum(values * values, 0), SIZE * 1.0)
         normed = values * tl.rsqrt(mean_square + eps) * weights
         target = layer + tl.load(kv_slots + row) * (SIZE + 2 * HALF)
-        entry = encoded(normed.to(own_type), inverse_scale, stored)
+        entry = encoded_block(normed.to(own_type), inverse_scale, stored)
         tl.store(target + columns, entry, mask=real)
         low = tl.load(source + SIZE + pairs, mask=own, other=0.0).to(tl.float32)
         high = tl.load(source + SIZE + HALF + pairs, mask=own, other=0.0).to(tl.float32)
         new_low, new_high = low * cos - high * sin, high * cos + low * sin
-        low = encoded(new_low.to(own_type), inverse_scale, stored)
-        high = encoded(new_high.to(own_type), inverse_scale, stored)
+        low = encoded_block(new_low.to(own_type), inverse_scale, stored)
+        high = encoded_block(new_high.to(own_type), inverse_scale, stored)
         tl.store(target + SIZE + pairs, low, mask=own)
         tl.store(target + SIZE + HALF + pairs, high, mask=own)
     elif NUM_HEADS > 0:  # there are no queries otherwise, not even a pointer

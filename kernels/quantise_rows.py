@@ -7,9 +7,8 @@ import torch
 
 from tllm_spec.kernels.dequantise import BLOCK
 from tllm_spec.kernels.dispatch import with_kernel
-from tllm_spec.kernels.rms_norm import rms_norm
+from tllm_spec.kernels.rms_norm import NormWeight, rms_norm
 from tllm_spec.kernels.silu_and_mul import silu_and_mul
-from tllm_spec.kernels.small_m_gemm import NormWeight
 
 LARGEST = 448.0  # of E4M3
 SMALLEST_SCALE = 2.0**-96  # of zeros, too: neither 0 nor subnormal

@@ -13,7 +13,7 @@ from tllm_spec.kernels.dequantise import BLOCK
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
 from tllm_spec.kernels.quantise_rows import LARGEST, ROWS_TOGETHER, SMALLEST_SCALE
-from tllm_spec.kernels.small_m_gemm import NormWeight
+from tllm_spec.kernels.rms_norm import NormWeight
 
 _ELEMENTS_PER_WARP = 512  # two 16-byte loads of 2-byte elements per thread
 _PART = 1024  # columns per program, where a program need not have the whole row

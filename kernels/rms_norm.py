@@ -1,10 +1,21 @@
 """RMSNorm of rows: a Triton kernel if Triton is available, otherwise the plain-torch reference,
 which is the definition. For a few rows `small_m_gemm` norms its own input instead."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 from tllm_spec.kernels.dispatch import with_kernel
+
+
+@dataclass(frozen=True)
+class NormWeight:
+    """RMSNorm of the input; eps is added to the mean square."""
+
+    weight: torch.Tensor
+    """`[K]`, of the rows' dtype or float32."""
+    eps: float
 
 
 @with_kernel("rms_norm_triton.rms_norm_triton")

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tllm_spec.kernels.kv_codes import CODES, UNSCALED, KVScales
-from tllm_spec.kernels.kv_codes_triton import encoded
+from tllm_spec.kernels.kv_codes_triton import encoded_block
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary
@@ -126,5 +126,5 @@ def rotary_write_kernel(
     kept = real & (heads >= Q_HEADS)
     inverse_scale = tl.where(half == 0, inverse_key_scale, inverse_value_scale)
     stored: tl.constexpr = layer.dtype.element_ty
-    tl.store(targets, encoded(new_low, inverse_scale, stored), mask=kept)
-    tl.store(targets + HALF, encoded(new_high, inverse_scale, stored), mask=kept)
+    tl.store(targets, encoded_block(new_low, inverse_scale, stored), mask=kept)
+    tl.store(targets + HALF, encoded_block(new_high, inverse_scale, stored), mask=kept)

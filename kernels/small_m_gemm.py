@@ -9,27 +9,17 @@ weight and divides the finished sums by the root mean square. The reference roun
 Everything else is float32, rounded once."""
 
 import ctypes
-from dataclasses import dataclass
 
 import torch
 
 from tllm_spec.kernels import nvrtc
 from tllm_spec.kernels.int4_weights import check_int4
-from tllm_spec.kernels.rms_norm import rms_norm
+from tllm_spec.kernels.rms_norm import NormWeight, rms_norm
 from tllm_spec.kernels.scaled_linear import BLOCK, check_scaled, scaled_linear
 from tllm_spec.kernels.silu_and_mul import silu_and_mul
 from tllm_spec.kernels.small_m_plan import MAX_ROWS, WIDE, Stored, plan, splits_that_fit
 
 FP8 = torch.float8_e4m3fn
-
-
-@dataclass(frozen=True)
-class NormWeight:
-    """RMSNorm of the input; eps is added to the mean square."""
-
-    weight: torch.Tensor
-    """`[K]`, of the rows' dtype or float32."""
-    eps: float
 
 
 def small_m_gemm(

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from tllm_spec.kernels.attention_sinks_triton import sink_scores
 from tllm_spec.kernels.key_spans_triton import first_key
-from tllm_spec.kernels.kv_codes_triton import encoded, widened
+from tllm_spec.kernels.kv_codes_triton import encoded_block, widened
 from tllm_spec.kernels.programmatic_launch_triton import launch_dependents, wait_for_previous
 from tllm_spec.kernels.tree_mask_triton import is_set
 from tllm_spec.kernels.window_splits_triton import LENGTHS, OFFSETS, shares
@@ -220,8 +220,8 @@ def _write_window(
     value_offsets = (tokens * num_heads + heads + KV_HEADS) * HEAD_DIM
     values = tl.load(qkv + value_offsets[:, None] + dims[None, :], mask=own, other=0.0)
     slots = tl.load(kv_slots + tokens, mask=is_own, other=0)
-    keys = encoded(keys, key_inverse, layer.dtype.element_ty)
-    values = encoded(values, value_inverse, layer.dtype.element_ty)
+    keys = encoded_block(keys, key_inverse, layer.dtype.element_ty)
+    values = encoded_block(values, value_inverse, layer.dtype.element_ty)
     targets = layer + ((slots * KV_HEADS + kv_head) * HEAD_DIM)[:, None] + dims[None, :]
     tl.store(targets, keys, mask=own)
     tl.store(targets + value_offset, values, mask=own)

@@ -26,9 +26,9 @@ from tllm_spec.kernels.grouped_tilings import Form, block_rows_of
 from tllm_spec.kernels.int4_weights import row_bytes, row_words
 from tllm_spec.kernels.key_spans import KeySpan, KeySpans
 from tllm_spec.kernels.moe_permute import ExpertRows
+from tllm_spec.kernels.rms_norm import NormWeight
 from tllm_spec.kernels.rotary_write import HeadWeights
 from tllm_spec.kernels.round_rows import RoundRows
-from tllm_spec.kernels.small_m_gemm import NormWeight
 from tllm_spec.kernels.tree_mask import TreeMask, TreePaths
 
 FLOATS = (torch.bfloat16, torch.float32)  # float16 takes as much as bfloat16

@@ -13,9 +13,8 @@ from tests.kernels.interpreter import (
     stored,
 )
 from tllm_spec.kernels.quantise_rows import LARGEST, SMALLEST_SCALE, quantise_rows
-from tllm_spec.kernels.rms_norm import rms_norm
+from tllm_spec.kernels.rms_norm import NormWeight, rms_norm
 from tllm_spec.kernels.silu_and_mul import silu_and_mul
-from tllm_spec.kernels.small_m_gemm import NormWeight
 from tllm_spec.kernels.triton_support import has_kernels
 
 FP8 = torch.float8_e4m3fn

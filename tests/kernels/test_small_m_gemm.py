@@ -18,8 +18,9 @@ from tllm_spec.kernels.int4_weights import (
     int4_dequantised,
     packed,
 )
+from tllm_spec.kernels.rms_norm import NormWeight
 from tllm_spec.kernels.scaled_linear import BLOCK
-from tllm_spec.kernels.small_m_gemm import FP8, NormWeight, plain_small_m_gemm, serves, small_m_gemm
+from tllm_spec.kernels.small_m_gemm import FP8, plain_small_m_gemm, serves, small_m_gemm
 from tllm_spec.kernels.small_m_plan import MAX_ROWS, WIDE, Ring, Stored
 
 EPS = 1e-5

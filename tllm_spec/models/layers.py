@@ -8,7 +8,7 @@ import torch
 from tllm_spec.kernels.rms_norm import rms_norm
 from tllm_spec.kernels.rotary_write import HeadWeights
 from tllm_spec.kernels.row_copies import gather_rows, gather_slice_rows
-from tllm_spec.kernels.small_m_gemm import NormWeight
+from tllm_spec.kernels.rms_norm import NormWeight
 from tllm_spec.models.module import Module, Placement, StoredWeight, WeightSlot, sibling
 
 
