@@ -53,7 +53,7 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     load_mtp,
 )
 from tllm_spec.executor.speculative.modes import DraftPlan
-from tllm_spec.kernels.key_spans import KeySpan
+from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.registry import LoadFormat, load_model

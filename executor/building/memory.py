@@ -18,8 +18,8 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     draft_folder,
 )
 from tllm_spec.executor.speculative.modes import text_bytes_of
-from tllm_spec.kernels.cublas_lt import WORKSPACE_BYTES
-from tllm_spec.kernels.paged_prefill import PLAN_BYTES
+from tllm_spec.kernels.attention.paged_prefill import PLAN_BYTES
+from tllm_spec.kernels.gemm.cublas_lt import WORKSPACE_BYTES
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.registry import blank_model, weight_bytes

@@ -25,9 +25,9 @@ from tllm_spec.executor.speculative.draft_length.draft_len_limits import rows_wi
 from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
 from tllm_spec.executor.speculative.drafting.corpus import read_corpus
 from tllm_spec.executor.speculative.modes import draft_plan_of
-from tllm_spec.kernels.delta_blocks import BLOCK_ROWS
+from tllm_spec.kernels.dispatch import has_kernels
 from tllm_spec.kernels.nvrtc import why_unavailable
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.states.delta_blocks import BLOCK_ROWS
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.zoo.registry import resolve_model

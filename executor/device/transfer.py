@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.kernels.send_results import send_results
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import has_kernels
+from tllm_spec.kernels.slots.row_copies import send_results
 
 # The device's time between two points of its stream.
 

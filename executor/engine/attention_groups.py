@@ -15,9 +15,9 @@ from tllm_spec.attention.interface import (
 from tllm_spec.attention.recurrent import RecurrentMemory, RecurrentRows
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
-from tllm_spec.kernels.gated_delta import DeltaBlocks, DeltaRows
-from tllm_spec.kernels.move_kv import move_kv
-from tllm_spec.kernels.round_rows import RoundRows
+from tllm_spec.kernels.attention.move_kv import move_kv
+from tllm_spec.kernels.slots.round_rows import RoundRows
+from tllm_spec.kernels.states.gated_delta import DeltaBlocks, DeltaRows
 
 # What a draft network sees of long texts: the first tokens and the last ones, in whole pages.
 #

@@ -22,8 +22,8 @@ from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.executor.resources.kv_cache import SpanRoom
 from tllm_spec.executor.sampling.grammar_masks import mask_words
 from tllm_spec.executor.sampling.logprobs import BYTES_PER_LOGIT, SAMPLING_BYTES
-from tllm_spec.kernels.key_spans import KeySpan
-from tllm_spec.kernels.scaled_linear_slices import MAX_BYTES as MAX_SLICE_BYTES
+from tllm_spec.kernels.attention.visible_keys import KeySpan
+from tllm_spec.kernels.gemm.scaled_linear import MAX_BYTES as MAX_SLICE_BYTES
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import DraftHead
 from tllm_spec.models.formats.stacked_weight import WIDE_BYTES
@@ -264,7 +264,7 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
     * What else sampling allocates, which is cut into parts of `SAMPLING_BYTES`
       (`sampling/working_memory.py`), and the token counts of penalised requests (5 bytes a token
       of the vocabulary, twice while they grow).
-    * A slice of a quantised weight in 16 bits, and its sums (`kernels/scaled_linear_slices.py`),
+    * A slice of a quantised weight in 16 bits, and its sums (`kernels/gemm/scaled_linear.py`),
       once more in the graphs' pool.
     * Exact 4-bit weights of a layer's experts in 16 bits, of long prompts
       (`models/formats/stacked_weight.py`).

@@ -22,7 +22,7 @@ from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.executor.graphs.slot_graphs import Captured, GraphPool
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.kernels.paged_prefill import PrefillLimits
+from tllm_spec.kernels.attention.paged_prefill import PrefillLimits
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from tllm_spec.config.text_search import SHARED_WIDTH
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.kernels.suffix_match import NO_TOKEN, TextTable
+from tllm_spec.kernels.drafts.suffix_match import NO_TOKEN, TextTable
 
 
 class ResourceManager:

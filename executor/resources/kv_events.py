@@ -20,7 +20,7 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.radix import NO_PAGE, Node
-from tllm_spec.kernels.key_spans import KeySpan
+from tllm_spec.kernels.attention.visible_keys import KeySpan
 
 # Names of cached pages that processes agree on: a hash of a page's tokens, of all tokens before
 # them and of the salt.

@@ -10,10 +10,9 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.state import SamplingState
-from tllm_spec.kernels.accept_tree import Accepted, descend
-from tllm_spec.kernels.choose_token import choose_best
-from tllm_spec.kernels.gumbel import COIN_DOMAIN, RESIDUAL_DOMAIN, gumbel_noise, uniform
-from tllm_spec.kernels.slot_tables import SyntheticRates, TreeRates
+from tllm_spec.kernels.sampling.choose_token import choose_best
+from tllm_spec.kernels.sampling.gumbel import COIN_DOMAIN, RESIDUAL_DOMAIN, gumbel_noise, uniform
+from tllm_spec.kernels.slots.accept import Accepted, SyntheticRates, TreeRates, descend
 
 # Classical speculative sampling: accept a draft with probability min(1, p / q), otherwise draw
 # from the normalised (p - q)+.

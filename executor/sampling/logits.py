@@ -4,7 +4,7 @@ import torch
 
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling.row_group import RowGroup
-from tllm_spec.kernels.choose_token import choose_best
+from tllm_spec.kernels.sampling.choose_token import choose_best
 
 # Edits of logits before temperature (penalties, min_tokens), and the distribution of a greedy row.
 # Pure functions over rows.

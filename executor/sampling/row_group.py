@@ -16,7 +16,7 @@ from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.window_tree import WindowTree
 from tllm_spec.executor.sampling.state import RowParameters, SamplingState
-from tllm_spec.kernels.round_rows import RoundRows
+from tllm_spec.kernels.slots.round_rows import RoundRows
 
 
 @dataclass(frozen=True)

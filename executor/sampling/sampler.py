@@ -35,11 +35,11 @@ from tllm_spec.executor.sampling.logprobs import (
 )
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups, RowPositions, Subset
 from tllm_spec.executor.sampling.state import RowParameters, SamplingState
-from tllm_spec.kernels.accept_tree import Accepted
-from tllm_spec.kernels.choose_token import choose_best, choose_token
-from tllm_spec.kernels.filter_cut import filter_cut
-from tllm_spec.kernels.gumbel import gumbel_noise
-from tllm_spec.kernels.row_copies import gather_rows
+from tllm_spec.kernels.sampling.choose_token import choose_best, choose_token
+from tllm_spec.kernels.sampling.gumbel import gumbel_noise
+from tllm_spec.kernels.sampling.logit_filters import filter_cut
+from tllm_spec.kernels.slots.accept import Accepted
+from tllm_spec.kernels.slots.row_copies import gather_rows
 
 
 class Sampler:

@@ -19,8 +19,8 @@ from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.row_group import NO_REQUESTS, RowGroup, RowGroups, RowPositions
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
-from tllm_spec.kernels.choose_token import offer_token
-from tllm_spec.kernels.round_rows import RoundRows
+from tllm_spec.kernels.sampling.choose_token import offer_token
+from tllm_spec.kernels.slots.round_rows import RoundRows
 
 
 class ShardedRowGroups(RowGroups):

@@ -36,14 +36,14 @@ from tllm_spec.attention.latent import LatentBackend, TritonLatent, VanillaLaten
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building import plan as plan_module
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.kernels.planned_latent import (
+from tllm_spec.kernels.attention.planned_latent import (
     PLAN_BYTES,
     WORKSPACE_BYTES,
     LatentRows,
     PlannedLatent,
     plain_planned_latent,
 )
-from tllm_spec.kernels.tree_mask import TreeMask
+from tllm_spec.kernels.attention.visible_keys import TreeMask
 
 DEEPSEEK = LatentGeometry(1, 16, 512, 64, 128, 128, 0.1)
 

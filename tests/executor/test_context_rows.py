@@ -25,7 +25,7 @@ from tllm_spec.executor.graphs.slot_graphs import GraphPool
 from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import BlockTable
 from tllm_spec.executor.sampling.state import SamplingState
-from tllm_spec.kernels.paged_prefill import PrefillRows
+from tllm_spec.kernels.attention.paged_prefill import PrefillRows
 
 CPU = torch.device("cpu")
 NUM_PAGES, PAGE_SIZE, DUMMY = 40, 4, 3

@@ -31,10 +31,10 @@ from tllm_spec.executor.engine.memory_plan import (
     round_bytes,
 )
 from tllm_spec.executor.resources.kv_cache import SpanRoom
-from tllm_spec.kernels.int4_weights import MXFP4_GROUP
-from tllm_spec.kernels.key_spans import KeySpan
-from tllm_spec.kernels.kv_codes import UNSCALED
-from tllm_spec.kernels.scaled_linear_slices import MAX_BYTES
+from tllm_spec.kernels.attention.kv_codes import UNSCALED
+from tllm_spec.kernels.attention.visible_keys import KeySpan
+from tllm_spec.kernels.gemm.int4_weights import MXFP4_GROUP
+from tllm_spec.kernels.gemm.scaled_linear import MAX_BYTES
 from tllm_spec.llm import LLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.int4_formats import Int4Groups

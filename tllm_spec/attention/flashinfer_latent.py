@@ -11,7 +11,7 @@ from tllm_spec.attention.interface import AttentionMetadata
 from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.latent import LatentWindows, TritonLatent
-from tllm_spec.kernels.planned_latent import (
+from tllm_spec.kernels.attention.planned_latent import (
     DTYPES,
     LATENT_DIM,
     PLAN_BYTES,

@@ -35,8 +35,8 @@ from tllm_spec.executor.speculative.drafting.missed_tokens import missed_by, rea
 from tllm_spec.executor.speculative.drafting.proposer import DraftChains, write_drafts
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, RoundEnd, WindowResult
 from tllm_spec.executor.speculative.drafting.tree_drafting import TreeDrafting
-from tllm_spec.kernels.beam_pool import DraftTree
-from tllm_spec.kernels.row_copies import gather_rows
+from tllm_spec.kernels.drafts.draft_beams import DraftTree
+from tllm_spec.kernels.slots.row_copies import gather_rows
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.proposer import DraftChains, Proposer
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
-from tllm_spec.kernels.beam_pool import DraftTree
-from tllm_spec.kernels.path_trees import path_trees
-from tllm_spec.kernels.suffix_match import (
+from tllm_spec.kernels.drafts.draft_beams import DraftTree
+from tllm_spec.kernels.drafts.path_trees import path_trees
+from tllm_spec.kernels.drafts.suffix_match import (
     EVERYONE,
     NO_TOKEN,
     Matches,
