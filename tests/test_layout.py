@@ -12,10 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.layout_walk import WALKS, walk
+
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("executor", "kernels")
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
+# Functions of the product, and their files, that one `LLM.generate` runs through.
+MAX_WALKS = {"plain": (383, 64), "EAGLE-3": (444, 81), "EAGLE-3 tree + SA": (492, 92)}
+MAX_FRAMES, MAX_FRAME_FILES = 9, 6  # from `PyExecutor.step` to the target's forward
 # The worker's main and calls of users' programs: only these may turn any fault into an answer.
 BORDERS = {
     "executor/worker.py",
@@ -288,3 +293,14 @@ def test_only_the_borders_catch_everything() -> None:
 
 def test_no_module_is_called_utils() -> None:
     assert not [path for path in python_files() if path.stem in ("utils", "util")]
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_a_request_runs_through_few_functions(name: str) -> None:
+    found = walk(WALKS[name])
+    num_functions, num_files = MAX_WALKS[name]
+    assert len(found.functions) <= num_functions, sorted(found.functions)
+    assert len(found.files) <= num_files, sorted(found.files)
+    frames = found.to_forward
+    assert len(frames) <= MAX_FRAMES, frames
+    assert len({file for file, _, _ in frames}) <= MAX_FRAME_FILES, frames
