@@ -29,10 +29,8 @@ from tllm_spec.executor.device.device_choice import use_device
 from tllm_spec.executor.executor_parts import ExecutorParts, state_of
 from tllm_spec.executor.faults import described
 from tllm_spec.executor.request import LlmRequest, RequestState, Response, response_of
-from tllm_spec.executor.rounds.launched_round import LaunchedRound
-from tllm_spec.executor.rounds.round_clock import RoundClock
-from tllm_spec.executor.rounds.round_outcome import RoundOutcome
-from tllm_spec.executor.rounds.round_reader import RoundReader
+from tllm_spec.executor.rounds.round_reader import RoundClock, RoundOutcome, RoundReader
+from tllm_spec.executor.rounds.round_results import LaunchedRound
 from tllm_spec.executor.totals import Totals
 
 _needs_host_tokens = attrgetter("needs_host_tokens")

@@ -13,7 +13,7 @@ from typing import Any
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.rounds.round_outcome import RoundOutcome
+from tllm_spec.executor.rounds.round_reader import RoundOutcome
 from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.outputs import SpeculativeStats
 

@@ -21,7 +21,7 @@ from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.device.transfer import TextStates
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.rounds.launched_round import LaunchedRound
+from tllm_spec.executor.rounds.round_results import LaunchedRound
 from tllm_spec.recording.hidden_states import HiddenStates
 from tllm_spec.recording.traffic_folder import TrafficFolder
 from tllm_spec.recording.traffic_record import TrafficRecord, rounds_until

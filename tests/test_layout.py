@@ -58,20 +58,18 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.executor.rounds.context_rounds",),
     (
         "tllm_spec.executor.rounds.decode_rounds",
-        "tllm_spec.executor.rounds.round_reader",
         "tllm_spec.executor.totals",
         "tllm_spec.executor.traffic_recorder",
         "tllm_spec.executor.draft_weights",
     ),
-    ("tllm_spec.executor.rounds.decode_step", "tllm_spec.executor.rounds.round_outcome"),
+    ("tllm_spec.executor.rounds.round_reader",),
     (
         "tllm_spec.executor.speculative",
         "tllm_spec.executor.graphs.context_graphs",
     ),
     (
         "tllm_spec.executor.engine",
-        "tllm_spec.executor.rounds.launched_round",
-        "tllm_spec.executor.rounds.result_sender",
+        "tllm_spec.executor.rounds.round_results",
     ),
     (
         "tllm_spec.executor.scheduler",
@@ -87,7 +85,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.request_queue",
         "tllm_spec.executor.request_wire",
     ),
-    ("tllm_spec.executor.request", "tllm_spec.executor.rounds.round_clock"),
+    ("tllm_spec.executor.request",),
     (
         "tllm_spec.executor.device",
         "tllm_spec.executor.decoding_rules",

@@ -26,7 +26,7 @@ from benchmarks.harness.engine import Rounds, release
 from benchmarks.harness.models import WEIGHT_BYTES, Config
 from benchmarks.harness.report import Options, Row, number, table
 from tllm_spec.executor.speculative.drafting.draft_net import NextnNet
-from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
+from tllm_spec.executor.speculative.drafting.network_drafter import NetworkProposer
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.models.moe import Router
 

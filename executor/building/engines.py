@@ -39,9 +39,8 @@ from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.resources.pages import PageGroup, Snapshots
 from tllm_spec.executor.resources.slot_state import BlockTable
-from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
-from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
-from tllm_spec.executor.speculative.drafting.external_layers import (
+from tllm_spec.executor.speculative.drafting.draft_net import DraftLayers
+from tllm_spec.executor.speculative.drafting.external_nets import (
     ExternalHeadLayers,
     ExternalModelLayers,
 )
@@ -52,6 +51,7 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     load_head,
     load_mtp,
 )
+from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager
 from tllm_spec.executor.speculative.modes import DraftPlan
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.models.causal_lm import CausalLM

@@ -23,7 +23,7 @@ from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveControl
 from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
 from tllm_spec.executor.speculative.draft_length.draft_len_limits import rows_with_contexts
 from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
-from tllm_spec.executor.speculative.drafting.corpus import read_corpus
+from tllm_spec.executor.speculative.drafting.suffix_match import read_corpus
 from tllm_spec.executor.speculative.modes import draft_plan_of
 from tllm_spec.kernels.dispatch import has_kernels
 from tllm_spec.kernels.nvrtc import why_unavailable

@@ -5,15 +5,93 @@ Most requests of most rounds only grow by their run of tokens. That is the short
 loop over windows, which takes most of the host's time for a round."""
 
 from collections.abc import Iterable
-from time import monotonic
+from dataclasses import dataclass, field
+from time import monotonic, perf_counter
 
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.device.transfer import DeviceSpan
 from tllm_spec.executor.faults import described
 from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState
-from tllm_spec.executor.rounds.launched_round import LaunchedRound
-from tllm_spec.executor.rounds.round_outcome import RoundOutcome
+from tllm_spec.executor.rounds.round_results import LaunchedRound
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.kernels.slots.choose_rows import EXPECTED_SCALE
 from tllm_spec.outputs import Logprob
 from tllm_spec.request_errors import NO_GUIDED_TOKEN
+
+# How long rounds take, as the host sees it: from the end of one round to the end of the next.
+#
+# A round ends when its results are on the host; what the device does after sending them is not
+# part of the next round. With overlap a round's time is the device's, without it the device's and
+# the host's together. On a CPU a round ends when it was launched, however late it is read.
+
+
+class RoundClock:
+    """Measures the time of each round. Call `stop` where a round was abandoned: the next one has no
+    time."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._post_send: DeviceSpan | None = None
+
+    def lap(
+        self, ended_at: float | None = None, post_send: DeviceSpan | None = None
+    ) -> float | None:
+        """Seconds since the round before ended; None for the first one.
+
+        ended_at: when the results were on the host, by perf_counter; None: now. post_send: what the
+        device does after sending them, before it begins another round."""
+        now, last = perf_counter() if ended_at is None else ended_at, self._last
+        if last is not None and self._post_send is not None:
+            # The host may have seen the results late: a round's time is never negative.
+            last = min(last + self._post_send.seconds(), now)
+        self._last, self._post_send = now, post_send
+        return None if last is None else now - last
+
+    def stop(self) -> None:
+        self._last = self._post_send = None
+
+
+# What a round showed about its drafts, collected while the host reads it, for the draft-length
+# controller. A request that had ended before its results were read (overlap) shows nothing.
+
+
+@dataclass
+class RoundOutcome:
+    """Filled by `RoundReader`. seconds: None if the round has no comparable time."""
+
+    seconds: float | None
+    # One number for every request that wanted drafts.
+    num_accepted: list[int] = field(default_factory=list)
+    ranks: list[list[int]] = field(default_factory=list)  # of the same; see `path_ranks`
+    num_verified: list[int] = field(default_factory=list)  # drafts, of the same
+    # Accepted drafts of the whole batch that each budget of rows was expected to bring; 0: unknown.
+    expected: list[float] = field(default_factory=list)
+    num_requests: int = 0  # generating ones that had not ended before
+    num_tokens: int = 0  # that these were given
+
+    @property
+    def num_drafted(self) -> int:
+        return sum(self.num_verified)
+
+    def report_to(self, controller: AdaptiveController, batch: ScheduledBatch) -> None:
+        """The time counts only if the whole round belongs to one draft length: no context chunks,
+        drafts made and verified of the same length, and no catching up of a draft model."""
+        is_pure = batch.draft_len == batch.made_draft_len and not batch.is_transition
+        is_pure = is_pure and not batch.catches_up
+        has_time = is_pure and not batch.context_requests
+        controller.observe(
+            len(batch.generation_requests),
+            self.num_accepted,
+            batch.made_draft_len if batch.verified_tier is None else batch.verified_tier,
+            self.seconds if has_time else None,
+            num_requests=self.num_requests,
+            num_drafted=self.num_drafted,
+            expected=self.expected,
+            asked_draft_len=batch.asked_draft_len,
+            ranks=self.ranks,
+            context_len=batch.context_len,
+        )
+
 
 NO_TOKEN_ERROR = (
     "no token can be chosen next: the logits are not numbers (NaN), or every token is excluded "

@@ -22,13 +22,11 @@ from tllm_spec.executor.graphs.slot_graphs import (
 )
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.context_rounds import ContextRounds
-from tllm_spec.executor.rounds.decode_rounds import DecodeRounds
-from tllm_spec.executor.rounds.decode_step import DecodeStep
-from tllm_spec.executor.rounds.launched_round import LaunchedRound
-from tllm_spec.executor.rounds.result_sender import ResultSender, SentResults
+from tllm_spec.executor.rounds.decode_rounds import DecodeRounds, DecodeStep
+from tllm_spec.executor.rounds.round_results import LaunchedRound, ResultSender, SentResults
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.sampler import Sampler
-from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
+from tllm_spec.executor.speculative.drafting.drafter import RoundEnd
 
 _num_drafts, _draft_limit = attrgetter("py_num_draft_tokens"), attrgetter("draft_limit")
 

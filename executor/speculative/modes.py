@@ -29,18 +29,14 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import draft_sampling_of
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
-from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
-from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers, TorchLayers
-from tllm_spec.executor.speculative.drafting.drafter import Drafter, NoDrafter
-from tllm_spec.executor.speculative.drafting.external_layers import ExternalModelLayers
-from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
-from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
+from tllm_spec.executor.speculative.drafting.draft_net import DraftLayers, TorchLayers
+from tllm_spec.executor.speculative.drafting.drafter import Drafter, NoDrafter, Proposer, RoundEnd
+from tllm_spec.executor.speculative.drafting.external_nets import ExternalModelLayers
+from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter, HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.match_or_network import DraftChoice, MatchOrNetwork
-from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
-from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
-from tllm_spec.executor.speculative.drafting.proposer import Proposer
+from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager, ModelDrafter
+from tllm_spec.executor.speculative.drafting.network_drafter import NetworkProposer
 from tllm_spec.executor.speculative.drafting.ready_drafts import ReadyDrafts
-from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.suffix_match import SuffixMatch
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.models.head_checkpoint import HeadKind

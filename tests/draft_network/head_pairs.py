@@ -16,9 +16,8 @@ from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.draft_network.network import ExternalHead, Network
 from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
-from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers, TorchLayers
-from tllm_spec.executor.speculative.drafting.draft_net import HeadNet
-from tllm_spec.executor.speculative.drafting.external_layers import ExternalHeadLayers
+from tllm_spec.executor.speculative.drafting.draft_net import DraftLayers, HeadNet, TorchLayers
+from tllm_spec.executor.speculative.drafting.external_nets import ExternalHeadLayers
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head

@@ -16,9 +16,8 @@ from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGro
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
 from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import BlockTable
-from tllm_spec.executor.speculative.drafting.draft_layers import ModelLayers, TorchLayers
-from tllm_spec.executor.speculative.drafting.draft_net import CausalNet
-from tllm_spec.executor.speculative.drafting.external_layers import ExternalModelLayers
+from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, ModelLayers, TorchLayers
+from tllm_spec.executor.speculative.drafting.external_nets import ExternalModelLayers
 from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.registry import load_model

@@ -16,11 +16,15 @@ from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
-from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, DraftNet, HeadNet
-from tllm_spec.executor.speculative.drafting.external_layers import ExternalHeadLayers
+from tllm_spec.executor.speculative.drafting.draft_net import (
+    CausalNet,
+    DraftNet,
+    HeadNet,
+    TorchLayers,
+)
+from tllm_spec.executor.speculative.drafting.external_nets import ExternalHeadLayers
 from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
-from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
+from tllm_spec.executor.speculative.drafting.network_drafter import NetworkProposer
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.kernels.sampling.gumbel import gumbel_noise
 from tllm_spec.models.draft_head import Masks

@@ -21,8 +21,8 @@ from tllm_spec.executor.graphs.slot_graphs import (
     graph_keys,
 )
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.speculative.drafting.drafter import RoundEnd
 from tllm_spec.executor.speculative.drafting.ready_drafts import ReadyDrafts
-from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 
 CPU = torch.device("cpu")
 DUMMY = 8  # the slot after those of max_batch_size

@@ -28,7 +28,7 @@ from tllm_spec.executor.request import DraftCounters, LlmRequest, Response
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import BlockTable, SlotState
-from tllm_spec.executor.rounds.result_sender import SentResults
+from tllm_spec.executor.rounds.round_results import SentResults
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.sampler import Sampler
@@ -36,9 +36,8 @@ from tllm_spec.executor.sampling.sharded_sampler import sampler_of
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.drafting.drafter import NoDrafter
+from tllm_spec.executor.speculative.drafting.drafter import NoDrafter, RoundEnd
 from tllm_spec.executor.speculative.drafting.ready_drafts import ReadyDrafts
-from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.sampling_params import SamplingParams
 
 VOCAB_SIZE = 128_000

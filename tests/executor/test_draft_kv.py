@@ -21,7 +21,7 @@ from tests.executor.test_model_drafter import (
 from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, KVCacheManager
-from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
+from tllm_spec.executor.speculative.drafting.draft_net import TorchLayers
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 
 MAY_PAUSE = {"draft_len_schedule": {1: 3, 2: 0}}

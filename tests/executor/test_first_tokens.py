@@ -13,7 +13,7 @@ from tests.executor.test_context_graphs import with_graphs
 from tests.executor.test_observations import Told
 from tests.lossless.engines import tiny_engine
 from tllm_spec.executor.device.transfer import DeviceSpan, ToHost
-from tllm_spec.executor.rounds.round_clock import RoundClock
+from tllm_spec.executor.rounds.round_reader import RoundClock
 
 ON_DEVICE = ("draft_target_one_model", "eagle3", "eagle3_two_model")
 
@@ -46,7 +46,7 @@ def test_first_tokens_are_sent_before_anything_is_drafted_after_their_prompts(
             super().__init__(*arguments)
 
     monkeypatch.setattr(proposer, "propose", watched)
-    monkeypatch.setattr("tllm_spec.executor.rounds.result_sender.ToHost", Recorded)
+    monkeypatch.setattr("tllm_spec.executor.rounds.round_results.ToHost", Recorded)
     requests = []
     for each in (harness, plain):
         requests.append([each.submit([3, 1, 4], max_tokens=30)])
@@ -91,7 +91,7 @@ def test_drafts_after_a_prompt_count_for_no_time_that_the_controller_learns(
     monkeypatch.setattr(ToHost, "is_here", property(lambda to_host: False))  # as on a device
     monkeypatch.setattr("tllm_spec.executor.rounds.context_rounds.DeviceSpan", PostSend)
     monkeypatch.setattr(
-        "tllm_spec.executor.rounds.round_clock.perf_counter", lambda: 0.003 * next(now)
+        "tllm_spec.executor.rounds.round_reader.perf_counter", lambda: 0.003 * next(now)
     )
     harness = Harness(tiny, **tiny_engine(mode, drafts, 3))
     told = Told(harness)

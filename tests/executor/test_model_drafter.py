@@ -10,8 +10,8 @@ from tests.executor.tiny_llama import write_tiny_llama
 from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
-from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
-from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
+from tllm_spec.executor.speculative.drafting.draft_net import TorchLayers
+from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35]
 

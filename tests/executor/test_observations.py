@@ -14,7 +14,7 @@ from tests.executor.hooks import around_reads
 from tests.lossless.engines import tiny_engine
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.rounds.launched_round import LaunchedRound
+from tllm_spec.executor.rounds.round_results import LaunchedRound
 from tllm_spec.outputs import SpeculativeStats
 
 MAX_DRAFT_LEN = 4

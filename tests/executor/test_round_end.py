@@ -7,7 +7,7 @@ from tests.kernels.row_counts import ragged_rows
 from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.engine.rows import Windows
-from tllm_spec.executor.speculative.drafting.round_end import WindowResult
+from tllm_spec.executor.speculative.drafting.drafter import WindowResult
 from tllm_spec.kernels.slots.round_rows import RoundRows
 
 TREE = DraftShape(2, 4, 2, mean_rows=3)

@@ -23,7 +23,7 @@ from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import SharedTexts, pieces_of, rows_of
-from tllm_spec.executor.speculative.drafting.corpus import read_corpus
+from tllm_spec.executor.speculative.drafting.suffix_match import read_corpus
 from tllm_spec.kernels.drafts.path_trees import path_trees
 from tllm_spec.kernels.drafts.suffix_match import NO_TOKEN, TextTable
 from tllm_spec.sampling_params import SamplingParams

@@ -16,7 +16,7 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building import rounds
 from tllm_spec.executor.building.warm_up import CHUNK_ROWS, WarmUp, some_of
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
-from tllm_spec.executor.rounds.launched_round import LaunchedRound
+from tllm_spec.executor.rounds.round_results import LaunchedRound
 
 DUMMY = 8
 MODES = ["plain", "draft_target", "eagle3", "eagle3_two_model", "ngram", "adaptive", "rejection"]

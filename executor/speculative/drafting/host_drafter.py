@@ -1,19 +1,157 @@
 """Runs the user's own drafter, which works on the host: checks their drafts, pads them, and
 sends them to the slots."""
 
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import index
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tllm_spec.config.option_checks import shown
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
-from tllm_spec.executor.speculative.drafting.sent_drafts import improve, send_chains
+from tllm_spec.executor.speculative.drafting.ready_drafts import improve, send_chains
 from tllm_spec.grammar.grammar_state import GrammarState
+from tllm_spec.kernels.drafts.draft_beams import DraftTree
+from tllm_spec.kernels.drafts.draft_layout import MAX_NODES
+
+# A draft tree that is made on the host.
+
+
+_ROW_BITS = [1 << row for row in range(1, MAX_NODES)]
+# Rows of padding follow the root and are never accepted.
+_PADDING_BITS = [1 | 1 << row for row in range(MAX_NODES - 1)] + [1 - (1 << 63)]
+
+
+class HostTree(NamedTuple):
+    """A draft tree of one request. `tokens` of the drafts, by depth. The others are of the window's
+    rows, of which the first is the root: `parents` (-1 for the root), `depths`, and `bits`: bit j
+    of row r: r is j or descends from j, as int64."""
+
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+    bits: list[int]
+
+    @classmethod
+    def of_paths(cls, paths: Iterable[Sequence[Any]]) -> "HostTree":
+        """Equal beginnings of paths become one. Raises TypeError for what is no token id."""
+        tokens, parents, depths, children = list[int](), list[int](), [0], [dict[int, int]()]
+        for path in paths:
+            node = 0
+            for token in map(index, path):
+                child = children[node].get(token)
+                if child is None:
+                    tokens.append(token)
+                    parents.append(node)
+                    depths.append(depths[node] + 1)
+                    child = children[node][token] = len(tokens)
+                    children.append({})
+                node = child
+        _check_number(len(tokens))
+        return cls._in_rows(tokens, parents, depths)
+
+    @classmethod
+    def of_parents(cls, tokens: Sequence[Any], parents: Sequence[Any]) -> "HostTree":
+        """parents: of each token, 0 for the root and n for the n-th token. Raises TypeError for
+        what is no number, and ValueError for more rows than there are bits, a parent that is not
+        an earlier node, and equal children of a node."""
+        if len(tokens) != len(parents):
+            raise ValueError(f"{len(tokens)} tokens have {len(parents)} parents")
+        _check_number(len(tokens))
+        tokens, parents = list(map(index, tokens)), list(map(index, parents))
+        depths = [0]
+        for node, parent in enumerate(parents, 1):
+            if not 0 <= parent < node:
+                raise ValueError(
+                    f"parents: node {node} has the parent {parent}; accepted are 0 to {node - 1}"
+                )
+            depths.append(depths[parent] + 1)
+        children = list(zip(parents, tokens, strict=True))
+        if len(set(children)) < len(children):
+            repeated = next(i for i, child in enumerate(children) if child in children[:i])
+            raise ValueError(
+                f"nodes {1 + children.index(children[repeated])} and {1 + repeated} are both "
+                f"{tokens[repeated]} after node {parents[repeated]}"
+            )
+        return cls._in_rows(tokens, parents, depths)
+
+    @classmethod
+    def _in_rows(cls, tokens: list[int], parents: list[int], depths: list[int]) -> "HostTree":
+        """A tree whose nodes are in any order, parents before their children. depths: of the root,
+        too."""
+        ordered = sorted(depths)
+        if ordered != depths:
+            nodes = sorted(range(len(depths)), key=depths.__getitem__)
+            row_of = dict(zip(nodes, range(len(nodes)), strict=True))
+            tokens = [tokens[node - 1] for node in nodes[1:]]
+            parents = [row_of[parents[node - 1]] for node in nodes[1:]]
+        bits = [1]
+        for parent, own in zip(parents, _ROW_BITS, strict=False):
+            bits.append(bits[parent] | own)
+        if len(bits) == MAX_NODES:
+            bits[-1] -= 1 << 64
+        return cls(tokens, [-1, *parents], ordered, bits)
+
+    @property
+    def depth(self) -> int:
+        return self.depths[-1]
+
+    @property
+    def is_chain(self) -> bool:
+        return self.depth == len(self.tokens)
+
+    def up_to(self, depth: int) -> "HostTree":
+        """The tree without deeper drafts."""
+        rows = bisect_right(self.depths, depth)
+        if rows == len(self.depths):
+            return self
+        parents, depths, bits = (each[:rows] for each in self[1:])
+        return HostTree(self.tokens[: rows - 1], parents, depths, bits)
+
+
+def tree_of(tokens: Any, parents: Any) -> HostTree:
+    """The tree that a drafter proposes: a list of tokens with or without parents, or of paths.
+    Raises TypeError and ValueError as `HostTree.of_parents`."""
+    if parents is not None:
+        return HostTree.of_parents(tokens, parents)
+    tokens = list(tokens)
+    is_chain = not any(isinstance(each, (list, tuple)) for each in tokens)
+    return HostTree.of_paths([tokens] if is_chain else tokens)
+
+
+def numbers_of(
+    trees: Sequence[HostTree], slot_ids: Sequence[int], width: int, padding: Sequence[int]
+) -> "array[int]":
+    """What is sent: slots `[B]`, numbers of drafts `[B]`, tokens `[B, width - 1]`, parents, depths
+    and bits `[B, width]`, one after the other. Rows of padding follow the root and are never
+    accepted; their tokens are `padding` `[B]`."""
+    return array(
+        "q",
+        chain(
+            slot_ids,
+            (len(tree.tokens) for tree in trees),
+            *(
+                tree.tokens + [token] * (width - len(tree.parents))
+                for tree, token in zip(trees, padding, strict=True)
+            ),
+            *(tree.parents + [0] * (width - len(tree.parents)) for tree in trees),
+            *(tree.depths + [1] * (width - len(tree.parents)) for tree in trees),
+            *(tree.bits + _PADDING_BITS[len(tree.parents) : width] for tree in trees),
+        ),
+    )
+
+
+def _check_number(num_tokens: int) -> None:
+    if num_tokens >= MAX_NODES:
+        raise ValueError(f"a tree has at most {MAX_NODES - 1} tokens, not {num_tokens}")
+
 
 Drafts = TypeVar("Drafts")
 
@@ -132,3 +270,93 @@ class HostDrafter(Drafter):
             request.py_draft_tokens, request.py_num_draft_tokens = draft, len(draft)
         if draft_len:
             send_chains(self._slots, requests, drafts, draft_len)
+
+
+# Drafts of trees that are made on the host: a drafter gives paths, or tokens and their parents.
+
+
+class HostTreeDrafter(HostDrafter):
+    """A `HostDrafter` whose drafts are trees. Windows of a round have as many rows as its deepest
+    tree may have, or, if no tree has a branch, as that chain has."""
+
+    def __init__(
+        self,
+        inner: Drafter,
+        resource_manager: ResourceManager | None,
+        slots: SlotState,
+        vocab_size: int,
+        work: GrammarWork,
+    ) -> None:
+        super().__init__(inner, resource_manager, slots, vocab_size, work)
+        self._found: list[HostTree] = []  # a round's trees, in the requests' order
+        # To the dummy slot: compiles the kernel before the first request.
+        self._send([len(slots.kv_lens) - 1], [0], [HostTree.of_paths([])])
+
+    def _propose(self, batch: ScheduledBatch) -> None:
+        for request in batch.generation_requests:
+            request.py_draft_parents = None
+        super()._propose(batch)
+
+    def _are_valid(self, requests: list[LlmRequest]) -> bool:
+        self._found.clear()
+        return False  # each is checked, and becomes a `HostTree`
+
+    def _check(self, request: LlmRequest) -> None:
+        self.culprits = [request]
+        tokens, parents = request.py_draft_tokens, request.py_draft_parents
+        try:
+            tree = tree_of(tokens, parents)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"the drafter proposed {shown(tokens)} with the parents {shown(parents)}, which "
+                f"are no tree of token ids: {error}"
+            ) from error
+        longest = self._slots.shapes.longest
+        if tree.depth > longest.depth or len(tree.tokens) > longest.num_nodes:
+            raise ValueError(
+                f"the drafter proposed {len(tree.tokens)} tokens on paths of up to {tree.depth}; "
+                f"max_total_draft_tokens is {longest.num_nodes} and max_draft_len {longest.depth}"
+            )
+        if tree.tokens and not 0 <= min(tree.tokens) <= max(tree.tokens) < self._vocab_size:
+            raise ValueError(
+                f"the drafter proposed {tree.tokens}; the model has token ids 0 to "
+                f"{self._vocab_size - 1}"
+            )
+        self._found.append(tree)
+        self.culprits = []
+
+    def _pad(self, batch: ScheduledBatch, wanted: list[int]) -> None:
+        requests = batch.generation_requests
+        trees = [tree.up_to(limit) for tree, limit in zip(self._found, wanted, strict=True)]
+        improve(self._work, requests, trees, wanted, _better)
+        depths = [tree.depth for tree in trees]
+        for request, tree in zip(requests, trees, strict=True):
+            request.py_draft_tokens, request.py_draft_parents = tree.tokens, None
+            request.py_num_draft_tokens = tree.depth
+        batch.made_draft_len = max(depths)
+        batch.shape = self._slots.shapes.fitting(
+            batch.made_draft_len, is_chain=all(tree.is_chain for tree in trees)
+        )
+        if batch.made_draft_len:
+            # The requests' own tokens, since another token's embedding might be NaN.
+            padding = [request.tokens[-1] for request in requests]
+            self._send([request.slot for request in requests], padding, trees)
+
+    def _send(self, slot_ids: list[int], padding: list[int], trees: Sequence[HostTree]) -> None:
+        """Sends the trees to the slots in one copy, all as wide as a tree may be, so that one
+        kernel is compiled. padding: of each request, the token after its tree."""
+        batch, width = len(slot_ids), self._slots.shapes.longest.window
+        sent = to_device(numbers_of(trees, slot_ids, width, padding), self._slots.device)
+        sizes = [batch * size for size in (1, 1, width - 1, width, width, width)]
+        slots, num_drafts, *rows = sent.split_with_sizes(sizes)
+        tokens, parents, depths, bits = (each.view(batch, -1) for each in rows)
+        self._slots.write_tree(slots, DraftTree(tokens, parents, depths, bits, num_drafts))
+
+
+def _better(grammar: GrammarState, tree: HostTree, limit: int) -> HostTree:
+    """A tree of depth `limit` at most. The grammar may know a better chain."""
+    if tree.is_chain:
+        return HostTree.of_paths([grammar.better_drafts(tree.tokens, limit)])
+    # Branches that the grammar excludes are not accepted anyway.
+    forced = grammar.better_drafts([], limit)
+    return HostTree.of_paths([forced]) if len(forced) >= tree.depth else tree

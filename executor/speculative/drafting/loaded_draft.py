@@ -10,13 +10,13 @@ from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_laye
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.executor.engine.attention_groups import AttentionGroups
-from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
 from tllm_spec.executor.speculative.drafting.draft_net import (
     CausalNet,
     DFlashNet,
     DraftNet,
     HeadNet,
     NextnNet,
+    TorchLayers,
 )
 from tllm_spec.executor.speculative.modes import DraftPlan
 from tllm_spec.models.causal_lm import CausalLM

@@ -11,9 +11,13 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
-from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
-from tllm_spec.executor.speculative.drafting.proposer import DraftChains, Proposer
-from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
+from tllm_spec.executor.speculative.drafting.drafter import (
+    ContextResult,
+    DraftChains,
+    Proposer,
+    WindowResult,
+)
+from tllm_spec.executor.speculative.drafting.network_drafter import NetworkProposer
 from tllm_spec.executor.speculative.drafting.suffix_match import SuffixMatch
 from tllm_spec.kernels.drafts.draft_beams import DraftTree
 from tllm_spec.kernels.drafts.draft_sources import (

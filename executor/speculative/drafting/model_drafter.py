@@ -21,22 +21,111 @@ from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.graphs.slot_graphs import TIMED_KV_LEN, GraphKey, SlotGraphs, eager_seconds
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, KVCacheManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
-from tllm_spec.executor.speculative.drafting.chain_drafting import ChainDrafting
-from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
-from tllm_spec.executor.speculative.drafting.draft_layers import ModelLayers
-from tllm_spec.executor.speculative.drafting.drafter import Drafter
-from tllm_spec.executor.speculative.drafting.latest_runs import LatestRuns
-from tllm_spec.executor.speculative.drafting.mask_rows import with_masks
+from tllm_spec.executor.speculative.drafting.draft_backlog import Missed, missed_by, read_missed
+from tllm_spec.executor.speculative.drafting.draft_net import ModelLayers
+from tllm_spec.executor.speculative.drafting.drafter import (
+    ContextResult,
+    DraftChains,
+    Drafter,
+    RoundEnd,
+    WindowResult,
+    write_drafts,
+)
+from tllm_spec.executor.speculative.drafting.drafting_steps import (
+    ChainDrafting,
+    TreeDrafting,
+    with_masks,
+)
 from tllm_spec.executor.speculative.drafting.match_or_network import DraftChoice
-from tllm_spec.executor.speculative.drafting.missed_tokens import missed_by, read_missed
-from tllm_spec.executor.speculative.drafting.proposer import DraftChains, write_drafts
-from tllm_spec.executor.speculative.drafting.round_end import ContextResult, RoundEnd, WindowResult
-from tllm_spec.executor.speculative.drafting.tree_drafting import TreeDrafting
 from tllm_spec.kernels.drafts.draft_beams import DraftTree
 from tllm_spec.kernels.slots.row_copies import gather_rows
+
+# The KV cache of a draft model with pages of its own (two-model path).
+#
+# The draft model follows the target by the lengths on the device. The host reserves pages by upper
+# bounds.
+
+
+class DraftKVManager(KVCacheManager):
+    """Pages for the draft model, with the same life cycle as the target's.
+
+    A request has no claim to draft pages: where they are short, it goes on without drafts."""
+
+    def reserve(self, requests: list[LlmRequest], num_after: int, path: int) -> list[LlmRequest]:
+        """Takes pages for the rounds in flight and one more, which writes `num_after` entries after
+        the tokens before it and emits `path` tokens at most; returns the requests that have them.
+        Called before every round, with the requests to draft for."""
+        short = self.without_room(requests, num_after)
+        if not short:
+            return requests
+        lacking = {r for r in short if not self.extend(r, r.num_tokens_bound + num_after)}
+        num_more = num_after + ROUNDS_AHEAD * (1 + num_after)
+        if self.cache.num_available >= len(requests) * (1 + self.pages_for(num_more)):
+            self.take_ahead(requests, num_more, path + 1 + num_after)
+        return [request for request in requests if request not in lacking]
+
+    def missing_of_context(self, request: LlmRequest) -> Missed | None:
+        """What the cache lacks of the context up to the end of this round's chunk; None where it
+        lacks nothing, or there are no pages. A new request starts with its longest cached prefix,
+        which may be longer than the target's."""
+        if not self.holds(request):
+            self.restore(request)
+            request.draft_backlog = request.kv_len + 1 - self.start(request)
+        start = max(self.num_shared(request), request.kv_len + 1 - request.draft_backlog)
+        end = request.kv_len + request.context_chunk
+        return Missed(request, start, end) if start < end and self.extend(request, end) else None
+
+
+# What the target has emitted last, for a draft model with pages of its own that drafts trees or
+# all tokens at once, or next to matches in the text.
+#
+# The accepted path is not in the draft cache where it belongs: beams, mask rows or other drafts
+# were. So a round of drafts first reads what the target emitted in the round before: its run of
+# tokens, and the token before the run.
+
+
+class LatestRuns:
+    """`_tokens` `[S, D + 2]`: the token before each slot's latest run, then the run, of which
+    `_lens` `[S]` tokens are valid."""
+
+    def __init__(self, slots: SlotState) -> None:
+        self._slots, self.width = slots, slots.max_draft_len + 2
+        size = len(slots.kv_lens), self.width
+        self._tokens = torch.zeros(size, dtype=torch.int64, device=slots.device)
+        self._lens = torch.ones(size[0], dtype=torch.int64, device=slots.device)
+
+    def start(self, slot_ids: torch.Tensor) -> None:
+        """Called when the contexts of these slots have ended."""
+        self._tokens[slot_ids, 0] = self._slots.previous_token[slot_ids]
+        self._tokens[slot_ids, 1] = self._slots.window[slot_ids, 0]
+        self._lens.index_fill_(0, slot_ids, 1)
+
+    def keep(self, result: WindowResult) -> None:
+        slot_ids, sampled = result.windows.slots, result.sampled
+        before = result.windows.token_ids[:, :1]
+        runs = torch.cat((before, sampled.new_tokens.clamp_min(0)), dim=1)
+        self._tokens[slot_ids, : runs.shape[1]] = runs
+        self._lens[slot_ids] = sampled.new_lens
+
+    def num_tokens(self, slot_ids: torch.Tensor) -> torch.Tensor:
+        """How many tokens of the windows of slots `[B]` are valid, `[B]`."""
+        return gather_rows(self._lens, slot_ids) + 1
+
+    def windows(
+        self, slot_ids: torch.Tensor, kv_lens: torch.Tensor, max_kv_len: int
+    ) -> tuple[Windows, torch.Tensor]:
+        """The windows of slots `[B]`, and the rows of the runs' last tokens, `[B]`."""
+        lens = gather_rows(self._lens, slot_ids)
+        # The dummy slot, which pads graphs, has no token before its run.
+        first = (kv_lens - lens).clamp_min_(0)
+        windows = Windows(slot_ids, first, gather_rows(self._tokens, slot_ids), max_kv_len)
+        rows = torch.arange(0, len(slot_ids) * self.width, self.width, device=lens.device) + lens
+        return windows, rows
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,10 @@
 """Drafts that the round before has left in the slots, or that a grammar forces."""
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
+from typing import TypeVar
 
 import torch
 
@@ -12,8 +15,53 @@ from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
-from tllm_spec.executor.speculative.drafting.sent_drafts import improve, send_chains
 from tllm_spec.grammar.grammar_state import GrammarState
+
+# Drafts that the host knows: grammars improve them, and chains are sent to the slots.
+
+
+Drafts = TypeVar("Drafts")
+
+
+def improve(
+    work: GrammarWork,
+    requests: Sequence[LlmRequest],
+    drafts: list[Drafts],
+    limits: Sequence[int],
+    better: Callable[[GrammarState, Drafts, int], Drafts],
+) -> None:
+    """Replaces drafts of requests with grammars, which may know better ones, in place. limits: of
+    each request's drafts."""
+
+    def job(number: int, grammar: GrammarState) -> None:
+        request = requests[number]
+        grammar.read(request.tokens, request.prompt_len)
+        drafts[number] = better(grammar, drafts[number], limits[number])
+
+    jobs = [
+        (request, partial(job, number, request.grammar))
+        for number, request in enumerate(requests)
+        if request.grammar is not None and limits[number]
+    ]
+    if jobs:
+        work.run(jobs)
+
+
+def send_chains(
+    slots: SlotState, requests: Sequence[LlmRequest], drafts: Sequence[list[int]], draft_len: int
+) -> None:
+    """Sends chains to the requests' next windows. Those that are shorter than `draft_len` are
+    padded with the request's own last token: the forward reads it, and another token's embedding
+    might be NaN."""
+    rows: list[int] = []  # of slot, number of drafts, padded drafts
+    for request, draft in zip(requests, drafts, strict=True):
+        rows += (request.slot, len(draft))
+        rows += draft
+        rows += request.tokens[-1:] * (draft_len - len(draft))
+    table = to_device(array("q", rows), slots.device).view(len(requests), -1)
+    slot_ids, numbers = table[:, :2].t().contiguous()
+    slots.write_drafts(slot_ids, table[:, 2:].contiguous(), numbers)
+
 
 _num_ready, _slot = attrgetter("num_drafts_ready"), attrgetter("slot")
 

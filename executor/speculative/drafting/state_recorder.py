@@ -14,7 +14,7 @@ from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
-from tllm_spec.executor.speculative.drafting.round_end import ContextResult, RoundEnd, WindowResult
+from tllm_spec.executor.speculative.drafting.drafter import ContextResult, RoundEnd, WindowResult
 
 
 class StateRecorder(RoundEnd):

@@ -4,19 +4,26 @@ text or in those that it shares.
 The texts of all slots are on the device, so that rounds overlap and a CUDA graph holds the search.
 The host sends a text when its context ends; each round adds what it emitted."""
 
+import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
-from tllm_spec.config.text_search import SHARED_WIDTH, TextSearch
+from tllm_spec.config.option_checks import check_text
+from tllm_spec.config.text_search import SHARED_WIDTH, CorpusFile, TextSearch
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.resources.interface import NO_SALT, SharedTexts
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
-from tllm_spec.executor.speculative.drafting.proposer import DraftChains, Proposer
-from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
+from tllm_spec.executor.speculative.drafting.drafter import (
+    ContextResult,
+    DraftChains,
+    Proposer,
+    WindowResult,
+)
 from tllm_spec.kernels.drafts.draft_beams import DraftTree
 from tllm_spec.kernels.drafts.path_trees import path_trees
 from tllm_spec.kernels.drafts.suffix_match import (
@@ -27,6 +34,61 @@ from tllm_spec.kernels.drafts.suffix_match import (
     append_tokens,
     match_suffixes,
 )
+from tllm_spec.text.tokenizer import Tokenizer
+
+# A file of texts that drafts are copied from, for every request.
+
+
+def read_corpus(
+    corpus: CorpusFile | None, tokenizer: Tokenizer | None, vocab_size: int
+) -> list[list[int]]:
+    """The tokens of each text; None has no texts. Raises ValueError if the file is missing or has
+    anything else, no text, or too many tokens."""
+    if corpus is None:
+        return []
+    name, found, number = f"external_corpus_path = {corpus.path!r}", list[list[int]](), 0
+    for line, tokens in _texts(name, corpus.path, tokenizer):
+        outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
+        if outside is not None:
+            raise ValueError(
+                f"{name}: line {line} has the token id {outside}; ids are 0 to {vocab_size - 1}"
+            )
+        found.append(tokens)
+        number += len(tokens)
+        if number > corpus.max_tokens:
+            raise ValueError(
+                f"{name} has more tokens than external_corpus_max_tokens = {corpus.max_tokens}"
+            )
+    if not number:
+        raise ValueError(f"{name} has no text")
+    return found
+
+
+def _texts(name: str, path: str, tokenizer: Tokenizer | None) -> Iterator[tuple[int, list[int]]]:
+    """The number of each line, and its tokens."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name} cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield number, _tokens(f"{name}: line {number}", line, tokenizer)
+
+
+def _tokens(name: str, line: str, tokenizer: Tokenizer | None) -> list[int]:
+    try:
+        text = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is no JSON: {error}") from error
+    if isinstance(text, list) and all(type(token) is int for token in text):
+        return text
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must be a JSON string, or a list of token ids")
+    if tokenizer is None:
+        raise ValueError(f"{name} is text, which skip_tokenizer_init leaves without a tokenizer")
+    check_text(text, name)
+    return tokenizer.encode(text, add_special_tokens=False)
+
 
 MAX_PATHS = 8  # matches that a tree is made of, at most
 

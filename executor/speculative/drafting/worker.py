@@ -11,8 +11,13 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
-from tllm_spec.executor.speculative.drafting.proposer import Proposer, write_drafts
-from tllm_spec.executor.speculative.drafting.round_end import ContextResult, RoundEnd, WindowResult
+from tllm_spec.executor.speculative.drafting.drafter import (
+    ContextResult,
+    Proposer,
+    RoundEnd,
+    WindowResult,
+    write_drafts,
+)
 
 
 class DraftWorker(RoundEnd):

@@ -18,13 +18,21 @@ from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup
-from tllm_spec.executor.speculative.drafting.chain_drafting import ChainDrafting
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
-from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
-from tllm_spec.executor.speculative.drafting.mask_rows import fill_in, read_masks, with_masks
-from tllm_spec.executor.speculative.drafting.proposer import DraftChains, Proposer
-from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
-from tllm_spec.executor.speculative.drafting.tree_drafting import TreeDrafting
+from tllm_spec.executor.speculative.drafting.draft_net import DraftLayers
+from tllm_spec.executor.speculative.drafting.drafter import (
+    ContextResult,
+    DraftChains,
+    Proposer,
+    WindowResult,
+)
+from tllm_spec.executor.speculative.drafting.drafting_steps import (
+    ChainDrafting,
+    TreeDrafting,
+    fill_in,
+    read_masks,
+    with_masks,
+)
 from tllm_spec.kernels.drafts.draft_beams import DraftTree
 from tllm_spec.kernels.slots.row_copies import gather_rows
 

@@ -1,0 +1,361 @@
+"""The steps of a draft network: chains, trees, and all drafts at once from mask rows."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch.nn import functional as F
+
+from tllm_spec.config.draft_shape import DraftShape
+from tllm_spec.executor.engine.rows import TreeRows, Windows
+from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.sampling.draft_sampling import DraftSampling
+from tllm_spec.executor.sampling.row_group import RowGroup
+from tllm_spec.executor.speculative.drafting.draft_net import DraftLayers
+from tllm_spec.executor.speculative.drafting.drafter import DraftChains
+from tllm_spec.kernels.attention.visible_keys import MAX_TREE_KEYS, TreeMask
+from tllm_spec.kernels.drafts.draft_beams import (
+    BeamPool,
+    DraftTree,
+    add_last,
+    first_beams,
+    grow,
+    select,
+)
+from tllm_spec.kernels.drafts.draft_layout import DraftLayout, StaticStep, static_steps
+from tllm_spec.kernels.slots.row_copies import gather_rows
+from tllm_spec.models.draft_head import Masks
+
+# Rows of mask tokens, from which a draft network drafts all tokens in one forward (P-EAGLE, PARD,
+# DFlash).
+#
+# They follow the last token that the network has read, and each gives one draft. Their keys and
+# values lie after those of the request's tokens: the next round writes there what was emitted, as
+# it does over entries of drafts that were made one after the other.
+
+
+def with_masks(
+    windows: Windows,
+    state: torch.Tensor | None,
+    num_read: torch.Tensor,
+    num_drafts: int,
+    masks: Masks,
+) -> tuple[Windows, torch.Tensor | None, torch.Tensor]:
+    """Lets mask rows follow the first num_read `[B]` rows of whole windows, instead of the rest.
+
+    state `[B * W, H]`: of the windows' rows, or None. Returns the windows, K - 1 rows longer, their
+    state, and the rows that K drafts come from, `[K * B]`: those of all first drafts, then those of
+    all second ones, and so on. Nothing reads what is after them."""
+    batch, width = windows.token_ids.shape
+    num_more, device = num_drafts - 1, num_read.device
+    places = torch.arange(width + num_more, device=device)
+    is_mask = places >= num_read.unsqueeze(1)
+    longer = Windows(
+        windows.slots,
+        windows.first,
+        F.pad(windows.token_ids, (0, num_more)).masked_fill_(is_mask, masks.token_id),
+        windows.max_kv_len + num_more,
+    )
+    if state is not None:
+        assert masks.state is not None
+        rows = F.pad(state.view(batch, width, -1), (0, 0, 0, num_more))
+        state = torch.where(is_mask.unsqueeze(2), masks.state, rows).flatten(0, 1)
+    firsts = torch.arange(-1, batch * len(places) - 1, len(places), device=device) + num_read
+    return longer, state, (firsts + places[:num_drafts].unsqueeze(1)).flatten()
+
+
+def read_masks(
+    layers: DraftLayers, slots: torch.Tensor, kv_lens: torch.Tensor, num_masks: int, bound: int
+) -> torch.Tensor:
+    """The states of mask rows after all that slots `[N]` with these lengths `[N]` have read, in a
+    forward of their own: `[num_masks * N, H]`, those of all first rows before those of all second
+    ones. bound: of the KV lengths before it."""
+    net, number = layers.net, len(slots)
+    assert net.masks is not None
+    tokens = slots.new_full((number, num_masks), net.masks.token_id)
+    state = net.masks.state
+    if state is not None:
+        state = state.expand(number * num_masks, -1).contiguous()
+    # See DraftNet.lookahead for the position of an entry in the draft cache.
+    first = kv_lens + (1 - net.lookahead)
+    windows = Windows(slots, first, tokens, min(bound + num_masks, layers.rows.max_len))
+    states = layers.forward([], windows, state)
+    return states.view(number, num_masks, -1).transpose(0, 1).flatten(0, 1)
+
+
+def fill_in(
+    layers: DraftLayers,
+    slots: torch.Tensor,
+    kv_lens: torch.Tensor,
+    newest: torch.Tensor,
+    num_drafts: int,
+    bound: int,
+) -> torch.Tensor:
+    """As `read_masks`, of K mask rows after the newest tokens `[N]`, which see each other: `[K * N,
+    H]`."""
+    masks, width = layers.net.masks, 1 + num_drafts
+    assert masks is not None and width <= MAX_TREE_KEYS
+    tokens = F.pad(newest.unsqueeze(1), (0, num_drafts), value=masks.token_id)
+    everything = -1 if width == MAX_TREE_KEYS else (1 << width) - 1
+    places = torch.arange(width, device=slots.device)
+    tree = TreeRows(
+        places.expand_as(tokens).contiguous(),
+        TreeMask(torch.full_like(tokens, everything), width),
+        offset=0,
+    )
+    longest = min(bound + width, layers.rows.max_len)
+    windows = Windows(slots, kv_lens, tokens, longest, tree=tree)
+    firsts = torch.arange(0, tokens.numel(), width, device=slots.device)
+    wanted = (firsts + places[1:].unsqueeze(1)).flatten()
+    return layers.forward([], windows, None, wanted=wanted, step=1)
+
+
+# Drafts chains with a draft network: one forward of the network for each draft after the first, or
+# all drafts from the states of one forward.
+
+
+class ChainDrafting:
+    """Draws draft after draft. For rejection sampling it keeps what they were drawn from, by slot;
+    where requests share a round's rows it says how likely they are."""
+
+    def __init__(self, layers: DraftLayers, slots: SlotState, sampling: DraftSampling) -> None:
+        self._layers, self._slots, self._sampling = layers, slots, sampling
+        self._probs: torch.Tensor | None = None
+        if sampling.keeps_probs:
+            width = sampling.width(layers.net.vocab_size)
+            size = (len(slots.kv_lens), slots.max_draft_len, width)
+            self._probs = torch.zeros(size, dtype=torch.float32, device=slots.device)
+
+    def draft(
+        self,
+        group: RowGroup,
+        shape: DraftShape,
+        kv_lens: torch.Tensor,
+        state: torch.Tensor,
+        bound: int,
+    ) -> DraftChains:
+        """As `TreeDrafting.draft`."""
+        net, positions = self._layers.net, self._slots.positions(kv_lens, shape.depth)
+        drawn: list[_Drawn] = []
+        for step in range(shape.depth):
+            if step:
+                # The draft before is at position kv_lens + step; see DraftNet.lookahead for its
+                # position in the draft cache.
+                first = positions[step - net.lookahead]
+                window = Windows(group.slots, first, drawn[-1][0].unsqueeze(1), bound + step)
+                state = self._layers.forward([], window, state, step=step)
+            drawn.append(self._draw(group, step, net.compute_logits(state), positions))
+        return _chains(drawn)
+
+    def draft_block(
+        self, group: RowGroup, shape: DraftShape, kv_lens: torch.Tensor, states: torch.Tensor
+    ) -> DraftChains:
+        """states `[K * N, H]`: those of all first drafts, then those of all second ones, and so
+        on. Otherwise as `draft`."""
+        positions = self._slots.positions(kv_lens, shape.depth)
+        logits = torch.split(self._layers.net.compute_logits(states), len(group.slots))
+        return _chains([self._draw(group, step, own, positions) for step, own in enumerate(logits)])
+
+    def _draw(
+        self, group: RowGroup, step: int, logits: torch.Tensor, positions: torch.Tensor
+    ) -> "_Drawn":
+        """Draft `step` of each request, `[N]`, and where requests share rows how likely it is."""
+        if self._slots.values is not None:
+            chance, best = self._sampling.best(group, logits, positions[1 + step], 1)
+            return best.squeeze(1), chance.squeeze(1)
+        tokens, probs = self._sampling.choose(group, step, logits, positions[1])
+        if probs is not None:
+            assert self._probs is not None
+            self._probs[group.slots, step] = probs
+        return tokens, None
+
+    def probs(self, group: RowGroup) -> torch.Tensor | None:
+        """As `RoundEnd.draft_probs`."""
+        if self._probs is None or group.rows.window == 1:
+            return None
+        probs = self._probs.index_select(0, group.slots)[:, : group.rows.window - 1]
+        return self._sampling.spread(probs)
+
+
+_Drawn = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def _chains(drawn: list[_Drawn]) -> DraftChains:
+    tokens = torch.stack([each for each, _ in drawn], dim=1)
+    chances = [chance for _, chance in drawn if chance is not None]
+    return DraftChains(tokens, likely=torch.stack(chances, dim=1) if chances else None)
+
+
+# Drafts trees with a draft network on the target's pages.
+#
+# Dynamic trees (EAGLE-2): K beams grow for S steps, and the best of all their candidates become
+# the nodes of the next window. Static trees: the layout says which candidates become nodes. S
+# steps need S - 1 forwards of the network, since the last candidates are not read by it.
+#
+# What the network reads is stored after the accepted tokens, step by step. A mask lets each draft
+# see its own ancestors only.
+
+
+class TreeDrafting:
+    """Grows draft trees. Its methods are functions of device tensors, so that a CUDA graph can hold
+    them. with_scores: as `DraftTree.scores`."""
+
+    def __init__(
+        self,
+        layers: DraftLayers,
+        sampling: DraftSampling,
+        device: torch.device,
+        *,
+        with_scores: bool = False,
+    ) -> None:
+        self._layers, self._sampling, self._device = layers, sampling, device
+        self._with_scores = with_scores
+        self._static = cache(self._static_tree)
+
+    def draft(
+        self,
+        group: RowGroup,
+        shape: DraftShape,
+        kv_lens: torch.Tensor,
+        state: torch.Tensor,
+        bound: int,
+    ) -> DraftTree:
+        """Drafts of this shape for the group, one row each. kv_lens `[N]`: of the slots. state `[N,
+        H]`: of the last tokens that the network has read; bound: of the KV lengths up to them."""
+        growth = _Growth(self._layers, self._sampling, group, kv_lens, shape.topk, bound)
+        if shape.choices:
+            return self._draft_static(growth, shape, state)
+        return self._draft_dynamic(growth, shape, state)
+
+    def draft_block(
+        self, group: RowGroup, shape: DraftShape, kv_lens: torch.Tensor, states: torch.Tensor
+    ) -> DraftTree:
+        """states `[S * N, H]`: of step after step, from one forward. A step's candidates are the
+        same after every path. Otherwise as `draft`."""
+        growth = _BlockGrowth(self._layers, self._sampling, group, kv_lens, shape.topk, 0)
+        growth.states = torch.split(states, len(kv_lens))
+        draft = self._draft_static if shape.choices else self._draft_dynamic
+        return draft(growth, shape, growth.states[0])
+
+    def _draft_dynamic(
+        self, growth: "_Growth", shape: DraftShape, state: torch.Tensor
+    ) -> DraftTree:
+        topk = shape.topk
+        pool = BeamPool.allocate(len(growth.kv_lens), topk, shape.depth, state.device)
+        beams = first_beams(pool, *growth.candidates(0, state))
+        for step in range(1, shape.depth):
+            # The K first beams all continue the same row.
+            parents = (beams.rows if step > 1 else beams.rows // topk).flatten()
+            num_before = (step - 1) * topk
+            state = growth.read(step, beams.tokens, beams.bits, num_before, state, parents)
+            probs, tokens = growth.candidates(step, state)
+            children = probs.view(-1, topk, topk), tokens.view(-1, topk, topk)
+            if step + 1 == shape.depth:
+                add_last(pool, step, beams, *children)
+            else:
+                beams = grow(pool, step, beams, *children)
+        return select(pool, shape.num_nodes, self._with_scores)
+
+    def _draft_static(self, growth: "_Growth", shape: DraftShape, state: torch.Tensor) -> DraftTree:
+        steps, layout = self._static(shape)
+        batch, num_read, found = len(growth.kv_lens), 0, list[torch.Tensor]()
+        scores, before = list[torch.Tensor](), state.new_ones((), dtype=torch.float32)
+        for index, step in enumerate(steps):
+            probs, tokens = growth.candidates(index, state)
+            own = step.take(tokens.view(batch, -1, shape.topk))
+            found.append(own)
+            if self._with_scores:
+                scores.append(step.take(probs.view(batch, -1, shape.topk) * before))
+                before = scores[-1].index_select(1, step.runs).unsqueeze(2)
+            if index + 1 < len(steps):
+                num_rows, num_parents = len(step.runs), len(state) // batch
+                firsts = torch.arange(0, len(state), num_parents, device=state.device)
+                parents = (firsts.unsqueeze(1) + step.parent_rows).flatten()
+                bits = step.bits.expand(batch, num_rows).contiguous()
+                read = own.index_select(1, step.runs)
+                state = growth.read(index + 1, read, bits, num_read, state, parents)
+                num_read += num_rows
+        parents, depths, bits = (each.expand(batch, -1) for each in layout)
+        of_nodes, tokens = torch.cat(scores, dim=1) if scores else None, torch.cat(found, dim=1)
+        return DraftTree(tokens, parents, depths, bits, scores=of_nodes)
+
+    def _static_tree(
+        self, shape: DraftShape
+    ) -> tuple[list[StaticStep], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """The steps of a static tree, and its parents, depths and bits."""
+        layout, device = DraftLayout.from_paths(shape.choices), self._device
+        parents, depths, bits = (
+            torch.tensor(each, dtype=torch.int64, device=device)
+            for each in (layout.parents, layout.depths, layout.bits)
+        )
+        return static_steps(layout, device), (parents, depths, bits)
+
+
+class _Growth:
+    """What the steps of one round share: N requests, with their lengths kv_lens `[N]`."""
+
+    def __init__(
+        self,
+        layers: DraftLayers,
+        sampling: DraftSampling,
+        group: RowGroup,
+        kv_lens: torch.Tensor,
+        topk: int,
+        bound: int,
+    ) -> None:
+        self.kv_lens = kv_lens
+        self._layers, self._sampling = layers, sampling
+        self._group, self._topk, self._bound = group, topk, bound
+        # See DraftNet.lookahead: a head's entry of a draft is at the position before it.
+        self._first = kv_lens if layers.net.lookahead else kv_lens + 1
+
+    def candidates(self, step: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best next tokens after each row and their probabilities, `[N * n, K]`, best first.
+        state `[N * n, H]`: after `step` drafts."""
+        logits = self._layers.net.compute_logits(state)
+        return self._sampling.best(self._group, logits, self.kv_lens + (1 + step), self._topk)
+
+    def read(
+        self,
+        depth: int,
+        tokens: torch.Tensor,
+        bits: torch.Tensor,
+        num_before: int,
+        state: torch.Tensor,
+        parents: torch.Tensor,
+    ) -> torch.Tensor:
+        """The states after drafts tokens `[N, R]` of a depth (from 1 on), `[N * R, H]`.
+
+        bits `[N, R]`: which of all drafts read in this round each sees; num_before: those of
+        earlier steps. state `[N * n, H]`: of the step before; parents `[N * R]`: its rows that
+        these drafts continue."""
+        length = num_before + tokens.shape[1]
+        if not self._layers.net.reads_tokens_only:
+            state = gather_rows(state, parents)
+        depths = torch.full_like(tokens, depth - 1)
+        windows = Windows(
+            self._group.slots,
+            self._first,
+            tokens,
+            min(self._bound + length, self._layers.rows.max_len),
+            tree=TreeRows(depths, TreeMask(bits, length), num_before),
+        )
+        return self._layers.forward([], windows, state, step=depth)
+
+
+class _BlockGrowth(_Growth):
+    """Steps whose states are there. `states`: of each step, `[N, H]`."""
+
+    states: Sequence[torch.Tensor]
+
+    def read(
+        self,
+        depth: int,
+        tokens: torch.Tensor,
+        bits: torch.Tensor,
+        num_before: int,
+        state: torch.Tensor,
+        parents: torch.Tensor,
+    ) -> torch.Tensor:
+        """The step's state for each draft."""
+        return self.states[depth].repeat_interleave(tokens.shape[1], dim=0)
