@@ -47,7 +47,7 @@ from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
 from tllm_spec.executor.speculative.drafting.state_recorder import StateRecorder
-from tllm_spec.executor.speculative.modes import Surroundings, build_speculation
+from tllm_spec.executor.speculative.modes import Surroundings, build_speculation, check_code
 from tllm_spec.executor.totals import IterationStats, RoundLog
 from tllm_spec.executor.traffic_recorder import TrafficRecorder
 from tllm_spec.models.config import ModelConfig
@@ -104,10 +104,10 @@ def _build(
     slots = SlotState(plan.slots, plan.shapes, plan.device, counts_drafts=plan.counts_drafts)
     sampler = _sampler(plan, slots, engines, texts)
     speculation = build_speculation(plan.spec, _surroundings(plan, engines, slots, sampler))
-    recorder, round_end = _recorder(args, communicator, engines), speculation.round_end
+    recorder, of_states = _recorder(args, communicator, engines), None
     if recorder is not None and engines.recorded is not None:
-        round_end = StateRecorder(round_end, engines.recorded, slots)
-    runner = RoundRunner(engines.target, sampler, round_end)
+        of_states = StateRecorder(engines.recorded, slots)
+    runner = RoundRunner(engines.target, sampler, speculation.drafter, of_states)
     num_threads = cpu_threads(engines.target.model)
     with torch.inference_mode(), on_threads(num_threads):
         controller = prepare_rounds(plan, runner, engines.models)
@@ -116,7 +116,7 @@ def _build(
         for each in (sampler.host_edits.blame, sampler.grammar_masks.work.blame):
             if (culprits := each()) is not None:
                 return culprits
-        return speculation.blame()
+        return speculation.drafter.blame()
 
     queue, kv = queue_of(communicator), engines.kv
     resources = [*speculation.resources, kv, plan.slots]
@@ -169,7 +169,7 @@ def _replayed(
 def _check(plan: BuildPlan, tokenizer: Tokenizer | None) -> DraftTokens | None:
     """Checks what needs no weights. Returns the tokens that are drafted; None: all."""
     if plan.spec is not None:
-        plan.spec.check_code()
+        check_code(plan.spec)
     tokens = check_draft(plan.draft_plan, tokenizer, plan.config)
     check_draft_backend(plan)
     return tokens

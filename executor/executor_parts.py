@@ -75,6 +75,6 @@ def state_of(parts: ExecutorParts, totals: Totals) -> dict[str, Any]:
         "totals": totals.state([*queues.running, *queues.waiting]),
         "controller": controller.state(),
         "ranks": list(parts.ranks),
-        **parts.runner.round_end.state(),
+        **parts.drafter.state(),
         **own,
     }

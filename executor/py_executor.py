@@ -31,6 +31,7 @@ from tllm_spec.executor.faults import described
 from tllm_spec.executor.request import LlmRequest, RequestState, Response, response_of
 from tllm_spec.executor.rounds.round_reader import RoundClock, RoundOutcome, RoundReader
 from tllm_spec.executor.rounds.round_results import LaunchedRound
+from tllm_spec.executor.speculative.drafting.ready_drafts import take_ready
 from tllm_spec.executor.totals import Totals
 
 _needs_host_tokens = attrgetter("needs_host_tokens")
@@ -66,7 +67,11 @@ class PyExecutor:
             speculating=self._speculating, counts_drafts=parts.slots.counts_drafts
         )
         self._unsettled: list[tuple[ScheduledBatch, list[LlmRequest]]] = []
-        parts.sampler.grammar_masks.read_tokens_with(self._read_rounds)
+        masks, knows_forced_text = parts.sampler.grammar_masks, parts.drafter.knows_forced_text
+        masks.read_tokens_with(self._read_rounds)
+        self._forced_text = masks.work if knows_forced_text else None
+        # On the CPU nothing has to be waited for, and every row costs time.
+        self._narrows = parts.slots.counts_drafts and parts.slots.device.type == "cpu"
         self.totals = Totals()
 
     def enter_thread(self) -> None:
@@ -98,7 +103,10 @@ class PyExecutor:
     def _launch(self, batch: ScheduledBatch) -> None:
         for manager in self.resources:
             manager.prepare_resources(batch)
-        self.parts.drafter.prepare_draft_tokens(batch)
+        drafter = self.parts.drafter
+        if drafter.drafts_ahead:
+            take_ready(batch, self.parts.slots, self._forced_text, narrows=self._narrows)
+        drafter.prepare_draft_tokens(batch)
         self._note_tiers(batch)
         launched = self.parts.runner.launch(batch)
         self._advance(batch, launched)

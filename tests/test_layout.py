@@ -19,8 +19,8 @@ LINKED = ("executor", "kernels")
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 # Functions of the product, and their files, that one `LLM.generate` runs through.
-MAX_WALKS = {"plain": (383, 64), "EAGLE-3": (444, 81), "EAGLE-3 tree + SA": (492, 92)}
-MAX_FRAMES, MAX_FRAME_FILES = 9, 6  # from `PyExecutor.step` to the target's forward
+MAX_WALKS = {"plain": (383, 60), "EAGLE-3": (441, 74), "EAGLE-3 tree + SA": (489, 85)}
+MAX_FRAMES, MAX_FRAME_FILES = 7, 5  # from `PyExecutor.step` to the target's forward
 # The worker's main and calls of users' programs: only these may turn any fault into an answer.
 BORDERS = {
     "executor/worker.py",

@@ -26,8 +26,7 @@ from benchmarks.harness.engine import Rounds, release
 from benchmarks.harness.models import WEIGHT_BYTES, Config
 from benchmarks.harness.report import Options, Row, number, table
 from tllm_spec.executor.speculative.drafting.draft_net import NextnNet
-from tllm_spec.executor.speculative.drafting.network_drafter import NetworkProposer
-from tllm_spec.executor.speculative.drafting.worker import DraftWorker
+from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDrafter
 from tllm_spec.models.moe import Router
 
 SAME, SPREAD = "same experts", "spread"
@@ -174,10 +173,9 @@ def set_bias(engine: Rounds, case: str) -> None:
     """Sets the bias of the routers of target and MTP module. Graphs read it where it lies."""
     runner = engine.executor.parts.runner
     parts: list[torch.nn.Module] = [runner.engine.model]
-    if isinstance(runner.round_end, DraftWorker):
-        proposer = runner.round_end.proposer
-        assert isinstance(proposer, NetworkProposer) and isinstance(proposer.net, NextnNet)
-        parts.append(proposer.net.modules)
+    if isinstance(runner.drafter, NetworkDrafter):
+        assert isinstance(runner.drafter.net, NextnNet)
+        parts.append(runner.drafter.net.modules)
     modules = [module for part in parts for module in part.modules()]
     for router in (module for module in modules if isinstance(module, Router)):
         bias = router.e_score_correction_bias

@@ -65,7 +65,7 @@ class RoundTimer:
         seconds = runner.seconds_with_contexts(key, self._limits)
         if seconds is None:
             seconds = runner.seconds(key, *self._place)
-        return seconds + runner.round_end.seconds_before(key, *self._place)
+        return seconds + runner.drafter.seconds_before(key, *self._place)
 
 
 def without_outliers(row: Mapping[int, float], shapes: DraftShapes) -> dict[int, float]:

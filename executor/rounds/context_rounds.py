@@ -11,7 +11,7 @@ from tllm_spec.executor.device.transfer import DeviceSpan, to_device
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.graphs.context_graphs import ContextGraphs
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.rounds.decode_rounds import DecodeRounds, DecodeStep, whole_windows
+from tllm_spec.executor.rounds.decode_rounds import DecodeRounds, whole_windows
 from tllm_spec.executor.rounds.round_results import ResultSender, SentResults, joined
 from tllm_spec.executor.sampling.logprobs import LogprobRows, collect_prompt_logprobs
 from tllm_spec.executor.speculative.drafting.drafter import ContextResult, WindowResult
@@ -21,11 +21,11 @@ class ContextRounds:
     """Runs batches with context chunks. `decode` runs the windows where they do not share the
     chunks' forward."""
 
-    def __init__(self, step: DecodeStep, decode: DecodeRounds, sender: ResultSender) -> None:
+    def __init__(self, decode: DecodeRounds, sender: ResultSender) -> None:
         self.graphs: ContextGraphs | None = None
-        self._step, self._decode, self._sender = step, decode, sender
-        self._engine, self._sampler = step.engine, step.sampler
-        self._round_end, self._slots = step.round_end, step.sampler.slots
+        self._decode, self._sender = decode, sender
+        self._engine, self._sampler = decode.engine, decode.sampler
+        self._slots = decode.sampler.slots
 
     def launch(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SentResults:
         chunks = [
@@ -63,7 +63,7 @@ class ContextRounds:
             parts = [self._sample_first(ended, self._engine.compute_logits(hidden), logprobs)]
         if not batch.generation_requests:
             return self._send_then_draft(batch, chunks, parts, None, logprobs)
-        self._round_end.after_contexts(batch, _result(batch, chunks, parts), None)
+        self._decode.draft_after_contexts(batch, _result(batch, chunks, parts), None)
         parts.append(self._decode.run(batch, logprobs))
         sampled = joined(parts, batch.shape.path, hidden.device)
         return SentResults(self._sender.send(sampled, logprobs))
@@ -74,8 +74,8 @@ class ContextRounds:
         """One forward of the chunks and, after them, the windows, if there are any."""
         ended, group, windows = batch.last_chunk_requests, None, None
         if batch.generation_requests:
-            group = self._step.group(batch)
-            windows = self._step.batch_windows(batch, group)
+            group = self._decode.group(batch)
+            windows = self._decode.batch_windows(batch, group)
         hidden = self._forward(batch, chunks, None if windows is None else windows.rows)
         self._start_joining(batch)
         if windows is not None:
@@ -87,7 +87,7 @@ class ContextRounds:
         if ended:
             parts = [self._sample_first(ended, logits[: len(ended)], logprobs)]
         if group is not None and windows is not None:
-            result = self._step.sample(group, windows, logits[len(ended) :], logprobs)
+            result = self._decode.sample(group, windows, logits[len(ended) :], logprobs)
             parts.append(result.sampled)
         return self._send_then_draft(batch, chunks, parts, result, logprobs)
 
@@ -118,7 +118,7 @@ class ContextRounds:
         sampled = joined(parts, batch.shape.path, self._slots.device)
         to_host = self._sender.send(sampled, logprobs)
         span = None if to_host.is_here else DeviceSpan()
-        self._round_end.after_contexts(batch, _result(batch, chunks, parts), windows)
+        self._decode.draft_after_contexts(batch, _result(batch, chunks, parts), windows)
         if span is not None:
             span.end()
         return SentResults(to_host, span)

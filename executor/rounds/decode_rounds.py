@@ -10,7 +10,7 @@ from operator import attrgetter
 
 import torch
 
-from tllm_spec.config.draft_shape import DraftShape
+from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import TreeRows, Windows
@@ -20,16 +20,19 @@ from tllm_spec.executor.resources.window_tree import WindowTree
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
-from tllm_spec.executor.speculative.drafting.drafter import RoundEnd, WindowResult
+from tllm_spec.executor.speculative.drafting.drafter import (
+    ContextResult,
+    Drafter,
+    When,
+    WindowResult,
+    write_drafts,
+)
+from tllm_spec.executor.speculative.drafting.state_recorder import StateRecorder
 from tllm_spec.kernels.attention.visible_keys import TreeMask
 from tllm_spec.kernels.slots.round_rows import RoundRows
 from tllm_spec.kernels.slots.row_copies import gather_rows
 
-# One round of generation windows as device work: the target's forward, then the tail, which is
-# sampling, acceptance and drafting.
-#
-# `run` takes the requests of a batch. `whole`, `forward` and `tail` take nothing but slot numbers
-# on the device, which is what a CUDA graph captures.
+_graph_samples, _slot = attrgetter("graph_samples"), attrgetter("slot")
 
 
 @dataclass(frozen=True)
@@ -43,71 +46,192 @@ class SlotWindows:
     read_rows: torch.Tensor | None = None
 
 
-class DecodeStep:
-    """A round of generation windows as device work. Never waits for the device. `round_end`: the
-    drafter's part of the round."""
+class DecodeRounds:
+    """Runs batches of generation windows. Never waits for the device. graphs: None before
+    `capture`. recorder: sees what is read and emitted; None: nothing is recorded.
 
-    def __init__(self, engine: ModelEngine, sampler: Sampler, round_end: RoundEnd) -> None:
+    `_whole`, `_forward` and `_tail` take nothing but slot numbers on the device, which is what a
+    CUDA graph captures."""
+
+    def __init__(
+        self,
+        engine: ModelEngine,
+        sampler: Sampler,
+        drafter: Drafter,
+        recorder: StateRecorder | None = None,
+    ) -> None:
         self.engine = engine
         self.sampler = sampler
-        self.round_end = round_end
-        self._slots = sampler.slots
-        self._groups = sampler.groups
+        self.drafter = drafter
+        self.graphs: WindowGraphs | None = None
+        self._recorder = recorder
+        self._slots, self._groups = sampler.slots, sampler.groups
+        self._masks = sampler.grammar_masks
+        self._hidden = torch.empty(0)  # [T, H], where every forward graph leaves its result
         # Where a forward of its own leaves the offsets of its windows' rows for the tail.
         num_offsets = 1 + len(self._slots.kv_lens)
         self._offsets = torch.zeros(num_offsets, dtype=torch.int32, device=self._slots.device)
 
-    def run(
-        self, batch: ScheduledBatch, logprobs: LogprobRows, hidden: torch.Tensor | None = None
-    ) -> SampledTokens:
-        """The batch's windows, kernel by kernel. hidden `[T, H]`: of a forward that ran
-        already, so that the tail is left; None: nothing ran."""
+    def run(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SampledTokens:
+        """The batch's windows: one graph, two, or what no graph holds kernel by kernel."""
+        replayed = self._replay(batch)
+        if isinstance(replayed, SampledTokens):
+            return replayed
         group, shape = self.group(batch), batch.shape
-        if hidden is None:
+        if replayed is None:
             windows = self.batch_windows(batch, group)
             hidden = self.engine.forward([], windows.rows)
         else:
-            part = self._chosen_part(len(group.slots), shape, len(hidden))
-            windows = self.windows(group.slots, shape, batch.max_kv_len, part)
+            part = self._chosen_part(len(group.slots), shape, len(replayed))
+            windows = self._windows(group.slots, shape, batch.max_kv_len, part)
+            hidden = replayed
         windows, hidden = whole_windows(windows, hidden)
-        logits = self.engine.compute_logits(hidden)
-        result = self.sample(group, windows, logits, logprobs)
-        self.round_end.tail(group, result, batch.new_shape)
+        result = self.sample(group, windows, self.engine.compute_logits(hidden), logprobs)
+        self.draft(None, result, group, batch.new_shape)
         return result.sampled
 
+    def _replay(self, batch: ScheduledBatch) -> SampledTokens | torch.Tensor | None:
+        """The round's results; hidden states `[T, H]` where only the forward has a graph; None
+        where no graph fits."""
+        requests, shape, graphs = batch.generation_requests, batch.shape, self.graphs
+        if graphs is None or batch.row_counts is not None:
+            return None
+        slots, is_sampled = list(map(_slot, requests)), _way_of_sampling(requests)
+        if is_sampled is not None and not self._masks.has_windows:
+            sampled = graphs.whole.replay(slots, shape, is_sampled)
+            if sampled is not None:
+                return sampled
+        forward = graphs.forwards.run(slots, shape, False)
+        if forward is None:
+            return None
+        num_padded = graphs.tails.padded(len(slots))
+        if is_sampled is not None and num_padded:
+            self._masks.send(requests, shape.window, num_padded * shape.window)
+            sampled = graphs.tails.replay(slots, shape, is_sampled)
+            assert sampled is not None, "each forward has its tails"
+            return sampled
+        return forward.result if shape.is_ragged else forward.result[: batch.num_window_rows]
+
+    def draft(
+        self,
+        contexts: ContextResult | None,
+        windows: WindowResult | None,
+        group: RowGroup,
+        shape: DraftShape,
+    ) -> None:
+        """Shows the drafter what was read and emitted, and writes its drafts of this shape to the
+        group's slots. group: with contexts as in `Drafter.propose`, otherwise that of the
+        windows."""
+        drafter = self.drafter
+        if drafter.when is not When.HOST:
+            if contexts is None and drafter.drafts_ahead:
+                group = self._groups.one_row_each(group)
+            drafts = drafter.propose(contexts, windows, group, shape)
+            if drafts is not None:
+                write_drafts(self._slots, group.slots, drafts)
+        if self._recorder is not None:
+            self._recorder.see(contexts, windows)
+
+    def draft_after_contexts(
+        self, batch: ScheduledBatch, contexts: ContextResult, windows: WindowResult | None
+    ) -> None:
+        """Called after the sampling of a forward with context chunks. windows: those of the same
+        forward."""
+        drafting = batch.last_chunk_requests
+        if windows is not None and self.drafter.drafts_ahead:
+            drafting = drafting + batch.generation_requests
+        is_wanted = windows is not None or batch.drafts_after_contexts
+        shape = batch.new_shape if is_wanted else NO_DRAFTS
+        self.draft(contexts, windows, self._groups.get(drafting, 1), shape)
+
+    def capture(
+        self,
+        keys: list[GraphKey],
+        dummy_slot: int,
+        device: torch.device,
+        *,
+        pads: bool,
+        pool: GraphPool | None,
+    ) -> WindowGraphs:
+        """Raises ValueError when the memory does not suffice."""
+        splits_rounds = self.drafter.when is When.TAIL
+        whole = CudaGraphs(self.whole, dummy_slot, device, pads=pads, pool=pool)
+        whole.capture([] if splits_rounds else keys)
+        model, num_rows = self.engine.model, max((key.num_tokens for key in keys), default=0)
+        size = num_rows, model.config.hidden_size
+        self._hidden = torch.empty(size, dtype=model.dtype, device=device)
+        forwards = whole.for_same_slots(self._forward)
+        forwards.capture({replace(key, sampled=False) for key in keys})
+        if self._masks.is_served:
+            self._masks.make_room(max(key.batch_size * key.shape.window for key in keys))
+        tails = whole.for_same_results(self._tail)
+        # A forward begins with the dummy slot empty, but no tail does.
+        tails.capture(
+            keys if splits_rounds or self._masks.is_served else [], self._prepare_dummy_tail
+        )
+        self._slots.reset_dummy()
+        self.graphs = WindowGraphs(whole, forwards, tails)
+        return self.graphs
+
     def whole(
-        self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool, max_kv_len: int
+        self,
+        slot_ids: torch.Tensor,
+        shape: DraftShape,
+        is_sampled: bool,
+        max_kv_len: int | None = None,
     ) -> SampledTokens:
-        """The whole round of the slots `[B]`, whose KV lengths are `max_kv_len` at most."""
+        """The whole round of the slots `[B]`. max_kv_len: of their contexts; None: any length."""
         self._slots.reset_dummy()
         part = self._choose_part(slot_ids, shape, shape.num_rows(len(slot_ids)))
-        windows = self.windows(slot_ids, shape, max_kv_len, part)
+        windows = self._windows(slot_ids, shape, max_kv_len or self.max_len, part)
         return self._end(windows, self.engine.forward([], windows.rows), is_sampled)
 
-    def forward(self, slot_ids: torch.Tensor, shape: DraftShape) -> torch.Tensor:
+    def _forward(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> torch.Tensor:
         """Hidden states of the slots' windows, `[T, H]`: the same for every way of sampling."""
         self._slots.reset_dummy()
         part = self._choose_part(slot_ids, shape, shape.num_rows(len(slot_ids)))
         self._keep_offsets(part)
-        return self.engine.forward([], self.windows(slot_ids, shape, self.max_len, part).rows)
+        windows = self._windows(slot_ids, shape, self.max_len, part)
+        hidden = self.engine.forward([], windows.rows)
+        return self._hidden[: len(hidden)].copy_(hidden)
 
-    def tail(
-        self, slot_ids: torch.Tensor, hidden: torch.Tensor, shape: DraftShape, is_sampled: bool
-    ) -> SampledTokens:
-        """What follows in a round whose forward of the slots `[B]` has left `hidden` `[T, H]`,
-        under the masks that were sent."""
+    def _tail(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> SampledTokens:
+        """What follows in a round whose forward of the slots `[B]` was `_forward`, under the masks
+        that were sent."""
+        hidden = self._hidden[: shape.num_rows(len(slot_ids))]
         part = self._chosen_part(len(slot_ids), shape, len(hidden))
-        windows = self.windows(slot_ids, shape, self.max_len, part)
+        windows = self._windows(slot_ids, shape, self.max_len, part)
         return self._end(windows, hidden, is_sampled, is_masked=True)
 
-    def before_tail(self, batch_size: int, shape: DraftShape) -> None:
+    def _prepare_dummy_tail(self, key: GraphKey) -> None:
         """Prepares the slots for a tail of dummy requests that no forward came before."""
         self._slots.reset_dummy()
+        shape = key.shape
         if shape.is_ragged:
             slot_ids = torch.full(
-                (batch_size,), len(self._slots.kv_lens) - 1, device=self._slots.device
+                (key.batch_size,), len(self._slots.kv_lens) - 1, device=self._slots.device
             )
-            self._keep_offsets(self._choose_part(slot_ids, shape, shape.num_rows(batch_size)))
+            self._keep_offsets(self._choose_part(slot_ids, shape, shape.num_rows(key.batch_size)))
+
+    def _end(
+        self,
+        windows: SlotWindows,
+        hidden: torch.Tensor,
+        is_sampled: bool,
+        *,
+        is_masked: bool = False,
+    ) -> SampledTokens:
+        """is_masked: by the masks that were sent."""
+        if self.drafter.reads_whole_windows:
+            windows, hidden = whole_windows(windows, hidden)
+        slot_ids, part = windows.rows.slots, windows.rows.part
+        group = self._groups.of_slots(slot_ids, windows.shape.window, sampled=is_sampled, rows=part)
+        logits = self.engine.compute_logits(hidden)
+        if is_masked:
+            self._masks.apply_sent(logits, group)
+        result = self.sample(group, windows, logits, LogprobRows())
+        self.draft(None, result, group, windows.shape)
+        return result.sampled
 
     @property
     def max_len(self) -> int:
@@ -120,7 +244,7 @@ class DecodeStep:
     def batch_windows(self, batch: ScheduledBatch, group: RowGroup) -> SlotWindows:
         """The windows of the batch's group."""
         part = self._choose_part(group.slots, batch.shape, batch.num_window_rows) or group.rows
-        return self.windows(group.slots, batch.shape, batch.max_kv_len, part)
+        return self._windows(group.slots, batch.shape, batch.max_kv_len, part)
 
     def _choose_part(
         self, slot_ids: torch.Tensor, shape: DraftShape, num_rows: int
@@ -142,7 +266,7 @@ class DecodeStep:
             return None
         return RoundRows(number, shape.window, num_rows, self._offsets[: number + 1])
 
-    def windows(
+    def _windows(
         self,
         slot_ids: torch.Tensor,
         shape: DraftShape,
@@ -161,32 +285,12 @@ class DecodeStep:
         )
         return SlotWindows(rows, shape, tree)
 
-    def _end(
-        self,
-        windows: SlotWindows,
-        hidden: torch.Tensor,
-        is_sampled: bool,
-        *,
-        is_masked: bool = False,
-    ) -> SampledTokens:
-        """is_masked: by the masks that were sent."""
-        if self.round_end.reads_whole_windows:
-            windows, hidden = whole_windows(windows, hidden)
-        slot_ids, part = windows.rows.slots, windows.rows.part
-        group = self._groups.of_slots(slot_ids, windows.shape.window, sampled=is_sampled, rows=part)
-        logits = self.engine.compute_logits(hidden)
-        if is_masked:
-            self.sampler.grammar_masks.apply_sent(logits, group)
-        result = self.sample(group, windows, logits, LogprobRows())
-        self.round_end.tail(group, result, windows.shape)
-        return result.sampled
-
     def sample(
         self, group: RowGroup, windows: SlotWindows, logits: torch.Tensor, logprobs: LogprobRows
     ) -> WindowResult:
         """Accepts drafts and advances the slots. logits `[T, V]`: of the windows' rows."""
         self._slots.limit_drafts(group.slots, group.rows)
-        probs, rows = self.round_end.draft_probs(group), windows.rows
+        probs, rows = self.drafter.draft_probs(group), windows.rows
         num_verified = self._slots.num_verified(rows.slots, windows.shape)
         sampled = self.sampler.sample_windows(
             group, logits, rows.first, probs, logprobs, windows.tree
@@ -210,80 +314,6 @@ def whole_windows(windows: SlotWindows, hidden: torch.Tensor) -> tuple[SlotWindo
     rows = replace(windows.rows, part=None)
     read_rows = part.padded_rows.flatten()
     return replace(windows, rows=rows, read_rows=read_rows), hidden.index_select(0, read_rows)
-
-
-_graph_samples, _slot = attrgetter("graph_samples"), attrgetter("slot")
-
-
-class DecodeRounds:
-    """Runs batches of generation windows. graphs: None before `capture`."""
-
-    def __init__(self, step: DecodeStep) -> None:
-        self._step, self._masks = step, step.sampler.grammar_masks
-        self.graphs: WindowGraphs | None = None
-        self._hidden = torch.empty(0)  # [T, H], where every forward graph leaves its result
-
-    def run(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SampledTokens:
-        requests, shape, graphs = batch.generation_requests, batch.shape, self.graphs
-        if graphs is None or batch.row_counts is not None:
-            return self._step.run(batch, logprobs)
-        slots, is_sampled = list(map(_slot, requests)), _way_of_sampling(requests)
-        if is_sampled is not None and not self._masks.has_windows:
-            sampled = graphs.whole.replay(slots, shape, is_sampled)
-            if sampled is not None:
-                return sampled
-        forward = graphs.forwards.run(slots, shape, False)
-        if forward is None:
-            return self._step.run(batch, logprobs)
-        num_padded = graphs.tails.padded(len(slots))
-        if is_sampled is not None and num_padded:
-            self._masks.send(requests, shape.window, num_padded * shape.window)
-            sampled = graphs.tails.replay(slots, shape, is_sampled)
-            assert sampled is not None, "each forward has its tails"
-            return sampled
-        hidden = forward.result if shape.is_ragged else forward.result[: batch.num_window_rows]
-        return self._step.run(batch, logprobs, hidden)
-
-    def capture(
-        self,
-        keys: list[GraphKey],
-        dummy_slot: int,
-        device: torch.device,
-        *,
-        pads: bool,
-        pool: GraphPool | None,
-    ) -> WindowGraphs:
-        """Raises ValueError when the memory does not suffice."""
-        step, splits_rounds = self._step, self._step.round_end.splits_rounds
-        whole = CudaGraphs(self._whole, dummy_slot, device, pads=pads, pool=pool)
-        whole.capture([] if splits_rounds else keys)
-        model, num_rows = step.engine.model, max((key.num_tokens for key in keys), default=0)
-        size = num_rows, model.config.hidden_size
-        self._hidden = torch.empty(size, dtype=model.dtype, device=device)
-        forwards = whole.for_same_slots(self._forward)
-        forwards.capture({replace(key, sampled=False) for key in keys})
-        if self._masks.is_served:
-            self._masks.make_room(max(key.batch_size * key.shape.window for key in keys))
-        tails = whole.for_same_results(self._tail)
-        # A forward begins with the dummy slot empty, but no tail does.
-        tails.capture(
-            keys if splits_rounds or self._masks.is_served else [],
-            lambda key: step.before_tail(key.batch_size, key.shape),
-        )
-        step.sampler.slots.reset_dummy()
-        self.graphs = WindowGraphs(whole, forwards, tails)
-        return self.graphs
-
-    def _whole(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> SampledTokens:
-        return self._step.whole(slot_ids, shape, is_sampled, self._step.max_len)
-
-    def _forward(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> torch.Tensor:
-        hidden = self._step.forward(slot_ids, shape)
-        return self._hidden[: len(hidden)].copy_(hidden)
-
-    def _tail(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> SampledTokens:
-        hidden = self._hidden[: shape.num_rows(len(slot_ids))]
-        return self._step.tail(slot_ids, hidden, shape, is_sampled)
 
 
 def _way_of_sampling(requests: list[LlmRequest]) -> bool | None:

@@ -22,39 +22,51 @@ from tllm_spec.executor.graphs.slot_graphs import (
 )
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.context_rounds import ContextRounds
-from tllm_spec.executor.rounds.decode_rounds import DecodeRounds, DecodeStep
+from tllm_spec.executor.rounds.decode_rounds import DecodeRounds
 from tllm_spec.executor.rounds.round_results import LaunchedRound, ResultSender, SentResults
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.sampler import Sampler
-from tllm_spec.executor.speculative.drafting.drafter import RoundEnd
+from tllm_spec.executor.speculative.drafting.drafter import Drafter
+from tllm_spec.executor.speculative.drafting.state_recorder import StateRecorder
 
 _num_drafts, _draft_limit = attrgetter("py_num_draft_tokens"), attrgetter("draft_limit")
 
 
 class RoundRunner:
     """Launches rounds. `decode` runs batches of generation windows, `contexts` those with context
-    chunks; `round_end` is the drafter's part."""
+    chunks. recorder: of hidden states; None: none are recorded."""
 
-    def __init__(self, engine: ModelEngine, sampler: Sampler, round_end: RoundEnd) -> None:
+    def __init__(
+        self,
+        engine: ModelEngine,
+        sampler: Sampler,
+        drafter: Drafter,
+        recorder: StateRecorder | None = None,
+    ) -> None:
         self.engine = engine
-        self.round_end = round_end
+        self.drafter = drafter
+        self._recorder = recorder
         self._slots, self._groups = sampler.slots, sampler.groups
         self._grammar_masks = sampler.grammar_masks
         self._sender = ResultSender()
-        self._step = step = DecodeStep(engine, sampler, round_end)
-        self.decode = DecodeRounds(step)
-        self.contexts = ContextRounds(step, self.decode, self._sender)
+        self.decode = DecodeRounds(engine, sampler, drafter, recorder)
+        self.contexts = ContextRounds(self.decode, self._sender)
 
     def launch(self, batch: ScheduledBatch) -> LaunchedRound:
         """Enqueues the round's work; after it the slots hold what the next round needs."""
         logprobs = LogprobRows()
-        self.round_end.prepare(batch)
         self._grammar_masks.begin(batch)
         if batch.context_requests:
             sent = self.contexts.launch(batch, logprobs)
         else:
-            sent = self._launch_windows(batch, logprobs)
-        self.round_end.launched(batch)
+            sampled = self.decode.run(batch, logprobs)
+            to_host = sampled.to_host  # where the graph itself has sent them
+            if to_host is None:
+                to_host = self._sender.send(sampled, logprobs)
+            sent = SentResults(to_host)
+        self.drafter.launched(batch)
+        if self._recorder is not None:
+            self._recorder.launched(batch)
         return LaunchedRound(
             batch,
             batch.last_chunk_requests,
@@ -71,15 +83,9 @@ class RoundRunner:
         have whole windows, or the device chooses their rows."""
         if not shape.num_nodes or shape.is_ragged or all(map(_draft_limit, requests)):
             return False
-        if self._slots.shapes.has_trees or self.round_end.reads_whole_windows:
+        if self._slots.shapes.has_trees or self.drafter.reads_whole_windows:
             return False
         return self.graphs is None or not self.graphs.hold(len(requests), shape)
-
-    def _launch_windows(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SentResults:
-        sampled = self.decode.run(batch, logprobs)
-        if sampled.to_host is not None:  # the graph itself has sent them
-            return SentResults(sampled.to_host)
-        return SentResults(self._sender.send(sampled, logprobs))
 
     def discard_dummy_round(self) -> None:
         """Removes what the latest round left, which had the dummy slot only."""
@@ -103,7 +109,7 @@ class RoundRunner:
         """Captures the graphs that rounds of generation windows are run as where one of the keys
         fits."""
         graphs = self.decode.capture(keys, dummy_slot, device, pads=pads, pool=pool)
-        self.round_end.capture_graphs(graphs.whole, keys)
+        self.drafter.capture_graphs(graphs.whole, keys)
 
     def capture_contexts(self, sizes: tuple[int, ...], dummy_slot: int, pool: GraphPool) -> None:
         """Captures the graphs that a few short context chunks are run as, where attention can be
@@ -117,8 +123,8 @@ class RoundRunner:
         if self.graphs is not None and key in self.graphs:
             return self.graphs.seconds(key)
         slot_ids = torch.full((key.batch_size,), dummy_slot, device=device)
-        max_kv_len = min(TIMED_KV_LEN, self._step.max_len)
-        run = partial(self._step.whole, slot_ids, key.shape, key.sampled, max_kv_len)
+        max_kv_len = min(TIMED_KV_LEN, self.decode.max_len)
+        run = partial(self.decode.whole, slot_ids, key.shape, key.sampled, max_kv_len)
         return eager_seconds(lambda: run().new_lens)
 
     def seconds_with_contexts(self, key: GraphKey, limits: ContextLimits) -> float | None:

@@ -6,7 +6,7 @@ drafter is made."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tllm_spec.config.import_path import import_path_of
+from tllm_spec.config.import_path import find_class, import_path_of
 from tllm_spec.config.kv_cache_config import KVCacheType
 from tllm_spec.config.matched_drafts_config import MatchedDraftsConfig
 from tllm_spec.config.parallel_drafts_config import DFlashDecodingConfig, PARDDecodingConfig
@@ -23,22 +23,19 @@ from tllm_spec.config.speculative_config import (
     UserProvidedDecodingConfig,
 )
 from tllm_spec.executor.engine.attention_groups import SinkWindow
-from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import draft_sampling_of
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.draft_net import DraftLayers, TorchLayers
-from tllm_spec.executor.speculative.drafting.drafter import Drafter, NoDrafter, Proposer, RoundEnd
+from tllm_spec.executor.speculative.drafting.drafter import Drafter, When
 from tllm_spec.executor.speculative.drafting.external_nets import ExternalModelLayers
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter, HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.match_or_network import DraftChoice, MatchOrNetwork
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager, ModelDrafter
-from tllm_spec.executor.speculative.drafting.network_drafter import NetworkProposer
-from tllm_spec.executor.speculative.drafting.ready_drafts import ReadyDrafts
+from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDrafter
 from tllm_spec.executor.speculative.drafting.suffix_match import SuffixMatch
-from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.models.head_checkpoint import HeadKind
 from tllm_spec.models.registry import LoadFormat
 
@@ -70,15 +67,10 @@ HOST_CAUSES = "the drafter reads other tokens than request.tokens, or another to
 
 @dataclass(frozen=True)
 class Speculation:
-    """What a mode adds to the executor.
-
-    `round_end`: the drafter's part of the target's rounds. `causes`: of drafts that are never
-    accepted."""
+    """What a mode adds to the executor. `causes`: of drafts that are never accepted."""
 
     drafter: Drafter
     resources: list[ResourceManager] = field(default_factory=list)
-    blame: Callable[[], list[LlmRequest] | None] = lambda: None
-    round_end: RoundEnd = field(default_factory=RoundEnd)
     causes: str = NETWORK_CAUSES
 
 
@@ -156,8 +148,7 @@ def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Sp
     sampler = around.sampler
     parts = drafter, manager, around.slots, sampler.state.vocab_size, sampler.grammar_masks.work
     host = HostTreeDrafter(*parts) if around.slots.shapes.has_trees else HostDrafter(*parts)
-    managers = [] if manager is None else [manager]
-    return Speculation(host, managers, host.blame, causes=HOST_CAUSES)
+    return Speculation(host, [] if manager is None else [manager], causes=HOST_CAUSES)
 
 
 def _build_network(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
@@ -169,22 +160,28 @@ def _build_network(config: DecodingBaseConfig, around: Surroundings) -> Speculat
     if match is not None:
         assert isinstance(config, MatchedDraftsConfig) and config.sa_config is not None
         choice = DraftChoice(match, slots, config.sa_config.threshold)
+    drafter: Drafter
     if kv is not None:
         assert isinstance(layers, TorchLayers | ExternalModelLayers)
         groups, max_num_tokens = around.sampler.groups, around.max_num_tokens
         drafter = ModelDrafter(layers, kv, slots, groups, sampling, max_num_tokens, choice)
-        return Speculation(drafter, [kv, *_shared_texts(match)], round_end=drafter)
+        return Speculation(drafter, [kv, *_shared_texts(match)])
     backlog = DraftBacklog(layers, slots, around.max_num_tokens)
-    scores_trees = choice is not None
-    network = NetworkProposer(layers, slots, sampling, backlog, scores_trees=scores_trees)
-    proposer = network if choice is None else MatchOrNetwork(network, choice)
-    return _in_rounds(proposer, match, config, around, splits_rounds=draft.splits_rounds)
+    when = When.TAIL if draft.splits_rounds else When.GRAPH
+    parts = layers, slots, sampling, backlog, when
+    drafter = network = NetworkDrafter(*parts, scores_trees=choice is not None)
+    if choice is not None:
+        drafter = MatchOrNetwork(network, choice)
+    # Forced text has no draft probabilities to accept against.
+    drafter.knows_forced_text = not config.use_rejection_sampling
+    return Speculation(drafter, _shared_texts(match))
 
 
 def _build_suffix_match(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
     match = _suffix_match(config, around)
     assert match is not None
-    return _in_rounds(match, match, config, around, causes=TEXT_CAUSES)
+    match.knows_forced_text = not config.use_rejection_sampling
+    return Speculation(match, _shared_texts(match), causes=TEXT_CAUSES)
 
 
 def _suffix_match(config: DecodingBaseConfig, around: Surroundings) -> SuffixMatch | None:
@@ -196,24 +193,6 @@ def _suffix_match(config: DecodingBaseConfig, around: Surroundings) -> SuffixMat
 
 def _shared_texts(match: SuffixMatch | None) -> list[ResourceManager]:
     return [] if match is None or match.shared is None else [match.shared]
-
-
-def _in_rounds(
-    proposer: Proposer,
-    match: SuffixMatch | None,
-    config: DecodingBaseConfig,
-    around: Surroundings,
-    *,
-    splits_rounds: bool = False,
-    causes: str = NETWORK_CAUSES,
-) -> Speculation:
-    """match: what of the proposer looks in texts."""
-    slots, sampler = around.slots, around.sampler
-    worker = DraftWorker(proposer, slots, sampler.groups, splits_rounds=splits_rounds)
-    # Forced text has no draft probabilities to accept against.
-    work = None if config.use_rejection_sampling else sampler.grammar_masks.work
-    drafter, resources = ReadyDrafts(slots, work), _shared_texts(match)
-    return Speculation(drafter, resources, round_end=worker, causes=causes)
 
 
 def _draws(config: DecodingBaseConfig) -> str:
@@ -311,6 +290,18 @@ _MODES: dict[type[DecodingBaseConfig], Mode] = {
 }
 
 
+def check_code(config: DecodingBaseConfig) -> None:
+    """Raises ValueError for code of users that cannot be imported, or that drafts nothing."""
+    config.check_code()
+    if isinstance(config, UserProvidedDecodingConfig):
+        given, arguments = config.drafter, config.drafter_args
+        kind = find_class("drafter", given, arguments) if isinstance(given, str) else type(given)
+        if getattr(kind, "prepare_draft_tokens", None) is Drafter.prepare_draft_tokens:
+            raise ValueError(
+                f"drafter = {given!r} is abstract: it does not define prepare_draft_tokens"
+            )
+
+
 def draft_plan_of(config: DecodingBaseConfig | None) -> DraftPlan | None:
     """The draft model that the mode needs, if it needs one."""
     row = _MODES[type(config)] if config is not None else None
@@ -330,6 +321,4 @@ def text_bytes_of(
 
 def build_speculation(config: DecodingBaseConfig | None, around: Surroundings) -> Speculation:
     """What the mode adds to the executor; None is plain decoding."""
-    return (
-        Speculation(NoDrafter()) if config is None else _MODES[type(config)].build(config, around)
-    )
+    return Speculation(Drafter()) if config is None else _MODES[type(config)].build(config, around)

@@ -13,7 +13,7 @@ import torch
 
 from tests.draft_network.eager_network import EagerNetwork
 from tests.draft_network.head_pairs import load_head, load_target
-from tests.executor.draft_caches import proposer_of
+from tests.executor.draft_caches import network_of
 from tests.executor.harness import Harness
 from tests.models.helpers import save_checkpoint
 from tests.models.tiny_eagle import write_tiny_eagle
@@ -152,7 +152,7 @@ def test_a_head_with_latents_is_refused(tmp_path: Path) -> None:
 
 
 def test_of_a_head_outside_torch_only_fuse_is_kept() -> None:
-    net = proposer_of(head_harness()).net
+    net = network_of(head_harness()).net
     assert isinstance(net, HeadNet)
     assert {name for name, _ in net.head.named_parameters()} == {"fc.weight"}
 

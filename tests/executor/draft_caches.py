@@ -24,8 +24,7 @@ from tllm_spec.executor.speculative.drafting.draft_net import (
 )
 from tllm_spec.executor.speculative.drafting.external_nets import ExternalHeadLayers
 from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
-from tllm_spec.executor.speculative.drafting.network_drafter import NetworkProposer
-from tllm_spec.executor.speculative.drafting.worker import DraftWorker
+from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDrafter
 from tllm_spec.kernels.sampling.gumbel import gumbel_noise
 from tllm_spec.models.draft_head import Masks
 
@@ -121,19 +120,17 @@ def submit_traffic(harness: Harness, random: Random, number: int) -> list[LlmReq
     ]
 
 
-def proposer_of(harness: Harness) -> NetworkProposer:
-    worker = harness.parts.runner.round_end
-    assert isinstance(worker, DraftWorker)
-    proposer = worker.proposer
-    if isinstance(proposer, MatchOrNetwork):
-        proposer = proposer.network
-    assert isinstance(proposer, NetworkProposer)
-    return proposer
+def network_of(harness: Harness) -> NetworkDrafter:
+    drafter = harness.parts.drafter
+    if isinstance(drafter, MatchOrNetwork):
+        drafter = drafter.network
+    assert isinstance(drafter, NetworkDrafter)
+    return drafter
 
 
 def draft_place(harness: Harness) -> tuple[int, KVPool]:
     """The pool of the draft layers, and the group that has it."""
-    layers = proposer_of(harness)._layers
+    layers = network_of(harness)._layers
     if isinstance(layers, TorchLayers):
         pool = layers.attention.groups[0].backend.pool
     else:
@@ -174,7 +171,7 @@ class SlowDrafter:
     def __init__(
         self, harness: Harness, runner: PagedRunner, number: int, last: tuple[torch.Tensor, Any]
     ) -> None:
-        net = proposer_of(harness).net
+        net = network_of(harness).net
         self._map = net.head.draft_to_target if isinstance(net, HeadNet) else net.token_map
         self._masks = net.masks
         self._runner, self._number, self._vocab_size = runner, number, harness.vocab_size
@@ -241,7 +238,7 @@ def slow_drafters(harness: Harness, requests: list[LlmRequest]) -> list[SlowDraf
     token of each is the bonus token."""
     if not requests:
         return []
-    net, target = proposer_of(harness).net, harness.parts.runner.engine.model
+    net, target = network_of(harness).net, harness.parts.runner.engine.model
     texts = [request.tokens for request in requests]
     last: list[tuple[torch.Tensor, Any]]
     if isinstance(net, HeadNet):
@@ -317,7 +314,7 @@ def with_lengths(harness: Harness, lengths: Iterator[int] | int) -> None:
 def count_forwards(harness: Harness) -> list[int]:
     """Rows of every forward of the draft network; of chunks outside torch, each is a forward."""
     rows: list[int] = []
-    layers, net = proposer_of(harness)._layers, proposer_of(harness).net
+    layers, net = network_of(harness)._layers, network_of(harness).net
     if isinstance(layers, ExternalHeadLayers):
         run = layers._run
 

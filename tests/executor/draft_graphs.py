@@ -116,17 +116,17 @@ class Watched:
 
 
 def watch(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> Watched:
-    drafter: Any = harness.parts.runner.round_end
-    watched = Watched(harness)
-    original = drafter._draft
+    drafter, watched = harness.parts.drafter, Watched(harness)
+    name = "_draft" if isinstance(drafter, ModelDrafter) else "propose"
+    original = getattr(drafter, name)
 
-    def eagerly(*arguments: Any) -> None:
+    def eagerly(*arguments: Any) -> Any:
         [group] = [each for each in arguments if isinstance(each, RowGroup)]
         if group.requests:  # a graph's group has slots only
             watched.eager.append(len(group.requests))
-        original(*arguments)
+        return original(*arguments)
 
-    monkeypatch.setattr(drafter, "_draft", eagerly)
+    monkeypatch.setattr(drafter, name, eagerly)
     return watched
 
 

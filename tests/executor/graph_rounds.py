@@ -21,8 +21,7 @@ from tllm_spec.executor.graphs.slot_graphs import (
     graph_keys,
 )
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.speculative.drafting.drafter import RoundEnd
-from tllm_spec.executor.speculative.drafting.ready_drafts import ReadyDrafts
+from tllm_spec.executor.speculative.drafting.drafter import Drafter, When
 
 CPU = torch.device("cpu")
 DUMMY = 8  # the slot after those of max_batch_size
@@ -62,8 +61,7 @@ def capture_rounds(
 ) -> None:
     """As the composition root does for every key. Windows stay as long as their graphs, as on a
     GPU."""
-    if isinstance(drafter := harness.parts.drafter, ReadyDrafts):
-        drafter._narrows = False
+    harness.executor._narrows = False
     harness.parts.runner.capture_graphs(keys, DUMMY, CPU, pads=pads, pool=pool)
 
 
@@ -71,7 +69,7 @@ def graphs_of(harness: Harness) -> CudaGraphs:
     """Those that end the rounds: of whole rounds, or of tails where all rounds are split."""
     runner = harness.parts.runner
     assert runner.graphs is not None
-    return runner.graphs.tails if runner.round_end.splits_rounds else runner.graphs.whole
+    return runner.graphs.tails if runner.drafter.when is When.TAIL else runner.graphs.whole
 
 
 def num_replays(harness: Harness) -> dict[GraphKey, int]:
@@ -109,7 +107,7 @@ class KeyRecorder:
     """Stands in for a round runner on a CUDA device."""
 
     engine = SimpleNamespace(attention=SimpleNamespace(supports_graphs=True))
-    round_end = RoundEnd()
+    drafter = Drafter()
 
     def __init__(self) -> None:
         self.keys: list[GraphKey] = []

@@ -40,7 +40,7 @@ def rows_and_batches(harness: Harness) -> list[tuple[int, ScheduledBatch]]:
 def may_have_any_rows(harness: Harness) -> bool:
     """Whether a round's requests may have different numbers of rows."""
     runner = harness.parts.runner
-    return not (harness.parts.slots.shapes.has_trees or runner.round_end.reads_whole_windows)
+    return not (harness.parts.slots.shapes.has_trees or runner.drafter.reads_whole_windows)
 
 
 def draw_rows(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:

@@ -36,8 +36,7 @@ from tllm_spec.executor.sampling.sharded_sampler import sampler_of
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.drafting.drafter import NoDrafter, RoundEnd
-from tllm_spec.executor.speculative.drafting.ready_drafts import ReadyDrafts
+from tllm_spec.executor.speculative.drafting.drafter import Drafter, When
 from tllm_spec.sampling_params import SamplingParams
 
 VOCAB_SIZE = 128_000
@@ -89,9 +88,9 @@ class Script:
 class ScriptedRunner(RoundRunner):
     """A round of windows takes the way of a captured graph, up to the graph itself."""
 
-    def __init__(self, sampler: Sampler, script: Script) -> None:
+    def __init__(self, sampler: Sampler, script: Script, drafter: Drafter) -> None:
         engine: Any = None
-        super().__init__(engine, sampler, RoundEnd())
+        super().__init__(engine, sampler, drafter)
         graphs: Any = SimpleNamespace(whole=script)
         self.decode.graphs = graphs
         contexts: Any = self.contexts
@@ -143,14 +142,16 @@ class ScriptedEngine:
             SamplingState(managed, VOCAB_SIZE, CPU),
         )
         sampler = sampler_of(None, slots, state, rejection=False)
+        drafter = Drafter()
+        drafter.when = When.GRAPH if draft_len else When.HOST
         self.parts = ExecutorParts(
             queue=RequestQueue(),
             scheduler=Scheduler(limits, managed, kv, [kv, managed]),
             kv=kv,
             resources=[kv, managed],
             slots=slots,
-            runner=ScriptedRunner(sampler, Script(rates, token_ids)),
-            drafter=ReadyDrafts(slots) if draft_len else NoDrafter(),
+            runner=ScriptedRunner(sampler, Script(rates, token_ids), drafter),
+            drafter=drafter,
             sampler=sampler,
             controller=AdaptiveController.fixed(draft_len),
             tier_for=lambda *_: draft_len,

@@ -14,7 +14,7 @@ from tests.executor.draft_caches import (
     assert_cached_pages_are_whole,
     assert_texts_are,
     generating,
-    proposer_of,
+    network_of,
     random_lengths,
     spoil_free_pages,
     submit_traffic,
@@ -48,7 +48,7 @@ def test_the_engine_fills_in_the_block_of_the_plain_torch_transcription(
     spec = harness.parts.runner.engine.spec
     assert spec is not None and spec.layers == LAYERS
     target, slots = harness.parts.runner.engine.model, harness.parts.slots
-    reference, net = DFlashReference(head, target), proposer_of(harness).net
+    reference, net = DFlashReference(head, target), network_of(harness).net
     seen = watch_logits(net)
     for number in range(4):
         prompt, temperature = [number, 3, 14, 15, 9, 26], HOT if number % 2 else None

@@ -17,9 +17,9 @@ from tests.executor.draft_caches import (
     assert_texts_are,
     count_forwards,
     generating,
+    network_of,
     one_model,
     pools_of,
-    proposer_of,
     random_lengths,
     spoil_free_pages,
     submit_traffic,
@@ -60,7 +60,7 @@ def waits_long(harness: Harness) -> bool:
 
 
 def backlog_of(harness: Harness) -> DraftBacklog:
-    return proposer_of(harness)._backlog
+    return network_of(harness)._backlog
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -165,7 +165,7 @@ def test_catching_up_writes_the_positions_of_the_backlog_and_no_others(
         set(map(tuple, (pool.data != old).any(-1).any(-1).any(0).any(0).nonzero().tolist()))
         for pool, old in zip(pools_of(harness), before, strict=True)
     )
-    after = 1 - proposer_of(harness).net.lookahead
+    after = 1 - network_of(harness).net.lookahead
     cache = harness.parts.kv.cache
     due = {
         (cache.pages(request.request_id)[position // 4], position % 4)

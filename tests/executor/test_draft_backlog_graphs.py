@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.executor.draft_caches import HOT, one_model, proposer_of
+from tests.executor.draft_caches import HOT, network_of, one_model
 from tests.executor.graph_rounds import capture_rounds
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tllm_spec.config.draft_shape import NO_DRAFTS
@@ -23,7 +23,7 @@ def captured(harness: Harness, sizes: tuple[int, ...], *, pads: bool = True) -> 
 
 
 def catch_ups_of(harness: Harness) -> SlotGraphs[None]:
-    backlog = proposer_of(harness)._backlog
+    backlog = network_of(harness)._backlog
     assert backlog is not None and backlog._graphs is not None
     return backlog._graphs
 

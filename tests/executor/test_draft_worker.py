@@ -14,8 +14,8 @@ from tests.executor.draft_caches import (
     assert_nothing_is_missing,
     count_forwards,
     generating,
+    network_of,
     one_model,
-    proposer_of,
     slow_drafters,
 )
 from tests.executor.harness import (
@@ -205,7 +205,7 @@ def test_for_rejection_sampling_the_worker_keeps_the_distributions_of_its_drafts
     for _ in range(6):
         harness.round()
         slots = torch.tensor([request.slot for request in requests])
-        probs = proposer_of(harness).draft_probs(harness.parts.sampler.groups.get(requests, 4))
+        probs = network_of(harness).draft_probs(harness.parts.sampler.groups.get(requests, 4))
         assert probs is not None
         drafts = harness.parts.slots.window[slots, 1:]
         assert probs.shape == (2, 3, 64) and torch.allclose(probs.sum(-1), torch.ones(2, 3))

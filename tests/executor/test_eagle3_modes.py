@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.executor.draft_caches import eagle3, proposer_of
+from tests.executor.draft_caches import eagle3, network_of
 from tests.executor.harness import Harness, draft_target, output_of
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_eagle3 import edit_config, rewrite, write_tiny_eagle3
@@ -168,7 +168,7 @@ def test_a_head_with_a_reduced_vocabulary_drafts_the_targets_ids(
     head = write_tiny_eagle3(tmp_path, num_captured=2, draft_vocab_size=20)
     ids = load_file(head / "model.safetensors")["d2t"] + torch.arange(20)
     harness = Harness(tiny, **eagle3(head), disable_overlap_scheduler=True)
-    token_map = proposer_of(harness).net.token_map
+    token_map = network_of(harness).net.token_map
     assert token_map is not None and token_map.tolist() == ids.tolist() and max(ids.tolist()) > 20
     requests = [
         harness.submit([i, *PROMPT], 20, temperature=t) for i, t in enumerate((None, 6.0) * 3)

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.executor.draft_caches import proposer_of
+from tests.executor.draft_caches import network_of
 from tests.executor.harness import Harness, output_of
 from tests.executor.test_context_graphs import with_graphs
 from tests.executor.test_observations import Told
@@ -33,7 +33,7 @@ def test_first_tokens_are_sent_before_anything_is_drafted_after_their_prompts(
         with_graphs(monkeypatch, tiny, **options) if "graph" in how else Harness(tiny, **options)
     )
     with_windows = how == "with windows"
-    proposer, happened = proposer_of(harness), list[str]()
+    proposer, happened = network_of(harness), list[str]()
     propose = proposer.propose
 
     def watched(contexts: Any, *others: Any) -> Any:

@@ -20,7 +20,7 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState, Response, StopMatch
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
 from tllm_spec.executor.rounds.round_results import LaunchedRound
-from tllm_spec.executor.speculative.drafting.ready_drafts import ReadyDrafts
+from tllm_spec.executor.speculative.drafting.ready_drafts import take_ready
 
 RATES = {"plain": (), "three": (0.73, 0.52, 0.35), "seven": (0.9,) * 7, "all_of_seven": (1.0,) * 7}
 
@@ -346,9 +346,8 @@ def test_ready_drafts_are_limited_by_the_round_and_by_the_request() -> None:
     numbers = list(product(range(5), repeat=2))
     for request, (ready, limit) in zip(requests, numbers, strict=True):
         request.num_drafts_ready, request.draft_limit = ready, limit
-    ReadyDrafts(engine.parts.slots).prepare_draft_tokens(
-        ScheduledBatch(generation_requests=requests, shape=chain_of(3))
-    )
+    batch = ScheduledBatch(generation_requests=requests, shape=chain_of(3))
+    take_ready(batch, engine.parts.slots, None, narrows=False)
     assert [request.py_num_draft_tokens for request in requests] == [
         min(3, *each) for each in numbers
     ]

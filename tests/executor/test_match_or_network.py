@@ -29,7 +29,6 @@ from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
-from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.kernels.drafts.draft_sources import MATCH, NETWORK
 
 OVERLAPPING = ["draft_target", "eagle3", "eagle3_two_model", "eagle3_sa_tree"]
@@ -47,9 +46,9 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def proposer(harness: Harness) -> MatchOrNetwork:
-    worker = harness.parts.runner.round_end
-    assert isinstance(worker, DraftWorker) and isinstance(worker.proposer, MatchOrNetwork)
-    return worker.proposer
+    drafter = harness.parts.drafter
+    assert isinstance(drafter, MatchOrNetwork)
+    return drafter
 
 
 def source_of_drafts(harness: Harness, request: LlmRequest, slow: Any) -> int:

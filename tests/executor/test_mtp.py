@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.executor.draft_caches import generating, proposer_of, with_lengths
+from tests.executor.draft_caches import generating, network_of, with_lengths
 from tests.executor.graph_rounds import num_replays, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back
 from tests.executor.test_tree_drafting import Candidate, paths_in_slot, slow_tree
@@ -184,7 +184,7 @@ def test_the_module_reads_the_targets_state_after_its_final_norm(
     prompt = random_tokens(9)
     harness.submit(prompt, max_tokens=4)
     harness.round()
-    captured = proposer_of(harness).net.captured(len(prompt))
+    captured = network_of(harness).net.captured(len(prompt))
     assert captured is not None
     assert (captured - slow.target_states(prompt)).abs().max() < 1e-4
 

@@ -12,7 +12,7 @@ from tests.executor.draft_caches import (
     TOLERANCE,
     eagle3,
     generating,
-    proposer_of,
+    network_of,
     watch_logits,
 )
 from tests.executor.harness import Harness
@@ -100,7 +100,7 @@ def test_the_engine_drafts_the_tokens_of_the_plain_torch_reference(
     assert spec is not None and spec.layers == LAYERS
     target, slots = harness.parts.runner.engine.model, harness.parts.slots
     reference = Eagle3Reference(head, target)
-    token_map = proposer_of(harness).net.token_map
+    token_map = network_of(harness).net.token_map
     assert token_map is not None
     submit(harness)
     num_checked = 0
@@ -133,7 +133,7 @@ def test_a_p_eagle_head_drafts_all_tokens_of_the_reference_at_once(
         disable_overlap_scheduler=True,
     )
     target, slots = harness.parts.runner.engine.model, harness.parts.slots
-    reference, net = Eagle3Reference(head, target), proposer_of(harness).net
+    reference, net = Eagle3Reference(head, target), network_of(harness).net
     seen = watch_logits(net)
     token_map = net.token_map
     assert token_map is not None

@@ -15,10 +15,11 @@ from tests.executor.guided_rounds import grammar_of
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.executor.hooks import before_launch, rounds_in_flight
 from tllm_spec.config.draft_shape import chain_of
-from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
+from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.request import RequestState
+from tllm_spec.executor.speculative.drafting.drafter import WindowResult
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
 
@@ -124,13 +125,13 @@ def test_a_split_round_is_timed_with_both_parts_in_turn(
         seen.append(("forward", int(lens[DUMMY])))
         return original(*arguments)
 
-    def tail(*arguments: Any) -> SampledTokens:
+    def tail(*arguments: Any) -> WindowResult:
         seen.append(("tail", int(lens[DUMMY])))
         return end(*arguments)
 
-    original, end = decode._step.forward, decode._step.tail
-    monkeypatch.setattr(decode._step, "forward", forward)
-    monkeypatch.setattr(decode._step, "tail", tail)
+    original, end = runner.engine.forward, decode.sample
+    monkeypatch.setattr(runner.engine, "forward", forward)
+    monkeypatch.setattr(decode, "sample", tail)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     with torch.inference_mode():
         assert runner.seconds(GraphKey(2, chain_of(3), True), DUMMY, CPU) == 0.006 / 5

@@ -13,8 +13,8 @@ from tests.executor.draft_caches import (
     assert_texts_are,
     eagle3,
     generating,
+    network_of,
     one_model,
-    proposer_of,
     slow_drafters,
     submit_traffic,
 )
@@ -90,7 +90,7 @@ def test_drafts_are_those_of_a_slow_loop_over_the_maps_tokens(
     own = {"speculative_token_map": write_map(tmp_path, HOT_IDS), "draft_sampling": sampling}
     options = one_model(tiny_draft, head, mode, 3, **own)
     harness, num_checked = Harness(tiny, **options, disable_overlap_scheduler=True), 0
-    net, slots = proposer_of(harness).net, harness.parts.slots
+    net, slots = network_of(harness).net, harness.parts.slots
     assert net.token_map is not None and net.token_map.tolist() == HOT_IDS
     for number in range(3):
         harness.submit([number, *PROMPT], 20, temperature=HOT if number else None, seed=number)
@@ -117,7 +117,7 @@ def test_for_rejection_sampling_a_drafts_distribution_is_over_the_targets_ids(
     for _ in range(5):
         harness.round()
         group = harness.parts.sampler.groups.get([request], 4)
-        probs = proposer_of(harness).draft_probs(group)
+        probs = network_of(harness).draft_probs(group)
         assert probs is not None and probs.shape == (1, 3, 64)
         assert torch.allclose(probs.sum(-1), torch.ones(1, 3)) and not probs[..., absent].any()
         first = slow_drafters(harness, [request])[0]._logits / 0.8
@@ -132,7 +132,7 @@ def test_the_output_layer_of_the_draft_has_the_maps_rows_and_the_targets_has_all
         harness = Harness(
             tiny, **one_model(tiny_draft, head, mode, speculative_token_map=token_map)
         )
-        net: Any = proposer_of(harness).net
+        net: Any = network_of(harness).net
         draft = net._model if mode == "draft_target" else net.head
         sizes = [
             len(module.weight) for module in draft.modules() if isinstance(module, OutputLinear)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tllm_spec.config.speculative_config import NGramDecodingConfig, UserProvidedDecodingConfig
+from tllm_spec.executor import build
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
@@ -94,3 +95,15 @@ def test_a_start_without_the_resource_manager_that_a_drafter_needs_is_refused(ti
             generate(tiny, spec)
     given = {"drafter": f"{example}:CopyDrafter", "resource_manager": f"{example}:LastSeen"}
     generate(tiny, UserProvidedDecodingConfig(max_draft_len=4, **given))
+
+
+@pytest.mark.parametrize(
+    "drafter", [f"{Drafter.__module__}:Drafter", Drafter()], ids=["path", "object"]
+)
+def test_a_drafter_that_proposes_nothing_is_refused_before_weights_are_loaded(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, drafter: Any
+) -> None:
+    monkeypatch.setattr(build, "build_engines", None)
+    spec = UserProvidedDecodingConfig(max_draft_len=4, drafter=drafter)
+    with pytest.raises(ValueError, match="is abstract: it does not define prepare_draft_tokens"):
+        generate(tiny, spec)

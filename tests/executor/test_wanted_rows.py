@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.draft_caches import count_forwards, one_model, proposer_of, with_lengths
+from tests.executor.draft_caches import count_forwards, network_of, one_model, with_lengths
 from tests.executor.harness import Harness
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_eagle3 import write_tiny_eagle3
@@ -180,7 +180,7 @@ def test_in_rounds_without_drafts_a_draft_network_only_leaves_its_kv(
     harness = drafting(tiny, tmp_path, mode, max_num_tokens=64, **options)
     with_lengths(harness, 0)
     request = harness.submit(PROMPT[:5], max_tokens=40)
-    backend = proposer_of(harness)._layers.attention.groups[0].backend
+    backend = network_of(harness)._layers.attention.groups[0].backend
     attended = record_attention(backend, monkeypatch)
     monkeypatch.setattr(backend, "plan", None)
     harness.round()
@@ -190,7 +190,7 @@ def test_in_rounds_without_drafts_a_draft_network_only_leaves_its_kv(
         harness.round()
     if mode == "draft_target":
         assert not read, "a draft model reads nothing while no drafts are wanted"
-        backlog = proposer_of(harness)._backlog
+        backlog = network_of(harness)._backlog
         with torch.inference_mode():
             backlog.read([request])
     assert BACKLOG_LEN in read and sum(read) >= BACKLOG_LEN

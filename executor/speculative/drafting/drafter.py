@@ -1,10 +1,12 @@
-"""The interface of everything that makes draft tokens between scheduling and the target's forward.
+"""The interface of everything that makes draft tokens: what it sees of a round, what it returns,
+and when it runs.
 
-A drafter of your own subclasses `Drafter` and is given to `UserProvidedDecodingConfig`."""
+A drafter of your own subclasses `Drafter`, overrides `prepare_draft_tokens`, and is given to
+`UserProvidedDecodingConfig`."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -21,10 +23,15 @@ from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.kernels.drafts.draft_beams import DraftTree
 from tllm_spec.kernels.slots.round_rows import RoundRows
 
-# How a drafter on the device takes part in the target's rounds: after context chunks, and in the
-# tail of a round of windows.
-#
-# `RoundEnd` itself drafts nothing: it serves plain decoding and drafters on the host.
+
+class When(Enum):
+    """When a drafter runs. The last two draft for the next round, from what this one has emitted,
+    so their drafts are in the slots when it begins."""
+
+    HOST = "on the host, before the forward; it reads the tokens of the round before"
+    DEVICE = "on the device, before the forward"
+    GRAPH = "on the device, after acceptance, in the graph of the round"
+    TAIL = "on the device, after acceptance, in launches of its own"
 
 
 @dataclass(frozen=True)
@@ -86,54 +93,6 @@ class WindowResult:
         return torch.cat((torch.arange(num_before, device=own.device), own)) if num_before else own
 
 
-class RoundEnd:
-    """The null object: it does nothing. After the sampling the slots have advanced by what the
-    round emitted.
-
-    `splits_rounds`: drafts are made in launches of their own, so that the forward of a round and
-    its tail are never one graph. `reads_whole_windows`: drafting reads as many rows of every
-    request."""
-
-    splits_rounds = False
-    reads_whole_windows = False
-
-    def prepare(self, batch: ScheduledBatch) -> None:
-        """Called before the target's forward is launched."""
-
-    def after_contexts(
-        self, batch: ScheduledBatch, contexts: ContextResult, windows: WindowResult | None
-    ) -> None:
-        """Called after the sampling of a forward with context chunks. windows: those of the same
-        forward."""
-
-    def tail(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
-        """After the sampling of a round of windows: makes drafts of this shape for the group. A
-        function of device tensors, so that a CUDA graph can hold it."""
-
-    def launched(self, batch: ScheduledBatch) -> None:
-        """Called after everything of the round was launched."""
-
-    def capture_graphs(self, rounds: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
-        """Called when graphs were captured for rounds of these keys; `rounds` are some of them."""
-
-    def seconds_before(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
-        """How long the device takes before the target's forward, for dummy requests."""
-        return 0.0
-
-    def draft_probs(self, group: RowGroup) -> torch.Tensor | None:
-        """What the drafts in the group's windows were drawn from, `[B, K, V]` over the target's
-        vocabulary, for rejection sampling; None where it is not kept."""
-        return None
-
-    def state(self) -> Mapping[str, Any]:
-        """Figures for `PyExecutor.state`. It may wait for the device."""
-        return {}
-
-
-# The interface of what makes drafts inside a round: a draft network, or a match in the request's
-# own text.
-
-
 @dataclass(frozen=True)
 class DraftChains:
     """Drafts `tokens` `[N, K]` of N requests. num_drafts `[N]`: how many of them each request
@@ -144,7 +103,10 @@ class DraftChains:
     likely: torch.Tensor | None = None
 
 
-def write_drafts(slots: SlotState, slot_ids: torch.Tensor, drafts: DraftChains | DraftTree) -> None:
+Drafts = DraftChains | DraftTree
+
+
+def write_drafts(slots: SlotState, slot_ids: torch.Tensor, drafts: Drafts) -> None:
     """Writes drafts to the next windows of slots `[N]`."""
     if isinstance(drafts, DraftTree):
         slots.write_tree(slot_ids, drafts)
@@ -152,54 +114,22 @@ def write_drafts(slots: SlotState, slot_ids: torch.Tensor, drafts: DraftChains |
         slots.write_drafts(slot_ids, drafts.tokens, drafts.num_drafts, drafts.likely)
 
 
-class Proposer:
-    """Makes the drafts of the next round from what the target has read and emitted in this one. The
-    slots have advanced by what was emitted. This one proposes nothing.
+class Drafter:
+    """Proposes tokens; it cannot change the text, only how fast it comes. This one proposes none:
+    plain decoding.
 
-    `reads_whole_windows`: see `RoundEnd`."""
+    Before a round's forward `prepare_draft_tokens` is called, after its sampling `propose`, and
+    after all of its launches `launched`."""
 
-    reads_whole_windows = False
-
-    def propose(
-        self,
-        contexts: ContextResult | None,
-        windows: WindowResult | None,
-        group: RowGroup,
-        shape: DraftShape,
-    ) -> DraftChains | DraftTree | None:
-        """Drafts of this shape for the requests of `group`, one row each, ended contexts before
-        windows; None: there are none. It is called with NO_DRAFTS, too, to see what was emitted.
-        Without contexts it is a function of device tensors, so that a CUDA graph can hold it."""
-        return None
-
-    def prepare(self, batch: ScheduledBatch) -> None:
-        """As `RoundEnd.prepare`."""
-
-    def launched(self, batch: ScheduledBatch) -> None:
-        """As `RoundEnd.launched`."""
-
-    def capture_graphs(self, rounds: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
-        """As `RoundEnd.capture_graphs`."""
-
-    def draft_probs(self, group: RowGroup) -> torch.Tensor | None:
-        """As `RoundEnd.draft_probs`."""
-        return None
-
-    def state(self) -> Mapping[str, Any]:
-        """As `RoundEnd.state`."""
-        return {}
-
-
-class Drafter(ABC):
-    """Proposes tokens; it cannot change the text, only how fast it comes."""
-
+    when: When = When.HOST
     limits: Mapping[str, object] = MappingProxyType({})  # as given to the constructor
     # The class that the configured `resource_manager` must have; None: the drafter needs none.
     needed_manager: ClassVar[type[ResourceManager] | None] = None
-    # Whether the drafts of a round were made in the round before.
-    drafts_ahead: ClassVar[bool] = False
-    # Whether it drafts text that a grammar forces, once the tokens of the round before are read.
+    # Whether drafts in the slots may be replaced by text that a grammar forces, once the tokens of
+    # the round before are read.
     knows_forced_text: bool = False
+    # Whether it reads as many rows of every request.
+    reads_whole_windows: bool = False
 
     def __init__(
         self,
@@ -217,11 +147,16 @@ class Drafter(ABC):
             "draft_len_schedule": draft_len_schedule,
         }
 
-    @abstractmethod
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether the drafts of a round were made in the round before."""
+        return self.when in (When.GRAPH, When.TAIL)
+
     def prepare_draft_tokens(
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
     ) -> None:
-        """Sets `py_draft_tokens` of every request in `scheduled_requests.generation_requests`.
+        """A drafter of yours sets `py_draft_tokens` of every request in
+        `scheduled_requests.generation_requests`.
 
         On entry the list holds placeholders; replace it by 0 to `request.num_drafts_wanted` token
         ids that may follow `request.tokens` (prompt and output so far; read it, do not change it).
@@ -236,11 +171,43 @@ class Drafter(ABC):
 
         `resource_manager` is the one that was configured with the drafter."""
 
+    def propose(
+        self,
+        contexts: ContextResult | None,
+        windows: WindowResult | None,
+        group: RowGroup,
+        shape: DraftShape,
+    ) -> Drafts | None:
+        """What a drafter on the device sees of a round, and its drafts for the next one.
 
-class NoDrafter(Drafter):
-    """Plain decoding: the loop has no branch for it."""
+        The slots have advanced by what was emitted. Drafts have this shape, for the requests of
+        `group`, one row each, ended contexts before windows; None: there are none. It is called
+        with NO_DRAFTS, too. Without contexts it is a function of device tensors, so that a CUDA
+        graph can hold it.
 
-    def prepare_draft_tokens(
-        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
-    ) -> None:
-        assert scheduled_requests.draft_len == 0, "drafts were scheduled without a drafter"
+        A drafter with `When.DEVICE` returns None. Its group has ended contexts without windows, or
+        windows with all their rows. One with `When.HOST` is not asked."""
+        return None
+
+    def launched(self, batch: ScheduledBatch) -> None:
+        """Called after everything of the round was launched."""
+
+    def capture_graphs(self, rounds: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
+        """Called when graphs were captured for rounds of these keys; `rounds` are some of them."""
+
+    def seconds_before(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
+        """How long the device takes before the target's forward, for dummy requests."""
+        return 0.0
+
+    def draft_probs(self, group: RowGroup) -> torch.Tensor | None:
+        """What the drafts in the group's windows were drawn from, `[B, K, V]` over the target's
+        vocabulary, for rejection sampling; None where it is not kept."""
+        return None
+
+    def blame(self) -> list[LlmRequest] | None:
+        """After an exception: the requests that caused it; None if it was not raised here."""
+        return None
+
+    def state(self) -> Mapping[str, Any]:
+        """Figures for `PyExecutor.state`. It may wait for the device."""
+        return {}

@@ -170,7 +170,7 @@ class ChainDrafting:
         return tokens, None
 
     def probs(self, group: RowGroup) -> torch.Tensor | None:
-        """As `RoundEnd.draft_probs`."""
+        """As `Drafter.draft_probs`."""
         if self._probs is None or group.rows.window == 1:
             return None
         probs = self._probs.index_select(0, group.slots)[:, : group.rows.window - 1]

@@ -1,4 +1,4 @@
-"""Drafts from two proposers: a draft network, and the match of the text's end. Of chains each
+"""Drafts from two drafters: a draft network, and the match of the text's end. Of chains each
 request has the one of which more is expected to be accepted; a tree has the likeliest of both."""
 
 from collections.abc import Iterable, Mapping
@@ -9,15 +9,17 @@ import torch
 from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
+from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.drafter import (
     ContextResult,
     DraftChains,
-    Proposer,
+    Drafter,
+    Drafts,
     WindowResult,
 )
-from tllm_spec.executor.speculative.drafting.network_drafter import NetworkProposer
+from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDrafter
 from tllm_spec.executor.speculative.drafting.suffix_match import SuffixMatch
 from tllm_spec.kernels.drafts.draft_beams import DraftTree
 from tllm_spec.kernels.drafts.draft_sources import (
@@ -82,9 +84,7 @@ class DraftChoice:
             parts = sampled.new_tokens, sampled.new_lens
             observe_drafts(self._sources, slots, *parts, self._learns)
 
-    def choose(
-        self, drafts: DraftChains | DraftTree, group: RowGroup, shape: DraftShape
-    ) -> DraftChains | DraftTree:
+    def choose(self, drafts: Drafts, group: RowGroup, shape: DraftShape) -> Drafts:
         """drafts: the network's, of this shape, for the group, one row each."""
         found, sources = self._match.matches(group, shape), self._sources
         match, lens = found.drafts.squeeze(1), found.num_drafts.squeeze(1)
@@ -104,12 +104,17 @@ class DraftChoice:
         return {"draft_sources": by_source}
 
 
-class MatchOrNetwork(Proposer):
-    """Both proposers see every round, so that the network's KV misses nothing."""
+class MatchOrNetwork(Drafter):
+    """Both drafters see every round, so that the network's KV misses nothing."""
 
-    def __init__(self, network: NetworkProposer, choice: DraftChoice) -> None:
-        self.network, self.reads_whole_windows = network, network.reads_whole_windows
-        self.choice = choice
+    def __init__(self, network: NetworkDrafter, choice: DraftChoice) -> None:
+        self.network, self.choice = network, choice
+        self.when, self.reads_whole_windows = network.when, network.reads_whole_windows
+
+    def prepare_draft_tokens(
+        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
+    ) -> None:
+        self.network.prepare_draft_tokens(scheduled_requests)
 
     def propose(
         self,
@@ -117,13 +122,10 @@ class MatchOrNetwork(Proposer):
         windows: WindowResult | None,
         group: RowGroup,
         shape: DraftShape,
-    ) -> DraftChains | DraftTree | None:
+    ) -> Drafts | None:
         drafts = self.network.propose(contexts, windows, group, shape)
         self.choice.read(contexts, windows, group)
         return None if drafts is None else self.choice.choose(drafts, group, shape)
-
-    def prepare(self, batch: ScheduledBatch) -> None:
-        self.network.prepare(batch)
 
     def launched(self, batch: ScheduledBatch) -> None:
         self.network.launched(batch)

@@ -4,7 +4,7 @@ tokens (two-model path).
 It reads prompts chunk by chunk with the target. A round drafts from the slots alone, before the
 target's forward, so that the next round is launched before the host has read this one. It begins
 with the latest tokens, since the draft cache may lack them: after a full acceptance the last draft,
-after a tree the accepted path (latest_runs.py). So a round has the same shape whatever was
+after a tree the accepted path (`LatestRuns`). So a round has the same shape whatever was
 accepted, and a CUDA graph holds all K steps."""
 
 import logging
@@ -29,9 +29,9 @@ from tllm_spec.executor.speculative.drafting.draft_backlog import Missed, missed
 from tllm_spec.executor.speculative.drafting.draft_net import ModelLayers
 from tllm_spec.executor.speculative.drafting.drafter import (
     ContextResult,
-    DraftChains,
     Drafter,
-    RoundEnd,
+    Drafts,
+    When,
     WindowResult,
     write_drafts,
 )
@@ -41,7 +41,6 @@ from tllm_spec.executor.speculative.drafting.drafting_steps import (
     with_masks,
 )
 from tllm_spec.executor.speculative.drafting.match_or_network import DraftChoice
-from tllm_spec.kernels.drafts.draft_beams import DraftTree
 from tllm_spec.kernels.slots.row_copies import gather_rows
 
 # The KV cache of a draft model with pages of its own (two-model path).
@@ -132,10 +131,12 @@ logger = logging.getLogger(__name__)
 _is_greedy, _slot = attrgetter("rules.is_greedy"), attrgetter("slot")
 
 
-class ModelDrafter(Drafter, RoundEnd):
+class ModelDrafter(Drafter):
     """Drafts with a model in its own engine. A request whose draft cache cannot get pages is not
     drafted for in this round. The steps of a round are one graph launch where one of `graphs` fits,
     and eager otherwise. choice: adds drafts of matches in the text; None: there are none."""
+
+    when = When.DEVICE
 
     def __init__(
         self,
@@ -193,17 +194,21 @@ class ModelDrafter(Drafter, RoundEnd):
             else:
                 request.draft_backlog += 1
 
-    def tail(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
-        self._keep(None, windows, group)
-
-    def after_contexts(
-        self, batch: ScheduledBatch, contexts: ContextResult, windows: WindowResult | None
+    def propose(
+        self,
+        contexts: ContextResult | None,
+        windows: WindowResult | None,
+        group: RowGroup,
+        shape: DraftShape,
     ) -> None:
+        """Keeps what the target emitted, for the drafts before the next forward."""
         if self._runs is not None:
-            ended = self._groups.get(batch.last_chunk_requests, 1)
-            if contexts.first_tokens is not None:
-                self._runs.start(ended.slots)
-            self._keep(contexts, windows, ended)
+            if contexts is not None and contexts.first_tokens is not None:
+                self._runs.start(group.slots)
+            if windows is not None:
+                self._runs.keep(windows)
+        if self._choice is not None:
+            self._choice.read(contexts, windows, group)
 
     def draft_probs(self, group: RowGroup) -> torch.Tensor | None:
         return self._chains.probs(group)
@@ -231,15 +236,6 @@ class ModelDrafter(Drafter, RoundEnd):
             return self._slots.num_drafts[-1:]
 
         return eager_seconds(draft)
-
-    def _keep(
-        self, contexts: ContextResult | None, windows: WindowResult | None, group: RowGroup
-    ) -> None:
-        """Keeps what the target emitted."""
-        if self._runs is not None and windows is not None:
-            self._runs.keep(windows)
-        if self._choice is not None:
-            self._choice.read(contexts, windows, group)
 
     def _catch_up(self, batch: ScheduledBatch, drafting: list[LlmRequest]) -> None:
         """Reads this round's context chunks, and what requests to draft for have missed."""
@@ -282,7 +278,7 @@ class ModelDrafter(Drafter, RoundEnd):
     def _draft(self, group: RowGroup, shape: DraftShape, longest: int) -> None:
         """Writes drafts into the windows of the group's slots. longest: bound of their tokens."""
         kv_lens = gather_rows(self._slots.kv_lens, group.slots)
-        drafts: DraftChains | DraftTree
+        drafts: Drafts
         if self._layers.net.masks is not None:
             states = self._read_with_masks(group.slots, kv_lens, longest, shape.depth)
             if shape.is_tree:

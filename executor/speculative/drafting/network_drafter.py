@@ -15,6 +15,7 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
+from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup
@@ -22,8 +23,9 @@ from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.draft_net import DraftLayers
 from tllm_spec.executor.speculative.drafting.drafter import (
     ContextResult,
-    DraftChains,
-    Proposer,
+    Drafter,
+    Drafts,
+    When,
     WindowResult,
 )
 from tllm_spec.executor.speculative.drafting.drafting_steps import (
@@ -33,13 +35,13 @@ from tllm_spec.executor.speculative.drafting.drafting_steps import (
     read_masks,
     with_masks,
 )
-from tllm_spec.kernels.drafts.draft_beams import DraftTree
 from tllm_spec.kernels.slots.row_copies import gather_rows
 
 
-class NetworkProposer(Proposer):
-    """Drafts chains or trees with a network. What a round of draft length 0 leaves for the network
-    to read goes to the `backlog`. scores_trees: trees come with `DraftTree.scores`."""
+class NetworkDrafter(Drafter):
+    """Drafts chains or trees with a network, in the graph of a round (one-model path) or in its
+    tail (two-model path). What a round of draft length 0 leaves for the network to read goes to the
+    `backlog`. scores_trees: trees come with `DraftTree.scores`."""
 
     def __init__(
         self,
@@ -47,10 +49,12 @@ class NetworkProposer(Proposer):
         slots: SlotState,
         sampling: DraftSampling,
         backlog: DraftBacklog,
+        when: When,
         *,
         scores_trees: bool = False,
     ) -> None:
         self.net, self.reads_whole_windows = layers.net, layers.reads_whole_windows
+        self.when = when
         self._layers = layers
         self._backlog = backlog
         self._slots = slots
@@ -62,8 +66,11 @@ class NetworkProposer(Proposer):
         num_rows = len(slots.kv_lens) * slots.shapes.longest.path
         self._rows_before = torch.arange(-1, num_rows - 1, device=slots.device)
 
-    def prepare(self, batch: ScheduledBatch) -> None:
-        self._backlog.prepare(batch)
+    def prepare_draft_tokens(
+        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
+    ) -> None:
+        """Drafts are in the slots. The network reads what it has missed, if it must."""
+        self._backlog.prepare(scheduled_requests)
 
     def launched(self, batch: ScheduledBatch) -> None:
         self._backlog.note(batch)
@@ -80,7 +87,7 @@ class NetworkProposer(Proposer):
         windows: WindowResult | None,
         group: RowGroup,
         shape: DraftShape,
-    ) -> DraftChains | DraftTree | None:
+    ) -> Drafts | None:
         """Reads what the target has read, and drafts. With NO_DRAFTS it only reads, and windows of
         one token go to the backlog instead."""
         if windows is not None and windows.shape == NO_DRAFTS and shape == NO_DRAFTS:
@@ -105,7 +112,7 @@ class NetworkProposer(Proposer):
         windows: WindowResult | None,
         group: RowGroup,
         shape: DraftShape,
-    ) -> DraftChains | DraftTree:
+    ) -> Drafts:
         """All drafts come from one forward, which reads what was emitted, too. With contexts or
         parts of windows, and where mask rows fill in, they have a forward of their own."""
         kv_lens = gather_rows(self._slots.kv_lens, group.slots)

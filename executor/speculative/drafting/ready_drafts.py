@@ -1,4 +1,5 @@
-"""Drafts that the round before has left in the slots, or that a grammar forces."""
+"""Drafts that the host sends to the slots, or knows to be there: those of the round before, and
+better ones where a grammar forces text."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -11,24 +12,20 @@ import torch
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.transfer import ToHost, to_device
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.grammar_work import GrammarWork
-from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.grammar.grammar_state import GrammarState
 
-# Drafts that the host knows: grammars improve them, and chains are sent to the slots.
-
-
-Drafts = TypeVar("Drafts")
+_num_ready, _slot = attrgetter("num_drafts_ready"), attrgetter("slot")
+Own = TypeVar("Own")
 
 
 def improve(
     work: GrammarWork,
     requests: Sequence[LlmRequest],
-    drafts: list[Drafts],
+    drafts: list[Own],
     limits: Sequence[int],
-    better: Callable[[GrammarState, Drafts, int], Drafts],
+    better: Callable[[GrammarState, Own, int], Own],
 ) -> None:
     """Replaces drafts of requests with grammars, which may know better ones, in place. limits: of
     each request's drafts."""
@@ -63,80 +60,71 @@ def send_chains(
     slots.write_drafts(slot_ids, table[:, 2:].contiguous(), numbers)
 
 
-_num_ready, _slot = attrgetter("num_drafts_ready"), attrgetter("slot")
+def take_ready(
+    batch: ScheduledBatch, slots: SlotState, work: GrammarWork | None, *, narrows: bool
+) -> None:
+    """Counts the drafts that the round before has left in the slots. The host knows how many a
+    request may have, and reads no more, but for requests with grammars whose tokens it has read.
+    work: for these; None: their drafts stay as they are. narrows: windows become as long as the
+    longest drafts, for which the device is waited for."""
+    draft_len = batch.draft_len
+    longest = max(map(_num_ready, batch.generation_requests), default=0)
+    batch.made_draft_len = batch.asked_draft_len = min(draft_len, longest)
+    for request in batch.generation_requests:
+        ready, limit = request.num_drafts_ready, request.draft_limit
+        # `min` of three numbers would take longer than the rest of the loop, and most requests
+        # have all drafts.
+        request.py_num_draft_tokens = (
+            draft_len if ready >= draft_len <= limit else min(ready, limit)
+        )
+    if work is not None and draft_len:
+        _improve_ready(batch, slots, work)
+    if narrows and batch.made_draft_len and not batch.shape.is_ragged:
+        _narrow(batch, slots)
 
 
-class ReadyDrafts(Drafter):
-    """The host knows how many drafts a request may have, and reads no more, but for requests with
-    grammars whose tokens it has read. work: for these; None: their drafts stay as they are."""
+def _improve_ready(batch: ScheduledBatch, slots: SlotState, work: GrammarWork) -> None:
+    """A tree is dropped where the grammar forces as many tokens as it is deep."""
+    guided = [
+        request
+        for request in batch.generation_requests
+        if request.grammar is not None
+        and not request.tokens_in_flight
+        and request.num_drafts_wanted
+    ]
+    if not guided:
+        return
+    slot_ids = _slot_ids(guided, slots)
+    windows = slots.window[:, 1 : 1 + batch.draft_len].index_select(0, slot_ids)
+    sent = ToHost([windows, slots.num_real(slot_ids, batch.shape)])
+    limits = [request.num_drafts_wanted for request in guided]
+    tokens, numbers = (each.tolist() for each in sent.wait())
+    numbers = list(map(min, numbers, limits))
+    is_tree = batch.shape.is_tree
+    drafts: list[list[int]] = [
+        [] if is_tree else row[:number] for row, number in zip(tokens, numbers, strict=True)
+    ]
+    improve(work, guided, drafts, limits, GrammarState.better_drafts)
+    better = [
+        (request, draft)
+        for request, draft, number in zip(guided, drafts, numbers, strict=True)
+        if not is_tree or len(draft) >= max(number, 1)
+    ]
+    for request, draft in better:
+        request.py_num_draft_tokens = len(draft)
+        batch.made_draft_len = max(batch.made_draft_len, len(draft))
+    if better:
+        requests, chains = zip(*better, strict=True)
+        send_chains(slots, requests, chains, batch.draft_len)
 
-    drafts_ahead = True
 
-    def __init__(self, slots: SlotState, work: GrammarWork | None = None) -> None:
-        self._slots, self._work = slots, work
-        self.knows_forced_text = work is not None
-        self._narrows = slots.counts_drafts and slots.device.type == "cpu"
+def _narrow(batch: ScheduledBatch, slots: SlotState) -> None:
+    slot_ids = _slot_ids(batch.generation_requests, slots)
+    batch.made_draft_len = int(slots.num_real(slot_ids, batch.shape).max())
+    narrow = slots.shapes.of(batch.made_draft_len)
+    if narrow.num_nodes <= batch.shape.num_nodes:  # there are pages for no more
+        batch.shape = narrow
 
-    def prepare_draft_tokens(
-        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
-    ) -> None:
-        batch, draft_len = scheduled_requests, scheduled_requests.draft_len
-        longest = max(map(_num_ready, batch.generation_requests), default=0)
-        batch.made_draft_len = batch.asked_draft_len = min(draft_len, longest)
-        for request in batch.generation_requests:
-            ready, limit = request.num_drafts_ready, request.draft_limit
-            # `min` of three numbers would take longer than the rest of the loop, and most requests
-            # have all drafts.
-            request.py_num_draft_tokens = (
-                draft_len if ready >= draft_len <= limit else min(ready, limit)
-            )
-        if self._work is not None and draft_len:
-            self._improve(batch, self._work)
-        if self._narrows and batch.made_draft_len and not batch.shape.is_ragged:
-            self._narrow(batch)
 
-    def _improve(self, batch: ScheduledBatch, work: GrammarWork) -> None:
-        """A tree is dropped where the grammar forces as many tokens as it is deep."""
-        guided = [
-            request
-            for request in batch.generation_requests
-            if request.grammar is not None
-            and not request.tokens_in_flight
-            and request.num_drafts_wanted
-        ]
-        if not guided:
-            return
-        slot_ids = self._slot_ids(guided)
-        windows = self._slots.window[:, 1 : 1 + batch.draft_len].index_select(0, slot_ids)
-        sent = ToHost([windows, self._slots.num_real(slot_ids, batch.shape)])
-        limits = [request.num_drafts_wanted for request in guided]
-        tokens, numbers = (each.tolist() for each in sent.wait())
-        numbers = list(map(min, numbers, limits))
-        is_tree = batch.shape.is_tree
-        drafts: list[list[int]] = [
-            [] if is_tree else row[:number] for row, number in zip(tokens, numbers, strict=True)
-        ]
-        improve(work, guided, drafts, limits, GrammarState.better_drafts)
-        better = [
-            (request, draft)
-            for request, draft, number in zip(guided, drafts, numbers, strict=True)
-            if not is_tree or len(draft) >= max(number, 1)
-        ]
-        for request, draft in better:
-            request.py_num_draft_tokens = len(draft)
-            batch.made_draft_len = max(batch.made_draft_len, len(draft))
-        if better:
-            requests, chains = zip(*better, strict=True)
-            send_chains(self._slots, requests, chains, batch.draft_len)
-
-    def _narrow(self, batch: ScheduledBatch) -> None:
-        """Windows become as long as the longest drafts. On the CPU nothing has to be waited for,
-        and every row costs time."""
-        slot_ids = self._slot_ids(batch.generation_requests)
-        batch.made_draft_len = int(self._slots.num_real(slot_ids, batch.shape).max())
-        narrow = self._slots.shapes.of(batch.made_draft_len)
-        if narrow.num_nodes <= batch.shape.num_nodes:  # there are pages for no more
-            batch.shape = narrow
-
-    def _slot_ids(self, requests: Sequence[LlmRequest]) -> torch.Tensor:
-        return to_device(list(map(_slot, requests)), self._slots.device)
+def _slot_ids(requests: Sequence[LlmRequest], slots: SlotState) -> torch.Tensor:
+    return to_device(list(map(_slot, requests)), slots.device)

@@ -21,10 +21,11 @@ from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.drafter import (
     ContextResult,
     DraftChains,
-    Proposer,
+    Drafter,
+    Drafts,
+    When,
     WindowResult,
 )
-from tllm_spec.kernels.drafts.draft_beams import DraftTree
 from tllm_spec.kernels.drafts.path_trees import path_trees
 from tllm_spec.kernels.drafts.suffix_match import (
     EVERYONE,
@@ -93,10 +94,12 @@ def _tokens(name: str, line: str, tokenizer: Tokenizer | None) -> list[int]:
 MAX_PATHS = 8  # matches that a tree is made of, at most
 
 
-class SuffixMatch(Proposer):
+class SuffixMatch(Drafter):
     """Proposes chains, or trees of several matches. Texts have at most `max_len` tokens. corpus:
     rows of texts for every request (`rows_of`). `shared`: fills the texts that requests share;
     None: they share none."""
+
+    when = When.GRAPH
 
     def __init__(
         self,
@@ -132,7 +135,7 @@ class SuffixMatch(Proposer):
         windows: WindowResult | None,
         group: RowGroup,
         shape: DraftShape,
-    ) -> DraftChains | DraftTree | None:
+    ) -> Drafts | None:
         self.read(contexts, windows, group)
         if shape == NO_DRAFTS or not len(group.slots):
             return None
