@@ -274,7 +274,7 @@ def _surroundings(
         sampler,
         plan.args.max_num_tokens,
         plan.max_len,
-        engines.layers,
+        engines.net,
         engines.draft_kv,
         plan.corpus,
     )

@@ -39,10 +39,10 @@ from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.resources.pages import PageGroup, Snapshots
 from tllm_spec.executor.resources.slot_state import BlockTable
-from tllm_spec.executor.speculative.drafting.draft_net import DraftLayers
+from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 from tllm_spec.executor.speculative.drafting.external_nets import (
-    ExternalHeadLayers,
-    ExternalModelLayers,
+    ExternalHeadNet,
+    ExternalModelNet,
 )
 from tllm_spec.executor.speculative.drafting.loaded_draft import (
     LoadedDraft,
@@ -67,14 +67,14 @@ Manager = TypeVar("Manager", bound=KVCacheManager)
 
 @dataclass(frozen=True)
 class Engines:
-    """The target with its cache, and the draft network, if there is one: `layers` on the target's
+    """The target with its cache, and the draft network, if there is one: `net` on the target's
     pages, or on those of `draft_kv`. `models`: all that run in torch. `draft`: the
     draft network as it was loaded. `recorded`: the hidden states that are recorded, the last of
     them after the final norm; None: none are."""
 
     target: ModelEngine
     kv: KVCacheManager
-    layers: DraftLayers | None
+    net: DraftNet | None
     draft_kv: DraftKVManager | None
     models: list[TorchModel]
     draft: LoadedDraft | None
@@ -117,19 +117,17 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
         )
     memory = [_memory(plan, own, pages) for own, pages in zip(groups, num_pages, strict=True)]
     num_host_pages = _num_host_pages(plan, groups)
-    engine, kv, layers = _build_target(
-        plan, target, memory[:number], draft, recorded, num_host_pages
-    )
+    engine, kv, net = _build_target(plan, target, memory[:number], draft, recorded, num_host_pages)
     draft_kv = None
-    if draft is not None and layers is None:
-        layers = _draft_layers(plan, draft, memory[number:])
+    if draft is not None and net is None:
+        net = _draft_net(plan, draft, memory[number:])
         options = {"extra_kv_tokens": plan.extra_kv_tokens.own_pages, "has_draft_layers": True}
-        lookahead = layers.net.lookahead
+        lookahead = net.lookahead
         options["num_host_pages"] = num_host_pages
         draft_kv = _manager(DraftKVManager, plan, memory[number:], lookahead, **options)
     with_heads = (each.head if isinstance(each, ExternalHead) else each for each in models)
     in_torch = [model for model in with_heads if not isinstance(model, ExternalDraft)]
-    return Engines(engine, kv, layers, draft_kv, in_torch, draft, recorded)
+    return Engines(engine, kv, net, draft_kv, in_torch, draft, recorded)
 
 
 def load_target(plan: BuildPlan) -> CausalLM:
@@ -296,21 +294,21 @@ def _build_target(
     draft: LoadedDraft | None,
     recorded: SpecMetadata | None,
     num_host_pages: int,
-) -> tuple[ModelEngine, KVCacheManager, DraftLayers | None]:
+) -> tuple[ModelEngine, KVCacheManager, DraftNet | None]:
     """The target with its cache, whose pages `draft` may share."""
-    layers: DraftLayers | None = None
+    net: DraftNet | None = None
     spec = recorded
     if draft is not None and draft.plan.shares_pages:
-        layers, spec = _draft_layers(plan, draft, memory), draft.spec or recorded
+        net, spec = _draft_net(plan, draft, memory), draft.spec or recorded
     states = _recurrent_memory(plan, target)
     kv = _manager(
         KVCacheManager,
         plan,
         memory,
-        lookahead=0 if layers is None else layers.net.lookahead,
+        lookahead=0 if net is None else net.lookahead,
         num_host_pages=num_host_pages,
         extra_kv_tokens=plan.extra_kv_tokens.target_pages,
-        has_draft_layers=layers is not None,
+        has_draft_layers=net is not None,
         states=states,
     )
     groups = []
@@ -320,7 +318,7 @@ def _build_target(
         else:
             backend = _backend(plan, own, place.pools[0])
         groups.append(PagedGroup(backend, place.rows))
-    return ModelEngine(target, AttentionGroups(groups, states), spec), kv, layers
+    return ModelEngine(target, AttentionGroups(groups, states), spec), kv, net
 
 
 def _recurrent_memory(plan: BuildPlan, target: CausalLM) -> RecurrentMemory | None:
@@ -337,21 +335,20 @@ def _recurrent_memory(plan: BuildPlan, target: CausalLM) -> RecurrentMemory | No
     return memory
 
 
-def _draft_layers(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) -> DraftLayers:
+def _draft_net(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) -> DraftNet:
     """A draft network with the last pools of the group that keeps all, whose pages they share."""
     place = next(own for own in memory if own.span is None)
-    net, vocab_size = draft.model, plan.config.vocab_size
-    groups = net.config.layer_groups(plan.mapping)
+    model, vocab_size = draft.model, plan.config.vocab_size
+    groups = model.config.layer_groups(plan.mapping)
     pools = place.pools[-len(groups) :]
-    if isinstance(net, ExternalHead):
+    if isinstance(model, ExternalHead):
         assert draft.spec is not None
-        return ExternalHeadLayers(net, draft.spec, pools[0], place.rows)
-    if isinstance(net, ExternalDraft):
-        return ExternalModelLayers(net, pools[0], place.rows, vocab_size)
+        return ExternalHeadNet(model, draft.spec, pools[0], place.rows)
+    if isinstance(model, ExternalDraft):
+        return ExternalModelNet(model, pools[0], place.rows, vocab_size)
     backends = (_backend(plan, own, pool) for own, pool in zip(groups, pools, strict=True))
     paged = [PagedGroup(backend, place.rows) for backend in backends]
-    attention = AttentionGroups(paged, sees=draft.plan.sees)
-    return draft.layers(attention, vocab_size)
+    return draft.net(AttentionGroups(paged, sees=draft.plan.sees), vocab_size)
 
 
 def _backend(plan: BuildPlan, group: LayerGroup, pool: KVPool) -> AttentionBackend:

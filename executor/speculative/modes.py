@@ -28,9 +28,8 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import draft_sampling_of
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
-from tllm_spec.executor.speculative.drafting.draft_net import DraftLayers, TorchLayers
+from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, When
-from tllm_spec.executor.speculative.drafting.external_nets import ExternalModelLayers
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter, HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.match_or_network import DraftChoice, MatchOrNetwork
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager, ModelDrafter
@@ -42,15 +41,14 @@ from tllm_spec.models.registry import LoadFormat
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a mode may build on. `layers`: the draft network, for modes with draft weights;
-    `draft_kv`: its cache, where it has pages of its own; `corpus`: rows of texts for every
-    request."""
+    """What a mode may build on. `net`: the draft network, for modes with draft weights; `draft_kv`:
+    its cache, where it has pages of its own; `corpus`: rows of texts for every request."""
 
     slots: SlotState
     sampler: Sampler
     max_num_tokens: int
     max_len: int  # tokens of a text
-    layers: DraftLayers | None
+    net: DraftNet | None
     draft_kv: DraftKVManager | None
     corpus: Sequence[list[int]] = ()
 
@@ -152,9 +150,8 @@ def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Sp
 
 
 def _build_network(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
-    layers, slots, kv, draft = around.layers, around.slots, around.draft_kv, draft_plan_of(config)
-    assert layers is not None and draft is not None
-    net = layers.net
+    net, slots, kv, draft = around.net, around.slots, around.draft_kv, draft_plan_of(config)
+    assert net is not None and draft is not None
     sampling = draft_sampling_of(net.shard, around.sampler, _draws(config), net.token_map)
     match, choice = _suffix_match(config, around), None
     if match is not None:
@@ -162,13 +159,12 @@ def _build_network(config: DecodingBaseConfig, around: Surroundings) -> Speculat
         choice = DraftChoice(match, slots, config.sa_config.threshold)
     drafter: Drafter
     if kv is not None:
-        assert isinstance(layers, TorchLayers | ExternalModelLayers)
         groups, max_num_tokens = around.sampler.groups, around.max_num_tokens
-        drafter = ModelDrafter(layers, kv, slots, groups, sampling, max_num_tokens, choice)
+        drafter = ModelDrafter(net, kv, slots, groups, sampling, max_num_tokens, choice)
         return Speculation(drafter, [kv, *_shared_texts(match)])
-    backlog = DraftBacklog(layers, slots, around.max_num_tokens)
+    backlog = DraftBacklog(net, slots, around.max_num_tokens)
     when = When.TAIL if draft.splits_rounds else When.GRAPH
-    parts = layers, slots, sampling, backlog, when
+    parts = net, slots, sampling, backlog, when
     drafter = network = NetworkDrafter(*parts, scores_trees=choice is not None)
     if choice is not None:
         drafter = MatchOrNetwork(network, choice)

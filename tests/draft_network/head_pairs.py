@@ -16,8 +16,8 @@ from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.draft_network.network import ExternalHead, Network
 from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
-from tllm_spec.executor.speculative.drafting.draft_net import DraftLayers, HeadNet, TorchLayers
-from tllm_spec.executor.speculative.drafting.external_nets import ExternalHeadLayers
+from tllm_spec.executor.speculative.drafting.draft_net import DraftNet, HeadNet
+from tllm_spec.executor.speculative.drafting.external_nets import ExternalHeadNet
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
@@ -47,7 +47,7 @@ def states_for(head: Eagle3Head) -> SpecMetadata:
 class HeadSide:
     """One head's layers with their cache."""
 
-    layers: DraftLayers
+    net: DraftNet
     pool: KVPool
     hidden_size: int
     state: torch.Tensor | None = None
@@ -79,16 +79,16 @@ class HeadSide:
             for index, (slot, start, tokens) in enumerate(chunks)
         ]
         rows = torch.tensor(wanted, dtype=torch.int64)
-        self.state = self.layers.forward(known, windows, None, patched, rows)
-        return self.layers.net.compute_logits(self.state)
+        self.state = self.net.forward(known, windows, None, patched, rows)
+        return self.net.compute_logits(self.state)
 
     def step(
         self, slots: Sequence[int], first: Sequence[int], tokens: torch.Tensor
     ) -> torch.Tensor:
         """Logits after one draft `[B]` of each slot, at these positions of the draft cache."""
         windows = window(slots, first, tokens.unsqueeze(1))
-        self.state = self.layers.forward([], windows, self.state, step=1)
-        return self.layers.net.compute_logits(self.state)
+        self.state = self.net.forward([], windows, self.state, step=1)
+        return self.net.compute_logits(self.state)
 
     def catch_up(
         self,
@@ -98,7 +98,7 @@ class HeadSide:
         tokens: torch.Tensor,
     ) -> None:
         """Reads the last rows of windows `[B, W]` that end there."""
-        net, width = self.layers.net, tokens.shape[1]
+        net, width = self.net, tokens.shape[1]
         captured = net.captured(tokens.numel())
         assert captured is not None
         windows = Windows(
@@ -108,7 +108,7 @@ class HeadSide:
             max(ends),
             num_padding=width - torch.tensor(num_due),
         )
-        found = self.layers.forward([], windows, net.fuse(captured), wanted=NO_ROWS)
+        found = self.net.forward([], windows, net.fuse(captured), wanted=NO_ROWS)
         assert len(found) == 0
 
     def states(self) -> torch.Tensor:
@@ -117,7 +117,7 @@ class HeadSide:
 
     def entries(self, slot: int, length: int) -> torch.Tensor:
         """`[layers, 2, length, Hkv, D]` of the slot's first tokens."""
-        pages = self.layers.rows.table.pages(slot)
+        pages = self.net.rows.table.pages(slot)
         return self.pool.data[:, :, pages].flatten(2, 3)[:, :, :length]
 
 
@@ -132,10 +132,8 @@ def head_pair(head: Eagle3Head, network: Network) -> tuple[HeadSide, HeadSide]:
     geometry = head.config.layer_groups(SINGLE_RANK)[0].geometry
     assert isinstance(geometry, AttentionGeometry)
     pool, rows = cache_of(head)
-    torch_layers = TorchLayers(
-        HeadNet(head, spec), AttentionGroups([PagedGroup(VanillaAttention(geometry, pool), rows)])
-    )
+    attention = AttentionGroups([PagedGroup(VanillaAttention(geometry, pool), rows)])
     own_pool, own_rows = cache_of(head)
     draft = ExternalHead(head.config, head.dtype, CPU, network, head)
-    external_layers = ExternalHeadLayers(draft, spec, own_pool, own_rows)
-    return HeadSide(torch_layers, pool, size), HeadSide(external_layers, own_pool, size)
+    outside = ExternalHeadNet(draft, spec, own_pool, own_rows)
+    return HeadSide(HeadNet(attention, head, spec), pool, size), HeadSide(outside, own_pool, size)

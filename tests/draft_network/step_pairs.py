@@ -16,8 +16,8 @@ from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGro
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
 from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import BlockTable
-from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, ModelLayers, TorchLayers
-from tllm_spec.executor.speculative.drafting.external_nets import ExternalModelLayers
+from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, DraftNet
+from tllm_spec.executor.speculative.drafting.external_nets import ExternalModelNet
 from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.registry import load_model
@@ -37,7 +37,7 @@ class Side:
     """One model with its cache. Slot s has every fourth page from s + 1 on, so pages of
     neighbouring slots alternate."""
 
-    layers: ModelLayers
+    net: DraftNet
     pool: KVPool
 
     def step(
@@ -46,14 +46,14 @@ class Side:
         """Logits after windows `[B, W]` of tokens that start at these positions."""
         longest = max(first) + tokens.shape[1]
         windows = Windows(torch.tensor(slots), torch.tensor(first), tokens, longest)
-        return self.layers.net.compute_logits(self.layers.after_last(windows))
+        return self.net.compute_logits(self.net.after_last(windows))
 
     def read(self, slot: int, tokens: list[int], start: int = 0) -> None:
-        self.layers.forward([ContextChunk(slot, start, tokens)], None, None)
+        self.net.forward([ContextChunk(slot, start, tokens)], None, None)
 
     def entries(self, slot: int, length: int) -> torch.Tensor:
         """`[layers, 2, length, Hkv, D]` of the slot's first tokens."""
-        pages = self.layers.rows.table.pages(slot)
+        pages = self.net.rows.table.pages(slot)
         return self.pool.data[:, :, pages].flatten(2, 3)[:, :, :length]
 
 
@@ -63,7 +63,7 @@ def torch_side(model: LlamaForCausalLM, input_vocab_size: int | None = None) -> 
     assert isinstance(geometry, AttentionGeometry)
     attention = AttentionGroups([PagedGroup(VanillaAttention(geometry, pool), rows)])
     size = input_vocab_size or model.config.vocab_size
-    return Side(TorchLayers(CausalNet(model, size), attention), pool)
+    return Side(CausalNet(attention, model, size), pool)
 
 
 def network_side(
@@ -72,7 +72,7 @@ def network_side(
     pool, rows = cache_of(model)
     draft = ExternalDraft(model.config, model.dtype, CPU, network)
     size = input_vocab_size or model.config.vocab_size
-    return Side(ExternalModelLayers(draft, pool, rows, size), pool)
+    return Side(ExternalModelNet(draft, pool, rows, size), pool)
 
 
 def cache_of(model: LlamaForCausalLM | Eagle3Head) -> tuple[KVPool, RowBuilder]:

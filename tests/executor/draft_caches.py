@@ -20,9 +20,8 @@ from tllm_spec.executor.speculative.drafting.draft_net import (
     CausalNet,
     DraftNet,
     HeadNet,
-    TorchLayers,
 )
-from tllm_spec.executor.speculative.drafting.external_nets import ExternalHeadLayers
+from tllm_spec.executor.speculative.drafting.external_nets import ExternalHeadNet
 from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
 from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDrafter
 from tllm_spec.kernels.sampling.gumbel import gumbel_noise
@@ -130,12 +129,9 @@ def network_of(harness: Harness) -> NetworkDrafter:
 
 def draft_place(harness: Harness) -> tuple[int, KVPool]:
     """The pool of the draft layers, and the group that has it."""
-    layers = network_of(harness)._layers
-    if isinstance(layers, TorchLayers):
-        pool = layers.attention.groups[0].backend.pool
-    else:
-        assert isinstance(layers, ExternalHeadLayers)
-        pool = layers.pool
+    net = network_of(harness).net
+    is_outside = isinstance(net, ExternalHeadNet)
+    pool = net.pool if is_outside else net.attention.groups[0].backend.pool
     groups = enumerate(harness.parts.kv.groups)
     number = next(i for i, group in groups if any(own is pool for own in group.pools))
     return number, pool
@@ -314,23 +310,23 @@ def with_lengths(harness: Harness, lengths: Iterator[int] | int) -> None:
 def count_forwards(harness: Harness) -> list[int]:
     """Rows of every forward of the draft network; of chunks outside torch, each is a forward."""
     rows: list[int] = []
-    layers, net = network_of(harness)._layers, network_of(harness).net
-    if isinstance(layers, ExternalHeadLayers):
-        run = layers._run
+    net = network_of(harness).net
+    if isinstance(net, ExternalHeadNet):
+        run = net._run
 
         def counted_run(windows: Windows, *others: Any) -> torch.Tensor:
             rows.append(windows.token_ids.numel())
             return run(windows, *others)
 
-        layers._run = counted_run  # type: ignore[method-assign] # a spy on this one object
+        net._run = counted_run  # type: ignore[method-assign] # a spy on this one object
         return rows
-    forward = net.forward
+    forward = net.run
 
     def counted(token_ids: torch.Tensor, *others: Any) -> torch.Tensor:
         rows.append(len(token_ids))
         return forward(token_ids, *others)
 
-    net.forward = counted  # type: ignore[method-assign] # a spy on this one object
+    net.run = counted  # type: ignore[method-assign] # a spy on this one object
     return rows
 
 

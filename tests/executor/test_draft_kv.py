@@ -21,7 +21,7 @@ from tests.executor.test_model_drafter import (
 from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, KVCacheManager
-from tllm_spec.executor.speculative.drafting.draft_net import TorchLayers
+from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 
 MAY_PAUSE = {"draft_len_schedule": {1: 3, 2: 0}}
@@ -43,7 +43,7 @@ def check_that_writes_are_private(harness: Harness, monkeypatch: pytest.MonkeyPa
     """The draft model never writes to a page that its request does not hold alone."""
     drafter, kv = harness.parts.drafter, draft_kv(harness)
     assert isinstance(drafter, ModelDrafter)
-    rows = drafter._layers.rows
+    rows = drafter._net.rows
     build = rows.build
 
     def watched(*arguments: Any) -> Any:
@@ -262,16 +262,16 @@ def test_a_prompt_is_read_once_whatever_its_chunks(
 ) -> None:
     options = draft_target(tiny_draft, 3) | {"enable_chunked_prefill": True, "max_num_tokens": 16}
     harness, starts, ends = Harness(tiny, **options), list[int](), list[int]()
-    forward = TorchLayers.forward
+    forward = DraftNet.forward
 
     def watched(
-        layers: TorchLayers, chunks: list[ContextChunk], *others: Any, **options: Any
+        layers: DraftNet, chunks: list[ContextChunk], *others: Any, **options: Any
     ) -> torch.Tensor:
         starts.extend(chunk.start for chunk in chunks)
         ends.extend(chunk.end for chunk in chunks)
         return forward(layers, chunks, *others, **options)
 
-    monkeypatch.setattr(TorchLayers, "forward", watched)
+    monkeypatch.setattr(DraftNet, "forward", watched)
     harness.submit(list(range(60)), max_tokens=30)
     harness.run()
     assert starts == [0, 16, 32, 48] and ends == [16, 32, 48, 60]

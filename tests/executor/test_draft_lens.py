@@ -15,7 +15,7 @@ from tllm_spec.config.draft_shape import DraftShape, DraftShapes, chain_of
 from tllm_spec.config.speculative_config import NGramDecodingConfig
 from tllm_spec.executor.building.tiers import without_outliers
 from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
-from tllm_spec.executor.speculative.drafting.draft_net import TorchLayers
+from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 
 LADDER = {"candidate_steps": [0, 1, 4]}
 
@@ -78,19 +78,19 @@ def test_without_graphs_a_separate_drafter_is_timed_with_dummy_requests(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, tiny: Path, drafts: tuple[Path, Path], mode: str
 ) -> None:
     """Each forward of its network takes 10 ms. The dummy requests leave nothing behind."""
-    forward = TorchLayers.forward
+    forward = DraftNet.forward
 
     def slow(*args: Any, **keywords: Any) -> Any:
         clock.now += 0.01
         return forward(*args, **keywords)
 
-    monkeypatch.setattr(TorchLayers, "forward", slow)
+    monkeypatch.setattr(DraftNet, "forward", slow)
     monkeypatch.setattr("tllm_spec.executor.building.rounds.EAGER_SIZES", (1,))
     harness = Harness(tiny, **tiny_engine(mode, drafts, 4, adaptive=LADDER))
     harness.parts.controller.observe(1, [], 0)
     row = harness.parts.controller.state()["round_ms"]["1"]
     assert [row[steps] - row["0"] for steps in ("1", "4")] == pytest.approx([10, 40])
-    monkeypatch.setattr(TorchLayers, "forward", forward)
+    monkeypatch.setattr(DraftNet, "forward", forward)
     request, plain = harness.submit([3, 1, 4], 20, seed=5), Harness(tiny)
     reference = plain.submit([3, 1, 4], 20, seed=5)
     harness.run()

@@ -22,7 +22,7 @@ from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.speculative.drafting import draft_backlog
 from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN, Missed, read_missed
-from tllm_spec.executor.speculative.drafting.draft_net import DraftLayers
+from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
 MAY_PAUSE = {"draft_len_schedule": {1: 3, 2: 0}}
@@ -44,7 +44,7 @@ def watch_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens are read from the host's tokens, each time."""
     seen: list[int] = []
 
-    def watched(layers: DraftLayers, missed: list[Missed], max_num_tokens: int) -> None:
+    def watched(layers: DraftNet, missed: list[Missed], max_num_tokens: int) -> None:
         seen.extend([sum(end - start for _, start, end in missed)] if missed else [])
         read_missed(layers, missed, max_num_tokens)
 

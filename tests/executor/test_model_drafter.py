@@ -10,7 +10,7 @@ from tests.executor.tiny_llama import write_tiny_llama
 from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
-from tllm_spec.executor.speculative.drafting.draft_net import TorchLayers
+from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35]
@@ -203,15 +203,15 @@ def test_catching_up_never_takes_more_rows_than_the_budget(
         enable_chunked_prefill=True,
         **draft_target(tiny, 3, max_concurrency=2),
     )
-    sizes, forward = list[int](), TorchLayers.forward
+    sizes, forward = list[int](), DraftNet.forward
 
     def record(
-        layers: TorchLayers, chunks: list[ContextChunk], *others: Any, **options: Any
+        layers: DraftNet, chunks: list[ContextChunk], *others: Any, **options: Any
     ) -> torch.Tensor:
         sizes.append(sum(len(chunk.tokens) for chunk in chunks))
         return forward(layers, chunks, *others, **options)
 
-    monkeypatch.setattr(TorchLayers, "forward", record)
+    monkeypatch.setattr(DraftNet, "forward", record)
     requests = [harness.submit([i] * 3, max_tokens=60 if i < 2 else 40) for i in range(3)]
     harness.run()
     # Three at a time do not draft; when the third one ends, the others have some 40 tokens each to

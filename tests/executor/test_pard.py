@@ -34,7 +34,7 @@ def drafted_logits(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     draft_block = ChainDrafting.draft_block
 
     def spy(self: ChainDrafting, group: Any, shape: Any, kv_lens: Any, states: torch.Tensor) -> Any:
-        logits = self._layers.net.compute_logits(states)
+        logits = self._net.compute_logits(states)
         found.append(logits.view(-1, len(group.slots), logits.shape[1]))
         return draft_block(self, group, shape, kv_lens, states)
 

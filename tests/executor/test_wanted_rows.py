@@ -180,7 +180,7 @@ def test_in_rounds_without_drafts_a_draft_network_only_leaves_its_kv(
     harness = drafting(tiny, tmp_path, mode, max_num_tokens=64, **options)
     with_lengths(harness, 0)
     request = harness.submit(PROMPT[:5], max_tokens=40)
-    backend = network_of(harness)._layers.attention.groups[0].backend
+    backend = network_of(harness).net.attention.groups[0].backend
     attended = record_attention(backend, monkeypatch)
     monkeypatch.setattr(backend, "plan", None)
     harness.round()

@@ -23,7 +23,7 @@ from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.speculative.drafting.draft_net import DraftLayers
+from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 from tllm_spec.kernels.slots.row_copies import Rings, gather_rows, store_in_rings
 
 # Tokens that a draft network has not read and that the device no longer keeps for it.
@@ -52,11 +52,11 @@ def missed_by(request: LlmRequest, num_kept: int, num_read: int = 0) -> Missed:
     return Missed(request, max(num_read, end - request.draft_backlog), end - num_kept)
 
 
-def read_missed(layers: DraftLayers, missed: Iterable[Missed], max_num_tokens: int) -> None:
+def read_missed(net: DraftNet, missed: Iterable[Missed], max_num_tokens: int) -> None:
     """The draft network reads these tokens."""
     for chunks in _forwards(missed, max_num_tokens):
-        no_rows = torch.empty(0, dtype=torch.int64, device=layers.rows.device)
-        layers.forward(chunks, None, None, wanted=no_rows)
+        no_rows = torch.empty(0, dtype=torch.int64, device=net.rows.device)
+        net.forward(chunks, None, None, wanted=no_rows)
 
 
 def _forwards(missed: Iterable[Missed], max_num_tokens: int) -> list[list[ContextChunk]]:
@@ -86,17 +86,17 @@ class DraftBacklog:
     `max_requests` are read in one forward. A request has at most `max_unread` unread positions:
     `inf` for a network that reads tokens only."""
 
-    def __init__(self, layers: DraftLayers, slots: SlotState, max_num_tokens: int) -> None:
-        self.max_unread = inf if layers.net.reads_tokens_only else BACKLOG_LEN
+    def __init__(self, net: DraftNet, slots: SlotState, max_num_tokens: int) -> None:
+        self.max_unread = inf if net.reads_tokens_only else BACKLOG_LEN
         self.max_requests = max(1, max_num_tokens // BACKLOG_LEN)
         self._max_num_tokens = max_num_tokens
-        self._layers = layers
+        self._net = net
         self._slots = slots
         self._graphs: SlotGraphs[None] | None = None
         self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
         self._num_due = torch.zeros(len(slots.kv_lens), dtype=torch.int64, device=slots.device)
         size = len(slots.kv_lens) * BACKLOG_LEN
-        captured = layers.net.captured(1)
+        captured = net.captured(1)
         self._rings = Rings(
             BACKLOG_LEN,  # of each position: the target's states, and the token after it
             tokens=torch.zeros(size, dtype=torch.int64, device=slots.device),
@@ -114,7 +114,7 @@ class DraftBacklog:
     def store(self, windows: Windows, new_tokens: torch.Tensor, first_row: int) -> None:
         """Keeps what the target has just read in windows of one token, the forward's rows from
         `first_row` on, and the tokens after it, new_tokens `[B]`."""
-        captured = self._layers.net.captured(first_row + len(windows.slots))
+        captured = self._net.captured(first_row + len(windows.slots))
         states = captured[first_row:] if captured is not None and first_row else captured
         store_in_rings(self._rings, windows.slots, windows.first, new_tokens, states)
 
@@ -137,7 +137,7 @@ class DraftBacklog:
         late = [request for request in requests if request.draft_backlog > BACKLOG_LEN]
         # The rings have the last tokens, those of rounds in flight included.
         missed = [missed_by(request, BACKLOG_LEN) for request in late]
-        read_missed(self._layers, missed, self._max_num_tokens)
+        read_missed(self._net, missed, self._max_num_tokens)
         for request in late:
             request.draft_backlog = BACKLOG_LEN
         for first in range(0, len(requests), self.max_requests):
@@ -157,7 +157,7 @@ class DraftBacklog:
 
     def _catch_up_for(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> None:
         """The work of a graph, for contexts of any length."""
-        self._catch_up(slot_ids, self._layers.rows.max_len)
+        self._catch_up(slot_ids, self._net.rows.max_len)
 
     def _send(self, requests: Sequence[LlmRequest]) -> torch.Tensor:
         """Sends each request's count of unread positions. Returns the slots, `[B]`."""
@@ -172,7 +172,7 @@ class DraftBacklog:
 
         A function of device tensors, so that a CUDA graph can capture it. max_kv_len: upper bound
         of the slots' lengths plus one."""
-        net, rings = self._layers.net, self._rings
+        net, rings = self._net, self._rings
         ends = self._slots.kv_lens.index_select(0, slot_ids)
         rows = torch.arange(-BACKLOG_LEN, 0, device=ends.device)
         entries = rings.indices(slot_ids.unsqueeze(1), ends.unsqueeze(1) + rows)
@@ -186,4 +186,4 @@ class DraftBacklog:
             max_kv_len=max_kv_len,
             num_padding=BACKLOG_LEN - self._num_due.index_select(0, slot_ids),
         )
-        self._layers.forward([], windows, state, wanted=self._no_rows)
+        self._net.forward([], windows, state, wanted=self._no_rows)

@@ -1,11 +1,11 @@
-"""One interface for the kinds of draft networks: an EAGLE head, MTP modules and a whole model.
+"""One interface for the kinds of draft networks over KV pages: an EAGLE head, MTP modules and a
+whole model. The pages are the target's, with pools of the network's own and the block table of the
+group that keeps all pages, or they are its own.
 
 They differ in their inputs (a token with the hidden state before it, or a token only) and in the
 position that a token's KV goes to."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
 
 import torch
 
@@ -42,6 +42,21 @@ class DraftNet(ABC):
     shard: VocabShard | None = None
     masks: Masks | None = None
     fills_in: bool = False
+    # Windows are a rectangle: `Windows.part` is not served.
+    reads_whole_windows: bool = False
+    rows: RowBuilder  # with the block table
+    attention: AttentionGroups
+
+    def __init__(self, attention: AttentionGroups | None) -> None:
+        """All groups of `attention` have the same rows. None: the network runs outside torch, with
+        `rows` and a `forward` of its own."""
+        if attention is not None:
+            self.attention, self.rows = attention, attention.rows
+
+    @property
+    def may_be_captured(self) -> bool:
+        """Whether CUDA graphs may hold a forward where they hold the target's rounds."""
+        return True
 
     @abstractmethod
     def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
@@ -62,8 +77,38 @@ class DraftNet(ABC):
         """Captured states as the state that `forward` takes, `[T, n * H]` -> `[T, H]`."""
         raise AssertionError("nothing is captured for this network")
 
-    @abstractmethod
     def forward(
+        self,
+        chunks: list[ContextChunk],
+        windows: Windows | None,
+        state: torch.Tensor | None,
+        patched: tuple[list[int], torch.Tensor] | None = None,
+        wanted: torch.Tensor | None = None,
+        step: int = 0,
+    ) -> torch.Tensor:
+        """Reads these chunks and windows. Returns the state for `compute_logits` and for the next
+        step, `[T, H]`, or `[R, H]` of the wanted rows.
+
+        state `[T, H]`: of the step before; None: what the target's latest forward captured is read.
+        patched: rows whose tokens only the device knows, and the tokens. wanted `[R]`: the rows
+        that are returned (`ForwardContext.wanted`); None: all. step: 0 reads what the target has
+        read, k what draft k - 1 is."""
+        only_writes = self.has_one_layer and wanted is not None and not len(wanted)
+        rows = self.attention.plan(chunks, windows, only_writes=only_writes)
+        if patched is not None:
+            to_patch = to_device(patched[0], rows.token_ids.device)
+            rows.token_ids.index_copy_(0, to_patch, patched[1])
+        context = ForwardContext(rows.groups, wanted=wanted)
+        return self.run(rows.token_ids, rows.positions, context, state, step)
+
+    def after_last(self, windows: Windows) -> torch.Tensor:
+        """The states after the last token of each window, `[B, H]`, of a network that reads tokens
+        only."""
+        width = windows.token_ids.shape[1]
+        return self.forward([], windows, None)[width - 1 :: width]
+
+    @abstractmethod
+    def run(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
@@ -71,9 +116,7 @@ class DraftNet(ABC):
         state: torch.Tensor | None,
         step: int,
     ) -> torch.Tensor:
-        """The state for `compute_logits` and for the next step, `[T, H]`, or `[R, H]` of the rows
-        that the context wants. state `[T, H]`: of the step before; None: what the target's latest
-        forward captured is read. step: 0 reads what the target has read, k what draft k - 1 is."""
+        """A forward over planned rows `[T]`; otherwise as `forward`."""
 
     @abstractmethod
     def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
@@ -86,7 +129,8 @@ class HiddenStatesNet(DraftNet):
     lookahead = 1
     reads_tokens_only = False
 
-    def __init__(self, spec: SpecMetadata) -> None:
+    def __init__(self, attention: AttentionGroups | None, spec: SpecMetadata) -> None:
+        super().__init__(attention)
         self._spec = spec
 
     def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
@@ -99,8 +143,10 @@ class HiddenStatesNet(DraftNet):
 class HeadNet(HiddenStatesNet):
     """A head on captured states."""
 
-    def __init__(self, head: DraftHead, spec: SpecMetadata) -> None:
-        super().__init__(spec)
+    def __init__(
+        self, attention: AttentionGroups | None, head: DraftHead, spec: SpecMetadata
+    ) -> None:
+        super().__init__(attention, spec)
         self.head = head
         self.has_one_layer = head.config.num_layers == 1
         self.vocab_size = head.num_logits
@@ -114,7 +160,7 @@ class HeadNet(HiddenStatesNet):
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
         return self.head.fuse(captured)
 
-    def forward(
+    def run(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
@@ -138,11 +184,11 @@ class DFlashNet(HeadNet):
     fills_in = True
     head: DFlashHead
 
-    def __init__(self, head: DFlashHead, spec: SpecMetadata) -> None:
-        super().__init__(head, spec)
+    def __init__(self, attention: AttentionGroups, head: DFlashHead, spec: SpecMetadata) -> None:
+        super().__init__(attention, head, spec)
         self.has_one_layer = True  # no row of the text needs attention
 
-    def forward(
+    def run(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
@@ -163,8 +209,10 @@ class NextnNet(HiddenStatesNet):
 
     has_one_layer = True
 
-    def __init__(self, modules: NextnModules, spec: SpecMetadata) -> None:
-        super().__init__(spec)
+    def __init__(
+        self, attention: AttentionGroups, modules: NextnModules, spec: SpecMetadata
+    ) -> None:
+        super().__init__(attention, spec)
         self.modules = modules
         self.vocab_size = modules.config.vocab_size
         self.shard = modules.target.lm_head.shard
@@ -175,7 +223,7 @@ class NextnNet(HiddenStatesNet):
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
         return captured
 
-    def forward(
+    def run(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
@@ -201,8 +249,13 @@ class CausalNet(DraftNet):
     _read_as: torch.Tensor | None = None
 
     def __init__(
-        self, model: CausalLM, input_vocab_size: int, mask_token: int | None = None
+        self,
+        attention: AttentionGroups,
+        model: CausalLM,
+        input_vocab_size: int,
+        mask_token: int | None = None,
     ) -> None:
+        super().__init__(attention)
         self._model = model
         self.has_one_layer = model.config.num_layers == 1
         self.vocab_size = model.num_logits
@@ -228,7 +281,7 @@ class CausalNet(DraftNet):
             return self._read_as[token_ids]
         return token_ids.clamp_max(self._last_token_id) if self._clamps else token_ids
 
-    def forward(
+    def run(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
@@ -240,80 +293,3 @@ class CausalNet(DraftNet):
 
     def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
         return self._model.compute_logits(state)
-
-
-# The layers of a draft network over KV pages: on the target's pages, with pools of their own and
-# the block table of the group that keeps all pages, or on pages of their own.
-
-
-class DraftLayers(Protocol):
-    """A draft network over KV pages. `rows` has the block table."""
-
-    @property
-    def net(self) -> DraftNet: ...
-
-    @property
-    def rows(self) -> RowBuilder: ...
-
-    @property
-    def reads_whole_windows(self) -> bool:
-        """Windows are a rectangle: `Windows.part` is not served."""
-
-    def forward(
-        self,
-        chunks: list[ContextChunk],
-        windows: Windows | None,
-        state: torch.Tensor | None,
-        patched: tuple[list[int], torch.Tensor] | None = None,
-        wanted: torch.Tensor | None = None,
-        step: int = 0,
-    ) -> torch.Tensor:
-        """As `DraftNet.forward`, over these chunks and windows. patched: rows whose tokens only the
-        device knows, and the tokens. wanted `[R]`: the rows that are returned
-        (`ForwardContext.wanted`); None: all. step: see `DraftNet.forward`."""
-
-
-class ModelLayers(DraftLayers, Protocol):
-    """A draft model, which reads tokens only."""
-
-    @property
-    def may_be_captured(self) -> bool:
-        """Whether CUDA graphs may hold a forward where they hold the target's rounds."""
-
-    def after_last(self, windows: Windows) -> torch.Tensor:
-        """The states after the last token of each window, `[B, H]`."""
-
-
-@dataclass(frozen=True)
-class TorchLayers:
-    """Layers that run in torch. All groups of `attention` have the same rows."""
-
-    net: DraftNet
-    attention: AttentionGroups
-    reads_whole_windows: ClassVar[bool] = False
-    may_be_captured: ClassVar[bool] = True
-
-    @property
-    def rows(self) -> RowBuilder:
-        return self.attention.rows
-
-    def forward(
-        self,
-        chunks: list[ContextChunk],
-        windows: Windows | None,
-        state: torch.Tensor | None,
-        patched: tuple[list[int], torch.Tensor] | None = None,
-        wanted: torch.Tensor | None = None,
-        step: int = 0,
-    ) -> torch.Tensor:
-        only_writes = self.net.has_one_layer and wanted is not None and not len(wanted)
-        rows = self.attention.plan(chunks, windows, only_writes=only_writes)
-        if patched is not None:
-            to_patch = to_device(patched[0], rows.token_ids.device)
-            rows.token_ids.index_copy_(0, to_patch, patched[1])
-        context = ForwardContext(rows.groups, wanted=wanted)
-        return self.net.forward(rows.token_ids, rows.positions, context, state, step)
-
-    def after_last(self, windows: Windows) -> torch.Tensor:
-        width = windows.token_ids.shape[1]
-        return self.forward([], windows, None)[width - 1 :: width]

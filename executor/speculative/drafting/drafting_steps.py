@@ -11,7 +11,7 @@ from tllm_spec.executor.engine.rows import TreeRows, Windows
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup
-from tllm_spec.executor.speculative.drafting.draft_net import DraftLayers
+from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 from tllm_spec.executor.speculative.drafting.drafter import DraftChains
 from tllm_spec.kernels.attention.visible_keys import MAX_TREE_KEYS, TreeMask
 from tllm_spec.kernels.drafts.draft_beams import (
@@ -65,12 +65,12 @@ def with_masks(
 
 
 def read_masks(
-    layers: DraftLayers, slots: torch.Tensor, kv_lens: torch.Tensor, num_masks: int, bound: int
+    net: DraftNet, slots: torch.Tensor, kv_lens: torch.Tensor, num_masks: int, bound: int
 ) -> torch.Tensor:
     """The states of mask rows after all that slots `[N]` with these lengths `[N]` have read, in a
     forward of their own: `[num_masks * N, H]`, those of all first rows before those of all second
     ones. bound: of the KV lengths before it."""
-    net, number = layers.net, len(slots)
+    number = len(slots)
     assert net.masks is not None
     tokens = slots.new_full((number, num_masks), net.masks.token_id)
     state = net.masks.state
@@ -78,13 +78,13 @@ def read_masks(
         state = state.expand(number * num_masks, -1).contiguous()
     # See DraftNet.lookahead for the position of an entry in the draft cache.
     first = kv_lens + (1 - net.lookahead)
-    windows = Windows(slots, first, tokens, min(bound + num_masks, layers.rows.max_len))
-    states = layers.forward([], windows, state)
+    windows = Windows(slots, first, tokens, min(bound + num_masks, net.rows.max_len))
+    states = net.forward([], windows, state)
     return states.view(number, num_masks, -1).transpose(0, 1).flatten(0, 1)
 
 
 def fill_in(
-    layers: DraftLayers,
+    net: DraftNet,
     slots: torch.Tensor,
     kv_lens: torch.Tensor,
     newest: torch.Tensor,
@@ -93,7 +93,7 @@ def fill_in(
 ) -> torch.Tensor:
     """As `read_masks`, of K mask rows after the newest tokens `[N]`, which see each other: `[K * N,
     H]`."""
-    masks, width = layers.net.masks, 1 + num_drafts
+    masks, width = net.masks, 1 + num_drafts
     assert masks is not None and width <= MAX_TREE_KEYS
     tokens = F.pad(newest.unsqueeze(1), (0, num_drafts), value=masks.token_id)
     everything = -1 if width == MAX_TREE_KEYS else (1 << width) - 1
@@ -103,11 +103,11 @@ def fill_in(
         TreeMask(torch.full_like(tokens, everything), width),
         offset=0,
     )
-    longest = min(bound + width, layers.rows.max_len)
+    longest = min(bound + width, net.rows.max_len)
     windows = Windows(slots, kv_lens, tokens, longest, tree=tree)
     firsts = torch.arange(0, tokens.numel(), width, device=slots.device)
     wanted = (firsts + places[1:].unsqueeze(1)).flatten()
-    return layers.forward([], windows, None, wanted=wanted, step=1)
+    return net.forward([], windows, None, wanted=wanted, step=1)
 
 
 # Drafts chains with a draft network: one forward of the network for each draft after the first, or
@@ -118,11 +118,11 @@ class ChainDrafting:
     """Draws draft after draft. For rejection sampling it keeps what they were drawn from, by slot;
     where requests share a round's rows it says how likely they are."""
 
-    def __init__(self, layers: DraftLayers, slots: SlotState, sampling: DraftSampling) -> None:
-        self._layers, self._slots, self._sampling = layers, slots, sampling
+    def __init__(self, net: DraftNet, slots: SlotState, sampling: DraftSampling) -> None:
+        self._net, self._slots, self._sampling = net, slots, sampling
         self._probs: torch.Tensor | None = None
         if sampling.keeps_probs:
-            width = sampling.width(layers.net.vocab_size)
+            width = sampling.width(net.vocab_size)
             size = (len(slots.kv_lens), slots.max_draft_len, width)
             self._probs = torch.zeros(size, dtype=torch.float32, device=slots.device)
 
@@ -135,7 +135,7 @@ class ChainDrafting:
         bound: int,
     ) -> DraftChains:
         """As `TreeDrafting.draft`."""
-        net, positions = self._layers.net, self._slots.positions(kv_lens, shape.depth)
+        net, positions = self._net, self._slots.positions(kv_lens, shape.depth)
         drawn: list[_Drawn] = []
         for step in range(shape.depth):
             if step:
@@ -143,7 +143,7 @@ class ChainDrafting:
                 # position in the draft cache.
                 first = positions[step - net.lookahead]
                 window = Windows(group.slots, first, drawn[-1][0].unsqueeze(1), bound + step)
-                state = self._layers.forward([], window, state, step=step)
+                state = self._net.forward([], window, state, step=step)
             drawn.append(self._draw(group, step, net.compute_logits(state), positions))
         return _chains(drawn)
 
@@ -153,7 +153,7 @@ class ChainDrafting:
         """states `[K * N, H]`: those of all first drafts, then those of all second ones, and so
         on. Otherwise as `draft`."""
         positions = self._slots.positions(kv_lens, shape.depth)
-        logits = torch.split(self._layers.net.compute_logits(states), len(group.slots))
+        logits = torch.split(self._net.compute_logits(states), len(group.slots))
         return _chains([self._draw(group, step, own, positions) for step, own in enumerate(logits)])
 
     def _draw(
@@ -202,13 +202,13 @@ class TreeDrafting:
 
     def __init__(
         self,
-        layers: DraftLayers,
+        net: DraftNet,
         sampling: DraftSampling,
         device: torch.device,
         *,
         with_scores: bool = False,
     ) -> None:
-        self._layers, self._sampling, self._device = layers, sampling, device
+        self._net, self._sampling, self._device = net, sampling, device
         self._with_scores = with_scores
         self._static = cache(self._static_tree)
 
@@ -222,7 +222,7 @@ class TreeDrafting:
     ) -> DraftTree:
         """Drafts of this shape for the group, one row each. kv_lens `[N]`: of the slots. state `[N,
         H]`: of the last tokens that the network has read; bound: of the KV lengths up to them."""
-        growth = _Growth(self._layers, self._sampling, group, kv_lens, shape.topk, bound)
+        growth = _Growth(self._net, self._sampling, group, kv_lens, shape.topk, bound)
         if shape.choices:
             return self._draft_static(growth, shape, state)
         return self._draft_dynamic(growth, shape, state)
@@ -232,7 +232,7 @@ class TreeDrafting:
     ) -> DraftTree:
         """states `[S * N, H]`: of step after step, from one forward. A step's candidates are the
         same after every path. Otherwise as `draft`."""
-        growth = _BlockGrowth(self._layers, self._sampling, group, kv_lens, shape.topk, 0)
+        growth = _BlockGrowth(self._net, self._sampling, group, kv_lens, shape.topk, 0)
         growth.states = torch.split(states, len(kv_lens))
         draft = self._draft_static if shape.choices else self._draft_dynamic
         return draft(growth, shape, growth.states[0])
@@ -296,7 +296,7 @@ class _Growth:
 
     def __init__(
         self,
-        layers: DraftLayers,
+        net: DraftNet,
         sampling: DraftSampling,
         group: RowGroup,
         kv_lens: torch.Tensor,
@@ -304,15 +304,15 @@ class _Growth:
         bound: int,
     ) -> None:
         self.kv_lens = kv_lens
-        self._layers, self._sampling = layers, sampling
+        self._net, self._sampling = net, sampling
         self._group, self._topk, self._bound = group, topk, bound
         # See DraftNet.lookahead: a head's entry of a draft is at the position before it.
-        self._first = kv_lens if layers.net.lookahead else kv_lens + 1
+        self._first = kv_lens if net.lookahead else kv_lens + 1
 
     def candidates(self, step: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The best next tokens after each row and their probabilities, `[N * n, K]`, best first.
         state `[N * n, H]`: after `step` drafts."""
-        logits = self._layers.net.compute_logits(state)
+        logits = self._net.compute_logits(state)
         return self._sampling.best(self._group, logits, self.kv_lens + (1 + step), self._topk)
 
     def read(
@@ -330,17 +330,17 @@ class _Growth:
         earlier steps. state `[N * n, H]`: of the step before; parents `[N * R]`: its rows that
         these drafts continue."""
         length = num_before + tokens.shape[1]
-        if not self._layers.net.reads_tokens_only:
+        if not self._net.reads_tokens_only:
             state = gather_rows(state, parents)
         depths = torch.full_like(tokens, depth - 1)
         windows = Windows(
             self._group.slots,
             self._first,
             tokens,
-            min(self._bound + length, self._layers.rows.max_len),
+            min(self._bound + length, self._net.rows.max_len),
             tree=TreeRows(depths, TreeMask(bits, length), num_before),
         )
-        return self._layers.forward([], windows, state, step=depth)
+        return self._net.forward([], windows, state, step=depth)
 
 
 class _BlockGrowth(_Growth):

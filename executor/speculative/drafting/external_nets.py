@@ -1,5 +1,5 @@
-"""Draft networks that run outside torch: a draft model, and the layers of an EAGLE-3 head. Both
-have the interface of `DraftLayers`, the model that of `ModelLayers`, for chains."""
+"""Draft networks that run outside torch: a draft model, and the layers of an EAGLE-3 head. They
+make chains."""
 
 from dataclasses import replace
 
@@ -16,35 +16,26 @@ from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, HeadNet
 
 
 class ExternalModelNet(CausalNet):
-    """A draft model whose states are its logits."""
+    """A draft model whose states are its logits. A forward returns those after the last token of
+    each window, in the model's dtype."""
 
     has_one_layer = False
-
-    def __init__(self, draft: ExternalDraft, input_vocab_size: int) -> None:
-        self.vocab_size = draft.num_logits
-        self._last_token_id = draft.config.vocab_size - 1
-        self._clamps = input_vocab_size > draft.config.vocab_size
-
-    def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
-        return state
-
-
-class ExternalModelLayers:
-    """A draft model. A forward returns the logits after the last token of each window, in the
-    model's dtype."""
-
     reads_whole_windows = True
 
     def __init__(
         self, draft: ExternalDraft, pool: KVPool, rows: RowBuilder, input_vocab_size: int
     ) -> None:
-        self.net = ExternalModelNet(draft, input_vocab_size)
-        self.rows = rows
+        self.rows, self.vocab_size = rows, draft.num_logits
+        self._last_token_id = draft.config.vocab_size - 1
+        self._clamps = input_vocab_size > draft.config.vocab_size
         self._paged, self._dtype = PagedNetwork(draft.network, pool, rows), draft.dtype
 
     @property
     def may_be_captured(self) -> bool:
         return self._paged.may_be_captured
+
+    def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
+        return state
 
     def forward(
         self,
@@ -61,33 +52,29 @@ class ExternalModelLayers:
         return found[-1] if windows is None else self.after_last(windows)
 
     def after_last(self, windows: Windows) -> torch.Tensor:
-        token_ids = self.net.known(windows.token_ids)
-        shape = len(token_ids), self.net.vocab_size
+        token_ids = self.known(windows.token_ids)
+        shape = len(token_ids), self.vocab_size
         logits = torch.empty(shape, dtype=self._dtype, device=token_ids.device)
         self._paged.run(replace(windows, token_ids=token_ids), {}, {LOGITS: logits})
         return logits
 
 
 class ExternalHeadNet(HeadNet):
-    """The head's part in torch. One run of the network gives states and logits, so they are passed
-    on side by side: `[R, H + V_draft]`."""
-
-    def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
-        return state[:, self.head.config.hidden_size :]
-
-
-class ExternalHeadLayers:
-    """A head on the target's pages."""
+    """A head on the target's pages, whose `fc` is in torch. One run of the network gives states and
+    logits, so they are passed on side by side: `[R, H + V_draft]`."""
 
     reads_whole_windows = True
 
     def __init__(
         self, draft: ExternalHead, spec: SpecMetadata, pool: KVPool, rows: RowBuilder
     ) -> None:
-        self.net = ExternalHeadNet(draft.head, spec)
+        super().__init__(None, draft.head, spec)
         self.pool, self.rows = pool, rows
         self._paged = PagedNetwork(draft.network, pool, rows)
         self._size = draft.config.hidden_size
+
+    def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
+        return state[:, self._size :]
 
     def forward(
         self,
@@ -103,9 +90,9 @@ class ExternalHeadLayers:
         num_before = sum(len(chunk.tokens) for chunk in chunks)
         if state is None:
             num_rows = num_before + (0 if windows is None else windows.token_ids.numel())
-            captured = self.net.captured(num_rows)
+            captured = self.captured(num_rows)
             assert captured is not None
-            state = self.net.fuse(captured)
+            state = self.fuse(captured)
         states = state[:, : self._size]
         found = self._read(chunks, states, patched)
         if windows is not None:
@@ -114,7 +101,7 @@ class ExternalHeadLayers:
                 own = wanted[len(found) :] - num_before
             found.append(self._run(windows, states[num_before:], own))
         if wanted is not None and not len(wanted):
-            return states.new_empty((0, self._size + self.net.vocab_size))
+            return states.new_empty((0, self._size + self.vocab_size))
         return torch.cat(found)
 
     def _read(
@@ -146,7 +133,7 @@ class ExternalHeadLayers:
         if wanted is None:
             wanted = torch.arange(width - 1, batch * width, width, device=states.device)
         next_states = states.new_empty((batch, self._size))
-        logits = states.new_empty((batch, self.net.vocab_size))
+        logits = states.new_empty((batch, self.vocab_size))
         # A copy, since addresses of rows are not multiples of ALIGNMENT.
         own = states.clone(memory_format=torch.contiguous_format).view(batch, width, -1)
         outputs = {NEXT_STATES: next_states, LOGITS: logits}

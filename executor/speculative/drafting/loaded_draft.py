@@ -16,7 +16,6 @@ from tllm_spec.executor.speculative.drafting.draft_net import (
     DraftNet,
     HeadNet,
     NextnNet,
-    TorchLayers,
 )
 from tllm_spec.executor.speculative.modes import DraftPlan
 from tllm_spec.models.causal_lm import CausalLM
@@ -65,22 +64,18 @@ class LoadedDraft:
             raise ValueError(f"draft_window_size = {size} is refused: {error}") from None
         return self
 
-    def layers(self, attention: AttentionGroups, vocab_size: int) -> TorchLayers:
-        """A network in torch as layers on the target's pages; `vocab_size` is the target's."""
-        net: DraftNet
+    def net(self, attention: AttentionGroups, vocab_size: int) -> DraftNet:
+        """A network in torch on the pages of `attention`; `vocab_size` is the target's."""
         if isinstance(self.model, DraftHead):
             assert self.spec is not None
             if isinstance(self.model, DFlashHead):
-                net = DFlashNet(self.model, self.spec)
-            else:
-                net = HeadNet(self.model, self.spec)
-        elif isinstance(self.model, NextnModules):
+                return DFlashNet(attention, self.model, self.spec)
+            return HeadNet(attention, self.model, self.spec)
+        if isinstance(self.model, NextnModules):
             assert self.spec is not None
-            net = NextnNet(self.model, self.spec)
-        else:
-            assert not isinstance(self.model, ExternalDraft)
-            net = CausalNet(self.model, vocab_size, mask_token(self.plan))
-        return TorchLayers(net, attention)
+            return NextnNet(attention, self.model, self.spec)
+        assert not isinstance(self.model, ExternalDraft)
+        return CausalNet(attention, self.model, vocab_size, mask_token(self.plan))
 
 
 def draft_folder(plan: DraftPlan) -> Path:

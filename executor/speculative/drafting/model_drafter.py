@@ -26,7 +26,7 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
 from tllm_spec.executor.speculative.drafting.draft_backlog import Missed, missed_by, read_missed
-from tllm_spec.executor.speculative.drafting.draft_net import ModelLayers
+from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 from tllm_spec.executor.speculative.drafting.drafter import (
     ContextResult,
     Drafter,
@@ -140,7 +140,7 @@ class ModelDrafter(Drafter):
 
     def __init__(
         self,
-        layers: ModelLayers,
+        net: DraftNet,
         kv: DraftKVManager,
         slots: SlotState,
         groups: RowGroups,
@@ -148,17 +148,17 @@ class ModelDrafter(Drafter):
         max_num_tokens: int,
         choice: DraftChoice | None = None,
     ) -> None:
-        self._layers = layers
+        self._net = net
         self._kv = kv
         self._slots = slots
         self._groups = groups
         self._max_num_tokens = max_num_tokens
         self._choice = choice
-        self._chains = ChainDrafting(layers, slots, sampling)
+        self._chains = ChainDrafting(net, slots, sampling)
         with_scores = choice is not None or slots.values is not None
-        self._trees = TreeDrafting(layers, sampling, slots.device, with_scores=with_scores)
+        self._trees = TreeDrafting(net, sampling, slots.device, with_scores=with_scores)
         # Whether accepted tokens may be others than the draft cache has.
-        rereads = choice is not None or slots.shapes.has_trees or layers.net.masks is not None
+        rereads = choice is not None or slots.shapes.has_trees or net.masks is not None
         self._runs = LatestRuns(slots) if rereads else None
         # Tokens that a round of drafts reads before it drafts, at most.
         self._num_latest = 2 if self._runs is None else self._runs.width
@@ -217,10 +217,10 @@ class ModelDrafter(Drafter):
         return {} if self._choice is None else self._choice.state()
 
     def capture_graphs(self, rounds: SlotGraphs[Any], keys: Iterable[GraphKey]) -> None:
-        if not self._layers.may_be_captured:
+        if not self._net.may_be_captured:
             logger.warning("drafts are made without CUDA graphs: the draft engine allows none")
             keys = []
-        draft = partial(self._draft_slots, max_kv_len=self._layers.rows.max_len)
+        draft = partial(self._draft_slots, max_kv_len=self._net.rows.max_len)
         self.graphs = rounds.for_same_slots(draft)
         self.graphs.capture(key for key in keys if key.draft_len)
 
@@ -248,7 +248,7 @@ class ModelDrafter(Drafter):
         self._kv.flush()
         # After a round without drafts two tokens are left to drafting. Shared pages were read.
         others = [missed_by(r, 2, self._kv.num_shared(r)) for r in late]
-        read_missed(self._layers, chunks + others, self._max_num_tokens)
+        read_missed(self._net, chunks + others, self._max_num_tokens)
         for request, _, _ in chunks:
             is_last = request.is_last_context_chunk
             request.draft_backlog = (self._num_latest if is_last else 1) - request.context_chunk
@@ -257,7 +257,7 @@ class ModelDrafter(Drafter):
         """KV entries that drafting may write after those of a request's tokens."""
         if self._runs is None:
             return shape.depth
-        if self._layers.net.masks is not None:
+        if self._net.masks is not None:
             return self._runs.width - 2 + shape.depth - 1  # a run has one token at least
         return max(shape.num_read, self._runs.width - 1) + 1
 
@@ -273,13 +273,13 @@ class ModelDrafter(Drafter):
         """What a graph captures: drafts for slots `[B]`, some of which may be the dummy slot.
         max_kv_len: bound of the KV lengths with drafts."""
         group = self._groups.of_slots(slot_ids, 1, sampled=sampled)
-        self._draft(group, shape, min(max_kv_len, self._layers.rows.max_len) - shape.depth)
+        self._draft(group, shape, min(max_kv_len, self._net.rows.max_len) - shape.depth)
 
     def _draft(self, group: RowGroup, shape: DraftShape, longest: int) -> None:
         """Writes drafts into the windows of the group's slots. longest: bound of their tokens."""
         kv_lens = gather_rows(self._slots.kv_lens, group.slots)
         drafts: Drafts
-        if self._layers.net.masks is not None:
+        if self._net.masks is not None:
             states = self._read_with_masks(group.slots, kv_lens, longest, shape.depth)
             if shape.is_tree:
                 drafts = self._trees.draft_block(group, shape, kv_lens, states)
@@ -298,13 +298,13 @@ class ModelDrafter(Drafter):
     ) -> torch.Tensor:
         """Reads the latest tokens of slots `[B]`, with mask rows after them. Returns the states
         that drafts come from, `[num_drafts * B, H]`."""
-        masks, runs, rows = self._layers.net.masks, self._runs, self._layers.rows
+        masks, runs, rows = self._net.masks, self._runs, self._net.rows
         assert masks is not None and runs is not None
         bound = min(longest + runs.width, rows.max_len - num_drafts + 1)
         windows, _ = runs.windows(slot_ids, kv_lens, bound)
         num_read = runs.num_tokens(slot_ids)
         windows, _, wanted = with_masks(windows, None, num_read, num_drafts, masks)
-        return self._layers.forward([], windows, None, wanted=wanted)
+        return self._net.forward([], windows, None, wanted=wanted)
 
     def _read_latest(
         self, slot_ids: torch.Tensor, kv_lens: torch.Tensor, longest: int
@@ -313,14 +313,14 @@ class ModelDrafter(Drafter):
         H]`."""
         slots = self._slots
         if self._runs is not None:
-            bound = min(longest + self._runs.width, self._layers.rows.max_len)
+            bound = min(longest + self._runs.width, self._net.rows.max_len)
             windows, rows = self._runs.windows(slot_ids, kv_lens, bound)
-            return gather_rows(self._layers.forward([], windows, None), rows)
+            return gather_rows(self._net.forward([], windows, None), rows)
         previous = gather_rows(slots.previous_token, slot_ids)
         token_ids = torch.stack((previous, gather_rows(slots.window[:, 0], slot_ids)), dim=1)
         # The dummy slot, which pads graphs, has no token before the bonus token.
         first = (kv_lens - 1).clamp_min_(0)
-        return self._layers.after_last(Windows(slot_ids, first, token_ids, longest))
+        return self._net.after_last(Windows(slot_ids, first, token_ids, longest))
 
 
 def _wants_drafts(request: LlmRequest) -> bool:

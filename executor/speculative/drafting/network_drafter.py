@@ -20,7 +20,7 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
-from tllm_spec.executor.speculative.drafting.draft_net import DraftLayers
+from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 from tllm_spec.executor.speculative.drafting.drafter import (
     ContextResult,
     Drafter,
@@ -45,7 +45,7 @@ class NetworkDrafter(Drafter):
 
     def __init__(
         self,
-        layers: DraftLayers,
+        net: DraftNet,
         slots: SlotState,
         sampling: DraftSampling,
         backlog: DraftBacklog,
@@ -53,14 +53,13 @@ class NetworkDrafter(Drafter):
         *,
         scores_trees: bool = False,
     ) -> None:
-        self.net, self.reads_whole_windows = layers.net, layers.reads_whole_windows
+        self.net, self.reads_whole_windows = net, net.reads_whole_windows
         self.when = when
-        self._layers = layers
         self._backlog = backlog
         self._slots = slots
-        self._chains = ChainDrafting(layers, slots, sampling)
+        self._chains = ChainDrafting(net, slots, sampling)
         with_scores = scores_trees or slots.values is not None
-        self._trees = TreeDrafting(layers, sampling, slots.device, with_scores=with_scores)
+        self._trees = TreeDrafting(net, sampling, slots.device, with_scores=with_scores)
         self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
         # Kept, because making them is a launch.
         num_rows = len(slots.kv_lens) * slots.shapes.longest.path
@@ -119,14 +118,14 @@ class NetworkDrafter(Drafter):
         if self.net.fills_in:
             _, bound = self._catch_up(contexts, windows, False)
             newest = gather_rows(self._slots.window[:, 0], group.slots)
-            parts = self._layers, group.slots, kv_lens, newest
+            parts = self.net, group.slots, kv_lens, newest
             states = fill_in(*parts, shape.depth, bound)
         elif contexts is None and windows is not None and windows.windows.rows.offsets is None:
             states = self._read_with_masks(windows, shape.depth)
         else:
             states, bound = self._catch_up(contexts, windows, True)
             if num_masks := shape.depth - 1:
-                later = read_masks(self._layers, group.slots, kv_lens, num_masks, bound)
+                later = read_masks(self.net, group.slots, kv_lens, num_masks, bound)
                 states = torch.cat((states, later))
         if shape.is_tree:
             return self._trees.draft_block(group, shape, kv_lens, states)
@@ -147,7 +146,7 @@ class NetworkDrafter(Drafter):
                 state = net.state_of(rows)
         new_lens = windows.sampled.new_lens
         read, state, wanted = with_masks(read, state, new_lens, num_drafts, net.masks)
-        return self._layers.forward([], read, state, wanted=wanted)
+        return self.net.forward([], read, state, wanted=wanted)
 
     def _catch_up(
         self, contexts: ContextResult | None, windows: WindowResult | None, is_drafting: bool
@@ -167,7 +166,7 @@ class NetworkDrafter(Drafter):
         wanted = self._no_rows
         if is_drafting:
             wanted = self._drafted_from(last_rows, windows, num_rows)
-        return self._layers.forward(chunks, read, state, patched, wanted), bound
+        return self.net.forward(chunks, read, state, patched, wanted), bound
 
     def _drafted_from(
         self, last_rows: list[int], windows: WindowResult | None, num_rows: int
