@@ -13,7 +13,7 @@ VERSION = re.findall(r'__version__ = "(.*)"', (ROOT / "tllm_spec/__init__.py").r
 COMMIT_FILE = "tllm_spec/commit.txt"  # of packages: they have no git
 
 
-SERVER = ["fastapi>=0.110", "uvicorn>=0.29", "prometheus-client>=0.20", "msgpack>=1.0.5"]
+SERVER = ["fastapi>=0.110", "uvicorn>=0.29,<0.55", "prometheus-client>=0.20", "msgpack>=1.0.5"]
 PARALLEL = ["mpi4py>=4", "mpich>=4.2; platform_system == 'Linux'"]
 GUIDED = ["xgrammar>=0.2.7,<0.3"]
 GGUF = ["gguf>=0.17"]

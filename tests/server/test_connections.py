@@ -13,7 +13,7 @@ from tests.server.hosted import is_serving, serving
 from tests.server.http_answers import wait_for
 from tests.server.raw_client import completion, connect, head, read_until, status_of, until_closed
 from tllm_spec.server import connections
-from tllm_spec.server.refusals import MAX_HEADER_BYTES
+from tllm_spec.server.connections import MAX_HEADER_BYTES
 
 PATH = "/v1/completions"
 

@@ -117,7 +117,7 @@ def test_half_a_body_is_answered_with_a_time_out() -> None:
 
 
 def test_an_idle_connection_is_closed() -> None:
-    with serving(keep_alive_timeout=0.05) as host, connect(host.address) as client:
+    with serving(timeout_keep_alive=0.05) as host, connect(host.address) as client:
         client.sendall(completion("a"))
         assert status_of(until_closed(client)) == 200
 

@@ -76,9 +76,10 @@ class EngineConnection(asyncio.Protocol):
         self._on_lost()
         self.closed.set_result(None)
 
-    def send(self, message: Any) -> None:
+    def send(self, message: bytes) -> None:
+        """message: packed, so that what cannot be packed fails before anything is counted."""
         assert self._transport is not None
-        self._transport.write(pack(message))
+        self._transport.write(message)
 
     def close(self) -> None:
         assert self._transport is not None
@@ -185,8 +186,12 @@ class EngineClient:
         return self.start(made)
 
     def start(self, made: Submission) -> RequestHandle:
-        """Sends the requests of a prompt to the engine."""
+        """Sends the requests of a prompt to the engine. Raises ValueError for what cannot be sent;
+        then they count nowhere."""
         self._check_alive()
+        guided = made.params.guided_decoding
+        grammar = None if guided is None else (guided.source.kind, guided.source.text)
+        message = pack(submission(made.requests, grammar))
         ids = made.ids
         handle = made.handle(self.tokenizer, lambda: self._in_loop(self._cancel, ids, "cancelled"))
         samples = {}
@@ -196,9 +201,7 @@ class EngineClient:
             samples[request.request_id] = RemoteSample(
                 handle, request.index, num_tokens, checker, minimum
             )
-        guided = made.params.guided_decoding
-        grammar = None if guided is None else (guided.source.kind, guided.source.text)
-        self._in_loop(self._submit, samples, submission(made.requests, grammar))
+        self._in_loop(self._submit, samples, message)
         return handle
 
     def server_info(self) -> dict[str, Any]:
@@ -235,7 +238,9 @@ class EngineClient:
     def _ask(self, kind: str, *question: str | bool) -> Any:
         self._check_alive()
         answer: Future[Any] = Future()
-        self._in_loop(self._send_question, kind, question, answer)
+        question_id = next(self._question_ids)
+        message = pack([kind, question_id, *question])
+        self._in_loop(self._send_question, question_id, message, answer)
         try:
             # The engine's threads may load weights or compile, but it has rounds all the time.
             is_quick = kind == "call" or question[0] in ("commit", "back")
@@ -257,7 +262,8 @@ class EngineClient:
         answer: Future[Any] = Future()
         answer.add_done_callback(self._on_sign_of_life)
         self._late_timer = self._loop.call_later(self._timeout, self._on_late)
-        self._send_question("call", ["ping"], answer)
+        question_id = next(self._question_ids)
+        self._send_question(question_id, pack(["call", question_id, "ping"]), answer)
 
     def _on_late(self) -> None:
         self._is_late = True
@@ -275,7 +281,7 @@ class EngineClient:
         self._is_late = False
         self._loop.call_later(self._timeout * QUESTIONS_PAUSE, self._ask_again)
 
-    def _submit(self, samples: dict[int, RemoteSample], message: list[Any]) -> None:
+    def _submit(self, samples: dict[int, RemoteSample], message: bytes) -> None:
         if self._down is not None:
             for sample in samples.values():
                 sample.handle.fail(self._down)
@@ -287,16 +293,14 @@ class EngineClient:
     def _cancel(self, ids: Sequence[int], reason: str) -> None:
         running = [request_id for request_id in ids if request_id in self._samples]
         if running and self._down is None:
-            self._connection.send(["cancel", running, reason])
+            self._connection.send(pack(["cancel", running, reason]))
 
-    def _send_question(
-        self, kind: str, question: Sequence[str | bool], answer: Future[Any]
-    ) -> None:
+    def _send_question(self, question_id: int, message: bytes, answer: Future[Any]) -> None:
         if self._down is not None:
             answer.set_exception(RuntimeError(self._down))
             return
-        self._asked[question_id := next(self._question_ids)] = answer
-        self._connection.send([kind, question_id, *question])
+        self._asked[question_id] = answer
+        self._connection.send(message)
 
     def _receive(self, message: Sequence[Any]) -> None:
         kind = message[0]
@@ -334,7 +338,7 @@ class EngineClient:
                 self._num_own_tokens -= sample.num_wanted
             checked, must_stop = sample.checked(response)
             if must_stop:
-                self._connection.send(["cancel", [packed[0]], "stop"])
+                self._connection.send(pack(["cancel", [packed[0]], "stop"]))
             if checked is not None:
                 sample.handle.receive(checked)
 
