@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tllm_spec.server.refusals import RequestRefused
 
 LINGER_SECONDS = 30.0  # that a client has to read the answer to a request that it is still sending
+DROP_RATE = 1 << 23  # bytes a second that are read, and dropped, meanwhile
 NOT_HTTP = "this is not an HTTP request"
 MAX_HEADER_BYTES = 1 << 16  # of a request
 MAX_HEADERS = 256
@@ -31,8 +32,6 @@ TOO_LARGE = {
     431: f"the headers are too large: at most {MAX_HEADER_BYTES} bytes in {MAX_HEADERS} lines are "
     "accepted",
 }
-
-DROP_PAUSE = 0.05  # seconds between two reads of it, of 256 KiB at most
 
 logger = logging.getLogger(__name__)
 # uvicorn warns of each malformed request, without an address.
@@ -140,10 +139,10 @@ class LingeringTransport:
         elif not self._is_paused:
             self._transport.resume_reading()
 
-    def drop(self) -> None:
-        """Reads on after a while, or a client that sends on after its answer takes a core."""
+    def drop(self, data: bytes) -> None:
+        """Reads on after a while: a client that sends on after its answer must not take a core."""
         self.hold(True)
-        asyncio.get_running_loop().call_later(DROP_PAUSE, self.hold, False)
+        asyncio.get_running_loop().call_later(len(data) / DROP_RATE, self.hold, False)
 
     def is_closing(self) -> bool:
         return self._timer is not None or self._transport.is_closing()
@@ -222,7 +221,7 @@ class Connection(H11Protocol):  # type: ignore[misc]  # uvicorn's types are not 
     def data_received(self, data: bytes) -> None:
         # After a client's last request what follows is dropped, as h11 does if it comes at once.
         if self.transport.is_closing() or self.conn.their_state is h11.MUST_CLOSE:
-            self.transport.drop()
+            self.transport.drop(data)
             return
         super().data_received(data)
         # Where a next request waits, uvicorn reads on after the answer; the client may go before.

@@ -151,11 +151,15 @@ class HttpServer:
             await start
         else:  # a handshake waits for the client
             protocol.handshake = asyncio.ensure_future(start)
-            protocol.handshake.add_done_callback(partial(self._handshake_ended, protocol))
+            ended = partial(self._handshake_ended, protocol, connection)
+            protocol.handshake.add_done_callback(ended)
 
-    def _handshake_ended(self, protocol: Connection, task: asyncio.Future[Any]) -> None:
+    def _handshake_ended(
+        self, protocol: Connection, connection: socket.socket, task: asyncio.Future[Any]
+    ) -> None:
         if task.cancelled() or task.exception():
             self._state.connections.discard(protocol)
+            connection.close()  # the task may have been cancelled before it began
             logger.debug("a TLS handshake failed: %r", task)
 
     async def _make_room(self) -> None:
