@@ -296,7 +296,7 @@ def test_a_client_that_never_begins_with_tls_does_not_delay_the_end(tmp_path: Pa
 def test_clients_that_never_begin_with_tls_count_and_make_way_for_new_ones(tmp_path: Path) -> None:
     options = ServerOptions(shutdown_timeout=5, max_connections=3, header_timeout=600)
     host = Host(FakeLLM(), options, certificate(tmp_path))
-    silent = [socket.create_connection(host.address, timeout=60) for _ in range(8)]
+    silent = [socket.create_connection(host.address, timeout=30) for _ in range(8)]
     assert httpx.get(f"{host.url}/health", verify=False).status_code == 200
     for client in silent[:6]:
         assert client.recv(1) == b"", "the oldest go first"

@@ -123,11 +123,13 @@ def test_clients_that_have_more_than_their_part_leave_room_for_another_one(
         assert status_of_spaces(held, "b", 400) == 503
 
 
-def test_what_reads_no_answer_keeps_no_large_body_of_another_client_waiting(
+def test_a_client_that_reads_no_answer_keeps_no_large_body_of_another_one_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bodies, "LARGE_BODY", 100)
-    with serving() as host, ask_for_a_long_answer(host.listener):
+    with serving() as host, ask_for_a_long_answer(host.listener) as client:
+        client.sendall(head("/tokenize", 200) + b" " * 200)
+        wait_for(lambda: len(host.http._state.tasks) == 1)  # it waits for the answer before
         assert httpx.post(f"{host.url}{PATH}", content=b" " * 200).status_code == 400
 
 
