@@ -20,9 +20,10 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
+from tllm_spec.server.bodies import Message, Receive
 from tllm_spec.server.child import stop_listening
 from tllm_spec.server.connections import Connection, Turns
-from tllm_spec.server.guard import App, Message, Receive, Send
+from tllm_spec.server.guard import App, Send
 from tllm_spec.server.host_limits import OTHER_FILES, raise_file_limit
 from tllm_spec.server.options import ServerOptions
 
