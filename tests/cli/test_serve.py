@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from tllm_spec.cli.llm_flags import LLM_FLAGS, LlmFlags
 from tllm_spec.cli.serve import main, read_args, read_flags
 from tllm_spec.config.llm_args import KvCacheConfig, LlmArgs
 from tllm_spec.server.child import freeze_heap
@@ -18,7 +19,11 @@ def serve(*arguments: str) -> Result:
 
 
 def args_of(flags: dict[str, Any], yaml_path: Path | None = None) -> LlmArgs:
-    args = read_args("m", read_flags(flags), None if yaml_path is None else str(yaml_path))
+    args = read_args(
+        "m",
+        read_flags({**flags, LLM_FLAGS: LlmFlags({}, [])}),
+        None if yaml_path is None else str(yaml_path),
+    )
     assert LlmArgs(**args.as_options()) == args, "another process gets the same arguments"
     return args
 

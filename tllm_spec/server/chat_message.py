@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict
 
 from tllm_spec.config.config_base import check
-from tllm_spec.config.option_checks import NotServed
+from tllm_spec.config.neighbours import Ignored
 from tllm_spec.server.body_model import BodyModel, as_json_type
 from tllm_spec.server.tool_protocol import ToolCall
 
 OLD_TOOLS = "use tools, which replace it"
 # Other fields of OpenAI's answers: clients send them back with the conversation.
-MESSAGE_NOT_SERVED: Mapping[str, NotServed] = {
+MESSAGE_IGNORED: Ignored = {
     # Older clients and those of /v1/responses send it.
-    "type": NotServed((None, "text", "message"), "a message has a role and a content"),
-    "annotations": NotServed((None, []), "only text is served"),
-    "audio": NotServed((None,), "only text is served"),
-    "function_call": NotServed((None,), OLD_TOOLS),
-    "refusal": NotServed((None,), "the text of a message is in content"),
+    "type": ("text", "message"),
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "refusal": (),
 }
 
 
@@ -62,7 +62,7 @@ class ChatMessage(BodyModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
-    not_served: ClassVar[Mapping[str, NotServed]] = MESSAGE_NOT_SERVED
+    ignored: ClassVar[Ignored] = MESSAGE_IGNORED
 
     @check
     def _check_content(self) -> Iterator[str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from tllm_spec.config.option_checks import NotServed
+from tllm_spec.config.neighbours import Ignored
 from tllm_spec.grammar.json_schemas import moved
 from tllm_spec.server.body_model import BodyModel
 from tllm_spec.text.messages import as_object
@@ -60,9 +60,9 @@ class ToolCall(BodyModel):
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    not_served: ClassVar[Mapping[str, NotServed]] = {
+    ignored: ClassVar[Ignored] = {
         # Clients that join the chunks of a stream keep it.
-        "index": NotServed((None, *range(MAX_TOOLS)), "the order of the list counts")
+        "index": (*range(MAX_TOOLS),)
     }
 
     def for_template(self) -> Json:
