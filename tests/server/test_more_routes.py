@@ -11,7 +11,6 @@ import pytest
 
 from tests.server.fake_llm import MODEL, FakeLLM, answer_text
 from tests.server.http_answers import CHAT
-from tllm_spec.server.answer_models import ResponseObject
 
 Post = Callable[..., httpx.Response]
 
@@ -79,7 +78,6 @@ def test_a_response_is_the_answer_to_the_same_chat(client: openai.OpenAI, llm: F
     cut = client.responses.create(model=MODEL, input="hello", max_output_tokens=2)
     assert cut.incomplete_details is not None
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    ResponseObject.model_validate(cut.to_dict())
 
 
 def test_a_neutral_stream_option_of_a_response_is_accepted(post: Post) -> None:

@@ -22,7 +22,6 @@ from tllm_spec.outputs import RequestOutput
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.admission import ENGINE_DOWN, SAME, Admission, bad_request, engine_running
-from tllm_spec.server.answer_models import ChatCompletion, Completion, Model, Models, ResponseObject
 from tllm_spec.server.answer_size import AnswerLimit, AnswerSize, size_of
 from tllm_spec.server.callers import Caller, caller_of
 from tllm_spec.server.chat_answer import chat_answer
@@ -34,7 +33,6 @@ from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
 from tllm_spec.server.histograms import Histograms
 from tllm_spec.server.json_parts import render
 from tllm_spec.server.metrics import EngineMetrics
-from tllm_spec.server.openapi import answers, errors, true_schema
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.pages import Pages
 from tllm_spec.server.perf_metrics import PerfMetrics
@@ -61,7 +59,6 @@ from tllm_spec.server.token_routes import TokenRoutes
 from tllm_spec.server.traces import Traces
 from tllm_spec.text.chat_prompt import ChatPrompts
 
-DOWN = {"description": ENGINE_DOWN, "content": {"text/plain": {"schema": {"type": "string"}}}}
 MAX_TEMPLATE_TOKENS = 1024  # that a chat template adds to what the body has, usually
 DRAINING = "the server is about to end"
 ONE_TOKEN = SamplingParams(max_tokens=1)
@@ -114,34 +111,28 @@ class OpenAIServer:
             redirect_slashes=False,  # the guard takes them away
         )
         app.router.route_class = StrictBodyRoute
-        get, engine = app.add_api_route, errors(401, 403, 503)
-        get("/health", self.health, response_class=Response, responses={503: DOWN})
+        get = app.add_api_route
+        get("/health", self.health, response_class=Response)
         app.add_api_route("/health", self.health, methods=["HEAD"], include_in_schema=False)
-        runs = engine | errors(429, 500, 504)
-        get("/health_generate", self.health_generate, response_class=Response, responses=runs)
-        get("/version", self.version, responses=errors(401, 403))
-        for path in ("/server_info", "/get_server_info"):  # the second is SGLang's older name
-            get(path, self.server_info, responses=engine)
+        get("/health_generate", self.health_generate, response_class=Response)
+        get("/version", self.version)
+        get("/server_info", self.server_info)
         for path in ("/metrics", "/prometheus/metrics"):  # the second is TensorRT-LLM's
-            get(path, self.metrics, response_class=PlainTextResponse, responses=engine)
-        get("/iteration_stats", self.iteration_stats, responses=engine | errors(404))
-        get("/perf_metrics", self.perf_metrics, responses=errors(401, 403))
-        get("/v1/models", self.models, responses=answers(Models))
-        get("/v1/models/{model:path}", self.model, responses=answers(Model))
-        for path, route, answer in (
-            ("/v1/completions", self.completions, Completion),
-            ("/v1/chat/completions", self.chat, ChatCompletion),
-            ("/v1/responses", self.responses, ResponseObject),
+            get(path, self.metrics, response_class=PlainTextResponse)
+        get("/iteration_stats", self.iteration_stats)
+        get("/perf_metrics", self.perf_metrics)
+        get("/v1/models", self.models)
+        get("/v1/models/{model:path}", self.model)
+        for path, route in (
+            ("/v1/completions", self.completions),
+            ("/v1/chat/completions", self.chat),
+            ("/v1/responses", self.responses),
         ):
-            responses = answers(answer, may_stream=True)
-            app.add_api_route(
-                path, route, methods=["POST"], response_model=None, responses=responses
-            )
+            app.add_api_route(path, route, methods=["POST"], response_model=None)
         DraftRoutes(self._llm, self._options).add_to(app)
         TokenRoutes(self._llm, self._admission, self._chat_prompts, self._check_name).add_to(app)
         pages = Pages(self._llm, self._model, self._histograms, self._options.api_key is not None)
         pages.add_to(app)
-        true_schema(app, self._model)
         app.add_middleware(Guard, options=self._options)
         if self._options.allowed_origins:  # around the guard: a preflight has no key
             app.add_middleware(
