@@ -353,7 +353,7 @@ def _draft_layers(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) ->
 
 
 def _backend(plan: BuildPlan, group: LayerGroup, pool: KVPool) -> AttentionBackend:
-    return create_backend(plan.attention, group.geometry, pool, plans_latents=plan.plans_latents)
+    return create_backend(plan.attention, group.geometry, pool)
 
 
 def _manager(
