@@ -152,11 +152,13 @@ def _merges(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple
     first, then that whose parts come first."""
     found = []
     for token, score in scores.items():
-        cuts = range(1, len(token))
-        ways = [(token[:cut], token[cut:]) for cut in cuts]
-        known = [way for way in ways if way[0] in vocab and way[1] in vocab]
-        known.sort(key=lambda way: (vocab[way[0]], vocab[way[1]]))
-        found += [(score, len(left), len(right), left, right) for left, right in known]
+        ways = [
+            (vocab[left], vocab[right], left, right)
+            for cut in range(1, len(token))
+            if (left := token[:cut]) in vocab and (right := token[cut:]) in vocab
+        ]
+        ways.sort()
+        found += [(score, len(left), len(right), left, right) for *_, left, right in ways]
     found.sort(key=lambda each: each[:3], reverse=True)
     return [(left, right) for *_, left, right in found]
 
