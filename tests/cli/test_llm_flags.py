@@ -96,10 +96,12 @@ def test_all_flags_that_are_not_served_are_refused_in_one_message() -> None:
 
 
 def test_all_unknown_flags_are_named_at_once() -> None:
-    result = serve("zoo:llama", "--max-bach-size", "3", "--frob=1", "--", "--not-a-flag")
+    others = ("--grpc", "--attention-backend", "fa3")
+    result = serve("zoo:llama", "--max-bach-size", "3", "--frob=1", *others, "--", "--not-a-flag")
     assert result.exit_code == 2
     assert "--max_bach_size is not a known flag; did you mean --max_batch_size" in result.output
     assert "--frob is not a known flag" in result.output
+    assert "--grpc is refused" in result.output and "attn_backend = 'FA3': must be" in result.output
     assert "--not_a_flag" not in result.output
 
 

@@ -69,7 +69,8 @@ class LlmCommand(click.Command):
                     given = overlay(flags.arguments, _nested(found.name, value))
                     flags = flags._replace(arguments=given)
         if unknown:
-            raise click.UsageError("\n".join([*unknown, *flags.refusals]), ctx)
+            lines = [*unknown, *flags.refusals, *_mistakes(flags.arguments)]
+            raise click.UsageError("\n".join(lines), ctx)
         rest = super().parse_args(ctx, rest)
         ctx.params[LLM_FLAGS] = flags
         return rest
@@ -132,6 +133,15 @@ def _value(flag: _Found, words: list[str], text: str | None) -> object:
         if text.startswith(("{", "[")):
             raise click.BadParameter(f"--{flag.name}: {shown(text)} is not JSON or YAML") from None
         return text
+
+
+def _mistakes(arguments: dict[str, Any]) -> list[str]:
+    """What `LLM` would refuse of them."""
+    try:
+        LlmArgs(**{"model": "", **arguments})
+    except ConfigError as error:
+        return error.lines
+    return []
 
 
 def _nested(path: str, value: object) -> dict[str, Any]:

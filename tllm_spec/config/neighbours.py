@@ -205,8 +205,9 @@ LLM_IGNORED: Ignored = {
             *("enable_in_graph_sampling", "enable_min_latency", "enable_mixed_sampler"),
             *("fail_fast_on_attention_window_too_large", "mixed_sampler"),
             *("torch_compile_enabled", "torch_compile_piecewise_cuda_graph"),
-            # The oldest quickstart writes the next two as false, its defaults.
-            *("trust_remote_code", "use_cuda_graph", "cuda_graph_padding_enabled"),
+            "trust_remote_code",
+            # TensorRT-LLM's oldest quickstart writes these as false, its defaults.
+            *("use_cuda_graph", "cuda_graph_padding_enabled"),
         ),
         _FLAG,
     ),

@@ -188,6 +188,9 @@ def _add_tokens(tokenizer: Tokenizer, own: Mapping[str, Any]) -> None:
 
 def _ends(tokenizer: Tokenizer, begin: str | None, end: str | None) -> TemplateProcessing:
     """Adds the tokens at both ends of a text."""
-    whole = [*([begin] if begin else []), "$A", *([end] if end else [])]
+    first, second = (
+        [*([f"{begin}:{n}"] if begin else []), text, *([f"{end}:{n}"] if end else [])]
+        for n, text in enumerate(("$A:0", "$B:1"))
+    )
     ids = [(token, tokenizer.token_to_id(token)) for token in (begin, end) if token]
-    return TemplateProcessing(single=whole, pair=[*whole, "$B:1"], special_tokens=ids)
+    return TemplateProcessing(single=first, pair=[*first, *second], special_tokens=ids)

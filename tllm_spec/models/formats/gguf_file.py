@@ -191,9 +191,11 @@ class _Header:
 
     def elements(self) -> list[Any]:
         kind, size = self.number("I"), self.number("Q")
-        if kind != STRING and kind not in _NUMBERS:
-            raise ValueError(f"an array has elements of type {kind}")
-        return [self.value(kind) for _ in range(size)]
+        if kind == STRING:
+            return [self.text() for _ in range(size)]
+        start = self.position
+        self.array(kind, size)
+        return list(struct.unpack_from(f"<{size}{_NUMBERS[kind]}", self.data, start))
 
     def place(self) -> tuple[str, tuple[int, ...], int, int]:
         """A tensor's name, shape, type, and offset from the first tensor."""
