@@ -19,6 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from tllm_spec import __version__
 from tllm_spec.outputs import RequestOutput
+from tllm_spec.prompts import max_model_len
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.admission import ENGINE_DOWN, SAME, Admission, bad_request, engine_running
@@ -218,7 +219,8 @@ class OpenAIServer:
         """The served model, by its name."""
         self._check_name(model)
         described = {"id": model, "object": "model", "created": self._created}
-        return {**described, "owned_by": "tllm_spec", "max_model_len": self._llm.max_seq_len}
+        length = max_model_len(self._llm.args, self._llm.max_seq_len)
+        return {**described, "owned_by": "tllm_spec", "max_model_len": length}
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """`/v1/completions`: continues each prompt of the body."""
