@@ -140,14 +140,13 @@ def is_single(inputs: object) -> bool:
     return bool(inputs) and isinstance(inputs[0], Integral)
 
 
-def check_salt(salt: str | None) -> str | None:
+def check_salt(salt: str | None) -> None:
     """Raises ValueError for what is no text. The empty text would look like no salt."""
     if salt is not None:
         if not isinstance(salt, str) or not salt:
             needed = "a text that is not empty, or None is needed"
             raise ValueError(f"cache_salt = {shown(salt)}: {needed}")
         check_text(salt, "cache_salt")
-    return salt
 
 
 def _plain(prompt: Prompt) -> object:

@@ -56,7 +56,7 @@ def _call(name: str, call: object) -> Mapping[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         form = '{"function": {"name": "...", "arguments": {...}}}'
         raise ValueError(f"{name}: a call like {form} is needed")
-    arguments = function.get("arguments")
+    arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         arguments = as_object(arguments)
     return {**call, "function": {**function, "arguments": arguments}}  # type: ignore[dict-item]
