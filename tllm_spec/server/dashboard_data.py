@@ -104,14 +104,13 @@ def measured(state: Mapping[str, Any]) -> Json | None:
     present = state["speculative_num_steps"]
     length = present if present in drafted else max(drafted, key=lambda k: drafted[k]["rounds"])
     tokens = drafted[length]["emitted_tokens"] / drafted[length]["request_rounds"]
-    times = _counted_times(rows.get(0), drafted[length])
-    if times is None:
+    plain_ms, round_ms = _counted_times(rows.get(0), drafted[length]) or (None, None)
+    if plain_ms is None:
         by_size = state["controller"].get("round_ms") or {}
         found = by_size.get(str(_latest(state).get("batch_size", 0))) or {}
         # Round times of trees have the names of their shapes.
         name = shape_name(state) if length == present else str(length)
-        times = found.get("0"), found.get(name)
-    plain_ms, round_ms = times
+        plain_ms, round_ms = found.get("0"), found.get(name)
     return {
         "draft_len": length,
         "tokens_per_round": tokens,
