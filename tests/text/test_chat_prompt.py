@@ -6,11 +6,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 
 from tests.server.fake_llm import FakeLLM
 from tllm_spec.text.chat_prompt import SPLIT, ChatPrompts, Conversation, control_tokens
+from tllm_spec.text.messages import Messages, checked
 from tllm_spec.text.tokenizer import Tokenizer, load_tokenizer
+from tllm_spec.text.visible_messages import Tools, visible
 from tllm_spec.zoo.registry import resolve_model
 
 
@@ -144,6 +147,31 @@ def test_an_answer_with_calls_and_no_content_is_taken_back(body: str, arguments:
     text = text_of(template_with(BODIES[body], ARGUMENTS[arguments]), *history('{"a": "b"}'))
     assert "hi" in text and "sunny" in text and "f" in text and "None" not in text
     assert '{"a": "b"}' in text or 'a="b"' in text
+
+
+@pytest.mark.parametrize("drops_none", [False, True])
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+@pytest.mark.parametrize("body", BODIES)
+def test_the_form_of_an_answer_does_not_depend_on_what_drops_none(
+    body: str, arguments: str, drops_none: bool
+) -> None:
+    """Some releases of transformers leave out names whose value is None, others do not."""
+    template = jinja2.Template(template_with(BODIES[body], ARGUMENTS[arguments]))
+
+    def rendered(messages: Messages, tools: Tools) -> str:
+        given = [
+            {name: value for name, value in each.items() if value is not None or not drops_none}
+            for each in messages
+        ]
+        try:
+            return template.render(messages=given, tools=tools)
+        except (TypeError, jinja2.TemplateError) as error:
+            raise ValueError("refused") from error
+
+    shown = visible(checked(history('{"a": "b"}')), None, rendered)
+    text = rendered(shown.messages, None)
+    assert "None" not in text and "sunny" in text and ('{"a": "b"}' in text or 'a="b"' in text)
+    assert ("<f " in text) == (not drops_none or body != "asks for None")
 
 
 @pytest.mark.parametrize("cut", ['{"a": "b', '{"a', "[1, 2", "not JSON", ""])
