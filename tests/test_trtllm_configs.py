@@ -247,6 +247,6 @@ def test_another_grammar_compiler_is_refused_with_what_xgrammar_takes() -> None:
 
 
 def test_a_multimodal_prompt_is_refused_by_the_name_of_its_part() -> None:
-    reader = PromptReader(None, vocab_size=9, max_seq_len=64, max_input_len=None)
+    reader = PromptReader(None, vocab_size=9, max_seq_len=64, longest=None)
     with pytest.raises(ValueError, match="multi_modal_data of a prompt is refused: only text"):
         reader.read({"prompt": "a", "multi_modal_data": {}}, SamplingParams())

@@ -18,8 +18,8 @@ from tllm_spec.config.neighbours import CHAT_IGNORED, GENERATE_IGNORED, Ignored
 from tllm_spec.config.option_checks import refusals
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.draft_swap import DraftSwap
+from tllm_spec.executor.request import Response
 from tllm_spec.executor.request_queue import RequestQueue
-from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import Worker
 from tllm_spec.grammars import Grammars
 from tllm_spec.intake import Intake, Params

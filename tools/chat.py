@@ -56,6 +56,7 @@ def main() -> None:
             f"plain {speed(without):.1f} tok/s; NGram {speed(output):.1f} tok/s with an "
             f"acceptance length of {length:.2f}; {'the same text' if is_same else 'ANOTHER TEXT'}"
         )
+    print(f"\nTo serve it: tllm-serve {model} --config yaml_examples/ngram.yaml")
 
 
 if __name__ == "__main__":

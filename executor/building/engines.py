@@ -19,24 +19,26 @@ from tllm_spec.executor.building.kv_formats import check_kv_cache, draft_format,
 from tllm_spec.executor.building.memory import check_free_memory, reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device.device_choice import pick_dtype
-from tllm_spec.executor.device.page_copies import HostCopies
+from tllm_spec.executor.device.transfer import HostCopies
 from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
-from tllm_spec.executor.engine.free_memory import machine_bytes
 from tllm_spec.executor.engine.memory_plan import (
     DUMMY_PAGES,
+    GroupPlan,
     ServedModel,
     TorchModel,
+    draft_group,
+    machine_bytes,
+    own_groups,
     plan_num_pages,
+    with_draft,
 )
 from tllm_spec.executor.engine.model_engine import ModelEngine
-from tllm_spec.executor.engine.page_plan import GroupPlan, draft_group, own_groups, with_draft
 from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.resources.host_pages import HostPages
 from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.resources.pages import PageGroup
+from tllm_spec.executor.resources.pages import PageGroup, Snapshots
 from tllm_spec.executor.resources.slot_state import BlockTable
-from tllm_spec.executor.resources.snapshots import Snapshots
 from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.external_layers import (
@@ -51,7 +53,7 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     load_mtp,
 )
 from tllm_spec.executor.speculative.modes import DraftPlan
-from tllm_spec.kernels.key_spans import KeySpan
+from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.registry import LoadFormat, load_model

@@ -16,9 +16,8 @@ from tllm_spec.executor.building.tiers import tiers_of_rounds
 from tllm_spec.executor.device.device_choice import pick_device, pick_dtype
 from tllm_spec.executor.graphs.context_graphs import context_rows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
+from tllm_spec.executor.resources.interface import SeqSlotManager, rows_of
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, SpanRoom
-from tllm_spec.executor.resources.seq_slots import SeqSlotManager
-from tllm_spec.executor.resources.shared_texts import rows_of
 from tllm_spec.executor.scheduler import SchedulerLimits
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
@@ -26,9 +25,9 @@ from tllm_spec.executor.speculative.draft_length.draft_len_limits import rows_wi
 from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
 from tllm_spec.executor.speculative.drafting.corpus import read_corpus
 from tllm_spec.executor.speculative.modes import draft_plan_of
-from tllm_spec.kernels.delta_blocks import BLOCK_ROWS
+from tllm_spec.kernels.dispatch import has_kernels
 from tllm_spec.kernels.nvrtc import why_unavailable
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.states.delta_blocks import BLOCK_ROWS
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.zoo.registry import resolve_model

@@ -8,9 +8,8 @@ from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.tiers import EAGER_SIZES, RoundTimer
 from tllm_spec.executor.building.warm_up import WarmUp
 from tllm_spec.executor.engine.memory_plan import TorchModel
-from tllm_spec.executor.graphs.dummy_contexts import ContextLimits
-from tllm_spec.executor.graphs.graph_pool import GraphPool
-from tllm_spec.executor.graphs.slot_graphs import GraphKey
+from tllm_spec.executor.graphs.context_graphs import ContextLimits
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphPool
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
 from tllm_spec.models.linear_tuning import tune_linears

@@ -6,7 +6,7 @@ import torch
 
 from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.config.speculative_config import DecodingBaseConfig
-from tllm_spec.executor.graphs.dummy_contexts import ContextLimits
+from tllm_spec.executor.graphs.context_graphs import ContextLimits
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController

@@ -22,7 +22,7 @@ from tllm_spec.config.speculative_config import (
     SADecodingConfig,
     UserProvidedDecodingConfig,
 )
-from tllm_spec.executor.engine.sink_window import SinkWindow
+from tllm_spec.executor.engine.attention_groups import SinkWindow
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState

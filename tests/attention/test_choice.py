@@ -22,10 +22,10 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.build import build_executor
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.engine.page_plan import own_groups
-from tllm_spec.kernels.key_spans import KeySpan
-from tllm_spec.kernels.kv_codes import UNSCALED
-from tllm_spec.kernels.paged_prefill import NUM_PLANS, PLAN_BYTES, PagedPrefill
+from tllm_spec.executor.engine.memory_plan import own_groups
+from tllm_spec.kernels.attention.kv_codes import UNSCALED
+from tllm_spec.kernels.attention.paged_prefill import NUM_PLANS, PLAN_BYTES, PagedPrefill
+from tllm_spec.kernels.attention.visible_keys import KeySpan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

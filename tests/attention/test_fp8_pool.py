@@ -30,8 +30,8 @@ from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.triton import TritonAttention, TritonPlan
 from tllm_spec.attention.vanilla import VanillaAttention
-from tllm_spec.kernels.kv_codes import CODES, KVScales
-from tllm_spec.kernels.rotary_write import Rotary, plain_rotate
+from tllm_spec.kernels.attention.kv_codes import CODES, KVScales
+from tllm_spec.kernels.attention.rotary_write import Rotary, plain_rotate
 
 KINDS = (VanillaAttention, TritonAttention, FlashInferAttention, BatchInvariantAttention)
 # Of layer 1, which runs. Numbers above 448 times a scale saturate.

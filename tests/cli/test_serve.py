@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tllm_spec.cli.llm_flags import LLM_FLAGS, LlmFlags
-from tllm_spec.cli.serve import main, read_args, read_flags
+from tllm_spec.cli.serve import main, read_args, read_command_line, read_flags
 from tllm_spec.config.llm_args import KvCacheConfig, LlmArgs
 from tllm_spec.server.child import freeze_heap
 
@@ -194,3 +194,12 @@ def test_tls_files_are_checked_before_the_model_is_loaded(
     result = serve("no/such/folder", *flags)
     assert result.exit_code == 1
     assert sentence in result.output
+
+
+def test_the_served_name_is_that_of_the_folder_or_the_file(tmp_path: Path) -> None:
+    (tmp_path / "Some-1.5B.Q4_1.gguf").touch()
+    (tmp_path / "Folder-1.5B").mkdir()
+    for name in ("Some-1.5B.Q4_1.gguf", "Folder-1.5B"):
+        line = read_command_line([str(tmp_path / name)], [])
+        assert line.served_model_name == name.removesuffix(".gguf")
+    assert read_command_line(["zoo:llama"], []).served_model_name == "zoo:llama"

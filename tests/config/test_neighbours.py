@@ -19,7 +19,7 @@ from tllm_spec.config.neighbours import ABSENT, Ignored, Renamed
 from tllm_spec.config.option_checks import absent_reason
 from tllm_spec.config.scheduler_config import SchedulerConfig
 from tllm_spec.config.speculative_config import CONFIG_OF_TYPE
-from tllm_spec.kernels.gated_delta import DeltaShape
+from tllm_spec.kernels.states.gated_delta import DeltaShape
 from tllm_spec.sampling_params import IGNORED, SamplingParams
 from tllm_spec.server.chat_message import ChatMessage
 from tllm_spec.server.protocol import ChatCompletionRequest, CompletionRequest

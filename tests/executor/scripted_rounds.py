@@ -24,11 +24,10 @@ from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.draft_watch import DraftWatch
 from tllm_spec.executor.executor_parts import ExecutorParts
 from tllm_spec.executor.py_executor import PyExecutor
-from tllm_spec.executor.request import DraftCounters, LlmRequest
+from tllm_spec.executor.request import DraftCounters, LlmRequest, Response
 from tllm_spec.executor.request_queue import RequestQueue
-from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import BlockTable, SlotState
-from tllm_spec.executor.response import Response
 from tllm_spec.executor.rounds.result_sender import SentResults
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.sampling.logprobs import LogprobRows

@@ -18,11 +18,9 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.tiers import RoundTimer
-from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
-from tllm_spec.executor.engine.page_plan import own_groups
-from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
-from tllm_spec.executor.graphs.dummy_contexts import ContextLimits
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
+from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH, own_groups
+from tllm_spec.executor.graphs.context_graphs import ContextLimits
+from tllm_spec.executor.graphs.slot_graphs import CudaGraphs, GraphKey, SlotGraphs
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter

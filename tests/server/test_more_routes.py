@@ -42,6 +42,18 @@ def test_a_conversation_is_tokenised_as_a_chat_request_does(post: Post, llm: Fak
         ("/v1/responses", {"input": [5]}, "a text or a list of messages"),
         ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "x"}]}]}, "input_text"),
         ("/v1/responses", {"input": "a", "store": True}, "nothing is stored"),
+        ("/v1/responses", {"input": "a", "cache_salt": ""}, "cache_salt = '': string should"),
+        (
+            "/v1/responses",
+            {"input": [{"type": "item_reference", "id": "msg_1"}, *CHAT]},
+            "input.type = 'item_reference' is refused: nothing is stored",
+        ),
+        (
+            "/v1/responses",
+            {"input": [*CHAT, {"type": "function_call"}, {"type": "reasoning", "summary": []}]},
+            "'function_call' is refused: use /v1/chat/completions for tools; accepted: 'message'\n"
+            "input.type = 'reasoning' is refused: answers here have none",
+        ),
         ("/v1/responses", {"input": "a", "max_output_tokens": 0}, "max_output_tokens = 0"),
         ("/v1/responses", {"input": "a", "text": {"format": {"type": []}}}, "text.format = "),
         ("/v1/responses", {"input": "a", "metadata": {"a": math.nan}}, "cannot be written as JSON"),

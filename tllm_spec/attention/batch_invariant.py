@@ -1,9 +1,9 @@
 """Attention for `deterministic: true`: a token's result has the same bits in every batch, chunk and
 window.
 
-Prompts and windows run in one launch of one kernel (`kernels/batch_invariant_attention.py`), draft
-trees in another one. The plan of a batch without prompts depends on no length, so a CUDA graph can
-hold its forward."""
+Prompts and windows run in one launch of one kernel
+(`kernels/attention/batch_invariant_attention.py`), draft trees in another one. The plan of a batch
+without prompts depends on no length, so a CUDA graph can hold its forward."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,13 @@ import torch
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, HeadsBackend
 from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.kernels.batch_invariant_attention import (
+from tllm_spec.kernels.attention.batch_invariant_attention import (
     QueryTiles,
     SplitResults,
     batch_invariant_attention,
     tokens_per_tile,
 )
-from tllm_spec.kernels.rotary_write import HeadWeights, Rotary
+from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """MLA attention for `deterministic: true`: prompts and windows run in the absorbed form in one
-kernel (`kernels/batch_invariant_latent.py`), so that a token's result has the same bits in every
-batch, chunk, window and tree."""
+kernel (`kernels/attention/batch_invariant_latent.py`), so that a token's result has the same bits
+in every batch, chunk, window and tree."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,14 @@ import torch
 
 from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan
 from tllm_spec.attention.latent import LatentInputs, LatentPlan, TritonLatent
-from tllm_spec.kernels.batch_invariant_attention import QueryTiles, SplitResults
-from tllm_spec.kernels.batch_invariant_latent import (
+from tllm_spec.kernels.attention.batch_invariant_attention import QueryTiles, SplitResults
+from tllm_spec.kernels.attention.batch_invariant_latent import (
     TREE_TOKENS,
     batch_invariant_latent,
     tokens_per_tile,
 )
-from tllm_spec.kernels.head_gemm import head_gemm
-from tllm_spec.kernels.rotary_write import Rotary
+from tllm_spec.kernels.attention.rotary_write import Rotary
+from tllm_spec.kernels.gemm.head_gemm import head_gemm
 
 # Rows of a prompt that are in the absorbed form at a time: a row has R elements for each head.
 MAX_ABSORBED_TOKENS = 1024

@@ -17,15 +17,15 @@ from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.triton import TritonAttention, TritonPlan
 from tllm_spec.attention.wide_pages import PageList, WidePages
-from tllm_spec.kernels.kv_codes import UNSCALED, KVScales
-from tllm_spec.kernels.paged_prefill import (
+from tllm_spec.kernels.attention.kv_codes import UNSCALED, KVScales
+from tllm_spec.kernels.attention.paged_prefill import (
     NUM_PLANS,
     PLAN_BYTES,
     PagedPrefill,
     PrefillLimits,
     PrefillRows,
 )
-from tllm_spec.kernels.rotary_write import HeadWeights, Rotary
+from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
 
 HEAD_DIMS = (64, 128, 256)  # that FlashInfer has kernels for
 DTYPES = (torch.bfloat16, torch.float16)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tllm_spec.attention.kv_layout import HeadsLayout, KVLayout, LatentLayout
-from tllm_spec.kernels.key_spans import KeySpan
+from tllm_spec.kernels.attention.visible_keys import KeySpan
 
 
 class Geometry(Protocol):
@@ -38,7 +38,7 @@ class AttentionGeometry:
     span: KeySpan | None = None
     """The keys that a query sees. None: all keys up to its own."""
     has_sinks: bool = False
-    """Whether each head has a sink (kernels/attention_sinks.py)."""
+    """Whether each head has a sink (kernels/attention/attention_sinks.py)."""
 
     @property
     def layout(self) -> HeadsLayout:

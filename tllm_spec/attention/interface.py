@@ -17,10 +17,10 @@ from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.recurrent import RecurrentRows
 from tllm_spec.attention.spec_metadata import SpecMetadata
-from tllm_spec.kernels.paged_prefill import PrefillLimits
-from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
-from tllm_spec.kernels.round_rows import RoundRows
-from tllm_spec.kernels.tree_mask import TreeMask
+from tllm_spec.kernels.attention.paged_prefill import PrefillLimits
+from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary, rotary_write
+from tllm_spec.kernels.attention.visible_keys import TreeMask
+from tllm_spec.kernels.slots.round_rows import RoundRows
 
 
 @dataclass

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tllm_spec.kernels.kv_codes import CODES, UNSCALED, KVScales
+from tllm_spec.kernels.attention.kv_codes import CODES, UNSCALED, KVScales
 
 
 @dataclass(frozen=True)

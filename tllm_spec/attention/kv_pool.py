@@ -8,7 +8,7 @@ import torch
 
 from tllm_spec.attention.geometry import Geometry
 from tllm_spec.attention.kv_format import KVFormat
-from tllm_spec.kernels.kv_codes import movable
+from tllm_spec.kernels.attention.kv_codes import movable
 
 
 class KVPool:

@@ -4,7 +4,7 @@ The engine passes it to the target's forward; the drafter reads the buffer after
 
 import torch
 
-from tllm_spec.kernels.row_copies import copy_rows
+from tllm_spec.kernels.slots.row_copies import copy_rows
 
 
 def default_capture_layers(num_layers: int) -> tuple[int, ...]:

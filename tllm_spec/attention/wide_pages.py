@@ -8,8 +8,8 @@ import torch
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.kernels.paged_prefill import PrefillRows
-from tllm_spec.kernels.widen_pages import widen_pages
+from tllm_spec.kernels.attention.kv_codes import widen_pages
+from tllm_spec.kernels.attention.paged_prefill import PrefillRows
 
 MAX_TOKENS = 1 << 16
 

@@ -63,7 +63,7 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
 )
 @click.option(
     "--served_model_name",
-    help="Model name that requests must give. [default: MODEL, or the name of its folder]",
+    help="Model name that requests must give. [default: MODEL, or the name of its folder or file]",
 )
 @click.option("--max_batch_size", type=int, help="Maximum number of requests in a batch.")
 @click.option("--max_num_tokens", type=int, help="Maximum number of tokens in one forward pass.")
@@ -282,8 +282,8 @@ def read_args(model: str, flags: LlmFlags, yaml_path: str | None) -> LlmArgs:
 
 
 def _name_of(model: str) -> str:
-    """A folder or file is served under its own name, a zoo model under the name as given."""
-    return Path(model).resolve().name if Path(model).exists() else model
+    """A folder or a GGUF file is served under its own name, a zoo model under the name as given."""
+    return Path(model).resolve().name.removesuffix(".gguf") if Path(model).exists() else model
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
-from tllm_spec.kernels.rank_best import rank_best_reference
+from tllm_spec.kernels.parallel.rank_sum import rank_best_reference
 
 
 class Communicator:

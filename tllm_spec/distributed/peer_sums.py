@@ -10,11 +10,15 @@ import torch
 
 from tllm_spec.distributed.peer_memory import PeerMemory
 from tllm_spec.distributed.sum_choice import SIZES, Sum
-from tllm_spec.kernels.rank_best import rank_best
-from tllm_spec.kernels.rank_lines import BLOCK_WORDS, WORD_BYTES, RankLines
-from tllm_spec.kernels.rank_parts import PART_WORDS, RankParts
-from tllm_spec.kernels.rank_sum import rank_sum, serves
-from tllm_spec.kernels.two_shot_sum import two_shot_sum
+from tllm_spec.kernels.parallel.rank_sum import (
+    BLOCK_WORDS,
+    WORD_BYTES,
+    RankLines,
+    rank_best,
+    rank_sum,
+    serves,
+)
+from tllm_spec.kernels.parallel.two_shot_sum import PART_WORDS, RankParts, two_shot_sum
 
 if TYPE_CHECKING:
     from tllm_spec.distributed.communicator import Communicator

@@ -27,7 +27,7 @@ from tllm_spec.distributed.peer_memory import NoPeerMemory
 from tllm_spec.distributed.peer_sums import PeerSums
 from tllm_spec.distributed.sum_choice import choose_sums, graph_seconds
 from tllm_spec.distributed.watch import Watch, accept, connect, listen
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import has_kernels
 
 if TYPE_CHECKING:
     from mpi4py import MPI

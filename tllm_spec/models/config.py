@@ -12,7 +12,7 @@ import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry, LayerGroup
 from tllm_spec.distributed.mapping import Mapping
-from tllm_spec.kernels.key_spans import KeySpan
+from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.models.config_file import read_checked, read_config, required, with_defaults
 from tllm_spec.models.config_values import dtype_of, head_dim_of, sliding_layers_of, token_ids_of
 from tllm_spec.models.deepseek_config import (

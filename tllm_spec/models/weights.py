@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tllm_spec.kernels.int4_weights import exponent_words, group_words
+from tllm_spec.kernels.gemm.int4_weights import exponent_words, group_words
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.checkpoint import checkpoint_tensors, listed
 from tllm_spec.models.config import ModelConfig

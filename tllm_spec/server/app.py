@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -19,12 +19,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from tllm_spec import __version__
 from tllm_spec.outputs import RequestOutput
+from tllm_spec.prompts import max_model_len
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.admission import ENGINE_DOWN, SAME, Admission, bad_request, engine_running
 from tllm_spec.server.answer_size import AnswerLimit, AnswerSize, size_of
 from tllm_spec.server.callers import Caller, caller_of
-from tllm_spec.server.chat_answer import chat_answer
+from tllm_spec.server.chat_answer import ParsedText, chat_answer, parsed_texts
 from tllm_spec.server.draft_routes import DraftRoutes
 from tllm_spec.server.echo import completion_answer
 from tllm_spec.server.engine import Engine
@@ -44,7 +45,7 @@ from tllm_spec.server.protocol import (
 )
 from tllm_spec.server.refusals import RequestRefused
 from tllm_spec.server.responses import Answer
-from tllm_spec.server.responses_answer import response_answer
+from tllm_spec.server.responses_answer import ResponseAnswer
 from tllm_spec.server.responses_protocol import CHAT_NAMES, ResponsesRequest
 from tllm_spec.server.shares import ClientShares, within_budget
 from tllm_spec.server.streaming import (
@@ -209,7 +210,8 @@ class OpenAIServer:
         """The served model, by its name."""
         self._check_name(model)
         described = {"id": model, "object": "model", "created": self._created}
-        return {**described, "owned_by": "tllm_spec", "max_model_len": self._llm.max_seq_len}
+        length = max_model_len(self._llm.args, self._llm.max_seq_len)
+        return {**described, "owned_by": "tllm_spec", "max_model_len": length}
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """`/v1/completions`: continues each prompt of the body."""
@@ -241,12 +243,10 @@ class OpenAIServer:
         params = await self._params_of(body, request)
         answer = chat_answer(
             body,
-            self._options,
-            self._chat_prompts.harmony,
+            self._parsed_texts(body, params),
             self._model,
             self._tokenizer,
             *(params.n, params.logprobs, params.prompt_logprobs),
-            is_guided=params.guided_decoding is not None,
         )
         caller = caller_of(request, body)
         handles = await self._start_chat(body, request, params, caller, body.client_names)
@@ -259,7 +259,8 @@ class OpenAIServer:
         params = await self._params_of(chat, request, CHAT_NAMES)
         caller = caller_of(request, body)
         handles = await self._start_chat(chat, request, params, caller, CHAT_NAMES)
-        answer = response_answer(body, params, self._tokenizer, self._chat_prompts.harmony)
+        new_text = self._parsed_texts(chat, params)
+        answer = ResponseAnswer(body, None if new_text is None else new_text())
         running = self._running(request, handles, body.stream)
         if body.stream:
             return EventStream(answer.events(running))
@@ -267,6 +268,12 @@ class OpenAIServer:
         if results is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return JSONResponse(answer.whole(results[0]))
+
+    def _parsed_texts(
+        self, body: ChatCompletionRequest, params: SamplingParams
+    ) -> Callable[[], ParsedText] | None:
+        is_guided, harmony = params.guided_decoding is not None, self._chat_prompts.harmony
+        return parsed_texts(body, self._options, harmony, self._tokenizer, is_guided=is_guided)
 
     async def _params_of(
         self,

@@ -48,7 +48,12 @@ class ChatMessage(BodyModel):
     """One message. `name` is passed to the chat template."""
 
     model_config = ConfigDict(
-        json_schema_extra={"anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}]}
+        json_schema_extra={
+            "anyOf": [
+                {"required": ["content"]},
+                {"properties": {"role": {"const": "assistant"}}},
+            ]
+        }
     )
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -68,7 +73,8 @@ class ChatMessage(BodyModel):
     def _check_content(self) -> Iterator[str]:
         if self.tool_calls and self.role != "assistant":
             yield f"role = {self.role!r}: only an assistant's message has tool_calls"
-        if self.content is None and not self.tool_calls:
+        # An answer may have reasoning or calls only, or nothing.
+        if self.content is None and self.role != "assistant":
             yield "content is required"
 
     def for_template(self) -> dict[str, Any]:

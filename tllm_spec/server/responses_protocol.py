@@ -8,12 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
+from tllm_spec.config.config_base import ConfigError
 from tllm_spec.config.neighbours import Ignored
-from tllm_spec.config.option_checks import check_text
+from tllm_spec.config.option_checks import MAX_UNKNOWN, check_text, shown
 from tllm_spec.server.body_model import BodyModel, CacheSalt, as_json_type
 from tllm_spec.server.chat_message import ChatMessage
-from tllm_spec.server.protocol import ChatCompletionRequest
+from tllm_spec.server.protocol import NOT_STORED, ChatCompletionRequest
 
+TEXT_ONLY = "answers have text only"
+NO_TOOLS = "use /v1/chat/completions for tools"
 # Options of a body, by the names that the chat request's messages begin with.
 CHAT_NAMES: Mapping[str, str] = {
     "guided_decoding": "text.format",
@@ -21,6 +24,12 @@ CHAT_NAMES: Mapping[str, str] = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "response_format": "text.format",
+}
+ITEMS_NOT_SERVED: Mapping[str, str] = {
+    "item_reference": f"{NOT_STORED}; send the item itself",
+    "reasoning": "answers here have none",
+    "function_call": NO_TOOLS,
+    "function_call_output": NO_TOOLS,
 }
 TEXT_TYPES = ("input_text", "output_text", "text")
 
@@ -67,6 +76,15 @@ def _as_items(given: object) -> object:
         raise ValueError("a text or a list of messages is needed")
     if not given:
         raise ValueError("at least one item is needed")
+    kinds = {item["type"]: None for item in given if isinstance(item.get("type"), str)}
+    if others := [kind for kind in kinds if kind != "message"]:
+        raise ConfigError(
+            [
+                f"type = {shown(kind)} is refused: {ITEMS_NOT_SERVED.get(kind, TEXT_ONLY)}; "
+                "accepted: 'message'"
+                for kind in others[:MAX_UNKNOWN]
+            ]
+        )
     return [InputItem(**item) for item in given]
 
 

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from tllm_spec.config.config_base import check
 from tllm_spec.config.option_checks import check_text
+from tllm_spec.prompts import max_model_len
 from tllm_spec.server.admission import Admission
 from tllm_spec.server.body_model import BodyModel
 from tllm_spec.server.chat_message import ChatMessage
@@ -100,7 +101,8 @@ class TokenRoutes:
             check_text(body.prompt)
             self._llm.check_length(body.prompt)
             tokens = self._tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-        answer = {"count": len(tokens), "max_model_len": self._llm.max_seq_len, "tokens": tokens}
+        length = max_model_len(self._llm.args, self._llm.max_seq_len)
+        answer = {"count": len(tokens), "max_model_len": length, "tokens": tokens}
         if body.return_token_strs:
             answer["token_strs"] = self._tokenizer.convert_ids_to_tokens(tokens)
         return answer

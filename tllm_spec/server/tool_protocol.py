@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from tllm_spec.config.neighbours import Ignored
 from tllm_spec.grammar.json_schemas import moved
 from tllm_spec.server.body_model import BodyModel
 from tllm_spec.text.messages import as_object
@@ -59,15 +58,12 @@ class ToolCall(BodyModel):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-
-    ignored: ClassVar[Ignored] = {
-        # Clients that join the chunks of a stream keep it.
-        "index": (*range(MAX_TOOLS),)
-    }
+    # Clients that join the chunks of a stream keep it. The order of the list counts.
+    index: Annotated[int, Field(ge=0)] | None = None
 
     def for_template(self) -> Json:
         """The call with its arguments as an object."""
-        plain = self.model_dump(exclude_none=True)
+        plain = self.model_dump(exclude_none=True, exclude={"index"})
         arguments = as_object(self.function.arguments)
         return plain | {"function": {"name": self.function.name, "arguments": arguments}}
 

@@ -10,7 +10,7 @@ from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.draft_network.decoder import LOGITS
 from tllm_spec.draft_network.head_decoder import NEXT_STATES, STATES, WANTED
 from tllm_spec.draft_network.network import ExternalDraft, ExternalHead
-from tllm_spec.executor.engine.paged_network import PagedNetwork
+from tllm_spec.executor.engine.model_engine import PagedNetwork
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
 from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, HeadNet
 
