@@ -1,6 +1,6 @@
 """`tllm-bench tune`: measures round times, scores candidates, and writes the best one as YAML."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from tllm_spec.bench.tune import (
     candidates_of,
     score,
 )
+from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import DecodingBaseConfig
-from tllm_spec.executor.build import build_executor
+from tllm_spec.executor.build import BuiltExecutor, build_executor
 from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.text.tokenizer import tokenizer_of
 
@@ -69,24 +70,11 @@ def measured_times(
     """Times of a drafter on this machine, by the name of the drafts' shape: of rounds, as an
     adaptive engine measures them at its start, and of recorded prompts."""
     shapes, longest = candidates_of("", spec), spec.shapes.longest
-    if not longest.is_tree:
-        adaptive: dict[str, Any] = {"candidate_steps": [0, *(int(each.shape) for each in shapes)]}
+    if longest.is_tree:
+        adaptive = adaptive_options([longest.depth], [longest])
     else:
-        adaptive = {
-            "candidate_steps": [0, longest.depth],
-            "candidate_trees": [
-                {
-                    "max_draft_len": longest.depth,
-                    "dynamic_tree_max_topK": longest.topk,
-                    "max_total_draft_tokens": longest.num_nodes,
-                }
-            ],
-        }
-    own = dict(shapes[-1].spec or {}) | {"adaptive": adaptive}
-    off = {"record_traffic": None, "record_hidden_states": 0.0}
-    options = args.as_options() | {"speculative_config": own} | off
-    built = build_executor(LlmArgs(**options), tokenizer_of(args), lambda responses: None)
-    built.executor.enter_thread()
+        adaptive = adaptive_options([int(each.shape) for each in shapes])
+    built = timed_executor(args, (shapes[-1].spec or {}) | {"adaptive": adaptive})
     controller = built.executor.parts.controller
 
     prompts = {
@@ -101,6 +89,30 @@ def measured_times(
         )
 
     return of_shape
+
+
+def adaptive_options(draft_lens: Sequence[int], trees: Sequence[DraftShape] = ()) -> dict[str, Any]:
+    """`adaptive` of an engine that measures the times of rounds with these drafts, and without."""
+    candidates = [
+        {
+            "max_draft_len": tree.depth,
+            "dynamic_tree_max_topK": tree.topk,
+            "max_total_draft_tokens": tree.num_nodes,
+        }
+        for tree in trees
+    ]
+    options: dict[str, Any] = {"candidate_steps": sorted({0, *draft_lens})}
+    return options | {"candidate_trees": candidates} if candidates else options
+
+
+def timed_executor(args: LlmArgs, spec: Mapping[str, Any]) -> BuiltExecutor:
+    """An engine in this thread that has measured its round times. spec: a drafter's options with
+    `adaptive_options`, in place of those in `args`."""
+    off = {"record_traffic": None, "record_hidden_states": 0.0}
+    options = args.as_options() | {"speculative_config": spec} | off
+    built = build_executor(LlmArgs(**options), tokenizer_of(args), lambda responses: None)
+    built.executor.enter_thread()
+    return built
 
 
 def tune_table(scores: Sequence[Score]) -> str:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tllm_spec.cli import bench_options
-from tllm_spec.cli.bench_adaptive import adaptive_replay
 from tllm_spec.cli.bench_break_even import break_even
 from tllm_spec.cli.bench_dataset import prepare_dataset
 from tllm_spec.cli.bench_options import (
@@ -27,7 +26,7 @@ from tllm_spec.cli.bench_options import (
     write_text,
 )
 from tllm_spec.cli.bench_serve import serve
-from tllm_spec.cli.bench_traffic import erase_traffic, replay, tune
+from tllm_spec.cli.bench_traffic import adaptive_replay, erase_traffic, replay, tune
 from tllm_spec.cli.trtllm_options import (
     BY_NAME,
     either_spelling,
