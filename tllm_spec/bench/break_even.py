@@ -29,6 +29,7 @@ from tllm_spec.executor.speculative.draft_length.expected_path import expected_a
 from tllm_spec.executor.speculative.draft_length.rank_estimate import by_rank
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.outputs import SpeculativeStats
+from tllm_spec.progress import Progress
 
 if TYPE_CHECKING:
     from tllm_spec.llm import LLM
@@ -126,6 +127,11 @@ class Workload:
     output_len: int = 64
     repeat: int = 3
 
+    @property
+    def num_requests(self) -> int:
+        """Of all runs of an engine with drafts and of plain decoding, with a warm-up."""
+        return 2 * (1 + self.repeat) * self.batch_size
+
     def requests(self, vocab_size: int, seed: int) -> list[BenchRequest]:
         inputs, outputs = NormalLengths(self.input_len, 0), NormalLengths(self.output_len, 0)
         return list(synthetic_requests(self.batch_size, inputs, outputs, vocab_size, seed))
@@ -191,11 +197,17 @@ class BreakEvenRuns:
         return {int(name): each for name, each in seconds.items()}
 
     def speedups(
-        self, plain: "LLM", pairs: Sequence[tuple[float, int]], times: Mapping[int, float]
+        self,
+        plain: "LLM",
+        pairs: Sequence[tuple[float, int]],
+        times: Mapping[int, float],
+        bar: Progress,
     ) -> Iterator[Speedup]:
+        """bar: counts `num_requests` for each pair."""
         for acceptance, draft_len in pairs:
             with self.drafted(acceptance, draft_len) as drafted:
-                slow, fast = Contestant("plain", plain), Contestant("drafts", drafted)
+                name = f"a = {acceptance:g}, K = {draft_len}"
+                slow, fast = Contestant("plain", plain), Contestant(name, drafted)
                 # Every run has its own luck, the same for both engines; the first one warms up.
                 for number in range(1 + self._workload.repeat):
                     vocab_size = plain.model_config.vocab_size
@@ -206,7 +218,7 @@ class BreakEvenRuns:
                         for params, seed in zip(sampling_for(requests), seeds, strict=True)
                     ]
                     counted = min(1, number)
-                    run_in_turn([slow, fast], requests, sampling, counted, 1 - counted, False)
+                    run_in_turn([slow, fast], requests, sampling, counted, 1 - counted, False, bar)
             speeds = (median(each.output_tokens_per_s) for each in (fast, slow))
             stats = total_stats([output for run in fast.runs for output in run.outputs])
             cost, measured = times[draft_len] / times[0], next(speeds) / next(speeds)

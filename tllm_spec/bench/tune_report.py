@@ -23,6 +23,7 @@ from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.executor.build import BuiltExecutor, build_executor
+from tllm_spec.progress import progress
 from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.text.tokenizer import tokenizer_of
 
@@ -44,17 +45,25 @@ def tune(
             drafters.append(
                 (name, LlmArgs(**options | {"model": target, "speculative_config": spec}))
             )
+    candidates = [_candidates(name, args) for name, args in drafters]
+    candidates[0].insert(0, Candidate(PLAIN, PLAIN, None))
     scores: list[Score] = []
-    for name, args in drafters:
-        spec = args.speculative_config
-        if spec is None:
-            raise ValueError(f"{name}: speculative_config = None has no drafts to tune")
-        size = served_batch_size(args)
-        times = measured_times(args, spec, records, size)
-        plain = [] if scores else [Candidate(PLAIN, PLAIN, None)]
-        for each in [*plain, *candidates_of(name, spec)]:
-            scores.append(score(each, records, args, times(each.shape), size, states))
+    with progress("tune", len(drafters) + sum(map(len, candidates))) as bar:
+        for (name, args), own in zip(drafters, candidates, strict=True):
+            assert args.speculative_config is not None
+            size = served_batch_size(args)
+            bar.begin(f"round times of {name}")
+            times = measured_times(args, args.speculative_config, records, size)
+            for each in own:
+                bar.begin(each.name)
+                scores.append(score(each, records, args, times(each.shape), size, states))
     return scores
+
+
+def _candidates(name: str, args: LlmArgs) -> list[Candidate]:
+    if args.speculative_config is None:
+        raise ValueError(f"{name}: speculative_config = None has no drafts to tune")
+    return candidates_of(name, args.speculative_config)
 
 
 def served_batch_size(args: LlmArgs) -> int:
@@ -74,7 +83,7 @@ def measured_times(
         adaptive = adaptive_options([longest.depth], [longest])
     else:
         adaptive = adaptive_options([int(each.shape) for each in shapes])
-    built = timed_executor(args, (shapes[-1].spec or {}) | {"adaptive": adaptive})
+    built = timed_executor(args, {**(shapes[-1].spec or {}), "adaptive": adaptive})
     controller = built.executor.parts.controller
 
     prompts = {

@@ -36,6 +36,7 @@ from tllm_spec.cli.trtllm_options import (
     trtllm_options,
     version_option,
 )
+from tllm_spec.progress import show_lines
 from tllm_spec.zoo.registry import resolve_model
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ def main(
 ) -> None:
     """Benchmark a model, and what it gains from speculative decoding."""
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    show_lines()
     *_, refusals = split_trtllm_options(options)
     with refused_together(refusals):
         context.obj = None if model is None else Model(model, model_path or model)

@@ -108,15 +108,21 @@ def break_even(
     from tllm_spec.bench.options import EngineOptions
     from tllm_spec.bench.table import format_speedups
     from tllm_spec.llm import LLM
+    from tllm_spec.progress import progress
 
     if trees is not None:
         _compare_trees(model, yaml_path, trees, dataset, report_json, workload)
         return
     options = EngineOptions(max_batch_size=workload["batch_size"]).sharing_memory(num_engines=3)
-    runs = BreakEvenRuns(LLM, model.path, options.arguments(yaml_path), Workload(**workload))
-    shown, times = runs.round_seconds([draft_len for _, draft_len in pairs])
-    with runs.plain() as plain:
-        rows = [row.to_dict() for row in runs.speedups(plain, pairs, times)]
+    requests = Workload(**workload)
+    runs = BreakEvenRuns(LLM, model.path, options.arguments(yaml_path), requests)
+    with progress(
+        "break-even", len(pairs) * requests.num_requests, "requests", has_parts=True
+    ) as bar:
+        bar.begin("round times")
+        shown, times = runs.round_seconds([draft_len for _, draft_len in pairs])
+        with runs.plain() as plain:
+            rows = [row.to_dict() for row in runs.speedups(plain, pairs, times, bar)]
     click.echo(format_speedups(shown, rows))
     write_json(report_json, {"round_seconds": shown, "speedups": rows})
 

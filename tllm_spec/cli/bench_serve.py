@@ -175,12 +175,11 @@ async def _measure(
     warmup: int,
     quiet: bool,
 ) -> list[dict[str, Any]]:
-    from tqdm import tqdm
-
     from tllm_spec.bench.dataset import read_dataset
     from tllm_spec.bench.serve_load import Load, send_all
     from tllm_spec.bench.serve_report import serve_report
     from tllm_spec.bench.sse_client import HttpError, Target, get
+    from tllm_spec.progress import progress
 
     target, requests = Target(base_url, api_key), read_dataset(dataset, num_requests)
 
@@ -204,8 +203,8 @@ async def _measure(
     reports = []
     for load in loads:
         before = await metrics()
-        with tqdm(total=len(requests), desc=load.name, disable=quiet) as bar:
-            run = await send_all(target, served_model, requests, load, options, bar.update)
+        with progress(load.name, len(requests), "requests", is_shown=not quiet) as bar:
+            run = await send_all(target, served_model, requests, load, options, bar.advance)
         after = await metrics()
         both = None if before is None or after is None else (before, after)
         reports.append(serve_report(run, goals, both))
