@@ -47,9 +47,11 @@ def sampling_for(
     """The SamplingParams of each request.
 
     As in TensorRT-LLM, without sampler options decoding is greedy and ignores EOS, so that an
-    output has exactly `output_tokens` tokens. `eos_id` >= 0 ends an output. The seed is the task_id
+    output has exactly `output_tokens` tokens; a request that `ends_itself` ends at the model's end
+    tokens. `eos_id` >= 0 ends an output. The seed is the task_id
     unless the options have one, so that a run can be repeated. Raises ValueError for unknown or
     invalid sampler options, and for `max_tokens`, which the requests define."""
+    is_usual = sampler_options is None
     options = {"ignore_eos": True} if sampler_options is None else dict(sampler_options)
     if "max_tokens" in options:
         raise ValueError(
@@ -64,6 +66,7 @@ def sampling_for(
         replace(
             common,
             max_tokens=request.output_tokens,
+            ignore_eos=common.ignore_eos and not (is_usual and request.ends_itself),
             seed=request.task_id if common.seed is None else common.seed,
         )
         for request in requests
@@ -85,7 +88,7 @@ def run_requests(
     would be wrong without notice. Prompts of token ids are checked before any request runs.
     """
     for request, params in zip(requests, sampling, strict=True):
-        if not isinstance(request.prompt, str):
+        if isinstance(request.prompt, list):
             _check_fits(llm, request, params, len(request.prompt))
     with nullcontext(bar) if bar else progress("run", len(requests), "requests") as shown_in:
         run = asyncio.run(_run_all(llm, requests, sampling, concurrency, streaming, shown_in))
@@ -168,7 +171,7 @@ async def _answer(
             handle = llm.generate_async(request.prompt, params, streaming=streaming)
         except ValueError as error:
             raise ValueError(f"task_id {request.task_id} is refused: {error}") from error
-        if isinstance(request.prompt, str):
+        if not isinstance(request.prompt, list):
             _check_fits(llm, request, params, len(handle.prompt_token_ids))
         if not streaming:
             return await handle

@@ -5,7 +5,7 @@ and a round of a number of requests take. With the recorded arrivals that gives 
 would have ended."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import ceil
 from pathlib import Path
@@ -44,11 +44,12 @@ class Times:
 @dataclass(frozen=True)
 class Candidate:
     """A way of decoding. drafter: whose round times are measured together. shape: of its drafts, by
-    name. spec: None for plain decoding."""
+    name. spec: None for plain decoding. options: the engine's other ones."""
 
     drafter: str
     shape: str
     spec: Mapping[str, Any] | None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tllm_spec.cli.bench_options import (
+    DATASET,
     EXISTING_FILE,
     plot_option,
     report_json_option,
@@ -47,7 +48,12 @@ def _counts(context: click.Context, option: click.Parameter, text: str | None) -
 )
 @click.option("--served_model", help="The model's name. [default: the first of /v1/models]")
 @click.option("--api_key", envvar="OPENAI_API_KEY", help="Key that is sent as a bearer token.")
-@click.option("--dataset", type=EXISTING_FILE, required=True, help="File of prepare-dataset.")
+@click.option(
+    "--dataset",
+    type=DATASET,
+    required=True,
+    help="File of prepare-dataset or with messages of a chat, or a folder of recorded traffic.",
+)
 @click.option(
     "--num_requests",
     type=click.IntRange(0),

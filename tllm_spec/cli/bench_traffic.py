@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from tllm_spec.cli.bench_options import (
+    DATASET,
     EXISTING_FILE,
     NOT_NEGATIVE,
     OUTPUT_FILE,
@@ -79,7 +80,7 @@ def replay(
 
 
 @click.command()
-@click.argument("folder", type=EXISTING_FOLDER)
+@click.argument("data", type=DATASET)
 @click.option(
     "--extra_llm_api_options",
     "--config",
@@ -90,15 +91,20 @@ def replay(
     "compared. May be given repeatedly. [default: the drafter that served, and SA]",
 )
 @click.option(
-    "--num_requests", type=NOT_NEGATIVE, default=0, help="The latest requests to take; 0: all."
+    "--num_requests",
+    type=NOT_NEGATIVE,
+    default=0,
+    help="The latest requests to take, of a data set the first ones; 0: all.",
 )
-@click.option("--output", type=OUTPUT_FILE, help="YAML file to write the best configuration to.")
+@click.option(
+    "--output", type=OUTPUT_FILE, help="YAML file to write the best configuration to, whole."
+)
 @plot_option
 @report_json_option
 @click.pass_obj
 def tune(
     model: Model | None,
-    folder: Path,
+    data: Path,
     configs: tuple[Path, ...],
     num_requests: int,
     output: Path | None,
@@ -107,19 +113,20 @@ def tune(
 ) -> None:
     """Choose the drafter and draft length that would have served recorded traffic best.
 
+    DATA was recorded with --record_traffic, or is a data set, whose outputs --model writes first.
     Acceptance comes from a replay, round times are measured on this machine, and requests arrive
-    as they were recorded."""
+    as they were recorded, those of a data set all at once."""
     from tllm_spec.bench import plot as plots
     from tllm_spec.bench import tune_report as reports
 
-    scores = reports.tune(folder, None if model is None else model.path, configs, num_requests)
+    scores = reports.tune(data, None if model is None else model.path, configs, num_requests)
     click.echo(reports.tune_table(scores))
     best = reports.best_yaml(scores)
     click.echo(best)
     if output is not None:
         write_text(output, best)
     if plot is not None:
-        title = plots.title_of(folder.name)
+        title = plots.title_of(data.name)
         figure = plots.draw(reports.tune_curves(scores), title, "draft length or tree")
         write_bytes(plot, plots.image(figure, plot.suffix))
     write_json(report_json, reports.tune_report(scores))
