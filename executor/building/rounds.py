@@ -81,4 +81,4 @@ def time_rounds(plan: BuildPlan, runner: RoundRunner, sizes: Sequence[int]) -> R
         plan.device,
         ContextLimits(plan.max_seq_len, 1 + plan.overshoot),
     )
-    return timer.measure(controller, timed)
+    return timer.measure(controller, timed, is_shown=plan.mapping.rank == 0)
