@@ -7,14 +7,17 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
 LINE = "{desc}: {n_fmt}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
-BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
+LINE_WITH_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
+
+
+class Bar(tqdm):  # type: ignore[type-arg]  # it is subscriptable in its stubs only
+    monitor_interval = 0  # no thread that draws
 
 
 class LogLines(io.TextIOBase):
@@ -29,7 +32,7 @@ class LogLines(io.TextIOBase):
 class Progress:
     """How much is done. counts_parts: whether each part that has ended is one of the total."""
 
-    def __init__(self, title: str, bar: "tqdm[Any]", *, counts_parts: bool) -> None:
+    def __init__(self, title: str, bar: Bar, *, counts_parts: bool) -> None:
         self._title, self._bar, self._counts_parts = title, bar, counts_parts
         self._has_begun = False
 
@@ -59,12 +62,12 @@ def progress(
     amounts are counted. every: seconds between lines of the log while amounts are done; a part has
     one line when it begins."""
     is_drawn = sys.stderr.isatty() and "TQDM_DISABLE" not in os.environ
-    with tqdm(
+    with Bar(
         total=total,
         desc=title,
         unit=f" {unit}" if unit else "",
         file=None if is_drawn else LogLines(),
-        bar_format=BAR if is_drawn else LINE,
+        bar_format=LINE_WITH_BAR if is_drawn else LINE,
         mininterval=0.1 if is_drawn else every,
         dynamic_ncols=is_drawn,
         position=None if is_drawn else 0,
