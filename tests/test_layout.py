@@ -105,6 +105,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.config", "tllm_spec.child_process", "tllm_spec.models.formats.gguf_file"),
     (
         "tllm_spec.logits_processor",
+        "tllm_spec.progress",
         "tllm_spec.child_command",
         "tllm_spec.child_messages",
         "tllm_spec.request_errors",

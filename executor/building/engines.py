@@ -87,6 +87,7 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
     check_kv_cache(plan)
     check_free_memory(plan)
     start = monotonic()
+    plan.begin("weights")
     logger.info("loading weights: %s", plan.args.model)
     target = load_target(plan)
     draft = None
@@ -94,6 +95,7 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
         logger.info("loading weights: the drafter's")
         draft = load_draft(plan, target, plan.draft_plan, tokens)
     logger.info("weights took %.1f s", monotonic() - start)
+    plan.begin("memory")
     recorded = _recorded_states(plan, target, draft)
     models: list[ServedModel] = [target, *([draft.model] if draft else [])]
     of_target, of_draft = _plan_groups(plan, target, draft)

@@ -21,6 +21,7 @@ from tllm_spec.bench.report import (
 )
 from tllm_spec.bench.runner import Run, num_output_tokens, run_requests
 from tllm_spec.outputs import RequestOutput
+from tllm_spec.progress import Progress, progress
 from tllm_spec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -68,18 +69,21 @@ def run_in_turn(
     repeat: int,
     warmup: int,
     streaming: bool,
+    bar: Progress | None = None,
 ) -> None:
     """Appends `repeat` runs to every contestant's `runs`, after `warmup` runs that are
-    discarded."""
+    discarded. bar: counts requests; None: one of its own."""
+    if bar is None:
+        title, num_runs = "compare", len(contestants) * (warmup + repeat)
+        with progress(title, num_runs * len(requests), "requests", has_parts=True) as own:
+            run_in_turn(contestants, requests, sampling, repeat, warmup, streaming, own)
+        return
     for number in range(warmup + repeat):
         for contestant in contestants[:: -1 if number % 2 else 1]:
+            run_of = f"run {number + 1} of {warmup + repeat}"
+            bar.begin(f"{contestant.name}, concurrency {contestant.concurrency}, {run_of}")
             run = run_requests(
-                contestant.llm,
-                requests,
-                sampling,
-                contestant.concurrency,
-                streaming,
-                label=f"{contestant.name}, run {number + 1} of {warmup + repeat}",
+                contestant.llm, requests, sampling, contestant.concurrency, streaming, bar
             )
             if number >= warmup:
                 contestant.runs.append(run)

@@ -9,6 +9,7 @@ from tllm_spec.bench.compare import Contestant, token_ids
 from tllm_spec.bench.dataset import BenchRequest
 from tllm_spec.bench.runner import run_requests
 from tllm_spec.outputs import Logprob, RequestOutput
+from tllm_spec.progress import progress
 from tllm_spec.sampling_params import SamplingParams
 
 READING = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
@@ -50,10 +51,8 @@ def fidelity(
 
 def _read(contestant: Contestant, requests: Sequence[BenchRequest]) -> list[RequestOutput]:
     sampling = [READING] * len(requests)
-    label = f"{contestant.name}, prompts"
-    run = run_requests(
-        contestant.llm, requests, sampling, contestant.concurrency, streaming=False, label=label
-    )
+    with progress(f"{contestant.name}, prompts", len(requests), "requests") as bar:
+        run = run_requests(contestant.llm, requests, sampling, contestant.concurrency, bar=bar)
     return run.outputs
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tllm_spec.bench.dataset import BenchRequest
+from tllm_spec.progress import progress
 
 Encode = Callable[[str], list[int]]
 
@@ -70,16 +71,21 @@ def text_requests(
     generator = random.Random(seed)
     shuffled = generator.sample(files, len(files))
     texts = (path.read_text(encoding="utf-8", errors="replace") for path in shuffled)
-    long_enough = list(
-        islice((text for text in texts if len(encode(text)) >= input_len), num_requests)
-    )
+    found = islice((text for text in texts if len(encode(text)) >= input_len), num_requests)
+    with progress("files", min(num_requests, len(files)), "files", every=5) as bar:
+        long_enough = []
+        for text in found:
+            long_enough.append(text)
+            bar.advance()
     if not long_enough:
         raise ValueError(
             f"none of the {len(files)} files has {input_len} tokens: lower --input-len"
         )
-    for task_id in range(num_requests):
-        text = long_enough[task_id % len(long_enough)]
-        yield BenchRequest(task_id, _cut(text, encode, input_len, generator), output_len)
+    with progress("prompts", num_requests, "prompts", every=5) as bar:
+        for task_id in range(num_requests):
+            text = long_enough[task_id % len(long_enough)]
+            yield BenchRequest(task_id, _cut(text, encode, input_len, generator), output_len)
+            bar.advance()
 
 
 def _cut(text: str, encode: Encode, input_len: int, generator: random.Random) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 from tllm_spec.config.llm_args import LlmArgs, overlay, read_options
 from tllm_spec.config.speculative_config import speculative_config_from
 from tllm_spec.outputs import SpeculativeStats
+from tllm_spec.progress import progress
 from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_folder import files_of, read_records, read_traffic, states_files
 from tllm_spec.recording.traffic_record import TrafficRecord
@@ -35,12 +36,14 @@ def replay_report(
     arguments = [arguments_of(model or served_model, options, path) for path in configs]
     served = sum((record.stats for record in records), SpeculativeStats())
     rows = [row_of("served", served, len(records), [])]
-    for path, args in zip(configs, arguments, strict=True):
-        found = replay(records, args, states)
-        row = row_of(path.stem, found.total, len(records), found.simulated)
-        if own is not None and speculative_config_from(own) == args.speculative_config:
-            row["other_rounds"] = share_of_other_rounds(records, found.requests)
-        rows.append(row)
+    with progress("configurations", len(configs)) as bar:
+        for path, args in zip(configs, arguments, strict=True):
+            bar.begin(path.stem)
+            found = replay(records, args, states)
+            row = row_of(path.stem, found.total, len(records), found.simulated)
+            if own is not None and speculative_config_from(own) == args.speculative_config:
+                row["other_rounds"] = share_of_other_rounds(records, found.requests)
+            rows.append(row)
     return rows
 
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from tllm_spec.bench.dataset import BenchRequest
 from tllm_spec.config.option_checks import shown
 from tllm_spec.outputs import RequestOutput
+from tllm_spec.progress import Progress, progress
 from tllm_spec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -48,9 +47,11 @@ def sampling_for(
     """The SamplingParams of each request.
 
     As in TensorRT-LLM, without sampler options decoding is greedy and ignores EOS, so that an
-    output has exactly `output_tokens` tokens. `eos_id` >= 0 ends an output. The seed is the task_id
+    output has exactly `output_tokens` tokens; a request that `ends_itself` ends at the model's end
+    tokens. `eos_id` >= 0 ends an output. The seed is the task_id
     unless the options have one, so that a run can be repeated. Raises ValueError for unknown or
     invalid sampler options, and for `max_tokens`, which the requests define."""
+    is_usual = sampler_options is None
     options = {"ignore_eos": True} if sampler_options is None else dict(sampler_options)
     if "max_tokens" in options:
         raise ValueError(
@@ -65,6 +66,7 @@ def sampling_for(
         replace(
             common,
             max_tokens=request.output_tokens,
+            ignore_eos=common.ignore_eos and not (is_usual and request.ends_itself),
             seed=request.task_id if common.seed is None else common.seed,
         )
         for request in requests
@@ -77,20 +79,19 @@ def run_requests(
     sampling: Sequence[SamplingParams],
     concurrency: int = -1,
     streaming: bool = False,
-    label: str = "requests",
+    bar: Progress | None = None,
 ) -> Run:
-    """Runs all requests, at most `concurrency` at a time (-1: all at once). A terminal shows a bar,
-    which begins with `label`.
+    """Runs all requests, at most `concurrency` at a time (-1: all at once). bar: counts requests;
+    None: one of its own.
 
     Raises ValueError when a request fails, and for one that the engine would cut short: its figures
     would be wrong without notice. Prompts of token ids are checked before any request runs.
     """
     for request, params in zip(requests, sampling, strict=True):
-        if not isinstance(request.prompt, str):
+        if isinstance(request.prompt, list):
             _check_fits(llm, request, params, len(request.prompt))
-    # On a pipe nothing is drawn.
-    with tqdm(total=len(requests), desc=label, disable=None, leave=False) as bar:
-        run = asyncio.run(_run_all(llm, requests, sampling, concurrency, streaming, bar))
+    with nullcontext(bar) if bar else progress("run", len(requests), "requests") as shown_in:
+        run = asyncio.run(_run_all(llm, requests, sampling, concurrency, streaming, shown_in))
     failed = [pair for pair in zip(requests, run.outputs, strict=True) if pair[1].error]
     if failed:
         request, output = failed[0]
@@ -108,13 +109,14 @@ def warm_up(
 ) -> None:
     """Runs `count` requests from the top of the data set, which repeats when it is shorter."""
     chosen = list(islice(cycle(zip(requests, sampling, strict=True)), count))
-    run_requests(
-        llm,
-        [request for request, _ in chosen],
-        [params for _, params in chosen],
-        concurrency,
-        label="warm-up",
-    )
+    with progress("warm-up", count, "requests") as bar:
+        run_requests(
+            llm,
+            [request for request, _ in chosen],
+            [params for _, params in chosen],
+            concurrency,
+            bar=bar,
+        )
 
 
 def _check_fits(
@@ -136,7 +138,7 @@ async def _run_all(
     sampling: Sequence[SamplingParams],
     concurrency: int,
     streaming: bool,
-    bar: "tqdm[Any]",
+    bar: Progress,
 ) -> Run:
     gate = asyncio.Semaphore(concurrency) if concurrency > 0 else nullcontext()
     pairs = zip(requests, sampling, strict=True)
@@ -148,8 +150,7 @@ async def _run_all(
         output = await _answer(llm, request, params, streaming, gate)
         num_tokens += num_output_tokens(output)
         speed = num_tokens / (time.perf_counter() - start)
-        bar.set_postfix_str(f"{speed:.0f} output tok/s", refresh=False)
-        bar.update()
+        bar.advance(note=f"{speed:.0f} output tokens/s")
         return output
 
     outputs = await asyncio.gather(*[answer(*pair) for pair in pairs])
@@ -170,7 +171,7 @@ async def _answer(
             handle = llm.generate_async(request.prompt, params, streaming=streaming)
         except ValueError as error:
             raise ValueError(f"task_id {request.task_id} is refused: {error}") from error
-        if isinstance(request.prompt, str):
+        if not isinstance(request.prompt, list):
             _check_fits(llm, request, params, len(handle.prompt_token_ids))
         if not streaming:
             return await handle

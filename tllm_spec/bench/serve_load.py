@@ -12,6 +12,7 @@ from typing import Any
 
 from tllm_spec.bench.dataset import BenchRequest
 from tllm_spec.bench.sse_client import HttpError, Target, events
+from tllm_spec.text.chat_prompt import Conversation
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,12 @@ async def send_all(
 
 
 async def _send(target: Target, model: str, request: BenchRequest, options: dict[str, Any]) -> Sent:
+    path, prompt = "completions", dict[str, Any](prompt=request.prompt)
+    if isinstance(request.prompt, Conversation):
+        path, prompt = "chat/completions", {"messages": request.prompt.messages}
     body = {
         "model": model,
-        "prompt": request.prompt,
+        **prompt,
         "max_tokens": request.output_tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -124,11 +128,11 @@ async def _send(target: Target, model: str, request: BenchRequest, options: dict
     }
     sent = Sent(perf_counter())
     try:
-        async for arrived, data in events(target, f"{target.api}/completions", body):
+        async for arrived, data in events(target, f"{target.api}/{path}", body):
             if "error" in data:
                 sent.error = str(data["error"].get("message"))
                 break
-            if any(choice.get("text") for choice in data.get("choices", ())):
+            if any(map(_has_text, data.get("choices", ()))):
                 sent.arrivals.append(arrived)
             if usage := data.get("usage"):
                 sent.num_tokens = usage["completion_tokens"]
@@ -139,3 +143,9 @@ async def _send(target: Target, model: str, request: BenchRequest, options: dict
         sent.error = "the answer has no text"
     sent.num_tokens = sent.num_tokens or len(sent.arrivals)
     return sent
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    """Of a chunk of either API."""
+    delta = choice.get("delta") or {}
+    return any((choice.get("text"), delta.get("content"), delta.get("reasoning_content")))

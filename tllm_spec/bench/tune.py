@@ -5,7 +5,7 @@ and a round of a number of requests take. With the recorded arrivals that gives 
 would have ended."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import ceil
 from pathlib import Path
@@ -13,7 +13,6 @@ from statistics import mean, median
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from tllm_spec.bench.break_even_runs import WITHOUT_LIMITS
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.outputs import SpeculativeStats
@@ -21,6 +20,15 @@ from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_record import TrafficRecord
 
 DRAFT_LENS = (1, 2, 3, 5, 7, 10, 15)
+# What would make rounds of another length than the one that is asked for.
+WITHOUT_LIMITS = {
+    "adaptive": None,
+    "draft_len_schedule": None,
+    "max_concurrency": None,
+    "acceptance_rate_threshold": None,
+    "acceptance_rate_window_size": None,
+    "max_rejected_rounds": None,
+}
 PLAIN = "plain"
 
 
@@ -36,11 +44,12 @@ class Times:
 @dataclass(frozen=True)
 class Candidate:
     """A way of decoding. drafter: whose round times are measured together. shape: of its drafts, by
-    name. spec: None for plain decoding."""
+    name. spec: None for plain decoding. options: the engine's other ones."""
 
     drafter: str
     shape: str
     spec: Mapping[str, Any] | None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

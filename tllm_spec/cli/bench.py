@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tllm_spec.cli import bench_options
-from tllm_spec.cli.bench_adaptive import adaptive_replay
 from tllm_spec.cli.bench_break_even import break_even
 from tllm_spec.cli.bench_dataset import prepare_dataset
 from tllm_spec.cli.bench_options import (
@@ -27,9 +26,10 @@ from tllm_spec.cli.bench_options import (
     write_text,
 )
 from tllm_spec.cli.bench_serve import serve
-from tllm_spec.cli.bench_traffic import erase_traffic, replay, tune
+from tllm_spec.cli.bench_traffic import adaptive_replay, erase_traffic, replay, tune
 from tllm_spec.cli.llm_flags import LLM_FLAGS, either_spelling, ignored_option, refused_together
 from tllm_spec.cli.version import log_level_option, version_option
+from tllm_spec.progress import show_lines
 from tllm_spec.zoo.registry import resolve_model
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ def main(
 ) -> None:
     """Benchmark a model, and what it gains from speculative decoding."""
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    show_lines()
     context.obj = None if model is None else Model(model, model_path or model)
 
 

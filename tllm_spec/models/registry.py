@@ -144,6 +144,6 @@ def load_model(
     if load_format == "dummy":
         fill_random(model)
     else:
-        load_weights(model, path)
+        load_weights(model, path, is_shown=communicator.mapping.rank == 0)
     specialize_for_cpu(model, placement)
     return model

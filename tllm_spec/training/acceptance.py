@@ -116,6 +116,19 @@ def chain_rounds(num_matches: list[int], draft_len: int) -> list[int]:
     return accepted
 
 
+def standard_error(accepted: list[list[int]]) -> float:
+    """That of the mean over the rounds of several texts. The rounds of a text resemble each other,
+    so a text is one observation; of a single text its rounds are taken as such."""
+    groups = [rounds for rounds in accepted if rounds]
+    groups = groups if len(groups) > 1 else [[each] for rounds in groups for each in rounds]
+    number = sum(map(len, groups))
+    if number == 0 or len(groups) < 2:
+        return 0.0
+    mean = sum(map(sum, groups)) / number
+    squares = sum((sum(group) - mean * len(group)) ** 2 for group in groups)
+    return float((squares * len(groups) / (len(groups) - 1)) ** 0.5 / number)
+
+
 def summary(accepted: list[int], draft_len: int) -> dict[str, Any]:
     """`per_position[k]`: the share of rounds in which draft k was accepted."""
     counts = torch.tensor(accepted)

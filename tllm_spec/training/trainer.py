@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from tllm_spec.progress import progress as shown_progress
 from tllm_spec.training.checkpoint import Checkpoint, Progress
 from tllm_spec.training.ranks import ALONE, Ranks
 
+SHOWN_EVERY = 2.0  # seconds; reading the loss waits for the device
 LONG_WINDOWS_FROM = 0.85
 """After this part of the budget, sequences are twice as long and a batch has half as many."""
 
@@ -39,6 +41,8 @@ class Settings:
     checkpoint_steps: int
     """Steps from one validation and checkpoint to the next."""
     seed: int
+    num_checkpoints: int = 0
+    """Further ones, evenly over the budget."""
     resume: bool = False
 
 
@@ -57,7 +61,7 @@ def train(
     save_weights: Callable[[Any], None],
     ranks: Ranks = ALONE,
 ) -> None:
-    """Before the first step and after each `checkpoint_steps`, the weights are saved by
+    """Before the first step and at each checkpoint, the weights are saved by
     `save_weights(model)` if `validate()` has the lowest `loss` so far.
 
     Args:
@@ -73,24 +77,39 @@ def train(
     done = _done(progress, settings)
     if ranks.is_first and not progress.step:
         _note(_validation(model, validate), progress, output, lambda: save_weights(model))
-    with tqdm(total=100, unit="%", disable=None if ranks.is_first else True) as bar:
+    shown, shown_at, num_tokens = 0, time.monotonic(), 0
+    with shown_progress("training", 100, "%", every=5, is_shown=ranks.is_first) as bar:
         while done < 1.0:
             torch.manual_seed((settings.seed << 32) + progress.step)
             _set_learning_rate(optimizer, settings, progress.step, done)
-            loss = loss_of(*_sizes(model, settings, done))
+            sizes = _sizes(model, settings, done)
+            loss = loss_of(*sizes)
             torch.autograd.backward(loss)
             loss = _update(model, loss.detach(), optimizer, ranks)
             progress.step += 1
             if progress.step % 10 == 0 and loss.is_cuda:
                 torch.cuda.synchronize()  # otherwise the host's clock runs ahead of the device
-            progress.seconds = time.monotonic() - start
+            now, before = time.monotonic(), done
+            progress.seconds = now - start
             done = ranks.of_first(_done(progress, settings), loss.device)
-            bar.update(round(100 * min(done, 1.0), 1) - bar.n)
-            is_due = done >= 1.0 or progress.step % settings.checkpoint_steps == 0
-            if is_due and ranks.is_first:
+            num_tokens += sizes[0] * sizes[1]
+            if now - shown_at >= SHOWN_EVERY:
+                speed = num_tokens / (now - shown_at)
+                note = f"step {progress.step}, {speed:.0f} tokens/s, loss {loss.item():.3f}"
+                percent = int(100 * min(done, 1.0))
+                bar.advance(percent - shown, note)
+                shown, shown_at, num_tokens = percent, now, 0
+            if _is_due(progress, settings, before, done) and ranks.is_first:
                 figures = {"train_loss": round(loss.item(), 4), **_validation(model, validate)}
                 _note(figures, progress, output, lambda: save_weights(model))
                 checkpoint.save(progress)
+
+
+def _is_due(progress: Progress, settings: Settings, before: float, done: float) -> bool:
+    """Whether a validation and a checkpoint come now. before: what was done before the step."""
+    of_budget = settings.num_checkpoints
+    is_next = int(of_budget * before) < int(of_budget * done)
+    return done >= 1.0 or progress.step % settings.checkpoint_steps == 0 or is_next
 
 
 def _done(progress: Progress, settings: Settings) -> float:
