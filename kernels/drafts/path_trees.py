@@ -154,8 +154,6 @@ def _grow(
     tl.store(num_nodes + request, number.to(tl.int64))
 
 
-
-
 # What accepted paths show about the children of their nodes: which child came next, and how many
 # were rejected (rank_codes.py). On CUDA a Triton kernel, elsewhere the plain-torch reference.
 

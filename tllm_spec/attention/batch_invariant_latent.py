@@ -12,7 +12,7 @@ from tllm_spec.kernels.attention.batch_invariant_attention import QueryTiles, Sp
 from tllm_spec.kernels.attention.batch_invariant_latent import (
     TREE_TOKENS,
     batch_invariant_latent,
-    tokens_per_tile,
+    latent_tokens_per_tile,
 )
 from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.kernels.gemm.head_gemm import head_gemm
@@ -35,7 +35,7 @@ class BatchInvariantLatent(TritonLatent):
     """Batch-invariant on CUDA. On other devices the kernels' references run, which are not."""
 
     def plan(self, metadata: AttentionMetadata) -> BatchInvariantLatentPlan:
-        size, row, launches = tokens_per_tile(self.geometry.num_heads), 0, []
+        size, row, launches = latent_tokens_per_tile(self.geometry.num_heads), 0, []
         device, first = metadata.kv_slots.device, len(metadata.context_lens)
         lengths = zip(metadata.context_lens, metadata.context_kv_lens, strict=True)
         for request, (length, kv_len) in enumerate(lengths):
