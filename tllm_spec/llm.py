@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
-from tllm_spec.config.kv_events_config import NO_KV_EVENTS
+from tllm_spec.config.engine_config import NO_KV_EVENTS
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.neighbours import CHAT_IGNORED, GENERATE_IGNORED, Ignored
 from tllm_spec.config.option_checks import refusals

@@ -6,12 +6,12 @@ drafter is made."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tllm_spec.config.import_path import import_path_of
-from tllm_spec.config.kv_cache_config import KVCacheType
-from tllm_spec.config.matched_drafts_config import MatchedDraftsConfig
-from tllm_spec.config.parallel_drafts_config import DFlashDecodingConfig, PARDDecodingConfig
+from tllm_spec.config.draft_tree_config import MatchedDraftsConfig
+from tllm_spec.config.engine_config import KVCacheType
+from tllm_spec.config.option_checks import import_path_of
 from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
+    DFlashDecodingConfig,
     DraftBackend,
     DraftTargetDecodingConfig,
     Eagle3DecodingConfig,
@@ -19,6 +19,7 @@ from tllm_spec.config.speculative_config import (
     EagleHeadDecodingConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
+    PARDDecodingConfig,
     SADecodingConfig,
     UserProvidedDecodingConfig,
 )

@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.training.traffic import SAMPLING, counted
-from tllm_spec.bench.dataset import ANSWER_TOKENS, BenchRequest, read_dataset, write_dataset
-from tllm_spec.bench.prepare import NormalLengths, UniformLengths, synthetic_requests, text_requests
+from tllm_spec.bench.dataset import (
+    ANSWER_TOKENS,
+    BenchRequest,
+    NormalLengths,
+    UniformLengths,
+    read_dataset,
+    synthetic_requests,
+    text_requests,
+    write_dataset,
+)
 from tllm_spec.bench.runner import sampling_for
 from tllm_spec.recording.traffic_folder import TrafficFolder
 from tllm_spec.text.chat_prompt import Conversation

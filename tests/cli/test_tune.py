@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.lossless.cases import heldout_prompts
-from tllm_spec.bench.replay_report import share_of_other_rounds
 from tllm_spec.bench.tune import (
     PLAIN,
     Candidate,
@@ -23,7 +22,7 @@ from tllm_spec.bench.tune import (
     score_of,
     simulate,
 )
-from tllm_spec.bench.tune_report import best_yaml, tune
+from tllm_spec.bench.tune_report import best_yaml, share_of_other_rounds, tune
 from tllm_spec.config.llm_args import LlmArgs, read_options
 from tllm_spec.config.speculative_config import speculative_config_from
 from tllm_spec.llm import LLM

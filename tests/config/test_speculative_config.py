@@ -6,12 +6,13 @@ import pytest
 
 from tests.decoding_options import FixedDrafter, eagle3, ngram, speculate
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.config.parallel_drafts_config import DFlashDecodingConfig, PARDDecodingConfig
 from tllm_spec.config.speculative_config import (
+    DFlashDecodingConfig,
     DraftTargetDecodingConfig,
     Eagle3DecodingConfig,
     EagleDecodingConfig,
     NGramDecodingConfig,
+    PARDDecodingConfig,
     SADecodingConfig,
 )
 from tllm_spec.config.text_search import CorpusFile, TextSearch

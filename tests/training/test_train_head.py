@@ -32,8 +32,8 @@ from tllm_spec.training.acceptance import standard_error
 from tllm_spec.training.head_files import load_head
 from tllm_spec.training.head_run import HeadOptions, acceptance_of, settings_of
 from tllm_spec.training.language_model import load_language_model
-from tllm_spec.training.ranks import ALONE, Ranks
 from tllm_spec.training.texts import Text, batches, draw, read_texts, split
+from tllm_spec.training.trainer import ALONE, Ranks
 
 ROOT = Path(__file__).parents[2]
 VARIANT = "--layers 2 --norm fc_norm --norm norm_output"

@@ -13,8 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from tllm_spec.bench.compare import Contestant, run_in_turn
-from tllm_spec.bench.dataset import BenchRequest
-from tllm_spec.bench.prepare import NormalLengths, synthetic_requests
+from tllm_spec.bench.dataset import BenchRequest, NormalLengths, synthetic_requests
 from tllm_spec.bench.report import total_stats
 from tllm_spec.bench.runner import run_requests, sampling_for
 from tllm_spec.bench.tune import WITHOUT_LIMITS

@@ -33,7 +33,7 @@ from tllm_spec.progress import show_lines
 from tllm_spec.zoo.registry import resolve_model
 
 if TYPE_CHECKING:
-    from tllm_spec.bench.options import WorkloadOptions
+    from tllm_spec.bench.runner import WorkloadOptions
 
 CONCURRENCY = click.IntRange(min=-1)  # 0 and -1 both mean "no limit"
 
@@ -183,8 +183,7 @@ def measure(
     **options: Any,
 ) -> None:
     from tllm_spec.bench import report as reports
-    from tllm_spec.bench.iteration_log import COLLECT_ROUNDS, as_lines
-    from tllm_spec.bench.runner import run_requests, warm_up
+    from tllm_spec.bench.runner import COLLECT_ROUNDS, as_lines, run_requests, warm_up
     from tllm_spec.bench.table import format_report
     from tllm_spec.llm import LLM
 
@@ -216,7 +215,7 @@ def read_options(
 ) -> "tuple[WorkloadOptions, list[dict[str, Any]]]":
     """The workload, and LLM's keyword arguments for each YAML file. Raises ValueError with every
     option and key that is refused."""
-    from tllm_spec.bench.options import split_options
+    from tllm_spec.bench.runner import split_options
     from tllm_spec.config.llm_args import LlmArgs
 
     flags = options.pop(LLM_FLAGS).over({})
@@ -292,8 +291,7 @@ def compare(
     run unless a file sets `kv_cache_config.enable_block_reuse: false`, so mostly decoding is
     compared. Exits with status 1 when texts of a model differ at the same concurrency.
     """
-    from tllm_spec.bench.compare import Contestant, comparison, differences, run_in_turn
-    from tllm_spec.bench.fidelity import fidelity
+    from tllm_spec.bench.compare import Contestant, comparison, differences, fidelity, run_in_turn
     from tllm_spec.bench.plot import comparison_curves, draw, image, title_of
     from tllm_spec.bench.table import format_comparison, format_fidelity, format_texts
     from tllm_spec.llm import LLM

@@ -105,7 +105,7 @@ def break_even(
     one, on random tokens, which say nothing about real texts), and the table shows the tokens a
     round that each shape has and those that it needs to be as fast as plain decoding."""
     from tllm_spec.bench.break_even import BreakEvenRuns, Workload
-    from tllm_spec.bench.options import EngineOptions
+    from tllm_spec.bench.runner import EngineOptions
     from tllm_spec.bench.table import format_speedups
     from tllm_spec.llm import LLM
     from tllm_spec.progress import progress
@@ -137,7 +137,7 @@ def _compare_trees(
 ) -> None:
     from tllm_spec.bench.break_even import Workload, measured_shapes, with_trees
     from tllm_spec.bench.dataset import read_dataset
-    from tllm_spec.bench.options import EngineOptions
+    from tllm_spec.bench.runner import EngineOptions
     from tllm_spec.bench.table import format_shapes
     from tllm_spec.llm import LLM
 

@@ -120,7 +120,7 @@ def serve(
 ) -> None:
     """Measure a server with OpenAI's API: times to tokens, throughput, goodput and acceptance."""
     from tllm_spec.bench.plot import draw, image, serve_curve, title_of
-    from tllm_spec.bench.serve_report import format_serve, parse_goals
+    from tllm_spec.bench.serve_load import format_serve, parse_goals
 
     goals = parse_goals(goodput)
     label = label or (report_json.stem if report_json else given["base_url"])
@@ -182,9 +182,7 @@ async def _measure(
     quiet: bool,
 ) -> list[dict[str, Any]]:
     from tllm_spec.bench.dataset import read_dataset
-    from tllm_spec.bench.serve_load import Load, send_all
-    from tllm_spec.bench.serve_report import serve_report
-    from tllm_spec.bench.sse_client import HttpError, Target, get
+    from tllm_spec.bench.serve_load import HttpError, Load, Target, get, send_all, serve_report
     from tllm_spec.progress import progress
 
     target, requests = Target(base_url, api_key), read_dataset(dataset, num_requests)

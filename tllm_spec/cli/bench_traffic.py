@@ -72,7 +72,7 @@ def replay(
 
     FOLDER was recorded with --record_traffic. The model is --model or else the recorded one. The
     first row is what was served."""
-    from tllm_spec.bench.replay_report import replay_report, replay_table
+    from tllm_spec.bench.tune_report import replay_report, replay_table
 
     report = replay_report(folder, None if model is None else model.path, configs, num_requests)
     click.echo(replay_table(report))

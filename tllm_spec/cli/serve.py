@@ -19,9 +19,10 @@ from tllm_spec.cli.llm_flags import (
     LlmCommand,
     LlmFlags,
     either_spelling,
+    llm_lines,
     refused_together,
+    server_lines,
 )
-from tllm_spec.cli.print_config import llm_lines, server_lines
 from tllm_spec.cli.serve_options import SERVER_NAMES, options_of, server_options, tls_of
 from tllm_spec.cli.version import log_level_option, version_option
 from tllm_spec.config.config_base import ConfigError

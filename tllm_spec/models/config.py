@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry, LayerGroup
-from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.distributed.communicator import Mapping
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.models.config_file import read_checked, read_config, required, with_defaults
 from tllm_spec.models.config_values import dtype_of, head_dim_of, sliding_layers_of, token_ids_of

@@ -7,8 +7,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.distributed.communicator import SINGLE, Communicator, Mapping
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM

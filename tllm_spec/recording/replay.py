@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from tllm_spec.config.engine_config import SchedulerConfig
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.config.scheduler_config import SchedulerConfig
 from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.executor.build import BuiltExecutor, build_executor
 from tllm_spec.executor.decoding_rules import DecodingRules

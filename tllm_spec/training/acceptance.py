@@ -17,9 +17,8 @@ from torch.nn import functional as F
 
 from tllm_spec.training.eagle3 import FeatureHead
 from tllm_spec.training.head_loss import steps_along
+from tllm_spec.training.language_model import TokenData, continuations
 from tllm_spec.training.mtp import NextnModules
-from tllm_spec.training.self_text import continuations
-from tllm_spec.training.token_data import TokenData
 
 BATCH = 64
 

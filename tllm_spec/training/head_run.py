@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from tllm_spec.attention.spec_metadata import default_capture_layers
+from tllm_spec.attention.interface import default_capture_layers
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3_config import Eagle3Config
@@ -23,7 +23,6 @@ from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_folder import states_files
 from tllm_spec.recording.traffic_record import TrafficRecord
 from tllm_spec.training.acceptance import chain_rounds, num_matches, standard_error, summary
-from tllm_spec.training.checkpoint import FILE
 from tllm_spec.training.eagle3 import FeatureHead
 from tllm_spec.training.head_files import (
     Format,
@@ -35,8 +34,7 @@ from tllm_spec.training.head_files import (
     save_head,
 )
 from tllm_spec.training.head_loss import steps_along, unrolled, weighted
-from tllm_spec.training.language_model import load_language_model
-from tllm_spec.training.ranks import Ranks
+from tllm_spec.training.language_model import TokenData, load_language_model
 from tllm_spec.training.texts import (
     Text,
     batches,
@@ -46,8 +44,7 @@ from tllm_spec.training.texts import (
     split,
     unseen_records,
 )
-from tllm_spec.training.token_data import TokenData
-from tllm_spec.training.trainer import Settings, train
+from tllm_spec.training.trainer import FILE, Ranks, Settings, train
 from tllm_spec.zoo.registry import resolve_model
 
 Kind = Literal["eagle3", "peagle"]

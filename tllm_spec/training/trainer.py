@@ -5,20 +5,125 @@ The caller passes loss, validation and a function that saves the weights."""
 
 import json
 import math
+import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
 from tllm_spec.progress import progress as shown_progress
-from tllm_spec.training.checkpoint import Checkpoint, Progress
-from tllm_spec.training.ranks import ALONE, Ranks
+
+# A training run's state in a file, from which it is resumed.
+
+
+FILE = "checkpoint.pt"
+
+
+@dataclass
+class Progress:
+    """How far a run is."""
+
+    step: int = 0
+    seconds: float = 0.0
+    best: float = math.inf
+    """The lowest loss of a validation."""
+    history: list[dict[str, float]] = field(default_factory=list)
+
+
+class Checkpoint:
+    """A file in the folder `output`."""
+
+    def __init__(self, output: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._file, self._model, self._optimizer = output / FILE, model, optimizer
+
+    def save(self, progress: Progress) -> None:
+        """An interrupted run leaves the file before."""
+        state = {
+            "progress": asdict(progress),
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+        }
+        written = self._file.with_suffix(".new")
+        torch.save(state, written)
+        written.replace(self._file)
+
+    def load(self) -> Progress:
+        """Raises ValueError if there is no file, or one of another model."""
+        if not self._file.is_file():
+            raise ValueError(f"there is no {self._file} to resume from")
+        state = torch.load(self._file, map_location="cpu", weights_only=True)
+        try:
+            self._model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise ValueError(f"{self._file} is of another model: {error}") from error
+        self._optimizer.load_state_dict(state["optimizer"])
+        return Progress(**state["progress"])
+
+
+# The processes of a training run, started by `torchrun`: each has a device and a share of every
+# batch.
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def join(cls, device: str) -> "tuple[Ranks, torch.device]":
+        """This process's place, and its own device of the kind `device`."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1:
+            return ALONE, torch.device(device)
+        own = torch.device(device)
+        if own.type == "cuda":
+            own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(own)
+        dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
+        return cls(dist.get_rank(), size), own
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def share(self) -> slice:
+        """This rank's sequences of a batch."""
+        return slice(self.rank, None, self.size)
+
+    def add_up(self, loss: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+        """The sum of the ranks' losses; gradients become their sums, in place."""
+        if self.size == 1:
+            return loss
+        flat = torch.cat([loss.reshape(1), *(each.flatten() for each in gradients)])
+        dist.all_reduce(flat)
+        sizes = [each.numel() for each in gradients]
+        for gradient, total in zip(gradients, torch.split(flat[1:], sizes), strict=True):
+            gradient.copy_(total.view_as(gradient))
+        return flat[0]
+
+    def of_first(self, value: float, device: torch.device) -> float:
+        """The first rank's value."""
+        if self.size == 1:
+            return value
+        shared = torch.tensor(value, dtype=torch.float64, device=device)
+        dist.broadcast(shared, 0)
+        return shared.item()
+
+    def leave(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+ALONE = Ranks()
+
 
 SHOWN_EVERY = 2.0  # seconds; reading the loss waits for the device
 LONG_WINDOWS_FROM = 0.85
