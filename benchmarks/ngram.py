@@ -17,8 +17,8 @@ import torch
 from benchmarks.harness.device_time import call_us
 from benchmarks.harness.report import Options, Row, Subject, crossed, main
 from tllm_spec.config.text_search import SHARED_WIDTH
-from tllm_spec.kernels.path_trees import path_trees
-from tllm_spec.kernels.suffix_match import TextTable, match_suffixes
+from tllm_spec.kernels.drafts.path_trees import path_trees
+from tllm_spec.kernels.drafts.suffix_match import TextTable, match_suffixes
 
 DRAFT_LEN, MAX_MATCH, NUM_TOKENS, NUM_PATHS, NUM_NODES, TOPK = 3, 64, 1000, 8, 16, 4
 NUM_SHARED = 64

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tllm_spec.executor.resources.paged_cache import PagedCache
 logger = logging.getLogger(__name__)
 
 WATCHED_ROUNDS = 1000  # of requests after a swap, which decide whether it stays
+NUM_VERSIONS = 8  # the latest ones, whose acceptance is kept
 MARGIN = 0.1  # by which tokens a round may fall, relatively
 # Attributes that layers are given after loading, by measuring and not from weights.
 MEASURED = frozenset({"tuned_gemms"})
@@ -49,6 +50,9 @@ class Acceptance:
     def tokens_per_round(self) -> float:
         return self.tokens / self.rounds if self.rounds else 0.0
 
+    def to_dict(self) -> dict[str, float]:
+        return vars(self) | {"tokens_per_round": self.tokens_per_round}
+
 
 class DraftWeights:
     """load: a network from a folder. model: the engine's. cache: has the network's KV. folder:
@@ -69,7 +73,7 @@ class DraftWeights:
         self.folder = folder
         self._load, self._model, self._cache = load, model, cache
         self._communicator = communicator
-        self._acceptance = Acceptance()
+        self._by_version: dict[int, Acceptance] = {}
         self._before: tuple[Acceptance, StagedWeights] | None = None  # while a swap is watched
         self.report_worse: Callable[[str], object] | None = None
 
@@ -83,9 +87,8 @@ class DraftWeights:
     def swap(self, staged: StagedWeights, *, keep_cache: bool = False) -> int:
         """Returns the new version. The prefix cache of the version before is not used any more,
         unless `keep_cache`."""
-        old = self._replace(staged, keep_cache=keep_cache)
-        self._before = self._acceptance, old
-        self._acceptance = Acceptance()
+        before = replace(self._of(self.version))
+        self._before = before, self._replace(staged, keep_cache=keep_cache)
         logger.info("draft weights of %s are served, version %d", staged.folder, self.version)
         return self.version
 
@@ -111,16 +114,30 @@ class DraftWeights:
         request.draft_version = self.version
 
     def add_end(self, request: LlmRequest) -> None:
-        """Counts a request that has ended."""
-        if request.draft_version == self.version and request.draft_limit:
-            self._acceptance.rounds += request.counters.rounds
-            self._acceptance.tokens += request.counters.num_emitted_tokens
+        """Counts a request that has ended, for the weights that it began with."""
+        if request.draft_limit:
+            acceptance = self._of(request.draft_version)
+            acceptance.rounds += request.counters.rounds
+            acceptance.tokens += request.counters.num_emitted_tokens
+
+    def state(self) -> dict[str, Any]:
+        """`draft_weights` of `/server_info`: what is served, and the latest versions'
+        acceptance."""
+        self._of(self.version)
+        rows = {str(version): each.to_dict() for version, each in sorted(self._by_version.items())}
+        return {"version": self.version, "folder": self.folder, "by_version": rows}
+
+    def _of(self, version: int) -> Acceptance:
+        found = self._by_version.setdefault(version, Acceptance())
+        if len(self._by_version) > NUM_VERSIONS:
+            del self._by_version[min(self._by_version)]
+        return found
 
     def swap_back_if_worse(self) -> None:
         """Once enough rounds were counted: goes back to the old weights if they were better."""
-        if self._before is None or self._acceptance.rounds < WATCHED_ROUNDS:
+        if self._before is None or self._of(self.version).rounds < WATCHED_ROUNDS:
             return
-        (before, old), now = self._before, self._acceptance.tokens_per_round
+        (before, old), now = self._before, self._of(self.version).tokens_per_round
         self._before = None
         if before.rounds < WATCHED_ROUNDS or now >= before.tokens_per_round * (1 - MARGIN):
             return
@@ -132,7 +149,6 @@ class DraftWeights:
             self.report_worse(self.folder)
             return
         self._replace(old, keep_cache=False)
-        self._acceptance = Acceptance()
 
     def _replace(self, staged: StagedWeights, *, keep_cache: bool) -> StagedWeights:
         """Returns the weights before."""

@@ -6,7 +6,6 @@ from typing import Any
 
 from tllm_spec.executor.draft_watch import DraftWatch
 from tllm_spec.executor.draft_weights import DraftWeights
-from tllm_spec.executor.iteration_stats import IterationStats, RoundLog
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.resources.interface import ResourceManager
@@ -17,7 +16,7 @@ from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
-from tllm_spec.executor.totals import Totals
+from tllm_spec.executor.totals import IterationStats, RoundLog, Totals
 from tllm_spec.executor.traffic_recorder import TrafficRecorder
 
 
@@ -57,7 +56,7 @@ def state_of(parts: ExecutorParts, totals: Totals) -> dict[str, Any]:
     shape = slots.shapes.of(controller.tier_for(max(1, totals.latest_batch_size)))
     own: dict[str, Any] = {}
     if (weights := parts.draft_weights) is not None:
-        own["draft_weights"] = {"version": weights.version, "folder": weights.folder}
+        own["draft_weights"] = weights.state()
     if parts.recorder is not None:
         own["lost_records"] = parts.recorder.num_lost
     return {

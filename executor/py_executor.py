@@ -28,8 +28,7 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.device_choice import use_device
 from tllm_spec.executor.executor_parts import ExecutorParts, state_of
 from tllm_spec.executor.faults import described
-from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.response import Response, response_of
+from tllm_spec.executor.request import LlmRequest, RequestState, Response, response_of
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.executor.rounds.round_clock import RoundClock
 from tllm_spec.executor.rounds.round_outcome import RoundOutcome

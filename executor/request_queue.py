@@ -2,7 +2,10 @@
 takes them between rounds."""
 
 import threading
-from collections.abc import Callable
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 
 from tllm_spec.executor.request import LlmRequest
 
@@ -90,3 +93,107 @@ class RequestQueue:
 
     def _is_ready(self) -> bool:
         return bool(self._new or self._cancelled or self._calls or self._closed)
+
+
+# Requests that wait for a slot, and whose turn is next.
+#
+# Clients take turns: the client with the fewest running requests is next, and among equals the one
+# that has waited longest for a turn. A client of a group takes its turns within those of its
+# group. So thousands of requests of one client delay another client's by one turn. It knows no
+# slots, pages or devices, and every rank decides alike.
+
+
+Client = tuple[str, ...]
+Rank = tuple[float, int]  # of a request: minus its priority, its arrival
+
+_client = attrgetter("client")
+
+
+class WaitingRequests:
+    """One queue for each client, in the order of `rank`. Iterating goes through all of them in that
+    order."""
+
+    def __init__(self, rank: Callable[[LlmRequest], Rank]) -> None:
+        self._rank = rank
+        self._queues: dict[Client, list[LlmRequest]] = {}
+        # Each group and client with waiting requests: their number, and the number of turns taken
+        # when it began to wait or had a turn.
+        self._num_waiting: Counter[Client] = Counter()
+        self._since: dict[Client, int] = {}
+        self._num_turns = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def __iter__(self) -> Iterator[LlmRequest]:
+        requests = [request for queue in self._queues.values() for request in queue]
+        return iter(sorted(requests, key=self._rank))
+
+    def add(self, request: LlmRequest) -> None:
+        insort(self._queues.setdefault(request.client, []), request, key=self._rank)
+        for name in _names(request.client):
+            self._num_waiting[name] += 1
+            self._since.setdefault(name, self._num_turns)
+
+    def remove(self, request: LlmRequest) -> None:
+        queue = self._queues[request.client]
+        queue.remove(request)
+        if not queue:
+            del self._queues[request.client]
+        for name in _names(request.client):
+            self._num_waiting[name] -= 1
+            if not self._num_waiting[name]:
+                del self._num_waiting[name], self._since[name]
+
+    def take(self, request: LlmRequest) -> None:
+        """Removes it: its client has had a turn."""
+        self._num_turns += 1
+        for name in _names(request.client):
+            self._since[name] = self._num_turns
+        self.remove(request)
+
+    def next(self, running: Sequence[LlmRequest]) -> LlmRequest:
+        """The request to join next: of the highest priority, then of the client whose turn it is,
+        the oldest."""
+        if len(self._queues) == 1:
+            return next(iter(self._queues.values()))[0]
+        shares = Shares(running)
+
+        def order(queue: list[LlmRequest]) -> tuple[float, list[tuple[int, int]], int]:
+            priority, arrival = self._rank(queue[0])
+            names = _names(queue[0].client)
+            return priority, [(shares.of(name), self._since[name]) for name in names], arrival
+
+        return min(self._queues.values(), key=order)[0]
+
+
+class Shares:
+    """How many running requests each group and each client has."""
+
+    def __init__(self, running: Sequence[LlmRequest]) -> None:
+        self._by_client: Counter[Client] = Counter()
+        for client, number in Counter(map(_client, running)).items():
+            for name in _names(client):
+                self._by_client[name] += number
+
+    def of(self, name: Client) -> int:
+        return self._by_client[name]
+
+    def largest(self, running: Sequence[LlmRequest]) -> LlmRequest:
+        """The last of the running requests whose client has most."""
+        shares = [[self.of(name) for name in _names(request.client)] for request in running]
+        last = max(range(len(running)), key=lambda index: (shares[index], index))
+        return running[last]
+
+    def is_above(self, one: LlmRequest, other: LlmRequest) -> bool:
+        """Whether the client of `one` would still have at least as many running requests as that of
+        `other` after it gave one of them up to it."""
+        for name, theirs in zip(_names(one.client), _names(other.client), strict=False):
+            if name != theirs:
+                return self.of(name) >= self.of(theirs) + 2
+        return False
+
+
+def _names(client: Client) -> list[Client]:
+    """The names of the client's group, if it has one, and of the client."""
+    return [client[:end] for end in range(1, len(client) + 1)] or [client]

@@ -17,9 +17,9 @@ from weakref import WeakSet
 
 import torch
 
-from tllm_spec.attention.spec_metadata import SpecMetadata
+from tllm_spec.attention.interface import SpecMetadata
 from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.device.text_states import TextStates
+from tllm_spec.executor.device.transfer import TextStates
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.recording.hidden_states import HiddenStates

@@ -2,11 +2,47 @@
 and documentation, and the name of a function with the same signature that launches the kernel."""
 
 import functools
+import importlib.util
+import os
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from tllm_spec.kernels.triton_support import has_kernels
+import torch
+
+# Triton, where it is installed, and whether its kernels can run on a device.
+
+
+class _NotInstalled:
+    """Stands in for Triton, so that a file with kernels can be imported: what it decorates is
+    never launched."""
+
+    def __getattr__(self, name: str) -> "_NotInstalled":
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if args else self
+
+
+def _installed(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError:
+        return _NotInstalled()
+
+
+triton, tl = _installed("triton"), _installed("triton.language")
+
+
+@functools.cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton is installed and the device is CUDA, or the CPU with Triton's interpreter
+    (TRITON_INTERPRET=1)."""
+    runs = device.type == "cuda" or (
+        device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    )
+    return runs and importlib.util.find_spec("triton") is not None
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,9 +64,10 @@ class Operation(Generic[P, R]):
 
     @functools.cached_property
     def kernel(self) -> Callable[P, R]:
-        """Launches the kernel. Imports Triton."""
-        module, _, name = self.path.partition(".")
-        found: Callable[P, R] = getattr(import_module(f"tllm_spec.kernels.{module}"), name)
+        """Launches the kernel."""
+        module, _, name = self.path.rpartition(".")
+        module = f"tllm_spec.kernels.{module}" if module else self.reference.__module__
+        found: Callable[P, R] = getattr(import_module(module), name)
         return found
 
 
@@ -38,8 +75,8 @@ def with_kernel(path: str, argument: int = 0) -> Callable[[Callable[P, R]], Oper
     """Declares the decorated function to be the reference of an operation.
 
     Args:
-        path: module in `kernels/` and function that launches the kernel, with the parameters of the
-            reference. Imported when it is first called.
+        path: the function that launches the kernel, with the parameters of the reference; of
+            another file with the file's name before it (`states.gated_delta_triton.gated_delta`).
         argument: index of the positional argument whose `device` decides.
     """
 

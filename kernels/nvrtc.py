@@ -1,4 +1,4 @@
-"""Compiles CUDA C++ sources of this folder with NVRTC and launches them through cuda-python.
+"""Compiles the CUDA C++ sources of these folders with NVRTC and launches them through cuda-python.
 
 Compilation needs no GPU. A kernel is loaded into torch's current context and launched on the given
 stream, so torch's graph capture records it.
@@ -48,7 +48,7 @@ def why_unavailable(device: int) -> str | None:
 def compile_source(
     name: str, architecture: str, definitions: tuple[tuple[str, int], ...] = ()
 ) -> bytes:
-    """The machine code of file `name` of this folder, compiled once per machine.
+    """The machine code of file `name` of these folders, compiled once per machine.
 
     Args:
         name: such as `small_m_gemm.cu`.
@@ -61,9 +61,8 @@ def compile_source(
     from cuda.bindings import nvrtc
 
     folder = Path(__file__).parent
-    texts = [
-        (path.name, path.read_bytes()) for path in (folder / name, *sorted(folder.glob("*.cuh")))
-    ]
+    paths = [*folder.rglob(name), *sorted(folder.rglob("*.cuh"))]
+    texts = [(path.name, path.read_bytes()) for path in paths]
     options = [
         f"--gpu-architecture={architecture}",
         "--std=c++17",

@@ -46,3 +46,4 @@ def test_the_chat_script_compares_the_answers_without_and_with_drafts(
     out = capsys.readouterr().out
     assert "> def add(a, b):" in out and "tok/s with an acceptance length of" in out
     assert "the same text" in out
+    assert out.splitlines()[-1].endswith("tllm-serve zoo:llama --config yaml_examples/ngram.yaml")

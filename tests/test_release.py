@@ -1,11 +1,13 @@
 """The version, and the versions with which the tests have passed."""
 
 import re
-from importlib.metadata import requires
+import warnings
+from importlib.metadata import metadata, requires
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from tllm_spec import __version__
 from tllm_spec.cli import version
@@ -14,9 +16,30 @@ ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "deploy/requirements-tested.txt"
 
 
-def locked() -> dict[str, str]:
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+# What follows the build of torch that a machine has.
+FOLLOWS_TORCH = re.compile(r"torch|triton|nvidia-|cuda-")
+
+
+def locked() -> list[Requirement]:
     lines = LOCK.read_text(encoding="utf-8").splitlines()
-    return dict(line.split("==") for line in lines if not line.startswith("#"))
+    return [Requirement(line) for line in lines if not line.startswith("#")]
+
+
+def needed() -> list[Requirement]:
+    """What setup.py asks for, its extras included."""
+    return [Requirement(line) for line in requires("tllm_spec") or []]
+
+
+def name_of(requirement: Requirement) -> str:
+    return re.sub(r"[-_.]+", "-", requirement.name).lower()
+
+
+def applies(requirement: Requirement, python: str) -> bool:
+    """Whether pip asks for it on Linux, with the extra `dev`."""
+    own = {"python_version": python, "python_full_version": f"{python}.9", "extra": "dev"}
+    own |= {"platform_system": "Linux", "sys_platform": "linux", "platform_machine": "x86_64"}
+    return requirement.marker is None or requirement.marker.evaluate(own)
 
 
 def test_the_version_is_written_in_one_place() -> None:
@@ -26,14 +49,48 @@ def test_the_version_is_written_in_one_place() -> None:
     assert found == ["__init__.py"]
 
 
-def test_the_tested_versions_are_those_that_the_package_asks_for() -> None:
-    versions = locked()
-    needed = [Requirement(line) for line in requires("tllm_spec") or []]
-    assert len(needed) > 10
-    for requirement in needed:
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            name = re.sub(r"[-_.]+", "-", requirement.name).lower()
-            assert requirement.specifier.contains(versions[name]), requirement
+@pytest.mark.parametrize("python", PYTHONS)
+def test_each_dependency_has_one_tested_version_in_its_range(python: str) -> None:
+    found = [(name_of(line), str(line.specifier)) for line in locked() if applies(line, python)]
+    versions = dict(found)
+    assert len(versions) == len(found), "a package has two versions"
+    asked = [each for each in needed() if applies(each, python)]
+    assert len(asked) > 30
+    for requirement in asked:
+        name = name_of(requirement)
+        if not FOLLOWS_TORCH.match(name):
+            assert requirement.specifier.contains(versions[name].removeprefix("==")), requirement
+
+
+def test_what_follows_the_machines_torch_has_a_range_and_no_tested_version() -> None:
+    assert not [line for line in locked() if FOLLOWS_TORCH.match(line.name)]
+    assert {name_of(each) for each in needed()} >= {"torch", "triton", "nvidia-cuda-nvrtc"}
+
+
+def test_every_range_has_an_end() -> None:
+    for requirement in needed():
+        operators = {each.operator for each in requirement.specifier}
+        assert operators & {"<", "=="}, requirement
+    pythons = SpecifierSet(metadata("tllm_spec")["Requires-Python"])
+    assert [f"3.{minor}" for minor in range(20) if f"3.{minor}.0" in pythons] == list(PYTHONS)
+
+
+def test_installing_and_the_image_take_the_tested_versions() -> None:
+    for file in ("Makefile", "deploy/Dockerfile"):
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert "-c $(TESTED)" in text or text.count("pip install -c /src/deploy/") == 2, file
+
+
+def test_both_pages_say_what_the_check_of_a_change_runs() -> None:
+    targets = " ".join(re.findall(r"timed make (\w+)", (ROOT / ".ci/run").read_text("utf-8")))
+    assert targets
+    for page in ("AGENTS.md", "CONTRIBUTING.md"):
+        assert f"`make {targets}`" in (ROOT / page).read_text(encoding="utf-8"), page
+
+
+def test_a_warning_that_our_own_code_causes_is_an_error() -> None:
+    with pytest.raises(DeprecationWarning):
+        warnings.warn_explicit("old", DeprecationWarning, "llm.py", 1, module="tllm_spec.llm")
 
 
 def test_the_commit_of_a_package_is_in_a_file(

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tllm_spec.executor.request import StopMatch
-from tllm_spec.executor.response import Response
+from tllm_spec.executor.request import Response, StopMatch
 from tllm_spec.outputs import Logprob, RequestOutput
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams

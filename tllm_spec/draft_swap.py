@@ -30,8 +30,8 @@ class DraftSwap:
         self._before = ""  # the folder before the last swap
 
     def whole(self, folder: str, keep_cache: bool, force: bool) -> dict[str, Any]:
-        """Waits until the weights are served. Returns the new version, and with recorded traffic
-        and one rank the tokens a round of both in a replay.
+        """Waits until the weights are served. Returns the new version, how many recorded requests
+        were `replayed`, and the tokens a round of both in this replay, or the reason for none.
 
         Raises ValueError for weights that do not fit, and without `force` for those that are worse
         in the replay. Then nothing has changed."""
@@ -44,13 +44,16 @@ class DraftSwap:
             queue.announce_swap(folder, keep_cache=keep_cache)
             return weights.swap_together(folder, keep_cache=keep_cache)
 
-        return {"version": self._worker.call(swap_together), "folder": folder}
+        version = self._worker.call(swap_together)
+        return {"version": version, "folder": folder} | _not_replayed("several ranks swap together")
 
     def stage(self, folder: str, force: bool) -> dict[str, Any]:
         """Loads the weights. Returns what there is of a replay, and raises, as `whole` does."""
         weights = self._weights()
         staged = weights.stage(folder)
-        told = {} if force else _replayed(self._args, weights.folder, folder)
+        told = _not_replayed("force = true")
+        if not force:
+            told = _replayed(self._args, weights.folder, folder)
         self._staged = staged
         return told
 
@@ -78,13 +81,16 @@ class DraftSwap:
 
 
 def _replayed(args: LlmArgs, old: str, new: str) -> dict[str, Any]:
-    """Empty with too few records. Raises ValueError where the new weights are worse."""
+    """The tokens a round of both. Raises ValueError where the new weights are worse."""
     if args.record_traffic is None:
-        return {}
+        return _not_replayed("no requests are recorded (record_traffic)")
     recorded = Path(args.record_traffic)
     records, states = latest_records(recorded, NUM_REPLAYED), states_files(recorded)
     if len(records) < MIN_REPLAYED:
-        return {}
+        return _not_replayed(
+            f"{len(records)} requests are recorded, and {MIN_REPLAYED} are needed; with several "
+            "API keys or a cache_salt, only requests with store: true are recorded"
+        )
     lengths = [
         replay(records, with_draft_weights(args, folder), states).total.acceptance_length
         for folder in (old, new)
@@ -94,7 +100,12 @@ def _replayed(args: LlmArgs, old: str, new: str) -> dict[str, Any]:
             f"{new}: on {len(records)} recorded requests it has {lengths[1]:.3f} tokens a round, "
             f"and {old} has {lengths[0]:.3f}; force = true takes it all the same"
         )
-    return {"tokens_per_round": {"before": lengths[0], "after": lengths[1]}}
+    lengths_told = {"before": lengths[0], "after": lengths[1]}
+    return {"replayed": len(records), "tokens_per_round": lengths_told}
+
+
+def _not_replayed(reason: str) -> dict[str, Any]:
+    return {"replayed": 0, "reason": reason}
 
 
 def with_draft_weights(args: LlmArgs, folder: str) -> LlmArgs:

@@ -29,10 +29,9 @@ from tllm_spec.distributed.rank_checks import checkpoints, mismatch, versions
 from tllm_spec.executor.build import BuiltExecutor, build_executor
 from tllm_spec.executor.faults import described
 from tllm_spec.executor.ranks import FollowerQueue, RanksEnded
-from tllm_spec.executor.request import LlmRequest, StopOptions
+from tllm_spec.executor.request import LlmRequest, Response, StopOptions
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.request_wire import unpack_requests
-from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import recover
 from tllm_spec.grammars import Grammars
 from tllm_spec.models.registry import check_shards

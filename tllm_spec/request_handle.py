@@ -11,7 +11,7 @@ from dataclasses import fields
 from time import monotonic
 from typing import NamedTuple, cast
 
-from tllm_spec.executor.response import Response
+from tllm_spec.executor.request import Response
 from tllm_spec.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.text.stop_strings import StreamedText

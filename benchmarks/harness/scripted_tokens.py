@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.kernels import slot_windows
-from tllm_spec.kernels.choose_rows import features_of
+from tllm_spec.kernels.slots import slot_windows
+from tllm_spec.kernels.slots.choose_rows import features_of
 
 CONCENTRATION = 2.0  # of Beta(1.2, 0.8), whose mean is 0.6
 NOISE = 1.0  # of the drafter's log odds

@@ -11,7 +11,7 @@ from benchmarks.harness.report import load
 from benchmarks.harness.scripted_tokens import NOISE, QUANTILES, quantiles
 from tllm_spec.config.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.kernels.choose_rows import (
+from tllm_spec.kernels.slots.choose_rows import (
     EXPECTED_SCALE,
     ChosenRows,
     DraftValues,

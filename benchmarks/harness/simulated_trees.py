@@ -8,16 +8,22 @@ import torch.nn.functional as F
 from benchmarks.harness.scripted_tokens import NOISE, QUANTILES
 from benchmarks.harness.simulated_rows import Round, Simulation, Tokens
 from tllm_spec.config.draft_shape import DraftShape
-from tllm_spec.kernels.beam_pool import BeamPool, DraftTree
-from tllm_spec.kernels.choose_nodes import (
+from tllm_spec.kernels.drafts.draft_beams import (
+    BeamPool,
+    DraftTree,
+    add_last,
+    first_beams,
+    grow,
+    select,
+)
+from tllm_spec.kernels.slots.accept import SlotTables, TreeTables
+from tllm_spec.kernels.slots.choose_nodes import (
     choose_nodes,
     features_of_tree,
     learn_nodes,
     node_values,
 )
-from tllm_spec.kernels.choose_rows import DraftValues, best_drafts
-from tllm_spec.kernels.draft_beams import add_last, first_beams, grow, select
-from tllm_spec.kernels.slot_tables import SlotTables, TreeTables
+from tllm_spec.kernels.slots.choose_rows import DraftValues, best_drafts
 
 FURTHER_SHARE = 0.4  # of the remainder, that the next child is right
 

@@ -8,6 +8,7 @@
 set -euo pipefail
 
 model=${1:?give a model: a folder that every host has}
+: "${TLLM_SPEC_API_KEY:?set it to a key that clients must send}"
 # Rank 0 serves, on the first host of the list. mpirun (MPICH) passes the signal on to it, and it
 # lets requests finish.
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd, -)

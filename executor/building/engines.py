@@ -9,34 +9,35 @@ from typing import Any, TypeVar
 
 from tllm_spec.attention.choice import create_backend, create_batch_invariant
 from tllm_spec.attention.geometry import LayerGroup
-from tllm_spec.attention.interface import AttentionBackend
+from tllm_spec.attention.interface import AttentionBackend, SpecMetadata, default_capture_layers
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.recurrent import RecurrentMemory
-from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_layers
 from tllm_spec.draft_network.network import ExternalDraft, ExternalHead
 from tllm_spec.executor.building.draft_backend import check_pool, load_head_network, load_network
 from tllm_spec.executor.building.kv_formats import check_kv_cache, draft_format, target_format
 from tllm_spec.executor.building.memory import check_free_memory, reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device.device_choice import pick_dtype
-from tllm_spec.executor.device.page_copies import HostCopies
+from tllm_spec.executor.device.transfer import HostCopies
 from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
-from tllm_spec.executor.engine.free_memory import machine_bytes
 from tllm_spec.executor.engine.memory_plan import (
     DUMMY_PAGES,
+    GroupPlan,
     ServedModel,
     TorchModel,
+    draft_group,
+    machine_bytes,
+    own_groups,
     plan_num_pages,
+    with_draft,
 )
 from tllm_spec.executor.engine.model_engine import ModelEngine
-from tllm_spec.executor.engine.page_plan import GroupPlan, draft_group, own_groups, with_draft
 from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.resources.host_pages import HostPages
 from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.resources.pages import PageGroup
+from tllm_spec.executor.resources.pages import PageGroup, Snapshots
 from tllm_spec.executor.resources.slot_state import BlockTable
-from tllm_spec.executor.resources.snapshots import Snapshots
 from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.external_layers import (
@@ -51,7 +52,7 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     load_mtp,
 )
 from tllm_spec.executor.speculative.modes import DraftPlan
-from tllm_spec.kernels.key_spans import KeySpan
+from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.registry import LoadFormat, load_model
@@ -85,6 +86,7 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
     check_kv_cache(plan)
     check_free_memory(plan)
     start = monotonic()
+    plan.begin("weights")
     logger.info("loading weights: %s", plan.args.model)
     target = load_target(plan)
     draft = None
@@ -92,6 +94,7 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
         logger.info("loading weights: the drafter's")
         draft = load_draft(plan, target, plan.draft_plan, tokens)
     logger.info("weights took %.1f s", monotonic() - start)
+    plan.begin("memory")
     recorded = _recorded_states(plan, target, draft)
     models: list[ServedModel] = [target, *([draft.model] if draft else [])]
     of_target, of_draft = _plan_groups(plan, target, draft)
@@ -353,7 +356,7 @@ def _draft_layers(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) ->
 
 
 def _backend(plan: BuildPlan, group: LayerGroup, pool: KVPool) -> AttentionBackend:
-    return create_backend(plan.attention, group.geometry, pool, plans_latents=plan.plans_latents)
+    return create_backend(plan.attention, group.geometry, pool)
 
 
 def _manager(

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from tllm_spec.attention.kv_format import KVFormat
-from tllm_spec.config.kv_cache_config import KVCacheType
+from tllm_spec.attention.kv_pool import KVFormat
+from tllm_spec.config.engine_config import KVCacheType
 from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft, draft_folder
-from tllm_spec.kernels.kv_codes import UNSCALED, KVScales
+from tllm_spec.kernels.attention.kv_codes import UNSCALED, KVScales
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.kv_cache_formats import read_kv_scales

@@ -9,9 +9,7 @@ import torch
 from tllm_spec.attention.choice import workspace_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device.device_choice import pick_dtype
-from tllm_spec.executor.engine.free_memory import GIB, free_bytes
-from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
-from tllm_spec.executor.engine.page_plan import GroupPlan
+from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH, GIB, GroupPlan, free_bytes
 from tllm_spec.executor.sampling.grammar_masks import mask_words
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.loaded_draft import (
@@ -20,8 +18,8 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     draft_folder,
 )
 from tllm_spec.executor.speculative.modes import text_bytes_of
-from tllm_spec.kernels.cublas_lt import WORKSPACE_BYTES
-from tllm_spec.kernels.paged_prefill import PLAN_BYTES
+from tllm_spec.kernels.attention.paged_prefill import PLAN_BYTES
+from tllm_spec.kernels.gemm.cublas_lt import WORKSPACE_BYTES
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.registry import blank_model, weight_bytes
@@ -33,9 +31,7 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None, groups: Sequence[
     states, their snapshots and what blocks of prompts need; the backlog of a draft network on the
     target's pages; a draft network's distributions for rejection sampling; texts."""
     num_bytes = sum(
-        workspace_bytes(
-            plan.attention, pool.geometry, pool.kv_format, plans_latents=plan.plans_latents
-        )
+        workspace_bytes(plan.attention, pool.geometry, pool.kv_format)
         for group in groups
         for pool in group.pools
     )

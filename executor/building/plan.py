@@ -2,7 +2,7 @@
 of the executor that it makes is the slots."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import gcd
 from typing import NamedTuple
 
@@ -16,9 +16,8 @@ from tllm_spec.executor.building.tiers import tiers_of_rounds
 from tllm_spec.executor.device.device_choice import pick_device, pick_dtype
 from tllm_spec.executor.graphs.context_graphs import context_rows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
+from tllm_spec.executor.resources.interface import SeqSlotManager, rows_of
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, SpanRoom
-from tllm_spec.executor.resources.seq_slots import SeqSlotManager
-from tllm_spec.executor.resources.shared_texts import rows_of
 from tllm_spec.executor.scheduler import SchedulerLimits
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
@@ -26,9 +25,9 @@ from tllm_spec.executor.speculative.draft_length.draft_len_limits import rows_wi
 from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
 from tllm_spec.executor.speculative.drafting.corpus import read_corpus
 from tllm_spec.executor.speculative.modes import draft_plan_of
-from tllm_spec.kernels.delta_blocks import BLOCK_ROWS
+from tllm_spec.kernels.dispatch import has_kernels
 from tllm_spec.kernels.nvrtc import why_unavailable
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.states.delta_blocks import BLOCK_ROWS
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.text.tokenizer import Tokenizer
 from tllm_spec.zoo.registry import resolve_model
@@ -56,6 +55,7 @@ class BuildPlan:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         self.args = args
+        self.begin: Callable[[str], None] = lambda step: None  # called with the name of each step
         self.communicator, self.mapping = communicator, communicator.mapping
         self.spec = args.speculative_config
         self.device = pick_device(args.device, self.mapping.rank, args.gpus_per_node)
@@ -109,6 +109,8 @@ class BuildPlan:
             logger.info(
                 "linear layers of few rows run as torch's GEMMs, which is slower: %s", reason
             )
+        if self.args.attn_backend == "FLASHINFER" and self.config.mla is not None:
+            logger.info("layers with latent attention (MLA) run TRITON, as with attn_backend: auto")
         if self.why_no_overlap:
             logger.info("rounds do not overlap: %s", self.why_no_overlap)
 
@@ -117,12 +119,6 @@ class BuildPlan:
         """Whether only the device knows how many drafts a round verifies."""
         on_device = self.spec is not None and self.spec.counts_on_device
         return on_device or self.shapes.are_ragged
-
-    @property
-    def plans_latents(self) -> bool:
-        """Whether windows over latents are planned on the host. A target with other attention has
-        CUDA graphs, which its draft network must fit."""
-        return self.args.attn_backend == "FLASHINFER" and self.config.mla is not None
 
     @property
     def recurrent(self) -> RecurrentGeometry | None:

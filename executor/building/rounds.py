@@ -8,9 +8,8 @@ from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.tiers import EAGER_SIZES, RoundTimer
 from tllm_spec.executor.building.warm_up import WarmUp
 from tllm_spec.executor.engine.memory_plan import TorchModel
-from tllm_spec.executor.graphs.dummy_contexts import ContextLimits
-from tllm_spec.executor.graphs.graph_pool import GraphPool
-from tllm_spec.executor.graphs.slot_graphs import GraphKey
+from tllm_spec.executor.graphs.context_graphs import ContextLimits
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphPool
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
 from tllm_spec.models.linear_tuning import tune_linears
@@ -32,6 +31,8 @@ def graph_sizes(plan: BuildPlan, runner: RoundRunner) -> tuple[int, ...]:
 
 def tune_gemms(plan: BuildPlan, models: Sequence[TorchModel], keys: Sequence[GraphKey]) -> None:
     """Tunes the models' GEMMs for the numbers of rows that rounds have."""
+    if plan.device.type == "cuda":
+        plan.begin("GEMMs")
     if plan.args.deterministic:
         return
     # Rows of all windows, one row per request, full chunks of contexts, and a short prompt.
@@ -42,6 +43,8 @@ def tune_gemms(plan: BuildPlan, models: Sequence[TorchModel], keys: Sequence[Gra
 
 def capture_graphs(plan: BuildPlan, runner: RoundRunner, keys: list[GraphKey]) -> None:
     """Captures the graphs of contexts, and those of the rounds in `keys`."""
+    if plan.device.type == "cuda":
+        plan.begin("CUDA graphs")
     pool = GraphPool(plan.device, plan.communicator.minimum)
     plan.communicator.before_close(pool.release)
     # First, since the graphs of contexts need the most memory.
@@ -66,6 +69,7 @@ def time_rounds(plan: BuildPlan, runner: RoundRunner, sizes: Sequence[int]) -> R
     controller = plan.controller()
     if not controller.compares_times:
         return None
+    plan.begin("round times")
     longest = plan.shapes.longest
     room = min(plan.slots.max_batch_size, plan.args.max_num_tokens // longest.window)
     timed = [size for size in sizes or EAGER_SIZES if size <= max(room, 1)]
@@ -76,4 +80,4 @@ def time_rounds(plan: BuildPlan, runner: RoundRunner, sizes: Sequence[int]) -> R
         plan.device,
         ContextLimits(plan.max_seq_len, 1 + plan.overshoot),
     )
-    return timer.measure(controller, timed)
+    return timer.measure(controller, timed, is_shown=plan.mapping.rank == 0)

@@ -1,10 +1,36 @@
-"""Copies of small tensors between host and device that nothing waits for, except for the one that
-the host reads."""
+"""Copies between the host and the device that wait for nothing: values to the device, results to
+the host, pages of host memory, and the states of texts; and how long the device takes for them."""
 
 from array import array
 from collections.abc import Sequence
 
 import torch
+
+from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.kernels.dispatch import has_kernels
+from tllm_spec.kernels.slots.row_copies import send_results
+
+# The device's time between two points of its stream.
+
+
+class DeviceSpan:
+    """A part of the device's stream. Begins where it is made and ends at `end`."""
+
+    def __init__(self) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call] # torch's
+        self._events[0].record()
+
+    def end(self) -> None:
+        self._events[1].record()
+
+    def seconds(self) -> float:
+        """Waits for the end."""
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
+
+
+# Copies of small tensors between host and device that nothing waits for, except for the one that
+# the host reads.
 
 
 def to_device(
@@ -92,3 +118,180 @@ class PinnedBuffers:
 def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return host.copy_(tensor, non_blocking=True)
+
+
+# Copies of KV pages between device and host memory, next to the rounds.
+#
+# On CUDA the host's memory is pinned and the slow part, over PCIe, runs on a stream of its own,
+# from or to a buffer on the device. The rounds' stream only copies between buffer and page, and
+# waits for a page that comes back.
+
+
+class HostCopies:
+    """groups: the pools of each layer group, whose pages have the same numbers."""
+
+    def __init__(self, groups: Sequence[Sequence[KVPool]], num_places: int) -> None:
+        self._groups = groups
+        device = groups[0][0].data.device
+        self._side = _new_stream(device) if device.type == "cuda" else None
+        self._host = [
+            [
+                torch.empty(
+                    (num_places, *pool.page(0).shape),
+                    dtype=pool.data.dtype,
+                    pin_memory=self._side is not None,
+                )
+                for pool in pools
+            ]
+            for pools in groups
+        ]
+
+    def save(self, pages: Sequence[int], place: int) -> None:
+        for pools, hosts, page in zip(self._groups, self._host, pages, strict=True):
+            for pool, host in zip(pools, hosts, strict=True):
+                self._to_host(pool.page(page), host[place])
+
+    def load(self, place: int, pages: Sequence[int]) -> None:
+        for pools, hosts, page in zip(self._groups, self._host, pages, strict=True):
+            for pool, host in zip(pools, hosts, strict=True):
+                self._to_device(host[place], pool.page(page))
+
+    def _to_host(self, page: torch.Tensor, host: torch.Tensor) -> None:
+        if self._side is None:
+            host.copy_(page)
+            return
+        # `contiguous` would make no copy of a page of one layer's latents, which is contiguous.
+        buffer = page.clone(memory_format=torch.contiguous_format)
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            host.copy_(buffer, non_blocking=True)
+        buffer.record_stream(self._side)
+
+    def _to_device(self, host: torch.Tensor, page: torch.Tensor) -> None:
+        if self._side is None:
+            page.copy_(host)
+            return
+        main = torch.cuda.current_stream()
+        with torch.cuda.stream(self._side):  # also after the copy that filled the place
+            buffer = host.to(page.device, non_blocking=True)
+        main.wait_stream(self._side)
+        buffer.record_stream(main)
+        page.copy_(buffer)
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+    return stream
+
+
+# Where CUDA graphs leave their results for the host: a ring of pinned memory that the device
+# itself writes to, so that a round needs no copy after its graph.
+#
+# Device and host count results separately, and each entry carries its number: the host can tell
+# that it reads the entry it means to.
+
+
+# At most two rounds are launched and not read: one runs while the other is being read. The others
+# are for replays whose results are not read.
+DEPTH = 4
+
+
+class ResultRing:
+    """Pinned memory that graphs write results to. Entries of at most `capacity` numbers. A graph
+    holds `send`; after each replay of it the host calls `sent`."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._host = torch.zeros((DEPTH, 1 + capacity), dtype=torch.int64, pin_memory=is_cuda)
+        self._buffers = [PinnedBuffer(entry) for entry in self._host] if is_cuda else []
+        self._num_sent = torch.zeros(1, dtype=torch.int64, device=device)
+        self._next = 0  # the host's count of the same
+        self._entries: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @staticmethod
+    def serves(device: torch.device) -> bool:
+        """Plain torch on a CUDA device cannot write to the host's memory."""
+        return device.type == "cpu" or has_kernels(device)
+
+    def send(self, new_lens: torch.Tensor, new_tokens: torch.Tensor) -> None:
+        """Sends `[N]` and `[N, W]` to the host. A function of device tensors, so that a CUDA graph
+        can hold it."""
+        send_results(self._host, self._num_sent, new_lens, new_tokens)
+
+    def sent(self, num_rows: int, width: int) -> ToHost:
+        """The results that the work launched last sends: lengths and tokens of its first requests,
+        `[N, W + 1]`. They must be waited for before `DEPTH` more are sent."""
+        number, self._next = self._next, self._next + 1
+        index = number % DEPTH
+        found = self._entries.get((index, num_rows, width))
+        if found is None:
+            entry = self._host[index]
+            found = entry[:1], entry[1 : 1 + num_rows * (width + 1)].view(num_rows, width + 1)
+            self._entries[index, num_rows, width] = found
+        buffer = self._buffers[index] if self._buffers else None
+        if buffer is not None:
+            buffer.arrived.record()
+        return _Entry(buffer, *found, number)
+
+    def count_again(self) -> None:
+        """Takes over the device's count, after replays without `sent`. Waits for the device."""
+        self._next = int(self._num_sent.item())
+
+
+class _Entry(ToHost):
+    """Results on their way to the ring."""
+
+    def __init__(
+        self, buffer: PinnedBuffer | None, number: torch.Tensor, table: torch.Tensor, expected: int
+    ) -> None:
+        self._buffer, self._buffers = buffer, None
+        self._host = [table]
+        self._number, self._expected = number, expected
+
+    def wait(self) -> list[torch.Tensor]:
+        host = super().wait()
+        (found,) = self._number.tolist()
+        assert found == self._expected, f"results {found} are where {self._expected} should be"
+        return host
+
+
+# Hidden states of a text on their way to the host (`record_hidden_states`).
+
+
+class TextStates:
+    """The rows of one text in the order of its tokens, as far as rounds with it were launched. Only
+    `read` waits for the device. num_bytes: of the host's memory, at most; a text that needs more is
+    dropped."""
+
+    def __init__(self, num_bytes: int, row_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.is_dropped = False
+        self._num_rows_left = num_bytes // row_bytes
+        self._parts: list[tuple[ToHost, int, int | None]] = []
+
+    def add_chunk(self, sent: ToHost, first: int, number: int) -> None:
+        """A context chunk has these rows of sent states `[T, C]`."""
+        self._add(sent, first, number, number)
+
+    def add_window(self, sent: ToHost, index: int, width: int) -> None:
+        """A window is one of sent windows `[N, W, C]` with lengths `[N]`."""
+        self._add(sent, index, None, width)
+
+    def _add(self, sent: ToHost, first: int, number: int | None, num_rows: int) -> None:
+        self._num_rows_left -= num_rows
+        if self._num_rows_left < 0:
+            self.is_dropped = True
+            self._parts.clear()
+        if not self.is_dropped:
+            self._parts.append((sent, first, number))
+
+    def read(self) -> torch.Tensor:
+        """`[T, C]`. A round that was launched after the text's end adds rows that mean nothing."""
+        rows = []
+        for sent, first, number in self._parts:
+            states, *lens = sent.wait()
+            if number is None:
+                rows.append(states[first, : int(lens[0][first])])
+            else:
+                rows.append(states[first : first + number])
+        return torch.cat(rows)

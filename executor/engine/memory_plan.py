@@ -4,24 +4,174 @@ Planned once, after the weights are loaded: the pools get what the rounds do not
 
 import gc
 import logging
-from collections.abc import Sequence
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from tllm_spec.attention.geometry import Geometry, LayerGroup
+from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.config.draft_shape import NO_DRAFTS
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.draft_network.network import ExternalDraft
-from tllm_spec.executor.engine.free_memory import GIB, free_bytes, machine_bytes
-from tllm_spec.executor.engine.page_plan import GroupPlan, divide
 from tllm_spec.executor.resources.kv_cache import SpanRoom
 from tllm_spec.executor.sampling.grammar_masks import mask_words
-from tllm_spec.executor.sampling.working_memory import BYTES_PER_LOGIT, SAMPLING_BYTES
-from tllm_spec.kernels.scaled_linear_slices import MAX_BYTES as MAX_SLICE_BYTES
+from tllm_spec.executor.sampling.logprobs import BYTES_PER_LOGIT, SAMPLING_BYTES
+from tllm_spec.kernels.attention.visible_keys import KeySpan
+from tllm_spec.kernels.gemm.scaled_linear import MAX_BYTES as MAX_SLICE_BYTES
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import DraftHead
 from tllm_spec.models.formats.stacked_weight import WIDE_BYTES
 from tllm_spec.models.mtp import NextnModules
+
+# How much memory a device has before anything is loaded.
+
+
+GIB = 1 << 30
+# Limit and use of a container's memory, of both versions of Linux's control groups.
+_GROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can still be allocated. On a host the pages of files count as free, and a limit of the
+    process or of its container counts as the memory's end."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    return max(min(_host_limits()), 0)
+
+
+def machine_bytes() -> int:
+    """The host's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _host_limits() -> Iterator[int]:
+    yield _available()
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if soft != resource.RLIM_INFINITY:
+        yield soft - _mapped()
+    for limit, used in _GROUPS:
+        most, now = _number(Path(limit)), _number(Path(used))
+        if most is not None and now is not None and most < machine_bytes():
+            yield most - now + _file_pages(Path(limit).parent / "memory.stat")
+
+
+def _available() -> int:
+    """Linux's estimate; elsewhere all of the machine's memory."""
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return machine_bytes()
+
+
+def _mapped() -> int:
+    """The process's address space in use."""
+    first = next(iter(_lines(Path("/proc/self/statm"))), "0")
+    return int(first.split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _file_pages(stat: Path) -> int:
+    """Bytes of pages of files, which a container gives back when it needs memory."""
+    fields = dict(line.split()[:2] for line in _lines(stat))
+    return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
+
+
+def _number(file: Path) -> int | None:
+    """None: there is no such file, or it has no number, as where there is no limit."""
+    text = "".join(_lines(file)).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
+
+
+# Which KV pools a model and its drafter need, and how many pages each gets of the memory.
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """The pool of one layer group."""
+
+    geometry: Geometry
+    kv_format: KVFormat
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Pools whose pages have the same numbers. span: the keys that a query sees, where requests let
+    go of the pages before them; None: they keep all."""
+
+    pools: tuple[PoolPlan, ...]
+    span: KeySpan | None
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of a page in all pools."""
+        return sum(
+            KVPool.page_bytes(pool.geometry, page_size, pool.kv_format) for pool in self.pools
+        )
+
+
+def own_groups(layers: Sequence[LayerGroup], kv_format: KVFormat) -> list[GroupPlan]:
+    """The groups of a target: one for each layer group."""
+    return [GroupPlan((_pool_plan(own, kv_format),), own.geometry.span) for own in layers]
+
+
+def draft_group(layers: Sequence[LayerGroup], kv_format: KVFormat) -> GroupPlan:
+    """The group of a draft network: all layers have the same pages and keep them, since the network
+    may have read much less than the target."""
+    return GroupPlan(tuple(_pool_plan(own, kv_format) for own in layers), None)
+
+
+def _pool_plan(own: LayerGroup, kv_format: KVFormat) -> PoolPlan:
+    """kv_format: of all layers of the model."""
+    return PoolPlan(own.geometry, kv_format.of_layers(own.layers))
+
+
+def with_draft(groups: list[GroupPlan], draft: GroupPlan) -> list[GroupPlan]:
+    """The target's groups with a draft network on the same pages. Its pools are the last ones of
+    the first group that keeps all pages, which is another one at the end if there was none."""
+    for number, own in enumerate(groups):
+        if own.span is None:
+            joined = GroupPlan(own.pools + draft.pools, None)
+            return [*groups[:number], joined, *groups[number + 1 :]]
+    return [*groups, draft]
+
+
+def divide(
+    budget: int,
+    page_bytes: Sequence[int],
+    needed: Sequence[int],
+    in_context: Sequence[int],
+    wanted: int,
+) -> list[int]:
+    """Pages of each group from `budget` bytes, at most `wanted`: all if they fit, otherwise for as
+    many requests of the greatest length as possible. One needs `needed` pages, and, all prompts
+    together, `in_context` more."""
+    if wanted * sum(page_bytes) <= budget:
+        return [wanted] * len(page_bytes)
+
+    def total(pages: Sequence[int]) -> int:
+        return sum(size * number for size, number in zip(page_bytes, pages, strict=True))
+
+    rest = budget - total(in_context)
+    if rest < total(needed):  # not even one: the pools have the same share of what it needs
+        needed = [sum(own) for own in zip(needed, in_context, strict=True)]
+        in_context, rest = [0] * len(needed), budget
+    shares = [rest * pages // total(needed) for pages in needed]
+    return [min(wanted, sum(own)) for own in zip(shares, in_context, strict=True)]
+
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +263,7 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
     * What else sampling allocates, which is cut into parts of `SAMPLING_BYTES`
       (`sampling/working_memory.py`), and the token counts of penalised requests (5 bytes a token
       of the vocabulary, twice while they grow).
-    * A slice of a quantised weight in 16 bits, and its sums (`kernels/scaled_linear_slices.py`),
+    * A slice of a quantised weight in 16 bits, and its sums (`kernels/gemm/scaled_linear.py`),
       once more in the graphs' pool.
     * Exact 4-bit weights of a layer's experts in 16 bits, of long prompts
       (`models/formats/stacked_weight.py`).

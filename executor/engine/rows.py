@@ -13,9 +13,8 @@ import torch
 from tllm_spec.attention.interface import AttentionMetadata
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.resources.slot_state import BlockTable
-from tllm_spec.kernels.round_rows import RoundRows
-from tllm_spec.kernels.tree_mask import TreeMask
-from tllm_spec.kernels.window_rows import WindowRows, window_rows
+from tllm_spec.kernels.attention.visible_keys import TreeMask
+from tllm_spec.kernels.slots.round_rows import RoundRows, WindowRows, window_rows
 
 # In numbers. Triton compiles a kernel again for addresses that are not multiples of 16 bytes.
 ROW_ALIGNMENT = 16

@@ -10,12 +10,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from tllm_spec.executor.resources.cache_checks import check_pages
 from tllm_spec.executor.resources.host_pages import HostPages, restore
-from tllm_spec.executor.resources.kv_event_log import KVEventLog
-from tllm_spec.executor.resources.pages import CachedSequence, CacheStats, PageGroup, SequencePages
+from tllm_spec.executor.resources.kv_events import KVEventLog
+from tllm_spec.executor.resources.pages import (
+    CachedSequence,
+    CacheStats,
+    PageGroup,
+    SequencePages,
+    Snapshots,
+    check_pages,
+)
 from tllm_spec.executor.resources.radix import NO_PAGE, Key, Node, RadixTree, num_unreferenced
-from tllm_spec.executor.resources.snapshots import Snapshots
 
 
 class _Prefix(NamedTuple):

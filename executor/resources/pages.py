@@ -1,10 +1,11 @@
 """What the paged cache keeps of groups, of sequences and of its use."""
 
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tllm_spec.executor.resources.radix import Node
-from tllm_spec.kernels.key_spans import KeySpan
+from tllm_spec.executor.resources.radix import NO_PAGE, Node, RadixTree
+from tllm_spec.kernels.attention.visible_keys import KeySpan
 
 
 @dataclass(frozen=True)
@@ -81,3 +82,113 @@ class CachedSequence:
         """The pages after those in the tree."""
         own = self.groups[group]
         return own.pages[max(len(self.nodes), own.first) :]
+
+
+# Which cached prefixes have a copy of the recurrent states after them.
+#
+# A state cannot be taken back, so a prefix can only be reused up to such a copy. There is a fixed
+# number of them; the least recently used one is replaced. This module knows numbers and nodes of
+# the prefix tree: no tensors.
+
+
+class Snapshots:
+    """`number` copies, of prefixes that are multiples of `every` tokens. No request holds one: what
+    a new request needs is copied from it at once."""
+
+    def __init__(self, number: int, every: int) -> None:
+        self.every = every
+        self._number = number
+        self._free = list(range(number))
+        self._of = OrderedDict[Node, int]()  # least recently used first
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._of
+
+    def use(self, node: Node) -> int:
+        """The copy of the prefix that ends with the node, which has one."""
+        self._of.move_to_end(node)
+        return self._of[node]
+
+    def take(self, node: Node) -> int | None:
+        """The number of the copy that the states after the node are to be written to; None: they
+        are there already."""
+        if node in self._of:
+            self._of.move_to_end(node)
+            return None
+        number = self._free.pop() if self._free else self._of.popitem(last=False)[1]
+        self._of[node] = number
+        return number
+
+    def drop(self, node: Node) -> None:
+        """The node has left the tree."""
+        if (number := self._of.pop(node, None)) is not None:
+            self._free.append(number)
+
+    def check_integrity(self, cached: Iterable[Node]) -> None:
+        """cached: all nodes of the tree. Raises AssertionError with a sentence about a copy that is
+        lost or listed twice, or whose prefix is not cached."""
+        assert not set(self._of) - set(cached), "a snapshot is of a prefix that is not cached"
+        assert sorted([*self._free, *self._of.values()]) == list(range(self._number)), (
+            f"{len(self._free)} free + {len(self._of)} used snapshots are not {self._number}"
+        )
+
+
+# Conservation of pages: each is free, private to one sequence, or in the prefix tree.
+
+
+def check_pages(
+    groups: Sequence[PageGroup],
+    free_pages: Sequence[Sequence[int]],
+    tree: RadixTree,
+    sequences: Mapping[int, CachedSequence],
+) -> None:
+    """free_pages: of each group. Raises AssertionError with a sentence about a page that is lost,
+    listed twice or miscounted."""
+    tree.check_integrity()
+    holders: Counter[Node] = Counter()
+    for seq_id, sequence in sequences.items():
+        holders.update(sequence.nodes)
+        parent = sequence.root
+        for node in sequence.nodes:
+            assert node.parent is parent, (
+                f"sequence {seq_id} holds the node of {node.key} but not its parent"
+            )
+            parent = node
+    cached = list(tree.nodes())
+    assert not set(holders) - set(cached), "a sequence holds a node that has left the tree"
+    for node in cached:
+        assert node.num_holders == holders[node], (
+            f"the node of {node.key} counts {node.num_holders} holders and has {holders[node]}"
+        )
+    for group, own in enumerate(groups):
+        private = _check_sequences(group, cached, sequences)
+        in_tree = [node.pages[group] for node in cached if node.pages[group] != NO_PAGE]
+        free, last = list(free_pages[group]), own.num_pages - 1
+        assert sorted(free + private + in_tree) == list(range(1, last + 1)), (
+            f"{len(free)} free + {len(in_tree)} cached + {len(private)} private pages are not the "
+            f"{last} pages 1..{last}, each once"
+        )
+
+
+def _check_sequences(
+    group: int, cached: Sequence[Node], sequences: Mapping[int, CachedSequence]
+) -> list[int]:
+    """The private pages of the sequences in one group."""
+    private: list[int] = []
+    users: Counter[Node] = Counter()
+    for seq_id, sequence in sequences.items():
+        own = sequence.groups[group]
+        assert len(own.pages) == sequence.num_pages, f"groups of {seq_id} differ in length"
+        assert not any(own.pages[: own.first]), f"{seq_id} has pages that it let go"
+        private += sequence.private_pages(group)
+        users.update(sequence.nodes[own.first :])
+        for index, node in enumerate(sequence.nodes[own.first :], own.first):
+            assert own.pages[index] == node.pages[group], (
+                f"page {index} of sequence {seq_id} is not the tree's"
+            )
+    for node in cached:
+        assert node.num_users[group] == users[node], (
+            f"page {node.pages[group]} counts {node.num_users[group]} references and has "
+            f"{users[node]} holders"
+        )
+    return private

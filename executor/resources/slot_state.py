@@ -11,18 +11,17 @@ import torch
 from tllm_spec.config.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.executor.resources.window_tree import SlotTrees, WindowTree
-from tllm_spec.kernels import slot_windows
-from tllm_spec.kernels.accept_tree import Accepted
-from tllm_spec.kernels.beam_pool import DraftTree
-from tllm_spec.kernels.choose_nodes import choose_nodes, features_of_tree, learn_nodes
-from tllm_spec.kernels.choose_rows import DraftValues, choose_rows, features_of, learn_values
-from tllm_spec.kernels.path_ranks import path_ranks
-from tllm_spec.kernels.round_rows import RoundRows
-from tllm_spec.kernels.row_copies import gather_rows
-from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates, TreeRates
-from tllm_spec.kernels.slot_trees import accept_trees, write_trees
+from tllm_spec.kernels.drafts.draft_beams import DraftTree
+from tllm_spec.kernels.drafts.path_trees import path_ranks
+from tllm_spec.kernels.slots import slot_windows
+from tllm_spec.kernels.slots.accept import Accepted, SlotTables, SyntheticRates, TreeRates
+from tllm_spec.kernels.slots.choose_nodes import choose_nodes, features_of_tree, learn_nodes
+from tllm_spec.kernels.slots.choose_rows import DraftValues, choose_rows, features_of, learn_values
+from tllm_spec.kernels.slots.round_rows import RoundRows
+from tllm_spec.kernels.slots.row_copies import gather_rows
+from tllm_spec.kernels.slots.slot_trees import accept_trees, write_trees
 
 
 class SlotState:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.config.draft_shape import DraftShape
-from tllm_spec.kernels.row_copies import gather_rows
-from tllm_spec.kernels.slot_tables import TreeTables
+from tllm_spec.kernels.slots.accept import TreeTables
+from tllm_spec.kernels.slots.row_copies import gather_rows
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,14 @@ anything is drafted after them."""
 import torch
 
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
-from tllm_spec.executor.device.device_span import DeviceSpan
-from tllm_spec.executor.device.transfer import to_device
+from tllm_spec.executor.device.transfer import DeviceSpan, to_device
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.graphs.context_graphs import ContextGraphs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.decode_rounds import DecodeRounds
 from tllm_spec.executor.rounds.decode_step import DecodeStep, whole_windows
 from tllm_spec.executor.rounds.result_sender import ResultSender, SentResults, joined
-from tllm_spec.executor.sampling.logprobs import LogprobRows
-from tllm_spec.executor.sampling.prompt_logprobs import collect_prompt_logprobs
+from tllm_spec.executor.sampling.logprobs import LogprobRows, collect_prompt_logprobs
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
 
 

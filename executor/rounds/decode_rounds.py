@@ -12,10 +12,7 @@ import torch
 
 from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
-from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
-from tllm_spec.executor.graphs.graph_pool import GraphPool
-from tllm_spec.executor.graphs.slot_graphs import GraphKey
-from tllm_spec.executor.graphs.window_graphs import WindowGraphs
+from tllm_spec.executor.graphs.slot_graphs import CudaGraphs, GraphKey, GraphPool, WindowGraphs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.decode_step import DecodeStep
 from tllm_spec.executor.sampling.logprobs import LogprobRows

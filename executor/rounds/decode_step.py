@@ -17,9 +17,9 @@ from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd, WindowResult
-from tllm_spec.kernels.round_rows import RoundRows
-from tllm_spec.kernels.row_copies import gather_rows
-from tllm_spec.kernels.tree_mask import TreeMask
+from tllm_spec.kernels.attention.visible_keys import TreeMask
+from tllm_spec.kernels.slots.round_rows import RoundRows
+from tllm_spec.kernels.slots.row_copies import gather_rows
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.device.device_span import DeviceSpan
-from tllm_spec.executor.device.transfer import ToHost
+from tllm_spec.executor.device.transfer import DeviceSpan, ToHost
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.outputs import Logprob

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.device.device_span import DeviceSpan
-from tllm_spec.executor.device.transfer import PinnedBuffers, ToHost
+from tllm_spec.executor.device.transfer import DeviceSpan, PinnedBuffers, ToHost
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 
 

@@ -6,7 +6,7 @@ host's together. On a CPU a round ends when it was launched, however late it is 
 
 from time import perf_counter
 
-from tllm_spec.executor.device.device_span import DeviceSpan
+from tllm_spec.executor.device.transfer import DeviceSpan
 
 
 class RoundClock:

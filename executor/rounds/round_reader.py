@@ -11,7 +11,7 @@ from tllm_spec.executor.faults import described
 from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.executor.rounds.round_outcome import RoundOutcome
-from tllm_spec.kernels.choose_rows import EXPECTED_SCALE
+from tllm_spec.kernels.slots.choose_rows import EXPECTED_SCALE
 from tllm_spec.outputs import Logprob
 from tllm_spec.request_errors import NO_GUIDED_TOKEN
 

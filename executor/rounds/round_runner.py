@@ -12,12 +12,14 @@ import torch
 from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.engine.model_engine import ModelEngine
-from tllm_spec.executor.graphs.context_graphs import capture_contexts
-from tllm_spec.executor.graphs.dummy_contexts import ContextLimits, DummyContexts
-from tllm_spec.executor.graphs.eager_timing import TIMED_KV_LEN, eager_seconds
-from tllm_spec.executor.graphs.graph_pool import GraphPool
-from tllm_spec.executor.graphs.slot_graphs import GraphKey
-from tllm_spec.executor.graphs.window_graphs import WindowGraphs
+from tllm_spec.executor.graphs.context_graphs import ContextLimits, DummyContexts, capture_contexts
+from tllm_spec.executor.graphs.slot_graphs import (
+    TIMED_KV_LEN,
+    GraphKey,
+    GraphPool,
+    WindowGraphs,
+    eager_seconds,
+)
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.context_rounds import ContextRounds
 from tllm_spec.executor.rounds.decode_rounds import DecodeRounds

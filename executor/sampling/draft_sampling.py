@@ -8,9 +8,9 @@ import torch
 
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
-from tllm_spec.kernels.choose_token import choose_best, choose_draft
-from tllm_spec.kernels.gumbel import DRAFT_DOMAIN, TARGET_DOMAIN
-from tllm_spec.kernels.top_tokens import top_tokens
+from tllm_spec.kernels.drafts.top_tokens import top_tokens
+from tllm_spec.kernels.sampling.choose_token import choose_best, choose_draft
+from tllm_spec.kernels.sampling.gumbel import DRAFT_DOMAIN, TARGET_DOMAIN
 
 
 class DraftSampling:

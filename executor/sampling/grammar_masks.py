@@ -18,7 +18,7 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.grammar.grammar_state import DraftNodes
-from tllm_spec.kernels.token_mask import mask_tokens
+from tllm_spec.kernels.sampling.logit_filters import mask_tokens
 
 ROOT = DraftNodes.chain(torch.zeros(1, dtype=torch.int64))
 

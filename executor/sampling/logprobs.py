@@ -1,6 +1,8 @@
 """Log probabilities of emitted tokens, from the model's own logits: before penalties, bias,
 temperature and filters."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -8,6 +10,35 @@ from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling.row_group import RowGroup, Subset
 from tllm_spec.outputs import Logprob
+
+# Bounds the memory that sampling takes next to the logits: large batches are sampled in parts.
+#
+# The bytes per logit are an upper bound of what the sampler's steps allocate at once on a CPU;
+# `tests/executor/sampling/test_working_memory.py` compares them with the allocations.
+
+
+SAMPLING_BYTES = 2 << 30
+# Penalties, masks, filters, log probabilities, rejection sampling: float32 copies of the rows,
+# 64-bit counts, sorted copies and their weights.
+BYTES_PER_LOGIT = 56
+# The fused kernels read logits in the model's own dtype: only the sampled rows are copied, and a
+# filtered row has one int32 count for each 16-bit logit.
+FILTER_BYTES_PER_ROW = 4 << 16
+
+
+def bytes_per_row(group: RowGroup, logits: torch.Tensor, *, rejection: bool) -> int:
+    """What sampling one row of the group's logits `[R, V]` allocates at most."""
+    vocab_size = logits.shape[1]
+    is_fused = logits.is_cuda and logits.element_size() == 2
+    if not is_fused or rejection or group.is_edited or not group.with_logprobs.is_empty:
+        return BYTES_PER_LOGIT * vocab_size
+    if group.sampled.is_empty:
+        return 0
+    return logits.element_size() * vocab_size + (FILTER_BYTES_PER_ROW if group.filtered else 0)
+
+
+def rows_at_once(bytes_per_row: int) -> int:
+    return max(1, SAMPLING_BYTES // max(1, bytes_per_row))
 
 
 class LogprobRows:
@@ -90,3 +121,46 @@ def logprob_entry(values: list[float], ids: list[int], num_best: int) -> dict[in
     for rank in range(1, 1 + min(num_best, len(ids) - 2)):
         entry.setdefault(ids[rank], Logprob(values[rank], rank))
     return entry
+
+
+# Log probabilities of prompt tokens, for requests that ask for them: from the rows of their
+# context, chunk by chunk.
+
+
+def collect_prompt_logprobs(
+    requests: list[LlmRequest],
+    hidden: torch.Tensor,
+    compute_logits: Callable[[torch.Tensor], torch.Tensor],
+    vocab_size: int,
+) -> None:
+    """Adds to `prompt_logprobs` of each request what this round's rows say of the tokens after
+    them.
+
+    hidden `[T, H]`: the rows of the context chunks, one chunk after another, from row 0 on. The
+    first prompt token has no probability (None). After a preemption nothing is added twice."""
+    max_rows = rows_at_once(BYTES_PER_LOGIT * vocab_size)
+    end = 0
+    for request in requests:
+        start, end = end, end + request.context_chunk
+        if request.rules.prompt_logprobs is None:
+            continue
+        known = request.prompt_logprobs = request.prompt_logprobs or [None]
+        last = min(request.prompt_len, request.kv_len + request.context_chunk + 1)
+        # A token is predicted by the row before it, and the chunk's rows begin at kv_len.
+        row_of_token_0 = start - request.kv_len - 1
+        while len(known) < last:
+            first, stop = len(known), min(len(known) + max_rows, last)
+            rows = hidden[row_of_token_0 + first : row_of_token_0 + stop]
+            known += _entries(request, compute_logits(rows), first)
+
+
+def _entries(
+    request: LlmRequest, logits: torch.Tensor, first: int
+) -> list[dict[int, Logprob] | None]:
+    """Entries of the prompt tokens from `first` on, which the logits `[R, V]` predict."""
+    num_best = request.rules.prompt_logprobs or 0
+    tokens = torch.tensor(request.tokens[first : first + len(logits)], device=logits.device)
+    values, ids = token_logprobs(log_probabilities(logits), tokens, num_best)
+    return [
+        logprob_entry(*row, num_best) for row in zip(values.tolist(), ids.tolist(), strict=True)
+    ]

@@ -3,6 +3,8 @@
 A group is N requests with at most W rows each: the windows of a round (W = K+1), or its finished
 contexts (W = 1). `RowGroups` keeps a group for as long as the same requests run."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -12,8 +14,9 @@ import torch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.window_tree import WindowTree
 from tllm_spec.executor.sampling.state import RowParameters, SamplingState
-from tllm_spec.kernels.round_rows import RoundRows
+from tllm_spec.kernels.slots.round_rows import RoundRows
 
 
 @dataclass(frozen=True)
@@ -26,14 +29,14 @@ class Subset:
     rows: torch.Tensor | None = None  # [T]: their indices in the group's rows
 
     @classmethod
-    def all_of(cls, rows: RoundRows) -> "Subset":
+    def all_of(cls, rows: RoundRows) -> Subset:
         """All requests of a group with these rows."""
         return cls(rows)
 
     @classmethod
     def some(
         cls, requests: torch.Tensor, own: RoundRows, offsets: torch.Tensor | None = None
-    ) -> "Subset":
+    ) -> Subset:
         """Requests `[M]` with these rows, in a group with these offsets, or in a rectangle."""
         if offsets is None or own.offsets is None:
             columns = torch.arange(own.window, device=requests.device)
@@ -50,7 +53,7 @@ class Subset:
     def is_all(self) -> bool:
         return self.requests is None and not self.is_empty
 
-    def with_rows(self, each: int) -> "Subset":
+    def with_rows(self, each: int) -> Subset:
         """The same requests of a group with `each` rows per request."""
         if self.requests is None:
             return self
@@ -97,7 +100,7 @@ class RowGroup:
     penalties: RowParameters | None = None  # of the penalised rows
     # A graph's group: all rows are sampled, and a temperature of 0 makes one greedy.
     mixed: bool = False
-    parts: list["RowGroup"] = field(default_factory=list)  # see `RowGroups.parts`
+    parts: list[RowGroup] = field(default_factory=list)  # see `RowGroups.parts`
 
     @property
     def is_edited(self) -> bool:
@@ -246,3 +249,31 @@ def _bias_entries(
         to_device(tokens, device),
         to_device(torch.tensor(values, dtype=torch.float32), device),
     )
+
+
+# Where the tokens stand that the rows of a group sample, and which drafts are before each.
+
+
+@dataclass(frozen=True)
+class RowPositions:
+    """Positions of the tokens that the rows of N requests sample. A first row's token stands at
+    kv_lens `[N]` + `ahead`: 0 after contexts, 1 in windows, whose bonus token is at kv_lens. The
+    other rows follow one after another, or as the nodes of `tree`."""
+
+    kv_lens: torch.Tensor
+    ahead: int
+    tree: WindowTree | None = None
+
+    def positions(self, rows: RoundRows, requests: torch.Tensor | None = None) -> torch.Tensor:
+        """`[T]`: of the rows of these requests; None: of all."""
+        first = self.kv_lens if requests is None else self.kv_lens.index_select(0, requests)
+        if self.tree is None:
+            steps = torch.arange(self.ahead, self.ahead + rows.window, device=first.device)
+            return rows.flat(first.unsqueeze(1) + steps)
+        depths = self.tree.of(requests).depths
+        return rows.flat(first.unsqueeze(1) + depths + self.ahead)
+
+    def split(self, sizes: Sequence[int]) -> list[RowPositions]:
+        lens = self.kv_lens.split_with_sizes(list(sizes))
+        trees = [None] * len(sizes) if self.tree is None else self.tree.split(sizes)
+        return [RowPositions(own, self.ahead, tree) for own, tree in zip(lens, trees, strict=True)]

@@ -13,23 +13,33 @@ from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.resources.window_tree import WindowTree
+from tllm_spec.executor.sampling.acceptance_rules import (
+    Rates,
+    RelaxedAcceptance,
+    reject_chain,
+    reject_tree,
+    synthetic_acceptance,
+)
 from tllm_spec.executor.sampling.grammar_masks import GrammarMasks
-from tllm_spec.executor.sampling.host_edits import HostEdits
-from tllm_spec.executor.sampling.logits import apply_penalties, mask_stop_ids, one_hot_of_best
-from tllm_spec.executor.sampling.logprobs import LogprobRows, log_probabilities
-from tllm_spec.executor.sampling.rejection import reject_chain
-from tllm_spec.executor.sampling.relaxed import RelaxedAcceptance
-from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups, Subset
-from tllm_spec.executor.sampling.row_positions import RowPositions
+from tllm_spec.executor.sampling.logits import (
+    HostEdits,
+    apply_penalties,
+    mask_stop_ids,
+    one_hot_of_best,
+)
+from tllm_spec.executor.sampling.logprobs import (
+    LogprobRows,
+    bytes_per_row,
+    log_probabilities,
+    rows_at_once,
+)
+from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups, RowPositions, Subset
 from tllm_spec.executor.sampling.state import RowParameters, SamplingState
-from tllm_spec.executor.sampling.synthetic import Rates, synthetic_acceptance
-from tllm_spec.executor.sampling.tree_rejection import reject_tree
-from tllm_spec.executor.sampling.working_memory import bytes_per_row, rows_at_once
-from tllm_spec.kernels.accept_tree import Accepted
-from tllm_spec.kernels.choose_token import choose_best, choose_token
-from tllm_spec.kernels.filter_cut import filter_cut
-from tllm_spec.kernels.gumbel import gumbel_noise
-from tllm_spec.kernels.row_copies import gather_rows
+from tllm_spec.kernels.sampling.choose_token import choose_best, choose_token
+from tllm_spec.kernels.sampling.gumbel import gumbel_noise
+from tllm_spec.kernels.sampling.logit_filters import filter_cut
+from tllm_spec.kernels.slots.accept import Accepted
+from tllm_spec.kernels.slots.row_copies import gather_rows
 
 
 class Sampler:

@@ -8,20 +8,18 @@ from typing import Any
 
 import torch
 
-from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.distributed.vocab_shard import VocabShard
+from tllm_spec.distributed.communicator import SINGLE, Communicator, VocabShard
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.grammar_masks import GrammarMasks
 from tllm_spec.executor.sampling.logprobs import LogprobRows
-from tllm_spec.executor.sampling.row_group import NO_REQUESTS, RowGroup, RowGroups
-from tllm_spec.executor.sampling.row_positions import RowPositions
+from tllm_spec.executor.sampling.row_group import NO_REQUESTS, RowGroup, RowGroups, RowPositions
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
-from tllm_spec.kernels.choose_token import offer_token
-from tllm_spec.kernels.round_rows import RoundRows
+from tllm_spec.kernels.sampling.choose_token import offer_token
+from tllm_spec.kernels.slots.round_rows import RoundRows
 
 
 class ShardedRowGroups(RowGroups):

@@ -7,8 +7,8 @@ import torch
 
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.resources.seq_slots import SeqSlotManager
-from tllm_spec.kernels.round_rows import RoundRows
+from tllm_spec.executor.resources.interface import SeqSlotManager
+from tllm_spec.kernels.slots.round_rows import RoundRows
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 _INTEGERS = ("seed", "top_k", "min_position")

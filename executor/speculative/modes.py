@@ -6,12 +6,12 @@ drafter is made."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tllm_spec.config.import_path import import_path_of
-from tllm_spec.config.kv_cache_config import KVCacheType
-from tllm_spec.config.matched_drafts_config import MatchedDraftsConfig
-from tllm_spec.config.parallel_drafts_config import DFlashDecodingConfig, PARDDecodingConfig
+from tllm_spec.config.draft_tree_config import MatchedDraftsConfig
+from tllm_spec.config.engine_config import KVCacheType
+from tllm_spec.config.option_checks import import_path_of
 from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
+    DFlashDecodingConfig,
     DraftBackend,
     DraftTargetDecodingConfig,
     Eagle3DecodingConfig,
@@ -19,10 +19,11 @@ from tllm_spec.config.speculative_config import (
     EagleHeadDecodingConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
+    PARDDecodingConfig,
     SADecodingConfig,
     UserProvidedDecodingConfig,
 )
-from tllm_spec.executor.engine.sink_window import SinkWindow
+from tllm_spec.executor.engine.attention_groups import SinkWindow
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState

@@ -3,8 +3,12 @@
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.kernels.kv_codes import UNSCALED, KVScales
-from tllm_spec.kernels.paged_prefill import PrefillLimits, PrefillRows, plain_paged_prefill
+from tllm_spec.kernels.attention.kv_codes import UNSCALED, KVScales
+from tllm_spec.kernels.attention.paged_prefill import (
+    PrefillLimits,
+    PrefillRows,
+    plain_paged_prefill,
+)
 
 
 class PlainPrefill:

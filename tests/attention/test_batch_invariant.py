@@ -7,7 +7,7 @@ import torch
 from tests.attention.test_triton import BATCHES, CAPTURED, REPLAYED, Batch, Forward, on_each_device
 from tests.kernels.row_counts import rows_of
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
-from tllm_spec.kernels.batch_invariant_attention import QueryTiles
+from tllm_spec.kernels.attention.batch_invariant_attention import QueryTiles
 
 # A tile has 21 tokens.
 LONG = {"tiles of chunks and windows": Batch(((9, 24), (0, 3)), (30, 45), window=22)}

@@ -9,25 +9,24 @@ import torch
 
 from tests.kernels.row_counts import rows_of
 from tests.kernels.tree_problem import bits_of, random_paths
-from tllm_spec.attention import batch_invariant_latent as batch_invariant
+from tllm_spec.attention import batch_invariant
 from tllm_spec.attention import latent as module
-from tllm_spec.attention.batch_invariant_latent import BatchInvariantLatent
+from tllm_spec.attention.batch_invariant import BatchInvariantLatent
 from tllm_spec.attention.choice import create_backend, workspace_bytes
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.geometry import AttentionGeometry, LatentGeometry
 from tllm_spec.attention.interface import AttentionMetadata
-from tllm_spec.attention.kv_format import KVFormat
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.attention.latent import LatentBackend, LatentInputs, TritonLatent, VanillaLatent
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
-from tllm_spec.kernels.kv_codes import UNSCALED, KVScales, encoded
-from tllm_spec.kernels.latent_attention import MAX_PARTIAL_ROWS
-from tllm_spec.kernels.latent_prefill import MAX_EXPANDED_TOKENS
-from tllm_spec.kernels.latent_write import LatentNorm
-from tllm_spec.kernels.rms_norm import rms_norm
-from tllm_spec.kernels.rotary_write import Rotary, plain_rotate
-from tllm_spec.kernels.tree_mask import TreeMask
+from tllm_spec.kernels.attention.kv_codes import UNSCALED, KVScales, encoded
+from tllm_spec.kernels.attention.latent_attention import MAX_PARTIAL_ROWS
+from tllm_spec.kernels.attention.latent_prefill import MAX_EXPANDED_TOKENS
+from tllm_spec.kernels.attention.latent_write import LatentNorm
+from tllm_spec.kernels.attention.rotary_write import Rotary, plain_rotate
+from tllm_spec.kernels.attention.visible_keys import TreeMask
+from tllm_spec.kernels.gemm.norms import rms_norm
 
 LAYERS, HEADS, RANK, ROPE, NOPE, VALUE, PAGE_SIZE = 2, 3, 24, 8, 16, 12, 4
 GEOMETRY = LatentGeometry(LAYERS, HEADS, RANK, ROPE, NOPE, VALUE, 0.2)

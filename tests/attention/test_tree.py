@@ -20,8 +20,8 @@ from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
-from tllm_spec.kernels.rotary_write import Rotary, plain_rotate
-from tllm_spec.kernels.tree_mask import TreeMask
+from tllm_spec.kernels.attention.rotary_write import Rotary, plain_rotate
+from tllm_spec.kernels.attention.visible_keys import TreeMask
 
 # A batch, and the keys of the tree's region before the windows.
 BATCHES = {

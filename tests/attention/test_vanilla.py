@@ -9,10 +9,9 @@ import torch
 from tests.kernels.row_counts import rows_of
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionMetadata
-from tllm_spec.attention.kv_format import KVFormat
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
-from tllm_spec.kernels.rotary_write import Rotary
+from tllm_spec.kernels.attention.rotary_write import Rotary
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 2, 6, 2, 8, 4, 24
 GEOMETRY = AttentionGeometry(LAYERS, HEADS, KV_HEADS, HEAD_DIM, 0.3)

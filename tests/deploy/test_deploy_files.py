@@ -84,15 +84,100 @@ def test_compose_starts_a_server_that_prometheus_and_grafana_know() -> None:
     (scrape,) = documents(DEPLOY / "prometheus.yml")
     (job,) = scrape["scrape_configs"]
     assert job["static_configs"] == [{"targets": ["server:8000"]}]
+    assert job["authorization"] == {"credentials_file": "/run/secrets/api_key"}
+
+
+def test_compose_asks_for_each_secret_and_uses_none_twice() -> None:
+    (compose,) = documents(DEPLOY / "compose.yaml")
+    services = compose["services"]
+    key = services["server"]["environment"]["TLLM_SPEC_API_KEY"]
+    password = services["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"]
+    names = [re.match(r"\$\{(\w+):\?", value) for value in (key, password)]
+    assert all(names) and names[0][1] != names[1][1]  # type: ignore[index]
+    assert all("size=" in mount for mount in services["server"]["tmpfs"])
+    assert any("retention.size" in option for option in services["prometheus"]["command"])
+
+
+def test_what_listens_to_other_machines_has_a_key_of_its_owners() -> None:
+    """No file has a key, and none starts a server of everybody's."""
+    for path in sorted(DEPLOY.rglob("*.*")):
+        text = path.read_text(encoding="utf-8")
+        assert "change-me" not in text and "literals" not in text, path
+        if "0.0.0.0" in text and "tllm-serve" in text:
+            assert re.search(r"TLLM_SPEC_API_KEY|--api_key @", text), path
 
 
 def test_prometheus_accepts_its_configuration() -> None:
     run(tool("promtool"), "check", "config", "--syntax-only", str(DEPLOY / "prometheus.yml"))
 
 
-def test_kubernetes_files_fit_together() -> None:
-    built = yaml.safe_load_all(run(tool("kubectl"), "kustomize", str(BASE)))
-    objects = {each["kind"]: each for each in built}
+def built(tmp_path: Path, folder: str) -> dict[str, Any]:
+    """The objects of a kustomize folder by kind, with a key of one's own."""
+    shutil.copytree(DEPLOY / "kubernetes", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "base/api_key.env").write_text("api_key=abc\n")
+    text = run(tool("kubectl"), "kustomize", str(tmp_path / folder))
+    return {each["kind"]: each for each in yaml.safe_load_all(text)}
+
+
+def test_nothing_is_applied_to_kubernetes_without_a_key() -> None:
+    assert not (BASE / "api_key.env").exists()
+    command = [tool("kubectl"), "kustomize", str(BASE)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0 and "api_key.env" in done.stderr and not done.stdout.strip()
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert "api_key.env" in ignored
+    not_in_images = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    assert "deploy/kubernetes" in not_in_images
+
+
+def test_prometheus_sends_the_key_of_the_servers(tmp_path: Path) -> None:
+    objects = built(tmp_path, "prometheus")
+    (endpoint,) = objects["PodMonitor"]["spec"]["podMetricsEndpoints"]
+    secret = objects["Secret"]["metadata"]["name"]
+    credentials = {"name": secret, "key": "api_key"}
+    assert endpoint["authorization"] == {"credentials": credentials}
+    template = objects["Deployment"]["spec"]["template"]
+    labels = objects["PodMonitor"]["spec"]["selector"]["matchLabels"]
+    assert labels.items() <= template["metadata"]["labels"].items()
+    assert "annotations" not in template["metadata"], "an annotation scrape has no key"
+    (container,) = template["spec"]["containers"]
+    assert endpoint["port"] in [port["name"] for port in container["ports"]]
+
+
+def test_kubernetes_pods_draft_and_have_no_more_than_they_need(tmp_path: Path) -> None:
+    objects = built(tmp_path, "base")
+    deployment = objects["Deployment"]["spec"]
+    pod = deployment["template"]["spec"]
+    (server,) = pod["containers"]
+    (flag,) = [each for each in server["args"] if each.startswith("--config=")]
+    folder, name = Path(flag.removeprefix("--config=")).parts[1:]
+    assert {"name": folder, "mountPath": f"/{folder}", "readOnly": True} in server["volumeMounts"]
+    options = yaml.safe_load(objects["ConfigMap"]["data"][name])
+    head = options["speculative_config"].pop("speculative_model")
+    options["speculative_config"]["speculative_model"] = "zoo:llama-eagle3"
+    assert LlmArgs.from_kwargs("zoo:llama", **options).speculative_config
+    (fill,) = documents(BASE / "fill-models.yaml")
+    filled = (BASE / "fill-models.yaml").read_text()
+    assert f":{head}\n" in filled and f":{server['args'][0]}\n" in filled
+    (volume,) = fill["spec"]["volumes"]
+    claim = objects["PersistentVolumeClaim"]
+    assert volume["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"]}
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    for each in (pod, fill["spec"]):
+        assert each["automountServiceAccountToken"] is False
+    policy = objects["NetworkPolicy"]["spec"]
+    assert policy["podSelector"] == deployment["selector"] and policy["egress"] == []
+    assert policy["ingress"][0]["ports"] == [{"port": server["ports"][0]["name"]}]
+
+
+@pytest.mark.parametrize("path", ["kubernetes/base/deployment.yaml", "mpi/mpijob.yaml"])
+def test_every_volume_that_a_pod_writes_has_a_limit(path: str) -> None:
+    text = (DEPLOY / path).read_text(encoding="utf-8")
+    assert text.count("emptyDir:") == text.count("sizeLimit:") > 0
+
+
+def test_kubernetes_files_fit_together(tmp_path: Path) -> None:
+    objects = built(tmp_path, "base")
     deployment = objects["Deployment"]["spec"]
     pod = deployment["template"]["spec"]
     (server,) = pod["containers"]
@@ -127,6 +212,9 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     check_flags(command[2].split())
     ending = seconds_of(command[2], "drain_delay") + seconds_of(command[2], "shutdown_timeout")
     assert int(re.findall(r"TimeoutStopSec=(\d+)", text)[0]) > ending > 300
+    for line in ("LimitCORE=0", "DevicePolicy=closed", "NoNewPrivileges=yes"):
+        assert f"\n{line}\n" in text
+    assert "--host" not in command[2], "it has no TLS"
     unit = tmp_path / "tllm-serve.service"
     unit.write_text(text.replace(command[1], "/bin/true"))
     run(tool("systemd-analyze"), "verify", str(unit))

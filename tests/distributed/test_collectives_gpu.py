@@ -79,9 +79,9 @@ import torch
 from mpi4py import MPI
 from tllm_spec.distributed.peer_sums import PeerSums
 from tllm_spec.distributed.process_group import ProcessGroup
-from tllm_spec.distributed.sum_choice import choose_sums, graph_seconds
-from tllm_spec.kernels.rank_best import rank_best_reference
-from tllm_spec.kernels.rank_sum import rank_sum_reference
+from tllm_spec.distributed.peer_sums import choose_sums, graph_seconds
+from tllm_spec.kernels.parallel.rank_sum import rank_best_reference
+from tllm_spec.kernels.parallel.rank_sum import rank_sum_reference
 
 group = ProcessGroup(MPI.COMM_WORLD)
 rank, size = group.mapping.rank, group.mapping.world_size

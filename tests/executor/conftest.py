@@ -11,7 +11,7 @@ import torch
 
 from tests.executor.harness import tensors_of
 from tests.executor.tiny_llama import write_tiny_llama
-from tllm_spec.executor.graphs.graph_pool import Captured, GraphPool
+from tllm_spec.executor.graphs.slot_graphs import Captured, GraphPool
 
 
 @pytest.fixture(scope="session")

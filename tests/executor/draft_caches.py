@@ -22,7 +22,7 @@ from tllm_spec.executor.speculative.drafting.external_layers import ExternalHead
 from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
 from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
-from tllm_spec.kernels.gumbel import gumbel_noise
+from tllm_spec.kernels.sampling.gumbel import gumbel_noise
 from tllm_spec.models.draft_head import Masks
 
 LAYERS = (0, 1)  # of the two-layer target, for a head with num_captured=2

@@ -13,8 +13,13 @@ from tests.executor.draft_caches import eagle3
 from tests.executor.graph_rounds import graphs_of, replays_of
 from tests.executor.harness import Harness, draft_target, output_of, tensors_of
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.graphs.graph_pool import Captured, GraphPool
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs, graph_keys
+from tllm_spec.executor.graphs.slot_graphs import (
+    Captured,
+    GraphKey,
+    GraphPool,
+    SlotGraphs,
+    graph_keys,
+)
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter

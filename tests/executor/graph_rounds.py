@@ -13,9 +13,13 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.build import prepare_rounds
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
-from tllm_spec.executor.graphs.graph_pool import GraphPool
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs, graph_keys
+from tllm_spec.executor.graphs.slot_graphs import (
+    CudaGraphs,
+    GraphKey,
+    GraphPool,
+    SlotGraphs,
+    graph_keys,
+)
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.speculative.drafting.ready_drafts import ReadyDrafts
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd

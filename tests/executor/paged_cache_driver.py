@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.resources.pages import PageGroup
 from tllm_spec.executor.resources.radix import NO_PAGE
-from tllm_spec.kernels.key_spans import KeySpan
+from tllm_spec.kernels.attention.visible_keys import KeySpan
 
 
 class Device:

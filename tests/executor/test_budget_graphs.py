@@ -19,7 +19,7 @@ from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.config.verify_budget import with_budgets
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.kernels.round_rows import RoundRows
+from tllm_spec.kernels.slots.round_rows import RoundRows
 
 SIZES, BUDGET = (1, 2, 4, 8), 2.5
 MTP = {"decoding_type": "MTP", "max_draft_len": DRAFT_LEN, "verify_budget": BUDGET}

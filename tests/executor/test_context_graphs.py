@@ -18,8 +18,7 @@ from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
 from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.executor.graphs.context_graphs import MAX_CHUNKS, capture_contexts, context_rows
-from tllm_spec.executor.graphs.graph_pool import GraphPool
-from tllm_spec.executor.graphs.slot_graphs import graph_keys
+from tllm_spec.executor.graphs.slot_graphs import GraphPool, graph_keys
 from tllm_spec.executor.request import LlmRequest
 
 CPU = torch.device("cpu")

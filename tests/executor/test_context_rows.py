@@ -21,11 +21,11 @@ from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
 from tllm_spec.executor.engine.rows import ROW_ALIGNMENT, ContextChunk, RowBuilder
 from tllm_spec.executor.graphs.context_graphs import MAX_CHUNKS, capture_contexts
-from tllm_spec.executor.graphs.graph_pool import GraphPool
-from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+from tllm_spec.executor.graphs.slot_graphs import GraphPool
+from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import BlockTable
 from tllm_spec.executor.sampling.state import SamplingState
-from tllm_spec.kernels.paged_prefill import PrefillRows
+from tllm_spec.kernels.attention.paged_prefill import PrefillRows
 
 CPU = torch.device("cpu")
 NUM_PAGES, PAGE_SIZE, DUMMY = 40, 4, 3

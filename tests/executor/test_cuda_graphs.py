@@ -20,9 +20,7 @@ from tests.executor.graph_rounds import (
 from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
 from tllm_spec.config.draft_shape import DraftShape, chain_of
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
-from tllm_spec.executor.graphs.graph_pool import GraphPool
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
+from tllm_spec.executor.graphs.slot_graphs import CudaGraphs, GraphKey, GraphPool, graph_keys
 
 
 def test_slot_ids_are_sent_only_when_they_change(

@@ -9,8 +9,7 @@ from tests.executor.draft_caches import HOT, one_model, proposer_of
 from tests.executor.graph_rounds import capture_rounds
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tllm_spec.config.draft_shape import NO_DRAFTS
-from tllm_spec.executor.graphs.graph_pool import Captured
-from tllm_spec.executor.graphs.slot_graphs import SlotGraphs, graph_keys
+from tllm_spec.executor.graphs.slot_graphs import Captured, SlotGraphs, graph_keys
 from tllm_spec.executor.request import LlmRequest
 
 MODES = ["draft_target", "eagle3", "eagle3_two_model"]

@@ -12,17 +12,15 @@ from tests.executor.draft_caches import eagle3
 from tests.executor.draft_graphs import CPU, DUMMY, two_model, with_graphs
 from tests.executor.graph_rounds import keys_of_build
 from tests.executor.harness import Harness
-from tllm_spec.attention.kv_format import KVFormat
+from tllm_spec.attention.kv_pool import KVFormat
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.tiers import RoundTimer
-from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
-from tllm_spec.executor.engine.page_plan import own_groups
-from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
-from tllm_spec.executor.graphs.dummy_contexts import ContextLimits
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
+from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH, own_groups
+from tllm_spec.executor.graphs.context_graphs import ContextLimits
+from tllm_spec.executor.graphs.slot_graphs import CudaGraphs, GraphKey, SlotGraphs
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter

@@ -16,8 +16,7 @@ from tests.executor.graph_rounds import on_cuda, replays_of, submit_mixture
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.executor.test_split_rounds import watch_windows
 from tllm_spec.config.draft_shape import DraftShape, chain_of
-from tllm_spec.executor.graphs.graph_pool import Captured
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
+from tllm_spec.executor.graphs.slot_graphs import Captured, GraphKey, SlotGraphs
 from tllm_spec.executor.request import RequestState
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 

@@ -189,6 +189,9 @@ def test_a_swap_is_taken_back_when_requests_after_it_have_fewer_tokens_a_round(
     assert weights.version == version
     assert torch.equal(model.weight, weight if version == 2 else other.weight)
     assert weights.folder == ("old" if version == 2 else "new")
+    rows = weights.state()["by_version"]
+    assert [rows[each]["tokens"] for each in ("0", "1")] == [2000, 2 * tokens]
+    assert rows["1"]["tokens_per_round"] == 2 * tokens / WATCHED_ROUNDS
 
 
 def test_a_swap_under_running_streams_loses_and_changes_nothing(tmp_path: Path) -> None:
@@ -234,8 +237,24 @@ def test_weights_that_recorded_traffic_shows_to_be_worse_are_refused_unless_forc
         with pytest.raises(ValueError, match="force = true takes it all the same"):
             llm.load_draft_weights(worse)
         assert llm.load_draft_weights(worse, force=True)["version"] == 1
-        told = llm.load_draft_weights(HEAD)["tokens_per_round"]
-    assert told["before"] == 1 < told["after"]
+        told = llm.load_draft_weights(HEAD)
+    assert told["replayed"] == MIN_REPLAYED
+    assert told["tokens_per_round"]["before"] == 1 < told["tokens_per_round"]["after"]
+
+
+def test_a_swap_says_why_recorded_traffic_did_not_decide(tmp_path: Path) -> None:
+    spec = {"decoding_type": "Eagle3", "speculative_model": HEAD, "max_draft_len": 2}
+    options = {"max_batch_size": 2, "max_seq_len": 64, "speculative_config": spec}
+    with LLM("zoo:llama", record_traffic=str(tmp_path / "traffic"), **options) as llm:
+        few, forced = (llm.load_draft_weights(HEAD, force=each) for each in (False, True))
+    with LLM("zoo:llama", **options) as llm:
+        nothing = llm.load_draft_weights(HEAD)
+    assert [each["replayed"] for each in (few, forced, nothing)] == [0, 0, 0]
+    assert "0 requests are recorded, and 8 are needed" in few["reason"]
+    assert (forced["reason"], nothing["reason"]) == (
+        "force = true",
+        "no requests are recorded (record_traffic)",
+    )
 
 
 def test_an_engine_without_draft_weights_of_its_own_says_what_is_accepted() -> None:

@@ -14,9 +14,8 @@ from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.executor.building.tiers import RoundTimer
 from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
-from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
-from tllm_spec.executor.graphs.dummy_contexts import ContextLimits, DummyContexts
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
+from tllm_spec.executor.graphs.context_graphs import ContextLimits, DummyContexts
+from tllm_spec.executor.graphs.slot_graphs import CudaGraphs, GraphKey, graph_keys
 
 CPU = torch.device("cpu")
 DUMMY = 8

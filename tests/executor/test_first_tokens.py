@@ -12,8 +12,7 @@ from tests.executor.harness import Harness, output_of
 from tests.executor.test_context_graphs import with_graphs
 from tests.executor.test_observations import Told
 from tests.lossless.engines import tiny_engine
-from tllm_spec.executor.device.device_span import DeviceSpan
-from tllm_spec.executor.device.transfer import ToHost
+from tllm_spec.executor.device.transfer import DeviceSpan, ToHost
 from tllm_spec.executor.rounds.round_clock import RoundClock
 
 ON_DEVICE = ("draft_target_one_model", "eagle3", "eagle3_two_model")

@@ -12,8 +12,7 @@ from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.resources.interface import ResourceManager
-from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+from tllm_spec.executor.resources.interface import ResourceManager, SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.speculative.drafting.drafter import Drafter

@@ -18,7 +18,7 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.host_tree import HostTree
-from tllm_spec.kernels.draft_layout import DraftLayout
+from tllm_spec.kernels.drafts.draft_layout import DraftLayout
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9] * 11]
 DEPTH, NUM_NODES = 3, 10

@@ -17,9 +17,8 @@ from tests.executor.one_group import all_are_free
 from tests.executor.scripted_rounds import ScriptedEngine
 from tllm_spec.config.draft_shape import DraftShape, chain_of
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState, StopMatch
+from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState, Response, StopMatch
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
-from tllm_spec.executor.response import Response
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.executor.speculative.drafting.ready_drafts import ReadyDrafts
 

@@ -62,7 +62,7 @@ def test_speculation_is_counted_per_round(tiny: Path) -> None:
 def test_a_line_of_the_log_says_what_each_round_did(
     tiny: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "tllm_spec.executor.iteration_stats")
+    caplog.set_level(logging.INFO, "tllm_spec.executor.totals")
     options = user_provided(lambda request: [63] * len(request.py_draft_tokens))
     params = SamplingParams(max_tokens=4, ignore_eos=True, logit_bias={63: -100.0})
     with make_llm(tiny, print_iter_log=True, **options) as llm:

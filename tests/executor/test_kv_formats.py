@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.executor.harness import Harness, draft_target
 from tests.models.mtp_reference import save_with_mtp
 from tllm_spec.executor.building import kv_formats
-from tllm_spec.kernels.kv_codes import UNSCALED, KVScales
+from tllm_spec.kernels.attention.kv_codes import UNSCALED, KVScales
 
 FP8 = {"kv_cache_config": {"dtype": "fp8"}}
 OWN_TYPE = "the KV cache has the model's own type"

@@ -30,7 +30,7 @@ from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.speculative.drafting.match_or_network import MatchOrNetwork
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
-from tllm_spec.kernels.draft_sources import MATCH, NETWORK
+from tllm_spec.kernels.drafts.draft_sources import MATCH, NETWORK
 
 OVERLAPPING = ["draft_target", "eagle3", "eagle3_two_model", "eagle3_sa_tree"]
 OVERLAPPING += ["draft_target_two_model_tree", "draft_target_two_model", "pard_two_model"]

@@ -11,23 +11,28 @@ import torch
 
 from tests.models.published_gpt_oss import GPT_OSS_20B
 from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.kv_format import KVFormat
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.distributed.communicator import SINGLE_RANK, Communicator
 from tllm_spec.executor.building import memory
 from tllm_spec.executor.building.engines import build_engines
 from tllm_spec.executor.building.memory import check_free_memory
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.engine.free_memory import free_bytes, machine_bytes
-from tllm_spec.executor.engine.memory_plan import DUMMY_PAGES, plan_num_pages, round_bytes
-from tllm_spec.executor.engine.page_plan import GroupPlan, PoolPlan, own_groups
+from tllm_spec.executor.engine.memory_plan import (
+    DUMMY_PAGES,
+    GroupPlan,
+    PoolPlan,
+    free_bytes,
+    machine_bytes,
+    own_groups,
+    plan_num_pages,
+    round_bytes,
+)
 from tllm_spec.executor.resources.kv_cache import SpanRoom
-from tllm_spec.kernels.int4_weights import MXFP4_GROUP
-from tllm_spec.kernels.key_spans import KeySpan
-from tllm_spec.kernels.kv_codes import UNSCALED
-from tllm_spec.kernels.scaled_linear_slices import MAX_BYTES
+from tllm_spec.kernels.attention.kv_codes import UNSCALED
+from tllm_spec.kernels.attention.visible_keys import KeySpan
+from tllm_spec.kernels.gemm.int4_weights import MXFP4_GROUP
+from tllm_spec.kernels.gemm.scaled_linear import MAX_BYTES
 from tllm_spec.llm import LLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.formats.int4_formats import Int4Groups

@@ -33,8 +33,7 @@ from tests.executor.overlap_rounds import (
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.transfer import ToHost
 from tllm_spec.executor.engine.rows import RowBuilder
-from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.response import Response
+from tllm_spec.executor.request import LlmRequest, RequestState, Response
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.executor.one_group import cache_of
 from tests.executor.paged_cache_driver import Driver, RandomUse
 from tllm_spec.executor.resources.paged_cache import CacheStats
-from tllm_spec.kernels.key_spans import KeySpan
+from tllm_spec.kernels.attention.visible_keys import KeySpan
 
 
 def common_length(left: list[int], right: list[int]) -> int:

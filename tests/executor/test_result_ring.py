@@ -7,10 +7,8 @@ import torch
 from tests.executor.graph_rounds import Event
 from tllm_spec.config.draft_shape import DraftShape, chain_of
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.device.result_ring import DEPTH, ResultRing
-from tllm_spec.executor.device.transfer import ToHost
-from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
-from tllm_spec.executor.graphs.slot_graphs import GraphKey
+from tllm_spec.executor.device.transfer import DEPTH, ResultRing, ToHost
+from tllm_spec.executor.graphs.slot_graphs import CudaGraphs, GraphKey
 
 CPU = torch.device("cpu")
 DUMMY = 8

@@ -8,7 +8,7 @@ from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.speculative.drafting.round_end import WindowResult
-from tllm_spec.kernels.round_rows import RoundRows
+from tllm_spec.kernels.slots.round_rows import RoundRows
 
 TREE = DraftShape(2, 4, 2, mean_rows=3)
 PATHS = torch.tensor([[0, 1, 1], [0, 2, 3], [0, 0, 0]])

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tllm_spec.attention.interface import AttentionMetadata
-from tllm_spec.executor.engine.sink_window import SinkWindow
-from tllm_spec.kernels.round_rows import RoundRows
-from tllm_spec.kernels.tree_mask import TreeMask
+from tllm_spec.executor.engine.attention_groups import SinkWindow
+from tllm_spec.kernels.attention.visible_keys import TreeMask
+from tllm_spec.kernels.slots.round_rows import RoundRows
 
 PAGE, PAGES = 4, 20
 CHUNKS = ((3, 3), (31, 31), (17, 52), (1, 70))  # tokens, and the length with them

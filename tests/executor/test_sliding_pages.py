@@ -11,7 +11,7 @@ from tests.executor.paged_cache_driver import Driver
 from tests.models.helpers import random_tokens, save_checkpoint
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.kernels.key_spans import KeySpan
+from tllm_spec.kernels.attention.visible_keys import KeySpan
 
 WINDOW, PAGE_SIZE = 8, 4
 MODELS: dict[str, dict[str, Any]] = {

@@ -22,10 +22,10 @@ from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.resources.shared_texts import SharedTexts, pieces_of, rows_of
+from tllm_spec.executor.resources.interface import SharedTexts, pieces_of, rows_of
 from tllm_spec.executor.speculative.drafting.corpus import read_corpus
-from tllm_spec.kernels.path_trees import path_trees
-from tllm_spec.kernels.suffix_match import NO_TOKEN, TextTable
+from tllm_spec.kernels.drafts.path_trees import path_trees
+from tllm_spec.kernels.drafts.suffix_match import NO_TOKEN, TextTable
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.text.tokenizer import load_tokenizer
 

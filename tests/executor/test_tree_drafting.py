@@ -22,7 +22,7 @@ from tests.executor.graph_rounds import DUMMY, graphs_of, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.kernels.gumbel import gumbel_noise
+from tllm_spec.kernels.sampling.gumbel import gumbel_noise
 from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.text.tokenizer import load_tokenizer
 

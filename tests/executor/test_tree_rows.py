@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, TreeRows, Windows
-from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import BlockTable
-from tllm_spec.kernels.tree_mask import TreeMask
+from tllm_spec.kernels.attention.visible_keys import TreeMask
 
 CPU = torch.device("cpu")
 PAGE_SIZE, TABLES = 4, {0: [7, 3, 9], 1: [2, 5, 8]}

@@ -182,7 +182,7 @@ def test_an_engine_on_a_cpu_has_nothing_to_warm_up(
 def test_on_a_gpu_contexts_with_windows_compile_no_attention_after_the_warm_up(
     tiny: Path, drafts: tuple[Path, Path], head: Path, mode: str
 ) -> None:
-    from tllm_spec.kernels.window_attention_triton import attention_kernel
+    from tllm_spec.kernels.attention.window_attention_triton import attention_kernel
 
     def compiled() -> int:
         return len(attention_kernel.device_caches[torch.cuda.current_device()][0])

@@ -14,10 +14,10 @@ import torch
 
 from tests.kernels.hopper import HOPPER, check_front_end, compiled_for
 from tllm_spec.kernels import dispatch
-from tllm_spec.kernels.programmatic_launch import programmatic_launch
-from tllm_spec.kernels.shared_memory import (
+from tllm_spec.kernels.launch import (
     TENSOR_COLUMNS,
     has_tensor_memory,
+    programmatic_launch,
     shared_memory_bytes,
 )
 
@@ -128,8 +128,10 @@ def launches_of(
     """What the wrappers in `call` launch on a GPU of the capability, one for each `key`."""
     from triton.runtime.jit import JITFunction
 
-    for path in Path(dispatch.__file__).parent.glob("*_triton.py"):
-        import_module(f"tllm_spec.kernels.{path.stem}")  # what is imported later stays replaced
+    folder = Path(dispatch.__file__).parent
+    for path in folder.rglob("*.py"):  # what is imported later stays replaced
+        name = ".".join(path.relative_to(folder).with_suffix("").parts)
+        import_module(f"tllm_spec.kernels.{name}")
     use_gpu(capability, monkeypatch)
     device = torch.device("cuda", 0)
     shared_bytes = shared_memory_bytes.__wrapped__(device)

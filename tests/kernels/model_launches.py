@@ -8,28 +8,29 @@ from typing import Any
 import torch
 
 from tests.kernels.launches import META
-from tllm_spec.kernels import (
+from tllm_spec.kernels.attention import (
     batch_invariant_attention,
     batch_invariant_latent,
-    batch_invariant_linear,
-    fp8_linear,
-    grouped_gemm,
-    head_gemm,
-    int4_weights,
     latent_attention,
-    quantise_rows,
-    scaled_linear,
     window_attention,
     window_splits,
 )
-from tllm_spec.kernels.grouped_tilings import Form, block_rows_of
-from tllm_spec.kernels.int4_weights import row_bytes, row_words
-from tllm_spec.kernels.key_spans import KeySpan, KeySpans
-from tllm_spec.kernels.moe_permute import ExpertRows
-from tllm_spec.kernels.rotary_write import HeadWeights
-from tllm_spec.kernels.round_rows import RoundRows
-from tllm_spec.kernels.small_m_gemm import NormWeight
-from tllm_spec.kernels.tree_mask import TreeMask, TreePaths
+from tllm_spec.kernels.attention.rotary_write import HeadWeights
+from tllm_spec.kernels.attention.visible_keys import KeySpan, KeySpans, TreeMask, TreePaths
+from tllm_spec.kernels.experts import grouped_gemm
+from tllm_spec.kernels.experts.grouped_gemm import Form, block_rows_of
+from tllm_spec.kernels.experts.permute import ExpertRows
+from tllm_spec.kernels.gemm import (
+    batch_invariant_linear,
+    fp8_linear,
+    head_gemm,
+    int4_weights,
+    scaled_linear,
+)
+from tllm_spec.kernels.gemm import fp8_numbers as quantise_rows
+from tllm_spec.kernels.gemm.int4_weights import row_bytes, row_words
+from tllm_spec.kernels.gemm.norms import NormWeight
+from tllm_spec.kernels.slots.round_rows import RoundRows
 
 FLOATS = (torch.bfloat16, torch.float32)  # float16 takes as much as bfloat16
 FP8 = torch.float8_e4m3fn
@@ -307,7 +308,7 @@ def invariant_latents(*, has_codes: bool) -> None:
     for (number, rank, rope, head_dim), dtype, in_tree, batch in product(
         LATENT_SHAPES, FLOATS, (False, True), (1, 600)
     ):
-        size = 1 if in_tree else batch_invariant_latent.tokens_per_tile(number)
+        size = 1 if in_tree else batch_invariant_latent.latent_tokens_per_tile(number)
         paths = tree_paths(batch, size) if in_tree else None
         tiles = batch_invariant_attention.QueryTiles(int32(4, batch), size, paths)
         batch_invariant_latent.batch_invariant_latent(

@@ -1,7 +1,7 @@
 """Makes Triton's interpreter faster without changing its results or checks: calls of device
 functions do not patch `triton.language` again, what is patched and what follows from a type is
 found once, tensors of one shape are not broadcast, and the check for integer overflow is two NumPy
-operations."""
+operations. And a row of `tl.dot` does not depend on the other rows, as on a GPU."""
 
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -19,12 +19,14 @@ def install(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """For the rest of the process."""
     core, semantic = interpreter.tl.core, interpreter.interpreter_semantic
     broadcast = semantic.broadcast_impl_value
+    builder = interpreter.InterpreterBuilder
     for owner, name, new in (
         (interpreter, "_patch_lang", _once_a_launch(interpreter._patch_lang)),
         (interpreter, "_patch_builtin", _patch_builtin),
         (interpreter, "_get_np_dtype", _looked_up_once(interpreter._get_np_dtype)),
         (semantic, "binary_op_sanitize_overflow_impl", _assert_no_overflow),
         (semantic, "broadcast_impl_value", _unless_shapes_are_equal(broadcast)),
+        (builder, "create_dot", _summed_in_64_bits(builder.create_dot)),
         (core.dtype, "__eq__", _or_the_same_object(core.dtype.__eq__)),
         (core.block_type, "__init__", _checked_once(core.block_type.__init__)),
         (core.tensor, "__init__", _with_known_shape(core.tensor.__init__)),
@@ -64,6 +66,20 @@ def _looked_up_once(numpy_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
     found = lru_cache(numpy_type)
     pointer = np.dtype(np.uint64)
     return lambda kind: pointer if kind.scalar.is_ptr() else found(kind.scalar)
+
+
+def _summed_in_64_bits(create_dot: Callable[..., Any]) -> Callable[..., Any]:
+    """NumPy's BLAS has, on some processors, other sums for a row in another place. In float64 the
+    difference is lost when the product is rounded to float32."""
+
+    def dot(builder: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if d.data.dtype != np.float32:
+            return create_dot(builder, a, b, d, *options)
+        zeros = interpreter.TensorHandle(np.zeros(d.data.shape, np.float64), interpreter.tl.float64)
+        product = create_dot(builder, a, b, zeros, *options).data.astype(np.float32)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    return dot
 
 
 def _or_the_same_object(equals: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tllm_spec.kernels.round_rows import RoundRows
+from tllm_spec.kernels.slots.round_rows import RoundRows
 
 
 def rows_of(counts: Sequence[int], window: int = 1, device: str = "cpu") -> RoundRows:

@@ -8,59 +8,66 @@ import torch
 from tests.kernels.launches import META
 from tests.kernels.model_launches import FLOATS, FP8, empty, float32, int32, int64, scales_of
 from tllm_spec.executor.speculative.drafting.match_or_network import new_sources
-from tllm_spec.kernels import dequantise, int4_weights, moe_permute, moe_routing
-from tllm_spec.kernels.attention_sinks import add_sinks
-from tllm_spec.kernels.beam_pool import BeamPool, Beams, DraftTree
-from tllm_spec.kernels.choose_nodes import choose_nodes, learn_nodes
-from tllm_spec.kernels.choose_rows import DraftValues, choose_rows, learn_values
-from tllm_spec.kernels.choose_token import choose_best, choose_draft, offer_token
-from tllm_spec.kernels.delta_blocks import delta_blocks
-from tllm_spec.kernels.draft_beams import add_last, first_beams, grow, select
-from tllm_spec.kernels.draft_input import DraftInputNorms, draft_input
-from tllm_spec.kernels.draft_sources import choose_drafts, observe_drafts
-from tllm_spec.kernels.filter_cut import filter_cut
-from tllm_spec.kernels.gated_delta import (
+from tllm_spec.kernels.attention.attention_sinks import add_sinks
+from tllm_spec.kernels.attention.kv_codes import CODES, widen_pages
+from tllm_spec.kernels.attention.latent_write import LatentNorm, latent_write
+from tllm_spec.kernels.attention.move_kv import move_kv
+from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary, rotary_write
+from tllm_spec.kernels.drafts.draft_beams import (
+    BeamPool,
+    Beams,
+    DraftTree,
+    add_last,
+    first_beams,
+    grow,
+    select,
+)
+from tllm_spec.kernels.drafts.draft_input import DraftInputNorms, draft_input
+from tllm_spec.kernels.drafts.draft_sources import choose_drafts, observe_drafts
+from tllm_spec.kernels.drafts.match_branches import add_match
+from tllm_spec.kernels.drafts.path_trees import path_ranks, path_trees
+from tllm_spec.kernels.drafts.suffix_match import TextTable, append_tokens, match_suffixes
+from tllm_spec.kernels.drafts.top_tokens import top_tokens
+from tllm_spec.kernels.experts import permute as moe_permute
+from tllm_spec.kernels.experts import routing as moe_routing
+from tllm_spec.kernels.experts.routing import moe_combine
+from tllm_spec.kernels.gemm import fp8_numbers as dequantise
+from tllm_spec.kernels.gemm import int4_weights
+from tllm_spec.kernels.gemm.norms import rms_norm, silu_and_mul
+from tllm_spec.kernels.parallel.rank_sum import (
+    BLOCK_WORDS,
+    RankLines,
+    rank_best_triton,
+    rank_sum_triton,
+)
+from tllm_spec.kernels.parallel.two_shot_sum import PART_WORDS, RankParts, two_shot_sum_triton
+from tllm_spec.kernels.sampling.choose_token import choose_best, choose_draft, offer_token
+from tllm_spec.kernels.sampling.gumbel import gumbel_noise
+from tllm_spec.kernels.sampling.logit_filters import filter_cut, mask_tokens
+from tllm_spec.kernels.slots.accept import SlotTables, SyntheticRates, TreeRates, TreeTables
+from tllm_spec.kernels.slots.choose_nodes import choose_nodes, learn_nodes
+from tllm_spec.kernels.slots.choose_rows import DraftValues, choose_rows, learn_values
+from tllm_spec.kernels.slots.round_rows import RoundRows, window_rows
+from tllm_spec.kernels.slots.row_copies import (
+    Rings,
+    copy_rows,
+    gather_rows,
+    gather_slice_rows,
+    send_results,
+    store_in_rings,
+)
+from tllm_spec.kernels.slots.slot_trees import accept_trees, write_trees
+from tllm_spec.kernels.slots.slot_windows import accept_windows, write_drafts
+from tllm_spec.kernels.states.delta_blocks import delta_blocks
+from tllm_spec.kernels.states.gated_delta import (
     DeltaBlocks,
     DeltaMemory,
     DeltaRows,
     DeltaShape,
     DeltaWeights,
     gated_delta,
+    gated_norm,
 )
-from tllm_spec.kernels.gated_norm import gated_norm
-from tllm_spec.kernels.gumbel import gumbel_noise
-from tllm_spec.kernels.kv_codes import CODES
-from tllm_spec.kernels.latent_write import LatentNorm, latent_write
-from tllm_spec.kernels.match_branches import add_match
-from tllm_spec.kernels.moe_combine import moe_combine
-from tllm_spec.kernels.move_kv import move_kv
-from tllm_spec.kernels.path_ranks import path_ranks
-from tllm_spec.kernels.path_trees import path_trees
-from tllm_spec.kernels.rank_best_triton import rank_best_triton
-from tllm_spec.kernels.rank_lines import BLOCK_WORDS, RankLines
-from tllm_spec.kernels.rank_parts import PART_WORDS, RankParts
-from tllm_spec.kernels.rank_sum_triton import rank_sum_triton
-from tllm_spec.kernels.rms_norm import rms_norm
-from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
-from tllm_spec.kernels.round_rows import RoundRows
-from tllm_spec.kernels.row_copies import (
-    Rings,
-    copy_rows,
-    gather_rows,
-    gather_slice_rows,
-    store_in_rings,
-)
-from tllm_spec.kernels.send_results import send_results
-from tllm_spec.kernels.silu_and_mul import silu_and_mul
-from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates, TreeRates, TreeTables
-from tllm_spec.kernels.slot_trees import accept_trees, write_trees
-from tllm_spec.kernels.slot_windows import accept_windows, write_drafts
-from tllm_spec.kernels.suffix_match import TextTable, append_tokens, match_suffixes
-from tllm_spec.kernels.token_mask import mask_tokens
-from tllm_spec.kernels.top_tokens import top_tokens
-from tllm_spec.kernels.two_shot_sum_triton import two_shot_sum_triton
-from tllm_spec.kernels.widen_pages import widen_pages
-from tllm_spec.kernels.window_rows import window_rows
 
 BATCH, VOCABULARY, HIDDEN = 8, 128256, 4096
 

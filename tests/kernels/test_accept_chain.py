@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tllm_spec.kernels.accept_chain import accept_chain
+from tllm_spec.kernels.slots.accept import accept_chain
 
 
 def accepted_by_loop(targets: list[int], drafts: list[int], num_drafts: int) -> int:

@@ -7,9 +7,13 @@ import pytest
 import torch
 
 from tests.kernels.tree_layouts import layout_of
-from tllm_spec.kernels.accept_chain import accept_by_rates, accept_chain
-from tllm_spec.kernels.accept_tree import accept_tree, accept_tree_by_rates
-from tllm_spec.kernels.draft_layout import DraftLayout
+from tllm_spec.kernels.drafts.draft_layout import DraftLayout
+from tllm_spec.kernels.slots.accept import (
+    accept_by_rates,
+    accept_chain,
+    accept_tree,
+    accept_tree_by_rates,
+)
 
 
 def parents_of(layout: DraftLayout, batch: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tllm_spec.kernels.attention_sinks import add_sinks
+from tllm_spec.kernels.attention.attention_sinks import add_sinks
 
 
 def check(device: str, heads: int, head_dim: int, dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
 from tests.kernels.row_counts import rows_of
-from tllm_spec.kernels.batch_invariant_attention import (
+from tllm_spec.kernels.attention.batch_invariant_attention import (
     SPLIT_KEYS,
     QueryTiles,
     SplitResults,
@@ -19,8 +19,8 @@ from tllm_spec.kernels.batch_invariant_attention import (
     plain_batch_invariant_attention,
     tokens_per_tile,
 )
-from tllm_spec.kernels.key_spans import KeySpan
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.attention.visible_keys import KeySpan
+from tllm_spec.kernels.dispatch import has_kernels
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 

@@ -10,16 +10,20 @@ import torch
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
 from tests.kernels.row_counts import rows_of
 from tests.kernels.tree_problem import bits_of, random_paths
-from tllm_spec.kernels.batch_invariant_attention import SPLIT_KEYS, QueryTiles, SplitResults
-from tllm_spec.kernels.batch_invariant_latent import (
+from tllm_spec.kernels.attention.batch_invariant_attention import (
+    SPLIT_KEYS,
+    QueryTiles,
+    SplitResults,
+)
+from tllm_spec.kernels.attention.batch_invariant_latent import (
     TREE_TOKENS,
     batch_invariant_latent,
+    latent_tokens_per_tile,
     launch_latent,
     plain_batch_invariant_latent,
-    tokens_per_tile,
 )
-from tllm_spec.kernels.head_gemm import head_gemm
-from tllm_spec.kernels.tree_mask import TreeMask
+from tllm_spec.kernels.attention.visible_keys import TreeMask
+from tllm_spec.kernels.gemm.head_gemm import head_gemm
 
 PAGE_SIZE, SCALE, NOPE = 8, 0.2, 6
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -65,7 +69,7 @@ class Cache:
         self.q, self.absorbed = q.to(device, shape.dtype), absorbed.to(device, shape.dtype)
         outputs = torch.full((1 << 13, shape.rank), torch.nan, device=device)
         self.results = SplitResults(outputs, outputs[:, 0].clone())
-        self.size = tokens_per_tile(shape.heads)
+        self.size = latent_tokens_per_tile(shape.heads)
 
     def slots(self, request: int) -> torch.Tensor:
         offsets = torch.arange(PAGE_SIZE, device=self.tables.device)

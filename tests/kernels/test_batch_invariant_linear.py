@@ -10,7 +10,8 @@ import torch
 from tests.kernels.hopper import HOPPER
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device, only_with_the_compiler
 from tests.kernels.launches import META, launches_of
-from tllm_spec.kernels.batch_invariant_linear import (
+from tllm_spec.kernels.dispatch import has_kernels
+from tllm_spec.kernels.gemm.batch_invariant_linear import (
     BLOCK_IN,
     CHUNK,
     Tiling,
@@ -18,7 +19,6 @@ from tllm_spec.kernels.batch_invariant_linear import (
     launch_linear,
     tiling_of,
 )
-from tllm_spec.kernels.triton_support import has_kernels
 
 TOLERANCE = {torch.float32: 6e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 on_each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -13,8 +13,8 @@ from tests.kernels.test_batch_invariant_attention import (
     Cache,
 )
 from tests.kernels.tree_problem import bits_of, random_paths
-from tllm_spec.kernels.batch_invariant_attention import QueryTiles, launch_attention
-from tllm_spec.kernels.tree_mask import TreeMask, TreePaths
+from tllm_spec.kernels.attention.batch_invariant_attention import QueryTiles, launch_attention
+from tllm_spec.kernels.attention.visible_keys import TreeMask, TreePaths
 
 # The region crosses the end of a split.
 REGION = 2 * SPLIT_KEYS - 5

@@ -12,8 +12,9 @@ from tests.kernels.test_choose_rows import BUDGETS, moved
 from tests.kernels.test_slot_windows import assert_equal, random_tables
 from tests.kernels.test_slot_windows import moved as tables_on
 from tests.kernels.tree_problem import bits_of, random_paths
-from tllm_spec.kernels.choose_nodes import choose_nodes, learn_nodes
-from tllm_spec.kernels.choose_rows import (
+from tllm_spec.kernels.slots.accept import SlotTables, TreeTables
+from tllm_spec.kernels.slots.choose_nodes import choose_nodes, learn_nodes
+from tllm_spec.kernels.slots.choose_rows import (
     EXPECTED_SCALE,
     NUM_PROBABILITIES,
     OFFERED_ROUNDS,
@@ -21,7 +22,6 @@ from tllm_spec.kernels.choose_rows import (
     DraftValues,
     features_of,
 )
-from tllm_spec.kernels.slot_tables import SlotTables, TreeTables
 
 NUM_SLOTS = 9
 TREE_BUDGETS = ((1, 2.0, 1), (1, 2.5, 2), (3, 4.0, 1), (3, 4.0, 2), (9, 64.0, 2))

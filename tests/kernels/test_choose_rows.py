@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tllm_spec.kernels.choose_rows import (
+from tllm_spec.kernels.slots.choose_rows import (
     EXPECTED_SCALE,
     NUM_PROBABILITIES,
     OFFERED_ROUNDS,

@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import DEVICES, INTERPRETED
-from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.distributed.vocab_shard import VocabShard
-from tllm_spec.kernels.choose_token import choose_best, choose_draft, choose_token, offer_token
-from tllm_spec.kernels.gumbel import DRAFT_DOMAIN, TARGET_DOMAIN, gumbel_noise
+from tllm_spec.distributed.communicator import Communicator, VocabShard
+from tllm_spec.kernels.sampling.choose_token import (
+    choose_best,
+    choose_draft,
+    choose_token,
+    offer_token,
+)
+from tllm_spec.kernels.sampling.gumbel import DRAFT_DOMAIN, TARGET_DOMAIN, gumbel_noise
 
 SEEDS = [0, 1, -1, -(2**63), 2**63 - 1, 1 << 32, 0x299F31D0A4093822, -123456789012345]
 POSITIONS = [0, 1, 77, 4095, 2**31 - 1, 2**31, 2**32 - 1, 5]
@@ -24,7 +28,7 @@ Run = Callable[..., torch.Tensor]
 
 @pytest.fixture(params=DEVICES)
 def run(request: pytest.FixtureRequest) -> Run:
-    from tllm_spec.kernels import choose_token_triton
+    from tllm_spec.kernels.sampling import choose_token as choose_token_triton
 
     def there(argument: object) -> object:
         return argument.to(request.param) if isinstance(argument, torch.Tensor) else argument
@@ -161,7 +165,7 @@ def test_no_rows_give_no_tokens(run: Run) -> None:
 
 def test_a_tensor_on_the_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     # Makes the import of the module fail.
-    monkeypatch.setitem(sys.modules, "tllm_spec.kernels.choose_token_triton", None)
+    monkeypatch.setitem(sys.modules, "tllm_spec.kernels.sampling.choose_token", None)
     arguments = (torch.zeros(8, 50), torch.tensor([0.0, 0.9]).repeat(4), *keys(), DRAFT_DOMAIN)
     assert torch.equal(choose_token(*arguments), choose_token.reference(*arguments))
 

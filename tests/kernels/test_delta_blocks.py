@@ -10,8 +10,8 @@ import torch
 from tests.kernels.interpreter import on_each_kernel_device, only_outside_the_interpreter
 from tests.kernels.row_counts import ragged_rows, rows_of
 from tests.kernels.test_gated_delta import SHAPES, memory_of, projections, rows_in, weights_of
-from tllm_spec.kernels.delta_blocks import delta_blocks
-from tllm_spec.kernels.gated_delta import (
+from tllm_spec.kernels.states.delta_blocks import delta_blocks
+from tllm_spec.kernels.states.gated_delta import (
     DeltaBlocks,
     DeltaMemory,
     DeltaRows,

@@ -11,7 +11,7 @@ from tests.kernels.interpreter import (
     only_with_the_compiler,
     stored,
 )
-from tllm_spec.kernels.dequantise import (
+from tllm_spec.kernels.gemm.fp8_numbers import (
     BLOCK,
     BLOCKS_OF_PROGRAM,
     NUM_WARPS,
@@ -81,7 +81,7 @@ def test_slices_of_rows_have_their_own_scales(device: str) -> None:
 @only_with_the_compiler
 @pytest.mark.parametrize("inputs", [4096, 14336, 1040])
 def test_loads_and_stores_have_16_bytes(inputs: int) -> None:
-    from tllm_spec.kernels.dequantise_triton import dequantise_kernel
+    from tllm_spec.kernels.gemm.fp8_numbers import dequantise_kernel
 
     types = {"weight": "*fp8e4nv", "scales": "*fp32", "out": "*bf16"}
     constants = {"IN": inputs, "BLOCK": BLOCK, "BLOCKS": BLOCKS_OF_PROGRAM, "PDL": True}

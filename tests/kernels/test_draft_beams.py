@@ -9,10 +9,16 @@ import torch
 
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
 from tests.kernels.tree_growth import Candidates, Draft, Path, grow_tree, random_draft, slow_tree
-from tllm_spec.kernels.beam_pool import BeamPool, DraftTree
-from tllm_spec.kernels.choose_nodes import features_of_tree
-from tllm_spec.kernels.choose_rows import features_at, features_of
-from tllm_spec.kernels.draft_beams import add_last, first_beams, grow, select
+from tllm_spec.kernels.drafts.draft_beams import (
+    BeamPool,
+    DraftTree,
+    add_last,
+    first_beams,
+    grow,
+    select,
+)
+from tllm_spec.kernels.slots.choose_nodes import features_of_tree
+from tllm_spec.kernels.slots.choose_rows import features_at, features_of
 
 TABLES = ("tokens", "parents", "depths", "bits")  # of a `DraftTree`
 SIZES = [

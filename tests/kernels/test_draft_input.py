@@ -12,9 +12,9 @@ from tests.kernels.interpreter import (
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
-from tllm_spec.kernels.draft_input import DraftInput, DraftInputNorms, draft_input
-from tllm_spec.kernels.rotary_write import Rotary
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.attention.rotary_write import Rotary
+from tllm_spec.kernels.dispatch import has_kernels
+from tllm_spec.kernels.drafts.draft_input import DraftInput, DraftInputNorms, draft_input
 
 EPS = 1e-5
 VOCAB_SIZE = 37

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.tree_layouts import layout_of
-from tllm_spec.kernels.draft_layout import DraftLayout
+from tllm_spec.kernels.drafts.draft_layout import DraftLayout
 
 # Of the worked example: 10 and 11 after the root, 20 after 10, 22 after 11, 30 after 20.
 EXAMPLE = layout_of([-1, 0, 0, 1, 2, 3])

@@ -9,7 +9,7 @@ import torch
 
 from tests.kernels.interpreter import on_each_kernel_device, only_outside_the_interpreter
 from tllm_spec.executor.speculative.drafting.match_or_network import new_sources
-from tllm_spec.kernels.draft_sources import (
+from tllm_spec.kernels.drafts.draft_sources import (
     MATCH,
     MAX_COUNT,
     NETWORK,

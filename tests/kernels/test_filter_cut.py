@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tllm_spec.kernels.filter_cut import filter_cut, token_weights
+from tllm_spec.kernels.sampling.logit_filters import filter_cut, token_weights
 
 INF, NAN = float("inf"), float("nan")
 Columns = tuple[torch.Tensor, ...]  # temperature, top_k, top_p, min_p
@@ -93,7 +93,7 @@ def test_off_and_greedy_rows_have_no_cut() -> None:
 
 def test_a_tensor_on_the_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     # Makes the import of the module fail.
-    monkeypatch.setitem(sys.modules, "tllm_spec.kernels.filter_cut_triton", None)
+    monkeypatch.setitem(sys.modules, "tllm_spec.kernels.sampling.logit_filters", None)
     assert filter_cut(torch.ones(1, 5).bfloat16(), *columns([(1.0, 2, 1.0, 0.0)])).item() == 1.0
 
 

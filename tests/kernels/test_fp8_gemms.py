@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from tests.kernels.test_fp8_linear import BLOCKS, Problem, check, problem
-from tllm_spec.kernels.cublas_lt import CublasLt, Plan, Scaling, Sizes, shared_library
-from tllm_spec.kernels.fp8_gemms import Fp8Gemms, tile_scales
-from tllm_spec.kernels.fp8_linear import fp8_linear
+from tllm_spec.kernels.gemm.cublas_lt import CublasLt, Plan, Scaling, Sizes, shared_library
+from tllm_spec.kernels.gemm.fp8_linear import Fp8Gemms, fp8_linear, tile_scales
 
 OF_ROWS, MIXED, OF_BLOCKS = BLOCKS[:3]
 

@@ -17,10 +17,9 @@ from tests.kernels.interpreter import (
     only_outside_the_interpreter,
     only_with_the_compiler,
 )
-from tllm_spec.kernels.dequantise import BLOCK
-from tllm_spec.kernels.fp8_linear import fp8_linear, launch_fp8_linear, tiling_of
-from tllm_spec.kernels.quantise_rows import quantise_rows
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import has_kernels
+from tllm_spec.kernels.gemm.fp8_linear import fp8_linear, launch_fp8_linear, tiling_of
+from tllm_spec.kernels.gemm.fp8_numbers import BLOCK, quantise_rows
 
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -188,7 +187,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(device: str, exact_dots: N
 def test_every_tiling_fits_hopper_and_runs_on_fp8_tensor_cores(
     num_rows: int, in_blocks: bool
 ) -> None:
-    from tllm_spec.kernels.fp8_linear_triton import fp8_linear_kernel
+    from tllm_spec.kernels.gemm.fp8_linear import fp8_linear_kernel
 
     tiling = tiling_of(num_rows, in_blocks)
     constants: dict[str, Any] = {"IN": 4096, "OUT": 4096, "SPREADS": False, "ADDS": True}

@@ -14,15 +14,15 @@ from tests.kernels.interpreter import (
     only_outside_the_interpreter,
 )
 from tests.kernels.row_counts import ragged_rows, rows_of
-from tllm_spec.kernels.gated_delta import (
+from tllm_spec.kernels.slots.round_rows import RoundRows
+from tllm_spec.kernels.states.gated_delta import (
     DeltaMemory,
     DeltaRows,
     DeltaShape,
     DeltaWeights,
     gated_delta,
+    gated_norm,
 )
-from tllm_spec.kernels.gated_norm import gated_norm
-from tllm_spec.kernels.round_rows import RoundRows
 
 SHAPES = {
     "odd": DeltaShape(2, 4, 8, 6, 4),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tllm_spec.executor.graphs.graph_pool import GraphPool
+from tllm_spec.executor.graphs.slot_graphs import GraphPool
 from tllm_spec.kernels import graph_memsets, nvrtc
 from tllm_spec.kernels.graph_memsets import MAX_ELEMENTS, memsets_as_kernels
 

@@ -12,10 +12,16 @@ from tests.kernels.interpreter import (
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
-from tllm_spec.kernels.grouped_gemm import ExpertWeights, down, gate_up_silu, hit_experts
-from tllm_spec.kernels.grouped_tilings import TILINGS, block_rows_of
-from tllm_spec.kernels.moe_permute import moe_permute
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import has_kernels
+from tllm_spec.kernels.experts.grouped_gemm import (
+    TILINGS,
+    ExpertWeights,
+    block_rows_of,
+    down,
+    gate_up_silu,
+    hit_experts,
+)
+from tllm_spec.kernels.experts.permute import moe_permute
 
 TOLERANCE = {torch.float32: 6e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 on_each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

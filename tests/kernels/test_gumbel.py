@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tllm_spec.kernels.gumbel import (
+from tllm_spec.kernels.sampling.gumbel import (
     COIN_DOMAIN,
     DRAFT_DOMAIN,
     RESIDUAL_DOMAIN,
@@ -138,7 +138,8 @@ def test_the_smallest_and_the_largest_word_give_finite_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "tllm_spec.kernels.gumbel.philox_bits", lambda *arguments: torch.tensor([[0], [MASK]])
+        "tllm_spec.kernels.sampling.gumbel.philox_bits",
+        lambda *arguments: torch.tensor([[0], [MASK]]),
     )
     ends = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     low, high = gumbel_noise(*ends, 1)[:, 0].tolist()

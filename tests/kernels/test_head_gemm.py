@@ -8,7 +8,7 @@ from tests.kernels.interpreter import (
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
-from tllm_spec.kernels.head_gemm import MAX_ROWS, head_gemm
+from tllm_spec.kernels.gemm.head_gemm import MAX_ROWS, head_gemm
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
 

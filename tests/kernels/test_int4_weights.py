@@ -18,8 +18,9 @@ from tests.kernels.interpreter import (
     only_with_the_compiler,
     stored,
 )
-from tllm_spec.kernels.batch_invariant_linear import Tiling
-from tllm_spec.kernels.int4_weights import (
+from tllm_spec.kernels.dispatch import has_kernels
+from tllm_spec.kernels.gemm.batch_invariant_linear import Tiling
+from tllm_spec.kernels.gemm.int4_weights import (
     BLOCK,
     E2M1,
     GROUPS,
@@ -34,14 +35,13 @@ from tllm_spec.kernels.int4_weights import (
     scales_of,
     unpacked,
 )
-from tllm_spec.kernels.scaled_linear import (
+from tllm_spec.kernels.gemm.scaled_linear import (
     MAX_KERNEL_ROWS,
     chunk_of_tiles,
     int4_tiling_of,
     launch_scaled_linear,
     scaled_linear,
 )
-from tllm_spec.kernels.triton_support import has_kernels
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 on_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -276,7 +276,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(
 def test_every_tiling_fits_hopper_and_uses_the_same_kind_of_instruction(
     num_rows: int, group: int
 ) -> None:
-    from tllm_spec.kernels.scaled_linear_triton import scaled_linear_kernel
+    from tllm_spec.kernels.gemm.scaled_linear import scaled_linear_kernel
 
     tiling = int4_tiling_of(num_rows, 28672, torch.bfloat16)
     constants: dict[str, Any] = {"IN": 4096, "OUT": 4096, "SPREADS": False, "ADDS": True}

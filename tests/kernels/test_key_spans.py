@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from tests.kernels.tree_problem import bits_of
-from tllm_spec.kernels.key_spans import KeySpan, KeySpans
-from tllm_spec.kernels.tree_mask import TreeMask
+from tllm_spec.kernels.attention.visible_keys import KeySpan, KeySpans, TreeMask
 
 
 def test_a_row_of_a_tree_keeps_the_keys_of_its_path_that_its_span_has() -> None:

@@ -12,16 +12,16 @@ from tests.kernels.interpreter import (
 )
 from tests.kernels.row_counts import ragged_rows
 from tests.kernels.tree_problem import bits_of, random_paths
-from tllm_spec.kernels import latent_attention as module
-from tllm_spec.kernels.latent_attention import (
+from tllm_spec.kernels.attention import latent_attention as module
+from tllm_spec.kernels.attention.latent_attention import (
     LatentTables,
     LatentWorkspace,
     latent_attention,
     plain_latent_attention,
 )
-from tllm_spec.kernels.latent_prefill import ExpandedPart, expand, expanded_attention
-from tllm_spec.kernels.round_rows import RoundRows
-from tllm_spec.kernels.tree_mask import TreeMask
+from tllm_spec.kernels.attention.latent_prefill import ExpandedPart, expand, expanded_attention
+from tllm_spec.kernels.attention.visible_keys import TreeMask
+from tllm_spec.kernels.slots.round_rows import RoundRows
 
 RANK, ROPE, NOPE, VALUE, PAGE_SIZE, SCALE = 48, 16, 24, 20, 8, 0.2
 ROUNDING = {torch.bfloat16: 3e-2, torch.float16: 4e-3}

@@ -8,8 +8,8 @@ from tests.kernels.interpreter import (
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
-from tllm_spec.kernels.latent_write import LatentNorm, latent_write
-from tllm_spec.kernels.rotary_write import Rotary
+from tllm_spec.kernels.attention.latent_write import LatentNorm, latent_write
+from tllm_spec.kernels.attention.rotary_write import Rotary
 
 SIZE, ROPE, NOPE, ROWS = 48, 16, 20, 7
 

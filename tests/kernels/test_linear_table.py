@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tllm_spec.kernels.linear_table import (
+from tllm_spec.kernels.gemm.tuned_linear import (
     GemmKey,
     LinearTable,
     read_table,

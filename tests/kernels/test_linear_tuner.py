@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from tllm_spec.kernels import linear_tuner
-from tllm_spec.kernels.cublas_lt import Sizes
-from tllm_spec.kernels.linear_table import LinearTable
-from tllm_spec.kernels.linear_tuner import GemmGroup, Search, tune_missing
-from tllm_spec.kernels.tuned_linear import key_of
+from tllm_spec.kernels.gemm import tuned_linear as linear_tuner
+from tllm_spec.kernels.gemm.cublas_lt import Sizes
+from tllm_spec.kernels.gemm.tuned_linear import GemmGroup, LinearTable, Search, key_of, tune_missing
 
 NO_LIBRARY: Any = None
 WEIGHTS = [torch.zeros(48, 64) for _ in range(2)]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import ROUNDING, check_like_the_reference, on_each_kernel_device
-from tllm_spec.kernels.moe_combine import OwnExperts, moe_combine
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import has_kernels
+from tllm_spec.kernels.experts.routing import OwnExperts, moe_combine
 
 CASES = [(1, 8, 2048), (5, 2, 64), (3, 1, 1030), (0, 4, 32), (7, 6, 100)]  # tokens, k, columns
 on_each_case = pytest.mark.parametrize("case", CASES, ids=str)

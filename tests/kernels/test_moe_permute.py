@@ -7,8 +7,8 @@ import torch
 
 from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import on_each_kernel_device, only_with_the_compiler
-from tllm_spec.kernels.moe_permute import ExpertRows, max_blocks, moe_permute
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import has_kernels
+from tllm_spec.kernels.experts.permute import ExpertRows, max_blocks, moe_permute
 
 # Tokens, experts per token, experts, block size, and experts that tokens really take.
 CASES = [(1, 8, 64, 16, 64), (5, 2, 8, 4, 8), (33, 4, 60, 16, 60), (64, 8, 128, 16, 128),
@@ -73,7 +73,7 @@ def test_experts_of_other_ranks_come_last_in_no_block(case: tuple[int, ...], dev
 @only_with_the_compiler
 @pytest.mark.parametrize("first", [None, 4])
 def test_the_kernel_compiles_with_and_without_experts_of_other_ranks(first: int | None) -> None:
-    from tllm_spec.kernels.moe_permute_triton import moe_permute_kernel
+    from tllm_spec.kernels.experts.permute import moe_permute_kernel
 
     types = dict.fromkeys(("experts", "order", "blocks", "num_blocks"), "*i32")
     own: dict[str, Any] = {"FIRST": first, "NUMBER": 8, "BINS": 32, "totals": None, "PDL": True}

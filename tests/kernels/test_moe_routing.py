@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tllm_spec.kernels.moe_routing import RoutingRule, moe_routing
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import has_kernels
+from tllm_spec.kernels.experts.routing import RoutingRule, moe_routing
 
 # Experts, rule, whether there is a correction bias: Qwen3-MoE, Qwen2-MoE, Mixtral, Llama 4,
 # DeepSeek V2-Lite, V2 and V3.

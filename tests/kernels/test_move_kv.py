@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
-from tllm_spec.kernels.move_kv import move_kv
+from tllm_spec.kernels.attention.move_kv import move_kv
 
 PAGE_SIZE = 4
 

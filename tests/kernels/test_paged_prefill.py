@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tllm_spec.kernels.paged_prefill import PrefillRows
+from tllm_spec.kernels.attention.paged_prefill import PrefillRows
 
 BATCHES = {
     "one token": ([1], [1]),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tllm_spec.kernels.path_trees import path_trees
+from tllm_spec.kernels.drafts.path_trees import path_trees
 
 
 def random_paths(

@@ -19,7 +19,7 @@ driver = pytest.importorskip("cuda.bindings.driver")
 
 def ours() -> set[str]:
     """Kernels whose source waits for the previous kernel."""
-    sources = [path.read_text(encoding="utf-8") for path in sorted(KERNELS.glob("*.cu"))]
+    sources = [path.read_text(encoding="utf-8") for path in sorted(KERNELS.rglob("*.cu"))]
     waiting = [source for source in sources if "griddepcontrol.wait" in source]
     names = {
         name

@@ -1,5 +1,5 @@
-"""The rules that make programmatic dependent launch (PDL) safe, checked in the kernels' sources.
-They need no device."""
+"""The rules that make programmatic dependent launch (PDL) safe, and what every launch of a Triton
+kernel says, checked in the kernels' sources. They need no device."""
 
 import ast
 import re
@@ -24,8 +24,8 @@ def pdl_kernels() -> dict[str, ast.FunctionDef]:
     """The Triton kernels that are launched with PDL."""
     functions = {
         f"{path.stem}.{node.name}": node
-        for path in sorted(KERNELS.glob("*_triton.py"))
-        if path.stem != "programmatic_launch_triton"
+        for path in sorted(KERNELS.rglob("*.py"))
+        if path.stem != "launch"
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef)
     }
@@ -52,8 +52,8 @@ def split_at_the_wait(kernel: ast.FunctionDef) -> tuple[list[ast.stmt], list[ast
 def test_a_pdl_kernel_waits_before_it_reads_or_writes_what_the_previous_kernel_writes() -> None:
     kernels = pdl_kernels()
     assert {
-        "rms_norm_triton.rms_norm_kernel",
-        "draft_input_triton.draft_input_kernel",
+        "norms.rms_norm_kernel",
+        "draft_input.draft_input_kernel",
     } <= kernels.keys()
     for name, kernel in kernels.items():
         before, _ = split_at_the_wait(kernel)
@@ -80,9 +80,9 @@ def test_a_projection_waits_before_it_lets_the_next_kernel_be_set_up() -> None:
     """Window attention, which may be next, reads lengths before it waits."""
     kernels = pdl_kernels()
     for name in (
-        "scaled_linear_triton.scaled_linear_kernel",
-        "fp8_linear_triton.fp8_linear_kernel",
-        "batch_invariant_linear_triton.add_chunks_kernel",
+        "scaled_linear.scaled_linear_kernel",
+        "fp8_linear.fp8_linear_kernel",
+        "batch_invariant_linear.add_chunks_kernel",
     ):
         before, after = split_at_the_wait(kernels[name])
         assert "launch_dependents" not in "".join(map(ast.unparse, before)), name
@@ -92,7 +92,7 @@ def test_a_projection_waits_before_it_lets_the_next_kernel_be_set_up() -> None:
 def test_the_cuda_window_kernel_reads_only_older_data_before_it_waits() -> None:
     """`Part` reads lengths, `Stream` block tables and the keys and values of earlier tokens,
     `load_sinks` weights, all of them past the L1 cache."""
-    source = (KERNELS / "window_attention.cu").read_text(encoding="utf-8")
+    source = (KERNELS / "attention/window_attention.cu").read_text(encoding="utf-8")
     before, after = source[source.index('extern "C"') :].split("griddepcontrol.wait")
     known = {
         "__launch_bounds__",
@@ -106,8 +106,48 @@ def test_the_cuda_window_kernel_reads_only_older_data_before_it_waits() -> None:
     assert used == {"part", "cluster_arrive", "stream", "has_window", "load_sinks"}
     assert re.findall(r"(\S*)\bw\.sinks\b", source) == ["__ldcg("]
     assert "stage_window(" in after
-    stream = (KERNELS / "window_stream.cuh").read_text(encoding="utf-8")
+    stream = (KERNELS / "attention/window_stream.cuh").read_text(encoding="utf-8")
     for name in ("kv_lens", "num_padding", "block_tables"):
         reads = re.findall(rf"(\S*)\bw\.{name}\b(?! ==)", stream)
         assert reads and all("__ldcg(" in read for read in reads), name
     assert not re.search(r"w\.(qkv|cos_sin|norm_weight|kv_slots)\b", stream)
+
+
+def test_no_launch_inherits_tritons_default_of_fused_multiply_adds() -> None:
+    """The default may differ by release, and with it the bits."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(KERNELS.rglob("*.py"))]
+    functions = {
+        node.name
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
+    }
+    launched = set()
+    for tree in trees:
+        setting = names_with_the_fusion(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                name = ast.unparse(node.func.value)
+                launched.add(name)
+                given = {each.arg or ast.unparse(each.value) for each in node.keywords}
+                says = any(sets_the_fusion(each) for each in given) or given & setting
+                assert says or name not in functions, ast.unparse(node)
+    assert len(launched & functions) > 60
+
+
+def sets_the_fusion(text: str) -> bool:
+    return "enable_fp_fusion" in text or text.startswith("programmatic_launch(")
+
+
+def names_with_the_fusion(tree: ast.Module) -> set[str]:
+    """Dictionaries of keywords that contain the option."""
+    return {
+        each.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and re.search(r"enable_fp_fusion|programmatic_launch\(", ast.unparse(node))
+        for target in node.targets
+        for each in ast.walk(target)
+        if isinstance(each, ast.Name)
+    }

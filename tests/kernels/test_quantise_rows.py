@@ -12,11 +12,9 @@ from tests.kernels.interpreter import (
     only_outside_the_interpreter,
     stored,
 )
-from tllm_spec.kernels.quantise_rows import LARGEST, SMALLEST_SCALE, quantise_rows
-from tllm_spec.kernels.rms_norm import rms_norm
-from tllm_spec.kernels.silu_and_mul import silu_and_mul
-from tllm_spec.kernels.small_m_gemm import NormWeight
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import has_kernels
+from tllm_spec.kernels.gemm.fp8_numbers import LARGEST, SMALLEST_SCALE, quantise_rows
+from tllm_spec.kernels.gemm.norms import NormWeight, rms_norm, silu_and_mul
 
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -17,11 +17,23 @@ from tests.kernels.interpreter import (
     only_with_the_compiler,
 )
 from tests.kernels.test_grouped_gemm import QWEN3, V3, Shape
-from tllm_spec.kernels.grouped_gemm import ExpertWeights, down, gate_up_silu
-from tllm_spec.kernels.grouped_tilings import MOST_ROWS, TILINGS, Form, block_rows_of
-from tllm_spec.kernels.int4_weights import exponent_words, group_words, int4_dequantised, packed
-from tllm_spec.kernels.moe_permute import ExpertRows, moe_permute
-from tllm_spec.kernels.quantise_rows import quantise_rows
+from tllm_spec.kernels.experts.grouped_gemm import (
+    MOST_ROWS,
+    TILINGS,
+    ExpertWeights,
+    Form,
+    block_rows_of,
+    down,
+    gate_up_silu,
+)
+from tllm_spec.kernels.experts.permute import ExpertRows, moe_permute
+from tllm_spec.kernels.gemm.fp8_numbers import quantise_rows
+from tllm_spec.kernels.gemm.int4_weights import (
+    exponent_words,
+    group_words,
+    int4_dequantised,
+    packed,
+)
 
 FP8 = torch.float8_e4m3fn
 # Of FP8 what shares scales of activations and of weights; of 4 bits the inputs that share a word.
@@ -263,7 +275,7 @@ def test_exact_weights_of_4_bits_give_the_bits_of_the_same_weights_in_bfloat16()
 @pytest.mark.parametrize("form", ["block", "mxfp4 32"])
 def test_the_compiled_kernel_feeds_hoppers_tensor_cores(form: str) -> None:
     """Codes of FP8 go there as they are. 4 bits become numbers, and biases and limits are there."""
-    from tllm_spec.kernels.grouped_gemm_triton import grouped_gemm_kernel
+    from tllm_spec.kernels.experts.grouped_gemm_triton import grouped_gemm_kernel
 
     is_codes = form in CODES
     tiling = TILINGS["blocks" if is_codes else "int4"][16].gate_up

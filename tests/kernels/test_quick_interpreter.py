@@ -75,6 +75,21 @@ def test_device_functions_run_in_every_launch_and_the_language_is_restored(quick
     assert tl.core.is_builtin(tl.load)
 
 
+def product(x: Any, y: Any) -> None:
+    rows, columns = tl.arange(0, 64), tl.arange(0, 16)
+    at = rows[:, None] * 16 + columns[None, :]
+    square = tl.load(x + columns[:, None] * 16 + columns[None, :])
+    tl.store(y + at, tl.dot(tl.load(x + at), square))
+
+
+def test_a_row_of_a_dot_product_does_not_depend_on_its_place(quick: None) -> None:
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    x[16:] = x[:16].repeat(3, 1).roll(5, 0)
+    y = torch.empty_like(x)
+    run(product, x, y)
+    assert torch.equal(y[16:], y[:16].repeat(3, 1).roll(5, 0))
+
+
 def test_types_and_shapes_are_those_of_the_slow_interpreter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,8 +8,12 @@ import torch
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
 from tests.kernels.process_ranks import run_at_once
 from tests.kernels.test_rank_sum import lines_of, memory_of, parts_of
-from tllm_spec.kernels.rank_best import rank_best, rank_best_reference
-from tllm_spec.kernels.rank_sum import rank_sum, rank_sum_reference
+from tllm_spec.kernels.parallel.rank_sum import (
+    rank_best,
+    rank_best_reference,
+    rank_sum,
+    rank_sum_reference,
+)
 
 RANKS = 3
 NUM_ROWS = (5, 200)  # one and two blocks

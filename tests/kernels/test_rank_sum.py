@@ -11,8 +11,15 @@ import torch
 from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device, only_with_the_compiler
 from tests.kernels.process_ranks import run_at_once
-from tllm_spec.kernels.rank_lines import BLOCK_WORDS, WORD_BYTES, RankLines
-from tllm_spec.kernels.rank_sum import DTYPES, rank_sum, rank_sum_reference, serves
+from tllm_spec.kernels.parallel.rank_sum import (
+    BLOCK_WORDS,
+    DTYPES,
+    WORD_BYTES,
+    RankLines,
+    rank_sum,
+    rank_sum_reference,
+    serves,
+)
 
 BLOCKS = 4
 CAPACITY = BLOCKS * BLOCK_WORDS
@@ -75,7 +82,7 @@ def test_a_rank_adds_the_lines_of_the_others_and_writes_them_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The others' lines are there before; three sums of different sizes follow each other."""
-    monkeypatch.setattr("tllm_spec.kernels.rank_sum_triton.PROGRAMS", programs)
+    monkeypatch.setattr("tllm_spec.kernels.parallel.rank_sum.PROGRAMS", programs)
     memory = memory_of(ranks, device)
     lines = lines_of(rank, memory)
     for number, num_words in enumerate((BLOCK_WORDS + 7, 2, 3 * BLOCK_WORDS), 1):
@@ -106,7 +113,7 @@ def test_interpreted_ranks_that_run_at_once_agree_on_every_sum(
     programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rank waits for the other in between, so that one is often a sum ahead."""
-    monkeypatch.setattr("tllm_spec.kernels.rank_sum_triton.PROGRAMS", programs)
+    monkeypatch.setattr("tllm_spec.kernels.parallel.rank_sum.PROGRAMS", programs)
     ranks, num_sums = 2, 12
     memory = [each.share_memory_() for each in memory_of(ranks)]
     sizes = [CAPACITY if number % 3 else BLOCK_WORDS - 3 for number in range(num_sums)]
@@ -138,7 +145,7 @@ def test_interpreted_what_does_not_fit_is_not_written_past_the_memory(device: st
 @only_with_the_compiler
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_kernel_compiles_for_hopper_and_moves_16_bytes_at_a_time(packed: bool) -> None:
-    from tllm_spec.kernels.rank_sum_triton import rank_sum_kernel
+    from tllm_spec.kernels.parallel.rank_sum import rank_sum_kernel
 
     types = {"values": "*i32", "output": "*i32", "addresses": "*i64", "counts": "*i32"}
     constants = {"CAPACITY": CAPACITY, "RANK": 0, "RANKS": 2, "SLOTS": 2, "BLOCK": BLOCK_WORDS}

@@ -13,8 +13,8 @@ from tests.kernels.interpreter import (
     only_outside_the_interpreter,
     stored,
 )
-from tllm_spec.kernels.rms_norm import rms_norm
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import has_kernels
+from tllm_spec.kernels.gemm.norms import rms_norm
 
 EPS = 1e-5
 SHAPES = [(1, 4096), (3, 192), (5, 100), (2, 1), (7, 5120), (0, 64)]

@@ -13,8 +13,8 @@ from tests.kernels.interpreter import (
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
-from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary, rotary_write
+from tllm_spec.kernels.dispatch import has_kernels
 
 Write = Callable[..., None]
 EPS, MAX_POSITIONS = 1e-5, 50

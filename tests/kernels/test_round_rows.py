@@ -3,7 +3,7 @@
 import torch
 
 from tests.kernels.row_counts import ragged_rows
-from tllm_spec.kernels.round_rows import RoundRows
+from tllm_spec.kernels.slots.round_rows import RoundRows
 
 COUNTS = (1, 3, 2, 3, 1)
 

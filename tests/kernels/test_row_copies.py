@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device, only_outside_the_interpreter
-from tllm_spec.kernels.row_copies import (
+from tllm_spec.kernels.dispatch import has_kernels
+from tllm_spec.kernels.slots.row_copies import (
     Rings,
     copy_rows,
     gather_rows,
     gather_slice_rows,
     store_in_rings,
 )
-from tllm_spec.kernels.triton_support import has_kernels
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int64, torch.int32)
 on_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

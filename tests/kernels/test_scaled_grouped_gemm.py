@@ -15,9 +15,15 @@ from tests.kernels.interpreter import (
     only_outside_the_interpreter,
 )
 from tests.kernels.test_grouped_gemm import QWEN3, V3, Shape
-from tllm_spec.kernels.grouped_gemm import ExpertWeights, down, gate_up_silu, hit_experts
-from tllm_spec.kernels.grouped_tilings import TILINGS, block_rows_of
-from tllm_spec.kernels.moe_permute import ExpertRows, moe_permute
+from tllm_spec.kernels.experts.grouped_gemm import (
+    TILINGS,
+    ExpertWeights,
+    block_rows_of,
+    down,
+    gate_up_silu,
+    hit_experts,
+)
+from tllm_spec.kernels.experts.permute import ExpertRows, moe_permute
 
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import INTERPRETED, ROUNDING, on_each_kernel_device
-from tllm_spec.kernels.batch_invariant_linear import Tiling
-from tllm_spec.kernels.scaled_linear import (
+from tllm_spec.kernels.dispatch import has_kernels
+from tllm_spec.kernels.gemm.batch_invariant_linear import Tiling
+from tllm_spec.kernels.gemm.scaled_linear import (
     BLOCK,
     MAX_KERNEL_ROWS,
     MIN_PROGRAMS,
@@ -18,11 +19,10 @@ from tllm_spec.kernels.scaled_linear import (
     chunk_of,
     dequantised,
     launch_scaled_linear,
+    multiply_slices,
     scaled_linear,
     tiling_of,
 )
-from tllm_spec.kernels.scaled_linear_slices import multiply_slices
-from tllm_spec.kernels.triton_support import has_kernels
 
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

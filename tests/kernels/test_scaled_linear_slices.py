@@ -18,9 +18,13 @@ from tests.kernels.test_scaled_linear import (
     magnitudes_of,
     problem,
 )
-from tllm_spec.kernels import scaled_linear_slices
-from tllm_spec.kernels.scaled_linear import scaled_linear
-from tllm_spec.kernels.scaled_linear_slices import MAX_BYTES, multiply_slices, slice_outputs
+from tllm_spec.kernels.gemm import scaled_linear as scaled_linear_slices
+from tllm_spec.kernels.gemm.scaled_linear import (
+    MAX_BYTES,
+    multiply_slices,
+    scaled_linear,
+    slice_outputs,
+)
 
 
 def check_slices(p: Problem, size: int) -> None:

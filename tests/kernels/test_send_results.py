@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tllm_spec.kernels.send_results import send_results
+from tllm_spec.kernels.slots.row_copies import send_results
 
 NOTHING = -7
 

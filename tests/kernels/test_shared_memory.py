@@ -14,16 +14,13 @@ import torch
 from tests.kernels.hopper import HOPPER
 from tests.kernels.interpreter import only_outside_the_interpreter, only_with_the_compiler
 from tests.kernels.launches import FIRST_WITH_FP8, LIMITS, Launch, launches_of, use_gpu
-from tllm_spec.kernels import (
-    grouped_tilings,
-    nvrtc,
-    paged_prefill,
-    shared_memory,
-    small_m_gemm,
-    window_attention_cuda,
-)
-from tllm_spec.kernels.grouped_gemm import ExpertWeights
-from tllm_spec.kernels.shared_memory import (
+from tllm_spec.kernels import launch as shared_memory
+from tllm_spec.kernels import nvrtc
+from tllm_spec.kernels.attention import paged_prefill, window_attention_cuda
+from tllm_spec.kernels.experts import grouped_gemm as grouped_tilings
+from tllm_spec.kernels.experts.grouped_gemm import ExpertWeights
+from tllm_spec.kernels.gemm import small_m_gemm
+from tllm_spec.kernels.launch import (
     HOPPER_BYTES,
     has_tensor_memory,
     shared_memory_bytes,
@@ -181,7 +178,7 @@ def test_every_launch_compiles_and_fits(capability: int, name: str) -> None:
 @only_with_the_compiler
 def test_no_kernel_is_missing() -> None:
     folder = Path(nvrtc.__file__).parent
-    trees = [ast.parse(path.read_text()) for path in folder.glob("*.py")]
+    trees = [ast.parse(path.read_text()) for path in folder.rglob("*.py")]
     launched = {
         node.func.value.id  # of `kernel[grid](...)`
         for tree in trees

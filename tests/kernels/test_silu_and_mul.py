@@ -11,8 +11,8 @@ from tests.kernels.interpreter import (
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
-from tllm_spec.kernels.silu_and_mul import Activation, silu_and_mul
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import has_kernels
+from tllm_spec.kernels.gemm.norms import Activation, silu_and_mul
 
 SHAPES = [(1, 14336), (3, 192), (5, 100), (2, 1), (4, 1025), (0, 64)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

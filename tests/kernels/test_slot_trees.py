@@ -10,14 +10,14 @@ import torch
 from tests.kernels.interpreter import on_each_kernel_device
 from tests.kernels.test_slot_windows import assert_equal, moved, one_slot, random_tables
 from tests.kernels.tree_layouts import layout_of
-from tllm_spec.kernels.beam_pool import DraftTree
-from tllm_spec.kernels.draft_layout import DraftLayout
-from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates, TreeRates, TreeTables
-from tllm_spec.kernels.slot_trees import (
+from tllm_spec.kernels.drafts.draft_beams import DraftTree
+from tllm_spec.kernels.drafts.draft_layout import DraftLayout
+from tllm_spec.kernels.slots.accept import SlotTables, SyntheticRates, TreeRates, TreeTables
+from tllm_spec.kernels.slots.slot_trees import (
     accept_trees,
     write_trees,
 )
-from tllm_spec.kernels.slot_windows import accept_windows
+from tllm_spec.kernels.slots.slot_windows import accept_windows
 
 NUM_SLOTS = 17
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
-from tllm_spec.kernels.slot_windows import accept_windows, write_drafts
+from tllm_spec.kernels.slots.accept import SlotTables, SyntheticRates
+from tllm_spec.kernels.slots.slot_windows import accept_windows, write_drafts
 
 NUM_SLOTS, MAX_DRAFT_LEN = 23, 6
 

@@ -9,18 +9,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tllm_spec.kernels import nvrtc, small_m_plan
-from tllm_spec.kernels import small_m_gemm as module
-from tllm_spec.kernels.int4_weights import (
+from tllm_spec.kernels import nvrtc
+from tllm_spec.kernels.gemm import small_m_gemm as module
+from tllm_spec.kernels.gemm import small_m_gemm as small_m_plan
+from tllm_spec.kernels.gemm.int4_weights import (
     GROUPS,
     exponent_words,
     group_words,
     int4_dequantised,
     packed,
 )
-from tllm_spec.kernels.scaled_linear import BLOCK
-from tllm_spec.kernels.small_m_gemm import FP8, NormWeight, plain_small_m_gemm, serves, small_m_gemm
-from tllm_spec.kernels.small_m_plan import MAX_ROWS, WIDE, Ring, Stored
+from tllm_spec.kernels.gemm.norms import NormWeight
+from tllm_spec.kernels.gemm.scaled_linear import BLOCK
+from tllm_spec.kernels.gemm.small_m_gemm import (
+    FP8,
+    MAX_ROWS,
+    WIDE,
+    Ring,
+    Stored,
+    plain_small_m_gemm,
+    serves,
+    small_m_gemm,
+)
 
 EPS = 1e-5
 # norm, gated, adds, bias

@@ -5,8 +5,7 @@ import random
 import pytest
 import torch
 
-from tllm_spec.kernels.draft_layout import DraftLayout
-from tllm_spec.kernels.static_beams import static_steps
+from tllm_spec.kernels.drafts.draft_layout import DraftLayout, static_steps
 
 BASE = 10  # ranks are digits: the candidate of rank r after path p is p * 10 + r + 1
 

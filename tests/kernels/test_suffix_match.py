@@ -10,7 +10,7 @@ import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
 from tllm_spec.config.text_search import SHARED_WIDTH
-from tllm_spec.kernels.suffix_match import (
+from tllm_spec.kernels.drafts.suffix_match import (
     EVERYONE,
     NO_TOKEN,
     TextTable,

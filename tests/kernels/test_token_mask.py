@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tllm_spec.kernels.token_mask import mask_tokens
+from tllm_spec.kernels.sampling.logit_filters import mask_tokens
 
 SHAPES = [(1, 31), (3, 64), (2, 5000)]
 on_each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
-from tllm_spec.kernels.choose_token import choose_draft
-from tllm_spec.kernels.top_tokens import top_tokens
+from tllm_spec.kernels.drafts.top_tokens import top_tokens
+from tllm_spec.kernels.sampling.choose_token import choose_draft
 
 NAN, INF = float("nan"), float("inf")
 

@@ -10,10 +10,9 @@ import torch
 from tests.kernels.interpreter import on_each_kernel_device
 from tests.kernels.tree_problem import TreeProblem
 from tests.kernels.window_problem import TOLERANCE, Case, Problem
-from tllm_spec.kernels.key_spans import KeySpan
-from tllm_spec.kernels.tree_mask import TreeMask
-from tllm_spec.kernels.triton_support import has_kernels
-from tllm_spec.kernels.window_attention_cuda import serves
+from tllm_spec.kernels.attention.visible_keys import KeySpan, TreeMask
+from tllm_spec.kernels.attention.window_attention_cuda import serves
+from tllm_spec.kernels.dispatch import has_kernels
 
 BF16 = torch.bfloat16
 # A case, and the keys of the tree's region before the window.

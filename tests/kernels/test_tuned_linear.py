@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tllm_spec.kernels import cublas_lt
-from tllm_spec.kernels.cublas_lt import (
+from tllm_spec.kernels.gemm import cublas_lt
+from tllm_spec.kernels.gemm.cublas_lt import (
     ALGORITHM_BYTES,
     CLUSTERS,
     CublasLt,
@@ -18,9 +18,15 @@ from tllm_spec.kernels.cublas_lt import (
     Sizes,
     shared_library,
 )
-from tllm_spec.kernels.linear_table import LinearTable
-from tllm_spec.kernels.linear_tuner import GemmGroup, tune_missing
-from tllm_spec.kernels.tuned_linear import TunedGemms, key_of, plain_tuned_linear, tuned_linear
+from tllm_spec.kernels.gemm.tuned_linear import (
+    GemmGroup,
+    LinearTable,
+    TunedGemms,
+    key_of,
+    plain_tuned_linear,
+    tune_missing,
+    tuned_linear,
+)
 
 BFLOAT16, CUDA = torch.bfloat16, torch.device("cuda")
 ALGORITHM = bytes(range(64))
@@ -93,7 +99,7 @@ class FakePlan:
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> type[FakePlan]:
     FakePlan.made, FakePlan.run_with = [], []
-    monkeypatch.setattr("tllm_spec.kernels.tuned_linear.Plan", FakePlan)
+    monkeypatch.setattr("tllm_spec.kernels.gemm.tuned_linear.Plan", FakePlan)
     return FakePlan
 
 

@@ -10,10 +10,8 @@ import torch
 from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device, only_with_the_compiler
 from tests.kernels.test_rank_sum import assert_ranks_at_once_agree, parts_of
-from tllm_spec.kernels.rank_lines import WORD_BYTES
-from tllm_spec.kernels.rank_parts import PART_WORDS, RankParts
-from tllm_spec.kernels.rank_sum import DTYPES, rank_sum_reference
-from tllm_spec.kernels.two_shot_sum import two_shot_sum
+from tllm_spec.kernels.parallel.rank_sum import DTYPES, WORD_BYTES, rank_sum_reference
+from tllm_spec.kernels.parallel.two_shot_sum import PART_WORDS, RankParts, two_shot_sum
 
 CHUNKS = 2
 
@@ -56,7 +54,7 @@ def test_a_rank_sends_values_adds_its_part_and_sends_the_sum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the others send is there before; three sums of different sizes follow each other."""
-    monkeypatch.setattr("tllm_spec.kernels.two_shot_sum_triton.PROGRAMS", programs)
+    monkeypatch.setattr("tllm_spec.kernels.parallel.two_shot_sum.PROGRAMS", programs)
     memory = memory_of(ranks, device)
     view = view_of(rank, memory)
     others = sorted(set(range(ranks)) - {rank})
@@ -94,7 +92,7 @@ def test_interpreted_ranks_that_run_at_once_agree_on_every_two_shot_sum(
     ranks: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rank waits for the others in between."""
-    monkeypatch.setattr("tllm_spec.kernels.two_shot_sum_triton.PROGRAMS", programs)
+    monkeypatch.setattr("tllm_spec.kernels.parallel.two_shot_sum.PROGRAMS", programs)
     num_sums = 9
     memory = [each.share_memory_() for each in memory_of(ranks)]
     capacity = view_of(0, memory).capacity
@@ -115,7 +113,7 @@ def test_interpreted_what_parts_cannot_hold_is_not_written_past_the_memory(devic
 
 @only_with_the_compiler
 def test_the_kernel_compiles_for_hopper_and_orders_flags_after_16_byte_stores() -> None:
-    from tllm_spec.kernels.two_shot_sum_triton import two_shot_sum_kernel
+    from tllm_spec.kernels.parallel.two_shot_sum import two_shot_sum_kernel
 
     types = {"values": "*i32", "output": "*i32", "addresses": "*i64", "counts": "*i32"}
     ranks = 8

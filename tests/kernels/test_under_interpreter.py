@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import check_files_under_the_interpreter
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import has_kernels
 
 # Each has at least one test there. A file of another folder than this one has its folder's name.
 NAMES = (

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tllm_spec.kernels.kv_codes import CODES
-from tllm_spec.kernels.widen_pages import widen_pages
+from tllm_spec.kernels.attention.kv_codes import CODES, widen_pages
 
 
 @on_each_kernel_device

@@ -10,11 +10,10 @@ import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
 from tests.kernels.window_problem import TOLERANCE, Case, Problem
-from tllm_spec.kernels.key_spans import KeySpan
-from tllm_spec.kernels.kv_codes import CODES, KVScales
-from tllm_spec.kernels.rotary_write import plain_write_kv
-from tllm_spec.kernels.triton_support import has_kernels
-from tllm_spec.kernels.window_splits import (
+from tllm_spec.kernels.attention.kv_codes import CODES, KVScales
+from tllm_spec.kernels.attention.rotary_write import plain_write_kv
+from tllm_spec.kernels.attention.visible_keys import KeySpan
+from tllm_spec.kernels.attention.window_splits import (
     MAX_LONG_SPLITS,
     MAX_PARTIAL_ROWS,
     MAX_SPLITS,
@@ -25,6 +24,7 @@ from tllm_spec.kernels.window_splits import (
     is_wide,
     warps_of,
 )
+from tllm_spec.kernels.dispatch import has_kernels
 
 BF16 = torch.bfloat16
 CASES = {

@@ -13,9 +13,9 @@ import torch
 
 from tests.kernels.window_problem import TOLERANCE, Case, Problem
 from tllm_spec.kernels import nvrtc
-from tllm_spec.kernels import window_attention_cuda as module
-from tllm_spec.kernels.kv_codes import CODES, KVScales
-from tllm_spec.kernels.window_attention_cuda import (
+from tllm_spec.kernels.attention import window_attention_cuda as module
+from tllm_spec.kernels.attention.kv_codes import CODES, KVScales
+from tllm_spec.kernels.attention.window_attention_cuda import (
     PROCESSOR_BYTES,
     RESERVED_BYTES,
     Layout,
@@ -26,7 +26,7 @@ from tllm_spec.kernels.window_attention_cuda import (
     serves,
     shared_bytes,
 )
-from tllm_spec.kernels.window_splits import (
+from tllm_spec.kernels.attention.window_splits import (
     MAX_LONG_SPLITS,
     MAX_PARTIAL_ROWS,
     MIN_KEYS_PER_LONG_SPLIT,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tllm_spec.kernels.window_rows import window_rows
+from tllm_spec.kernels.slots.round_rows import window_rows
 
 
 def test_a_window_crosses_into_the_next_page() -> None:

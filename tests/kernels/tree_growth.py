@@ -8,8 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tllm_spec.kernels.beam_pool import BeamPool, Beams, DraftTree
-from tllm_spec.kernels.draft_beams import add_last, first_beams, grow, select
+from tllm_spec.kernels.drafts.draft_beams import (
+    BeamPool,
+    Beams,
+    DraftTree,
+    add_last,
+    first_beams,
+    grow,
+    select,
+)
 
 Path = tuple[int, ...]  # tokens from the root on, without it
 Candidates = list[tuple[float, int]]  # probability and token, best first

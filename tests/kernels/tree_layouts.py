@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tllm_spec.kernels.draft_layout import DraftLayout
+from tllm_spec.kernels.drafts.draft_layout import DraftLayout
 
 
 def layout_of(parents: Sequence[int]) -> DraftLayout:

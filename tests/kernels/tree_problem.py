@@ -7,8 +7,7 @@ import torch
 
 from tests.kernels.row_counts import ragged_rows
 from tests.kernels.window_problem import Case, Problem
-from tllm_spec.kernels.key_spans import KeySpans
-from tllm_spec.kernels.tree_mask import TreeMask
+from tllm_spec.kernels.attention.visible_keys import KeySpans, TreeMask
 
 
 def random_paths(num_keys: int, generator: torch.Generator) -> list[list[int]]:

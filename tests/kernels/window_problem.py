@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from tests.kernels.row_counts import ragged_rows
-from tllm_spec.kernels.key_spans import KeySpan, KeySpans
-from tllm_spec.kernels.kv_codes import UNSCALED, KVScales, encoded
-from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
-from tllm_spec.kernels.round_rows import RoundRows
-from tllm_spec.kernels.window_attention import (
+from tllm_spec.kernels.attention.kv_codes import UNSCALED, KVScales, encoded
+from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary, rotary_write
+from tllm_spec.kernels.attention.visible_keys import KeySpan, KeySpans
+from tllm_spec.kernels.attention.window_attention import (
     WindowTables,
     plain_window_attention,
     window_attention,
 )
-from tllm_spec.kernels.window_splits import WindowWorkspace
+from tllm_spec.kernels.attention.window_splits import WindowWorkspace
+from tllm_spec.kernels.slots.round_rows import RoundRows
 
 
 @dataclass(frozen=True)

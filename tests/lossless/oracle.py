@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tllm_spec.kernels.gumbel import gumbel_noise
+from tllm_spec.kernels.sampling.gumbel import gumbel_noise
 from tllm_spec.sampling_params import SamplingParams
 
 

@@ -1,6 +1,7 @@
 """An FP8 KV cache: every drafter leaves the text of plain decoding alone, which is the text of
 transformers' model over keys and values that are rounded to E4M3 before any query reads them."""
 
+import inspect
 import json
 from collections.abc import Callable
 from functools import cache
@@ -108,9 +109,12 @@ def oracle(folder: Path) -> Callable[[], Oracle]:
         model = AutoModelForCausalLM.from_pretrained(
             resolve_model("zoo:llama"), dtype=torch.float32
         )
+        # transformers renames it.
+        names = inspect.signature(model.forward).parameters
+        name = "cache" if "cache" in names else "past_key_values"
 
         def over_codes(tokens: torch.Tensor) -> Any:
-            return model(tokens, past_key_values=StoredCache(), use_cache=True)
+            return model(tokens, **{name: StoredCache()}, use_cache=True)
 
         return Oracle(over_codes)
 

@@ -17,7 +17,7 @@ from tllm_spec.executor import build
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
-from tllm_spec.kernels.round_rows import RoundRows
+from tllm_spec.kernels.slots.round_rows import RoundRows
 
 BUDGET = 2.5
 TIMES = MeasuredRoundTimes({20: dict.fromkeys(range(30), 1.0)})

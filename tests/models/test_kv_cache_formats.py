@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.models.published_fp8 import MODELOPT, NVIDIA_FP8, Raw
-from tllm_spec.kernels.kv_codes import KVScales
+from tllm_spec.kernels.attention.kv_codes import KVScales
 from tllm_spec.models.formats.kv_cache_formats import kv_cache_setting, read_kv_scales
 
 EIGHT_BITS = {"num_bits": 8, "type": "float"}

@@ -25,7 +25,7 @@ from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.interface import AttentionMetadata, HeadsBackend
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
-from tllm_spec.kernels.tree_mask import TreeMask
+from tllm_spec.kernels.attention.visible_keys import TreeMask
 
 PROMPT, NUM_NODES = random_tokens(9), 12
 # The tree starts in the first chunk, and its path of 7 nodes ends in the third one.

@@ -8,7 +8,7 @@ from typing import Any
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.option_checks import check_text
-from tllm_spec.executor.response import Response
+from tllm_spec.executor.request import Response
 from tllm_spec.outputs import Logprob, SpeculativeStats
 from tllm_spec.request_errors import SLOW_GRAMMAR, ContextLengthExceeded
 from tllm_spec.request_handle import RequestHandle
@@ -62,7 +62,7 @@ class FakeLLM:
     each token of a stream is an event of its own: it is read before the next one is made."""
 
     def __init__(self, **arguments: Any) -> None:
-        self.args = LlmArgs.from_kwargs("fake", **arguments)
+        self.args = LlmArgs.from_kwargs("fake", **{"enable_chunked_prefill": True} | arguments)
         self.rounds: list[dict[str, Any]] = []
         self.tokenizer = load_tokenizer("zoo:llama")
         self.is_healthy = True

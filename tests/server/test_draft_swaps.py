@@ -98,7 +98,9 @@ def test_all_engines_swap_while_requests_run_and_no_text_changes(fleet: Fleet) -
         during = asyncio.create_task(texts())
         await asyncio.sleep(0)
         told = await asyncio.to_thread(replicas.load_draft_weights, fleet.other)
-        assert told == {"version": 1, "folder": fleet.other}
+        reason = "no requests are recorded (record_traffic)"
+        expected = {"version": 1, "folder": fleet.other, "replayed": 0, "reason": reason}
+        assert told == expected
         return before + await during + await texts()
 
     assert len(set(fleet.use(swap))) == 1
@@ -210,13 +212,13 @@ def test_an_engine_that_is_started_again_has_the_weights_of_the_others(tmp_path:
             next(lines)
             busy = next(each for each in engines() if each["num_requests_running"])
             told = client.post("/v1/draft_model", json={"folder": "other"})
-            assert told.json() == {"version": 1, "folder": "other"}
+            assert told.json().items() >= {"version": 1, "folder": "other", "replayed": 0}.items()
             idle = next(each for each in engines() if each["engine"] != busy["engine"])
             os.kill(idle["ranks"][0]["process"], signal.SIGKILL)
             assert "data: [DONE]" in lines, "the stream of the other engine was lost"
         wait_for(lambda: len(engines()) == 2)
         wanted = {"version": 1, "folder": other}
-        assert [each["draft_weights"] for each in engines()] == [wanted, wanted]
+        assert all(each["draft_weights"].items() >= wanted.items() for each in engines())
         assert [text() for _ in range(4)] == [before] * 4
         assert server.end(signal.SIGTERM) == 0
         assert "Traceback" not in server.text

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.text.test_tokenizer import byte_level, sentencepiece_like
-from tllm_spec.executor.response import Response
+from tllm_spec.executor.request import Response
 from tllm_spec.outputs import Logprob
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams

@@ -14,17 +14,21 @@ import torch.nn.functional as F
 from tllm_spec.attention.geometry import LatentGeometry
 from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, AttentionPlan
 from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.kernels.head_gemm import head_gemm
-from tllm_spec.kernels.kv_codes import times
-from tllm_spec.kernels.latent_attention import (
+from tllm_spec.kernels.attention.kv_codes import times
+from tllm_spec.kernels.attention.latent_attention import (
     MAX_PARTIAL_ROWS,
     LatentTables,
     LatentWorkspace,
     latent_attention,
 )
-from tllm_spec.kernels.latent_prefill import MAX_EXPANDED_TOKENS, ExpandedPart, expanded_attention
-from tllm_spec.kernels.latent_write import LatentNorm, latent_write
-from tllm_spec.kernels.rotary_write import Rotary
+from tllm_spec.kernels.attention.latent_prefill import (
+    MAX_EXPANDED_TOKENS,
+    ExpandedPart,
+    expanded_attention,
+)
+from tllm_spec.kernels.attention.latent_write import LatentNorm, latent_write
+from tllm_spec.kernels.attention.rotary_write import Rotary
+from tllm_spec.kernels.gemm.head_gemm import head_gemm
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tllm_spec.kernels.delta_blocks import delta_blocks, work_elements
-from tllm_spec.kernels.gated_delta import (
+from tllm_spec.kernels.attention.move_kv import move_kv
+from tllm_spec.kernels.slots.round_rows import RoundRows
+from tllm_spec.kernels.states.delta_blocks import delta_blocks, work_elements
+from tllm_spec.kernels.states.gated_delta import (
     DeltaBlocks,
     DeltaMemory,
     DeltaRows,
@@ -16,8 +18,6 @@ from tllm_spec.kernels.gated_delta import (
     DeltaWeights,
     gated_delta,
 )
-from tllm_spec.kernels.move_kv import move_kv
-from tllm_spec.kernels.round_rows import RoundRows
 
 
 @dataclass(frozen=True)

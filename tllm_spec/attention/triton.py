@@ -11,18 +11,17 @@ import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan
-from tllm_spec.attention.kv_format import KVFormat
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.attention.vanilla import VanillaAttention, VanillaPlan
-from tllm_spec.kernels.batch_invariant_attention import (
+from tllm_spec.kernels.attention.batch_invariant_attention import (
     QueryTiles,
     batch_invariant_attention,
     tokens_per_tile,
 )
-from tllm_spec.kernels.rotary_write import HeadWeights, Rotary
-from tllm_spec.kernels.round_rows import RoundRows
-from tllm_spec.kernels.window_attention import WindowTables, window_attention
-from tllm_spec.kernels.window_splits import MAX_PARTIAL_ROWS, WindowWorkspace
+from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
+from tllm_spec.kernels.attention.window_attention import WindowTables, window_attention
+from tllm_spec.kernels.attention.window_splits import MAX_PARTIAL_ROWS, WindowWorkspace
+from tllm_spec.kernels.slots.round_rows import RoundRows
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,15 @@ import torch.nn.functional as F
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, HeadsBackend
 from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.kernels.key_spans import KeySpans
-from tllm_spec.kernels.kv_codes import times
-from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotate, plain_write_kv
-from tllm_spec.kernels.round_rows import RoundRows
+from tllm_spec.kernels.attention.kv_codes import times
+from tllm_spec.kernels.attention.rotary_write import (
+    HeadWeights,
+    Rotary,
+    plain_rotate,
+    plain_write_kv,
+)
+from tllm_spec.kernels.attention.visible_keys import KeySpans
+from tllm_spec.kernels.slots.round_rows import RoundRows
 
 
 @dataclass(frozen=True)

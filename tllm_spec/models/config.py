@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry, LayerGroup
-from tllm_spec.distributed.mapping import Mapping
-from tllm_spec.kernels.key_spans import KeySpan
+from tllm_spec.distributed.communicator import Mapping
+from tllm_spec.kernels.attention.visible_keys import KeySpan
 from tllm_spec.models.config_file import read_checked, read_config, required, with_defaults
 from tllm_spec.models.config_values import dtype_of, head_dim_of, sliding_layers_of, token_ids_of
 from tllm_spec.models.deepseek_config import (
@@ -376,7 +376,8 @@ def _refuse_unserved(raw: dict[str, Any]) -> None:
         raise ValueError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is served.")
     unknown = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if unknown:
-        raise ValueError(f"layer_types has {sorted(unknown)}; served is 'full_attention'.")
+        served = "'full_attention' and 'sliding_attention'"
+        raise ValueError(f"layer_types has {sorted(unknown)}; served are {served}.")
 
 
 def _qk_norm(raw: dict[str, Any], architecture: str) -> bool:

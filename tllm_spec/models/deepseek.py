@@ -11,8 +11,8 @@ import torch
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.attention.latent import LatentBackend, LatentInputs
-from tllm_spec.kernels.latent_write import LatentNorm
-from tllm_spec.kernels.rotary_write import Rotary
+from tllm_spec.kernels.attention.latent_write import LatentNorm
+from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek_config import MLAConfig
 from tllm_spec.models.formats.weight_format import Part

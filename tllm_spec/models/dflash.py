@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.kernels.rotary_write import Rotary
+from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.dflash_config import DFlashConfig
 from tllm_spec.models.draft_head import BorrowedModules, DraftHead, HeadSource, Masks

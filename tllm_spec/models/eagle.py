@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.kernels.draft_input import draft_input
-from tllm_spec.kernels.rotary_write import Rotary
+from tllm_spec.kernels.attention.rotary_write import Rotary
+from tllm_spec.kernels.drafts.draft_input import draft_input
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import EMBEDDING, BorrowedModules, HeadSource, SteppedHead
 from tllm_spec.models.eagle_config import EagleConfig

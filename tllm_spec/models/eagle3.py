@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.kernels.draft_input import DraftInput, DraftInputNorms, draft_input
-from tllm_spec.kernels.rotary_write import Rotary
-from tllm_spec.kernels.row_copies import gather_rows
+from tllm_spec.kernels.attention.rotary_write import Rotary
+from tllm_spec.kernels.drafts.draft_input import DraftInput, DraftInputNorms, draft_input
+from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.deepseek import DeepseekLayer, LatentAttention
 from tllm_spec.models.draft_head import BorrowedModules, HeadSource, Masks, SteppedHead

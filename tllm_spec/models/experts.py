@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tllm_spec.kernels.grouped_tilings import (
+from tllm_spec.kernels.experts.grouped_gemm import (
     block_rows_of,
 )
-from tllm_spec.kernels.moe_combine import OwnExperts
-from tllm_spec.kernels.moe_permute import moe_permute
+from tllm_spec.kernels.experts.permute import moe_permute
+from tllm_spec.kernels.experts.routing import OwnExperts
 from tllm_spec.models.formats.choice import choose_stacked
 from tllm_spec.models.formats.stacked_weight import StackedWeight
 from tllm_spec.models.formats.weight_format import Part

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 import torch
 
 from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.kernels.gated_delta import DeltaWeights
-from tllm_spec.kernels.gated_norm import gated_norm
-from tllm_spec.kernels.rotary_write import Rotary
+from tllm_spec.kernels.attention.rotary_write import Rotary
+from tllm_spec.kernels.states.gated_delta import DeltaWeights, gated_norm
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.layers import RMSNorm, in_float32
 from tllm_spec.models.linear import Linear, RowLinear

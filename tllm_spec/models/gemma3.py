@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.kernels.rotary_write import Rotary
-from tllm_spec.kernels.silu_and_mul import silu_and_mul
+from tllm_spec.kernels.attention.rotary_write import Rotary
+from tllm_spec.kernels.gemm.norms import silu_and_mul
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.layers import OffsetHeadNorm, OffsetRMSNorm, RMSNorm
 from tllm_spec.models.llama import MLP, Attention, DecoderLayer, LlamaForCausalLM, LlamaModel

@@ -14,7 +14,7 @@ from tllm_spec.models.moe_shape import GPT_OSS_NAMES
 
 
 class GptOssAttention(Attention):
-    """`sinks`: `[Hq]` float32, of this rank's heads (kernels/attention_sinks.py)."""
+    """`sinks`: `[Hq]` float32, of this rank's heads (kernels/attention/attention_sinks.py)."""
 
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         super().__init__(config, layer, placement)

@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tllm_spec.kernels.rms_norm import rms_norm
-from tllm_spec.kernels.rotary_write import HeadWeights
-from tllm_spec.kernels.row_copies import gather_rows, gather_slice_rows
-from tllm_spec.kernels.small_m_gemm import NormWeight
+from tllm_spec.kernels.attention.rotary_write import HeadWeights
+from tllm_spec.kernels.gemm.norms import NormWeight, rms_norm
+from tllm_spec.kernels.slots.row_copies import gather_rows, gather_slice_rows
 from tllm_spec.models.module import Module, Placement, StoredWeight, WeightSlot, sibling
 
 

@@ -11,12 +11,17 @@ import torch
 from torch import nn
 
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.kernels.cublas_lt import ALGORITHM_BYTES, DATA_TYPES, CublasLt, shared_library
 from tllm_spec.kernels.disk_cache import cache_folder
-from tllm_spec.kernels.fp8_gemms import Fp8Gemms
-from tllm_spec.kernels.linear_table import read_table, table_path, write_table
-from tllm_spec.kernels.linear_tuner import GemmGroup, tune_missing
-from tllm_spec.kernels.tuned_linear import TunedGemms
+from tllm_spec.kernels.gemm.cublas_lt import ALGORITHM_BYTES, DATA_TYPES, CublasLt, shared_library
+from tllm_spec.kernels.gemm.fp8_linear import Fp8Gemms
+from tllm_spec.kernels.gemm.tuned_linear import (
+    GemmGroup,
+    TunedGemms,
+    read_table,
+    table_path,
+    tune_missing,
+    write_table,
+)
 from tllm_spec.models.formats.fp8_activations import QuantisedActivations
 from tllm_spec.models.formats.plain import CudaWeight
 from tllm_spec.models.linear import Linear, RowLinear

@@ -10,8 +10,8 @@ from torch import nn
 
 from tllm_spec.attention.geometry import AttentionGeometry, place_of
 from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.kernels.rotary_write import HeadWeights, Rotary
-from tllm_spec.kernels.row_copies import gather_rows
+from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary
+from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.layers import Embedding, HeadNorm, RMSNorm

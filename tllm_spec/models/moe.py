@@ -5,9 +5,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from tllm_spec.kernels.batch_invariant_linear import batch_invariant_linear
-from tllm_spec.kernels.moe_combine import moe_combine
-from tllm_spec.kernels.moe_routing import moe_routing
+from tllm_spec.kernels.experts.routing import moe_combine, moe_routing
+from tllm_spec.kernels.gemm.batch_invariant_linear import batch_invariant_linear
 from tllm_spec.models.experts import Experts
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tllm_spec.kernels.moe_routing import RoutingRule, Scoring
+from tllm_spec.kernels.experts.routing import RoutingRule, Scoring
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class MoEConfig:
     has_bias: bool = False
     """gpt-oss: the router and the experts have biases."""
     swiglu_limit: float | None = None
-    """gpt-oss: the limit of its SwiGLU (kernels/grouped_gemm.py)."""
+    """gpt-oss: the limit of its SwiGLU (kernels/experts/grouped_gemm.py)."""
     float32_router: bool = False
     """DeepSeek: a model in 16 bits computes its router's logits in float32."""
     fuses_shared: bool = True

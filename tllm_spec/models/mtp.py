@@ -15,7 +15,7 @@ from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.kernels.draft_input import DraftInputNorms
+from tllm_spec.kernels.drafts.draft_input import DraftInputNorms
 from tllm_spec.models.checkpoint import checkpoint_tensors
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekLayer

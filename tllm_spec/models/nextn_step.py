@@ -5,8 +5,8 @@ from abc import ABC, abstractmethod
 import torch
 
 from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.kernels.draft_input import DraftInputNorms, draft_input
-from tllm_spec.kernels.rotary_write import Rotary
+from tllm_spec.kernels.attention.rotary_write import Rotary
+from tllm_spec.kernels.drafts.draft_input import DraftInputNorms, draft_input
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import DecoderLayer, LlamaForCausalLM

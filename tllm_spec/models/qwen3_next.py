@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.kernels.rotary_write import Rotary
+from tllm_spec.kernels.attention.rotary_write import Rotary
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.gated_delta_net import GatedDeltaNet
 from tllm_spec.models.layers import OffsetHeadNorm, OffsetRMSNorm, RMSNorm

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from tllm_spec.kernels.draft_input import DraftInputNorms
+from tllm_spec.kernels.drafts.draft_input import DraftInputNorms
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.layers import OffsetRMSNorm, RMSNorm
 from tllm_spec.models.linear import Linear

@@ -1,4 +1,5 @@
-"""The cosine and sine table of the rotary position embedding; `kernels/rotary_write.py` applies it.
+"""The cosine and sine table of the rotary position embedding; `kernels/attention/rotary_write.py`
+applies it.
 
 Sources of the frequencies: RoFormer (arXiv 2104.09864), linear position interpolation (arXiv
 2306.15595), YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753) and Meta's Llama 3.1 scaling.

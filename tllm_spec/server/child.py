@@ -65,8 +65,8 @@ class Control:
             sys.exit(FAILED)
         settings = ChildSettings(**message)
         configure_logs(settings.log_level, settings.log_format)
-        if settings.log_format == "json" or not sys.stderr.isatty():
-            os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
+        # Lines of the log in place of bars, which several processes would draw over each other.
+        os.environ.setdefault("TQDM_DISABLE", "1")
         return settings
 
     def watch(self) -> None:

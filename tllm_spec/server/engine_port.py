@@ -14,10 +14,9 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.request import LlmRequest, Response
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.request_queue import RequestQueue
-from tllm_spec.executor.response import Response
 from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.grammars import Grammars
 from tllm_spec.server.link import Link

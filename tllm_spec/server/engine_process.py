@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tllm_spec.config.kv_events_config import KVEventsConfig
+from tllm_spec.config.engine_config import KVEventsConfig
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.faults import described
 from tllm_spec.server.child import FAILED, Control, freeze_heap

@@ -85,6 +85,17 @@ BY_DRAFT_LEN = {
     "tllm_spec_round_seconds": ("Time of decode rounds without prompts", "seconds"),
 }
 
+BY_VERSION = {
+    "tllm_spec_draft_version_rounds": (
+        "Decode rounds of ended requests, by the version of the draft weights they began with",
+        "rounds",
+    ),
+    "tllm_spec_draft_version_tokens": (
+        "Tokens emitted by these rounds, bonus tokens included",
+        "tokens",
+    ),
+}
+
 
 class EngineMetrics(Collector):
     """Reads the engine's state for each scrape. vllm_model: the model's name, if vLLM's names are
@@ -149,6 +160,7 @@ def _of_engine(state: Mapping[str, Any]) -> Iterator[Metric]:
     totals = state["totals"]
     yield from _requests(totals["requests_by_finish_reason"])
     yield from _speculation(totals)
+    yield from _by_version(state.get("draft_weights"))
     yield from _pages(state["kv_cache"], totals)
 
 
@@ -190,6 +202,15 @@ def _speculation(totals: Mapping[str, Any]) -> Iterator[Metric]:
         metric = CounterMetricFamily(name, help_text, labels=["draft_len"])
         for draft_len, row in totals["by_draft_len"].items():
             metric.add_metric([draft_len], row[key])
+        yield metric
+
+
+def _by_version(weights: Mapping[str, Any] | None) -> Iterator[Metric]:
+    """weights: None where they cannot be swapped."""
+    for name, (help_text, key) in BY_VERSION.items():
+        metric = CounterMetricFamily(name, help_text, labels=["draft_version"])
+        for version, row in (weights or {"by_version": {}})["by_version"].items():
+            metric.add_metric([version], row[key])
         yield metric
 
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tllm_spec.executor.request import StopChecker, StopMatch
-from tllm_spec.executor.response import Response
+from tllm_spec.executor.request import Response, StopChecker, StopMatch
 from tllm_spec.outputs import Logprob
 from tllm_spec.request_handle import RequestHandle
 

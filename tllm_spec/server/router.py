@@ -10,7 +10,7 @@ from typing import Any
 
 import msgpack
 
-from tllm_spec.executor.resources.block_hashes import block_hashes
+from tllm_spec.executor.resources.kv_events import block_hashes
 
 # An engine with more unfinished tokens than this many times the mean is busy, if it also has so
 # many more than the mean.

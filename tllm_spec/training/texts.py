@@ -30,6 +30,8 @@ class Text(NamedTuple):
     """Has the target's hidden states of the whole text; None: they were not recorded."""
     offset: int = 0
     """The place of a piece in the text."""
+    record: TrafficRecord | None = None
+    """None: of a text file."""
 
 
 def read_texts(
@@ -67,6 +69,13 @@ def split(texts: list[Text], data: Path, unroll: int) -> tuple[list[Text], list[
             break
         held_out.append(text)
     return sorted(ordered[number:], key=lambda text: len(text.tokens)), held_out
+
+
+def unseen_records(training: Sequence[Text], held_out: Sequence[Text]) -> list[TrafficRecord]:
+    """The records of held-out texts of which no piece is trained on."""
+    seen = {text.record.id for text in training if text.record is not None}
+    found = {text.record.id: text.record for text in held_out if text.record is not None}
+    return [record for name, record in found.items() if name not in seen]
 
 
 def draw(
@@ -157,12 +166,16 @@ def _with_states(file: Path, layers: tuple[int, ...]) -> tuple[str, Text]:
 
 
 def _text(tokens: list[int], record: TrafficRecord) -> Text:
-    return Text(torch.tensor(tokens), max(1, len(record.prompt)))
+    return Text(torch.tensor(tokens), max(1, len(record.prompt)), record=record)
 
 
 def _pieces(text: Text, max_length: int) -> list[Text]:
     return [
-        Text(tokens, max(1, text.start - index * max_length), text.file, index * max_length)
+        text._replace(
+            tokens=tokens,
+            start=max(1, text.start - index * max_length),
+            offset=index * max_length,
+        )
         for index, tokens in enumerate(torch.split(text.tokens, max_length))
     ]
 

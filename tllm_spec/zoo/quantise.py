@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tllm_spec.kernels.int4_weights import E2M1
+from tllm_spec.kernels.gemm.int4_weights import E2M1
 from tllm_spec.models.checkpoint import INDEX, SINGLE, checkpoint_files, checkpoint_tensors
 from tllm_spec.zoo.registry import resolve_model
 

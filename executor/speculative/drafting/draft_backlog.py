@@ -25,7 +25,7 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.missed_tokens import missed_by, read_missed
-from tllm_spec.kernels.row_copies import Rings, gather_rows, store_in_rings
+from tllm_spec.kernels.slots.row_copies import Rings, gather_rows, store_in_rings
 
 # With 4 query heads per KV head, such a window fills one tile of Triton's attention kernel. A
 # longer one would cost prefix hits: a finished request's unread positions are not reused.

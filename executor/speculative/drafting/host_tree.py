@@ -7,7 +7,7 @@ from itertools import chain
 from operator import index
 from typing import Any, NamedTuple
 
-from tllm_spec.kernels.draft_layout import MAX_NODES
+from tllm_spec.kernels.drafts.draft_layout import MAX_NODES
 
 _ROW_BITS = [1 << row for row in range(1, MAX_NODES)]
 # Rows of padding follow the root and are never accepted.

@@ -14,7 +14,7 @@ from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.host_tree import HostTree, numbers_of, tree_of
 from tllm_spec.executor.speculative.drafting.sent_drafts import improve
 from tllm_spec.grammar.grammar_state import GrammarState
-from tllm_spec.kernels.beam_pool import DraftTree
+from tllm_spec.kernels.drafts.draft_beams import DraftTree
 
 
 class HostTreeDrafter(HostDrafter):

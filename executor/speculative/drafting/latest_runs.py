@@ -10,7 +10,7 @@ import torch
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.speculative.drafting.round_end import WindowResult
-from tllm_spec.kernels.row_copies import gather_rows
+from tllm_spec.kernels.slots.row_copies import gather_rows
 
 
 class LatestRuns:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_layers
+from tllm_spec.attention.interface import SpecMetadata, default_capture_layers
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.draft_network.network import ExternalDraft
 from tllm_spec.executor.engine.attention_groups import AttentionGroups

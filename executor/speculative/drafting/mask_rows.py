@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from tllm_spec.executor.engine.rows import TreeRows, Windows
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
-from tllm_spec.kernels.tree_mask import MAX_TREE_KEYS, TreeMask
+from tllm_spec.kernels.attention.visible_keys import MAX_TREE_KEYS, TreeMask
 from tllm_spec.models.draft_head import Masks
 
 

@@ -15,8 +15,8 @@ from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProp
 from tllm_spec.executor.speculative.drafting.proposer import DraftChains, Proposer
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
 from tllm_spec.executor.speculative.drafting.suffix_match import SuffixMatch
-from tllm_spec.kernels.beam_pool import DraftTree
-from tllm_spec.kernels.draft_sources import (
+from tllm_spec.kernels.drafts.draft_beams import DraftTree
+from tllm_spec.kernels.drafts.draft_sources import (
     MATCH,
     NETWORK,
     PRIOR,
@@ -24,7 +24,7 @@ from tllm_spec.kernels.draft_sources import (
     choose_drafts,
     observe_drafts,
 )
-from tllm_spec.kernels.match_branches import add_match
+from tllm_spec.kernels.drafts.match_branches import add_match
 
 NETWORK_RATE = 0.6  # of drafts that are right, before any was seen
 NUM_CLASSES = 17  # of match lengths: none, 1 to 15 tokens, and more

@@ -18,8 +18,7 @@ import torch
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.engine.rows import Windows
-from tllm_spec.executor.graphs.eager_timing import TIMED_KV_LEN, eager_seconds
-from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
+from tllm_spec.executor.graphs.slot_graphs import TIMED_KV_LEN, GraphKey, SlotGraphs, eager_seconds
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
@@ -36,8 +35,8 @@ from tllm_spec.executor.speculative.drafting.missed_tokens import missed_by, rea
 from tllm_spec.executor.speculative.drafting.proposer import DraftChains, write_drafts
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, RoundEnd, WindowResult
 from tllm_spec.executor.speculative.drafting.tree_drafting import TreeDrafting
-from tllm_spec.kernels.beam_pool import DraftTree
-from tllm_spec.kernels.row_copies import gather_rows
+from tllm_spec.kernels.drafts.draft_beams import DraftTree
+from tllm_spec.kernels.slots.row_copies import gather_rows
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from tllm_spec.executor.speculative.drafting.mask_rows import fill_in, read_mask
 from tllm_spec.executor.speculative.drafting.proposer import DraftChains, Proposer
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
 from tllm_spec.executor.speculative.drafting.tree_drafting import TreeDrafting
-from tllm_spec.kernels.beam_pool import DraftTree
-from tllm_spec.kernels.row_copies import gather_rows
+from tllm_spec.kernels.drafts.draft_beams import DraftTree
+from tllm_spec.kernels.slots.row_copies import gather_rows
 
 
 class NetworkProposer(Proposer):

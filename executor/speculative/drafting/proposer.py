@@ -13,7 +13,7 @@ from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
-from tllm_spec.kernels.beam_pool import DraftTree
+from tllm_spec.kernels.drafts.draft_beams import DraftTree
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling.row_group import RowGroup
-from tllm_spec.kernels.round_rows import RoundRows
+from tllm_spec.kernels.slots.round_rows import RoundRows
 
 
 @dataclass(frozen=True)

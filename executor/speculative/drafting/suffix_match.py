@@ -12,14 +12,14 @@ import torch
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.config.text_search import SHARED_WIDTH, TextSearch
 from tllm_spec.executor.device.transfer import to_device
-from tllm_spec.executor.resources.shared_texts import NO_SALT, SharedTexts
+from tllm_spec.executor.resources.interface import NO_SALT, SharedTexts
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.proposer import DraftChains, Proposer
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
-from tllm_spec.kernels.beam_pool import DraftTree
-from tllm_spec.kernels.path_trees import path_trees
-from tllm_spec.kernels.suffix_match import (
+from tllm_spec.kernels.drafts.draft_beams import DraftTree
+from tllm_spec.kernels.drafts.path_trees import path_trees
+from tllm_spec.kernels.drafts.suffix_match import (
     EVERYONE,
     NO_TOKEN,
     Matches,

@@ -17,12 +17,17 @@ from tllm_spec.executor.engine.rows import TreeRows, Windows
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
-from tllm_spec.kernels.beam_pool import BeamPool, DraftTree
-from tllm_spec.kernels.draft_beams import add_last, first_beams, grow, select
-from tllm_spec.kernels.draft_layout import DraftLayout
-from tllm_spec.kernels.row_copies import gather_rows
-from tllm_spec.kernels.static_beams import StaticStep, static_steps
-from tllm_spec.kernels.tree_mask import TreeMask
+from tllm_spec.kernels.attention.visible_keys import TreeMask
+from tllm_spec.kernels.drafts.draft_beams import (
+    BeamPool,
+    DraftTree,
+    add_last,
+    first_beams,
+    grow,
+    select,
+)
+from tllm_spec.kernels.drafts.draft_layout import DraftLayout, StaticStep, static_steps
+from tllm_spec.kernels.slots.row_copies import gather_rows
 
 
 class TreeDrafting:

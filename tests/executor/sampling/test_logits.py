@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from tllm_spec.executor.sampling.logits import apply_penalties, mask_stop_ids
 from tllm_spec.executor.sampling.logprobs import log_probabilities, token_logprobs
-from tllm_spec.kernels.choose_token import choose_best
-from tllm_spec.kernels.filter_cut import filter_cut
+from tllm_spec.kernels.sampling.choose_token import choose_best
+from tllm_spec.kernels.sampling.logit_filters import filter_cut
 
 INF = float("inf")
 

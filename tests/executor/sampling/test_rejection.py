@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from tests.executor.sampling.chi_square import p_value
-from tllm_spec.executor.sampling.rejection import reject_chain
-from tllm_spec.kernels.gumbel import DRAFT_DOMAIN, gumbel_noise
+from tllm_spec.executor.sampling.acceptance_rules import reject_chain
+from tllm_spec.kernels.sampling.gumbel import DRAFT_DOMAIN, gumbel_noise
 
 VOCAB, NUM = 12, 60_000
 

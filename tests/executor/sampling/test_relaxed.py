@@ -17,7 +17,7 @@ from tests.models.helpers import random_tokens, reference_logits
 from tests.models.mtp_reference import save_predictable
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_base import RelaxedRule
-from tllm_spec.executor.sampling.relaxed import is_close, phases
+from tllm_spec.executor.sampling.acceptance_rules import is_close, phases
 
 BEGIN, END = 3, 4
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.executor.harness import Harness, draft_target, output_of
-from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
-from tllm_spec.kernels.slot_windows import accept_windows
+from tllm_spec.kernels.slots.accept import SlotTables, SyntheticRates
+from tllm_spec.kernels.slots.slot_windows import accept_windows
 
 NUM_ROWS = 20_000
 RATES = (0.8, 0.5, 0.5, 0.1, 0.0)

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from tests.kernels.tree_layouts import layout_of
-from tllm_spec.executor.sampling.rejection import reject_chain
-from tllm_spec.executor.sampling.tree_rejection import reject_tree
-from tllm_spec.kernels.accept_tree import accept_tree
-from tllm_spec.kernels.draft_layout import DraftLayout
+from tllm_spec.executor.sampling.acceptance_rules import reject_chain, reject_tree
+from tllm_spec.kernels.drafts.draft_layout import DraftLayout
+from tllm_spec.kernels.slots.accept import accept_tree
 
 DRAWS = 20_000
 P = torch.tensor([0.45, 0.25, 0.15, 0.1, 0.05])

@@ -13,9 +13,9 @@ from tests.executor.sampling.test_sampler import WAYS
 from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.sampling import working_memory
+from tllm_spec.executor.sampling import logprobs as working_memory
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.sharded_sampler import sampler_of
 from tllm_spec.executor.sampling.state import SamplingState

@@ -1,5 +1,5 @@
-"""FP8 weights, and activations that are quantised to FP8 (W8A8): kernels/quantise_rows.py and
-kernels/fp8_linear.py."""
+"""FP8 weights, and activations that are quantised to FP8 (W8A8): kernels/gemm/fp8_numbers.py and
+kernels/gemm/fp8_linear.py."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tllm_spec.kernels.dequantise import dequantised
-from tllm_spec.kernels.fp8_gemms import Fp8Gemms, tile_scales
-from tllm_spec.kernels.fp8_linear import fp8_linear
-from tllm_spec.kernels.quantise_rows import quantise_rows
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import has_kernels
+from tllm_spec.kernels.gemm.fp8_linear import Fp8Gemms, fp8_linear, tile_scales
+from tllm_spec.kernels.gemm.fp8_numbers import dequantised, quantise_rows
 from tllm_spec.models.formats.fp8_formats import BLOCK
 from tllm_spec.models.formats.fp8_scaled import FP8, Fp8Tensor, ScaledSlot, ScaledTensors
 from tllm_spec.models.formats.weight_format import Part, WeightFormat

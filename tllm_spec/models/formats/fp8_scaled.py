@@ -1,5 +1,5 @@
 """FP8 weights with float32 scales for each row and each 128 inputs, and activations of the model's
-dtype (W8A16): kernels/scaled_linear.py."""
+dtype (W8A16): kernels/gemm/scaled_linear.py."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tllm_spec.kernels.dequantise import BLOCK, dequantised
-from tllm_spec.kernels.scaled_linear import scaled_linear
+from tllm_spec.kernels.gemm.fp8_numbers import BLOCK, dequantised
+from tllm_spec.kernels.gemm.scaled_linear import scaled_linear
 from tllm_spec.models.formats.weight_format import FewRowsFormat, Part, WeightFormat
 from tllm_spec.models.module import Placement, StoredWeight, WeightSlot
 

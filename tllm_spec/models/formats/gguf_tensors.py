@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tllm_spec.kernels.int4_weights import group_words
+from tllm_spec.kernels.gemm.int4_weights import group_words
 from tllm_spec.models.formats.gguf_architectures import architecture_of, stored_name
 from tllm_spec.models.formats.gguf_config import ROPE_FACTORS
 from tllm_spec.models.formats.gguf_file import TYPES, GgufFile, TensorPlace, read_gguf

@@ -1,5 +1,5 @@
 """Weights of 4 bits with a scale and a zero point for each group of inputs, and activations of the
-model's dtype (W4A16): kernels/int4_weights.py."""
+model's dtype (W4A16): kernels/gemm/int4_weights.py."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from tllm_spec.kernels.int4_weights import (
+from tllm_spec.kernels.gemm.int4_weights import (
     BLOCK,
     exponent_words,
     int4_dequantised,

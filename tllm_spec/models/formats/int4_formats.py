@@ -24,7 +24,7 @@ file in gguf_tensors.py.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tllm_spec.kernels.int4_weights import MXFP4_GROUP
+from tllm_spec.kernels.gemm.int4_weights import MXFP4_GROUP
 from tllm_spec.models.formats.fp8_formats import ModuleNames, lists_quantised
 
 Packing = Literal[

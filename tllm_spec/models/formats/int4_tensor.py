@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from tllm_spec.kernels.int4_weights import int4_dequantised
+from tllm_spec.kernels.gemm.int4_weights import int4_dequantised
 
 
 @dataclass(frozen=True)

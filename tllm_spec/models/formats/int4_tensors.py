@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tllm_spec.kernels.int4_weights import group_words
+from tllm_spec.kernels.gemm.int4_weights import group_words
 from tllm_spec.models.checkpoint import checkpoint_tensors, listed
 from tllm_spec.models.formats.fp8_formats import is_left_out
 from tllm_spec.models.formats.int4_formats import Int4Format, Int4Groups

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tllm_spec.config.option_checks import shown
-from tllm_spec.kernels.kv_codes import UNSCALED, KVScales
+from tllm_spec.kernels.attention.kv_codes import UNSCALED, KVScales
 from tllm_spec.models.checkpoint import checkpoint_tensors
 from tllm_spec.models.formats.fp8_readers import quantization_settings, unserved
 

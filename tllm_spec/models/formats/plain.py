@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from tllm_spec.kernels.batch_invariant_linear import batch_invariant_linear
-from tllm_spec.kernels.tuned_linear import TunedGemms, tuned_linear
+from tllm_spec.kernels.gemm.batch_invariant_linear import batch_invariant_linear
+from tllm_spec.kernels.gemm.tuned_linear import TunedGemms, tuned_linear
 from tllm_spec.models.formats.weight_format import FewRowsFormat, Part, WeightFormat
 from tllm_spec.models.module import Placement, WeightSlot
 

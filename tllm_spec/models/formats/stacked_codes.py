@@ -1,5 +1,5 @@
 """Experts with FP8 weights, and activations that are quantised to FP8 (W8A8):
-kernels/quantise_rows.py and kernels/grouped_gemm.py."""
+kernels/gemm/fp8_numbers.py and kernels/experts/grouped_gemm.py."""
 
 from collections.abc import Iterator
 
@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.kernels.grouped_gemm import ExpertWeights, down, gate_up_silu
-from tllm_spec.kernels.grouped_tilings import Form
-from tllm_spec.kernels.moe_permute import ExpertRows
-from tllm_spec.kernels.quantise_rows import quantise_rows
-from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.dispatch import has_kernels
+from tllm_spec.kernels.experts.grouped_gemm import ExpertWeights, Form, down, gate_up_silu
+from tllm_spec.kernels.experts.permute import ExpertRows
+from tllm_spec.kernels.gemm.fp8_numbers import quantise_rows
 from tllm_spec.models.formats.fp8_activations import CodesSlot, check_blocks
 from tllm_spec.models.formats.fp8_formats import BLOCK
 from tllm_spec.models.formats.fp8_scaled import FP8, scaled_parameters

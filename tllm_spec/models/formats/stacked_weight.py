@@ -1,15 +1,14 @@
 """The weights of one linear layer of all experts that a rank has: of the model's dtype, in FP8, or
-of 4 bits, each with activations of the model's dtype (kernels/grouped_gemm.py)."""
+of 4 bits, each with activations of the model's dtype (kernels/experts/grouped_gemm.py)."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from tllm_spec.kernels.grouped_gemm import ExpertWeights, down, gate_up_silu
-from tllm_spec.kernels.grouped_tilings import Form
-from tllm_spec.kernels.int4_weights import dequantise_int4, is_exact
-from tllm_spec.kernels.moe_permute import ExpertRows
+from tllm_spec.kernels.experts.grouped_gemm import ExpertWeights, Form, down, gate_up_silu
+from tllm_spec.kernels.experts.permute import ExpertRows
+from tllm_spec.kernels.gemm.int4_weights import dequantise_int4, is_exact
 from tllm_spec.models.formats.fp8_scaled import ScaledSlot, scaled_parameters
 from tllm_spec.models.formats.int4 import Int4Slot, check_slice, int4_parameters
 from tllm_spec.models.formats.weight_format import Part

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tllm_spec.kernels.silu_and_mul import silu_and_mul
-from tllm_spec.kernels.small_m_gemm import serves, small_m_gemm
+from tllm_spec.kernels.gemm.norms import silu_and_mul
+from tllm_spec.kernels.gemm.small_m_gemm import serves, small_m_gemm
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.module import WeightSlot
 

@@ -1,0 +1,327 @@
+"""Batch-invariant paged attention over MLA's latents, in the absorbed form for prompts and windows
+alike (latent_attention.py): the result of a query has the same bits whatever else is in the launch.
+
+Keys are cut at absolute positions into blocks and splits, and rows of draft trees take the keys of
+their path in order, as in batch_invariant_attention.py. A program has a tile: up to TILE_ROWS query
+heads of consecutive tokens, or of one token of a tree. Tiles always have the same shape."""
+
+import math
+
+import torch
+
+from tllm_spec.kernels.attention.batch_invariant_attention import (
+    ENOUGH_PROGRAMS,
+    SPLIT_KEYS,
+    QueryTiles,
+    SplitResults,
+)
+from tllm_spec.kernels.attention.batch_invariant_attention_triton import join
+from tllm_spec.kernels.attention.kv_codes import CODES, UNSCALED, KVScales
+from tllm_spec.kernels.attention.latent_attention import LatentTables, plain_latent_attention
+from tllm_spec.kernels.attention.latent_attention_triton import latent_scores, load_queries
+from tllm_spec.kernels.attention.window_splits import power_of_two
+from tllm_spec.kernels.dispatch import tl, triton, with_kernel
+from tllm_spec.kernels.slots.round_rows import RoundRows
+
+TILE_ROWS = 16  # of 512 float32 sums each, twice
+TREE_TOKENS = 1  # of a tile, which reads the keys of its token's path
+
+
+def latent_tokens_per_tile(heads: int) -> int:
+    return max(1, TILE_ROWS // heads)
+
+
+@with_kernel("spread_latent")
+def batch_invariant_latent(
+    q_latent: torch.Tensor,
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    tiles: QueryTiles,
+    scale: float,
+    results: SplitResults,
+    scales: KVScales = UNSCALED,
+) -> torch.Tensor:
+    """Each query attends to the keys of its request up to its own position, or to its path. A query
+    before position 0, which only a row of graph padding can have, gives zeros.
+
+    Args:
+        q_latent: `[T, H, R]`, contiguous: the queries times the key projection.
+        q: `[T, H, N + P]`, contiguous; of each head the last P elements are read, rotated.
+        layer: `[pages, page_size, R + P]`, contiguous, page_size a power of two; of q's dtype or
+            CODES.
+        block_tables: `[B, P]` int32, on the device.
+        tiles: of the rows, with at most `latent_tokens_per_tile` tokens, of trees TREE_TOKENS.
+        scale: factor of the scores before the softmax.
+        results: workspace; overwritten.
+        scales: of codes.
+
+    Returns:
+        `[T, H, R]`: weighted latents.
+    """
+    return plain_batch_invariant_latent(q_latent, q, layer, block_tables, tiles, scale, scales)
+
+
+def spread_latent(
+    q_latent: torch.Tensor,
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    tiles: QueryTiles,
+    scale: float,
+    results: SplitResults,
+    scales: KVScales = UNSCALED,
+) -> torch.Tensor:
+    """The kernels of `batch_invariant_latent`."""
+    num_rows, heads, _ = q_latent.shape
+    num_splits = -(-block_tables.shape[1] * layer.shape[1] // SPLIT_KEYS)
+    programs = tiles.table.shape[1] * -(-heads // TILE_ROWS)
+    fits = num_rows * heads * num_splits <= len(results.outputs)
+    spreads = num_splits > 1 and programs < ENOUGH_PROGRAMS and fits
+    return launch_latent(
+        q_latent, q, layer, block_tables, tiles, scale, results if spreads else None, scales
+    )
+
+
+def launch_latent(
+    q_latent: torch.Tensor,
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    tiles: QueryTiles,
+    scale: float,
+    results: SplitResults | None,
+    scales: KVScales = UNSCALED,
+) -> torch.Tensor:
+    """results: spread splits over programs, or None: a program computes all splits of its tile."""
+    from tllm_spec.kernels.attention.batch_invariant_attention_triton import join_kernel
+
+    for tensor in (q_latent, q, layer, tiles.table):
+        assert tensor.is_contiguous()
+    assert tiles.table.dtype == torch.int32 and block_tables.stride(1) == 1
+    (_, heads, rank), (_, page_size, width) = q_latent.shape, layer.shape
+    num_tiles, paths, is_wide = tiles.table.shape[1], tiles.paths, q.element_size() > 2
+    own_paths = (None, None, 0) if paths is None else (paths.keys, paths.lens, paths.mask.length)
+    max_len = block_tables.shape[1] * page_size
+    lengths = (max_len, -(-max_len // SPLIT_KEYS), num_tiles)
+    output = torch.empty_like(q_latent)
+    latent_kernel[(-(-heads // TILE_ROWS), lengths[1] if results else 1, num_tiles)](
+        *(q_latent, q, layer, block_tables, tiles.table),
+        results.outputs if results else output,
+        results.log_sums if results else None,
+        *(scale * scales.key * math.log2(math.e), block_tables.stride(0), *lengths, *own_paths),
+        scales.key,
+        TREE=paths is not None,
+        SPREADS=results is not None,
+        HEADS=heads,
+        HEAD_DIM=q.shape[2],
+        RANK=rank,
+        ROPE=width - rank,
+        PAGE_SIZE=page_size,
+        WIDEN=q.device.type == "cpu",  # the interpreter cannot multiply bfloat16
+        SPLIT_KEYS=SPLIT_KEYS,
+        BLOCK_M=TILE_ROWS,
+        BLOCK_N=16 if is_wide else 32,
+        BLOCK_R=power_of_two(rank),
+        BLOCK_P=max(16, power_of_two(width - rank)),
+        num_warps=4,
+        num_stages=2 if is_wide else 3,
+        # Fused multiply-adds may depend on the surrounding code.
+        enable_fp_fusion=False,
+    )
+    if results is not None:
+        join_kernel[(heads, tiles.max_tokens, num_tiles)](
+            *(results.outputs, results.log_sums, None, tiles.table, output),
+            *(*lengths, own_paths[1], scales.key),
+            HAS_CODES=layer.dtype == CODES,
+            TREE=paths is not None,
+            SPAN=0,
+            HEAD_DIM=rank,
+            SPLIT_KEYS=SPLIT_KEYS,
+            BLOCK_D=power_of_two(rank),
+            enable_fp_fusion=False,
+        )
+    return output
+
+
+def plain_batch_invariant_latent(
+    q_latent: torch.Tensor,
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    tiles: QueryTiles,
+    scale: float,
+    scales: KVScales = UNSCALED,
+) -> torch.Tensor:
+    """Reference of `batch_invariant_latent` with another order of sums."""
+    first, start, count, request = tiles.table.long()
+    if tiles.paths is not None:
+        mask, trees = tiles.paths.mask, tiles.paths.mask.rows
+        one = slice(None, None, trees.window)  # the first tile of each request
+        lens = (start[one] + trees.counts + mask.offset).to(torch.int32)
+        tables = LatentTables(trees, block_tables[request[one]], lens, mask)
+        return plain_latent_attention(
+            q_latent.transpose(0, 1), q, layer, tables, scale, scales
+        ).transpose(0, 1)
+    owner = torch.arange(len(count), device=q.device).repeat_interleave(count)
+    offset = torch.arange(len(owner), device=q.device) - (count.cumsum(0) - count)[owner]
+    rows = first[owner] + offset
+    lens = (start[owner] + offset + 1).to(torch.int32)
+    alone = RoundRows.rectangle(len(rows), 1)
+    tables = LatentTables(alone, block_tables[request[owner]], lens)
+    found = plain_latent_attention(
+        q_latent[rows].transpose(0, 1), q[rows], layer, tables, scale, scales
+    ).transpose(0, 1)
+    return torch.empty_like(q_latent).index_copy_(0, rows, found)
+
+
+# How keys that a row does not see leave its bits alone is in batch_invariant_attention_triton.py.
+
+
+_LENGTHS = ["table_stride", "max_len", "num_splits", "num_tiles", "region"]
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _attend(
+    absorbed: tl.tensor,
+    rotated: tl.tensor,
+    positions: tl.tensor,
+    layer: tl.tensor,
+    table: tl.tensor,
+    path: tl.tensor,
+    start: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    log2_scale: tl.tensor,
+    TREE: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """One split, the keys at positions `first` to `end`: each row's weighted mean of the latents,
+    and log2 of the sum of its weights. Of a tree, position start + i is key i of the path."""
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    for block in tl.range(first, end, BLOCK_N):
+        key_positions = block + tl.arange(0, BLOCK_N)
+        own, keys = key_positions < end, key_positions
+        if TREE:
+            in_region = own & (key_positions >= start)
+            on_path = tl.load(path + (key_positions - start), mask=in_region, other=0)
+            keys = tl.where(in_region, start + on_path, key_positions)
+        pages = tl.load(table + keys // PAGE_SIZE, mask=own, other=0)
+        latents, scores = latent_scores(
+            absorbed, rotated, layer, pages, keys, own, RANK, ROPE, PAGE_SIZE, BLOCK_R, BLOCK_P
+        )
+        seen = own[None, :] & (key_positions[None, :] <= positions[:, None])
+        scores = tl.where(seen, scores * log2_scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: no key seen so far
+        weights, decay = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
+        total = total * decay + tl.sum(weights, 1)
+        mixed = tl.dot(
+            weights.to(absorbed.dtype), latents, mixed * decay[:, None], input_precision="ieee"
+        )
+        top = new_top
+    mean = tl.div_rn(mixed, tl.where(total == 0.0, 1.0, total)[:, None])
+    return mean, top + tl.log2(total)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=_LENGTHS)  # type: ignore[untyped-decorator]  # triton has no types
+def latent_kernel(
+    q_latent: tl.tensor, q: tl.tensor, layer: tl.tensor, block_tables: tl.tensor, tiles: tl.tensor,
+    output: tl.tensor, log_sums: tl.tensor, log2_scale: tl.tensor, table_stride: tl.tensor,
+    max_len: tl.tensor, num_splits: tl.tensor, num_tiles: tl.tensor, paths: tl.tensor,
+    path_lens: tl.tensor, region: tl.tensor, latent_scale: tl.tensor, TREE: tl.constexpr,
+    SPREADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, RANK: tl.constexpr,
+    ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDEN: tl.constexpr, SPLIT_KEYS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+) -> None:
+    """Grid (blocks of heads, splits or 1, tiles). The last tiles of a chunk have the most keys, so
+    they start first."""
+    OWN_HEADS: tl.constexpr = HEADS if HEADS < BLOCK_M else BLOCK_M
+    split, tile = tl.program_id(1), tiles + num_tiles - 1 - tl.program_id(2)
+    first_row, start = tl.load(tile).to(tl.int64), tl.load(tile + num_tiles)
+    count = tl.load(tile + 2 * num_tiles)
+    table = block_tables + tl.load(tile + 3 * num_tiles).to(tl.int64) * table_stride
+    in_tile, ranks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
+    tokens = in_tile // OWN_HEADS
+    heads = tl.program_id(0) * OWN_HEADS + in_tile % OWN_HEADS
+    lens, num_seen, path = tokens + 1, count, None
+    if TREE:
+        num_seen, path = tl.load(path_lens + first_row), paths + first_row * region
+        lens = num_seen + tl.zeros([BLOCK_M], tl.int32)
+    length = tl.minimum(start + num_seen, max_len)
+    if SPREADS and split * SPLIT_KEYS >= length:  # join_kernel skips it
+        return
+
+    is_real = (tokens < count) & (heads < HEADS)
+    rows = (first_row + tokens) * HEADS + heads
+    dot_type: tl.constexpr = tl.float32 if WIDEN else q.dtype.element_ty
+    absorbed, rotated = load_queries(
+        q_latent, q, rows, rows, is_real, RANK, ROPE, HEAD_DIM, BLOCK_R, BLOCK_P,
+    )
+    absorbed, rotated, positions = absorbed.to(dot_type), rotated.to(dot_type), start + lens - 1
+    if SPREADS:
+        first = split * SPLIT_KEYS
+        mean, log_sum = _attend(
+            absorbed, rotated, positions, layer, table, path, start, first,
+            tl.minimum(first + SPLIT_KEYS, length), log2_scale, TREE, RANK, ROPE, PAGE_SIZE,
+            BLOCK_M, BLOCK_N, BLOCK_R, BLOCK_P,
+        )
+        rows = rows * num_splits + split
+        tl.store(log_sums + rows, log_sum, mask=is_real)
+    else:
+        mean = _attend_all(
+            absorbed, rotated, positions, layer, table, path, start, length, log2_scale, TREE,
+            RANK, ROPE, PAGE_SIZE, SPLIT_KEYS, BLOCK_M, BLOCK_N, BLOCK_R, BLOCK_P,
+        )
+        if layer.dtype.element_ty == tl.float8e4nv:
+            mean *= latent_scale
+    targets = output + rows[:, None] * RANK + ranks[None, :]
+    real = is_real[:, None] & (ranks < RANK)[None, :]
+    tl.store(targets, mean.to(output.dtype.element_ty), mask=real)
+# fmt: on
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _attend_all(
+    absorbed: tl.tensor,
+    rotated: tl.tensor,
+    positions: tl.tensor,
+    layer: tl.tensor,
+    table: tl.tensor,
+    path: tl.tensor,
+    start: tl.tensor,
+    length: tl.tensor,
+    log2_scale: tl.tensor,
+    TREE: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+) -> tl.tensor:
+    """All splits of `length` keys, joined."""
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mean = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    for first in tl.range(0, length, SPLIT_KEYS):
+        own, log_sum = _attend(
+            absorbed, rotated, positions, layer, table, path, start, first,
+            tl.minimum(first + SPLIT_KEYS, length), log2_scale, TREE, RANK, ROPE, PAGE_SIZE,
+            BLOCK_M, BLOCK_N, BLOCK_R, BLOCK_P,
+        )  # fmt: skip
+        top, decay, weight = join(top, log_sum)
+        total = total * decay + weight
+        mean = mean * decay[:, None] + own * weight[:, None]
+    return tl.div_rn(mean, tl.where(total == 0.0, 1.0, total)[:, None])

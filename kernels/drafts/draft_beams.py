@@ -1,0 +1,436 @@
+"""Dynamic draft trees: beam growth by cumulative probability, and the choice of the best nodes, as
+in EAGLE-2 (Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees",
+2024). On CUDA Triton kernels, elsewhere the plain-torch references.
+
+A candidate's score is the float32 product of the probabilities on its path. A product of factors up
+to 1 is never above its parent's, and equal scores go to the lower index, where the parent is, so a
+chosen node's parent is always chosen. (Sums of logarithms would round differently and break ties
+that such scores have.) A NaN counts as less than any score, and so do its descendants, which are
+NaN: such a request gets a valid tree of no use."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.kernels.dispatch import tl, triton, with_kernel
+from tllm_spec.kernels.launch import begin, programmatic_launch
+
+# The tensors of `draft_beams`: candidates, beams and chosen trees.
+
+
+@dataclass(frozen=True)
+class BeamPool:
+    """All candidates of a round of B requests with K beams and S steps, M = K + (S-1) K^2. Step 0
+    adds K candidates, every later step K^2: the K children of each of the K beams, in order."""
+
+    topk: int
+    scores: torch.Tensor
+    """`[B, M]` float32."""
+    tokens: torch.Tensor
+    """`[B, M]` int64."""
+    beams: torch.Tensor
+    """`[B, max(S-1, 1) * K]` int64: the index in the pool of beam k of step s, at s * K + k.
+    Candidate e >= K is a child of the beam at e // K - 1."""
+
+    @classmethod
+    def allocate(cls, batch: int, topk: int, num_steps: int, device: torch.device) -> "BeamPool":
+        size = topk + (num_steps - 1) * topk**2
+        return cls(
+            topk,
+            torch.empty((batch, size), dtype=torch.float32, device=device),
+            torch.empty((batch, size), dtype=torch.int64, device=device),
+            torch.empty((batch, max(num_steps - 1, 1) * topk), dtype=torch.int64, device=device),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.scores.device
+
+    def start(self, step: int) -> int:
+        """The first candidate of a step."""
+        return 0 if step == 0 else self.topk + (step - 1) * self.topk**2
+
+
+@dataclass(frozen=True)
+class Beams:
+    """The K best candidates of a step, best first: the next inputs of the draft model."""
+
+    tokens: torch.Tensor
+    """`[B, K]` int64."""
+    scores: torch.Tensor
+    """`[B, K]` float32."""
+    rows: torch.Tensor
+    """`[B, K]` int64: the row `b * K + k` of the beam that each continues, for gathering hidden
+    states `[B * K, H]`. In step 0 it is the row itself."""
+    bits: torch.Tensor
+    """`[B, K]` int64: which beams of this round each attends to; bit `s * K + k` is beam k of step
+    s. Its own bit is set."""
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Chosen trees. Node 0 is the root, and nodes are in the order of the pool: by depth, siblings
+    from the most probable on."""
+
+    tokens: torch.Tensor
+    """`[B, W-1]` int64: of nodes 1 to W-1."""
+    parents: torch.Tensor
+    """`[B, W]` int64; -1 for the root."""
+    depths: torch.Tensor
+    """`[B, W]` int64."""
+    bits: torch.Tensor
+    """`[B, W]` int64: bit j of node r: r is j or descends from j."""
+    num_nodes: torch.Tensor | None = None
+    """`[B]` int64: how many nodes after the root are proposed; None: all."""
+    scores: torch.Tensor | None = None
+    """`[B, W-1]` float32: products of probabilities up to each of the nodes 1 to W-1; None: they
+    were not asked for."""
+
+
+@with_kernel("first_beams_triton")
+def first_beams(pool: BeamPool, probs: torch.Tensor, tokens: torch.Tensor) -> Beams:
+    """Step 0: the K best tokens `[B, K]` after the root and their probabilities, best first
+    (`top_tokens`). All of them become candidates and beams."""
+    batch, topk = probs.shape
+    columns = torch.arange(topk, device=probs.device).expand(batch, topk)
+    pool.scores[:, :topk] = probs
+    pool.tokens[:, :topk] = tokens
+    pool.beams[:, :topk] = columns
+    rows = torch.arange(batch * topk, device=probs.device).view(batch, topk)
+    return Beams(tokens, probs, rows, torch.ones_like(columns) << columns)
+
+
+@with_kernel("grow_triton")
+def grow(
+    pool: BeamPool, step: int, beams: Beams, probs: torch.Tensor, tokens: torch.Tensor
+) -> Beams:
+    """Step `step` >= 1: adds the children of all beams to the pool, and returns the K best.
+
+    probs, tokens `[B, K, K]`: of each beam's K best next tokens, best first. The steps up to this
+    one have at most 64 beams."""
+    add_last.reference(pool, step, beams, probs, tokens)
+    batch, topk = beams.tokens.shape
+    start = pool.start(step)
+    scores = pool.scores[:, start : start + topk**2]
+    best = _best(scores, topk)
+    pool.beams[:, step * topk : (step + 1) * topk] = best + start
+    rows = best // topk
+    columns = torch.arange(topk, device=best.device)
+    own_bits = torch.ones_like(columns) << (columns + step * topk)
+    return Beams(
+        tokens.flatten(1).gather(1, best),
+        scores.gather(1, best),
+        rows + torch.arange(batch, device=best.device).unsqueeze(1) * topk,
+        beams.bits.gather(1, rows) | own_bits,
+    )
+
+
+@with_kernel("add_last_triton")
+def add_last(
+    pool: BeamPool, step: int, beams: Beams, probs: torch.Tensor, tokens: torch.Tensor
+) -> None:
+    """`grow` for the last step, after which the draft model runs no beams."""
+    start, number = pool.start(step), pool.topk**2
+    pool.scores[:, start : start + number] = (beams.scores.unsqueeze(2) * probs).flatten(1)
+    pool.tokens[:, start : start + number] = tokens.flatten(1)
+
+
+@with_kernel("select_triton")
+def select(pool: BeamPool, num_drafts: int, with_scores: bool = False) -> DraftTree:
+    """The best `num_drafts` (W-1, 1 to 63) candidates of a full pool, with their scores or without.
+    Raises nothing: the pool has at least so many candidates (`K + (S-1) K^2`)."""
+    (batch, size), topk, device = pool.scores.shape, pool.topk, pool.scores.device
+    chosen = _best(pool.scores, num_drafts).sort(dim=1).values  # node j + 1 is candidate chosen[j]
+    nodes = torch.zeros((batch, size), dtype=torch.int64, device=device)
+    numbers = torch.arange(1, num_drafts + 1, device=device).expand(batch, num_drafts)
+    nodes.scatter_(1, chosen, numbers)
+    has_root = chosen < topk
+    parent = nodes.gather(1, pool.beams.gather(1, (chosen // topk - 1).clamp_min(0)))
+    parents = torch.where(has_root, 0, parent)
+    depths = torch.where(has_root, 1, (chosen - topk) // topk**2 + 2)
+    own_bits = (torch.ones_like(numbers) << numbers) | 1
+    bits = own_bits
+    for _ in range((size - topk) // topk**2):  # after n turns: n generations of ancestors
+        bits = own_bits | torch.where(has_root, 1, bits.gather(1, (parents - 1).clamp_min(0)))
+    root = torch.zeros((batch, 1), dtype=torch.int64, device=device)
+    return DraftTree(
+        pool.tokens.gather(1, chosen),
+        torch.cat((root - 1, parents), dim=1),
+        torch.cat((root, depths), dim=1),
+        torch.cat((root + 1, bits), dim=1),
+        scores=pool.scores.gather(1, chosen) if with_scores else None,
+    )
+
+
+def _best(scores: torch.Tensor, number: int) -> torch.Tensor:
+    """Indices `[B, number]` of the best scores `[B, N]`, best first, equal ones by index, NaN
+    last."""
+    ordered = scores.nan_to_num(nan=-1.0).sort(dim=1, descending=True, stable=True)
+    return ordered.indices[:, :number]
+
+
+# A step of growth is one launch instead of about 15, selection one instead of about 30. Growth
+# finds K maxima of K^2 keys, one after the other. A key is a score's bits, which order scores from
+# 0 on, then the index. Selection needs no order, and finds the bits that the last chosen score
+# has.
+
+
+_NO_KEY = tl.constexpr(-(2**63))
+_LAST_INDEX = tl.constexpr(2**31 - 1)
+_INDEX_STEP = tl.constexpr(2**32)
+
+
+def first_beams_triton(pool: BeamPool, probs: torch.Tensor, tokens: torch.Tensor) -> Beams:
+    """See `first_beams`."""
+    assert probs.is_contiguous() and tokens.is_contiguous()
+    batch, topk = probs.shape
+    rows, bits = torch.empty_like(tokens), torch.empty_like(tokens)
+    _first[(batch,)](
+        probs,
+        tokens,
+        *_pool(pool),
+        rows,
+        bits,
+        topk,
+        triton.next_power_of_2(topk),
+        **programmatic_launch(probs.device),
+        num_warps=1,
+    )
+    return Beams(tokens, probs, rows, bits)
+
+
+def grow_triton(
+    pool: BeamPool, step: int, beams: Beams, probs: torch.Tensor, tokens: torch.Tensor
+) -> Beams:
+    """See `grow`."""
+    assert step > 0 and (step + 1) * pool.topk <= min(64, pool.beams.shape[1])
+    rows, scores = beams.tokens, beams.scores
+    grown = Beams(*(torch.empty_like(each) for each in (rows, scores, rows, rows)))
+    _add_children(pool, step, beams, probs, tokens, grown)
+    return grown
+
+
+def add_last_triton(
+    pool: BeamPool, step: int, beams: Beams, probs: torch.Tensor, tokens: torch.Tensor
+) -> None:
+    """See `add_last`."""
+    assert step > 0 and pool.start(step + 1) == pool.scores.shape[1]
+    _add_children(pool, step, beams, probs, tokens, None)
+
+
+def _add_children(
+    pool: BeamPool,
+    step: int,
+    beams: Beams,
+    probs: torch.Tensor,
+    tokens: torch.Tensor,
+    grown: Beams | None,
+) -> None:
+    """grown: is filled; None after the last step."""
+    assert probs.is_contiguous() and tokens.is_contiguous()
+    batch, topk = beams.tokens.shape
+    _grow[(batch,)](
+        beams.scores,
+        beams.bits,
+        probs,
+        tokens,
+        *_pool(pool),
+        *((grown.tokens, grown.scores, grown.rows, grown.bits) if grown else (None,) * 4),
+        step,
+        topk,
+        triton.next_power_of_2(topk),
+        triton.next_power_of_2(topk**2),
+        grown is None,
+        **programmatic_launch(probs.device),
+        num_warps=1,
+    )
+
+
+def select_triton(pool: BeamPool, num_drafts: int, with_scores: bool = False) -> DraftTree:
+    """See `select`."""
+    assert 0 < num_drafts < 64 and num_drafts <= pool.scores.shape[1]
+    (batch, size), topk = pool.scores.shape, pool.topk
+    tokens = pool.tokens.new_empty(batch, num_drafts)
+    parents, depths, bits = pool.tokens.new_empty(3, batch, num_drafts + 1)
+    scores = pool.scores.new_empty(batch, num_drafts) if with_scores else None
+    block = triton.next_power_of_2(size)
+    _select[(batch,)](
+        *_pool(pool),
+        tokens,
+        parents,
+        depths,
+        bits,
+        scores,
+        size,
+        num_drafts,
+        topk,
+        block,
+        **programmatic_launch(tokens.device),
+        num_warps=4,
+    )
+    return DraftTree(tokens, parents, depths, bits, scores=scores)
+
+
+def _pool(pool: BeamPool) -> tuple[torch.Tensor | int, ...]:
+    """The pool as arguments: its tensors, and their widths."""
+    tensors = (pool.scores, pool.tokens, pool.beams)
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    return *tensors, pool.scores.shape[1], pool.beams.shape[1]
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _score_bits(scores: tl.tensor) -> tl.tensor:
+    """Integers in the order of the scores. A NaN is less than any score."""
+    return tl.where(scores != scores, -1, scores.to(tl.int32, bitcast=True))
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _is_among_best(bits: tl.tensor, number: tl.constexpr) -> tl.tensor:
+    """Whether each of `bits` is among the `number` largest, equal ones by index."""
+    # Bit by bit, the largest bound that so many reach.
+    bound = tl.where(tl.sum((bits >= 0).to(tl.int32), axis=0) >= number, 0, -1)
+    for place in tl.range(0, 31):
+        higher = bound | (1 << (30 - place))  # -1 stays
+        reached = tl.sum((bits >= higher).to(tl.int32), axis=0) >= number
+        bound = tl.where(reached, higher, bound)
+    above, equal = bits > bound, bits == bound
+    num_equal = number - tl.sum(above.to(tl.int32), axis=0)
+    return above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= num_equal))
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _first(
+    probs: tl.tensor,
+    tokens: tl.tensor,
+    pool_scores: tl.tensor,
+    pool_tokens: tl.tensor,
+    pool_beams: tl.tensor,
+    pool_size: tl.constexpr,
+    beams_size: tl.constexpr,
+    rows: tl.tensor,
+    bits: tl.tensor,
+    topk: tl.constexpr,
+    block: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    begin(PDL)
+    request, beams = tl.program_id(0).to(tl.int64), tl.arange(0, block)
+    exists = beams < topk
+    own = request * topk + beams
+    score = tl.load(probs + own, mask=exists, other=0.0)
+    token = tl.load(tokens + own, mask=exists, other=0)
+    tl.store(pool_scores + request * pool_size + beams, score, mask=exists)
+    tl.store(pool_tokens + request * pool_size + beams, token, mask=exists)
+    tl.store(pool_beams + request * beams_size + beams, beams.to(tl.int64), mask=exists)
+    tl.store(rows + own, own, mask=exists)
+    tl.store(bits + own, tl.full([block], 1, tl.int64) << beams.to(tl.int64), mask=exists)
+
+
+@triton.jit(do_not_specialize=["step"])  # type: ignore[untyped-decorator]  # triton has no types
+def _grow(
+    scores: tl.tensor,
+    bits: tl.tensor,
+    probs: tl.tensor,
+    tokens: tl.tensor,
+    pool_scores: tl.tensor,
+    pool_tokens: tl.tensor,
+    pool_beams: tl.tensor,
+    pool_size: tl.constexpr,
+    beams_size: tl.constexpr,
+    next_tokens: tl.tensor,
+    next_scores: tl.tensor,
+    next_rows: tl.tensor,
+    next_bits: tl.tensor,
+    step: tl.tensor,
+    topk: tl.constexpr,
+    topk_block: tl.constexpr,
+    block: tl.constexpr,
+    is_last: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    begin(PDL)
+    request, children = tl.program_id(0).to(tl.int64), tl.arange(0, block)
+    exists = children < topk * topk
+    start = topk + (step - 1) * topk * topk
+    own = request * topk * topk + children
+    prob = tl.load(probs + own, mask=exists, other=0.0)
+    token = tl.load(tokens + own, mask=exists, other=0)
+    score = prob * tl.load(scores + request * topk + children // topk, mask=exists, other=0.0)
+    tl.store(pool_scores + request * pool_size + start + children, score, mask=exists)
+    tl.store(pool_tokens + request * pool_size + start + children, token, mask=exists)
+    if not is_last:
+        bits_of_scores = _score_bits(score).to(tl.int64)
+        keys = bits_of_scores * _INDEX_STEP + (_LAST_INDEX - children)
+        keys = tl.where(exists, keys, _NO_KEY)
+        beams = tl.arange(0, topk_block)
+        best = tl.zeros([topk_block], tl.int64)
+        for beam in tl.range(0, topk):
+            key = tl.max(keys, axis=0)
+            best = tl.where(beams == beam, (key & 0x7FFFFFFF) ^ 0x7FFFFFFF, best)
+            keys = tl.where(keys == key, _NO_KEY, keys)
+        is_beam = beams < topk
+        row = best // topk
+        child = request * topk * topk + best
+        # Loaded again: the children's scores and tokens are spread over the threads.
+        next_score = tl.load(probs + child, mask=is_beam, other=0.0)
+        next_score *= tl.load(scores + request * topk + row, mask=is_beam, other=0.0)
+        next_token = tl.load(tokens + child, mask=is_beam, other=0)
+        seen = tl.load(bits + request * topk + row, mask=is_beam, other=0)
+        seen |= tl.full([topk_block], 1, tl.int64) << (step * topk + beams).to(tl.int64)
+        places = request * topk + beams
+        tl.store(next_tokens + places, next_token, mask=is_beam)
+        tl.store(next_scores + places, next_score, mask=is_beam)
+        tl.store(next_rows + places, request * topk + row, mask=is_beam)
+        tl.store(next_bits + places, seen, mask=is_beam)
+        beam_index = request * beams_size + step * topk + beams
+        tl.store(pool_beams + beam_index, start + best, mask=is_beam)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _select(
+    pool_scores: tl.tensor,
+    pool_tokens: tl.tensor,
+    pool_beams: tl.tensor,
+    pool_size: tl.constexpr,
+    beams_size: tl.constexpr,
+    tokens: tl.tensor,
+    parents: tl.tensor,
+    depths: tl.tensor,
+    all_bits: tl.tensor,
+    chosen_scores: tl.tensor,
+    size: tl.constexpr,
+    num_drafts: tl.constexpr,
+    topk: tl.constexpr,
+    block: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Every candidate computes the node that it would be; the chosen ones are stored."""
+    begin(PDL)
+    request, index = tl.program_id(0).to(tl.int64), tl.arange(0, block)
+    exists = index < size
+    scores = tl.load(pool_scores + request * pool_size + index, mask=exists, other=0.0)
+    token = tl.load(pool_tokens + request * pool_size + index, mask=exists, other=0)
+    is_chosen = _is_among_best(tl.where(exists, _score_bits(scores), -2), num_drafts)
+    node = tl.cumsum(is_chosen.to(tl.int32), axis=0)
+    has_root = index < topk
+    parent_index = tl.load(
+        pool_beams + request * beams_size + index // topk - 1,
+        mask=is_chosen & (index >= topk),
+        other=0,
+    ).to(tl.int32)
+    parent = tl.where(has_root, 0, tl.gather(node, parent_index, 0))
+    depth = tl.where(has_root, 1, (index - topk) // (topk * topk) + 2)
+    own_bits = (tl.full([block], 1, tl.int64) << node.to(tl.int64)) | 1
+    bits = own_bits
+    for _ in tl.range(0, (size - topk) // (topk * topk)):
+        bits = own_bits | tl.where(has_root, 1, tl.gather(bits, parent_index, 0))
+    row = request * (num_drafts + 1)
+    tl.store(tokens + request * num_drafts + node - 1, token, mask=is_chosen)
+    if chosen_scores is not None:
+        tl.store(chosen_scores + request * num_drafts + node - 1, scores, mask=is_chosen)
+    tl.store(parents + row + node, parent.to(tl.int64), mask=is_chosen)
+    tl.store(depths + row + node, depth.to(tl.int64), mask=is_chosen)
+    tl.store(all_bits + row + node, bits, mask=is_chosen)
+    tl.store(parents + row, -1)
+    tl.store(depths + row, 0)
+    tl.store(all_bits + row, 1)

@@ -1,0 +1,340 @@
+"""A mixture of experts around its GEMMs: the router's scores become the top-k experts of every
+token and their weights, and the experts' outputs are summed with them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tllm_spec.kernels.dispatch import tl, triton, with_kernel
+from tllm_spec.kernels.launch import begin, programmatic_launch
+
+# The router of a mixture of experts: scores of all experts to the top-k experts of every token and
+# their weights. A Triton kernel if Triton is available, otherwise the plain-torch reference, which
+# is the definition.
+
+
+Scoring = Literal["softmax", "sigmoid"]
+# Added to the sum that normalises, as DeepSeek V3 does.
+EPSILON = 1e-20
+
+
+@dataclass(frozen=True)
+class RoutingRule:
+    """How scores become experts and weights."""
+
+    top_k: int
+    scoring: Scoring
+    normalises: bool = False
+    """Whether a token's weights sum to `scale`."""
+    scale: float = 1.0
+    num_groups: int = 1
+    """Groups of adjacent experts, all of the same size."""
+    top_groups: int = 1
+    """Groups that a token may take experts from: those with the best score (arXiv 2405.04434,
+    section 2.2.2). It is the best expert's, or with a correction bias the sum of the best two
+    (DeepSeek V3's published code)."""
+    num_shared: int = 0
+    """Experts with the indices after the routed ones, which every token takes with weight 1."""
+
+    @property
+    def num_taken(self) -> int:
+        """Experts per token."""
+        return self.top_k + self.num_shared
+
+
+@with_kernel("moe_routing_triton")
+def moe_routing(
+    logits: torch.Tensor, rule: RoutingRule, correction_bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts `[T, k]` int32, best first and then the shared ones, and their weights `[T, k]`
+    float32. Of equal scores the expert with the lower index is better.
+
+    Args:
+        logits: `[T, E]`, contiguous.
+        rule: how to choose.
+        correction_bias: `[E]` float32, added to the scores for the choice only.
+    """
+    scores = logits.float()
+    scores = scores.softmax(-1) if rule.scoring == "softmax" else scores.sigmoid()
+    choice = scores if correction_bias is None else scores + correction_bias
+    if rule.num_groups > 1:
+        choice = _within_best_groups(choice, rule, 1 if correction_bias is None else 2)
+    experts = choice.argsort(dim=-1, descending=True, stable=True)[:, : rule.top_k]
+    weights = scores.gather(-1, experts)
+    if rule.normalises:
+        weights = weights / (weights.sum(-1, keepdim=True) + EPSILON)
+    weights = weights * rule.scale
+    if rule.num_shared:
+        shared = torch.arange(rule.num_shared, device=logits.device) + logits.shape[1]
+        experts = torch.cat((experts, shared.expand(len(experts), -1)), 1)
+        weights = torch.cat((weights, weights.new_ones(len(weights), rule.num_shared)), 1)
+    return experts.to(torch.int32), weights
+
+
+def _within_best_groups(choice: torch.Tensor, rule: RoutingRule, num_best: int) -> torch.Tensor:
+    """`choice` with minus infinity outside the best groups; a group's score is the sum of its
+    `num_best` best experts."""
+    size = choice.shape[1] // rule.num_groups
+    groups = choice.view(-1, rule.num_groups, size)
+    scores = groups.topk(num_best, -1).values.sum(-1)
+    best = scores.argsort(dim=-1, descending=True, stable=True)[:, : rule.top_groups]
+    outside = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, best, False)
+    return groups.masked_fill(outside[..., None], float("-inf")).view(choice.shape)
+
+
+# It takes the reference's steps in float32, but sums the exponentials in another order.
+
+
+_ELEMENTS_PER_WARP = 512
+
+
+def moe_routing_triton(
+    logits: torch.Tensor, rule: RoutingRule, correction_bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `moe_routing`."""
+    (num_rows, num_experts), size = logits.shape, logits.shape[1] // rule.num_groups
+    assert logits.is_contiguous() and num_experts == size * rule.num_groups
+    experts = logits.new_empty(num_rows, rule.num_taken, dtype=torch.int32)
+    weights = logits.new_empty(num_rows, rule.num_taken, dtype=torch.float32)
+    if not num_rows:
+        return experts, weights
+    groups, members = triton.next_power_of_2(rule.num_groups), triton.next_power_of_2(size)
+    moe_routing_kernel[(num_rows,)](
+        logits,
+        correction_bias,
+        experts,
+        weights,
+        rule.scale,
+        EPSILON=EPSILON,
+        SOFTMAX=rule.scoring == "softmax",
+        NORMALISES=rule.normalises,
+        TOP_K=rule.top_k,
+        TAKEN=rule.num_taken,
+        TAKEN_PADDED=triton.next_power_of_2(rule.num_taken),
+        NUM_GROUPS=rule.num_groups,
+        GROUP_SIZE=size,
+        TOP_GROUPS=rule.top_groups,
+        GROUPS=groups,
+        MEMBERS=members,
+        num_warps=max(1, min(groups * members // _ELEMENTS_PER_WARP, 8)),
+        **programmatic_launch(logits.device),
+    )
+    return experts, weights
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _without_nan(values: tl.tensor) -> tl.tensor:
+    """NaN would make the index of the best one undefined."""
+    return tl.where(values == values, values, float("-inf"))
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _scores(logit: tl.tensor, SOFTMAX: tl.constexpr, SIZE: tl.constexpr) -> tl.tensor:
+    if SOFTMAX:
+        powers = tl.exp(logit - tl.max(tl.reshape(logit, [SIZE]), 0))
+        scores = powers / tl.sum(tl.reshape(powers, [SIZE]), 0)
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-logit))
+    return scores
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _outside_best_groups(
+    choice: tl.tensor,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    SUMS_TWO: tl.constexpr,
+) -> tl.tensor:
+    """`[GROUPS]`: whether a group of `choice` `[GROUPS, MEMBERS]` is not among the best."""
+    groups, members = tl.arange(0, GROUPS), tl.arange(0, MEMBERS)
+    scores, best = tl.max(choice, 1, return_indices=True)
+    if SUMS_TWO:
+        scores += tl.max(tl.where(members[None, :] == best[:, None], float("-inf"), choice), 1)
+    scores = tl.where(groups < NUM_GROUPS, scores, float("-inf"))
+    outside = groups >= 0
+    for _ in tl.static_range(TOP_GROUPS):
+        taken = groups == tl.argmax(scores, 0)
+        outside = outside & (taken == 0)
+        scores = tl.where(taken, float("-inf"), scores)
+    return outside
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def moe_routing_kernel(
+    logits: tl.tensor,
+    bias: tl.tensor,
+    experts: tl.tensor,
+    weights: tl.tensor,
+    scale: tl.tensor,
+    EPSILON: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALISES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TAKEN: tl.constexpr,
+    TAKEN_PADDED: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One row per program, as `[GROUPS, MEMBERS]`, padded to powers of 2."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    groups, members = tl.arange(0, GROUPS)[:, None], tl.arange(0, MEMBERS)[None, :]
+    ids = groups * GROUP_SIZE + members
+    real = (groups < NUM_GROUPS) & (members < GROUP_SIZE)
+    logit = tl.load(
+        logits + row * (NUM_GROUPS * GROUP_SIZE) + ids, mask=real, other=float("-inf")
+    ).to(tl.float32)
+    scores = _scores(logit, SOFTMAX, GROUPS * MEMBERS)
+    choice = scores
+    if bias is not None:
+        choice += tl.load(bias + ids, mask=real, other=0.0)
+    choice = tl.where(real, _without_nan(choice), float("-inf"))
+    if NUM_GROUPS > 1:
+        outside = _outside_best_groups(
+            choice, NUM_GROUPS, TOP_GROUPS, GROUPS, MEMBERS, bias is not None
+        )
+        choice = tl.where(outside[:, None], float("-inf"), choice)
+
+    left, flat_scores = (
+        tl.reshape(choice, [GROUPS * MEMBERS]),
+        tl.reshape(scores, [GROUPS * MEMBERS]),
+    )
+    flat_ids, places = tl.arange(0, GROUPS * MEMBERS), tl.arange(0, TAKEN_PADDED)
+    chosen, found = tl.zeros([TAKEN_PADDED], tl.int32), tl.zeros([TAKEN_PADDED], tl.float32)
+    for place in tl.static_range(TOP_K):
+        best = tl.argmax(left, 0)
+        score = tl.sum(tl.where(flat_ids == best, flat_scores, 0.0), 0)
+        expert = best // MEMBERS * GROUP_SIZE + best % MEMBERS
+        chosen = tl.where(places == place, expert, chosen)
+        found = tl.where(places == place, score, found)
+        left = tl.where(flat_ids == best, float("-inf"), left)
+    if NORMALISES:
+        found = found / (tl.sum(found, 0) + EPSILON)
+    is_shared = places >= TOP_K
+    chosen = tl.where(is_shared, NUM_GROUPS * GROUP_SIZE + places - TOP_K, chosen)
+    found = tl.where(is_shared, 1.0, found * scale)
+    tl.store(experts + row * TAKEN + places, chosen, mask=places < TAKEN)
+    tl.store(weights + row * TAKEN + places, found, mask=places < TAKEN)
+
+
+# Sums the outputs of a token's experts with their weights: a Triton kernel if Triton is available,
+# otherwise the plain-torch reference.
+#
+# A token's experts are added in the order of their scores, in float32, so the sum does not depend
+# on other tokens.
+
+
+@dataclass(frozen=True)
+class OwnExperts:
+    """The `number` experts that a rank has, from `first` on, and `experts` `[T, k]` int32,
+    contiguous: those of each token."""
+
+    experts: torch.Tensor
+    first: int
+    number: int
+
+
+@with_kernel("moe_combine_triton")
+def moe_combine(
+    parts: torch.Tensor,
+    weights: torch.Tensor | None,
+    top_k: int,
+    add_to: torch.Tensor | None = None,
+    own: OwnExperts | None = None,
+) -> torch.Tensor:
+    """`[T, H]`: the weighted sum over the k experts, rounded once; added to `add_to` if given.
+
+    Args:
+        parts: `[T * k, H]`, contiguous.
+        weights: `[T, k]` float32, or None for ones.
+        top_k: k.
+        add_to: the residual stream `[T, H]`, contiguous; changed in place and returned.
+        own: only their outputs are added, the others are not read; None: all are.
+    """
+    if own is not None:
+        number = own.experts.flatten() - own.first
+        is_elsewhere = (number < 0) | (number >= own.number)
+        parts = parts.masked_fill(is_elsewhere.view(-1, 1), 0)
+    by_token = parts.view(-1, top_k, parts.shape[1]).float()
+    if weights is not None:
+        by_token = by_token * weights[..., None]
+    total = by_token[:, 0].clone()
+    for choice in range(1, top_k):
+        total += by_token[:, choice]
+    if add_to is None:
+        return total.to(parts.dtype)
+    return add_to.copy_(total.add_(add_to))
+
+
+_BLOCK = 1024  # columns per program
+
+
+def moe_combine_triton(
+    parts: torch.Tensor,
+    weights: torch.Tensor | None,
+    top_k: int,
+    add_to: torch.Tensor | None = None,
+    own: OwnExperts | None = None,
+) -> torch.Tensor:
+    """See `moe_combine`."""
+    num_rows, size = parts.shape[0] // top_k, parts.shape[1]
+    output = parts.new_empty(num_rows, size) if add_to is None else add_to
+    assert parts.is_contiguous() and output.is_contiguous() and output.shape == (num_rows, size)
+    if num_rows:
+        moe_combine_kernel[(num_rows, triton.cdiv(size, _BLOCK))](
+            parts,
+            weights,
+            add_to,
+            output,
+            None if own is None else own.experts,
+            FIRST=0 if own is None else own.first,
+            NUMBER=0 if own is None else own.number,
+            SIZE=size,
+            TOP_K=top_k,
+            BLOCK=_BLOCK,
+            num_warps=4,
+            **programmatic_launch(parts.device),
+        )
+    return output
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def moe_combine_kernel(
+    parts: tl.tensor,
+    weights: tl.tensor,
+    add_to: tl.tensor,
+    output: tl.tensor,
+    experts: tl.tensor,
+    FIRST: tl.constexpr,
+    NUMBER: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (rows, blocks of columns)."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = columns < SIZE
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        assignment = row * TOP_K + choice
+        is_read = real
+        if experts is not None:
+            number = tl.load(experts + assignment) - FIRST
+            is_read = columns < tl.where((number >= 0) & (number < NUMBER), SIZE, 0)
+        part = tl.load(parts + assignment * SIZE + columns, mask=is_read, other=0.0).to(tl.float32)
+        if weights is not None:
+            part *= tl.load(weights + assignment)
+        total += part
+    if add_to is not None:
+        total += tl.load(add_to + row * SIZE + columns, mask=real, other=0.0).to(tl.float32)
+    tl.store(output + row * SIZE + columns, total.to(output.dtype.element_ty), mask=real)

@@ -1,0 +1,434 @@
+"""Linear layer of FP8 activations and an FP8 weight: `y[t, n] = sum over blocks b of
+code_scales[b, t] * scales[n, b] * sum over k in b of codes[t, k] * weight[n, k]`. A scale belongs
+to a block of BLOCK inputs, or to all inputs of a row; then it multiplies the finished sums. A
+Triton kernel on FP8 tensor cores if Triton is available, otherwise the plain-torch reference. Both
+are batch-invariant.
+
+Products of codes are multiples of 2^-18 up to 2^18, so float64 holds the sum of a block exactly,
+whatever the order. FP8 tensor cores sum with fewer bits than float32; each block of 128 inputs, or
+with other types than bfloat16 each 32, is added to a float32 sum. The order of these sums depends
+on the weight's shape only, as in scaled_linear.py."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tllm_spec.kernels.dispatch import tl, triton, with_kernel
+from tllm_spec.kernels.gemm.batch_invariant_linear import OUTPUTS_ADDED, Tiling, tile_of_program
+from tllm_spec.kernels.gemm.cublas_lt import ALIGNMENT, DATA_TYPES, CublasLt, Plan, Scaling, Sizes
+from tllm_spec.kernels.gemm.fp8_numbers import BLOCK, ROWS_TOGETHER
+from tllm_spec.kernels.gemm.scaled_linear import chunk_of
+from tllm_spec.kernels.launch import (
+    HOPPER_BYTES,
+    launch_dependents,
+    programmatic_launch,
+    shared_memory_bytes,
+    stages_that_fit,
+    wait_for_previous,
+)
+
+# Up to so many rows a program's tile has all of them.
+FEW_ROWS = 64
+TENSOR_CORE_INPUTS = 32  # of an instruction
+FETCHED = 4  # blocks of weights that a program fetches while the previous kernel runs
+# GEMMs of few and of more rows have two programs per multiprocessor of an H100 or H200, or one.
+MIN_PROGRAMS, MIN_WIDE_PROGRAMS = 256, 128
+
+
+def inputs_added(dtype: torch.dtype) -> int:
+    """Inputs that tensor cores add before their sum is added to a float32 one, for an output of
+    `dtype`. They keep 13 bits below the largest summand, in several instructions one after the
+    other fewer than float16 shows."""
+    return BLOCK if dtype == torch.bfloat16 else TENSOR_CORE_INPUTS
+
+
+def tiling_of(num_rows: int, in_blocks: bool, shared_bytes: int = HOPPER_BYTES) -> Tiling:
+    """in_blocks: whether activations have scales of blocks; shared_bytes: that a program may have
+    (shared_memory.py)."""
+    if num_rows <= FEW_ROWS:
+        rows = max(16, 1 << (num_rows - 1).bit_length())
+        tiling = Tiling(rows, 64, 4, 4 if in_blocks else 5)
+    else:
+        tiling = Tiling(128, 64, 4, 4) if num_rows <= 512 else Tiling(128, 128, 8, 4)
+    stage_bytes = BLOCK * (tiling.rows + tiling.outputs)
+    stages = stages_that_fit(tiling.num_stages, stage_bytes, shared_bytes)
+    return Tiling(tiling.rows, tiling.outputs, tiling.num_warps, stages)
+
+
+@with_kernel("tiled_fp8_linear")
+def fp8_linear(
+    codes: torch.Tensor,
+    code_scales: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    *,
+    add_to: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Results are rounded after the bias, and once more after `add_to`, as cuBLASLt does
+    (fp8_gemms.py).
+
+    Args:
+        codes: `[T, K]` float8_e4m3fn, contiguous.
+        code_scales: `[1, T]` of rows or `[ceil(K / 128), T]` of blocks, float32, any stride between
+            blocks.
+        weight: `[N, K]` float8_e4m3fn, contiguous; for the reference float64 too, which it need
+            not convert.
+        scales: `[N, 1]` of rows or `[N, ceil(K / 128)]` of blocks, float32, any strides.
+        dtype: of the output and of the rest.
+        bias: `[N]`.
+        add_to: `[T, N]`, any stride between rows: the output is added to it, in place.
+
+    Returns:
+        `[T, N]`: `add_to`, or a new tensor.
+    """
+    wide, matrix = codes.double(), weight.double().t()
+    output = wide.new_zeros(len(codes), len(weight))
+    num_blocks = -(-codes.shape[1] // BLOCK)
+    by_block = code_scales.double().expand(num_blocks, -1), scales.double().expand(-1, num_blocks)
+    for block, (of_rows, of_outputs) in enumerate(zip(by_block[0], by_block[1].t(), strict=True)):
+        own = slice(block * BLOCK, (block + 1) * BLOCK)
+        output += wide[:, own].mm(matrix[own]).mul_(of_outputs).mul_(of_rows.unsqueeze(1))
+    if bias is not None:
+        output += bias
+    return output.to(dtype) if add_to is None else add_to.add_(output.to(dtype))
+
+
+def tiled_fp8_linear(
+    codes: torch.Tensor,
+    code_scales: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    *,
+    add_to: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The kernel of `fp8_linear`."""
+    num_rows, features = len(codes), len(weight)
+    output = add_to
+    if output is None:
+        output = torch.empty((num_rows, features), dtype=dtype, device=codes.device)
+    assert output.dtype == dtype
+    if num_rows:
+        tiling = tiling_of(num_rows, len(code_scales) > 1, shared_memory_bytes(codes.device))
+        tiles = -(-num_rows // tiling.rows) * -(-features // tiling.outputs)
+        spreads = tiles < (MIN_PROGRAMS if num_rows <= FEW_ROWS else MIN_WIDE_PROGRAMS)
+        launch_fp8_linear(
+            codes, code_scales, weight, scales, bias, output, tiling,
+            spreads=spreads, adds=add_to is not None,
+        )  # fmt: skip
+    return output
+
+
+def launch_fp8_linear(
+    codes: torch.Tensor,
+    code_scales: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    output: torch.Tensor,
+    tiling: Tiling,
+    *,
+    spreads: bool,
+    adds: bool,
+) -> None:
+    """spreads: whether each chunk of a tile has its own program, if there are several. The chunks'
+    sums are then written and read again as float32. adds: whether to add to what `output` holds."""
+    from tllm_spec.kernels.gemm.batch_invariant_linear import add_chunks_kernel
+
+    (num_rows, in_features), out_features = codes.shape, weight.shape[0]
+    _check(codes, code_scales, weight, scales, output)
+    chunk, pdl = chunk_of(out_features, in_features), programmatic_launch(codes.device)
+    num_chunks, in_blocks = -(-in_features // chunk), len(code_scales) > 1
+    spreads = spreads and num_chunks > 1
+    parts = output
+    if spreads:
+        shape = (num_chunks, num_rows, out_features)
+        parts = torch.empty(shape, dtype=torch.float32, device=codes.device)
+    tiles = -(-num_rows // tiling.rows) * -(-out_features // tiling.outputs)
+    fp8_linear_kernel[(tiles, num_chunks if spreads else 1)](
+        *(codes, code_scales, code_scales.stride(0), weight, scales, *scales.stride()),
+        *(None if spreads else bias, parts, parts.stride(-2), num_rows, in_features),
+        IN=in_features,
+        OUT=out_features,
+        SPREADS=spreads,
+        ADDS=adds and not spreads,
+        X_BLOCKS=in_blocks,
+        W_BLOCKS=scales.shape[1] > 1,
+        WIDEN=codes.device.type == "cpu",  # the interpreter cannot multiply FP8
+        ADDED=inputs_added(output.dtype),
+        CHUNK=chunk,
+        BLOCK_ROWS=tiling.rows,
+        BLOCK_OUT=tiling.outputs,
+        BLOCK=BLOCK,
+        FETCHED=FETCHED,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        **pdl,
+    )
+    if spreads:
+        add_chunks_kernel[(num_rows, -(-out_features // OUTPUTS_ADDED))](
+            parts, None if in_blocks else code_scales, bias, output, output.stride(0), num_rows,
+            OUT=out_features, CHUNKS=num_chunks, ADDS=adds, BLOCK=OUTPUTS_ADDED, **pdl, ROUNDS=True,
+        )  # fmt: skip
+
+
+def _check(
+    codes: torch.Tensor,
+    code_scales: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    output: torch.Tensor,
+) -> None:
+    """Asserts what `launch_fp8_linear` needs."""
+    (num_rows, in_features), num_blocks = codes.shape, -(-codes.shape[1] // BLOCK)
+    assert weight.dtype == codes.dtype == torch.float8_e4m3fn
+    assert scales.dtype == code_scales.dtype == torch.float32
+    assert weight.shape[1] == in_features and output.shape == (num_rows, len(weight))
+    assert code_scales.shape in ((1, num_rows), (num_blocks, num_rows))
+    assert scales.shape in ((len(weight), 1), (len(weight), num_blocks))
+    assert codes.is_contiguous() and weight.is_contiguous()
+    assert output.stride(1) == 1 and (code_scales.stride(1) == 1 or num_rows <= 1)
+
+
+# A tile is `[outputs, rows]`, W x^T, as in scaled_linear_triton.py; both operands go from shared
+# memory to FP8 tensor cores. The number of inputs is also an argument that is not a compile-time
+# constant, so that the loop is pipelined for any size.
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _fetch_weights(
+    weight: tl.tensor,
+    num_rows: tl.tensor,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FETCHED: tl.constexpr,
+) -> None:
+    """Fetch the first blocks of the program's weights into the L2 cache. They do not depend on the
+    previous kernel, so they are read while it runs."""
+    _, outs = tile_of_program(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
+    inputs = tl.program_id(1) * CHUNK + tl.arange(0, FETCHED) * BLOCK
+    rows = weight + (outs % OUT).to(tl.int64)[:, None] * IN
+    pointers = rows + tl.minimum(inputs, IN - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def scaled(total: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """The product, which the compiler does not contract with an addition."""
+    return tl.fma(total, tl.broadcast_to(scale, total.shape), 0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _scale(pointers: tl.tensor, real: tl.tensor, IS_SCALED: tl.constexpr) -> tl.tensor:
+    """A block's scales, or 1."""
+    if IS_SCALED:
+        return tl.load(pointers, mask=real)
+    return tl.full(pointers.shape, 1.0, tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def sum_codes(
+    x_rows: tl.tensor,
+    x_scale_rows: tl.tensor,
+    x_scale_stride: tl.tensor,
+    real_row: tl.tensor,
+    w_rows: tl.tensor,
+    w_scale_rows: tl.tensor,
+    w_scale_stride: tl.tensor,
+    first: tl.tensor,
+    num_inputs: tl.tensor,
+    IN: tl.constexpr,
+    X_BLOCKS: tl.constexpr,
+    W_BLOCKS: tl.constexpr,
+    WIDEN: tl.constexpr,
+    ADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """`[BLOCK_OUT, BLOCK_ROWS]` float32: sum over inputs `first` to `first + CHUNK`, in order.
+    ADDED: inputs that tensor cores add (fp8_linear.py)."""
+    total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    # Scales are read a block ahead, so that no product waits for them.
+    block, last = first // BLOCK, tl.cdiv(num_inputs, BLOCK) - 1
+    w_scale = _scale(w_scale_rows + block * w_scale_stride, None, W_BLOCKS)
+    x_scale = _scale(x_scale_rows + block * x_scale_stride, real_row, X_BLOCKS)
+    for start in tl.range(first, tl.minimum(first + CHUNK, num_inputs), BLOCK):
+        block = tl.minimum(start // BLOCK + 1, last)
+        next_w = _scale(w_scale_rows + block * w_scale_stride, None, W_BLOCKS)
+        next_x = _scale(x_scale_rows + block * x_scale_stride, real_row, X_BLOCKS)
+        inputs = start + tl.arange(0, BLOCK)
+        if IN % BLOCK == 0:
+            w = tl.load(w_rows + inputs[None, :])
+            x = tl.load(x_rows + inputs[:, None], mask=real_row[None, :], other=0.0)
+        else:
+            w = tl.load(w_rows + inputs[None, :], mask=(inputs < IN)[None, :], other=0.0)
+            x_mask = (inputs < IN)[:, None] & real_row[None, :]
+            x = tl.load(x_rows + inputs[:, None], mask=x_mask, other=0.0)
+        if WIDEN:
+            w, x = w.to(tl.float32), x.to(tl.float32)
+        if not X_BLOCKS and not W_BLOCKS:
+            total = tl.dot(w, x, total, input_precision="ieee", max_num_imprecise_acc=ADDED)
+        else:
+            product = tl.dot(w, x, input_precision="ieee", max_num_imprecise_acc=ADDED)
+            # An explicit FMA has the same bits wherever the compiler might contract and where not.
+            total = tl.fma(product, w_scale[:, None] * x_scale[None, :], total)
+        w_scale, x_scale = next_w, next_x
+    if not W_BLOCKS:
+        total = scaled(total, tl.load(w_scale_rows)[:, None])
+    return total
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_inputs", "x_scales_stride"])  # type: ignore[untyped-decorator]  # triton has no types
+def fp8_linear_kernel(
+    x: tl.tensor, x_scales: tl.tensor, x_scales_stride: tl.tensor, weight: tl.tensor,
+    scales: tl.tensor, scales_stride: tl.tensor, scales_block_stride: tl.tensor, bias: tl.tensor,
+    output: tl.tensor, output_stride: tl.tensor, num_rows: tl.tensor, num_inputs: tl.tensor,
+    IN: tl.constexpr, OUT: tl.constexpr, SPREADS: tl.constexpr, ADDS: tl.constexpr,
+    X_BLOCKS: tl.constexpr, W_BLOCKS: tl.constexpr, WIDEN: tl.constexpr, ADDED: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr,
+    FETCHED: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Grid (tiles, chunks or 1). With SPREADS the output is `[chunks, T, N]` float32, without bias
+    and scales of whole rows of x. With ADDS the rounded result is added to what the output holds.
+    X_BLOCKS, W_BLOCKS: whether a scale belongs to BLOCK inputs of a row, not to the row."""
+    if PDL:
+        _fetch_weights(weight, num_rows, IN, OUT, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK, FETCHED)
+    wait_for_previous(PDL)
+    launch_dependents(PDL)
+    rows, outs = tile_of_program(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
+    # Rows past the end are not read: few rows would read as much of x as of the weight. Outputs
+    # past the edge wrap around and are not stored, so that loads of weights need no mask.
+    real_row, weight_row = rows < num_rows, (outs % OUT).to(tl.int64)
+    x_rows, x_scale_rows = x + rows.to(tl.int64)[None, :] * IN, x_scales + rows
+    w_rows, w_scale_rows = weight + weight_row[:, None] * IN, scales + weight_row * scales_stride
+    begin = tl.program_id(1) * CHUNK
+    total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    for first in tl.range(begin, begin + CHUNK if SPREADS else num_inputs, CHUNK):
+        total += sum_codes(
+            x_rows, x_scale_rows, x_scales_stride, real_row, w_rows, w_scale_rows,
+            scales_block_stride, first, num_inputs,
+            IN, X_BLOCKS, W_BLOCKS, WIDEN, ADDED, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK,
+        )  # fmt: skip
+    if SPREADS:
+        output += tl.program_id(1).to(tl.int64) * num_rows * OUT
+    elif not X_BLOCKS:
+        total = scaled(total, tl.load(x_scale_rows, mask=real_row, other=0.0)[None, :])
+    if bias is not None:
+        total += tl.load(bias + outs % OUT).to(tl.float32)[:, None]
+    real = real_row[None, :] & (outs < OUT)[:, None]
+    pointers = output + rows.to(tl.int64)[None, :] * output_stride + outs[:, None]
+    if ADDS:
+        total = total.to(output.dtype.element_ty).to(tl.float32)
+        total += tl.load(pointers, mask=real, other=0.0).to(tl.float32)
+    tl.store(pointers, total.to(output.dtype.element_ty), mask=real)
+
+
+# FP8 activations by an FP8 weight with cuBLASLt: the inputs and outputs of fp8_linear.py, where
+# the library is faster than the kernel. The order of sums depends on the number of rows, and the
+# library adds each 128 inputs in float32.
+
+
+TILE = 128  # outputs that share a scale with Scaling.TILES
+# On an H100 the kernel is as fast with 128 rows of one scale each, and with 16 rows of blocks.
+MIN_ROWS, MIN_ROWS_OF_BLOCKS = 129, 17
+# From so many rows and elements of the output on scales of tiles are faster than those of BLOCKS.
+MIN_TILED_ROWS, MIN_TILED_OUTPUTS = 65, 1 << 20
+# From so many rows on CTAs that share outputs form clusters, which the library's first proposal for
+# scales of rows does not have: on an H100 an 8B model's layers take 0.89 to 0.98 of its time.
+MIN_CLUSTERED_ROWS, CLUSTER = 1024, (1, 2)
+
+
+def tile_scales(scales: torch.Tensor) -> torch.Tensor | None:
+    """The scales of tiles of 128 x 128, `[ceil(N / 128), G]` with a multiple of 4 columns, of
+    scales `[N, G]`; None if rows of a tile differ. Waits for the device."""
+    outputs, groups = scales.shape
+    if outputs % TILE:
+        return None
+    tiles = scales.reshape(-1, TILE, groups)
+    if not torch.equal(tiles, tiles[:, :1].expand_as(tiles)):
+        return None
+    return torch.nn.functional.pad(tiles[:, 0], (0, -groups % 4)).contiguous()
+
+
+@dataclass(frozen=True)
+class Fp8Gemms:
+    """The library. All GEMMs share a workspace, so they must run on one stream."""
+
+    lt: CublasLt
+    _prepared: dict[Sizes, tuple[Plan, bytes] | None] = field(default_factory=dict)
+
+    def run(
+        self,
+        codes: torch.Tensor,
+        code_scales: torch.Tensor,
+        weight: torch.Tensor,
+        scales: torch.Tensor,
+        tiles: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        output: torch.Tensor,
+        *,
+        adds: bool,
+    ) -> bool:
+        """Whether the library serves these operands and is faster; if so, the output `[T, N]` is
+        written, or with `adds` added to. scales: in memory `[N]` or `[ceil(K / 128), N]`; tiles: of
+        `tile_scales`. Codes and their scales are those of `quantise_rows`."""
+        rows, outputs = output.shape
+        in_blocks = len(code_scales) > 1
+        if in_blocks != (scales.shape[1] > 1) or output.dtype not in DATA_TYPES:
+            return False
+        if rows < (MIN_ROWS_OF_BLOCKS if in_blocks else MIN_ROWS):
+            return False
+        if not in_blocks:
+            scaling = Scaling.ROWS
+        elif tiles is not None and rows >= MIN_TILED_ROWS and rows * outputs >= MIN_TILED_OUTPUTS:
+            scaling, scales = Scaling.TILES, tiles
+        else:
+            scaling = Scaling.BLOCKS
+        short = -rows % ROWS_TOGETHER if in_blocks else 0
+        target = output
+        if short:  # the rows that follow in memory have no meaning
+            target = output.new_empty(rows + short, outputs)
+            if adds:
+                target[:rows] = output
+        prepared = self._plan(target, codes.shape[1], bias is not None, adds, scaling)
+        if prepared is None:
+            return False
+        plan, algorithm = prepared
+        plan.run(algorithm, codes, weight, target, bias=bias, scales=(scales, code_scales))
+        if short:
+            output.copy_(target[:rows])
+        return True
+
+    def _plan(
+        self, output: torch.Tensor, inputs: int, has_bias: bool, adds: bool, scaling: Scaling
+    ) -> tuple[Plan, bytes] | None:
+        """None if rows are not aligned, or the library has no algorithm."""
+        (rows, outputs), stride, size = output.shape, output.stride(0), output.element_size()
+        address = output.data_ptr()
+        if any(each % ALIGNMENT for each in (inputs, outputs * size, stride * size, address)):
+            return None
+        forms = output.dtype, has_bias, adds, scaling
+        sizes = Sizes(rows, inputs, outputs, inputs, stride, *forms)
+        if sizes not in self._prepared:
+            plan = Plan(self.lt, sizes)
+            found = plan.algorithms(1)
+            if found and scaling is Scaling.ROWS and rows >= MIN_CLUSTERED_ROWS:
+                found = [plan.variant(found[0], 1, CLUSTER) or found[0]]
+            self._prepared[sizes] = (plan, found[0]) if found else None
+        return self._prepared[sizes]

@@ -1,0 +1,106 @@
+"""Programmatic dependent launch (PDL) of our Triton kernels: a kernel is set up while the previous
+one still runs, and waits for its end in its first statement. In a CUDA graph of many short kernels
+this hides most of the launch latency. It does not change results.
+
+Rules:
+
+- `scaled_linear`'s kernels wait first, and then let the next kernel be set up. So does
+  `fp8_linear`'s, which before fetches weights, that no kernel writes, into the L2 cache.
+- Every other PDL kernel starts with `begin` (programmatic_launch_triton.py). It waits before
+  anything is read or written, and lets the next kernel be set up. Kernels without PDL wait as
+  usual.
+- At least one program of a launch must wait. Otherwise the launch could end before the previous
+  kernel, and the next kernel would not wait for that one.
+- Window attention reads lengths before it waits. The CUDA version also reads block tables and the
+  keys and values of earlier tokens. This is safe if they were written before the projection that
+  precedes it began: small_m_gemm.cu and `scaled_linear` wait before they let the next kernel be set
+  up, and library kernels are not launched with PDL. Kernels between the projection and the
+  attention must not write that data (rotary_write.py writes the slots of other requests)."""
+
+import functools
+from typing import Any
+
+import torch
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tllm_spec.kernels.dispatch import tl, triton
+
+
+@functools.cache
+def programmatic_launch(device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of a launch: the kernel's constant PDL, Triton's option where the device
+    supports it, and fused multiply-adds, for which Triton's default differs by release."""
+    fusion = {"enable_fp_fusion": True}
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"PDL": False, **fusion}
+    return {"PDL": True, "launch_pdl": True, **fusion}
+
+
+# The first statement of a Triton kernel with programmatic dependent launch
+# (programmatic_launch.py).
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def begin(PDL: tl.constexpr) -> None:
+    """Let the next kernel be set up, and wait for the end of the previous one."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def launch_dependents(PDL: tl.constexpr) -> None:
+    """Let the next kernel be set up."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def wait_for_previous(PDL: tl.constexpr) -> None:
+    """Wait for the end of the previous kernel."""
+    if PDL:
+        gdc_wait()
+
+
+# How much shared memory a program may have on a device, how many stages of a pipeline fit, and
+# which devices have tensor memory.
+#
+# Tilings are chosen by measurement on Hopper, whose programs may have 227 KiB. With less a
+# pipeline has fewer stages, which changes no order of sums.
+
+
+HOPPER_BYTES = 227 << 10
+TENSOR_COLUMNS = 512  # of tensor memory
+WEIGHT_COLUMNS = 64  # for dequantised weights
+
+
+@functools.cache
+def shared_memory_bytes(device: torch.device) -> int:
+    """Bytes that a program may have on the device; on a CPU, as for the interpreter, Hopper's."""
+    if device.type != "cuda":
+        return HOPPER_BYTES
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", HOPPER_BYTES))
+
+
+@functools.cache
+def has_tensor_memory(device: torch.device) -> bool:
+    """Whether tensor cores keep sums in a memory of their own: data center Blackwell (10.x) and
+    11.x."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (10, 11)
+
+
+def rows_that_fit(rows: int, num_sums: int, device: torch.device) -> int:
+    """Rows of a tile of weights that the kernel dequantises: `rows`, or half of them, and so on,
+    until tensor memory has room. Each of the `num_sums` sums takes a column for each row."""
+    if has_tensor_memory(device):
+        while rows * num_sums + WEIGHT_COLUMNS > TENSOR_COLUMNS:
+            rows //= 2
+    return rows
+
+
+def stages_that_fit(num_stages: int, stage_bytes: int, shared_bytes: int) -> int:
+    """`num_stages` of a pipeline, or as many as fit. One stage is in registers and the others, of
+    `stage_bytes` each, are in shared memory, as tensor cores before Hopper's and of 12.0 need."""
+    if shared_bytes >= HOPPER_BYTES:
+        return num_stages
+    return min(num_stages, 1 + shared_bytes // stage_bytes)
