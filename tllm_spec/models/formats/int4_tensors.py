@@ -79,7 +79,7 @@ def _stored_packing(
     for own in parts.values():
         words = own.get("qzeros")
         if words is not None and words.dtype == torch.int32 and words.dim() == 2:
-            found.update(four_bits(words).unique().tolist())
+            found.update(four_bits(words).flatten().bincount().nonzero().flatten().tolist())
     if len(found) == 1 and found <= eights.keys():
         return eights[found.pop()]
     if found and form.is_symmetric:
