@@ -89,6 +89,8 @@ class AttentionGeometry:
     """The keys that a query sees. None: all keys up to its own."""
     has_sinks: bool = False
     """Whether each head has a sink (kernels/attention/attention_sinks.py)."""
+    feeds_codes: bool = False
+    """Whether the next layer quantises its input, so that a last bit may change a whole code."""
 
     @property
     def layout(self) -> HeadsLayout:

@@ -6,6 +6,7 @@ These are plain settings. `executor/speculative/modes.py` says what runs for eac
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -329,17 +330,22 @@ TYPES_NOT_SERVED: Mapping[str, str] = {
 METHODS_NOT_SERVED = frozenset(("Domino", "LiLiCorr", "Suffix", "UNO", "XPress"))
 
 
+_TYPE_BY_NAME = {name.lower(): name for name in CONFIG_OF_TYPE}
+
+
 def type_refusal(decoding_type: object) -> str:
     """The sentence that refuses a decoding type. vLLM writes names in small letters."""
     known = {name.lower() for name in (*TYPES_NOT_SERVED, *METHODS_NOT_SERVED)}
-    is_known = isinstance(decoding_type, str) and decoding_type.lower() in known
-    problem = "is not served yet" if is_known else "is not a known type"
+    name = decoding_type.lower() if isinstance(decoding_type, str) else ""
+    problem = "is not served yet" if name in known else "is not a known type"
+    if name not in known and (close := get_close_matches(name, _TYPE_BY_NAME, n=1)):
+        problem += f", did you mean {_TYPE_BY_NAME[close[0]]}?"
     return f"decoding_type = {shown(decoding_type)} {problem}; {TYPES_SERVED}"
 
 
 def speculative_config_from(value: object) -> object:
-    """Turns a mapping into the class that its `decoding_type` names, or vLLM's `method`. Raises
-    ConfigError."""
+    """Turns a mapping into the class that its `decoding_type` names, in any case, or vLLM's
+    `method`. Raises ConfigError."""
     if not isinstance(value, Mapping):
         return value
     try:
@@ -351,9 +357,9 @@ def speculative_config_from(value: object) -> object:
     if "decoding_type" not in options:
         raise ConfigError([f"decoding_type is required; {TYPES_SERVED}", *_wrong_keys(options)])
     decoding_type = options.pop("decoding_type")
-    if not isinstance(decoding_type, str) or decoding_type not in CONFIG_OF_TYPE:
+    if not isinstance(decoding_type, str) or decoding_type.lower() not in _TYPE_BY_NAME:
         raise ConfigError([type_refusal(decoding_type), *_wrong_keys(options)])
-    kind = CONFIG_OF_TYPE[decoding_type]
+    kind = CONFIG_OF_TYPE[_TYPE_BY_NAME[decoding_type.lower()]]
     lines = [
         f"{name} = {shown(options.pop(name))} is an option of {' and '.join(owners)}, not of "
         f"{decoding_type}"

@@ -334,6 +334,7 @@ class ModelConfig:
             scale=self.head_dim**-0.5 if self.gemma3 is None else self.gemma3.query_scale,
             span=span,
             has_sinks=self.has_sinks,
+            feeds_codes=self.fp8 is not None and self.fp8.activations is not None,
         )
 
     def _span(self, layer: int) -> KeySpan | None:

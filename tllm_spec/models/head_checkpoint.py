@@ -12,6 +12,7 @@ from tllm_spec.models.checkpoint import checkpoint_tensors
 from tllm_spec.models.config_file import read_config
 
 HeadKind = Literal["EAGLE-1/2", "EAGLE-3", "DFlash"]
+EMBEDDING = "embed_tokens.weight"  # of a head; its output layer has the target's name
 BIN = "pytorch_model.bin"
 # Keys of config.json that only EAGLE-3 heads have.
 _EAGLE3_KEYS = frozenset({"draft_vocab_size", "eagle_config", "speculators_model_type"})
@@ -30,7 +31,8 @@ def head_kind(path: Path) -> HeadKind | None:
     """
     config = read_config(path)
     names = [str(name).lower() for name in config.get("architectures") or []]
-    if any("dflash" in name for name in [*names, config.get("speculators_model_type") or ""]):
+    kinds = [*names, config.get("speculators_model_type") or ""]
+    if "dflash_config" in config or any("dflash" in name for name in kinds):
         return "DFlash"
     if _EAGLE3_KEYS & config.keys() or any("eagle3" in name for name in names):
         return "EAGLE-3"

@@ -102,7 +102,8 @@ def fill(
     misfit: str,
     remedies: Mapping[str, str] = NO_REMEDIES,
 ) -> None:
-    """Fill `model` from named tensors. remedies: sentences by the name of a missing tensor.
+    """Fill `model` from named tensors. A surplus bias of zeros is left out. remedies: sentences by
+    the name of a missing tensor.
 
     Raises:
         ValueError: tensors are missing or surplus; the message names them after `misfit`.
@@ -112,12 +113,17 @@ def fill(
     for name, tensor in tensors:
         if name in missing:
             load_tensor(name, tensor, missing.pop(name))
-        else:
+        elif not _is_zero_bias(name, tensor):
             surplus.append(name)
     if missing or surplus:
         found = [f"{misfit}: missing {listed(missing)}; surplus {listed(surplus)}."]
         found += [remedy for name, remedy in remedies.items() if name in missing]
         raise ValueError(" ".join(found))
+
+
+def _is_zero_bias(name: str, tensor: torch.Tensor | StoredWeight) -> bool:
+    """Quantisers of GPTQ write a bias of zeros for each layer, also for those that have none."""
+    return name.endswith(".bias") and isinstance(tensor, torch.Tensor) and not tensor.any()
 
 
 def fill_random(model: Module, seed: int = 0) -> None:

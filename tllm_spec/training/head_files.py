@@ -39,6 +39,11 @@ def read_shape(folder: Path, target: ModelConfig) -> Eagle3Config:
             raise ValueError(f"{key} of the head in {folder} is {found!r}; {only!r} is trained")
     if shape.rope.kind != "default":
         raise ValueError(f"rope_type of the head in {folder} is {shape.rope.kind!r}: not trained")
+    if shape.hidden_size != target.hidden_size:
+        raise ValueError(
+            f"hidden_size of the head in {folder} is {shape.hidden_size}; the target's "
+            f"{target.hidden_size} is trained"
+        )
     return shape.for_target(target, NUM_CAPTURED)
 
 

@@ -31,6 +31,7 @@ _NUMBERS = {
     12: "d",
 }
 MAX_DIMENSIONS = 4
+MAX_KEPT = 1 << 10  # numbers of an array: one for each layer
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ TYPES = {
 
 @dataclass(frozen=True)
 class ArraySize:
-    """An array in the metadata, of which only the number of elements is kept."""
+    """A large array in the metadata, or one of strings, of which only the number of elements is
+    kept."""
 
     size: int
 
@@ -178,7 +180,9 @@ class _Header:
             raise ValueError(f"a value has the unknown type {kind}")
         return self.number(_NUMBERS[kind])
 
-    def array(self, kind: int, size: int) -> ArraySize:
+    def array(self, kind: int, size: int) -> ArraySize | tuple[Any, ...]:
+        if kind in _NUMBERS and size <= MAX_KEPT:
+            return tuple(self.number(_NUMBERS[kind]) for _ in range(size))
         if kind == STRING:
             for _ in range(size):
                 length = self.number("Q")
