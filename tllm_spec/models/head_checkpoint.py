@@ -60,7 +60,8 @@ def head_tensors(
         renamed: beginnings of names to what they become.
 
     Raises:
-        ValueError: no checkpoint, a file that is not readable, or two tensors of one name.
+        ValueError: no checkpoint, a file that is not readable, two tensors of one name, or a weight
+            without a dimension.
     """
     tensors: dict[str, torch.Tensor] = {}
     for stored, tensor in _stored(path, lambda name: True, is_needed=True):
@@ -68,6 +69,8 @@ def head_tensors(
         if name in tensors:
             raise ValueError(f"The {kind} head in {path} has {name} twice, once as {stored}.")
         if not name.endswith(unused):
+            if name.endswith(".weight") and tensor.dim() == 0:
+                raise ValueError(f"{stored} of the {kind} head in {path} is a single number.")
             tensors[name] = tensor
     return tensors
 
