@@ -209,7 +209,7 @@ class EnginePort:
             self._put([each for each in requests if each.request_id in self._unmade])
             self._unmade.difference_update(ids)
 
-    def _check_grammar(self, source: Sequence[str]) -> None:
+    def _check_grammar(self, source: Sequence[Any]) -> None:
         self._grammars.states_of(GrammarSource(*source), 1)
 
     def _put(self, requests: list[LlmRequest]) -> None:

@@ -46,8 +46,7 @@ class Replicas:
         self._timeout = timeout
         self._router = PrefixRouter(len(paths), args.kv_cache_config.tokens_per_block)
         self._clients: dict[int, EngineClient] = {}
-        spec = args.speculative_config
-        first = str(spec.speculative_model) if spec is not None else ""
+        first = str(getattr(args.speculative_config, "speculative_model", ""))
         self._swaps = DraftSwaps(paths, first, lambda: list(self._running().values()))
         self._first = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []

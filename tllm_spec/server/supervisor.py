@@ -133,7 +133,7 @@ class Supervisor:
         self._listener = listener
         self._num_fronts = num_fronts
         self._shutdown_timeout = shutdown_timeout
-        self._num_engines = settings.server["dp_size"]
+        self._num_engines: int = settings.server["dp_size"]
         self._engines: list[Child] = []
         self._fronts: list[Child] = []
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -219,8 +219,8 @@ class Supervisor:
         another engine, or without this front, unless none serves and this one cannot."""
         if event.child in self._engines:
             return self._num_engines > 1
-        others = (front.is_ready for front in self._fronts if front is not event.child)
-        return event.kind == "exit" or any(others)
+        others = any(front.is_ready for front in self._fronts if front is not event.child)
+        return others or event.kind == "exit"
 
     def _restart_later(self, event: Event) -> None:
         """Event: what a child says before it ends, or its end."""
