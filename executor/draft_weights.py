@@ -8,6 +8,7 @@ is refused."""
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -16,8 +17,11 @@ from typing import Any
 import torch
 
 from tllm_spec.distributed.communicator import SINGLE, Communicator
+from tllm_spec.executor.faults import described
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.paged_cache import PagedCache
+from tllm_spec.models.config_file import read_config
+from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,9 @@ NUM_VERSIONS = 8  # the latest ones, whose acceptance is kept
 MARGIN = 0.1  # by which tokens a round may fall, relatively
 # Attributes that layers are given after loading, by measuring and not from weights.
 MEASURED = frozenset({"tuned_gemms"})
+# Where modules have their parts, which are known without it.
+OF_MODULES = frozenset({"_modules", "_parameters", "_buffers"})
+SIZES = re.compile(r"_size$|_dim$|_rank$|^num_|_layers$|_heads$")  # keys of config.json
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, Path)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -78,17 +85,29 @@ class DraftWeights:
         self.report_worse: Callable[[str], object] | None = None
 
     def stage(self, folder: str) -> StagedWeights:
-        """Raises ValueError for weights that do not fit in place of the present ones."""
-        # All threads have the device's default stream, so the executor's copies follow the loading.
-        with torch.inference_mode():
-            pairs = list(pairs_of(self._model, self._load(folder), "draft"))
+        """Raises ValueError for weights that do not fit in place of the present ones, whatever
+        reading them raises; memory that does not suffice is another matter."""
+        try:
+            # All threads have the device's default stream, so the executor's copies follow.
+            with torch.inference_mode():
+                pairs = list(pairs_of(self._model, self._load(folder), "draft"))
+        except (MemoryError, torch.cuda.OutOfMemoryError):
+            raise
+        except Exception as error:  # a border: the files may have anything
+            known = isinstance(error, (ValueError, OSError))
+            reason = str(error) if known else f"{folder}: {described(error)}"
+            if sizes := _other_sizes(self.folder, folder):
+                reason = f"the weights do not fit: {sizes} ({reason}); train with --init"
+            raise ValueError(reason) from error
         return StagedWeights(folder, pairs)
 
-    def swap(self, staged: StagedWeights, *, keep_cache: bool = False) -> int:
-        """Returns the new version. The prefix cache of the version before is not used any more,
-        unless `keep_cache`."""
+    def swap(
+        self, staged: StagedWeights, *, keep_cache: bool = False, version: int | None = None
+    ) -> int:
+        """Returns the new version, by default the next one. The prefix cache of the version before
+        is not used any more, unless `keep_cache`."""
         before = replace(self._of(self.version))
-        self._before = before, self._replace(staged, keep_cache=keep_cache)
+        self._before = before, self._replace(staged, keep_cache=keep_cache, version=version)
         logger.info("draft weights of %s are served, version %d", staged.folder, self.version)
         return self.version
 
@@ -150,14 +169,17 @@ class DraftWeights:
             return
         self._replace(old, keep_cache=False)
 
-    def _replace(self, staged: StagedWeights, *, keep_cache: bool) -> StagedWeights:
+    def _replace(
+        self, staged: StagedWeights, *, keep_cache: bool, version: int | None = None
+    ) -> StagedWeights:
         """Returns the weights before."""
         with torch.inference_mode():
             old = [(own, own.clone()) for own, _ in staged.pairs]
             for own, new in staged.pairs:
                 own.copy_(new)
         before = StagedWeights(self.folder, old)
-        self.version, self.folder = self.version + 1, staged.folder
+        self.version = self.version + 1 if version is None else version
+        self.folder = staged.folder
         if not keep_cache:
             self._cache.start_version(self.version)
         return before
@@ -202,7 +224,7 @@ def _pairs_of_parts(
     for name, value in old.items():
         if name not in names:
             continue
-        yield from _pairs(value, new[name], f"{path}.{name}", seen)
+        yield from _pairs(value, new[name], path if name in OF_MODULES else f"{path}.{name}", seen)
 
 
 def _parts(value: Any) -> Mapping[Any, Any]:
@@ -227,3 +249,26 @@ def _described(tensor: torch.Tensor) -> str:
 
 def _differ(path: str, old: object, new: object) -> str:
     return f"the weights do not fit: {path} is {old} in the engine, and {new} in the folder"
+
+
+def _other_sizes(own: str, folder: str) -> str:
+    """The sizes in which the two folders' config.json differ, the engine's first."""
+    try:
+        of_own, of_folder = (
+            dict(_sizes(read_config(resolve_model(each)))) for each in (own, folder)
+        )
+    except ValueError:
+        return ""
+    return ", ".join(
+        f"{key} {size} against {of_folder[key]}"
+        for key, size in of_own.items()
+        if of_folder.get(key, size) != size
+    )
+
+
+def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _sizes(value)
+        elif isinstance(value, int) and SIZES.search(key):
+            yield key, value

@@ -22,12 +22,11 @@ NOT_REPLACEABLE = (
 
 class DraftSwap:
     """A swap as a `whole`. In one of several engines it has steps: `stage` in all of them, then
-    `commit` in all, and `back` in those that have staged if any fails. One runs at a time."""
+    `commit` in all, or `keep` in all if any fails. One runs at a time."""
 
     def __init__(self, args: LlmArgs, executor: PyExecutor, worker: Worker) -> None:
         self._args, self._executor, self._worker = args, executor, worker
         self._staged: StagedWeights | None = None  # and not committed
-        self._before = ""  # the folder before the last swap
 
     def whole(self, folder: str, keep_cache: bool, force: bool) -> dict[str, Any]:
         """Waits until the weights are served. Returns the new version, how many recorded requests
@@ -37,7 +36,7 @@ class DraftSwap:
         in the replay. Then nothing has changed."""
         if self._args.tensor_parallel_size == 1:
             told = self.stage(folder, force)
-            return {"version": self.commit(keep_cache)["version"], "folder": folder} | told
+            return self.commit(keep_cache) | {"folder": folder} | told
         weights, queue = self._weights(), self._executor.parts.queue
 
         def swap_together() -> int:
@@ -57,21 +56,19 @@ class DraftSwap:
         self._staged = staged
         return told
 
-    def commit(self, keep_cache: bool) -> dict[str, Any]:
-        """Swaps. Returns the new version, and the folder `before`."""
-        weights, staged = self._weights(), self._staged
+    def commit(self, keep_cache: bool, version: int | None = None) -> dict[str, Any]:
+        """Swaps. version: what the weights are served as; None: the next one."""
+        staged, self._staged = self._staged, None
         assert staged is not None
-        before = weights.folder
-        version = self._worker.call(partial(weights.swap, staged, keep_cache=keep_cache))
-        self._staged, self._before = None, before
-        return {"version": version, "before": before}
+        swap = partial(self._weights().swap, staged, keep_cache=keep_cache, version=version)
+        return {"version": self._worker.call(swap)}
 
-    def back(self) -> dict[str, Any]:
-        """Undoes both steps, or the first one if the second did not succeed."""
-        if self._staged is None:
-            self.stage(self._before, force=True)
-            self.commit(keep_cache=False)
-        self._staged = None
+    def keep(self, folder: str, version: int) -> dict[str, Any]:
+        """Drops what is staged, and loads what is to be served if that is something else."""
+        weights, self._staged = self._weights(), None
+        if (weights.folder, weights.version) != (folder, version):
+            self.stage(folder, force=True)
+            self.commit(False, version)
         return {}
 
     def _weights(self) -> DraftWeights:

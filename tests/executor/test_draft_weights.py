@@ -136,6 +136,55 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_is_changed(tmp_path: Pa
     assert weights.version == 0
 
 
+@pytest.mark.parametrize("name", ["fc.weight", "lm_head.weight", "norm.weight", "d2t"])
+def test_a_tensor_that_is_one_number_is_refused_as_what_does_not_fit(
+    name: str, tmp_path: Path
+) -> None:
+    folder = copy_of(HEAD, tmp_path / "head", 1.0)
+    tensors = load_file(folder / "model.safetensors")
+    one = torch.ones((), dtype=tensors[name].dtype)
+    save_file(tensors | {name: one}, folder / "model.safetensors")
+    weights = with_head().parts.draft_weights
+    assert weights is not None
+    with pytest.raises(ValueError, match=name):
+        weights.stage(str(folder))
+
+
+def test_whatever_loading_raises_is_a_mistake_of_the_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = with_head().parts.draft_weights
+    assert weights is not None
+    for error in (IndexError("no such row"), RuntimeError("a size does not match")):
+
+        def fail(folder: str, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(weights, "_load", fail)
+        with pytest.raises(ValueError, match=rf"^head: {type(error).__name__}: {error}$"):
+            weights.stage("head")
+
+
+def test_other_sizes_are_told_by_their_keys_in_the_config(tmp_path: Path) -> None:
+    narrow = copy_of(HEAD, tmp_path / "narrow", 1.0)
+    config = json.loads((narrow / "config.json").read_text())
+    size, less = config["intermediate_size"], config["intermediate_size"] - 64
+    (narrow / "config.json").write_text(json.dumps(config | {"intermediate_size": less}))
+    tensors = load_file(narrow / "model.safetensors")
+    cut = {
+        name: tensor[:less] if "down" not in name else tensor[:, :less]
+        for name, tensor in tensors.items()
+        if ".mlp." in name
+    }
+    save_file(tensors | {k: v.contiguous() for k, v in cut.items()}, narrow / "model.safetensors")
+    weights = with_head().parts.draft_weights
+    assert weights is not None
+    with pytest.raises(ValueError) as caught:
+        weights.stage(str(narrow))
+    assert f"intermediate_size {size} against {less}" in str(caught.value)
+    assert "mlp.gate_up_proj.weight" in str(caught.value) and "_modules" not in str(caught.value)
+
+
 def cached_after_swap(*, keep_cache: bool) -> int:
     harness = with_head()
     prompt = list(range(300, 400))

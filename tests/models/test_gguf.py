@@ -23,6 +23,7 @@ from gguf import GGMLQuantizationType as Type  # noqa: E402 (the line above skip
 
 from tests.models.gguf_checkpoint import Settle, nothing, save_gguf  # noqa: E402
 
+NO_LENGTH, PAST_END = b"\xff" * 8, r"model\.gguf is not .* end after the end of the file"
 TOKENS = random_tokens(20)
 SIZES = {"hidden_size": 256, "intermediate_size": 512}
 # Each type at least once, by ends of names.
@@ -318,12 +319,15 @@ def test_a_file_without_a_size_or_a_tensor_is_refused(tmp_path: Path) -> None:
             load(other)
 
 
-def without_alignment(data: bytes) -> bytes:
-    """One value more in the metadata: an alignment of 0."""
-    key = b"general.alignment"
-    value = struct.pack("<Q", len(key)) + key + struct.pack("<II", 4, 0)
+def with_value(data: bytes, key: str, packed: bytes) -> bytes:
+    """One value more in the metadata. packed: its type and itself."""
+    value = struct.pack("<Q", len(key)) + key.encode() + packed
     (num_values,) = struct.unpack_from("<Q", data, 16)
     return data[:16] + struct.pack("<Q", num_values + 1) + value + data[24:]
+
+
+def without_alignment(data: bytes) -> bytes:
+    return with_value(data, "general.alignment", struct.pack("<II", 4, 0))
 
 
 @pytest.mark.parametrize(
@@ -331,6 +335,11 @@ def without_alignment(data: bytes) -> bytes:
     [
         (lambda data: data[: len(data) // 2], "ends after the end of the file"),
         (lambda data: data[:100], "is not a readable GGUF file"),
+        # A key, a text, an array of texts and one of numbers that no file is large enough for.
+        (lambda data: data[:24] + NO_LENGTH + data[32:], PAST_END),
+        (lambda data: with_value(data, "x", struct.pack("<I", 8) + NO_LENGTH), PAST_END),
+        (lambda data: with_value(data, "x", struct.pack("<IIQ", 9, 8, 1) + NO_LENGTH), PAST_END),
+        (lambda data: with_value(data, "x", struct.pack("<II", 9, 4) + NO_LENGTH), PAST_END),
         (lambda data: b"", "is not a readable GGUF file"),
         (without_alignment, "general.alignment is 0"),
         (lambda data: b"GGML" + data[4:], "does not start with GGUF"),

@@ -305,7 +305,7 @@ def test_an_answer_after_the_end_of_the_engine_is_ignored(
         client = EngineClient(ARGS, load_tokenizer("zoo:llama"), connection, limits)
         asked = asyncio.create_task(asyncio.to_thread(client.server_info))
         await loop.run_in_executor(None, theirs.recv, 1000)
-        messages = ["down", "no memory"], ["answer", 1, None, "no memory"], ["load", 7, 90]
+        messages = ["down", "no memory"], ["answer", 1, None, "no memory", False], ["load", 7, 90]
         theirs.sendall(b"".join(map(pack, messages)))
         with pytest.raises(RuntimeError, match="no memory"):
             await asked

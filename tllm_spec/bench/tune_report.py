@@ -32,7 +32,7 @@ from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.progress import progress
 from tllm_spec.recording.replay import replay
 from tllm_spec.recording.traffic_folder import files_of, read_records, read_traffic, states_files
-from tllm_spec.recording.traffic_record import TrafficRecord
+from tllm_spec.recording.traffic_record import TrafficHeader, TrafficRecord
 from tllm_spec.text.tokenizer import tokenizer_of
 
 # What `tllm-bench replay` prints: each configuration's acceptance on recorded traffic, after what
@@ -95,12 +95,15 @@ def read_served(
     folder: Path, num_requests: int = 0
 ) -> tuple[list[TrafficRecord], str, dict[str, Any]]:
     """The latest requests in the order of their arrival, and the model and options that the latest
-    file has."""
+    file has. Raises ValueError for a folder without requests, or without these."""
     records = read_records(folder, num_requests or None)
-    header = next(each for each in read_traffic(files_of(folder)[-1]) if isinstance(each, dict))
     if not records:
         raise ValueError(f"{folder} has no recorded requests")
-    return records, header["model"], header["options"]
+    for file in reversed(files_of(folder)):
+        for each in read_traffic(file):
+            if isinstance(each, TrafficHeader):
+                return records, each.model, each.options
+    raise ValueError(f"{folder}: no file begins with the model that was served")
 
 
 def states_of(folder: Path, model: str | None, served_model: str) -> Mapping[str, Path]:

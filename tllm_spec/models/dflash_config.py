@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
+from tllm_spec.models.draft_kind import HeadKind
 from tllm_spec.models.eagle3_config import Eagle3Config, check_head
 from tllm_spec.models.eagle3_format import DECODER_KEYS, unknown_keys
-from tllm_spec.models.head_checkpoint import HeadKind
 
 _ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}  # by model_type
 _OTHER_METHODS = ("DFlash2", "Domino", "DSpark")  # whose heads have the same keys and more

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, TypeVar
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.config_file import read_config
+from tllm_spec.models.draft_kind import HeadKind
 from tllm_spec.models.eagle3_format import check_layers, flat_config
-from tllm_spec.models.head_checkpoint import EMBEDDING, HeadKind
+from tllm_spec.models.head_checkpoint import EMBEDDING
 from tllm_spec.models.tied_output import OUTPUT
 
 Own = TypeVar("Own", bound="Eagle3Config")

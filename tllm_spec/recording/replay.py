@@ -100,6 +100,9 @@ def replay(
     simulated = why_simulated(records, args)
     texts = {index: [*each.prompt, *each.output] for index, each in enumerate(records)}
     longest = max(map(len, texts.values()), default=0)
+    vocab_size = ModelConfig.from_pretrained(resolve_model(args.model)).vocab_size
+    for record in records:
+        record.check_tokens(vocab_size)
     with _target_of(_replayable(args, spec, longest)) as built_args:
         tokenizer = tokenizer_of(args)
         built = build_executor(built_args, tokenizer, _ignore, texts=texts)
@@ -149,7 +152,14 @@ def _find_states(
     readers = []
     for request, record in zip(requests, records, strict=True):
         file = states.get(record.id)
-        found = None if file is None else read_states_file(file).of_layers(layers, num_layers)
+        found = None
+        if file is not None:
+            recorded = read_states_file(file)
+            if recorded.record.prompt + recorded.record.output != record.prompt + record.output:
+                raise ValueError(f"{file} has hidden states of another text than {record.place}")
+            found = recorded.of_layers(layers, num_layers)
+        if found is not None and found.shape[1] != engine.spec.buffer.shape[1]:
+            raise ValueError(f"{file}: the hidden states are of another model")
         if found is not None:
             engine.states[request.request_id] = found
         else:
@@ -256,7 +266,8 @@ def _replayable(args: LlmArgs, spec: DecodingBaseConfig, longest: int) -> LlmArg
 
 
 def request_of(number: int, record: TrafficRecord, limits: RequestLimits) -> LlmRequest:
-    """The recorded request. What changes the target's choice is left out."""
+    """The recorded request. What changes the target's choice is left out. Raises ValueError for one
+    that the engine cannot run."""
     wanted, longest = record.draft_limit, limits.max_draft_len
     sampling = record.sampling
     rules = DecodingRules(
@@ -278,7 +289,8 @@ def request_of(number: int, record: TrafficRecord, limits: RequestLimits) -> Llm
     )
     if (length := len(record.prompt) + len(record.output)) > limits.max_seq_len:
         raise ValueError(
-            f"a record has {length} tokens, and the engine of a replay runs {limits.max_seq_len}"
+            f"{record.place}: the text has {length} tokens, and the engine of a replay runs "
+            f"{limits.max_seq_len}"
         )
     return LlmRequest(
         request_id=number,

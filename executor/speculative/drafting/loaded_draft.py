@@ -25,11 +25,12 @@ from tllm_spec.models.config_file import read_config
 from tllm_spec.models.dflash import DFlashHead, load_dflash_head
 from tllm_spec.models.dflash_config import DFlashConfig
 from tllm_spec.models.draft_head import DraftHead, HeadSource, target_modules
+from tllm_spec.models.draft_kind import HeadKind
 from tllm_spec.models.eagle import EagleHead, load_eagle_head
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.eagle_config import EagleConfig
-from tllm_spec.models.head_checkpoint import MASK_TOKENS, HeadKind, head_kind, mask_token_in
+from tllm_spec.models.head_checkpoint import MASK_TOKENS, head_kind, mask_token_in
 from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.models.module import Placement
 from tllm_spec.models.mtp import NextnModules, load_nextn
