@@ -11,6 +11,7 @@ import pytest
 from tests.executor.harness import user_provided
 from tllm_spec.bench.tune_report import read_served, replay_report
 from tllm_spec.llm import LLM
+from tllm_spec.recording import traffic_folder
 from tllm_spec.recording.traffic_folder import TrafficFolder, files_of, latest_records, read_records
 from tllm_spec.sampling_params import SamplingParams
 
@@ -125,6 +126,15 @@ def test_files_that_a_killed_engine_has_not_finished_take_no_room(tmp_path: Path
     left.write_bytes(b"x" * 1000)
     folder.append([b"{}\n"])
     assert not left.exists()
+
+
+def test_a_folder_whose_lock_a_stopped_process_has_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = TrafficFolder(tmp_path / "traffic")
+    monkeypatch.setattr(traffic_folder, "LOCK_SECONDS", 0.0)
+    with folder._locked(), pytest.raises(ValueError, match="another process has had its lock"):
+        TrafficFolder(tmp_path / "traffic")
 
 
 @pytest.mark.parametrize(

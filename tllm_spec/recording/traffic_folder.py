@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from time import time_ns  # noqa: TID251  # files have dates
+from time import monotonic, sleep, time_ns  # noqa: TID251  # files have dates
 from typing import Any, NamedTuple
 
 from tllm_spec.recording.traffic_record import TrafficHeader, TrafficRecord, read_line
@@ -22,6 +22,8 @@ NUM_FILES = 16  # that the folder's size is divided into
 PATTERN = "traffic-*.jsonl"
 STATES_PATTERN = "hidden-*.safetensors"  # of `hidden_states`
 MADE = ".new"  # the suffix of a file that is being written, to replace one
+LOCK_SECONDS = 60.0  # that a recorder waits for others, as for one that erases
+POLL_SECONDS = 0.01
 NO_CLIENT = ""  # instead of a hash
 
 
@@ -115,12 +117,25 @@ class TrafficFolder:
     def _locked(self) -> Iterator[None]:
         lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            take_lock(lock, LOCK_SECONDS)
             for left in self.path.glob(f"*{MADE}"):  # by one who was killed
                 left.unlink()
             yield
         finally:
             os.close(lock)
+
+
+def take_lock(descriptor: int, seconds: float) -> None:
+    """Locks a file against other processes and threads. Raises TimeoutError, which is an OSError,
+    where another one has it for longer."""
+    deadline = monotonic() + seconds
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if monotonic() > deadline:
+                raise TimeoutError(f"another process has had its lock for {seconds:g} s") from None
+        sleep(POLL_SECONDS)
 
 
 def files_of(path: Path) -> list[Path]:

@@ -3,17 +3,16 @@ sockets: any front may write it, and an engine that is started again reads it.""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import monotonic, sleep
+
+from tllm_spec.recording.traffic_folder import take_lock
 
 LOCK_SECONDS = 600.0  # that a swap waits for another one
-POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,8 @@ class DraftInForce:
     def held(self) -> Iterator[Served | None]:
         """As `read`. Waits until no other thread or process holds it, so there is one swap at a
         time. Raises TimeoutError, which is an OSError, when that takes too long."""
-        deadline = monotonic() + LOCK_SECONDS
         with self._path.with_suffix(".lock").open("a") as lock:
-            while not _is_locked(lock.fileno()):
-                if monotonic() > deadline:
-                    raise TimeoutError(f"another swap has not ended for {LOCK_SECONDS:g} s")
-                sleep(POLL_SECONDS)
+            take_lock(lock.fileno(), LOCK_SECONDS)
             yield self.read()
 
     def read(self) -> Served | None:
@@ -55,11 +50,3 @@ class DraftInForce:
         new = self._path.with_suffix(".new")
         new.write_text(json.dumps(asdict(served)))
         os.replace(new, self._path)
-
-
-def _is_locked(file_descriptor: int) -> bool:
-    try:
-        fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -103,4 +103,6 @@ def _keep(served: Served, engine: EngineClient) -> None:
     try:
         engine.swap_step("keep", served.folder, served.version)
     except (RuntimeError, ValueError) as error:
+        if not engine.is_running:
+            return  # it reads what is served when it is started again
         logger.error("an engine may not have the draft weights of %s: %s", served.folder, error)
