@@ -160,4 +160,4 @@ def _end_without_token(request: LlmRequest) -> None:
     elif grammar.has_ended(request.tokens, request.prompt_len):
         request.finish("stop")
     else:
-        request.finish("error", error=NO_GUIDED_TOKEN)
+        request.finish("error", error=grammar.failure or NO_GUIDED_TOKEN)

@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tllm_spec.text.messages import Messages
-from tllm_spec.text.template_process import TemplateOverLimit
 
 Tools = Sequence[Mapping[str, Any]] | None
 Rendered = Callable[[Messages, Tools], str]
+
+
+class TemplateOverLimit(ValueError):
+    """A chat template made too much."""
 
 
 class Visible(NamedTuple):

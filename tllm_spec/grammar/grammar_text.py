@@ -1,0 +1,165 @@
+"""Turns what a text must match into a grammar of llguidance, and compiles that within limits."""
+
+from __future__ import annotations
+
+import json
+import re
+from decimal import Decimal
+from typing import Any
+
+from tllm_spec.grammar.guided_decoding import GrammarSource
+from tllm_spec.grammar.structural_tags import TagGrammar
+
+# Between two tokens of JSON: a small model might write nothing else.
+MAX_WHITESPACE = 32
+JSON_OPTIONS = {
+    "lenient": False,
+    "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}",
+}
+# What a grammar may cost, for the compiler and for one mask. The largest mask that ends within
+# them takes some tens of milliseconds.
+LIMITS = {
+    "max_items_in_row": 2_000,
+    "step_max_items": 10_000,
+    "initial_lexer_fuel": 100_000,
+    "step_lexer_fuel": 200_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+# The time of a compilation grows with the square of the first two, and with the third.
+MAX_EBNF_RULES = 500
+MAX_PATTERN_NAMES = 32  # of a schema's `patternProperties`
+MAX_MULTIPLE = 100_000
+MAX_REASON_CHARS = 300
+NO_TEXT = "no text matches it"
+TOO_DEEP = "it is nested too deeply"
+# Keywords whose values are no schemas, and those that have schemas by name.
+VALUES = frozenset({"const", "default", "enum", "examples"})
+NAMED_PARTS = frozenset({"$defs", "definitions", "patternProperties", "properties"})
+# Of EBNF: texts, classes and escapes in them, comments, and line ends before an alternative.
+EBNF_PART = re.compile(
+    r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|\s*\n\s*(?=\|)', flags=re.DOTALL
+)
+CODE_ESCAPE = re.compile(r"\\(?:x(..)|u(....)|U(.{8})|(.))", flags=re.DOTALL)
+
+
+def compiled(source: GrammarSource, tokenizer: Any) -> Any:
+    """An `LLMatcher` at the beginning of a text. tokenizer: an `LLTokenizer`. Raises ValueError for
+    a grammar with mistakes, that no text matches, or that is over a limit. Deep grammars need a
+    deep stack."""
+    from llguidance import LLMatcher, LLParserLimits  # an extra
+
+    try:
+        text = grammar_text(source)
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # tells whether a text can begin, and is kept for the first
+        if matcher.is_error():
+            raise ValueError(reason_of(matcher.get_error()))
+        if warnings := matcher.get_grammar_warnings():
+            raise ValueError(warnings[0])
+    except RecursionError:
+        raise ValueError(f"guided_decoding = {source.kind}: {TOO_DEEP}") from None
+    except ValueError as error:
+        raise ValueError(f"guided_decoding = {source.kind}: {error}") from error
+    return matcher
+
+
+def reason_of(error: str) -> str:
+    """llguidance's message without its hint to an option, and without the grammar."""
+    if "NoExtension" in error:
+        return NO_TEXT
+    return re.split(r"\n<|\. Enable", error)[0].strip()[:MAX_REASON_CHARS]
+
+
+def grammar_text(source: GrammarSource) -> str:
+    """The grammar as llguidance's JSON. Raises ValueError."""
+    if source.kind == "structural_tag":
+        made = TagGrammar(json_grammar, regex_lark, ebnf_lark).of(json.loads(source.text))
+        return json.dumps({"grammars": made})
+    if source.kind == "json_schema":
+        return json.dumps({"grammars": [json_grammar(json.loads(source.text))]})
+    if source.kind == "choice":
+        # One terminal: many alternatives of a rule would be many items of the parser's.
+        texts = [json.dumps(each, ensure_ascii=False) for each in json.loads(source.text)]
+        lark = f"start: CHOICE\nCHOICE: {' | '.join(texts)}"
+    else:
+        lark = regex_lark(source.text) if source.kind == "regex" else ebnf_lark(source.text)
+    return json.dumps({"grammars": [{"lark_grammar": lark}]})
+
+
+def json_grammar(schema: Any) -> dict[str, Any]:
+    """A grammar of a schema's texts."""
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise ValueError(NO_TEXT if schema is False else "a JSON schema is an object")
+    if '"x-guidance"' in json.dumps(schema):
+        raise ValueError("x-guidance in a JSON schema is refused: its options are not the client's")
+    return {"json_schema": {**_checked(schema), "x-guidance": JSON_OPTIONS}}
+
+
+def _checked(schema: Any) -> Any:
+    """The schema without `uniqueItems: false`, which says nothing and is not known. Raises
+    ValueError for what would take long to compile."""
+    if isinstance(schema, list):
+        return [_checked(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    names = schema.get("patternProperties")
+    if isinstance(names, dict) and len(names) > MAX_PATTERN_NAMES:
+        raise ValueError(f"patternProperties has more than {MAX_PATTERN_NAMES} names")
+    divisor = schema.get("multipleOf")
+    if type(divisor) in (int, float) and _digits(divisor) > MAX_MULTIPLE:
+        raise ValueError(f"multipleOf = {divisor}: at most {MAX_MULTIPLE} are served")
+    made = {}
+    for name, value in schema.items():
+        if name in NAMED_PARTS and isinstance(value, dict):
+            made[name] = {each: _checked(part) for each, part in value.items()}
+        elif name != "uniqueItems" or value is not False:
+            made[name] = value if name in VALUES else _checked(value)
+    return made
+
+
+def _digits(number: float) -> int:
+    """Without its zeros at the end and its point."""
+    return int("".join(map(str, Decimal(repr(number)).normalize().as_tuple().digits)))
+
+
+def regex_lark(expression: str) -> str:
+    r"""Texts that match as a whole; `\d` and `\w` are ASCII's, as in a schema's `pattern`."""
+    from llguidance import regex_to_lark
+
+    return f"start: /{regex_to_lark(expression, 'dw')}/"
+
+
+def ebnf_lark(text: str) -> str:
+    """EBNF as Lark. Raises ValueError for mistakes."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if text.count("::=") > MAX_EBNF_RULES:
+        raise ValueError(f"it has more than {MAX_EBNF_RULES} rules")
+    try:
+        return gbnf_to_lark(EBNF_PART.sub(_plain_part, text))
+    except RecursionError:
+        raise
+    except Exception as error:  # the converter has no class for all of its errors
+        raise ValueError(f"EBNF: {error}"[:MAX_REASON_CHARS]) from error
+
+
+def _plain_part(found: re.Match[str]) -> str:
+    """The part as the converter reads it."""
+    part = found[0]
+    return CODE_ESCAPE.sub(_plain_escape, part) if part[0] in '"[' else " "
+
+
+def _plain_escape(found: re.Match[str]) -> str:
+    """The character of an escape, unless it means something else as it is."""
+    code = next(filter(None, found.groups()[:3]), None)
+    if code is None:
+        return {"-": r"\x2d", "/": "/", "^": r"\x5e"}.get(found[4], found[0])
+    character = chr(int(code, 16))
+    if character in '"\\[]':
+        return f"\\{character}"
+    return character if character.isprintable() and character not in "-^" else found[0]
