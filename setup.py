@@ -15,7 +15,7 @@ COMMIT_FILE = "tllm_spec/commit.txt"  # of packages: they have no git
 
 SERVER = ["fastapi>=0.110", "uvicorn>=0.29", "prometheus-client>=0.20", "msgpack>=1.0.5"]
 PARALLEL = ["mpi4py>=4", "mpich>=4.2; platform_system == 'Linux'"]
-GUIDED = ["xgrammar>=0.2.7,<0.3"]
+GUIDED = ["llguidance>=1.9.1,<2"]
 GGUF = ["gguf>=0.17"]
 PLOT = ["matplotlib>=3.8"]
 OTEL = ["opentelemetry-sdk>=1.25", "opentelemetry-exporter-otlp-proto-http>=1.25"]

@@ -94,7 +94,7 @@ class Grammars:
             finally:
                 threading.stack_size(usual)
         try:
-            start, refuse = result.result(), partial(self._keep, source)
+            start, refuse = result.result(), partial(self._refuse, source)
         except ValueError as error:
             return self._keep(source, str(error))
         num_words = -(-tokenizer.vocab_size // 32)
@@ -107,6 +107,9 @@ class Grammars:
             while len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
         return found
+
+    def _refuse(self, source: GrammarSource, reason: str) -> None:
+        self._keep(source, reason)
 
     def _load(self) -> Any:
         """llguidance's tokenizer, which is made once: 3 seconds for 128,000 tokens."""
@@ -121,17 +124,17 @@ class Grammars:
 
 
 def masks_tokenizer(tokenizer: Any, vocab_size: int, end_ids: tuple[int, ...]) -> Any:
-    """An `LLTokenizer`. It may have more tokens than the model, and one of its own stands for the
-    end of a text where the model has none. Raises ValueError for a tokenizer that llguidance cannot
-    read, and when llguidance is missing."""
+    """An `LLTokenizer`. It may have more tokens than the model, and its end token may be one of
+    those. Raises ValueError for a tokenizer that llguidance cannot read, and when llguidance is
+    missing."""
     try:
         from llguidance.hf import from_tokenizer  # an extra
     except ImportError as error:
         raise ValueError(MISSING) from error
     try:
         size = max(vocab_size, *(1 + each for each in tokenizer.get_vocab().values()))
-        ends = list(end_ids) or [size]
-        return from_tokenizer(tokenizer, n_vocab=max(size, 1 + max(ends)), eos_token=ends)
+        ends = list(end_ids) or tokenizer.eos_token_id
+        return from_tokenizer(tokenizer, n_vocab=size, eos_token=ends)
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"guided decoding cannot use this tokenizer: {error}") from error
 

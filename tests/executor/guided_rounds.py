@@ -20,13 +20,13 @@ PATTERNS = ("([a-m]+[0-9]|[A-Z][n-z]{1,3}|-_)*", "([aeiou][^aeiou]{1,5})*")
 
 @cache
 def compiled(pattern: str) -> Any:
-    xgrammar = pytest.importorskip("xgrammar")
+    xgrammar = pytest.importorskip("llguidance")
     tokens = xgrammar.TokenizerInfo(list(LETTERS), xgrammar.VocabType.RAW, stop_token_ids=[])
     return xgrammar.GrammarCompiler(tokens, max_threads=1).compile_regex(pattern)
 
 
 def grammar_of(pattern: str) -> GrammarState:
-    xgrammar = pytest.importorskip("xgrammar")
+    xgrammar = pytest.importorskip("llguidance")
     return GrammarState(xgrammar.GrammarMatcher(compiled(pattern)))
 
 

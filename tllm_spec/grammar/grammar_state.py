@@ -28,8 +28,8 @@ class CompiledGrammar:
 
 class GrammarState:
     """The mask of a row is a function of the text before it, whatever was drafted. After the
-    grammar's end (a stop token that did not end the text) every token is allowed. After a limit of
-    the grammar no token is: `failure` says why."""
+    grammar's end (a stop token that did not end the text) every token is allowed. Where a limit is
+    reached no token is: `failure` says why."""
 
     def __init__(self, grammar: CompiledGrammar) -> None:
         self._grammar = grammar
@@ -76,11 +76,17 @@ class GrammarState:
             children.setdefault(parents[node], []).append(node)
         self._walk(0, [], tokens, children, rows)
 
-    def has_ended(self, tokens: list[int], prompt_len: int) -> bool:
-        """Whether the text, which no token can follow, is whole and the vocabulary has no end token
+    def why_no_token(self, tokens: list[int], prompt_len: int) -> str | None:
+        """Why no token can follow the text; None if it is whole and the vocabulary has no end token
         to say so. As `read`."""
         self.read(tokens, prompt_len)
-        return not self._grammar.end_ids and self.failure is None and self._can_end()
+        if not self._is_free and self.failure is None:
+            if not self._grammar.end_ids and self._can_end():
+                return None
+            self._matcher.compute_bitmask()
+            if self._matcher.is_error():
+                self._fail()
+        return self.failure or NO_GUIDED_TOKEN
 
     def better_drafts(self, drafts: list[int], max_drafts: int) -> list[int]:
         """The drafts up to the first one that the grammar excludes, or the tokens that the grammar

@@ -18,9 +18,9 @@ JSON_OPTIONS = {
 }
 # What a grammar may cost, for the compiler and for one mask. The largest mask that ends within
 # them takes some tens of milliseconds.
-LIMITS = {
-    "max_items_in_row": 2_000,
-    "step_max_items": 10_000,
+LIMITS: dict[str, Any] = {
+    "max_items_in_row": 1_000,
+    "step_max_items": 3_000,
     "initial_lexer_fuel": 100_000,
     "step_lexer_fuel": 200_000,
     "max_lexer_states": 50_000,
@@ -41,6 +41,7 @@ NAMED_PARTS = frozenset({"$defs", "definitions", "patternProperties", "propertie
 EBNF_PART = re.compile(
     r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|\s*\n\s*(?=\|)', flags=re.DOTALL
 )
+NEGATED_CLASS = re.compile(r"\\.|\[\^(?:\\.|[^\]\\])+\]", flags=re.DOTALL)
 CODE_ESCAPE = re.compile(r"\\(?:x(..)|u(....)|U(.{8})|(.))", flags=re.DOTALL)
 
 
@@ -101,8 +102,8 @@ def json_grammar(schema: Any) -> dict[str, Any]:
 
 
 def _checked(schema: Any) -> Any:
-    """The schema without `uniqueItems: false`, which says nothing and is not known. Raises
-    ValueError for what would take long to compile."""
+    """The schema without `uniqueItems: false`, which says nothing and is not known, and with
+    patterns as llguidance keeps them. Raises ValueError for what would take long to compile."""
     if isinstance(schema, list):
         return [_checked(each) for each in schema]
     if not isinstance(schema, dict):
@@ -111,18 +112,33 @@ def _checked(schema: Any) -> Any:
     if isinstance(names, dict) and len(names) > MAX_PATTERN_NAMES:
         raise ValueError(f"patternProperties has more than {MAX_PATTERN_NAMES} names")
     divisor = schema.get("multipleOf")
-    if type(divisor) in (int, float) and _digits(divisor) > MAX_MULTIPLE:
+    is_number = isinstance(divisor, int | float) and not isinstance(divisor, bool)
+    if is_number and _digits(divisor) > MAX_MULTIPLE:
         raise ValueError(f"multipleOf = {divisor}: at most {MAX_MULTIPLE} are served")
     made = {}
     for name, value in schema.items():
-        if name in NAMED_PARTS and isinstance(value, dict):
-            made[name] = {each: _checked(part) for each, part in value.items()}
+        if name == "pattern" and isinstance(value, str):
+            made[name] = _without_nul(value)
+        elif name in NAMED_PARTS and isinstance(value, dict):
+            is_pattern = name == "patternProperties"
+            made[name] = {
+                _without_nul(each) if is_pattern else each: _checked(part)
+                for each, part in value.items()
+            }
         elif name != "uniqueItems" or value is not False:
             made[name] = value if name in VALUES else _checked(value)
     return made
 
 
-def _digits(number: float) -> int:
+def _without_nul(pattern: str) -> str:
+    """Negated classes without U+0000. In a JSON string a class with all control characters would
+    also stand for quotes and backslashes that it excludes (llguidance 1.9.1)."""
+    return NEGATED_CLASS.sub(
+        lambda found: f"[{found[0]}&&[^\\x00]]" if found[0][0] == "[" else found[0], pattern
+    )
+
+
+def _digits(number: Any) -> int:
     """Without its zeros at the end and its point."""
     return int("".join(map(str, Decimal(repr(number)).normalize().as_tuple().digits)))
 

@@ -41,16 +41,10 @@ class TagGrammar:
         kinds: dict[str, Callable[[Part, bool], str]] = {
             "any_text": self._any_text,
             "const_string": lambda part, _: _quoted(_text(part, "value")),
-            "grammar": lambda part, _: self._inner(
-                {"lark_grammar": self._of_ebnf(_text(part, "grammar"))}
-            ),
-            "json_schema": lambda part, _: self._inner(
-                self._of_schema(_value(part, "json_schema"))
-            ),
+            "grammar": lambda part, _: self._lark(self._of_ebnf(_text(part, "grammar"))),
+            "json_schema": self._schema,
             "or": self._any_of,
-            "regex": lambda part, _: self._inner(
-                {"lark_grammar": self._of_regex(_text(part, "pattern"))}
-            ),
+            "regex": lambda part, _: self._lark(self._of_regex(_text(part, "pattern"))),
             "sequence": self._sequence,
             "tag": self._tag,
             "tags_with_separator": self._separated,
@@ -96,6 +90,7 @@ class TagGrammar:
 
     def _triggered(self, part: Part, is_last: bool) -> str:
         triggers, tags = _list(part, "triggers"), self._tags(part)
+        is_end = is_last and bool(part.get("stop_after_first"))
         made: list[str] = []
         for tag in tags:
             begin = _text(tag, "begin")
@@ -103,20 +98,18 @@ class TagGrammar:
             if len(found) != 1 or not found[0]:
                 raise ValueError(f"begin = {shown(begin)} needs one of the triggers at its start")
             head, more = self._up_to(_quoted(found[0])), begin[len(found[0]) :]
-            rest = self._rest(tag, is_last and bool(part.get("stop_after_first")))
+            rest = self._rest(tag, is_end)
             made.append(self._rule(f"{head} {_quoted(more)} {rest}"))
-        return self._repeated(part, _either(made), is_last)
-
-    def _repeated(self, part: Part, tag: str, is_last: bool) -> str:
-        """Tags with any text before and after them."""
-        if part.get("stop_after_first"):
-            if part.get("at_least_one"):
-                return tag
+        first = ""
+        if part.get("at_least_one"):
+            first = _either(self._tag(each, is_end) for each in tags)  # without text before it
+            if part.get("stop_after_first"):
+                return first
         if not is_last:
             raise ValueError("triggered_tags are served at the end of the text only")
         if part.get("stop_after_first"):
-            return f"({tag} | ANY_TEXT)"
-        return f"({tag}{'+' if part.get('at_least_one') else '*'} ANY_TEXT)"
+            return f"({_either(made)} | ANY_TEXT)"
+        return f"({first} {_either(made)}* ANY_TEXT)"
 
     def _separated(self, part: Part, is_last: bool) -> str:
         tag = _either(self._tag(each, False) for each in self._tags(part))
@@ -129,6 +122,12 @@ class TagGrammar:
         if not all(isinstance(each, dict) for each in tags):
             raise ValueError("tags: a list of tags is needed")
         return [_known(each, KEYS["tag"]) for each in tags]
+
+    def _schema(self, part: Part, is_last: bool) -> str:
+        return self._inner(self._of_schema(_value(part, "json_schema")))
+
+    def _lark(self, text: str) -> str:
+        return self._inner({"lark_grammar": text})
 
     def _inner(self, grammar: dict[str, Any]) -> str:
         name = f"inner_{len(self._grammars)}"
