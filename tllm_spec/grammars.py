@@ -13,7 +13,7 @@ from typing import Any
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.grammar.grammar_state import CompiledGrammar, GrammarState
-from tllm_spec.grammar.grammar_text import compiled
+from tllm_spec.grammar.grammar_text import compiled, forces_much
 from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.text.harmony import harmony_ends
@@ -94,11 +94,18 @@ class Grammars:
             finally:
                 threading.stack_size(usual)
         try:
-            start, refuse = result.result(), partial(self._refuse, source)
+            start = result.result()
         except ValueError as error:
             return self._keep(source, str(error))
-        num_words = -(-tokenizer.vocab_size // 32)
-        return self._keep(source, CompiledGrammar(source, start, self._end_ids, num_words, refuse))
+        made = CompiledGrammar(
+            source,
+            start,
+            self._end_ids,
+            num_words=-(-tokenizer.vocab_size // 32),
+            drafts_forced=not forces_much(source),
+            refuse=partial(self._refuse, source),
+        )
+        return self._keep(source, made)
 
     def _keep(self, source: GrammarSource, found: CompiledGrammar | str) -> CompiledGrammar | str:
         """found: a grammar, or why it is refused."""

@@ -1,6 +1,8 @@
 """Drafts that a grammar improves: up to the first excluded one, or the tokens that it forces.
 Masks of a window's rows."""
 
+import json
+
 import pytest
 
 from tests.grammar.walks import grammar_of_words, rows_of
@@ -116,3 +118,25 @@ def test_a_text_that_can_be_neither_ended_nor_continued_says_so() -> None:
     assert state.why_no_token(list(b"a"), 0) == NO_GUIDED_TOKEN
     assert state.why_no_token(list(b"ab"), 0) is None
     assert rows_of(state, [0], [-1], SIZE - 1) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "is_drafted"),
+    [
+        ("regex", "a{70000}", False),
+        ("regex", "[ab](a{300}){200}", False),
+        ("regex", "[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}", True),
+        ("choice", json.dumps(["a" * 20000]), False),
+        ("choice", json.dumps(["yes"] * 9000), True),
+        ("json_schema", json.dumps({"pattern": "^(a{1000}){1000}$"}), False),
+        ("json_schema", json.dumps({"maxLength": 70000, "minItems": 9**9, "title": "a" * 9}), True),
+    ],
+)
+def test_text_that_may_be_forced_for_long_is_not_drafted(
+    kind: Kind, text: str, is_drafted: bool
+) -> None:
+    """llguidance would go through all of it for each mask."""
+    source = GrammarSource(kind, text)
+    assert grammar_text.forces_much(source) is not is_drafted
+    assert ("no_forcing" in grammar_text.grammar_text(source)) is not is_drafted
+    assert GrammarState(grammar_of_words(source, WORDS)).failure is None

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class CompiledGrammar:
     """A grammar for a tokenizer. `start`: an `LLMatcher` at the beginning of a text. `num_words`:
-    of its masks, of 32 tokens each; the tokenizer may have more tokens than the model. `refuse`:
-    requests with this grammar are refused from now on, for the reason given."""
+    of its masks, of 32 tokens each; the tokenizer may have more tokens than the model.
+    `drafts_forced`: whether text that it forces is drafted. `refuse`: requests with this grammar
+    are refused from now on, for the reason given."""
 
     source: GrammarSource
     start: Any = field(repr=False)
     end_ids: frozenset[int]
     num_words: int
+    drafts_forced: bool = True
     refuse: Callable[[str], None] = lambda reason: None
 
 
@@ -94,6 +96,8 @@ class GrammarState:
         if self._is_free or self.failure is not None:
             return drafts
         drafts = self._allowed(drafts)
+        if not self._grammar.drafts_forced:
+            return drafts
         forced: list[int] = self._matcher.compute_ff_tokens()[:max_drafts]
         if self._matcher.is_error():  # the mask will say so, if the text comes there
             self._restart([])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from decimal import Decimal
 from typing import Any
@@ -31,6 +32,10 @@ LIMITS: dict[str, Any] = {
 MAX_EBNF_RULES = 500
 MAX_PATTERN_NAMES = 32  # of a schema's `patternProperties`
 MAX_MULTIPLE = 100_000
+# llguidance goes through all of the text that is forced for each mask. Where that may be long, it
+# is told not to: then such text is not drafted, and may be spelt with other tokens.
+MAX_FORCED = 1 << 12
+NO_FORCING = '%llguidance {"no_forcing": true}'
 MAX_REASON_CHARS = 300
 NO_TEXT = "no text matches it"
 TOO_DEEP = "it is nested too deeply"
@@ -78,16 +83,42 @@ def grammar_text(source: GrammarSource) -> str:
     """The grammar as llguidance's JSON. Raises ValueError."""
     if source.kind == "structural_tag":
         made = TagGrammar(json_grammar, regex_lark, ebnf_lark).of(json.loads(source.text))
-        return json.dumps({"grammars": made})
-    if source.kind == "json_schema":
-        return json.dumps({"grammars": [json_grammar(json.loads(source.text))]})
-    if source.kind == "choice":
-        # One terminal: many alternatives of a rule would be many items of the parser's.
-        texts = [json.dumps(each, ensure_ascii=False) for each in json.loads(source.text)]
-        lark = f"start: CHOICE\nCHOICE: {' | '.join(texts)}"
+    elif source.kind == "json_schema":
+        schema = {"name": "schema", **json_grammar(json.loads(source.text))}
+        made = [{"lark_grammar": "start: @schema"}, schema]
     else:
-        lark = regex_lark(source.text) if source.kind == "regex" else ebnf_lark(source.text)
-    return json.dumps({"grammars": [{"lark_grammar": lark}]})
+        lark = {"regex": regex_lark, "choice": choice_lark, "grammar": ebnf_lark}
+        made = [{"lark_grammar": lark[source.kind](source.text)}]
+    if forces_much(source):
+        made[0]["lark_grammar"] = f"{NO_FORCING}\n{made[0]['lark_grammar']}"
+    return json.dumps({"grammars": made})
+
+
+def forces_much(source: GrammarSource) -> bool:
+    """Whether the text that follows may be forced for more than `MAX_FORCED` characters, as far as
+    can be told from the grammar's texts and repetitions."""
+    is_one = source.kind in ("regex", "grammar")
+    return any(
+        len(text) * _most(text, r"[^)]") * math.prod(_counts(text, r"\)")) > MAX_FORCED
+        for text in ([source.text] if is_one else source.text.split('"'))
+    )
+
+
+def _most(text: str, before: str) -> int:
+    return max(_counts(text, before), default=1)
+
+
+def _counts(text: str, before: str) -> list[int]:
+    """Of the repetitions of what ends with `before`."""
+    found = re.findall(before + r"\{(\d+)(?:,(\d*))?\}", text)
+    return [max(1, *(int(each) for each in pair if each)) for pair in found]
+
+
+def choice_lark(text: str) -> str:
+    """One of a JSON list of texts. As one terminal: many alternatives of a rule would be many items
+    of the parser's."""
+    texts = [json.dumps(each, ensure_ascii=False) for each in json.loads(text)]
+    return f"start: CHOICE\nCHOICE: {' | '.join(texts)}"
 
 
 def json_grammar(schema: Any) -> dict[str, Any]:
