@@ -146,7 +146,7 @@ def _checked(schema: Any) -> Any:
     is_number = isinstance(divisor, int | float) and not isinstance(divisor, bool)
     if is_number and _digits(divisor) > MAX_MULTIPLE:
         raise ValueError(f"multipleOf = {divisor}: at most {MAX_MULTIPLE} are served")
-    made = {}
+    made: dict[str, Any] = {}
     for name, value in schema.items():
         if name == "pattern" and isinstance(value, str):
             made[name] = _without_nul(value)

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib.metadata import version
 from typing import Any, Literal
 
 from tllm_spec.config.option_checks import check_text, shown
@@ -14,6 +15,11 @@ MAX_GRAMMAR_CHARS = 1 << 16
 Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag"]
 # The escape of one half of a surrogate pair, after whole escapes of a backslash.
 HALF_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\u[dD][89a-fA-F]")
+
+
+def compiler_name() -> str:
+    """What compiles grammars, with its version: guided texts of a seed depend on it."""
+    return f"llguidance {version('llguidance')}"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class TrafficRecord(ConfigModel):
     sampling: dict[str, Any]  # the fields of `DecodingRules`
     max_tokens: int
     draft_limit: int | None  # longest draft that the request wanted, if it wanted shorter ones
-    guided: bool
+    guided: bool | str  # what compiled its grammar, with its version; True: xgrammar; False: none
     finish_reason: str
     # The rounds that brought tokens: microseconds since the arrival, tokens, and how many drafts
     # were verified; None for drafts: the first token, which the prompt's forward brings.
