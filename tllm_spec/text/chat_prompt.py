@@ -149,7 +149,9 @@ class ChatPrompts:
 def _check_sizes(num_messages: int, num_chars: int) -> None:
     """num_chars: of the variables, which a template may show with every message."""
     if num_messages > MAX_MESSAGES:
-        raise ValueError(f"messages has {num_messages} entries; {MAX_MESSAGES} are accepted")
+        raise ValueError(
+            f"messages has {num_messages} entries; at most {MAX_MESSAGES} are accepted"
+        )
     if num_messages * num_chars > MAX_CHARS:
         raise ValueError(
             f"chat_template_kwargs has {num_chars} characters for each of {num_messages} messages; "
