@@ -161,7 +161,7 @@ def _bpe(size: int) -> str:
 
 
 def _texts(size: int) -> Sequence[str]:
-    return [*map(read_source, heldout_files()), *vocabulary(2 * size)]
+    return [*map(read_source, heldout_files()), *vocabulary(size)]
 
 
 def vocabulary(size: int) -> list[str]:

@@ -148,6 +148,14 @@ def test_what_a_client_has_sent_is_not_written_to_the_log(
             {"json": {"patternProperties": {f"^{i}$": {} for i in range(33)}}},
             "patternProperties has more than 32 names",
         ),
+        (
+            {"json": {"allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(20)]}},
+            "more than 12 patterns and formats, where schemas hold together",
+        ),
+        (
+            {"json": {"anyOf": [{"pattern": f"a{i}"} for i in range(20)], "pattern": "b"}},
+            "more than 12 patterns and formats, where schemas hold together",
+        ),
         ({"json": {"properties": {"default": {"multipleOf": 999983}}}}, "at most 100000 are serv"),
         ({"json": {"multipleOf": 9999.99999}}, "multipleOf = 9999.99999: at most 100000"),
         ({"regex": r"[\w\W]{0,1000}" * 60}, "guided_decoding = regex: lexer"),
@@ -162,6 +170,14 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         compile_with(**options)
+
+
+def test_many_patterns_in_different_places_are_served(compile_with: Compile) -> None:
+    fields = {
+        f"p{i}": {"type": "string", "pattern": f"^a{{{i}}}$", "title": "a"} for i in range(20)
+    }
+    fields["r"] = {"$ref": "#/$defs/A", "description": "b"}
+    assert compile_with(json={"properties": fields, "$defs": {"A": {"format": "date"}}}) is not None
 
 
 def test_references_that_are_thousands_deep_do_not_end_the_process(compile_with: Compile) -> None:

@@ -32,6 +32,13 @@ LIMITS: dict[str, Any] = {
 MAX_EBNF_RULES = 500
 MAX_PATTERN_NAMES = 32  # of a schema's `patternProperties`
 MAX_MULTIPLE = 100_000
+# A compilation takes twice as long with each pattern or format that holds next to others.
+MAX_JOINED = 12
+JOINS = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
+ANNOTATIONS = frozenset(
+    {"$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description"}
+    | {"discriminator", "examples", "readOnly", "title", "type", "writeOnly"}
+)
 # llguidance goes through all of the text that is forced for each mask. Where that may be long, it
 # is told not to: then such text is not drafted, and may be spelt with other tokens.
 MAX_FORCED = 1 << 12
@@ -127,21 +134,29 @@ def json_grammar(schema: Any) -> dict[str, Any]:
         schema = {}
     if not isinstance(schema, dict):
         raise ValueError(NO_TEXT if schema is False else "a JSON schema is an object")
-    if '"x-guidance"' in json.dumps(schema):
+    text = json.dumps(schema)
+    if '"x-guidance"' in text:
         raise ValueError("x-guidance in a JSON schema is refused: its options are not the client's")
-    return {"json_schema": {**_checked(schema), "x-guidance": JSON_OPTIONS}}
+    may_join = text.count('"pattern": "') + text.count('"format": "') <= MAX_JOINED
+    return {"json_schema": {**_checked(schema, may_join), "x-guidance": JSON_OPTIONS}}
 
 
-def _checked(schema: Any) -> Any:
+def _checked(schema: Any, may_join: bool) -> Any:
     """The schema without `uniqueItems: false`, which says nothing and is not known, and with
-    patterns as llguidance keeps them. Raises ValueError for what would take long to compile."""
+    patterns as llguidance keeps them. may_join: schemas may hold together. Raises ValueError for
+    what would take long to compile."""
     if isinstance(schema, list):
-        return [_checked(each) for each in schema]
+        return [_checked(each, may_join) for each in schema]
     if not isinstance(schema, dict):
         return schema
     names = schema.get("patternProperties")
     if isinstance(names, dict) and len(names) > MAX_PATTERN_NAMES:
         raise ValueError(f"patternProperties has more than {MAX_PATTERN_NAMES} names")
+    if not may_join and _joins(schema):
+        raise ValueError(
+            f"more than {MAX_JOINED} patterns and formats, where schemas hold together (allOf, or "
+            "keywords next to $ref, anyOf or oneOf)"
+        )
     divisor = schema.get("multipleOf")
     is_number = isinstance(divisor, int | float) and not isinstance(divisor, bool)
     if is_number and _digits(divisor) > MAX_MULTIPLE:
@@ -153,12 +168,20 @@ def _checked(schema: Any) -> Any:
         elif name in NAMED_PARTS and isinstance(value, dict):
             is_pattern = name == "patternProperties"
             made[name] = {
-                _without_nul(each) if is_pattern else each: _checked(part)
+                _without_nul(each) if is_pattern else each: _checked(part, may_join)
                 for each, part in value.items()
             }
         elif name != "uniqueItems" or value is not False:
-            made[name] = value if name in VALUES else _checked(value)
+            made[name] = value if name in VALUES else _checked(value, may_join)
     return made
+
+
+def _joins(schema: dict[str, Any]) -> bool:
+    """Whether several schemas of it hold for the same value."""
+    joined = JOINS & schema.keys()
+    several = schema.get("allOf")
+    is_list = isinstance(several, list) and len(several) > 1
+    return is_list or (bool(joined) and len(schema.keys() - ANNOTATIONS) > 1)
 
 
 def _without_nul(pattern: str) -> str:
