@@ -145,9 +145,9 @@ def drafts_table(rows: Sequence[Row]) -> list[str]:
 
 
 def fills(options: Options) -> Iterator[Row]:
-    size, num_tokens = (8192, 40) if options.quick else (128256, 200)
+    size, num_tokens = (8192, 40) if options.quick else (128256, 32)
     for name, about in FILLED.items():
-        alone = [walks_of(*about, size, 1, num_tokens, seed=seed)[0] for seed in range(4)]
+        alone = [walks_of(*about, size, 1, num_tokens, seed=seed)[0] for seed in range(3)]
         masks = sorted(chain.from_iterable(alone))
         _, plain = walks_of(*about, size, REQUESTS, num_tokens)
         _, drafted = walks_of(*about, size, REQUESTS, num_tokens, K)
