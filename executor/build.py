@@ -121,10 +121,8 @@ def _build(
         controller = prepare_rounds(plan, runner, engines.models)
 
     def blame() -> list[LlmRequest] | None:
-        for each in (sampler.host_edits.blame, sampler.grammar_masks.work.blame):
-            if (culprits := each()) is not None:
-                return culprits
-        return speculation.blame()
+        culprits = sampler.host_edits.blame()
+        return speculation.blame() if culprits is None else culprits
 
     queue, kv = queue_of(communicator), engines.kv
     resources = [*speculation.resources, kv, plan.slots]
@@ -347,5 +345,4 @@ def _sampler(
         synthetic_rates=rates,
         relaxed=relaxed,
         serves_grammars=plan.args.guided_decoding_backend is not None,
-        communicator=plan.communicator,
     )

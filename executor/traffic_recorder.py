@@ -22,6 +22,7 @@ from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.device.transfer import TextStates
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
+from tllm_spec.grammar.guided_decoding import compiler_name
 from tllm_spec.recording.hidden_states import HiddenStates
 from tllm_spec.recording.traffic_folder import TrafficFolder
 from tllm_spec.recording.traffic_record import Sampling, TrafficRecord, rounds_until
@@ -161,7 +162,7 @@ class TrafficRecorder:
             sampling=sampling_of(request.rules),
             max_tokens=request.max_tokens,
             draft_limit=request.draft_limit if request.draft_limit < longest else None,
-            guided=request.grammar is not None,
+            guided=False if request.grammar is None else compiler_name(),
             finish_reason=request.finish_reason or "",
             rounds=rounds_until(request.recorded_rounds, len(output)),
             num_rounds=stats.rounds,

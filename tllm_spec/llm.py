@@ -205,7 +205,7 @@ class LLM:
 
     def compile_grammar(self, params: SamplingParams) -> None:
         """Compiles the grammar of `params`, if there is one, so that the request with it starts at
-        once. Takes up to ten seconds. Raises ValueError for a grammar that cannot be used."""
+        once. Raises ValueError for a grammar that cannot be used."""
         self._grammars.new_states(params, 1)
 
     @property
@@ -280,7 +280,6 @@ class LLM:
             return
         self._is_shut_down = True
         self._end()
-        self._grammars.close()
         del self._executor
 
     def __enter__(self) -> "LLM":

@@ -35,6 +35,8 @@ from tllm_spec.executor.request import LlmRequest, Response, StopOptions
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.request_wire import unpack_requests
 from tllm_spec.executor.worker import recover
+from tllm_spec.grammar.grammar_state import GrammarState
+from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.grammars import Grammars
 from tllm_spec.models.registry import check_shards
 from tllm_spec.text.stop_strings import StopStringChecker
@@ -296,23 +298,21 @@ def run_until_end(built: BuiltExecutor, args: LlmArgs, tokenizer: Tokenizer | No
     queue, executor = built.queue, built.executor
     assert isinstance(queue, FollowerQueue)
     grammars = Grammars.of(args, tokenizer, built.limits)
+    grammars.prepare()
     queue.make = partial(_requests, built.limits, tokenizer, grammars)
     if (weights := executor.parts.draft_weights) is not None:
         queue.swap = weights.swap_together
     executor.enter_thread()
-    try:
-        while True:
-            try:
-                executor.step()
-            except RanksEnded:
-                executor.check_integrity()
-                return
-            except BaseException as error:  # process border: other requests go on
-                if not queue.all_failed(described(error)):
-                    raise
-                recover(executor, error)
-    finally:
-        grammars.close()
+    while True:
+        try:
+            executor.step()
+        except RanksEnded:
+            executor.check_integrity()
+            return
+        except BaseException as error:  # process border: other requests go on
+            if not queue.all_failed(described(error)):
+                raise
+            recover(executor, error)
 
 
 def _requests(
@@ -321,7 +321,9 @@ def _requests(
     """Makes a prompt's requests as rank 0 has them."""
     packed, stop, grammar = message
     ids = packed[0]
-    states = [None] * len(ids) if grammar is None else grammars.load_states(grammar, len(ids))
+    states: list[GrammarState | None] = [None] * len(ids)
+    if grammar is not None:
+        states = grammars.states_of(GrammarSource(*grammar), len(ids))
     requests = unpack_requests(packed, ids, limits, states)
     if stop is not None:
         assert tokenizer is not None

@@ -13,7 +13,6 @@ from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.executor.rounds.round_outcome import RoundOutcome
 from tllm_spec.kernels.slots.choose_rows import EXPECTED_SCALE
 from tllm_spec.outputs import Logprob
-from tllm_spec.request_errors import NO_GUIDED_TOKEN
 
 NO_TOKEN_ERROR = (
     "no token can be chosen next: the logits are not numbers (NaN), or every token is excluded "
@@ -154,10 +153,9 @@ def _emit(request: LlmRequest, run: list[int], logprobs: RunLogprobs) -> int:
 
 def _end_without_token(request: LlmRequest) -> None:
     """No token could be chosen next."""
-    grammar = request.grammar
-    if grammar is None:
+    if request.grammar is None:
         request.finish("error", error=NO_TOKEN_ERROR)
-    elif grammar.has_ended(request.tokens, request.prompt_len):
-        request.finish("stop")
+    elif error := request.grammar.why_no_token(request.tokens, request.prompt_len):
+        request.finish("error", error=error)
     else:
-        request.finish("error", error=NO_GUIDED_TOKEN)
+        request.finish("stop")

@@ -159,7 +159,7 @@ def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Sp
             f"{import_path_of(drafter.needed_manager)}"
         )
     sampler = around.sampler
-    parts = drafter, manager, around.slots, sampler.state.vocab_size, sampler.grammar_masks.work
+    parts = drafter, manager, around.slots, sampler.state.vocab_size
     host = HostTreeDrafter(*parts) if around.slots.shapes.has_trees else HostDrafter(*parts)
     managers = [] if manager is None else [manager]
     return Speculation(host, managers, host.blame, causes=HOST_CAUSES)
@@ -216,8 +216,8 @@ def _in_rounds(
     slots, sampler = around.slots, around.sampler
     worker = DraftWorker(proposer, slots, sampler.groups, splits_rounds=splits_rounds)
     # Forced text has no draft probabilities to accept against.
-    work = None if config.use_rejection_sampling else sampler.grammar_masks.work
-    drafter, resources = ReadyDrafts(slots, work), _shared_texts(match)
+    drafter = ReadyDrafts(slots, knows_forced_text=not config.use_rejection_sampling)
+    resources = _shared_texts(match)
     return Speculation(drafter, resources, round_end=worker, causes=causes)
 
 

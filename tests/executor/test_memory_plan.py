@@ -269,7 +269,7 @@ def test_a_bitmask_of_every_sampled_row_is_set_aside_unless_grammars_are_refused
     sizes = {"max_batch_size": 8, "speculative_config": eagle3}
     with_masks, without = (
         round_bytes(LlmArgs(model="m", guided_decoding_backend=backend, **sizes), [target])
-        for backend in ("xgrammar", None)
+        for backend in ("llguidance", None)
     )
     assert with_masks - without == 8 * (1 + 3) * (1 + 4008) * 4  # a number, and 4,008 words
 

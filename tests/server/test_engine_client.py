@@ -254,7 +254,7 @@ def test_a_round_sends_one_message_to_each_front(
 
 
 def test_a_guided_request_matches_its_grammar(engine: Engine, llm: LLM) -> None:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     params = SamplingParams(max_tokens=20, guided_decoding={"choice": ["yes", "no"]})
 
     async def ask(client: EngineClient) -> RequestOutput:

@@ -31,6 +31,7 @@ from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
 from tllm_spec.executor.speculative.draft_length.draft_len_limits import rows_with_contexts
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.executor.speculative.modes import draft_plan_of
+from tllm_spec.grammar.guided_decoding import compiler_name
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.progress import progress
@@ -197,6 +198,9 @@ def why_simulated(records: Sequence[TrafficRecord], args: LlmArgs) -> list[str]:
         ),
         "what sa_config has learned depends on the order of requests": _learns(spec),
         "some requests had a grammar": any(each.guided for each in records),
+        "some grammars were another compiler's, which gives a seed other texts": any(
+            each.guided not in (False, compiler_name()) for each in records
+        ),
         "some requests were preempted": any(each.num_preemptions for each in records),
         "pages of the draft model may be missing": _may_lack_pages(records, args),
         "max_num_tokens cuts the drafts of large batches": _cuts_drafts(records, args, spec),

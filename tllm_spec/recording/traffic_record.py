@@ -62,7 +62,8 @@ class TrafficRecord(ConfigModel):
     sampling: Sampling
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 62)]
     draft_limit: Count | None  # longest draft that the request wanted, if it wanted shorter ones
-    guided: bool
+    # What compiled its grammar, with its version; True: xgrammar; False: none.
+    guided: bool | str
     finish_reason: str
     # The rounds that brought tokens: microseconds since the arrival, tokens, and how many drafts
     # were verified; None for drafts: the first token, which the prompt's forward brings.

@@ -25,6 +25,8 @@ from tllm_spec.server.wire import pack_limits, pack_response, requests_of, token
 
 logger = logging.getLogger(__name__)
 
+MAX_COMPILING = 64  # grammars at a time
+
 
 @dataclass(eq=False, slots=True)
 class Entry:
@@ -69,9 +71,8 @@ class EnginePort:
         self._queueing = threading.Lock()
         self._ids = count(1)
         self._down: str | None = None
-        # Compiling a grammar may take ten seconds. There are more threads than processes that
-        # compile, because those of other fronts may ask, too.
-        self._compiling = ThreadPoolExecutor(8, thread_name_prefix="tllm-grammars")
+        # Compiling a grammar may take seconds. Fronts ask for one of each client at a time.
+        self._compiling = ThreadPoolExecutor(MAX_COMPILING, thread_name_prefix="tllm-grammars")
 
     @property
     def num_unfinished(self) -> int:

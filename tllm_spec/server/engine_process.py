@@ -94,7 +94,6 @@ class EngineProcess:
         if failure is None:  # or the worker may wait for a lost rank
             self._worker.stop()
             self._communicator.close()
-        self._grammars.close()
         return failure
 
     def stop(self) -> None:

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from tllm_spec.grammar.json_schemas import moved
 from tllm_spec.server.body_model import BodyModel
 from tllm_spec.text.messages import as_object
 
@@ -96,30 +95,27 @@ def choice_mistakes(tools: Sequence[Tool], choice: Choice) -> Iterator[str]:
 
 def forced_schema(tools: Sequence[Tool], choice: Choice, *, is_parallel: bool) -> Json | None:
     """The schema of one function's arguments, or of a list of `{"name": ..., "parameters":
-    {...}}`. None if the model may answer with text. Raises ValueError for a schema that is nested
-    too deeply."""
+    {...}}`. None if the model may answer with text."""
     if isinstance(choice, NamedChoice):
         chosen = next(tool for tool in tools if tool.function.name == choice.function.name)
         return _arguments_schema(chosen)
     if choice != "required":
         return None
-    # References are to the root of the schema, so each function's schema is a definition.
-    calls, definitions = [], {}
-    for tool in tools:
-        name = tool.function.name
-        there = f"#/$defs/{name}"
-        definitions[name] = moved(_arguments_schema(tool), there)
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "parameters": {"$ref": there}},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-        )
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.function.name},
+                # With a name of its own its references are to itself.
+                "parameters": {"$id": f"function:{number}", **_arguments_schema(tool)},
+            },
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for number, tool in enumerate(tools)
+    ]
     limit = {} if is_parallel else {"maxItems": 1}
-    items = {"items": {"anyOf": calls}, "$defs": definitions}
-    return {"type": "array", "minItems": 1, **limit, **items}
+    return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}}
 
 
 def _arguments_schema(tool: Tool) -> Json:

@@ -10,7 +10,6 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.sent_drafts import improve, send_chains
 from tllm_spec.grammar.grammar_state import GrammarState
@@ -31,9 +30,7 @@ class HostDrafter(Drafter):
         resource_manager: ResourceManager | None,
         slots: SlotState,
         vocab_size: int,
-        work: GrammarWork,
     ) -> None:
-        self._work = work
         self._inner = inner
         self._resource_manager = resource_manager
         self._slots = slots
@@ -125,7 +122,7 @@ class HostDrafter(Drafter):
         drafts: list[list[int]] = [
             request.py_draft_tokens[:limit] for request, limit in zip(requests, wanted, strict=True)
         ]
-        improve(self._work, requests, drafts, wanted, GrammarState.better_drafts)
+        improve(requests, drafts, wanted, GrammarState.better_drafts)
         draft_len = batch.made_draft_len = max(map(len, drafts))
         batch.shape = self._slots.shapes.of(draft_len)
         for request, draft in zip(requests, drafts, strict=True):

@@ -8,7 +8,6 @@ from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.host_tree import HostTree, numbers_of, tree_of
@@ -27,9 +26,8 @@ class HostTreeDrafter(HostDrafter):
         resource_manager: ResourceManager | None,
         slots: SlotState,
         vocab_size: int,
-        work: GrammarWork,
     ) -> None:
-        super().__init__(inner, resource_manager, slots, vocab_size, work)
+        super().__init__(inner, resource_manager, slots, vocab_size)
         self._found: list[HostTree] = []  # a round's trees, in the requests' order
         # To the dummy slot: compiles the kernel before the first request.
         self._send([len(slots.kv_lens) - 1], [0], [HostTree.of_paths([])])
@@ -70,7 +68,7 @@ class HostTreeDrafter(HostDrafter):
     def _pad(self, batch: ScheduledBatch, wanted: list[int]) -> None:
         requests = batch.generation_requests
         trees = [tree.up_to(limit) for tree, limit in zip(self._found, wanted, strict=True)]
-        improve(self._work, requests, trees, wanted, _better)
+        improve(requests, trees, wanted, _better)
         depths = [tree.depth for tree in trees]
         for request, tree in zip(requests, trees, strict=True):
             request.py_draft_tokens, request.py_draft_parents = tree.tokens, None

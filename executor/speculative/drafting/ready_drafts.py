@@ -10,7 +10,6 @@ from tllm_spec.executor.device.transfer import ToHost, to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.sent_drafts import improve, send_chains
 from tllm_spec.grammar.grammar_state import GrammarState
@@ -20,13 +19,12 @@ _num_ready, _slot = attrgetter("num_drafts_ready"), attrgetter("slot")
 
 class ReadyDrafts(Drafter):
     """The host knows how many drafts a request may have, and reads no more, but for requests with
-    grammars whose tokens it has read. work: for these; None: their drafts stay as they are."""
+    grammars whose tokens it has read. knows_forced_text: False: their drafts stay as they are."""
 
     drafts_ahead = True
 
-    def __init__(self, slots: SlotState, work: GrammarWork | None = None) -> None:
-        self._slots, self._work = slots, work
-        self.knows_forced_text = work is not None
+    def __init__(self, slots: SlotState, *, knows_forced_text: bool = False) -> None:
+        self._slots, self.knows_forced_text = slots, knows_forced_text
         self._narrows = slots.counts_drafts and slots.device.type == "cpu"
 
     def prepare_draft_tokens(
@@ -42,12 +40,12 @@ class ReadyDrafts(Drafter):
             request.py_num_draft_tokens = (
                 draft_len if ready >= draft_len <= limit else min(ready, limit)
             )
-        if self._work is not None and draft_len:
-            self._improve(batch, self._work)
+        if self.knows_forced_text and draft_len:
+            self._improve(batch)
         if self._narrows and batch.made_draft_len and not batch.shape.is_ragged:
             self._narrow(batch)
 
-    def _improve(self, batch: ScheduledBatch, work: GrammarWork) -> None:
+    def _improve(self, batch: ScheduledBatch) -> None:
         """A tree is dropped where the grammar forces as many tokens as it is deep."""
         guided = [
             request
@@ -68,7 +66,7 @@ class ReadyDrafts(Drafter):
         drafts: list[list[int]] = [
             [] if is_tree else row[:number] for row, number in zip(tokens, numbers, strict=True)
         ]
-        improve(work, guided, drafts, limits, GrammarState.better_drafts)
+        improve(guided, drafts, limits, GrammarState.better_drafts)
         better = [
             (request, draft)
             for request, draft, number in zip(guided, drafts, numbers, strict=True)

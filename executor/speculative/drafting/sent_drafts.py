@@ -2,20 +2,17 @@
 
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TypeVar
 
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.grammar.grammar_state import GrammarState
 
 Drafts = TypeVar("Drafts")
 
 
 def improve(
-    work: GrammarWork,
     requests: Sequence[LlmRequest],
     drafts: list[Drafts],
     limits: Sequence[int],
@@ -23,19 +20,10 @@ def improve(
 ) -> None:
     """Replaces drafts of requests with grammars, which may know better ones, in place. limits: of
     each request's drafts."""
-
-    def job(number: int, grammar: GrammarState) -> None:
-        request = requests[number]
-        grammar.read(request.tokens, request.prompt_len)
-        drafts[number] = better(grammar, drafts[number], limits[number])
-
-    jobs = [
-        (request, partial(job, number, request.grammar))
-        for number, request in enumerate(requests)
-        if request.grammar is not None and limits[number]
-    ]
-    if jobs:
-        work.run(jobs)
+    for number, request in enumerate(requests):
+        if request.grammar is not None and limits[number]:
+            request.grammar.read(request.tokens, request.prompt_len)
+            drafts[number] = better(request.grammar, drafts[number], limits[number])
 
 
 def send_chains(
