@@ -16,8 +16,8 @@ from tllm_spec.grammar.grammar_state import CompiledGrammar, GrammarState
 from tllm_spec.grammar.grammar_text import compiled, forces_much
 from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.text.harmony import harmony_ends
 from tllm_spec.text.tokenizer import Tokenizer
+from tllm_spec.text.vocabulary import harmony_ends
 
 OFF = "guided_decoding is refused: guided_decoding_backend = null; llguidance is accepted"
 NO_TOKENIZER = "guided_decoding needs a tokenizer, which skip_tokenizer_init = true leaves out"

@@ -14,10 +14,9 @@ import pytest
 from tests.server.fake_llm import MODEL, SLOW_PROMPT, FakeLLM
 from tests.server.hosted import Host, hosted
 from tests.server.http_answers import wait_for
-from tllm_spec.server.callers import client_of_address
-from tllm_spec.server.client_keys import read_keys
+from tllm_spec.server.guard import client_of_address
 from tllm_spec.server.http_server import HttpServer, Tls
-from tllm_spec.server.options import LOCAL_HOSTS, ServerOptions, hosts_of
+from tllm_spec.server.options import LOCAL_HOSTS, ServerOptions, hosts_of, read_keys
 
 BODY = {"model": MODEL, "prompt": "a", "max_tokens": 3}
 

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from tllm_spec.server.host_limits import MIN_FILES, WANTED_FILES, memory_note, raise_file_limit
+from tllm_spec.server.child import MIN_FILES, WANTED_FILES, memory_note, raise_file_limit
 
 INFINITY = resource.RLIM_INFINITY
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from tllm_spec.executor.py_executor import Load
-from tllm_spec.server import load_log
-from tllm_spec.server.load_log import LoadLog
+from tllm_spec.server import engine_process as load_log
+from tllm_spec.server.engine_process import LoadLog
 from tllm_spec.server.logs import JsonFormatter, configure_logs
 
 

@@ -12,8 +12,8 @@ from tests.grammar.walks import accepts, compiled
 from tests.server.fake_llm import MODEL, FakeLLM
 from tests.server.hosted import hosted
 from tests.server.http_answers import CHAT, events_of
+from tllm_spec.server.chat_message import Tool, forced_schema
 from tllm_spec.server.options import ServerOptions
-from tllm_spec.server.tool_protocol import Tool, forced_schema
 
 PARAMETERS = {
     "type": "object",

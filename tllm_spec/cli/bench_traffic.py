@@ -32,7 +32,7 @@ EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 def erase_traffic(folder: Path, client: str, user: str | None) -> None:
     """Erase a client's records from FOLDER. Servers may be recording to it."""
     from tllm_spec.recording.traffic_folder import TrafficFolder
-    from tllm_spec.server.callers import kept_name
+    from tllm_spec.server.guard import kept_name
 
     traffic = TrafficFolder(folder)
     names = client, f"key {client}"

@@ -13,8 +13,7 @@ from typing import Any
 
 import click
 
-from tllm_spec.server.client_keys import Keys, read_keys
-from tllm_spec.server.options import ANY, ServerOptions, hosts_of
+from tllm_spec.server.options import ANY, Keys, ServerOptions, hosts_of, read_keys
 from tllm_spec.server.parsers.names import TOOL_PARSERS
 from tllm_spec.server.parsers.reasoning import STARTS_INSIDE
 

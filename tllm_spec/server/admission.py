@@ -17,8 +17,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from tllm_spec.request_errors import ContextLengthExceeded, GrammarsUnavailable
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.server.callers import NOBODY, Caller
-from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST
+from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, NOBODY, Caller
 from tllm_spec.server.refusals import RequestRefused, first_mistakes
 from tllm_spec.server.streaming import unless_disconnected
 from tllm_spec.server.strict_body import LONG_BODY

@@ -23,27 +23,23 @@ from tllm_spec.prompts import max_model_len
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.admission import ENGINE_DOWN, SAME, Admission, bad_request, engine_running
-from tllm_spec.server.answer_size import AnswerLimit, AnswerSize, size_of
-from tllm_spec.server.callers import Caller, caller_of
 from tllm_spec.server.chat_answer import ParsedText, chat_answer, parsed_texts
-from tllm_spec.server.draft_routes import DraftRoutes
 from tllm_spec.server.echo import completion_answer
 from tllm_spec.server.engine import Engine
 from tllm_spec.server.error_handlers import add_error_handlers
-from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
-from tllm_spec.server.histograms import Histograms
+from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Caller, Guard, caller_of
+from tllm_spec.server.histograms import Histograms, PerfMetrics
 from tllm_spec.server.json_parts import render
 from tllm_spec.server.metrics import EngineMetrics
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.pages import Pages
-from tllm_spec.server.perf_metrics import PerfMetrics
 from tllm_spec.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
     StreamOptions,
 )
-from tllm_spec.server.refusals import RequestRefused
+from tllm_spec.server.refusals import AnswerLimit, AnswerSize, RequestRefused, size_of
 from tllm_spec.server.responses import Answer
 from tllm_spec.server.responses_answer import ResponseAnswer
 from tllm_spec.server.responses_protocol import CHAT_NAMES, ResponsesRequest
@@ -56,7 +52,7 @@ from tllm_spec.server.streaming import (
     unless_disconnected,
 )
 from tllm_spec.server.strict_body import LONG_BODY, StrictBodyRoute
-from tllm_spec.server.token_routes import TokenRoutes
+from tllm_spec.server.token_routes import DraftRoutes, TokenRoutes
 from tllm_spec.server.traces import Traces
 from tllm_spec.text.chat_prompt import ChatPrompts
 

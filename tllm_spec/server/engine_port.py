@@ -20,8 +20,7 @@ from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.grammar.guided_decoding import GrammarSource
 from tllm_spec.grammars import Grammars
-from tllm_spec.server.link import Link
-from tllm_spec.server.wire import pack_limits, pack_response, requests_of, tokens_wanted
+from tllm_spec.server.wire import Link, pack_limits, pack_response, requests_of, tokens_wanted
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,9 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from tllm_spec.server.bodies import Message, Receive
-from tllm_spec.server.child import stop_listening
+from tllm_spec.server.child import OTHER_FILES, raise_file_limit, stop_listening
 from tllm_spec.server.connections import Connection, Turns
 from tllm_spec.server.guard import App, Send
-from tllm_spec.server.host_limits import OTHER_FILES, raise_file_limit
 from tllm_spec.server.options import ServerOptions
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from pydantic import AfterValidator, BeforeValidator
 from tllm_spec.config.config_base import ConfigError
 from tllm_spec.config.neighbours import Ignored
 from tllm_spec.config.option_checks import MAX_UNKNOWN, shown
-from tllm_spec.server.body_model import BodyModel, CacheSalt, as_json_type
 from tllm_spec.server.chat_message import ChatMessage
 from tllm_spec.server.protocol import NOT_STORED, ChatCompletionRequest
+from tllm_spec.server.strict_body import BodyModel, CacheSalt, as_json_type
 
 TEXT_ONLY = "answers have text only"
 NO_TOOLS = "use /v1/chat/completions for tools"

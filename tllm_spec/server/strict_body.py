@@ -10,15 +10,37 @@ import re
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from fastapi import HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, WithJsonSchema
 
+from tllm_spec.config.config_base import ConfigModel
 from tllm_spec.config.option_checks import check_text, shown_name
+
+# The base of request bodies and of their parts.
+
+
+CacheSalt = Annotated[str | None, Field(min_length=1)]
+
+
+class BodyModel(ConfigModel):
+    """A part of a request body. null means the default of an option, and is ignored for an unknown
+    name: clients send null for options that are not set."""
+
+    is_public: ClassVar[bool] = False
+
+    def __init__(self, /, **options: Any) -> None:
+        super().__init__(**{name: value for name, value in options.items() if value is not None})
+
+
+def as_json_type(kind: Any) -> WithJsonSchema:
+    """For `/openapi.json`: a field whose validator accepts more than its type says."""
+    return WithJsonSchema(TypeAdapter(kind).json_schema())
+
 
 LONG_BODY = 1 << 16  # bytes; parsing or tokenising this much text takes tens of milliseconds
 MAX_DIGITS = 100

@@ -18,8 +18,14 @@ from typing import Any, NamedTuple
 from tllm_spec.child_command import module_command
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.mpirun import mpirun_descriptors
-from tllm_spec.server.child import ENDS_SOON, SIGNALS, ChildSettings, engine_process, stop_listening
-from tllm_spec.server.host_limits import memory_note
+from tllm_spec.server.child import (
+    ENDS_SOON,
+    SIGNALS,
+    ChildSettings,
+    engine_process,
+    memory_note,
+    stop_listening,
+)
 from tllm_spec.server.wire import new_unpacker, pack
 
 logger = logging.getLogger(__name__)
