@@ -17,7 +17,7 @@ import torch
 from benchmarks.harness.engine import Rounds
 from tllm_spec.config.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.expected_path import expected_accepted
+from tllm_spec.executor.speculative.draft_length.estimates import expected_accepted
 from tllm_spec.executor.speculative.drafting import tree_drafting
 
 CHECKED_ROUNDS = 8  # rounds between two checks of the requests' room

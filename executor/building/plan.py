@@ -19,8 +19,7 @@ from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
 from tllm_spec.executor.resources.interface import SeqSlotManager, rows_of
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, SpanRoom
 from tllm_spec.executor.scheduler import SchedulerLimits
-from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController, controller_for
 from tllm_spec.executor.speculative.draft_length.draft_len_limits import rows_with_contexts
 from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
 from tllm_spec.executor.speculative.drafting.corpus import read_corpus

@@ -17,8 +17,7 @@ from tllm_spec.config.adaptive_config import (
 )
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import DecodingBaseConfig, NGramDecodingConfig
-from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController, controller_for
 
 OTHERS: list[dict[str, Any]] = [
     {"decoding_type": "NGram"},

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tllm_spec.executor.speculative.draft_length import acceptance_estimate
-from tllm_spec.executor.speculative.draft_length.acceptance_estimate import AcceptanceEstimate
+from tllm_spec.executor.speculative.draft_length import estimates as acceptance_estimate
+from tllm_spec.executor.speculative.draft_length.estimates import AcceptanceEstimate
 
 
 def estimate_of(num_positions: int, prior: float = 0.6) -> AcceptanceEstimate:

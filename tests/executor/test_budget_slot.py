@@ -8,7 +8,7 @@ from tllm_spec.config.adaptive_config import AdaptiveConfig
 from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.config.verify_budget import with_budgets
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.budget_slot import BudgetEstimate
+from tllm_spec.executor.speculative.draft_length.cost_model import BudgetEstimate
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 from tllm_spec.executor.speculative.draft_length.tier_policy import ObservedRound
 

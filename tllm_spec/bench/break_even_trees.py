@@ -11,8 +11,7 @@ from tllm_spec.bench.dataset import BenchRequest
 from tllm_spec.bench.runner import run_requests, sampling_for
 from tllm_spec.config.draft_shape import DraftShape, chain_of
 from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
-from tllm_spec.executor.speculative.draft_length.expected_path import expected_accepted
-from tllm_spec.executor.speculative.draft_length.rank_estimate import by_rank
+from tllm_spec.executor.speculative.draft_length.estimates import by_rank, expected_accepted
 
 if TYPE_CHECKING:
     from tllm_spec.llm import LLM

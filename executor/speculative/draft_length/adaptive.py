@@ -8,15 +8,22 @@ a tier needs on the device is prepared for all of `tiers` at start-up."""
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tllm_spec.config.adaptive_config import AdaptiveConfig, EmaOptions, SlotOptions
+from tllm_spec.config.draft_len_schedule import draft_len_limits
 from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.config.verify_budget import MAX_WHOLE_BATCH
-from tllm_spec.executor.speculative.draft_length.budget_slot import BudgetSlot
-from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot, ladder_of
-from tllm_spec.executor.speculative.draft_length.decision_log import BucketLog, DecisionLog
-from tllm_spec.executor.speculative.draft_length.draft_len_limits import DraftLenLimits
+from tllm_spec.executor.speculative.draft_length.cost_model import (
+    BudgetSlot,
+    CostModelSlot,
+    ladder_of,
+)
+from tllm_spec.executor.speculative.draft_length.draft_len_limits import (
+    NO_LIMIT,
+    AcceptanceGate,
+    DraftLenLimits,
+)
 from tllm_spec.executor.speculative.draft_length.ema_policy import AdaptiveSpeculativeParams
 from tllm_spec.executor.speculative.draft_length.round_times import (
     AssumedRoundTimes,
@@ -24,10 +31,15 @@ from tllm_spec.executor.speculative.draft_length.round_times import (
     RoundTimes,
 )
 from tllm_spec.executor.speculative.draft_length.tier_policy import (
+    BucketLog,
+    DecisionLog,
     FixedTier,
     ObservedRound,
     TierPolicy,
 )
+
+if TYPE_CHECKING:
+    from tllm_spec.config.speculative_config import DecodingBaseConfig
 
 CONTEXT_MARGIN = 0.125  # relative change of the average context that does not count
 
@@ -237,3 +249,37 @@ class AdaptiveController:
                 bucket.named(size): row for bucket, rows in times for size, row in rows.items()
             },
         }
+
+
+def controller_for(
+    spec: "DecodingBaseConfig | None",
+    *,
+    graph_batch_sizes: Iterable[int] | None = None,
+    round_times: RoundTimes | None = None,
+    max_num_tokens: int = NO_LIMIT,
+    max_batch_size: int = 0,
+    initial_steps: int | None = None,
+) -> AdaptiveController:
+    """None: plain decoding. initial_steps: as `AdaptiveController.from_config`."""
+    if spec is None:
+        return AdaptiveController.fixed(0)
+    gate = None
+    if spec.acceptance_rate_threshold is not None and spec.acceptance_rate_window_size is not None:
+        gate = AcceptanceGate(spec.acceptance_rate_threshold, spec.acceptance_rate_window_size)
+    limits = DraftLenLimits(
+        draft_len_limits(spec.draft_len_schedule, spec.max_concurrency),
+        gate=gate,
+        max_num_tokens=max_num_tokens,
+        max_batch_size=max_batch_size,
+        tier_within=spec.shapes.tier_within,
+    )
+    if spec.adaptive is None:
+        return AdaptiveController.fixed(spec.max_draft_len, limits=limits)
+    return AdaptiveController.from_config(
+        spec.adaptive,
+        graph_batch_sizes=graph_batch_sizes,
+        initial_steps=initial_steps,
+        round_times=round_times,
+        limits=limits,
+        shapes=spec.shapes,
+    )

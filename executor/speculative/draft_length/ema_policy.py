@@ -7,8 +7,11 @@ from math import ceil
 from typing import Any
 
 from tllm_spec.config.adaptive_config import EmaOptions
-from tllm_spec.executor.speculative.draft_length.decision_log import DecisionLog, Switch
-from tllm_spec.executor.speculative.draft_length.tier_policy import ObservedRound
+from tllm_spec.executor.speculative.draft_length.tier_policy import (
+    DecisionLog,
+    ObservedRound,
+    Switch,
+)
 
 
 class AdaptiveSpeculativeParams:
