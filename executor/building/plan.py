@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tllm_spec.attention.choice import choose_backend
 from tllm_spec.attention.recurrent import RecurrentGeometry
-from tllm_spec.config.draft_len_schedule import draft_len_limits
+from tllm_spec.config.draft_len_schedule import draft_len_table
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
@@ -20,7 +20,7 @@ from tllm_spec.executor.resources.interface import SeqSlotManager, rows_of
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, SpanRoom
 from tllm_spec.executor.scheduler import SchedulerLimits
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController, controller_for
-from tllm_spec.executor.speculative.draft_length.draft_len_limits import rows_with_contexts
+from tllm_spec.executor.speculative.draft_length.draft_len_table import rows_with_contexts
 from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
 from tllm_spec.executor.speculative.drafting.corpus import read_corpus
 from tllm_spec.executor.speculative.modes import draft_plan_of
@@ -194,8 +194,8 @@ class BuildPlan:
         if graphs is None or not self.communicator.captures:
             return ()
         # The largest batch before a limit changes the draft length: no batch is padded beyond.
-        limits = draft_len_limits(spec.draft_len_schedule, spec.max_concurrency) if spec else {}
-        also = [size - 1 for size in limits if size > 1]
+        options = (spec.draft_len_schedule, spec.max_concurrency) if spec else (None, None)
+        also = [size - 1 for size in draft_len_table(None, *options) if size > 1]
         # The largest batches that fit, with contexts and alone.
         max_num_tokens = self.args.max_num_tokens
         rows = rows_with_contexts(max_num_tokens), max_num_tokens

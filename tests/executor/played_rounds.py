@@ -3,7 +3,7 @@
 from typing import Any
 
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.draft_len_limits import DraftLenLimits
+from tllm_spec.executor.speculative.draft_length.draft_len_table import DraftLenTable
 from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
 
 LADDER = (0, 1, 2, 3)
@@ -21,14 +21,14 @@ class LinearTimes(RoundTimes):
 
 def controller(
     draft_ms: float = 1.0,
-    limits: DraftLenLimits | None = None,
+    table: DraftLenTable | None = None,
     *,
     has_contexts: bool = False,
     **keys: Any,
 ) -> AdaptiveController:
     config = {"strategy": "cost_model", "candidate_steps": list(LADDER), **keys}
     times = LinearTimes(draft_ms, has_contexts=has_contexts)
-    return AdaptiveController.from_config(config, round_times=times, limits=limits)
+    return AdaptiveController.from_config(config, round_times=times, table=table)
 
 
 def play(

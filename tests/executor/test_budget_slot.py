@@ -8,7 +8,7 @@ from tllm_spec.config.adaptive_config import AdaptiveConfig
 from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.config.verify_budget import with_budgets
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.cost_model import BudgetEstimate
+from tllm_spec.executor.speculative.draft_length.estimates import BudgetEstimate
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 from tllm_spec.executor.speculative.draft_length.tier_policy import ObservedRound
 
@@ -71,7 +71,7 @@ def test_a_round_shows_what_is_a_part_of_its_drafts() -> None:
     shapes = with_budgets(3, (0, 1, 3), DraftShape(3, 10, 2))
     names = {str(shapes.name(tier)): tier for tier in shapes.compared_tiers}
     assert list(names) == ["1", "3", "3@2.5", "3x2/10@4", "3x2/10@8"]
-    own = BudgetEstimate(shapes, 0.6, 64)
+    own = BudgetEstimate(shapes, (0, 1, 3), 0.6, 64)
     first, true = own.expected[names["3x2/10@8"]], [0.5, 0.8, 0.7, 1.0, 1.4]
     assert first == 3, "as many as the depth"
     for tier in ("3@2.5", "3x2/10@4"):
@@ -130,7 +130,7 @@ def test_the_tier_with_the_most_expected_tokens_a_second_is_chosen() -> None:
 
 
 def estimate() -> BudgetEstimate:
-    return BudgetEstimate(SHAPES, 0.6, 64)
+    return BudgetEstimate(SHAPES, (0, 1, 2, 3, 5, 7), 0.6, 64)
 
 
 def seen(expected: list[float], **more: Any) -> ObservedRound:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.executor.played_rounds import controller, play, settled
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.draft_len_limits import DraftLenLimits
+from tllm_spec.executor.speculative.draft_length.draft_len_table import DraftLenTable
 
 
 def probe_of(controls: AdaptiveController) -> int | None:
@@ -146,7 +146,7 @@ def test_a_convinced_probe_becomes_the_length_and_ends_at_once() -> None:
 
 
 def test_a_batch_size_whose_limit_is_lower_takes_no_part_in_a_probe() -> None:
-    controls = controller(limits=DraftLenLimits({1: 3, 4: 2}))
+    controls = controller(table=DraftLenTable({1: 3, 4: 2}))
     play(controls, 600, 2)
     assert settled(controls) == controls.tier_for(4) == 2
     probed = 0

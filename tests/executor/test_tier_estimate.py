@@ -7,7 +7,7 @@ import pytest
 from tests.executor.simulated_trees import by_rank, draw, expected, num_accepted
 from tllm_spec.config.draft_shape import END, NOTHING, OFF_CHAIN, DraftShape, DraftShapes, chain_of
 from tllm_spec.executor.speculative.draft_length.estimates import (
-    TierEstimate,
+    TreeEstimate,
     chain_counts,
     columns_of,
 )
@@ -19,10 +19,10 @@ LADDER = (0, 1, 3, 4, 5)
 FIRST = 0.55
 
 
-def learned(tier: int) -> TierEstimate:
+def learned(tier: int) -> TreeEstimate:
     """The estimate after rounds of one tier."""
     batch = 32
-    estimate, chance = TierEstimate(SHAPES, LADDER, 0.8, 4000.0), Random(tier)
+    estimate, chance = TreeEstimate(SHAPES, LADDER, 0.8, 4000.0), Random(tier)
     for _ in range(150):
         ranks = [draw(chance, SHAPES.of(tier), FIRST) for _ in range(batch)]
         accepted = list(map(num_accepted, ranks))

@@ -3,15 +3,12 @@
 The mean number of accepted drafts of a round is smoothed. Every few rounds the draft length moves
 along the ladder until it is about one above that mean. Round times and batch sizes play no part."""
 
+from collections.abc import Callable
 from math import ceil
 from typing import Any
 
 from tllm_spec.config.adaptive_config import EmaOptions
-from tllm_spec.executor.speculative.draft_length.tier_policy import (
-    DecisionLog,
-    ObservedRound,
-    Switch,
-)
+from tllm_spec.executor.speculative.draft_length.tier_policy import ObservedRound, Switch
 
 
 class AdaptiveSpeculativeParams:
@@ -27,12 +24,13 @@ class AdaptiveSpeculativeParams:
         self,
         lower_bound: int,
         options: EmaOptions,
-        log: DecisionLog,
+        record: Callable[[Switch], None],
         initial_steps: int | None,
         compat: bool,
     ) -> None:
         ladder = options.candidate_steps
-        self.lower_bound, self._options, self._log, self._compat = lower_bound, options, log, compat
+        self.lower_bound, self._options = lower_bound, options
+        self._record, self._compat = record, compat
         self._ladder = ladder
         self._rung = ladder.index(initial_steps) if initial_steps in ladder else len(ladder) // 2
         self.ema = float(self.draft_len - 1)
@@ -74,7 +72,7 @@ class AdaptiveSpeculativeParams:
         if self.draft_len == draft_len:
             return False
         reason = f"smoothed accepted drafts {self.ema:.2f}"
-        self._log.record(
+        self._record(
             Switch(self.lower_bound, observed.batch_size, draft_len, self.draft_len, reason)
         )
         return True

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-# The interface of a policy that chooses tiers and observes rounds.
-#
-# A tier is one of `DraftShapes`: a draft length, or where trees may be chosen one of these.
+NUM_KEPT = 32  # switches
+
+logger = logging.getLogger(__name__)
 
 
 class ObservedRound(NamedTuple):
@@ -45,35 +45,6 @@ class TierPolicy(Protocol):
         """What the choice rests on, as plain values."""
 
 
-class FixedTier:
-    """One draft length for every round, shortened by limits only."""
-
-    lower_bound = 1
-
-    def __init__(self, draft_len: int) -> None:
-        self._draft_len = draft_len
-
-    def tier_for(self, batch_size: int, max_tier: int) -> int:
-        return min(self._draft_len, max_tier)
-
-    def reachable(self, batch_size: int, max_tier: int) -> set[int]:
-        return {min(self._draft_len, max_tier)}
-
-    def observe(self, observed: ObservedRound) -> bool:
-        return False
-
-    def state(self) -> dict[str, Any]:
-        return {"steps": self._draft_len}
-
-
-# Switches of the draft length with their reasons: one log line each, and the last ones kept.
-
-
-NUM_KEPT = 32
-
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class Switch:
     """A draft length of one batch size was replaced."""
@@ -92,7 +63,11 @@ class DecisionLog:
         self._last: deque[Switch] = deque(maxlen=NUM_KEPT)
         self.num_switches = 0
 
-    def record(self, switch: Switch) -> None:
+    def record(self, switch: Switch, context_len: int = 0) -> None:
+        """context_len: of the bucket that the switch belongs to."""
+        if context_len:
+            reason = f"contexts of {context_len} tokens or more; {switch.reason}"
+            switch = replace(switch, reason=reason)
         self.num_switches += 1
         self._last.append(switch)
         logger.info(
@@ -109,15 +84,3 @@ class DecisionLog:
             "num_switches": self.num_switches,
             "last": [asdict(switch) for switch in self._last],
         }
-
-
-class BucketLog(DecisionLog):
-    """Switches of rounds with contexts of `context_len` tokens or more; they go to `log`."""
-
-    def __init__(self, log: DecisionLog, context_len: int) -> None:
-        super().__init__()
-        self._log, self._context_len = log, context_len
-
-    def record(self, switch: Switch) -> None:
-        reason = f"contexts of {self._context_len} tokens or more; {switch.reason}"
-        self._log.record(replace(switch, reason=reason))
