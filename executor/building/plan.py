@@ -21,7 +21,7 @@ from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, SpanRoom
 from tllm_spec.executor.scheduler import SchedulerLimits
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController, controller_for
 from tllm_spec.executor.speculative.draft_length.draft_len_table import rows_with_contexts
-from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
+from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 from tllm_spec.executor.speculative.drafting.corpus import read_corpus
 from tllm_spec.executor.speculative.modes import draft_plan_of
 from tllm_spec.kernels.dispatch import has_kernels
@@ -169,7 +169,9 @@ class BuildPlan:
         return ExtraKVTokens(0, 0)
 
     def controller(
-        self, graph_batch_sizes: Iterable[int] | None = None, round_times: RoundTimes | None = None
+        self,
+        graph_batch_sizes: Iterable[int] | None = None,
+        round_times: MeasuredRoundTimes | None = None,
     ) -> AdaptiveController:
         """A new controller of the draft length; round_times: None before they are measured."""
         return controller_for(

@@ -11,7 +11,7 @@ from tllm_spec.executor.engine.memory_plan import TorchModel
 from tllm_spec.executor.graphs.context_graphs import ContextLimits
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphPool
 from tllm_spec.executor.rounds.round_runner import RoundRunner
-from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
+from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 from tllm_spec.models.linear_tuning import tune_linears
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,9 @@ def warm_up(plan: BuildPlan, runner: RoundRunner, keys: Sequence[GraphKey]) -> N
         WarmUp(runner, dummy_slot, max_num_tokens=rows, max_len=plan.max_seq_len).run(keys)
 
 
-def time_rounds(plan: BuildPlan, runner: RoundRunner, sizes: Sequence[int]) -> RoundTimes | None:
+def time_rounds(
+    plan: BuildPlan, runner: RoundRunner, sizes: Sequence[int]
+) -> MeasuredRoundTimes | None:
     """How long rounds take with each draft length that the controller may ask for; None if it does
     not compare times. sizes: batch sizes of CUDA graphs."""
     controller = plan.controller()

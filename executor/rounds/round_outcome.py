@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 
 
 @dataclass
@@ -31,15 +32,16 @@ class RoundOutcome:
         is_pure = batch.draft_len == batch.made_draft_len and not batch.is_transition
         is_pure = is_pure and not batch.catches_up
         has_time = is_pure and not batch.context_requests
-        controller.observe(
+        observed = ObservedRound(
             len(batch.generation_requests),
             self.num_accepted,
             batch.made_draft_len if batch.verified_tier is None else batch.verified_tier,
             self.seconds if has_time else None,
             num_requests=self.num_requests,
             num_drafted=self.num_drafted,
-            expected=self.expected,
             asked_draft_len=batch.asked_draft_len,
             ranks=self.ranks,
+            expected=self.expected,
             context_len=batch.context_len,
         )
+        controller.observe(observed)

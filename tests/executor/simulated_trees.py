@@ -19,6 +19,7 @@ from tests.executor.simulated_rounds import EXAMPLE_TABLE
 from tllm_spec.config.draft_shape import END, NOTHING, OFF_CHAIN, DraftShape, DraftShapes
 from tllm_spec.config.speculative_config import Eagle3DecodingConfig
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController, controller_for
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 
 TIME_NOISE = 0.02  # standard deviation of a round's time, relative
@@ -128,7 +129,7 @@ class TreeSimulator:
         )
         if len(self._late) > 1:
             size, counts, steps, time, shown = self._late.popleft()
-            self._controller.observe(size, counts, steps, time, ranks=shown)
+            self._controller.observe(ObservedRound(size, counts, steps, time, ranks=shown))
 
 
 def example_times() -> dict[int, list[float]]:

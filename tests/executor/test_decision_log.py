@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.draft_len_table import (
     AcceptanceGate,
     DraftLenTable,
@@ -19,7 +20,7 @@ def play(controller: AdaptiveController, rounds: int, num_accepted: int) -> list
     for _ in range(rounds):
         steps = controller.tier_for(1)
         asked.append(steps)
-        controller.observe(1, [min(steps, num_accepted)] if steps else [], steps)
+        controller.observe(ObservedRound(1, [min(steps, num_accepted)] if steps else [], steps))
     return asked
 
 

@@ -5,6 +5,7 @@ import pytest
 from tllm_spec.config.draft_len_schedule import draft_len_table
 from tllm_spec.config.speculative_config import UserProvidedDecodingConfig
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.draft_len_table import (
     CLOSED_WINDOWS,
     NO_LIMIT,
@@ -55,7 +56,7 @@ def test_the_number_of_requests_is_compared_not_its_padding() -> None:
 
 def test_a_fixed_draft_length_is_shortened_by_limits_only() -> None:
     controls = AdaptiveController(DraftLenTable({0: 5, 1: 4, 9: 0}))
-    assert not controls.observe(4, [0] * 4, 4)
+    assert not controls.observe(ObservedRound(4, [0] * 4, 4))
     assert [controls.tier_for(size) for size in (1, 8, 9)] == [4, 4, 0]
     assert AdaptiveController.fixed(5).tier_for(500) == 5
 

@@ -6,6 +6,7 @@ import pytest
 
 from tests.executor.played_rounds import controller, play, settled
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.draft_len_table import DraftLenTable
 
 
@@ -60,7 +61,7 @@ def test_a_probe_ends_even_if_the_drafter_has_no_drafts() -> None:
     asked = []
     for _ in range(5000):
         asked.append(controls.tier_for(1))
-        controls.observe(1, [], 0)
+        controls.observe(ObservedRound(1, [], 0))
     assert 0 < sum(steps > 0 for steps in asked) < 0.1 * len(asked)
 
 
@@ -71,7 +72,7 @@ def test_a_longer_length_that_cannot_win_is_not_probed() -> None:
     for number in range(6000):
         steps = controls.tier_for(1)
         asked.append(steps)
-        controls.observe(1, [int(number % 5 == 0)], steps)
+        controls.observe(ObservedRound(1, [int(number % 5 == 0)], steps))
     assert set(asked[500:]) == {1}
 
 
@@ -127,7 +128,7 @@ def test_rounds_of_a_probe_in_which_its_drafts_are_not_there_yet_do_not_count() 
         before = asked[-1]
         asked.append(controls.tier_for(1))
         verified = min(before, asked[-1])
-        controls.observe(1, [0] if verified else [], verified)
+        controls.observe(ObservedRound(1, [0] if verified else [], verified))
     assert lengths_of_probes(asked) == {5}
 
 
@@ -166,7 +167,7 @@ def test_pausing_requests_are_expected_to_gain_from_a_longer_length_too() -> Non
         asked = []
         for _ in range(3000):
             asked.append(controls.tier_for(4))
-            controls.observe(4, [1] * num_drafted, asked[-1])
+            controls.observe(ObservedRound(4, [1] * num_drafted, asked[-1]))
         return set(asked[500:])
 
     assert lengths_with(4) == {1} and lengths_with(1) == {1, 2}

@@ -6,12 +6,12 @@ import pytest
 
 from tests.executor.simulated_trees import by_rank, draw, expected, num_accepted
 from tllm_spec.config.draft_shape import END, NOTHING, OFF_CHAIN, DraftShape, DraftShapes, chain_of
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.estimates import (
     TreeEstimate,
     chain_counts,
     columns_of,
 )
-from tllm_spec.executor.speculative.draft_length.tier_policy import ObservedRound
 
 LARGE, SMALL = DraftShape(3, 12, 4), DraftShape(2, 4, 3)
 SHAPES = DraftShapes([chain_of(length) for length in range(4)], [LARGE, SMALL], LARGE)
@@ -26,7 +26,7 @@ def learned(tier: int) -> TreeEstimate:
     for _ in range(150):
         ranks = [draw(chance, SHAPES.of(tier), FIRST) for _ in range(batch)]
         accepted = list(map(num_accepted, ranks))
-        estimate.observe(ObservedRound(batch, batch, accepted, tier, None, 9, ranks=ranks), tier)
+        estimate.observe(ObservedRound(batch, accepted, tier, ranks=ranks), tier)
     return estimate
 
 
@@ -62,11 +62,11 @@ def test_trees_that_accept_more_than_their_rates_predict_gain() -> None:
     ended = [END + 4, NOTHING, NOTHING, NOTHING]  # what the rates say stays the same
     for _ in range(100):
         estimate._compare(5, [3] * 32)
-    estimate.observe(ObservedRound(1, 1, [0], 5, None, 9, ranks=[ended]), 5)
+    estimate.observe(ObservedRound(1, [0], 5, ranks=[ended]), 5)
     assert estimate.gain > 1.3
     assert estimate.expected[4] == pytest.approx(before * estimate.gain, rel=0.1)
     for _ in range(2000):
-        estimate.observe(ObservedRound(1, 1, [], 0, None, 9), 0)
+        estimate.observe(ObservedRound(1, [], 0), 0)
     assert estimate.gain == pytest.approx(1.0, abs=0.05), "trees are tried again some day"
 
 

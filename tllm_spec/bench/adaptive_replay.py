@@ -31,6 +31,7 @@ from tllm_spec.executor.speculative.draft_length.adaptive import (
     AdaptiveController,
     controller_for,
 )
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 from tllm_spec.recording.traffic_folder import read_records
 
@@ -188,7 +189,9 @@ def replay(controller: AdaptiveController, rounds: Iterable[TraceRound]) -> Iter
         controller.note_context(each.context_len)
         steps = controller.tier_for(each.batch_size)
         changed = controller.observe(
-            *(each.batch_size, each.num_accepted, each.num_steps, each.seconds),
-            context_len=controller.context_len,
+            ObservedRound(
+                *(each.batch_size, each.num_accepted, each.num_steps, each.seconds),
+                context_len=controller.context_len,
+            )
         )
         yield ReplayedRound(number, each.batch_size, steps, changed)

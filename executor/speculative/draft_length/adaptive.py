@@ -21,6 +21,7 @@ from tllm_spec.config.draft_len_schedule import draft_len_table
 from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.config.verify_budget import MAX_WHOLE_BATCH
 from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot
+from tllm_spec.executor.speculative.draft_length.decisions import DecisionLog, ObservedRound
 from tllm_spec.executor.speculative.draft_length.draft_len_table import (
     NO_LIMIT,
     AcceptanceGate,
@@ -29,19 +30,15 @@ from tllm_spec.executor.speculative.draft_length.draft_len_table import (
 from tllm_spec.executor.speculative.draft_length.ema_policy import AdaptiveSpeculativeParams
 from tllm_spec.executor.speculative.draft_length.estimates import estimate_of, ladder_of
 from tllm_spec.executor.speculative.draft_length.round_times import (
-    AssumedRoundTimes,
+    ASSUMED_TIMES,
     CorrectedRoundTimes,
-    RoundTimes,
-)
-from tllm_spec.executor.speculative.draft_length.tier_policy import (
-    DecisionLog,
-    ObservedRound,
-    TierPolicy,
+    MeasuredRoundTimes,
 )
 
 if TYPE_CHECKING:  # it loads torch
     from tllm_spec.config.speculative_config import DecodingBaseConfig
 
+TierPolicy = AdaptiveSpeculativeParams | CostModelSlot
 CONTEXT_MARGIN = 0.125  # relative change of the average context that does not count
 
 
@@ -93,7 +90,7 @@ class AdaptiveController:
         *,
         graph_batch_sizes: Iterable[int] | None = None,
         initial_steps: int | None = None,
-        round_times: RoundTimes | None = None,
+        round_times: MeasuredRoundTimes | None = None,
         table: DraftLenTable | None = None,
         shapes: DraftShapes | None = None,
     ) -> "AdaptiveController":
@@ -113,7 +110,7 @@ class AdaptiveController:
             slots.append((shared_from, slots[-1][1]))
 
         def bucket(context_len: int) -> ContextBucket:
-            times = CorrectedRoundTimes(round_times or AssumedRoundTimes(), tiers)
+            times = CorrectedRoundTimes(round_times or ASSUMED_TIMES, tiers)
             record = partial(log.record, context_len=context_len)
 
             def slot(low: int, options: SlotOptions) -> TierPolicy:
@@ -154,67 +151,28 @@ class AdaptiveController:
     def tier_for(self, batch_size: int) -> int:
         """The tier of a round of `batch_size` generating requests; 0 = plain decoding."""
         most = self._table.max_tier(batch_size)
-        if not self._buckets:
-            return most
         padded, slot = self._slot_at(batch_size, self.context_len)
-        return slot.tier_for(padded, most)
+        return slot.tier_for(padded, most) if slot else most
 
     def tiers_at(self, batch_size: int) -> set[int]:
         """All that `tier_for` may ever answer."""
         most = self._table.max_tier_open(batch_size)
-        tiers = {most}
-        if self._buckets:
-            padded, slot = self._slot_at(batch_size, 0)
-            tiers = slot.reachable(padded, most)
+        padded, slot = self._slot_at(batch_size, 0)
+        tiers = slot.reachable(padded, most) if slot else {most}
         return tiers | {0} if self._table.has_gate else tiers
 
-    def observe(
-        self,
-        batch_size: int,
-        num_accepted: Sequence[int],
-        verified_tier: int | None = None,
-        seconds: float | None = None,
-        *,
-        num_requests: int | None = None,
-        num_drafted: int | None = None,
-        asked_draft_len: int | None = None,
-        ranks: Sequence[Sequence[int]] = (),
-        expected: Sequence[float] = (),
-        context_len: int = 0,
-    ) -> bool:
-        """What a round brought. Returns whether the tier changed for this batch size.
-
-        num_accepted: of every request that was drafted for, which may be fewer than the batch.
-        verified_tier: of the drafts that were verified, e.g. 0 in the round after plain decoding;
-        None: the present one. seconds: None if the round's time says nothing. num_requests: whose
-        results count, if some had ended already. num_drafted: drafts really proposed, if that is
-        not `verified_tier` for each of num_accepted. asked_draft_len: what the drafter was asked
-        for, if it had fewer than that. ranks: of every request of num_accepted, as `path_ranks`
-        shows them. expected: as `RoundOutcome`. context_len: the attribute when the round was
-        chosen."""
+    def observe(self, observed: ObservedRound) -> bool:
+        """Whether the tier changed for this batch size."""
+        batch_size, num_drafted = observed.batch_size, observed.num_drafted
         max_tier = self._table.max_tier(batch_size)
-        padded, slot = self._slot_at(batch_size, context_len) if self._buckets else (0, None)
+        padded, slot = self._slot_at(batch_size, observed.context_len)
         if num_drafted is None:
-            tier = verified_tier
+            tier = observed.verified_tier
             if tier is None:
-                tier = max_tier if slot is None else slot.tier_for(padded, max_tier)
-            num_drafted = tier * len(num_accepted)
-        self._table.observe(num_accepted, num_drafted)
-        if slot is None:
-            return False
-        return slot.observe(
-            ObservedRound(
-                batch_size if num_requests is None else num_requests,
-                padded,
-                num_accepted,
-                verified_tier,
-                seconds,
-                max_tier,
-                asked_draft_len,
-                ranks,
-                expected,
-            )
-        )
+                tier = slot.tier_for(padded, max_tier) if slot else max_tier
+            num_drafted = tier * len(observed.num_accepted)
+        self._table.observe(observed.num_accepted, num_drafted)
+        return slot is not None and slot.observe(observed, padded, max_tier)
 
     @property
     def compares_times(self) -> bool:
@@ -228,7 +186,10 @@ class AdaptiveController:
         row = self._buckets[0].times.row(padded)
         return {str(self._name(tier)): seconds for tier, seconds in row.items()}
 
-    def _slot_at(self, batch_size: int, context_len: int) -> tuple[int, TierPolicy]:
+    def _slot_at(self, batch_size: int, context_len: int) -> tuple[int, TierPolicy | None]:
+        """The padded batch size and its slot, if there are slots."""
+        if not self._buckets:
+            return batch_size, None
         bucket = self._buckets[bisect_right(self._context_lens, context_len) - 1]
         if (found := bucket.slot_of.get(batch_size)) is not None:
             return found
@@ -271,7 +232,7 @@ def controller_for(
     spec: "DecodingBaseConfig | None",
     *,
     graph_batch_sizes: Iterable[int] | None = None,
-    round_times: RoundTimes | None = None,
+    round_times: MeasuredRoundTimes | None = None,
     max_num_tokens: int = NO_LIMIT,
     max_batch_size: int = 0,
     initial_steps: int | None = None,

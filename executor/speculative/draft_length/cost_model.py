@@ -12,9 +12,9 @@ from typing import Any
 
 from tllm_spec.config.adaptive_config import CostModelOptions
 from tllm_spec.config.draft_shape import DraftShapes
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound, Switch
 from tllm_spec.executor.speculative.draft_length.estimates import Estimate
 from tllm_spec.executor.speculative.draft_length.round_times import CorrectedRoundTimes
-from tllm_spec.executor.speculative.draft_length.tier_policy import ObservedRound, Switch
 
 PROBE_TRIALS = 8  # requests that a probe should see, over its rounds
 MAX_PROBE_ROUNDS = 4  # with drafts of the probed length
@@ -54,6 +54,7 @@ class CostModelSlot:
         self._saved_seconds = 0.0  # for probes
 
     def tier_for(self, batch_size: int, max_tier: int) -> int:
+        """The tier, at most `max_tier`; 0 = plain decoding. Asking changes no later answer."""
         if self._decided.get(batch_size) != max_tier:
             self._decide(batch_size, max_tier)
         tier, probe = self._tiers[batch_size], self._probe
@@ -67,19 +68,20 @@ class CostModelSlot:
         return tier
 
     def reachable(self, batch_size: int, max_tier: int) -> set[int]:
+        """All that `tier_for` may ever answer."""
         return {tier for tier in self._estimate.compared_at(batch_size) if tier <= max_tier} or {0}
 
-    def observe(self, observed: ObservedRound) -> bool:
-        num_requests, batch_size, num_accepted, verified_tier, seconds, max_tier, *_ = observed
+    def observe(self, observed: ObservedRound, batch_size: int, max_tier: int) -> bool:
+        """Whether the tier for this batch size changed."""
         before = self.tier_for(batch_size, max_tier)
-        tier = before if verified_tier is None else verified_tier
-        if seconds is not None:
-            self._times.observe(batch_size, tier, seconds)
+        tier = before if observed.verified_tier is None else observed.verified_tier
+        if observed.seconds is not None:
+            self._times.observe(batch_size, tier, observed.seconds)
         is_own = tier in self._estimate.ladder or tier not in self._shapes.further_tiers
-        if num_requests and is_own:
+        if observed.num_alive and is_own:
             self._estimate.observe(observed, tier)
             if tier:
-                share = len(num_accepted) / num_requests
+                share = len(observed.num_accepted) / observed.num_alive
                 self._drafted_share += (share - self._drafted_share) / SHARE_ROUNDS
         row, chosen = self._times.row(batch_size), self._tiers[batch_size]
         if self._probe is not None and before != chosen:

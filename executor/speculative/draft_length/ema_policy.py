@@ -8,7 +8,7 @@ from math import ceil
 from typing import Any
 
 from tllm_spec.config.adaptive_config import EmaOptions
-from tllm_spec.executor.speculative.draft_length.tier_policy import ObservedRound, Switch
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound, Switch
 
 
 class AdaptiveSpeculativeParams:
@@ -48,9 +48,11 @@ class AdaptiveSpeculativeParams:
         return max((length for length in self._ladder if length <= max_tier), default=0)
 
     def reachable(self, batch_size: int, max_tier: int) -> set[int]:
+        """All that `tier_for` may ever answer."""
         return {length for length in self._ladder if length <= max_tier} or {0}
 
-    def observe(self, observed: ObservedRound) -> bool:
+    def observe(self, observed: ObservedRound, batch_size: int, max_tier: int) -> bool:
+        """Whether the draft length changed."""
         draft_len = self.draft_len
         num_accepted, produced_by = observed.num_accepted, observed.verified_tier
         if observed.asked_draft_len is not None and produced_by is not None:
@@ -72,9 +74,7 @@ class AdaptiveSpeculativeParams:
         if self.draft_len == draft_len:
             return False
         reason = f"smoothed accepted drafts {self.ema:.2f}"
-        self._record(
-            Switch(self.lower_bound, observed.batch_size, draft_len, self.draft_len, reason)
-        )
+        self._record(Switch(self.lower_bound, batch_size, draft_len, self.draft_len, reason))
         return True
 
     def _target(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from tllm_spec.config.adaptive_config import CostModelOptions
 from tllm_spec.config.draft_shape import END, NOTHING, OFF_CHAIN, DraftShape, DraftShapes
 from tllm_spec.config.verify_budget import may_have
-from tllm_spec.executor.speculative.draft_length.tier_policy import ObservedRound
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 
 MIN_RATE, MAX_RATE = 0.001, 0.999  # an estimate never becomes certain
 PRIOR_TRIALS = 4.0  # drafts that the prior counts for, and that an old estimate fades to
@@ -121,9 +121,9 @@ class ChainEstimate:
     def observe(self, observed: ObservedRound, tier: int) -> None:
         if observed.ranks:
             counts = chain_counts(columns_of(observed.ranks))
-            self._observe_counts(observed.num_requests, counts)
+            self._observe_counts(observed.num_alive, counts)
         else:
-            self.observe_lengths(observed.num_requests, observed.num_accepted, tier)
+            self.observe_lengths(observed.num_alive, observed.num_accepted, tier)
 
     def observe_lengths(
         self, num_requests: int, num_accepted: Sequence[int], draft_len: int
@@ -205,7 +205,7 @@ class TreeEstimate(ChainEstimate):
         self._apply_gain()
 
     def observe(self, observed: ObservedRound, tier: int) -> None:
-        number, is_tree = observed.num_requests, tier in self._trees
+        number, is_tree = observed.num_alive, tier in self._trees
         if not is_tree:
             self._seen -= self._seen / FADING_ROUNDS
             self._predicted -= self._predicted / FADING_ROUNDS

@@ -1,4 +1,4 @@
-"""The interface of a policy that chooses tiers and observes rounds, and the log of its switches.
+"""What a policy is told of a round, and the log of what policies decide.
 
 A tier is one of `DraftShapes`: a draft length, or where trees may be chosen one of these."""
 
@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 NUM_KEPT = 32  # switches
 
@@ -16,33 +16,23 @@ logger = logging.getLogger(__name__)
 class ObservedRound(NamedTuple):
     """What came of a round in which every request had the same tier."""
 
-    num_requests: int  # whose results count
-    batch_size: int  # padded to a CUDA graph: the round's time depends on it
-    num_accepted: Sequence[int]  # of every request that was drafted for
-    verified_tier: int | None  # of the drafts that were verified; None: as the policy says now
-    seconds: float | None  # None: the round's time says nothing, e.g. it had context chunks
-    max_tier: int  # what the limits allow at this batch size
+    batch_size: int  # generating requests
+    num_accepted: Sequence[int]  # of every request that was drafted for, which may be fewer
+    # Of the drafts that were verified, e.g. 0 in the round after plain decoding; None: the present
+    # one.
+    verified_tier: int | None = None
+    seconds: float | None = None  # None: the round's time says nothing, e.g. it had context chunks
+    num_requests: int | None = None  # whose results count, if some had ended already
+    num_drafted: int | None = None  # really proposed, if not `verified_tier` for each
     asked_draft_len: int | None = None  # drafts that the drafter was asked for, if it had fewer
     ranks: Sequence[Sequence[int]] = ()  # see `path_ranks`, where there are trees to choose from
     expected: Sequence[float] = ()  # see `RoundOutcome`
+    context_len: int = 0  # of the controller when the round was chosen
 
-
-class TierPolicy(Protocol):
-    """Chooses tiers for the batch sizes of one slot, from its `lower_bound` on."""
-
-    lower_bound: int
-
-    def tier_for(self, batch_size: int, max_tier: int) -> int:
-        """The tier, at most `max_tier`; 0 = plain decoding. Asking changes no later answer."""
-
-    def reachable(self, batch_size: int, max_tier: int) -> set[int]:
-        """All that `tier_for` may ever answer."""
-
-    def observe(self, observed: ObservedRound) -> bool:
-        """Whether the tier for this batch size changed."""
-
-    def state(self) -> dict[str, Any]:
-        """What the choice rests on, as plain values."""
+    @property
+    def num_alive(self) -> int:
+        """Requests whose results count."""
+        return self.batch_size if self.num_requests is None else self.num_requests
 
 
 @dataclass(frozen=True)
