@@ -16,15 +16,11 @@ class RoundOutcome:
     # One number for every request that wanted drafts.
     num_accepted: list[int] = field(default_factory=list)
     ranks: list[list[int]] = field(default_factory=list)  # of the same; see `path_ranks`
-    num_verified: list[int] = field(default_factory=list)  # drafts, of the same
+    num_drafted: int = 0  # drafts of the same, of all together
     # Accepted drafts of the whole batch that each budget of rows was expected to bring; 0: unknown.
     expected: list[float] = field(default_factory=list)
     num_requests: int = 0  # generating ones that had not ended before
     num_tokens: int = 0  # that these were given
-
-    @property
-    def num_drafted(self) -> int:
-        return sum(self.num_verified)
 
     def report_to(self, controller: AdaptiveController, batch: ScheduledBatch) -> None:
         """The time counts only if the whole round belongs to one draft length: no context chunks,

@@ -100,8 +100,8 @@ class DraftLenTable:
             if batch_size < self._max_batch_size:
                 rows = rows_with_contexts(rows)
             room = self._tier_within(rows // batch_size)
-        rows = [most for size, most in self._rows if size <= batch_size]
-        return min([room, *rows[-1:]])
+        found = [most for size, most in self._rows if size <= batch_size]
+        return min([room, *found[-1:]])
 
     def observe(self, num_accepted: Sequence[int], num_drafted: int) -> None:
         if self._gate is not None:

@@ -105,7 +105,7 @@ class ChainEstimate:
         self._prior, self._window = prior, window
         self._reached, self._accepted = [0.0] * number, [0.0] * number
         self.rates = [prior] * number
-        self.expected = list(accumulate(accumulate(self.rates, mul), initial=0.0))
+        self.expected: list[float] = list(accumulate(accumulate(self.rates, mul), initial=0.0))
 
     def compared_at(self, batch_size: int) -> tuple[int, ...]:
         return self.ladder
