@@ -2,7 +2,7 @@
 of the executor that it makes is the slots."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import gcd
 from typing import NamedTuple
 
@@ -11,8 +11,8 @@ from tllm_spec.attention.recurrent import RecurrentGeometry
 from tllm_spec.config.draft_len_schedule import draft_len_table
 from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.config.llm_args import LlmArgs
+from tllm_spec.config.speculative_config import DecodingBaseConfig
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.executor.building.tiers import tiers_of_rounds
 from tllm_spec.executor.device.device_choice import pick_device, pick_dtype
 from tllm_spec.executor.graphs.context_graphs import context_rows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
@@ -253,6 +253,16 @@ class BuildPlan:
             by_priority=scheduling.waiting_queue_policy == "priority",
             fair_preemption=scheduling.fair_preemption,
         )
+
+
+def tiers_of_rounds(
+    controller: AdaptiveController, spec: DecodingBaseConfig | None
+) -> Callable[[int], set[int]]:
+    """Tiers that rounds of a batch size can have: 0 where no request wants drafts, and any shorter
+    length where a drafter on the host may propose fewer than it was asked for."""
+    if spec is None or spec.overlaps:
+        return lambda batch_size: {0} | controller.tiers_at(batch_size)
+    return lambda batch_size: set(range(max(controller.tiers_at(batch_size)) + 1))
 
 
 def _max_seq_len(args: LlmArgs, config: ModelConfig) -> int:

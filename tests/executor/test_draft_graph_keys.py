@@ -17,7 +17,7 @@ from tllm_spec.config.draft_shape import DraftShapes, chain_of
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.building.tiers import RoundTimer
+from tllm_spec.executor.building.rounds import RoundTimer
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH, own_groups
 from tllm_spec.executor.graphs.context_graphs import ContextLimits
 from tllm_spec.executor.graphs.slot_graphs import CudaGraphs, GraphKey, SlotGraphs

@@ -13,7 +13,7 @@ from tests.executor.harness import Harness, output_of
 from tests.lossless.engines import tiny_engine
 from tllm_spec.config.draft_shape import DraftShape, DraftShapes, chain_of
 from tllm_spec.config.speculative_config import NGramDecodingConfig
-from tllm_spec.executor.building.tiers import without_outliers
+from tllm_spec.executor.building.rounds import without_outliers
 from tllm_spec.executor.speculative.draft_length.adaptive import controller_for
 from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 from tllm_spec.executor.speculative.drafting.draft_layers import TorchLayers
