@@ -16,6 +16,7 @@ from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 from tllm_spec.models.linear_tuning import tune_linears
+from tllm_spec.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ def graph_sizes(plan: BuildPlan, runner: RoundRunner) -> tuple[int, ...]:
 
 def tune_gemms(plan: BuildPlan, models: Sequence[TorchModel], keys: Sequence[GraphKey]) -> None:
     """Tunes the models' GEMMs for the numbers of rows that rounds have."""
+    if plan.device.type == "cuda":
+        plan.begin("GEMMs")
     if plan.args.deterministic:
         return
     # Rows of all windows, one row per request, full chunks of contexts, and a short prompt.
@@ -47,6 +50,8 @@ def tune_gemms(plan: BuildPlan, models: Sequence[TorchModel], keys: Sequence[Gra
 
 def capture_graphs(plan: BuildPlan, runner: RoundRunner, keys: list[GraphKey]) -> None:
     """Captures the graphs of contexts, and those of the rounds in `keys`."""
+    if plan.device.type == "cuda":
+        plan.begin("CUDA graphs")
     pool = GraphPool(plan.device, plan.communicator.minimum)
     plan.communicator.before_close(pool.release)
     # First, since the graphs of contexts need the most memory.
@@ -73,6 +78,7 @@ def time_rounds(
     controller = plan.controller()
     if not controller.compares_times:
         return None
+    plan.begin("round times")
     longest = plan.shapes.longest
     room = min(plan.slots.max_batch_size, plan.args.max_num_tokens // longest.window)
     timed = [size for size in sizes or EAGER_SIZES if size <= max(room, 1)]
@@ -83,7 +89,7 @@ def time_rounds(
         plan.device,
         ContextLimits(plan.max_seq_len, 1 + plan.overshoot),
     )
-    return timer.measure(controller, timed)
+    return timer.measure(controller, timed, is_shown=plan.mapping.rank == 0)
 
 
 class RoundTimer:
@@ -102,14 +108,18 @@ class RoundTimer:
         self._shapes = shapes
         self._place = dummy_slot, device
 
-    def measure(self, controller: AdaptiveController, sizes: Sequence[int]) -> MeasuredRoundTimes:
+    def measure(
+        self, controller: AdaptiveController, sizes: Sequence[int], *, is_shown: bool = True
+    ) -> MeasuredRoundTimes:
         """Round times by batch size and tier. With graphs, of the tiers that the controller may ask
         for at a size; without, all of them, since the sizes between are interpolated."""
         has_graphs = self._runner.graphs is not None
-        seconds = {
-            size: self._row(size, controller.tiers_at(size) if has_graphs else controller.tiers)
-            for size in sizes
-        }
+        seconds = {}
+        with progress("round times", len(sizes), "batch sizes", every=5, is_shown=is_shown) as bar:
+            for size in sizes:
+                tiers = controller.tiers_at(size) if has_graphs else controller.tiers
+                seconds[size] = self._row(size, tiers)
+                bar.advance()
         return MeasuredRoundTimes(seconds, has_contexts=has_graphs)
 
     def _row(self, size: int, tiers: Sequence[int] | set[int]) -> dict[int, float]:

@@ -97,13 +97,13 @@ class KVCacheManager(ResourceManager):
 
     @property
     def longest_request(self) -> int | None:
-        """Pages of the tokens that a request may have at most; None: any number."""
+        """Tokens that the pages of an empty cache have room for; None: any number."""
         own = [
             group.num_pages - 1
             for group in self.cache.groups
             if group.span is None or group.num_pages - 1 < self._most_pages(group.span)
         ]
-        return min(own, default=None)
+        return min(own) * self._page_size if own else None
 
     def available(self) -> list[int]:
         """Pages of each group that can be taken now."""

@@ -3,9 +3,9 @@
 From a front: `["submit", ids, seeds, tokens, rules, options, grammar]`, `["cancel", ids, reason]`,
 `["call", id, name]`, `["compile", id, kind, text]`, `["swap", id, step, its arguments…]`. From the
 engine: `["hello", limits]`, `["responses", number of unfinished requests, their tokens, responses]`
-once a round, `["load", number, tokens]`, `["answer", id, value, error]`, and `["down", reason]`; of
-an engine of several `["kv_events", batch]` and `["worse", folder]`, its draft weights. No message
-can make the other side run code.
+once a round, `["load", number, tokens]`, `["answer", id, value, error, whether it is the asker's
+mistake]`, and `["down", reason]`; of an engine of several `["kv_events", batch]` and `["worse",
+folder]`, its draft weights. No message can make the other side run code.
 
 msgspec does not serve: its decoder takes exactly one message and raises when a socket's read has
 more, so each connection would need frames of its own."""
@@ -19,7 +19,7 @@ from typing import Any
 import msgpack
 
 from tllm_spec.executor.request import LlmRequest, Response
-from tllm_spec.executor.request_limits import Capacity, RequestLimits
+from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.request_wire import pack_requests, unpack_requests
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.outputs import Logprob, SpeculativeStats
@@ -44,8 +44,7 @@ def pack_limits(limits: RequestLimits) -> dict[str, Any]:
 
 
 def unpack_limits(packed: dict[str, Any]) -> RequestLimits:
-    capacity, end_ids = Capacity(**packed["capacity"]), tuple(packed["end_ids"])
-    return RequestLimits(**packed | {"capacity": capacity, "end_ids": end_ids})
+    return RequestLimits(**packed | {"end_ids": tuple(packed["end_ids"])})
 
 
 def submission(requests: Sequence[LlmRequest], grammar: tuple[str, str] | None) -> list[Any]:
