@@ -90,7 +90,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.request_limits",
         "tllm_spec.executor.faults",
         "tllm_spec.executor.draft_watch",
-        "tllm_spec.executor.speculative.draft_length.request_pause",
+        "tllm_spec.executor.request",
         "tllm_spec.draft_network",
     ),
     ("tllm_spec.models",),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 
 
 @dataclass
@@ -15,15 +16,11 @@ class RoundOutcome:
     # One number for every request that wanted drafts.
     num_accepted: list[int] = field(default_factory=list)
     ranks: list[list[int]] = field(default_factory=list)  # of the same; see `path_ranks`
-    num_verified: list[int] = field(default_factory=list)  # drafts, of the same
+    num_drafted: int = 0  # drafts of the same, of all together
     # Accepted drafts of the whole batch that each budget of rows was expected to bring; 0: unknown.
     expected: list[float] = field(default_factory=list)
     num_requests: int = 0  # generating ones that had not ended before
     num_tokens: int = 0  # that these were given
-
-    @property
-    def num_drafted(self) -> int:
-        return sum(self.num_verified)
 
     def report_to(self, controller: AdaptiveController, batch: ScheduledBatch) -> None:
         """The time counts only if the whole round belongs to one draft length: no context chunks,
@@ -31,15 +28,16 @@ class RoundOutcome:
         is_pure = batch.draft_len == batch.made_draft_len and not batch.is_transition
         is_pure = is_pure and not batch.catches_up
         has_time = is_pure and not batch.context_requests
-        controller.observe(
+        observed = ObservedRound(
             len(batch.generation_requests),
             self.num_accepted,
             batch.made_draft_len if batch.verified_tier is None else batch.verified_tier,
             self.seconds if has_time else None,
             num_requests=self.num_requests,
             num_drafted=self.num_drafted,
-            expected=self.expected,
             asked_draft_len=batch.asked_draft_len,
             ranks=self.ranks,
+            expected=self.expected,
             context_len=batch.context_len,
         )
+        controller.observe(observed)

@@ -112,7 +112,7 @@ class RoundReader:
                     outcome.num_accepted.append(num_new - 1)
                     if shows_ranks:
                         outcome.ranks.append(row[1 + path :])
-                    outcome.num_verified.append(num_drafts)
+                    outcome.num_drafted += num_drafts
                 if request.may_pause:
                     request.draft_pause.observe(num_drafts, num_accepted)
         outcome.num_requests, outcome.num_tokens = num_requests, num_tokens

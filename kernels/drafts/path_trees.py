@@ -5,9 +5,9 @@ from collections import Counter
 
 import torch
 
+from tllm_spec.config.draft_shape import END, NOTHING, OFF_CHAIN
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
 from tllm_spec.kernels.drafts.draft_beams import DraftTree
-from tllm_spec.kernels.drafts.rank_codes import END, NOTHING, OFF_CHAIN
 from tllm_spec.kernels.launch import begin, programmatic_launch
 
 # Makes draft trees of paths: equal beginnings become one. On CUDA a Triton kernel, elsewhere the
@@ -155,7 +155,7 @@ def _grow(
 
 
 # What accepted paths show about the children of their nodes: which child came next, and how many
-# were rejected (rank_codes.py). On CUDA a Triton kernel, elsewhere the plain-torch reference.
+# were rejected. On CUDA a Triton kernel, elsewhere the plain-torch reference.
 
 
 @with_kernel("path_ranks_triton")

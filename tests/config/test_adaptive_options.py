@@ -17,8 +17,8 @@ from tllm_spec.config.adaptive_config import (
 )
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import DecodingBaseConfig, NGramDecodingConfig
-from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController, controller_for
+from tllm_spec.executor.speculative.draft_length.decisions import ObservedRound
 
 OTHERS: list[dict[str, Any]] = [
     {"decoding_type": "NGram"},
@@ -207,7 +207,7 @@ def test_a_gate_of_both_options_limits_the_draft_length() -> None:
     lengths = []
     for _ in range(3):
         lengths.append(controller.tier_for(1))
-        controller.observe(1, [1], lengths[-1])
+        controller.observe(ObservedRound(1, [1], lengths[-1]))
     assert lengths == [3, 3, 0] and controller.tiers_at(1) == {0, 3}
 
 

@@ -24,8 +24,7 @@ from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.speculative_config import DecodingBaseConfig, speculative_config_from
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.interface import ResourceManager
-from tllm_spec.executor.speculative.draft_length.expected_path import expected_accepted
-from tllm_spec.executor.speculative.draft_length.rank_estimate import by_rank
+from tllm_spec.executor.speculative.draft_length.estimates import by_rank, expected_accepted
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.progress import Progress

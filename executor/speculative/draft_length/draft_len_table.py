@@ -1,5 +1,6 @@
-"""Upper limits of a round's draft length: by batch size, the acceptance gate, and the token budget
-of a forward. A policy chooses within them."""
+"""The longest draft length of a round, by its batch size: from a fixed length, a schedule or a
+concurrency limit, less where the token budget of a forward has no room, none while the acceptance
+gate is closed. A policy chooses within it."""
 
 import logging
 import sys
@@ -58,12 +59,11 @@ class AcceptanceGate:
         )
 
 
-class DraftLenLimits:
-    """The largest tier that a round may have. by_batch_size: of `draft_len_limits`, from
-    `draft_len_schedule` or `max_concurrency`. max_num_tokens: rows of a forward. All windows
-    of a round fit into it; in batches below `max_batch_size` they leave room for contexts.
-    tier_within: the last tier whose windows, and those of all before it, have at most so many
-    rows."""
+class DraftLenTable:
+    """The largest tier that a round may have. by_batch_size: see `draft_len_table`.
+    max_num_tokens: rows of a forward. All windows of a round fit into it; in batches below
+    `max_batch_size` they leave room for contexts. tier_within: the last tier whose windows, and
+    those of all before it, have at most so many rows."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class DraftLenLimits:
         max_batch_size: int = 0,
         tier_within: Callable[[int], int] = lambda num_rows: max(0, num_rows - 1),
     ) -> None:
-        self._limits = sorted(by_batch_size.items())
+        self._rows = sorted(by_batch_size.items())
         self._gate = gate
         self._max_num_tokens, self._max_batch_size = max_num_tokens, max_batch_size
         self._tier_within = tier_within
@@ -100,8 +100,8 @@ class DraftLenLimits:
             if batch_size < self._max_batch_size:
                 rows = rows_with_contexts(rows)
             room = self._tier_within(rows // batch_size)
-        limits = [most for size, most in self._limits if size <= batch_size]
-        return min([room, *limits[-1:]])
+        found = [most for size, most in self._rows if size <= batch_size]
+        return min([room, *found[-1:]])
 
     def observe(self, num_accepted: Sequence[int], num_drafted: int) -> None:
         if self._gate is not None:
@@ -113,15 +113,16 @@ class DraftLenLimits:
 
     @property
     def reachable(self) -> set[int]:
-        """Tiers that a limit may impose, whether or not a ladder has them."""
-        return {most for _, most in self._limits} | ({0} if self.has_gate else set())
+        """Tiers of the table, whether or not a ladder has them."""
+        return {most for _, most in self._rows} | ({0} if self.has_gate else set())
 
     def state(self) -> dict[str, Any]:
         gate = self._gate and {
             "is_closed": self._gate.is_closed,
             "acceptance_rate": round(self._gate.rate, 4),
         }
-        return {"draft_len_schedule": dict(self._limits) or None, "gate": gate}
+        schedule = {size: most for size, most in self._rows if size}
+        return {"draft_len_schedule": schedule or None, "gate": gate}
 
 
 def rows_with_contexts(max_num_tokens: int) -> int:
