@@ -15,7 +15,7 @@ import msgpack
 
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.request_limits import RequestLimits
-from tllm_spec.executor.resources.kv_events import block_hashes
+from tllm_spec.executor.resources.radix import block_hashes
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.draft_swaps import DraftSwaps
