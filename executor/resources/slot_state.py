@@ -17,7 +17,6 @@ from tllm_spec.kernels.drafts.draft_beams import DraftTree
 from tllm_spec.kernels.drafts.path_trees import path_ranks
 from tllm_spec.kernels.slots import slot_windows
 from tllm_spec.kernels.slots.accept import Accepted, SlotTables, SyntheticRates, TreeRates
-from tllm_spec.kernels.slots.choose_nodes import choose_nodes, features_of_tree, learn_nodes
 from tllm_spec.kernels.slots.choose_rows import DraftValues, choose_rows, features_of, learn_values
 from tllm_spec.kernels.slots.round_rows import RoundRows
 from tllm_spec.kernels.slots.row_copies import gather_rows
@@ -100,8 +99,6 @@ class SlotState:
             self.values.features[slot_ids, : probs.shape[1]] = features_of(probs)
         if self._trees is not None:
             self._trees.write_chains(slot_ids, drafts.shape[1])
-            if self.values is not None:
-                self._trees.keep_order(slot_ids)
 
     def num_verified(self, slot_ids: torch.Tensor, shape: DraftShape) -> torch.Tensor | None:
         """How many real drafts the windows of this shape of slots `[B]` have, `[B]`; None: the host
@@ -145,10 +142,6 @@ class SlotState:
         never accepted."""
         assert self._trees is not None
         write_trees(self._tables, self._trees.tables, slot_ids, tree, self._draft_limits)
-        if self.values is not None:
-            self._trees.keep_order(slot_ids)
-            own = features_of_tree(tree)
-            self.values.features[slot_ids, : own.shape[1]] = own
 
     def reset_dummy(self) -> None:
         """Padded rounds advance the dummy slot too; it must not grow."""
@@ -173,11 +166,7 @@ class SlotState:
         """The rows of a round's windows of slots `[B]`. Drafts without a row are not verified."""
         assert self.values is not None
         window = shape.window
-        if self._trees is None:
-            chosen = choose_rows(self.values, self.num_drafts, slot_ids, window, num_rows)
-        else:
-            own = self.values, self._tables, self._trees.tables, slot_ids
-            chosen = choose_nodes(*own, window, self.shapes.longest.depth, num_rows)
+        chosen = choose_rows(self.values, self.num_drafts, slot_ids, window, num_rows)
         self.num_drafts[slot_ids] = chosen.num_verified
         if self._expected.shape[1]:
             self._expected[slot_ids] = chosen.expected
@@ -195,30 +184,12 @@ class SlotState:
             return torch.nn.functional.pad(columns, (0, num_budgets))
         return torch.cat((columns, self._expected.index_select(0, slot_ids)), 1)
 
-    def in_order(self, slot_ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Values of the windows of slots `[B]` as they were written, `[B, W]`, in the order of the
-        rows."""
-        if self._trees is None or self.values is None:
-            return values
-        order = self._trees.tables.order.index_select(0, slot_ids)
-        return values.gather(1, order[:, : values.shape[1]])
-
     def learn(
-        self,
-        slot_ids: torch.Tensor,
-        num_verified: torch.Tensor,
-        new_lens: torch.Tensor,
-        rows: torch.Tensor | None,
+        self, slot_ids: torch.Tensor, num_verified: torch.Tensor, new_lens: torch.Tensor
     ) -> None:
-        """A round of slots `[B]` has verified as many drafts and emitted as many tokens, which of
-        trees come after these rows `[B, D+1]`."""
-        if self.values is None:
-            return
-        if rows is None:
+        """A round of slots `[B]` has verified as many drafts and emitted as many tokens."""
+        if self.values is not None:
             learn_values(self.values, num_verified, slot_ids, new_lens)
-        else:
-            assert self._trees is not None
-            learn_nodes(self.values, self._trees.parents, num_verified, slot_ids, rows)
 
     def accept(
         self,

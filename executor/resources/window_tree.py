@@ -43,7 +43,7 @@ class WindowTree:
 
 class SlotTrees:
     """The trees of S slots in windows of W rows. `tables` has `[S, W]` int64: parents (-1 for the
-    root), depths, bits and order."""
+    root), depths and bits."""
 
     def __init__(self, num_slots: int, width: int, device: torch.device) -> None:
         rows = torch.arange(width, device=device)
@@ -53,7 +53,6 @@ class SlotTrees:
             torch.full_like(rows, -1).repeat(num_slots, 1),
             (rows > 0).to(torch.int64).repeat(num_slots, 1),
             ((torch.ones_like(rows) << rows) | 1).repeat(num_slots, 1),
-            rows.repeat(num_slots, 1),
         )
 
     @property
@@ -65,10 +64,6 @@ class SlotTrees:
         depths = gather_rows(self.tables.depths[:, : shape.window], slot_ids)
         bits = gather_rows(self.tables.bits[:, : shape.window], slot_ids)
         return WindowTree(shape.depth, depths, bits)
-
-    def keep_order(self, slot_ids: torch.Tensor) -> None:
-        """The rows of slots `[B]` are in the order that they were written in."""
-        self.tables.order[slot_ids] = self._chain[1]
 
     def write_chains(self, slot_ids: torch.Tensor, length: int) -> None:
         """A chain of that many drafts in each of the slots `[B]`."""

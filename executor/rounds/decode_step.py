@@ -184,7 +184,7 @@ class DecodeStep:
         if sampled.rows is not None:
             self.engine.keep_paths(rows, sampled.rows, sampled.new_lens)
         if num_verified is not None:
-            self._slots.learn(rows.slots, num_verified, sampled.new_lens, sampled.rows)
+            self._slots.learn(rows.slots, num_verified, sampled.new_lens)
             columns = self._slots.reported(rows.slots, num_verified, windows.shape)
             sampled = replace(sampled, num_drafts=columns)
         return WindowResult(rows, sampled, windows.shape, windows.read_rows)

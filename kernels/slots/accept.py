@@ -23,13 +23,11 @@ class SlotTables:
 
 @dataclass(frozen=True)
 class TreeTables:
-    """The trees in the slots' windows, `[S, W_max]` int64 each, documented in `DraftTree`. `order`:
-    the node that each row had before `choose_nodes` put them in order."""
+    """The trees in the slots' windows, `[S, W_max]` int64 each, documented in `DraftTree`."""
 
     parents: torch.Tensor
     depths: torch.Tensor
     bits: torch.Tensor
-    order: torch.Tensor
 
 
 @dataclass(frozen=True)

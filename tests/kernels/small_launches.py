@@ -45,7 +45,6 @@ from tllm_spec.kernels.sampling.choose_token import choose_best, choose_draft, o
 from tllm_spec.kernels.sampling.gumbel import gumbel_noise
 from tllm_spec.kernels.sampling.logit_filters import filter_cut, mask_tokens
 from tllm_spec.kernels.slots.accept import SlotTables, SyntheticRates, TreeRates, TreeTables
-from tllm_spec.kernels.slots.choose_nodes import choose_nodes, learn_nodes
 from tllm_spec.kernels.slots.choose_rows import DraftValues, choose_rows, learn_values
 from tllm_spec.kernels.slots.round_rows import RoundRows, window_rows
 from tllm_spec.kernels.slots.row_copies import (
@@ -105,15 +104,10 @@ def trees() -> None:
     rates = TreeRates(empty(5, 4, dtype=torch.float64), int64(64))
     for synthetic in (None, rates):
         accept_trees(tables, int64(64, 64), slots, slots, nodes, 5, synthetic)
-    own = TreeTables(*(int64(64, 64) for _ in range(4)))
+    own = TreeTables(*(int64(64, 64) for _ in range(3)))
     for num_nodes in (None, slots):
         tree = DraftTree(int64(BATCH, 63), nodes, nodes, nodes, num_nodes)
         write_trees(tables, own, slots, tree, int64(64))
-    for num_budgets in (0, 5):
-        budgets = float32(num_budgets, 3)
-        values = DraftValues(int32(64, 63), float32(32), float32(64), int32(64), budgets)
-        choose_nodes(values, tables, own, slots, 64, 5, 16 * BATCH)
-    learn_nodes(values, int64(64, 64), slots, slots, path)
     path_trees(int64(BATCH, 8, 4), int64(BATCH, 8), 16, 4)
     path_ranks(int64(64, 64), slots, slots, path, slots, 64)
     planes = empty(64, 1024, 32, 1024)
@@ -126,7 +120,7 @@ def chains() -> None:
     for synthetic in (None, SyntheticRates(float32(3), int64(64))):
         accept_windows(tables, slots, slots, tokens, synthetic)
     write_drafts(tables, slots, int64(BATCH, 3), int64(64))
-    values = DraftValues(int32(64, 7), float32(32), float32(64), int32(64), float32(5, 3))
+    values = DraftValues(int32(64, 7), float32(32), float32(64), int32(64), float32(5, 2))
     choose_rows(values, int64(64), slots, 8, 4 * BATCH)
     learn_values(values, slots, slots, slots)
     for depths, offset in ((None, 0), (int64(BATCH, 4), 4)):

@@ -65,7 +65,7 @@ class ModelDrafter(Drafter, RoundEnd):
         self._max_num_tokens = max_num_tokens
         self._choice = choice
         self._chains = ChainDrafting(layers, slots, sampling)
-        with_scores = choice is not None or slots.values is not None
+        with_scores = choice is not None
         self._trees = TreeDrafting(layers, sampling, slots.device, with_scores=with_scores)
         # Whether accepted tokens may be others than the draft cache has.
         rereads = choice is not None or slots.shapes.has_trees or layers.net.masks is not None

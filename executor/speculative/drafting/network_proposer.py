@@ -47,8 +47,7 @@ class NetworkProposer(Proposer):
         self._backlog = backlog
         self._slots = slots
         self._chains = ChainDrafting(layers, slots, sampling)
-        with_scores = scores_trees or slots.values is not None
-        self._trees = TreeDrafting(layers, sampling, slots.device, with_scores=with_scores)
+        self._trees = TreeDrafting(layers, sampling, slots.device, with_scores=scores_trees)
         self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
         # Kept, because making them is a launch.
         num_rows = len(slots.kv_lens) * slots.shapes.longest.path
