@@ -12,7 +12,7 @@ from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import TreeRows, Windows
-from tllm_spec.executor.resources.window_tree import WindowTree
+from tllm_spec.executor.resources.slot_state import WindowTree
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler

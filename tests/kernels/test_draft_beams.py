@@ -10,12 +10,12 @@ from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
 from tests.kernels.tree_growth import Candidates, Draft, Path, grow_tree, random_draft, slow_tree
 from tllm_spec.kernels.drafts.draft_beams import (
     BeamPool,
-    DraftTree,
     add_last,
     first_beams,
     grow,
     select,
 )
+from tllm_spec.kernels.slots.accept import DraftTree
 
 TABLES = ("tokens", "parents", "depths", "bits")  # of a `DraftTree`
 SIZES = [
