@@ -19,12 +19,14 @@ MAX_FUNCTION_LINES = 60
 # The worker's main and calls of users' programs: only these may turn any fault into an answer.
 BORDERS = {
     "executor/worker.py",
+    "executor/draft_weights.py",  # loads a folder that an operator names
     "executor/rounds/round_reader.py",  # calls a user's tokenizer
     "executor/sampling/grammar_work.py",  # a thread, whose errors are raised in the round's
     "tllm_spec/text/chat_prompt.py",  # runs a user's tokenizer
     "tllm_spec/text/template_child.py",  # runs the model's chat template, in a process of its own
     "tllm_spec/server/engine_process.py",  # loads a model with many libraries
     "tllm_spec/text/tokenizer.py",  # reads a tokenizer's files with many libraries
+    "tllm_spec/server/engine_port.py",  # makes a request: its error is the request's answer
     "tllm_spec/ranks.py",  # ends the other ranks with this one
     "tllm_spec/grammar/grammar_child.py",  # compiles a user's grammar, in a process of its own
 }
@@ -105,6 +107,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.config", "tllm_spec.child_process", "tllm_spec.models.formats.gguf_file"),
     (
         "tllm_spec.logits_processor",
+        "tllm_spec.progress",
         "tllm_spec.child_command",
         "tllm_spec.child_messages",
         "tllm_spec.request_errors",

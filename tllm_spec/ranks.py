@@ -5,6 +5,7 @@ responses."""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import shlex
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import sleep
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -78,6 +80,8 @@ ONCE = (
 )
 FAILED = 1  # exit status
 VERSION, CHECKPOINT = "the version of", "the checkpoint"
+NEXT_TAG = 3  # of what rank 0 tells mpirun's other processes between models
+POLL_SECONDS = 0.005
 
 
 class SharedError(Exception):
@@ -86,7 +90,8 @@ class SharedError(Exception):
 
 def join_ranks(args: LlmArgs) -> Communicator:
     """This process's communicator. On rank 0 it returns when all ranks are there; the other
-    processes of mpirun serve until rank 0 ends, and end with SystemExit.
+    processes of mpirun serve every model of rank 0 until it ends (`release_ranks`), and end with
+    SystemExit.
 
     Raises:
         ValueError: MPI is missing, mpirun started another number of processes, the ranks have
@@ -104,6 +109,10 @@ def join_ranks(args: LlmArgs) -> Communicator:
         follow(comm)
     from tllm_spec.distributed.process_group import ProcessGroup
 
+    if started is None:
+        _tell_ranks(comm, has_model=True)
+        atexit.unregister(release_ranks)
+        atexit.register(release_ranks)
     group = ProcessGroup(comm, started, args.ep_size)
     are_joined.set()
     _check_equal(VERSION, versions(), group)
@@ -131,8 +140,42 @@ def build_together(
         raise
 
 
-def follow(comm: MPI.Intracomm, parent: MPI.Intercomm | None = None) -> NoReturn:
-    """Serves as another rank than the first. Ends with SystemExit."""
+def release_ranks() -> None:
+    """On rank 0, whose models have been shut down: mpirun's other processes wait for no further
+    model, and end. Called at the end of this process if not before."""
+    from mpi4py import MPI
+
+    atexit.unregister(release_ranks)
+    if not MPI.Is_finalized():
+        _tell_ranks(MPI.COMM_WORLD, has_model=False)
+
+
+def _tell_ranks(world: MPI.Intracomm, *, has_model: bool) -> None:
+    for rank in range(1, world.size):
+        world.Send(bytearray([has_model]), dest=rank, tag=NEXT_TAG)
+
+
+def _is_told_of_model(world: MPI.Intracomm) -> bool:
+    """Waits for what rank 0 does next: for a long time, perhaps, so without keeping a processor
+    busy as MPI would."""
+    while not world.Iprobe(source=0, tag=NEXT_TAG):
+        sleep(POLL_SECONDS)
+    told = bytearray(1)
+    world.Recv(told, source=0, tag=NEXT_TAG)
+    return bool(told[0])
+
+
+def follow(world: MPI.Intracomm) -> NoReturn:
+    """Serves one model after the other as another rank of mpirun than the first. Ends with
+    SystemExit, whose status is that of the last model."""
+    status = 0
+    while _is_told_of_model(world):
+        status = _follow_model(world)
+    sys.exit(status)
+
+
+def _follow_model(comm: MPI.Intracomm, parent: MPI.Intercomm | None = None) -> int:
+    """Returns an exit status."""
     from tllm_spec.distributed.process_group import ProcessGroup
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -142,12 +185,12 @@ def follow(comm: MPI.Intracomm, parent: MPI.Intercomm | None = None) -> NoReturn
     try:
         _follow(group)
     except SharedError:  # rank 0 reports it
-        sys.exit(FAILED)
+        return FAILED
     except BaseException as error:  # a process border: the other ranks must not wait for this one
         logger.exception("rank %d has failed", comm.rank)
         group.abort(described(error))
     group.close()
-    sys.exit(0)
+    return 0
 
 
 def _follow(group: Communicator) -> None:
@@ -305,7 +348,7 @@ def main() -> None:
     from mpi4py import MPI
 
     parent = MPI.Comm.Get_parent()
-    follow(parent.Merge(high=True), parent)
+    sys.exit(_follow_model(parent.Merge(high=True), parent))
 
 
 if __name__ == "__main__":

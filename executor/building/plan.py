@@ -2,7 +2,7 @@
 of the executor that it makes is the slots."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import gcd
 from typing import NamedTuple
 
@@ -55,6 +55,7 @@ class BuildPlan:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         self.args = args
+        self.begin: Callable[[str], None] = lambda step: None  # called with the name of each step
         self.communicator, self.mapping = communicator, communicator.mapping
         self.spec = args.speculative_config
         self.device = pick_device(args.device, self.mapping.rank, args.gpus_per_node)

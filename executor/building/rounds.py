@@ -31,6 +31,8 @@ def graph_sizes(plan: BuildPlan, runner: RoundRunner) -> tuple[int, ...]:
 
 def tune_gemms(plan: BuildPlan, models: Sequence[TorchModel], keys: Sequence[GraphKey]) -> None:
     """Tunes the models' GEMMs for the numbers of rows that rounds have."""
+    if plan.device.type == "cuda":
+        plan.begin("GEMMs")
     if plan.args.deterministic:
         return
     # Rows of all windows, one row per request, full chunks of contexts, and a short prompt.
@@ -41,6 +43,8 @@ def tune_gemms(plan: BuildPlan, models: Sequence[TorchModel], keys: Sequence[Gra
 
 def capture_graphs(plan: BuildPlan, runner: RoundRunner, keys: list[GraphKey]) -> None:
     """Captures the graphs of contexts, and those of the rounds in `keys`."""
+    if plan.device.type == "cuda":
+        plan.begin("CUDA graphs")
     pool = GraphPool(plan.device, plan.communicator.minimum)
     plan.communicator.before_close(pool.release)
     # First, since the graphs of contexts need the most memory.
@@ -65,6 +69,7 @@ def time_rounds(plan: BuildPlan, runner: RoundRunner, sizes: Sequence[int]) -> R
     controller = plan.controller()
     if not controller.compares_times:
         return None
+    plan.begin("round times")
     longest = plan.shapes.longest
     room = min(plan.slots.max_batch_size, plan.args.max_num_tokens // longest.window)
     timed = [size for size in sizes or EAGER_SIZES if size <= max(room, 1)]
@@ -75,4 +80,4 @@ def time_rounds(plan: BuildPlan, runner: RoundRunner, sizes: Sequence[int]) -> R
         plan.device,
         ContextLimits(plan.max_seq_len, 1 + plan.overshoot),
     )
-    return timer.measure(controller, timed)
+    return timer.measure(controller, timed, is_shown=plan.mapping.rank == 0)

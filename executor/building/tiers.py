@@ -11,6 +11,7 @@ from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
+from tllm_spec.progress import progress
 
 # Batch sizes whose rounds are timed where there are no graphs; others are interpolated.
 EAGER_SIZES = (1, 2, 4, 8, 16)
@@ -42,14 +43,18 @@ class RoundTimer:
         self._shapes = shapes
         self._place = dummy_slot, device
 
-    def measure(self, controller: AdaptiveController, sizes: Sequence[int]) -> MeasuredRoundTimes:
+    def measure(
+        self, controller: AdaptiveController, sizes: Sequence[int], *, is_shown: bool = True
+    ) -> MeasuredRoundTimes:
         """Round times by batch size and tier. With graphs, of the tiers that the controller may ask
         for at a size; without, all of them, since the sizes between are interpolated."""
         has_graphs = self._runner.graphs is not None
-        seconds = {
-            size: self._row(size, controller.tiers_at(size) if has_graphs else controller.tiers)
-            for size in sizes
-        }
+        seconds = {}
+        with progress("round times", len(sizes), "batch sizes", every=5, is_shown=is_shown) as bar:
+            for size in sizes:
+                tiers = controller.tiers_at(size) if has_graphs else controller.tiers
+                seconds[size] = self._row(size, tiers)
+                bar.advance()
         return MeasuredRoundTimes(seconds, has_contexts=has_graphs)
 
     def _row(self, size: int, tiers: Sequence[int] | set[int]) -> dict[int, float]:

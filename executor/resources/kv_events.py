@@ -15,7 +15,7 @@ from typing import Any
 
 import msgpack
 
-from tllm_spec.config.kv_events_config import KVEventsConfig
+from tllm_spec.config.engine_config import KVEventsConfig
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.distributed.vocab_shard import VocabShard
+from tllm_spec.distributed.communicator import SINGLE, Communicator, VocabShard
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState

@@ -6,12 +6,12 @@ drafter is made."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tllm_spec.config.import_path import import_path_of
-from tllm_spec.config.kv_cache_config import KVCacheType
-from tllm_spec.config.matched_drafts_config import MatchedDraftsConfig
-from tllm_spec.config.parallel_drafts_config import DFlashDecodingConfig, PARDDecodingConfig
+from tllm_spec.config.draft_tree_config import MatchedDraftsConfig
+from tllm_spec.config.engine_config import KVCacheType
+from tllm_spec.config.option_checks import import_path_of
 from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
+    DFlashDecodingConfig,
     DraftBackend,
     DraftTargetDecodingConfig,
     Eagle3DecodingConfig,
@@ -19,6 +19,7 @@ from tllm_spec.config.speculative_config import (
     EagleHeadDecodingConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
+    PARDDecodingConfig,
     SADecodingConfig,
     UserProvidedDecodingConfig,
 )
@@ -43,7 +44,7 @@ from tllm_spec.executor.speculative.drafting.ready_drafts import ReadyDrafts
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.suffix_match import SuffixMatch
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
-from tllm_spec.models.head_checkpoint import HeadKind
+from tllm_spec.models.draft_kind import ACCEPTED, HeadKind
 from tllm_spec.models.registry import LoadFormat
 
 
@@ -264,7 +265,7 @@ def _dflash_head(config: DecodingBaseConfig) -> DraftPlan:
         config.load_format,
         is_head=True,
         capture_layers=config.target_layer_ids,
-        head_kinds=("DFlash",),
+        head_kinds=ACCEPTED[config.decoding_type],
         window_size=config.draft_window_size,
         sink_size=config.draft_sink_size,
         token_map=config.speculative_token_map,
@@ -276,7 +277,6 @@ def _dflash_head(config: DecodingBaseConfig) -> DraftPlan:
 def _eagle_head(config: DecodingBaseConfig) -> DraftPlan:
     """TensorRT-LLM serves EAGLE-3 heads under both names."""
     assert isinstance(config, EagleHeadDecodingConfig)
-    is_eagle3 = isinstance(config, Eagle3DecodingConfig)
     return DraftPlan(
         config.speculative_model,
         config.load_format,
@@ -284,7 +284,7 @@ def _eagle_head(config: DecodingBaseConfig) -> DraftPlan:
         capture_layers=config.eagle3_layers_to_capture,
         splits_rounds=not config.eagle3_one_model,
         backend=config.draft_backend,
-        head_kinds=("EAGLE-3",) if is_eagle3 else ("EAGLE-1/2", "EAGLE-3"),
+        head_kinds=ACCEPTED[config.decoding_type],
         window_size=config.draft_window_size,
         sink_size=config.draft_sink_size,
         token_map=config.speculative_token_map,

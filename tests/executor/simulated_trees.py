@@ -21,7 +21,7 @@ from tllm_spec.config.speculative_config import Eagle3DecodingConfig
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
-from tllm_spec.kernels.drafts.path_trees import END, NOTHING, OFF_CHAIN
+from tllm_spec.kernels.drafts.rank_codes import END, NOTHING, OFF_CHAIN
 
 TIME_NOISE = 0.02  # standard deviation of a round's time, relative
 BATCH_SIZES, ACCEPTANCES = (1, 4, 8, 16, 32), (0.2, 0.4, 0.6, 0.7, 0.8, 0.9)

@@ -9,7 +9,7 @@ from tllm_spec.config.draft_shape import DraftShape, DraftShapes, chain_of
 from tllm_spec.executor.speculative.draft_length.rank_estimate import chain_counts, columns_of
 from tllm_spec.executor.speculative.draft_length.tier_estimate import TierEstimate
 from tllm_spec.executor.speculative.draft_length.tier_policy import ObservedRound
-from tllm_spec.kernels.drafts.path_trees import END, NOTHING, OFF_CHAIN
+from tllm_spec.kernels.drafts.rank_codes import END, NOTHING, OFF_CHAIN
 
 LARGE, SMALL = DraftShape(3, 12, 4), DraftShape(2, 4, 3)
 SHAPES = DraftShapes([chain_of(length) for length in range(4)], [LARGE, SMALL], LARGE)

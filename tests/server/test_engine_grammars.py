@@ -73,7 +73,7 @@ def test_a_request_whose_grammar_is_lost_fails_and_leaves_nothing(
         return handle.error
 
     assert engine.use(ask) == str(error)
-    assert not port._uncompiled and not port._entries
+    assert not port._unmade and not port._entries
 
 
 def test_a_request_that_is_cancelled_while_it_is_queued_does_not_run(
@@ -103,4 +103,4 @@ def test_a_request_that_is_cancelled_while_it_is_queued_does_not_run(
         return handle.outputs[0].finish_reason
 
     assert engine.use(ask) == "cancelled"
-    assert cancelled == queued and not port._uncompiled
+    assert cancelled == queued and not port._unmade

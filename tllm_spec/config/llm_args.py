@@ -21,11 +21,11 @@ from pydantic import (
 )
 
 from tllm_spec.config.config_base import ConfigModel, PathText, check, check_keys
-from tllm_spec.config.cuda_graph_config import CudaGraphConfig as CudaGraphConfig
-from tllm_spec.config.import_path import import_also_from
-from tllm_spec.config.kv_cache_config import KvCacheConfig as KvCacheConfig
+from tllm_spec.config.engine_config import CudaGraphConfig as CudaGraphConfig
+from tllm_spec.config.engine_config import KvCacheConfig as KvCacheConfig
+from tllm_spec.config.engine_config import SchedulerConfig
 from tllm_spec.config.neighbours import LLM_IGNORED, LLM_RENAMED, Ignored, Renamed
-from tllm_spec.config.scheduler_config import SchedulerConfig
+from tllm_spec.config.option_checks import import_also_from
 from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
     MTPDecodingConfig,

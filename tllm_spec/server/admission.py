@@ -103,7 +103,7 @@ class Admission:
                             store=caller.store,
                         )
                     )
-            except ValueError:
+            except (ValueError, RuntimeError):
                 for handle in handles:
                     handle.abort()
                 raise

@@ -77,8 +77,9 @@ class OpenAIServer:
         histograms: Histograms | None = None,
         traces: Traces | None = None,
         draining: asyncio.Event | None = None,
+        replica: str | None = None,
     ) -> None:
-        """draining: set when the server is about to end."""
+        """draining: set when the server is about to end. replica: as of `EngineMetrics`."""
         if llm.tokenizer is None:
             raise ValueError(
                 "skip_tokenizer_init = True cannot be served over HTTP: answers are text"
@@ -90,7 +91,7 @@ class OpenAIServer:
         self._created = int(time.time())  # noqa: TID251  # a date
         self._histograms = histograms or Histograms()
         vllm_model = served_model_name if self._options.vllm_metrics else None
-        self._metrics = EngineMetrics(llm.server_info, self._histograms, vllm_model)
+        self._metrics = EngineMetrics(llm.server_info, self._histograms, vllm_model, replica)
         self._perf_metrics = PerfMetrics()
         self._traces = traces
         self._draining = draining or asyncio.Event()

@@ -60,4 +60,4 @@ def client_of_address(address: str) -> str:
 
 
 def _digest(text: str) -> str:
-    return sha256(text.encode(errors="surrogatepass")).hexdigest()
+    return sha256(text.encode()).hexdigest()

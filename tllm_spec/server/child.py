@@ -25,8 +25,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that end the server
 
 @dataclass(frozen=True)
 class ChildSettings:
-    """Plain values. llm: the arguments of LLM. engine_paths: the engines' Unix sockets; number: for
-    an engine, which of them it is. server: of `ServerOptions`; tls: of `Tls`, if there are any."""
+    """Plain values. llm: the arguments of LLM. engine_paths: the engines' Unix sockets. server: of
+    `ServerOptions`; tls: of `Tls`, if there are any. number: which of the engines, or of the
+    fronts, it is. log_name: what its log lines say of that, where there are several."""
 
     llm: dict[str, Any]
     served_model_name: str
@@ -36,6 +37,7 @@ class ChildSettings:
     server: dict[str, Any]
     tls: dict[str, Any] | None
     number: int = 0
+    log_name: str = ""
 
 
 def engine_process(tensor_parallel_size: int) -> str:
@@ -64,9 +66,9 @@ class Control:
         if message is None:
             sys.exit(FAILED)
         settings = ChildSettings(**message)
-        configure_logs(settings.log_level, settings.log_format)
-        if settings.log_format == "json" or not sys.stderr.isatty():
-            os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
+        configure_logs(settings.log_level, settings.log_format, settings.log_name)
+        # Lines of the log in place of bars, which several processes would draw over each other.
+        os.environ.setdefault("TQDM_DISABLE", "1")
         return settings
 
     def watch(self) -> None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tllm_spec.config.kv_events_config import KVEventsConfig
+from tllm_spec.config.engine_config import KVEventsConfig
 from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.executor.faults import described
 from tllm_spec.server.child import FAILED, Control, freeze_heap
@@ -126,7 +126,7 @@ class EngineProcess:
             "whole": swap.whole,
             "stage": swap.stage,
             "commit": swap.commit,
-            "back": swap.back,
+            "keep": swap.keep,
         }
         return steps[step](*arguments)
 
@@ -177,9 +177,9 @@ def with_served_draft(args: LlmArgs, engine_paths: Sequence[str]) -> tuple[LlmAr
     been swapped; None for an only engine."""
     if len(engine_paths) == 1:
         return args, None
-    with DraftInForce(engine_paths[0]).held() as served:
-        if served is None:
-            return args, 0
+    served = DraftInForce(engine_paths[0]).read()
+    if served is None:
+        return args, 0
     from tllm_spec.draft_swap import with_draft_weights
 
     return with_draft_weights(args, served.folder), served.version

@@ -85,20 +85,32 @@ BY_DRAFT_LEN = {
     "tllm_spec_round_seconds": ("Time of decode rounds without prompts", "seconds"),
 }
 
+BY_VERSION = {
+    "tllm_spec_draft_version_rounds": (
+        "Decode rounds of ended requests, by the version of the draft weights they began with",
+        "rounds",
+    ),
+    "tllm_spec_draft_version_tokens": (
+        "Tokens emitted by these rounds, bonus tokens included",
+        "tokens",
+    ),
+}
+
 
 class EngineMetrics(Collector):
     """Reads the engine's state for each scrape. vllm_model: the model's name, if vLLM's names are
-    added."""
+    added. replica: a label of all samples, where other servers answer at the same address."""
 
     def __init__(
         self,
         info: Callable[[], Mapping[str, Any]],
         histograms: Histograms,
         vllm_model: str | None = None,
+        replica: str | None = None,
     ) -> None:
         self._info = info
         self._histograms = histograms
-        self._vllm_model = vllm_model
+        self._vllm_model, self._replica = vllm_model, replica
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -111,11 +123,12 @@ class EngineMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         states = self._info()["internal_states"]
-        metrics = chain(_by_engine(states), self._of_requests())
-        if self._vllm_model is None:
-            yield from metrics
-        else:
-            yield from with_aliases(metrics, self._vllm_model)
+        metrics: Iterable[Metric] = chain(_by_engine(states), self._of_requests())
+        if self._vllm_model is not None:
+            metrics = with_aliases(metrics, self._vllm_model)
+        if self._replica is not None:
+            metrics = (_labelled(metric, {"replica": self._replica}) for metric in metrics)
+        yield from metrics
 
     def _of_requests(self) -> Iterator[Metric]:
         yield InfoMetricFamily("tllm_spec", "Version of the server", {"version": __version__})
@@ -130,15 +143,20 @@ def _by_engine(states: Sequence[Mapping[str, Any]]) -> Iterable[Metric]:
     metrics: dict[str, Metric] = {}
     for state in states:
         for metric in _of_engine(state):
+            if "engine" in state:
+                _labelled(metric, {"engine": str(state["engine"])})
             same = metrics.setdefault(metric.name, metric)
-            if "engine" not in state:
-                continue
-            samples = [
-                sample._replace(labels={"engine": str(state["engine"]), **sample.labels})
-                for sample in metric.samples
-            ]
-            same.samples = samples if same is metric else [*same.samples, *samples]
+            if same is not metric:
+                same.samples += metric.samples
     return metrics.values()
+
+
+def _labelled(metric: Metric, labels: Mapping[str, str]) -> Metric:
+    """The same metric, whose samples have these labels, too."""
+    metric.samples = [
+        sample._replace(labels={**labels, **sample.labels}) for sample in metric.samples
+    ]
+    return metric
 
 
 def _of_engine(state: Mapping[str, Any]) -> Iterator[Metric]:
@@ -149,6 +167,7 @@ def _of_engine(state: Mapping[str, Any]) -> Iterator[Metric]:
     totals = state["totals"]
     yield from _requests(totals["requests_by_finish_reason"])
     yield from _speculation(totals)
+    yield from _by_version(state.get("draft_weights"))
     yield from _pages(state["kv_cache"], totals)
 
 
@@ -190,6 +209,15 @@ def _speculation(totals: Mapping[str, Any]) -> Iterator[Metric]:
         metric = CounterMetricFamily(name, help_text, labels=["draft_len"])
         for draft_len, row in totals["by_draft_len"].items():
             metric.add_metric([draft_len], row[key])
+        yield metric
+
+
+def _by_version(weights: Mapping[str, Any] | None) -> Iterator[Metric]:
+    """weights: None where they cannot be swapped."""
+    for name, (help_text, key) in BY_VERSION.items():
+        metric = CounterMetricFamily(name, help_text, labels=["draft_version"])
+        for version, row in (weights or {"by_version": {}})["by_version"].items():
+            metric.add_metric([version], row[key])
         yield metric
 
 

@@ -28,7 +28,7 @@ class ServerOptions:
     engine_timeout: float = 120.0  # without an answer, after which /health says 503
     header_timeout: float = 15.0
     body_timeout: float = 60.0
-    keep_alive_timeout: float = 60.0
+    timeout_keep_alive: float = 120.0  # uvicorn's name; Go's clients keep connections for 90 s
     drain_delay: float = 0.0  # between a signal to end and the end of accepting connections
     shutdown_timeout: float = 30.0
     api_key: str | Mapping[str, str] | None = None

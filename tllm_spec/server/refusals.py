@@ -9,8 +9,6 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 MAX_MISTAKES = 11  # lines about mistakes in a body; a summary of unknown options has as many
-MAX_HEADER_BYTES = 1 << 16  # of a request
-HEADERS_TOO_LARGE = f"the headers are too large: at most {MAX_HEADER_BYTES} bytes are accepted"
 MAX_MESSAGE = 8192  # characters; a message may quote what a client has sent
 
 

@@ -46,7 +46,8 @@ class Replicas:
         self._timeout = timeout
         self._router = PrefixRouter(len(paths), args.kv_cache_config.tokens_per_block)
         self._clients: dict[int, EngineClient] = {}
-        self._swaps = DraftSwaps(paths, lambda: list(self._running().values()))
+        first = str(getattr(args.speculative_config, "speculative_model", ""))
+        self._swaps = DraftSwaps(paths, first, lambda: list(self._running().values()))
         self._first = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_shut_down = False
@@ -162,6 +163,9 @@ class Replicas:
     def _swap_back(self, folder: str) -> None:
         threading.Thread(target=self._swaps.swap_back, args=[folder], daemon=True).start()
 
+    def _settle(self, engine: EngineClient) -> None:
+        threading.Thread(target=self._swaps.settle, args=[engine], daemon=True).start()
+
     async def _keep_connected(self, number: int) -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -180,7 +184,7 @@ class Replicas:
         # Engines on devices with less free memory have smaller caches.
         self.max_seq_len = min(self.max_seq_len, limits.max_seq_len)
         self._intake.limit_sequences(self.max_seq_len)
-        self._clients[number] = EngineClient(
+        client = self._clients[number] = EngineClient(
             self.args,
             self._tokenizer,
             connection,
@@ -189,5 +193,7 @@ class Replicas:
             self._intake,
             partial(self._router.read, number),
             self._swap_back,
+            f"engine {number}",
         )
+        self._settle(client)
         self._first.set()

@@ -10,7 +10,6 @@ from fastapi import FastAPI, Request
 from pydantic import Field
 
 from tllm_spec.config.config_base import check
-from tllm_spec.config.option_checks import check_text
 from tllm_spec.prompts import max_model_len
 from tllm_spec.server.admission import Admission
 from tllm_spec.server.body_model import BodyModel
@@ -98,7 +97,6 @@ class TokenRoutes:
             tokens = self._chat_prompts.token_ids(body.conversation)
         else:
             assert body.prompt is not None
-            check_text(body.prompt)
             self._llm.check_length(body.prompt)
             tokens = self._tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         length = max_model_len(self._llm.args, self._llm.max_seq_len)

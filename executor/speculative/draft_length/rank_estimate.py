@@ -4,7 +4,7 @@ paths showed is a table of `path_ranks`; all depths share one estimate."""
 from collections import Counter
 from collections.abc import Sequence
 
-from tllm_spec.kernels.drafts.path_trees import END, NOTHING, OFF_CHAIN
+from tllm_spec.kernels.drafts.rank_codes import END, NOTHING, OFF_CHAIN
 
 MIN_ROUNDS = 8  # memory in rounds, where few rounds fill the window
 PRIOR_TRIALS = 8.0  # nodes that the prior counts for

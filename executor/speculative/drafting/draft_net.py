@@ -7,9 +7,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.attention.spec_metadata import SpecMetadata
-from tllm_spec.distributed.vocab_shard import VocabShard
+from tllm_spec.attention.interface import ForwardContext, SpecMetadata
+from tllm_spec.distributed.communicator import VocabShard
 from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM

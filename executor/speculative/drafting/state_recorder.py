@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tllm_spec.attention.spec_metadata import SpecMetadata
+from tllm_spec.attention.interface import SpecMetadata
 from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.device.transfer import ToHost, to_device

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.server.http_answers import wait_for
-from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.distributed.communicator import Communicator, Mapping
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling import grammar_work

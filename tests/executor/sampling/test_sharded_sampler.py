@@ -11,8 +11,7 @@ import torch
 from tests.distributed.thread_ranks import RANKS, ThreadGroup
 from tests.executor.sampling.test_sampler import CPU, DRAFT_LEN, VOCAB, Bench
 from tllm_spec.config.draft_shape import chain_of
-from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.distributed.vocab_shard import VocabShard
+from tllm_spec.distributed.communicator import Communicator, VocabShard
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.logprobs import LogprobRows
