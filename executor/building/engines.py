@@ -36,8 +36,7 @@ from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.resources.host_pages import HostPages
 from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.resources.pages import PageGroup, Snapshots
-from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.executor.resources.pages import BlockTable, PageGroup, Snapshots
 from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.external_layers import (

@@ -14,8 +14,7 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.resources.pages import SequencePages
-from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.executor.resources.pages import BlockTable, SequencePages
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 
 # While a round is in flight, a request takes and keeps pages for so many rounds ahead.

@@ -12,7 +12,7 @@ from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import TreeRows, Windows
-from tllm_spec.executor.resources.window_tree import WindowTree
+from tllm_spec.executor.resources.slot_state import WindowTree
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
@@ -184,7 +184,7 @@ class DecodeStep:
         if sampled.rows is not None:
             self.engine.keep_paths(rows, sampled.rows, sampled.new_lens)
         if num_verified is not None:
-            self._slots.learn(rows.slots, num_verified, sampled.new_lens, sampled.rows)
+            self._slots.learn(rows.slots, num_verified, sampled.new_lens)
             columns = self._slots.reported(rows.slots, num_verified, windows.shape)
             sampled = replace(sampled, num_drafts=columns)
         return WindowResult(rows, sampled, windows.shape, windows.read_rows)

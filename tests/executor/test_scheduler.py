@@ -13,7 +13,7 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import ResourceManager, SeqSlotManager
-from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.executor.resources.pages import BlockTable
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
 from tllm_spec.sampling_params import SamplingParams
 

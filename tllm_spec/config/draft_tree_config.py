@@ -16,12 +16,10 @@ from tllm_spec.config.draft_shape import (
     DraftShapes,
     chain_of,
     dynamic_tree,
-    sharing_rows,
 )
 from tllm_spec.config.neighbours import NUM_CHILDREN
 from tllm_spec.config.speculative_base import DecodingBaseConfig
 from tllm_spec.config.text_search import MAX_MATCH, GlobalPoolConfig, TextSearch
-from tllm_spec.config.verify_budget import with_budgets
 
 # The option by which drafts of a network and drafts that continue an earlier occurrence of the
 # text's end are combined.
@@ -253,15 +251,13 @@ class DraftTreeDecodingConfig(MatchedDraftsConfig):
     def shapes(self) -> DraftShapes:
         if self.eagle_choices is not None:
             own = [_static(self.eagle_choices, n) for n in range(1, self.max_draft_len + 1)]
-            return DraftShapes([NO_DRAFTS, *sharing_rows(own, self.verify_budget)])
+            return DraftShapes([NO_DRAFTS, *own])
         topk, nodes = self.dynamic_tree_max_topK, self.max_total_draft_tokens
         if not self.drafts_trees or topk is None or nodes is None:
             return super().shapes
         if self.mixes_trees and self.adaptive is not None:
             tree = DraftShape(self.max_draft_len, nodes, topk)
-            if self.enable_adaptive_verification:
-                return with_budgets(self.max_draft_len, self.adaptive.draft_lens, tree)
             chains = [chain_of(length) for length in range(self.max_draft_len + 1)]
             return DraftShapes(chains, self.adaptive.trees or default_trees(tree), tree)
         trees = [dynamic_tree(steps, topk, nodes) for steps in range(1, self.max_draft_len + 1)]
-        return DraftShapes([NO_DRAFTS, *sharing_rows(trees, self.verify_budget)])
+        return DraftShapes([NO_DRAFTS, *trees])

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import PositiveInt
 
 from tllm_spec.config.config_base import check
-from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, DraftShapes, sharing_rows
+from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, DraftShapes
 from tllm_spec.config.draft_tree_config import MAX_NODES, MAX_TOPK, chain_or_tree
 from tllm_spec.config.option_checks import find_class, make_object
 from tllm_spec.config.speculative_base import DecodingBaseConfig
@@ -71,7 +71,7 @@ class NGramDecodingConfig(CorpusConfig, DecodingBaseConfig):
             return super().shapes
         depths = range(1, self.max_draft_len + 1)
         trees = [DraftShape(depth, min(nodes, _most_nodes(topk, depth)), topk) for depth in depths]
-        return DraftShapes([NO_DRAFTS, *sharing_rows(trees, self.verify_budget)])
+        return DraftShapes([NO_DRAFTS, *trees])
 
     def text_search(self, max_batch_size: int) -> TextSearch:
         num_shared = -(-self.max_pool_entries // SHARED_WIDTH) if self.is_public_pool else 0
@@ -152,8 +152,7 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
         if not self.drafts_trees:
             return super().shapes
         trees = [DraftShape(depth, nodes, nodes) for depth in lengths]
-        trees, narrows = sharing_rows(trees, self.verify_budget), self.verify_budget is None
-        return DraftShapes([NO_DRAFTS, *trees], narrows=narrows)
+        return DraftShapes([NO_DRAFTS, *trees], narrows=True)
 
     @check
     def _check_tree(self) -> Iterator[str]:

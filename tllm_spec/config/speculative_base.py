@@ -211,7 +211,7 @@ class DecodingBaseConfig(ConfigModel):
             self.adaptive if self.enable_adaptive_verification else None,
             is_adaptive=self.adaptive is not None,
             num_budgets=len(self.shapes.budgets),
-            has_other_trees=self.drafts_trees and not self.mixes_trees,
+            drafts_trees=self.drafts_trees,
             use_rejection_sampling=self.use_rejection_sampling,
             has_schedule=self.draft_len_schedule is not None,
         ):

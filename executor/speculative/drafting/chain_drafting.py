@@ -9,7 +9,7 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
-from tllm_spec.executor.speculative.drafting.proposer import DraftChains
+from tllm_spec.kernels.slots.accept import Drafts
 
 
 class ChainDrafting:
@@ -31,7 +31,7 @@ class ChainDrafting:
         kv_lens: torch.Tensor,
         state: torch.Tensor,
         bound: int,
-    ) -> DraftChains:
+    ) -> Drafts:
         """As `TreeDrafting.draft`."""
         net, positions = self._layers.net, self._slots.positions(kv_lens, shape.depth)
         drawn: list[_Drawn] = []
@@ -47,7 +47,7 @@ class ChainDrafting:
 
     def draft_block(
         self, group: RowGroup, shape: DraftShape, kv_lens: torch.Tensor, states: torch.Tensor
-    ) -> DraftChains:
+    ) -> Drafts:
         """states `[K * N, H]`: those of all first drafts, then those of all second ones, and so
         on. Otherwise as `draft`."""
         positions = self._slots.positions(kv_lens, shape.depth)
@@ -78,7 +78,7 @@ class ChainDrafting:
 _Drawn = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def _chains(drawn: list[_Drawn]) -> DraftChains:
+def _chains(drawn: list[_Drawn]) -> Drafts:
     tokens = torch.stack([each for each, _ in drawn], dim=1)
     chances = [chance for _, chance in drawn if chance is not None]
-    return DraftChains(tokens, likely=torch.stack(chances, dim=1) if chances else None)
+    return Drafts(tokens, likely=torch.stack(chances, dim=1) if chances else None)

@@ -13,7 +13,7 @@ from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.host_tree import HostTree, numbers_of, tree_of
 from tllm_spec.executor.speculative.drafting.sent_drafts import improve
 from tllm_spec.grammar.grammar_state import GrammarState
-from tllm_spec.kernels.drafts.draft_beams import DraftTree
+from tllm_spec.kernels.slots.accept import DraftTree
 
 
 class HostTreeDrafter(HostDrafter):
@@ -90,7 +90,8 @@ class HostTreeDrafter(HostDrafter):
         sizes = [batch * size for size in (1, 1, width - 1, width, width, width)]
         slots, num_drafts, *rows = sent.split_with_sizes(sizes)
         tokens, parents, depths, bits = (each.view(batch, -1) for each in rows)
-        self._slots.write_tree(slots, DraftTree(tokens, parents, depths, bits, num_drafts))
+        drafts = DraftTree(tokens, num_drafts, parents=parents, depths=depths, bits=bits)
+        self._slots.write(slots, drafts)
 
 
 def _better(grammar: GrammarState, tree: HostTree, limit: int) -> HostTree:

@@ -12,10 +12,9 @@ from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.network_proposer import NetworkProposer
-from tllm_spec.executor.speculative.drafting.proposer import DraftChains, Proposer
+from tllm_spec.executor.speculative.drafting.proposer import Proposer
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
 from tllm_spec.executor.speculative.drafting.suffix_match import SuffixMatch
-from tllm_spec.kernels.drafts.draft_beams import DraftTree
 from tllm_spec.kernels.drafts.draft_sources import (
     MATCH,
     NETWORK,
@@ -25,6 +24,7 @@ from tllm_spec.kernels.drafts.draft_sources import (
     observe_drafts,
 )
 from tllm_spec.kernels.drafts.match_branches import add_match
+from tllm_spec.kernels.slots.accept import Drafts, DraftTree
 
 NETWORK_RATE = 0.6  # of drafts that are right, before any was seen
 NUM_CLASSES = 17  # of match lengths: none, 1 to 15 tokens, and more
@@ -78,9 +78,7 @@ class DraftChoice:
             parts = sampled.new_tokens, sampled.new_lens
             observe_drafts(self._sources, slots, *parts, self._learns)
 
-    def choose(
-        self, drafts: DraftChains | DraftTree, group: RowGroup, shape: DraftShape
-    ) -> DraftChains | DraftTree:
+    def choose(self, drafts: Drafts, group: RowGroup, shape: DraftShape) -> Drafts:
         """drafts: the network's, of this shape, for the group, one row each."""
         found, sources = self._match.matches(group, shape), self._sources
         match, lens = found.drafts.squeeze(1), found.num_drafts.squeeze(1)
@@ -88,7 +86,7 @@ class DraftChoice:
             own = group.slots, drafts, match, lens, found.lengths
             return add_match(sources, *own, self._learns)
         both = drafts.tokens, match, found.lengths
-        return DraftChains(choose_drafts(sources, group.slots, *both))
+        return Drafts(choose_drafts(sources, group.slots, *both))
 
     def state(self) -> Mapping[str, Any]:
         totals = self._sources.totals.sum(dim=0).tolist()
@@ -113,7 +111,7 @@ class MatchOrNetwork(Proposer):
         windows: WindowResult | None,
         group: RowGroup,
         shape: DraftShape,
-    ) -> DraftChains | DraftTree | None:
+    ) -> Drafts | None:
         drafts = self.network.propose(contexts, windows, group, shape)
         self.choice.read(contexts, windows, group)
         return None if drafts is None else self.choice.choose(drafts, group, shape)

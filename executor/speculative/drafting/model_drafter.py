@@ -32,10 +32,9 @@ from tllm_spec.executor.speculative.drafting.latest_runs import LatestRuns
 from tllm_spec.executor.speculative.drafting.mask_rows import with_masks
 from tllm_spec.executor.speculative.drafting.match_or_network import DraftChoice
 from tllm_spec.executor.speculative.drafting.missed_tokens import missed_by, read_missed
-from tllm_spec.executor.speculative.drafting.proposer import DraftChains, write_drafts
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, RoundEnd, WindowResult
 from tllm_spec.executor.speculative.drafting.tree_drafting import TreeDrafting
-from tllm_spec.kernels.drafts.draft_beams import DraftTree
+from tllm_spec.kernels.slots.accept import Drafts
 from tllm_spec.kernels.slots.row_copies import gather_rows
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ class ModelDrafter(Drafter, RoundEnd):
         self._max_num_tokens = max_num_tokens
         self._choice = choice
         self._chains = ChainDrafting(layers, slots, sampling)
-        with_scores = choice is not None or slots.values is not None
+        with_scores = choice is not None
         self._trees = TreeDrafting(layers, sampling, slots.device, with_scores=with_scores)
         # Whether accepted tokens may be others than the draft cache has.
         rereads = choice is not None or slots.shapes.has_trees or layers.net.masks is not None
@@ -193,7 +192,7 @@ class ModelDrafter(Drafter, RoundEnd):
     def _draft(self, group: RowGroup, shape: DraftShape, longest: int) -> None:
         """Writes drafts into the windows of the group's slots. longest: bound of their tokens."""
         kv_lens = gather_rows(self._slots.kv_lens, group.slots)
-        drafts: DraftChains | DraftTree
+        drafts: Drafts
         if self._layers.net.masks is not None:
             states = self._read_with_masks(group.slots, kv_lens, longest, shape.depth)
             if shape.is_tree:
@@ -206,7 +205,7 @@ class ModelDrafter(Drafter, RoundEnd):
             drafts = drafting.draft(group, shape, kv_lens, state, longest)
         if self._choice is not None:
             drafts = self._choice.choose(drafts, group, shape)
-        write_drafts(self._slots, group.slots, drafts)
+        self._slots.write(group.slots, drafts)
 
     def _read_with_masks(
         self, slot_ids: torch.Tensor, kv_lens: torch.Tensor, longest: int, num_drafts: int

@@ -22,10 +22,10 @@ from tllm_spec.executor.speculative.drafting.chain_drafting import ChainDrafting
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.mask_rows import fill_in, read_masks, with_masks
-from tllm_spec.executor.speculative.drafting.proposer import DraftChains, Proposer
+from tllm_spec.executor.speculative.drafting.proposer import Proposer
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
 from tllm_spec.executor.speculative.drafting.tree_drafting import TreeDrafting
-from tllm_spec.kernels.drafts.draft_beams import DraftTree
+from tllm_spec.kernels.slots.accept import Drafts
 from tllm_spec.kernels.slots.row_copies import gather_rows
 
 
@@ -47,8 +47,7 @@ class NetworkProposer(Proposer):
         self._backlog = backlog
         self._slots = slots
         self._chains = ChainDrafting(layers, slots, sampling)
-        with_scores = scores_trees or slots.values is not None
-        self._trees = TreeDrafting(layers, sampling, slots.device, with_scores=with_scores)
+        self._trees = TreeDrafting(layers, sampling, slots.device, with_scores=scores_trees)
         self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
         # Kept, because making them is a launch.
         num_rows = len(slots.kv_lens) * slots.shapes.longest.path
@@ -72,7 +71,7 @@ class NetworkProposer(Proposer):
         windows: WindowResult | None,
         group: RowGroup,
         shape: DraftShape,
-    ) -> DraftChains | DraftTree | None:
+    ) -> Drafts | None:
         """Reads what the target has read, and drafts. With NO_DRAFTS it only reads, and windows of
         one token go to the backlog instead."""
         if windows is not None and windows.shape == NO_DRAFTS and shape == NO_DRAFTS:
@@ -97,7 +96,7 @@ class NetworkProposer(Proposer):
         windows: WindowResult | None,
         group: RowGroup,
         shape: DraftShape,
-    ) -> DraftChains | DraftTree:
+    ) -> Drafts:
         """All drafts come from one forward, which reads what was emitted, too. With contexts or
         parts of windows, and where mask rows fill in, they have a forward of their own."""
         kv_lens = gather_rows(self._slots.kv_lens, group.slots)

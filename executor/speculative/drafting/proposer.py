@@ -2,7 +2,6 @@
 own text."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,28 +9,9 @@ import torch
 from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
-from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
-from tllm_spec.kernels.drafts.draft_beams import DraftTree
-
-
-@dataclass(frozen=True)
-class DraftChains:
-    """Drafts `tokens` `[N, K]` of N requests. num_drafts `[N]`: how many of them each request
-    really has; None: all. likely `[N, K]`: the drafter's own probabilities; None: not known."""
-
-    tokens: torch.Tensor
-    num_drafts: torch.Tensor | None = None
-    likely: torch.Tensor | None = None
-
-
-def write_drafts(slots: SlotState, slot_ids: torch.Tensor, drafts: DraftChains | DraftTree) -> None:
-    """Writes drafts to the next windows of slots `[N]`."""
-    if isinstance(drafts, DraftTree):
-        slots.write_tree(slot_ids, drafts)
-    else:
-        slots.write_drafts(slot_ids, drafts.tokens, drafts.num_drafts, drafts.likely)
+from tllm_spec.kernels.slots.accept import Drafts
 
 
 class Proposer:
@@ -48,7 +28,7 @@ class Proposer:
         windows: WindowResult | None,
         group: RowGroup,
         shape: DraftShape,
-    ) -> DraftChains | DraftTree | None:
+    ) -> Drafts | None:
         """Drafts of this shape for the requests of `group`, one row each, ended contexts before
         windows; None: there are none. It is called with NO_DRAFTS, too, to see what was emitted.
         Without contexts it is a function of device tensors, so that a CUDA graph can hold it."""

@@ -8,15 +8,16 @@ from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.grammar.grammar_state import GrammarState
+from tllm_spec.kernels.slots.accept import Drafts
 
-Drafts = TypeVar("Drafts")
+Draft = TypeVar("Draft")
 
 
 def improve(
     requests: Sequence[LlmRequest],
-    drafts: list[Drafts],
+    drafts: list[Draft],
     limits: Sequence[int],
-    better: Callable[[GrammarState, Drafts, int], Drafts],
+    better: Callable[[GrammarState, Draft, int], Draft],
 ) -> None:
     """Replaces drafts of requests with grammars, which may know better ones, in place. limits: of
     each request's drafts."""
@@ -39,4 +40,4 @@ def send_chains(
         rows += request.tokens[-1:] * (draft_len - len(draft))
     table = to_device(array("q", rows), slots.device).view(len(requests), -1)
     slot_ids, numbers = table[:, :2].t().contiguous()
-    slots.write_drafts(slot_ids, table[:, 2:].contiguous(), numbers)
+    slots.write(slot_ids, Drafts(table[:, 2:].contiguous(), numbers))

@@ -15,9 +15,8 @@ from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.resources.interface import NO_SALT, SharedTexts
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
-from tllm_spec.executor.speculative.drafting.proposer import DraftChains, Proposer
+from tllm_spec.executor.speculative.drafting.proposer import Proposer
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, WindowResult
-from tllm_spec.kernels.drafts.draft_beams import DraftTree
 from tllm_spec.kernels.drafts.path_trees import path_trees
 from tllm_spec.kernels.drafts.suffix_match import (
     EVERYONE,
@@ -27,6 +26,7 @@ from tllm_spec.kernels.drafts.suffix_match import (
     append_tokens,
     match_suffixes,
 )
+from tllm_spec.kernels.slots.accept import Drafts
 
 MAX_PATHS = 8  # matches that a tree is made of, at most
 
@@ -70,7 +70,7 @@ class SuffixMatch(Proposer):
         windows: WindowResult | None,
         group: RowGroup,
         shape: DraftShape,
-    ) -> DraftChains | DraftTree | None:
+    ) -> Drafts | None:
         self.read(contexts, windows, group)
         if shape == NO_DRAFTS or not len(group.slots):
             return None
@@ -78,7 +78,7 @@ class SuffixMatch(Proposer):
             paths = self.matches(group, shape, MAX_PATHS)
             return path_trees(paths.drafts, paths.num_drafts, shape.num_nodes, shape.topk)
         matches = self.matches(group, shape)
-        return DraftChains(matches.drafts[:, 0], matches.num_drafts[:, 0])
+        return Drafts(matches.drafts[:, 0], matches.num_drafts[:, 0])
 
     def read(
         self, contexts: ContextResult | None, windows: WindowResult | None, group: RowGroup

@@ -20,13 +20,13 @@ from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.kernels.attention.visible_keys import TreeMask
 from tllm_spec.kernels.drafts.draft_beams import (
     BeamPool,
-    DraftTree,
     add_last,
     first_beams,
     grow,
     select,
 )
 from tllm_spec.kernels.drafts.draft_layout import DraftLayout, StaticStep, static_steps
+from tllm_spec.kernels.slots.accept import DraftTree
 from tllm_spec.kernels.slots.row_copies import gather_rows
 
 
@@ -111,7 +111,8 @@ class TreeDrafting:
                 num_read += num_rows
         parents, depths, bits = (each.expand(batch, -1) for each in layout)
         of_nodes, tokens = torch.cat(scores, dim=1) if scores else None, torch.cat(found, dim=1)
-        return DraftTree(tokens, parents, depths, bits, scores=of_nodes)
+        rows = {"parents": parents, "depths": depths, "bits": bits}
+        return DraftTree(tokens, **rows, scores=of_nodes)
 
     def _static_tree(
         self, shape: DraftShape

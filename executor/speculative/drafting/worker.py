@@ -11,7 +11,7 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
-from tllm_spec.executor.speculative.drafting.proposer import Proposer, write_drafts
+from tllm_spec.executor.speculative.drafting.proposer import Proposer
 from tllm_spec.executor.speculative.drafting.round_end import ContextResult, RoundEnd, WindowResult
 
 
@@ -68,4 +68,4 @@ class DraftWorker(RoundEnd):
     ) -> None:
         drafts = self.proposer.propose(contexts, windows, group, shape)
         if drafts is not None:
-            write_drafts(self._slots, group.slots, drafts)
+            self._slots.write(group.slots, drafts)
