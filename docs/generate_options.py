@@ -17,11 +17,13 @@ from pydantic.fields import FieldInfo
 
 from tllm_spec.cli import bench, serve
 from tllm_spec.config.adaptive_config import AdaptiveConfig, CostModelOptions, EmaOptions
-from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
-from tllm_spec.config.kv_events_config import KVEventsConfig
+from tllm_spec.config.draft_tree_config import (
+    DraftTreeDecodingConfig,
+    MatchedDraftsConfig,
+    SAEnhancerConfig,
+)
+from tllm_spec.config.engine_config import KVEventsConfig, SchedulerConfig
 from tllm_spec.config.llm_args import CudaGraphConfig, KvCacheConfig, LlmArgs
-from tllm_spec.config.matched_drafts_config import MatchedDraftsConfig, SAEnhancerConfig
-from tllm_spec.config.scheduler_config import SchedulerConfig
 from tllm_spec.config.speculative_base import DecodingBaseConfig, DraftModelDecodingConfig
 from tllm_spec.config.speculative_config import CONFIG_OF_TYPE, EagleHeadDecodingConfig
 from tllm_spec.config.text_search import CorpusConfig, GlobalPoolConfig
@@ -33,9 +35,12 @@ INTRO = """# Options
 Generated from the code by `make docs`; do not edit.
 
 One tree of options serves `LLM(...)`, YAML files (`--extra_llm_api_options`) and the commands.
-Names are TensorRT-LLM's where it has the option. Its other options are accepted with values that
-change nothing (`tllm_spec/config/not_served.py`). Any other value is refused with the reason, and
-all refusals of a configuration come in one message.
+Names are TensorRT-LLM's where it has the option. Its other options, and those of vLLM and SGLang,
+are in three lists (`tllm_spec/config/neighbours.py`): other names of an option here, in YAML files
+and on the command line; options that are taken with values that change nothing; and what is absent,
+with the reason. All refusals of a configuration come in one message. `tllm-serve` and the commands
+of `tllm-bench` that start an engine take every argument of `LLM` as a flag, dotted where it is
+nested: `--kv_cache_config.dtype fp8`.
 """
 NOUNS: Mapping[Any, str] = {
     bool: "`true`, `false`",

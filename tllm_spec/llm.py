@@ -7,14 +7,16 @@ import logging
 import os
 import secrets
 import socket
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
+from tllm_spec.config.engine_config import NO_KV_EVENTS
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.config.not_served import CHAT_NOT_SERVED, GENERATE_NOT_SERVED, NO_KV_EVENTS
-from tllm_spec.config.option_checks import NotServed, refuse_not_served
+from tllm_spec.config.neighbours import CHAT_IGNORED, GENERATE_IGNORED, Ignored
+from tllm_spec.config.option_checks import refusals
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.draft_swap import DraftSwap
 from tllm_spec.executor.request import Response
@@ -24,6 +26,7 @@ from tllm_spec.grammars import Grammars
 from tllm_spec.intake import Intake, Params
 from tllm_spec.models.registry import check_config
 from tllm_spec.outputs import RequestOutput
+from tllm_spec.progress import progress
 from tllm_spec.prompts import Prompt, is_single
 from tllm_spec.ranks import build_together, join_ranks
 from tllm_spec.request_errors import RequestError
@@ -92,7 +95,7 @@ class LLM:
         reuse each other's KV cache and n-grams.
 
         TensorRT-LLM's `lora_request`, `disaggregated_params` and so on must be None."""
-        _refuse_not_served(not_served, GENERATE_NOT_SERVED)
+        _refuse_not_served(not_served, GENERATE_IGNORED)
         if is_single(inputs):
             (params,) = _one_each("sampling_params", sampling_params, 1)
             (rank,) = _one_each("priority", priority, 1)
@@ -115,10 +118,7 @@ class LLM:
                 results.append(self._submit_or_explain(*each))
             if not use_tqdm:
                 return [result.result() for result in results]
-            from tqdm import tqdm
-
-            shown_results = tqdm(results, desc="Processed requests", dynamic_ncols=True)
-            return [result.result() for result in shown_results]
+            return _shown(results)
 
     def chat(
         self,
@@ -138,7 +138,7 @@ class LLM:
         text. The rest is as with `generate`.
 
         Raises RequestError for messages that the template does not accept or leaves out."""
-        _refuse_not_served(not_served, CHAT_NOT_SERVED, "chat")
+        _refuse_not_served(not_served, CHAT_IGNORED, "chat")
 
         def prompt(each: Any) -> Conversation:
             return Conversation(each, chat_template_kwargs or {}, add_generation_prompt, tools)
@@ -178,7 +178,7 @@ class LLM:
 
         Raises RequestError, which is a ValueError, for a prompt or parameters that this model
         cannot serve, RuntimeError after shutdown or when the executor has died."""
-        _refuse_not_served(not_served, GENERATE_NOT_SERVED)
+        _refuse_not_served(not_served, GENERATE_IGNORED)
         self._check_alive()
         with _mistakes_as_request_errors():
             submission = self._intake.submission(
@@ -205,7 +205,7 @@ class LLM:
 
     def compile_grammar(self, params: SamplingParams) -> None:
         """Compiles the grammar of `params`, if there is one, so that the request with it starts at
-        once. Takes up to ten seconds. Raises ValueError for a grammar that cannot be used."""
+        once. Raises ValueError for a grammar that cannot be used."""
         self._grammars.new_states(params, 1)
 
     @property
@@ -280,7 +280,6 @@ class LLM:
             return
         self._is_shut_down = True
         self._end()
-        self._grammars.close()
         del self._executor
 
     def __enter__(self) -> "LLM":
@@ -326,8 +325,20 @@ def _end(worker: Worker, queue: RequestQueue, results: Results, communicator: Co
     communicator.close()
 
 
+def _shown(results: Sequence[RequestHandle]) -> list[RequestOutput]:
+    """Waits for all of them, with a bar."""
+    outputs, num_tokens, start = list[RequestOutput](), 0, time.monotonic()
+    with progress("Processed requests", len(results), "requests") as bar:
+        for result in results:
+            outputs.append(result.result())
+            num_tokens += sum(each.length for each in outputs[-1].outputs)
+            speed = num_tokens / (time.monotonic() - start)
+            bar.advance(note=f"{speed:.0f} tokens/s")
+    return outputs
+
+
 def _refuse_not_served(
-    arguments: Mapping[str, Any], known: Mapping[str, NotServed], function: str = "generate"
+    arguments: Mapping[str, Any], known: Ignored, function: str = "generate"
 ) -> None:
     """Raises TypeError for an unknown argument, and ValueError for one that is not served and has a
     value. A list of None, one for each prompt, counts as None."""
@@ -338,7 +349,8 @@ def _refuse_not_served(
         for name, value in arguments.items()
         if not isinstance(value, (list, tuple)) or any(each is not None for each in value)
     }
-    refuse_not_served(given, known)
+    if refused := refusals(given, known):
+        raise ValueError("\n".join(refused.values()))
 
 
 @contextmanager

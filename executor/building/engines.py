@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 
 from tllm_spec.attention.choice import create_backend, create_batch_invariant
 from tllm_spec.attention.geometry import LayerGroup
-from tllm_spec.attention.interface import AttentionBackend
+from tllm_spec.attention.interface import AttentionBackend, SpecMetadata, default_capture_layers
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.recurrent import RecurrentMemory
-from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_layers
 from tllm_spec.draft_network.network import ExternalDraft, ExternalHead
 from tllm_spec.executor.building.draft_backend import check_pool, load_head_network, load_network
 from tllm_spec.executor.building.kv_formats import check_kv_cache, draft_format, target_format
@@ -37,8 +36,7 @@ from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.resources.host_pages import HostPages
 from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.resources.pages import PageGroup, Snapshots
-from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.executor.resources.pages import BlockTable, PageGroup, Snapshots
 from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 from tllm_spec.executor.speculative.drafting.external_nets import (
     ExternalHeadNet,
@@ -87,6 +85,7 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
     check_kv_cache(plan)
     check_free_memory(plan)
     start = monotonic()
+    plan.begin("weights")
     logger.info("loading weights: %s", plan.args.model)
     target = load_target(plan)
     draft = None
@@ -94,6 +93,7 @@ def build_engines(plan: BuildPlan, tokens: DraftTokens | None) -> Engines:
         logger.info("loading weights: the drafter's")
         draft = load_draft(plan, target, plan.draft_plan, tokens)
     logger.info("weights took %.1f s", monotonic() - start)
+    plan.begin("memory")
     recorded = _recorded_states(plan, target, draft)
     models: list[ServedModel] = [target, *([draft.model] if draft else [])]
     of_target, of_draft = _plan_groups(plan, target, draft)
@@ -352,7 +352,7 @@ def _draft_net(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) -> Dr
 
 
 def _backend(plan: BuildPlan, group: LayerGroup, pool: KVPool) -> AttentionBackend:
-    return create_backend(plan.attention, group.geometry, pool, plans_latents=plan.plans_latents)
+    return create_backend(plan.attention, group.geometry, pool)
 
 
 def _manager(

@@ -15,8 +15,7 @@ import torch
 
 from tests.executor.one_group import manager_of
 from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.kv_format import KVFormat
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.config.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
@@ -27,7 +26,8 @@ from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.request import DraftCounters, LlmRequest, Response
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.resources.interface import SeqSlotManager
-from tllm_spec.executor.resources.slot_state import BlockTable, SlotState
+from tllm_spec.executor.resources.pages import BlockTable
+from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.rounds.round_results import SentResults
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.sampling.logprobs import LogprobRows

@@ -347,7 +347,7 @@ def test_ready_drafts_are_limited_by_the_round_and_by_the_request() -> None:
     for request, (ready, limit) in zip(requests, numbers, strict=True):
         request.num_drafts_ready, request.draft_limit = ready, limit
     batch = ScheduledBatch(generation_requests=requests, shape=chain_of(3))
-    take_ready(batch, engine.parts.slots, None, narrows=False)
+    take_ready(batch, engine.parts.slots, knows_forced_text=False, narrows=False)
     assert [request.py_num_draft_tokens for request in requests] == [
         min(3, *each) for each in numbers
     ]

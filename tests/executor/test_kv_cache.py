@@ -6,13 +6,12 @@ import torch
 
 from tests.executor.one_group import manager_of
 from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.kv_format import KVFormat
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import SeqSlotManager
-from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.executor.resources.pages import BlockTable
 from tllm_spec.sampling_params import SamplingParams
 
 RULES = DecodingRules.from_params(SamplingParams(), vocab_size=64, end_ids=(), encode=None)

@@ -7,14 +7,13 @@ import torch
 
 from tests.executor.one_group import all_are_free, manager_of
 from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.kv_format import KVFormat
-from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.kv_pool import KVFormat, KVPool
 from tllm_spec.config.draft_shape import chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import ResourceManager, SeqSlotManager
-from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.executor.resources.pages import BlockTable
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
 from tllm_spec.sampling_params import SamplingParams
 
@@ -256,7 +255,7 @@ def test_the_request_of_the_lowest_rank_is_preempted(by_priority: bool) -> None:
 @pytest.mark.parametrize(
     ("prompt_len", "max_tokens", "message"),
     [
-        (30, 20, "may need 13 KV pages .* and the cache has 10"),
+        (30, 20, "are 50 tokens, and the KV cache has room for 40"),
         (21, 2, "the prompt has 21 tokens and max_num_tokens is 20"),
     ],
 )

@@ -84,6 +84,15 @@ def test_metrics_have_every_figure_of_the_engines_state(client: TestClient, path
     }
 
 
+def test_each_sample_has_the_name_of_its_replica_where_there_are_others() -> None:
+    states = [STATE | {"engine": number} for number in range(2)]
+    info = {"internal_states": states}
+    metrics = EngineMetrics(lambda: info, Histograms(), "fake", replica="r1")
+    samples = [line for line in metrics.text().decode().splitlines() if line[0] != "#"]
+    assert samples and all('replica="r1"' in line for line in samples)
+    assert any('engine="1"' in line and line.startswith("vllm:") for line in samples)
+
+
 def test_the_engines_state_is_read_once_for_each_scrape() -> None:
     calls: list[int] = []
 
@@ -98,11 +107,8 @@ def test_the_engines_state_is_read_once_for_each_scrape() -> None:
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
-def test_server_info_has_the_engines_state_and_the_served_name(
-    client: TestClient, path: str
-) -> None:
-    info = client.get(path).json()
+def test_server_info_has_the_engines_state_and_the_served_name(client: TestClient) -> None:
+    info = client.get("/server_info").json()
     assert (info["served_model_name"], info["version"]) == ("fake", "9")
     assert info["internal_states"][0]["speculative_num_steps"] == 2
 

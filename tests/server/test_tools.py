@@ -8,9 +8,11 @@ import httpx
 import openai
 import pytest
 
+from tests.grammar.walks import accepts, compiled
 from tests.server.fake_llm import MODEL, FakeLLM
 from tests.server.hosted import hosted
 from tests.server.http_answers import CHAT, events_of
+from tllm_spec.server.chat_message import Tool, forced_schema
 from tllm_spec.server.options import ServerOptions
 
 PARAMETERS = {
@@ -129,11 +131,21 @@ def test_required_forces_a_list_of_calls(client: openai.OpenAI, llm: FakeLLM) ->
     schema = json.loads(llm.sampling[-1].guided_decoding.source.text)
     calls = [each["properties"] for each in schema["items"]["anyOf"]]
     assert [each["name"]["const"] for each in calls] == ["weather", "time"]
-    assert calls[0]["parameters"] == {"$ref": "#/$defs/weather"}
-    weather = schema["$defs"]["weather"]
-    assert weather["properties"]["at"] == {"$ref": "#/$defs/weather/$defs/City"}
-    assert weather["$defs"] == PARAMETERS["$defs"]
+    assert calls[0]["parameters"] == {"$id": "function:0", **PARAMETERS}
     assert "maxItems" not in schema
+
+
+def test_references_of_a_function_are_to_its_own_schema() -> None:
+    inner = {"properties": {"at": {"$ref": "#/$defs/n"}, "in": {"$ref": "#"}}, "required": ["at"]}
+    tools = [
+        Tool(function={"name": name, "parameters": {**inner, "$defs": {"n": {"type": kind}}}})
+        for name, kind in (("f", "integer"), ("g", "boolean"))
+    ]
+    grammar = compiled(forced_schema(tools, "required", is_parallel=False))
+    for name, value in (("f", "1"), ("g", "true")):
+        for at in ("1", "true"):
+            text = f'[{{"name": "{name}", "parameters": {{"at": {at}, "in": {{"at": {at}}}}}}}]'
+            assert accepts(grammar, text) == (at == value)
 
 
 def test_the_template_sees_tools_calls_and_their_results(
@@ -168,6 +180,46 @@ def test_a_call_comes_back_as_the_model_has_written_it(
     answer = post("/v1/chat/completions", messages=[*CHAT, call])
     assert answer.status_code == 200, answer.text
     assert llm.tokenizer.decode(llm.prompts[-1]) == f"user:hello;assistant:C{shown};"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": None, "reasoning_content": "hmm"},  # a stream that was cut while it reasoned
+        {"tool_calls": None, "name": None, "function_call": None, "refusal": None},
+        {"content": None, "tool_calls": []},
+    ],
+)
+def test_an_answer_without_content_comes_back(
+    post: Callable[..., httpx.Response], llm: FakeLLM, answer: dict[str, Any]
+) -> None:
+    messages = [*CHAT, {"role": "assistant", **answer}, *CHAT]
+    assert post("/v1/chat/completions", messages=messages).status_code == 200
+    assert llm.tokenizer.decode(llm.prompts[-1]) == "user:hello;assistant:;user:hello;"
+
+
+def test_any_number_of_calls_comes_back(post: Callable[..., httpx.Response], llm: FakeLLM) -> None:
+    calls = [{"index": i, "function": {"name": "f", "arguments": "{}"}} for i in range(200)]
+    messages = [*CHAT, {"role": "assistant", "content": None, "tool_calls": calls}]
+    assert post("/v1/chat/completions", messages=messages).status_code == 200
+    assert llm.tokenizer.decode(llm.prompts[-1]).count("C{}") == 200
+
+
+@pytest.mark.parametrize("is_guided", [False, True])
+def test_a_response_has_no_reasoning_streamed_or_not(
+    client: openai.OpenAI, llm: FakeLLM, is_guided: bool
+) -> None:
+    llm.answer = lambda index: "hmm <b</think>\n\nIt is warm."
+    answer = "hmm <b</think>\n\nIt is warm." if is_guided else "It is warm."
+    options: Any = {"text": {"format": {"type": "json_object"}}} if is_guided else {}
+    whole = client.responses.create(model=MODEL, input="hello", **options)
+    with client.responses.stream(model=MODEL, input="hello", **options) as stream:
+        deltas = [each.delta for each in stream if each.type == "response.output_text.delta"]
+        assert stream.get_final_response().output_text == answer
+    assert whole.output_text == "".join(deltas) == answer
+    llm.answer = lambda index: "hmm"
+    cut = client.responses.create(model=MODEL, input="hello")
+    assert cut.output_text == ""
 
 
 def test_guided_text_has_no_reasoning(client: openai.OpenAI, llm: FakeLLM) -> None:

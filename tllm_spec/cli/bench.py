@@ -13,34 +13,27 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tllm_spec.cli import bench_options
-from tllm_spec.cli.bench_adaptive import adaptive_replay
 from tllm_spec.cli.bench_break_even import break_even
 from tllm_spec.cli.bench_dataset import prepare_dataset
 from tllm_spec.cli.bench_options import (
     EXISTING_FILE,
     NOT_NEGATIVE,
     POSITIVE,
+    EngineCommand,
     Model,
-    ModelCommand,
     write_bytes,
     write_json,
     write_text,
 )
 from tllm_spec.cli.bench_serve import serve
-from tllm_spec.cli.bench_traffic import erase_traffic, replay, tune
-from tllm_spec.cli.trtllm_options import (
-    BY_NAME,
-    either_spelling,
-    log_level_option,
-    refused_together,
-    split_trtllm_options,
-    trtllm_options,
-    version_option,
-)
+from tllm_spec.cli.bench_traffic import adaptive_replay, erase_traffic, replay, tune
+from tllm_spec.cli.llm_flags import LLM_FLAGS, either_spelling, ignored_option, refused_together
+from tllm_spec.cli.version import log_level_option, version_option
+from tllm_spec.progress import show_lines
 from tllm_spec.zoo.registry import resolve_model
 
 if TYPE_CHECKING:
-    from tllm_spec.bench.options import WorkloadOptions
+    from tllm_spec.bench.runner import WorkloadOptions
 
 CONCURRENCY = click.IntRange(min=-1)  # 0 and -1 both mean "no limit"
 
@@ -92,7 +85,7 @@ class FriendlyGroup(click.Group):
 )
 @log_level_option("warning")
 @version_option("tllm-bench")
-@trtllm_options(BY_NAME["hf_revision"])
+@ignored_option("--hf_revision", "--revision")
 @click.pass_context
 def main(
     context: click.Context,
@@ -100,13 +93,11 @@ def main(
     model: str | None,
     model_path: str | None,
     log_level: str,
-    **options: Any,
 ) -> None:
     """Benchmark a model, and what it gains from speculative decoding."""
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    *_, refusals = split_trtllm_options(options)
-    with refused_together(refusals):
-        context.obj = None if model is None else Model(model, model_path or model)
+    show_lines()
+    context.obj = None if model is None else Model(model, model_path or model)
 
 
 main.add_command(prepare_dataset)
@@ -139,7 +130,7 @@ def _one_at_a_time(context: click.Context, option: click.Parameter, value: int) 
     return value
 
 
-@main.command(cls=ModelCommand)
+@main.command(cls=EngineCommand)
 @bench_options.workload_options
 @bench_options.max_batch_size_option
 @bench_options.engine_options
@@ -159,7 +150,7 @@ def throughput(model: Model, /, **options: Any) -> None:
     measure(model, **options)
 
 
-@main.command(cls=ModelCommand)
+@main.command(cls=EngineCommand)
 @bench_options.workload_options
 @bench_options.engine_options
 @bench_options.yaml_option
@@ -192,8 +183,7 @@ def measure(
     **options: Any,
 ) -> None:
     from tllm_spec.bench import report as reports
-    from tllm_spec.bench.iteration_log import COLLECT_ROUNDS, as_lines
-    from tllm_spec.bench.runner import run_requests, warm_up
+    from tllm_spec.bench.runner import COLLECT_ROUNDS, as_lines, run_requests, warm_up
     from tllm_spec.bench.table import format_report
     from tllm_spec.llm import LLM
 
@@ -225,20 +215,20 @@ def read_options(
 ) -> "tuple[WorkloadOptions, list[dict[str, Any]]]":
     """The workload, and LLM's keyword arguments for each YAML file. Raises ValueError with every
     option and key that is refused."""
-    from tllm_spec.bench.options import split_options
+    from tllm_spec.bench.runner import split_options
     from tllm_spec.config.llm_args import LlmArgs
 
-    options, llm_arguments, refusals = split_trtllm_options(options)
-    workload, engine = split_options(options, llm_arguments)
+    flags = options.pop(LLM_FLAGS).over({})
+    workload, engine = split_options(options, flags.arguments)
     engine = engine.sharing_memory(len(yaml_paths))
     arguments = [engine.arguments(path) for path in yaml_paths]
-    with refused_together(refusals):
+    with refused_together(flags.refusals):
         for each in arguments:
             LlmArgs.from_kwargs(model.path, **each)
     return workload, arguments
 
 
-@main.command(cls=ModelCommand)
+@main.command(cls=EngineCommand)
 @click.argument("configs", nargs=-1, required=True, type=EXISTING_FILE)
 @bench_options.workload_options
 @bench_options.max_batch_size_option
@@ -301,8 +291,7 @@ def compare(
     run unless a file sets `kv_cache_config.enable_block_reuse: false`, so mostly decoding is
     compared. Exits with status 1 when texts of a model differ at the same concurrency.
     """
-    from tllm_spec.bench.compare import Contestant, comparison, differences, run_in_turn
-    from tllm_spec.bench.fidelity import fidelity
+    from tllm_spec.bench.compare import Contestant, comparison, differences, fidelity, run_in_turn
     from tllm_spec.bench.plot import comparison_curves, draw, image, title_of
     from tllm_spec.bench.table import format_comparison, format_fidelity, format_texts
     from tllm_spec.llm import LLM

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,16 +17,10 @@ from tllm_spec.cli.bench_options import (
     ModelCommand,
     write_text,
 )
-from tllm_spec.cli.trtllm_options import (
-    DATASET_OPTIONS,
-    refused_together,
-    split_trtllm_options,
-    trtllm_options,
-)
+from tllm_spec.cli.llm_flags import ignored_option
 
 if TYPE_CHECKING:
-    from tllm_spec.bench.dataset import BenchRequest
-    from tllm_spec.bench.prepare import Lengths
+    from tllm_spec.bench.dataset import BenchRequest, Lengths
 
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -43,15 +37,11 @@ class Target:
 @click.group(name="prepare-dataset")
 @click.option("--output", type=OUTPUT_FILE, help="File to write. [default: standard output]")
 @click.option("--random-seed", type=int, default=42, help="Seed of all random choices.")
-@trtllm_options(*DATASET_OPTIONS)
+@ignored_option("--task_id", type=int)
 @click.pass_context
-def prepare_dataset(
-    context: click.Context, /, output: Path | None, random_seed: int, **options: Any
-) -> None:
+def prepare_dataset(context: click.Context, /, output: Path | None, random_seed: int) -> None:
     """Write a data set for the other commands: one JSON object a line."""
-    *_, refusals = split_trtllm_options(options)
-    with refused_together(refusals):
-        context.obj = Target(context.obj, output, random_seed)
+    context.obj = Target(context.obj, output, random_seed)
 
 
 num_requests_option = click.option(
@@ -83,7 +73,7 @@ def token_norm_dist(
     output_stdev: int,
 ) -> None:
     """Random token ids with normally distributed lengths."""
-    from tllm_spec.bench.prepare import NormalLengths
+    from tllm_spec.bench.dataset import NormalLengths
 
     write_random_tokens(
         target,
@@ -117,7 +107,7 @@ def token_unif_dist(
     output_max: int,
 ) -> None:
     """Random token ids with uniformly distributed lengths, both bounds included."""
-    from tllm_spec.bench.prepare import UniformLengths
+    from tllm_spec.bench.dataset import UniformLengths
 
     for kind, low, high in (("input", input_min, input_max), ("output", output_min, output_max)):
         if low > high:
@@ -133,7 +123,7 @@ def token_unif_dist(
 def write_random_tokens(
     target: Target, num_requests: int, inputs: "Lengths", outputs: "Lengths"
 ) -> None:
-    from tllm_spec.bench.prepare import synthetic_requests
+    from tllm_spec.bench.dataset import synthetic_requests
     from tllm_spec.text.tokenizer import load_tokenizer
 
     vocab_size = len(load_tokenizer(target.model.path).get_vocab())
@@ -179,7 +169,7 @@ def text(
     output_len: int,
 ) -> None:
     """Pieces of text files, all of the same length."""
-    from tllm_spec.bench.prepare import text_requests
+    from tllm_spec.bench.dataset import text_requests
     from tllm_spec.text.tokenizer import load_tokenizer
     from tllm_spec.zoo.corpus import heldout_files
 

@@ -5,7 +5,8 @@ These are plain settings. `executor/speculative/modes.py` says what runs for eac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -18,52 +19,70 @@ from pydantic import (
 )
 
 from tllm_spec.config.config_base import ConfigError, PathText, check
-from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
 from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
-from tllm_spec.config.host_draft_config import TEXT_DRAFTS_NOT_SERVED
+from tllm_spec.config.draft_tree_config import SAEnhancerConfig as SAEnhancerConfig
+from tllm_spec.config.engine_config import KVCacheType
 from tllm_spec.config.host_draft_config import NGramDecodingConfig as NGramDecodingConfig
 from tllm_spec.config.host_draft_config import (
     UserProvidedDecodingConfig as UserProvidedDecodingConfig,
 )
-from tllm_spec.config.kv_cache_config import KVCacheType
-from tllm_spec.config.matched_drafts_config import SAEnhancerConfig as SAEnhancerConfig
-from tllm_spec.config.option_checks import NotServed, many_unknown, shown, unknown_options
-from tllm_spec.config.parallel_drafts_config import DFlashDecodingConfig, PARDDecodingConfig
-from tllm_spec.config.peer_options import SPECULATIVE_PEERS, with_our_names
+from tllm_spec.config.option_checks import (
+    absent_reason,
+    many_unknown,
+    row_of,
+    shown,
+    unknown_options,
+    with_our_names,
+)
 from tllm_spec.config.speculative_base import DecodingBaseConfig as DecodingBaseConfig
-from tllm_spec.config.speculative_base import DraftModelDecodingConfig as DraftModelDecodingConfig
 from tllm_spec.config.speculative_base import (
+    DraftModelDecodingConfig,
     RelaxedRule,
 )
 from tllm_spec.config.text_search import MAX_MATCH, GlobalPoolConfig, TextSearch
 
+# Decoding types whose draft network makes all drafts of a round in one forward, from mask tokens.
+
+
+class PARDDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
+    """Drafts from a smaller model with the target's tokenizer that was tuned to answer at mask
+    tokens (PARD). The names are TensorRT-LLM's."""
+
+    decoding_type: Literal["PARD"] = "PARD"
+    """A smaller model that was tuned to draft all tokens in one forward."""
+    draft_target_one_model: bool = True
+    """True runs the draft model inside the target's forward: a round is one CUDA graph. False runs
+    it in its own engine before the forward. Rounds overlap either way."""
+    mask_token_id: NonNegativeInt | None = None
+    """The token that stands for drafts. null: `mask_token_id` or `pard_token` in the draft model's
+    `config.json`."""
+
+    @property
+    def may_pause(self) -> bool:
+        return not self.draft_target_one_model
+
+
+class DFlashDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
+    """Drafts from a DFlash head, whose layers attend to keys and values of the target's hidden
+    states and fill in a block of mask tokens. The names are TensorRT-LLM's."""
+
+    decoding_type: Literal["DFlash"] = "DFlash"
+    """A head that fills in a block of mask tokens after the newest one."""
+    mask_token_id: NonNegativeInt | None = None
+    """The token that stands for drafts. null: what the head's `config.json` says."""
+    target_layer_ids: Annotated[tuple[NonNegativeInt, ...], Strict(False)] | None = None
+    """Target layers, counted from 0, whose outputs the head reads. null: what the head's
+    `config.json` says."""
+
+    @property
+    def may_pause(self) -> bool:
+        return False
+
+
 DraftBackend = Literal["torch", "tensorrt", "onnxruntime"]
-EAGLE_NOT_SERVED: Mapping[str, NotServed] = {
-    **DECODING_NOT_SERVED,
-    "eagle3_model_arch": NotServed(("llama3",), "only heads with Llama's layer are served"),
-    "max_non_leaves_per_layer": NotServed(
-        (None,),
-        "in every step of a dynamic tree the best dynamic_tree_max_topK paths grow; a static tree "
-        "is what eagle_choices says",
-    ),
-    "num_eagle_layers": NotServed(
-        (None,),
-        "the head has the layers of its checkpoint (TensorRT-LLM has deprecated this option)",
-    ),
-    "greedy_sampling": NotServed(
-        (True,),
-        "SamplingParams say how each request is sampled, draft_sampling how its drafts are drawn",
-    ),
-    "posterior_threshold": NotServed((None,), "drafts are not accepted for being merely likely"),
-}
 RELAXED_OPTIONS = frozenset(
     ("relaxed_topk", "relaxed_delta", "begin_thinking_phase_token", "end_thinking_phase_token")
 )
-MTP_NOT_SERVED: Mapping[str, NotServed] = {
-    **DECODING_NOT_SERVED,
-    "load_format": NotServed((None,), "the module is loaded as the target is"),
-    "speculative_token_map": NotServed((None,), "the module has the target's output layer"),
-}
 
 
 def _backend_mistakes(
@@ -126,8 +145,6 @@ class EagleHeadDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig)
     draft_backend: DraftBackend = "torch"
     """What runs the layers of an EAGLE-3 head with `eagle3_one_model: false`. `tensorrt` builds an
     engine at the first start and keeps it on disk; `onnxruntime` is for CPUs."""
-
-    not_served: ClassVar[Mapping[str, NotServed]] = EAGLE_NOT_SERVED
 
     @field_validator("eagle3_layers_to_capture")
     @classmethod
@@ -197,15 +214,9 @@ class MTPDecodingConfig(DraftTreeDecodingConfig):
     end_thinking_phase_token: NonNegativeInt = 128799
     """Token id that ends it. The default is DeepSeek R1's `</think>`."""
 
-    not_served: ClassVar[Mapping[str, NotServed]] = MTP_NOT_SERVED
-    aliases: ClassVar[Mapping[str, str]] = {
-        **DraftTreeDecodingConfig.aliases,
-        "num_nextn_predict_layers": "max_draft_len",
-    }
-
     @classmethod
-    def _without_aliases(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        renamed = super()._without_aliases(options)
+    def with_our_names(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        renamed = super().with_our_names(options)
         if renamed.get("max_draft_len") is None:  # whose default other options follow
             renamed["max_draft_len"] = cls.model_fields["max_draft_len"].default
         return renamed
@@ -267,7 +278,7 @@ class SADecodingConfig(GlobalPoolConfig, DecodingBaseConfig):
     """Most tokens of the text's end that are looked up, 1 to 64; fewer are tried after it. -1: the
     longest match, as 64."""
 
-    not_served: ClassVar[Mapping[str, NotServed]] = TEXT_DRAFTS_NOT_SERVED
+    drafts_have_probabilities: ClassVar[bool] = False
     counts_on_device: ClassVar[bool] = True
 
     @field_validator("max_matching_ngram_size")
@@ -300,7 +311,10 @@ CONFIG_OF_TYPE: Mapping[str, type[DecodingBaseConfig]] = {
     "User_Provided": UserProvidedDecodingConfig,
     "UserProvided": UserProvidedDecodingConfig,
 }
-VLLM_TYPE = "method"  # its name for `decoding_type`
+# The neighbours' names for `decoding_type`.
+NAMES_OF_TYPE = {
+    name: row for name, row in DecodingBaseConfig.renamed.items() if row.path == "decoding_type"
+}
 TYPES_SERVED = "accepted: NGram, Draft_Target, DFlash, Eagle, Eagle3, MTP, PARD, SA, User_Provided"
 # TensorRT-LLM's other decoding types, with the classes that have them.
 TYPES_NOT_SERVED: Mapping[str, str] = {
@@ -316,32 +330,40 @@ TYPES_NOT_SERVED: Mapping[str, str] = {
 METHODS_NOT_SERVED = frozenset(("Domino", "LiLiCorr", "Suffix", "UNO", "XPress"))
 
 
+_TYPE_BY_NAME = {name.lower(): name for name in CONFIG_OF_TYPE}
+
+
 def type_refusal(decoding_type: object) -> str:
     """The sentence that refuses a decoding type. vLLM writes names in small letters."""
     known = {name.lower() for name in (*TYPES_NOT_SERVED, *METHODS_NOT_SERVED)}
-    is_known = isinstance(decoding_type, str) and decoding_type.lower() in known
-    problem = "is not served yet" if is_known else "is not a known type"
+    name = decoding_type.lower() if isinstance(decoding_type, str) else ""
+    problem = "is not served yet" if name in known else "is not a known type"
+    if name not in known and (close := get_close_matches(name, _TYPE_BY_NAME, n=1)):
+        problem += f", did you mean {_TYPE_BY_NAME[close[0]]}?"
     return f"decoding_type = {shown(decoding_type)} {problem}; {TYPES_SERVED}"
 
 
 def speculative_config_from(value: object) -> object:
-    """Turns a mapping into the class that its `decoding_type` names, or vLLM's `method`. Raises
-    ConfigError."""
+    """Turns a mapping into the class that its `decoding_type` names, in any case, or vLLM's
+    `method`. Raises ConfigError."""
     if not isinstance(value, Mapping):
         return value
-    options = dict(value)
-    if VLLM_TYPE in options and "decoding_type" not in options:
-        options = with_our_names(options)
+    try:
+        options = with_our_names(value, NAMES_OF_TYPE)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
+    if options.get("decoding_type") == "Draft_Target" and options.get("parallel_drafting") is True:
+        options |= {"decoding_type": "PARD", "parallel_drafting": None}  # as vLLM calls it
     if "decoding_type" not in options:
         raise ConfigError([f"decoding_type is required; {TYPES_SERVED}", *_wrong_keys(options)])
     decoding_type = options.pop("decoding_type")
-    if not isinstance(decoding_type, str) or decoding_type not in CONFIG_OF_TYPE:
+    if not isinstance(decoding_type, str) or decoding_type.lower() not in _TYPE_BY_NAME:
         raise ConfigError([type_refusal(decoding_type), *_wrong_keys(options)])
-    kind = CONFIG_OF_TYPE[decoding_type]
+    kind = CONFIG_OF_TYPE[_TYPE_BY_NAME[decoding_type.lower()]]
     lines = [
         f"{name} = {shown(options.pop(name))} is an option of {' and '.join(owners)}, not of "
         f"{decoding_type}"
-        for name, owners in _owners_of(options.keys() - _names_of(kind)).items()
+        for name, owners in _owners_of(options, kind).items()
     ]
     try:
         config = kind(**options)
@@ -354,24 +376,32 @@ def speculative_config_from(value: object) -> object:
 
 def _wrong_keys(options: Mapping[str, Any]) -> list[str]:
     """Sentences about those of `options` that no decoding type has."""
-    known = {name for kind in CONFIG_OF_TYPE.values() for name in _names_of(kind)}
-    unknown = {name: value for name, value in options.items() if name not in known}
-    return many_unknown(unknown, ()) or unknown_options(unknown, known, SPECULATIVE_PEERS)
+    known = {name for kind in CONFIG_OF_TYPE.values() for name in kind.model_fields}
+    taken = known | DecodingBaseConfig.ignored.keys() | DecodingBaseConfig.renamed.keys()
+    unknown = {name: value for name, value in options.items() if name not in taken}
+    reasons = {name: reason for name in unknown if (reason := absent_reason(name))}
+    return [
+        *(
+            f"{name} = {shown(unknown.pop(name))} is refused: {why}"
+            for name, why in reasons.items()
+        ),
+        *(many_unknown(unknown, ()) or unknown_options(unknown, known)),
+    ]
 
 
-def _names_of(kind: type[DecodingBaseConfig]) -> set[str]:
-    return {*kind.model_fields, *kind.not_served, *kind.aliases}
-
-
-def _owners_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """The decoding types that have each of `names`; no entry for a name that none has."""
-    kinds = dict.fromkeys(CONFIG_OF_TYPE.values())
-    owners = {name: [kind for kind in kinds if name in _names_of(kind)] for name in sorted(names)}
-    return {
-        name: [kind.model_fields["decoding_type"].default for kind in found]
-        for name, found in owners.items()
-        if found
-    }
+def _owners_of(options: Mapping[str, Any], kind: type[DecodingBaseConfig]) -> dict[str, list[str]]:
+    """The decoding types that have each of `options` that have a value and that `kind` has not; no
+    entry for a name that none has."""
+    owners = {}
+    for name in sorted(name for name, value in options.items() if value is not None):
+        row = row_of(name, kind.renamed)
+        ours = name if row is None else row.path
+        if ours not in kind.model_fields:
+            kinds = [
+                each for each in dict.fromkeys(CONFIG_OF_TYPE.values()) if ours in each.model_fields
+            ]
+            owners[name] = [each.model_fields["decoding_type"].default for each in kinds]
+    return {name: found for name, found in owners.items() if found}
 
 
 SpeculativeConfig = Annotated[DecodingBaseConfig, BeforeValidator(speculative_config_from)]

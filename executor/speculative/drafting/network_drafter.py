@@ -24,7 +24,6 @@ from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 from tllm_spec.executor.speculative.drafting.drafter import (
     ContextResult,
     Drafter,
-    Drafts,
     When,
     WindowResult,
 )
@@ -35,6 +34,7 @@ from tllm_spec.executor.speculative.drafting.drafting_steps import (
     read_masks,
     with_masks,
 )
+from tllm_spec.kernels.slots.accept import Drafts
 from tllm_spec.kernels.slots.row_copies import gather_rows
 
 
@@ -58,8 +58,7 @@ class NetworkDrafter(Drafter):
         self._backlog = backlog
         self._slots = slots
         self._chains = ChainDrafting(net, slots, sampling)
-        with_scores = scores_trees or slots.values is not None
-        self._trees = TreeDrafting(net, sampling, slots.device, with_scores=with_scores)
+        self._trees = TreeDrafting(net, sampling, slots.device, with_scores=scores_trees)
         self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
         # Kept, because making them is a launch.
         num_rows = len(slots.kv_lens) * slots.shapes.longest.path

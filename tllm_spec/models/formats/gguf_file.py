@@ -5,7 +5,7 @@ an array of its own, which takes seconds. Source of the layout: ggml's `docs/ggu
 
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ _NUMBERS = {
     12: "d",
 }
 MAX_DIMENSIONS = 4
+MAX_KEPT = 1 << 10  # numbers of an array: one for each layer
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ TYPES = {
 
 @dataclass(frozen=True)
 class ArraySize:
-    """An array in the metadata, of which only the number of elements is kept."""
+    """A large array in the metadata, or one of strings, of which only the number of elements is
+    kept."""
 
     size: int
 
@@ -105,17 +107,21 @@ class GgufFile:
             raise ValueError(
                 f"{what} has rows of {last} elements; {kind.name} has blocks of {kind.elements}."
             )
+        if not num_rows * row_bytes:
+            raise ValueError(f"{what} has no elements.")
         if place.offset + num_rows * row_bytes > self.path.stat().st_size:
             raise ValueError(f"{what} ends after the end of the file, which is incomplete.")
         return np.memmap(self.path, np.uint8, "c", place.offset, (num_rows, row_bytes))
 
 
-def read_gguf(path: Path) -> GgufFile:
-    """Raises ValueError for a file that is not GGUF, or of another version or byte order, and for
+def read_gguf(path: Path, arrays: Collection[str] = ()) -> GgufFile:
+    """arrays: the keys of arrays whose elements are kept, as lists.
+
+    Raises ValueError for a file that is not GGUF, or of another version or byte order, and for
     one part of a file that was split."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            found = _Header(data).read(path)
+            found = _Header(data, arrays).read(path)
     except (OSError, ValueError, struct.error) as error:
         raise ValueError(f"{path} is not a readable GGUF file: {error}.") from error
     parts = found.metadata.get("split.count", 0)
@@ -129,8 +135,8 @@ def read_gguf(path: Path) -> GgufFile:
 class _Header:
     """Reads values one after another."""
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.position = data, 0
+    def __init__(self, data: mmap.mmap, arrays: Collection[str]) -> None:
+        self.data, self.position, self.arrays = data, 0, arrays
 
     def read(self, path: Path) -> GgufFile:
         if self.data[:4] != MAGIC:
@@ -143,7 +149,9 @@ class _Header:
         metadata = {}
         for _ in range(num_values):
             key = self.text()
-            metadata[key] = self.value(self.number("I"))
+            kind = self.number("I")
+            is_kept = kind == ARRAY and key in self.arrays
+            metadata[key] = self.elements() if is_kept else self.value(kind)
         places = [self.place() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
@@ -161,9 +169,16 @@ class _Header:
         return value
 
     def text(self) -> str:
-        size = self.number("Q")
-        start, self.position = self.position, self.position + size
+        start = self.skip(self.number("Q"))
         return self.data[start : self.position].decode("utf-8")
+
+    def skip(self, num_bytes: int) -> int:
+        """Returns where they start. Raises ValueError where the file ends before they do."""
+        start = self.position
+        if num_bytes > len(self.data) - start:
+            raise ValueError(f"{num_bytes} bytes from {start} on end after the end of the file")
+        self.position += num_bytes
+        return start
 
     def value(self, kind: int) -> Any:
         if kind == STRING:
@@ -174,16 +189,25 @@ class _Header:
             raise ValueError(f"a value has the unknown type {kind}")
         return self.number(_NUMBERS[kind])
 
-    def array(self, kind: int, size: int) -> ArraySize:
+    def array(self, kind: int, size: int) -> ArraySize | tuple[Any, ...]:
+        if kind in _NUMBERS and size <= MAX_KEPT:
+            return tuple(self.number(_NUMBERS[kind]) for _ in range(size))
         if kind == STRING:
             for _ in range(size):
-                length = self.number("Q")
-                self.position += length
+                self.skip(self.number("Q"))
         elif kind in _NUMBERS:
-            self.position += size * struct.calcsize(_NUMBERS[kind])
+            self.skip(size * struct.calcsize(_NUMBERS[kind]))
         else:
             raise ValueError(f"an array has elements of type {kind}")
         return ArraySize(size)
+
+    def elements(self) -> list[Any]:
+        kind, size = self.number("I"), self.number("Q")
+        if kind == STRING:
+            return [self.text() for _ in range(size)]
+        start = self.position
+        self.array(kind, size)
+        return list(struct.unpack_from(f"<{size}{_NUMBERS[kind]}", self.data, start))
 
     def place(self) -> tuple[str, tuple[int, ...], int, int]:
         """A tensor's name, shape, type, and offset from the first tensor."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Set
 
 from tllm_spec.outputs import CompletionOutput
 from tllm_spec.server.parsers.pieces import Arguments, CallStart, Piece, Reasoning, Text
-from tllm_spec.text.harmony import NAMES
 from tllm_spec.text.tokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer
+from tllm_spec.text.vocabulary import NAMES
 
 # Noncharacters of Unicode.
 MARKS: Mapping[str, str] = {name: chr(0xFDD8 + place) for place, name in enumerate(NAMES)}
@@ -58,20 +58,6 @@ class MarkedText:
 
     def _plain(self, text: str) -> str:
         return text.translate(_AS_TEXT)
-
-
-class FinalText:
-    """The answer alone, for routes that have no place for reasoning and calls."""
-
-    def __init__(self, tokenizer: Tokenizer, tokens: Mapping[int, str]) -> None:
-        self._marked, self._parser = MarkedText(tokenizer, tokens), HarmonyParser(frozenset())
-
-    def new(self, output: CompletionOutput) -> str:
-        """What is new since the last call."""
-        pieces = self._parser.feed(self._marked.new(output))
-        if output.finish_reason is not None:
-            pieces += self._parser.finish()
-        return "".join(piece.text for piece in pieces if isinstance(piece, Text))
 
 
 class HarmonyParser:
