@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.harness.report import Options, Row, Subject, main, table
 from tllm_spec.child_command import module_command
-from tllm_spec.executor.request_limits import Capacity, RequestLimits
+from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.server.child import ChildSettings
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.wire import new_unpacker, pack, pack_limits
@@ -32,7 +32,7 @@ from tllm_spec.text.tokenizer import load_tokenizer
 
 MODEL = "zoo:llama"
 TEXT = "def size_of(values: list[int]) -> int:\n    return sum(len(each) for each in values)\n"
-LIMITS = RequestLimits(2048, (1,), 2048, 3, None, Capacity(1 << 20, 16, 8, 8192, True))
+LIMITS = RequestLimits(2048, (1,), 2048, 3, None)
 WARM_ROUNDS = 10
 ROUTES = {
     "completions": ("/v1/completions", {"prompt": "a"}),

@@ -1,10 +1,9 @@
 """Requests that share the rows of a round, against the best draft length for all of them.
 
-    python -m benchmarks.verify_budget [simulated] [trees] [rounds] [--quick] [--output result.json]
+    python -m benchmarks.verify_budget [simulated] [rounds] [--quick] [--output result.json]
     python -m benchmarks.verify_budget --device cpu --quick   # the zoo: shows that it runs
 
 simulated  without an engine, with round times of benchmarks.adaptive
-trees  the same with draft trees, against the best chain for all of them
 rounds  tokens per second by batch size and traffic: every uniform draft length, every budget of
         rows, and enable_adaptive_verification, which chooses
 
@@ -22,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -31,8 +31,7 @@ from benchmarks.harness.models import Models, open_models
 from benchmarks.harness.report import Options, Row, Subject, main, table
 from benchmarks.harness.scripted_tokens import MIXED, TokenScript, scripted_tokens
 from benchmarks.harness.simulated_rows import Simulation, round_ms
-from benchmarks.harness.simulated_trees import TreeSimulation
-from tllm_spec.config.draft_shape import DraftShape, DraftShapes
+from tllm_spec.config.draft_shape import DraftShapes
 from tllm_spec.config.verify_budget import with_budgets
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
@@ -45,7 +44,6 @@ TRAFFIC: Mapping[str, Sequence[float]] = {
 }  # fmt: skip
 GOALS = {("mixed", 64): 1.12, ("mixed", 128): 1.15}
 SIZES = (16, 32, 64, 128, 256)
-TREES, GAIN_GOAL, MIN_GAIN = (DraftShape(7, 24, 2), DraftShape(5, 31, 4)), 0.9, 0.01
 QUICK_CELLS = (("mixed", 32), ("0.9", 32), ("mixed", 64), ("0.6", 64), ("mixed", 128))
 PROMPT_LEN, MAX_SEQ_LEN = 64, {True: 1200, False: 480}  # of the 8B shape, and of the zoo
 CHOICE = -1  # the player that chooses its tier
@@ -148,16 +146,6 @@ def simulated(options: Options) -> Iterator[Row]:
             yield simulated_row(with_budgets(STEPS[-1], STEPS), batch_size, traffic, number)
 
 
-def trees(options: Options) -> Iterator[Row]:
-    number = 20 if options.quick else 300
-    for tree in TREES:
-        shapes = with_budgets(tree.depth, [n for n in STEPS if n <= tree.depth], tree)
-        for batch_size in (8, 32):
-            for traffic in ("mixed", "0.8", "0.6", "0.3"):
-                row = simulated_row(shapes, batch_size, traffic, number)
-                yield {"tree": tree.name} | row
-
-
 def simulated_row(shapes: DraftShapes, batch_size: int, traffic: str, number: int) -> Row:
     """Every tier for so many rounds, and the choice after as many."""
     lengths = [0, *(tier for tier in shapes.compared_tiers if tier not in shapes.budgeted_tiers)]
@@ -169,9 +157,9 @@ def simulated_row(shapes: DraftShapes, batch_size: int, traffic: str, number: in
         round_times=MeasuredRoundTimes({batch_size: ms}),
         shapes=shapes,
     )
-    kind, means = TreeSimulation if shapes.has_trees else Simulation, TRAFFIC[traffic]
+    simulation = partial(Simulation, batch_size, TRAFFIC[traffic])
     found = {
-        tier: [each / ms[tier] for each in kind(batch_size, means).play(shapes.of(tier), number)]
+        tier: [each / ms[tier] for each in simulation().play(shapes.of(tier), number)]
         for tier in tiers
     }
     best = max(lengths, key=lambda tier: found[tier][0])
@@ -185,23 +173,8 @@ def simulated_row(shapes: DraftShapes, batch_size: int, traffic: str, number: in
         "oracle": max(oracle for _, oracle in found.values()) / rate,
         "budget": found[budget][0] / rate,
         "best_budget": str(shapes.name(budget)),
-        "chosen": kind(batch_size, means).chosen_rate(choosing, shapes, number) / rate,
+        "chosen": simulation().chosen_rate(choosing, shapes, number) / rate,
     }
-
-
-def trees_table(rows: Sequence[Row]) -> list[str]:
-    lines = []
-    for row in rows:
-        gain = row["oracle"] - 1
-        share = (row["chosen"] - 1) / gain if gain > MIN_GAIN else None
-        missed = " missed" * (share is not None and share < GAIN_GOAL)
-        shown = "no gain" if share is None else f"{share:.2f} (goal {GAIN_GOAL}){missed}"
-        found = [f"{row[name]:.3f}" for name in ("oracle", "budget", "chosen")]
-        found[1] += f" ({row['best_budget']})"
-        own = [str(row[name]) for name in ("tree", "batch_size", "traffic", "best")]
-        lines.append([*own, *found, shown])
-    titles = ("tree", "batch", "traffic", "best chain", "oracle", "best budget", "chosen")
-    return table((*titles, "of its gain"), lines)
 
 
 def rounds(options: Options) -> Iterator[Row]:
@@ -232,7 +205,6 @@ def rates_table(rows: Sequence[Row]) -> list[str]:
 
 SUBJECTS = (
     Subject("simulated", "Simulated tokens per second", simulated, rates_table),
-    Subject("trees", "Simulated trees that share rows, over the best chain", trees, trees_table),
     Subject("rounds", "Tokens per second over the best uniform length", rounds, rates_table),
 )
 

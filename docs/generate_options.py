@@ -33,9 +33,12 @@ INTRO = """# Options
 Generated from the code by `make docs`; do not edit.
 
 One tree of options serves `LLM(...)`, YAML files (`--extra_llm_api_options`) and the commands.
-Names are TensorRT-LLM's where it has the option. Its other options are accepted with values that
-change nothing (`tllm_spec/config/not_served.py`). Any other value is refused with the reason, and
-all refusals of a configuration come in one message.
+Names are TensorRT-LLM's where it has the option. Its other options, and those of vLLM and SGLang,
+are in three lists (`tllm_spec/config/neighbours.py`): other names of an option here, in YAML files
+and on the command line; options that are taken with values that change nothing; and what is absent,
+with the reason. All refusals of a configuration come in one message. `tllm-serve` and the commands
+of `tllm-bench` that start an engine take every argument of `LLM` as a flag, dotted where it is
+nested: `--kv_cache_config.dtype fp8`.
 """
 NOUNS: Mapping[Any, str] = {
     bool: "`true`, `false`",

@@ -150,7 +150,7 @@ def _build(
         recorder=recorder,
         ranks=_ranks(plan, engines),
     )
-    limits = _limits(plan, tokenizer, scheduler)
+    limits = _limits(plan, tokenizer, _longest_sequence(plan, engines))
     return BuiltExecutor(PyExecutor(parts, respond), queue, plan.config, limits, events)
 
 
@@ -222,7 +222,7 @@ def _tier_for(controller: AdaptiveController, communicator: Communicator) -> Cal
     return agreed(communicator, controller.tier_for)  # each rank has a clock of its own
 
 
-def _limits(plan: BuildPlan, tokenizer: Tokenizer | None, scheduler: Scheduler) -> RequestLimits:
+def _limits(plan: BuildPlan, tokenizer: Tokenizer | None, max_seq_len: int) -> RequestLimits:
     own = None if tokenizer is None else tokenizer.eos_token_id
     named = {*plan.config.eos_token_ids, *(() if own is None else (own,))}
     if unknown := sorted(each for each in named if not 0 <= each < plan.config.vocab_size):
@@ -236,11 +236,41 @@ def _limits(plan: BuildPlan, tokenizer: Tokenizer | None, scheduler: Scheduler) 
     return RequestLimits(
         vocab_size=plan.config.vocab_size,
         end_ids=tuple(plan.config.eos_token_ids),
-        max_seq_len=plan.max_seq_len,
+        max_seq_len=max_seq_len,
         max_draft_len=plan.max_draft_len,
         pause_patience=plan.pause_patience,
-        capacity=scheduler.capacity,
     )
+
+
+def _longest_sequence(plan: BuildPlan, engines: Engines) -> int:
+    """Tokens of prompt and output that a request may have: of the context, as many as each cache
+    has room for. Raises ValueError for a cache that has no room for one of each."""
+    args, longest = plan.args, plan.max_seq_len
+    for kv in (engines.kv, engines.draft_kv):
+        if kv is not None and (in_cache := kv.longest_request) is not None:
+            longest = min(longest, in_cache - plan.overshoot)
+    context = plan.max_seq_len
+    size = "kv_cache_config.max_tokens"
+    if args.kv_cache_config.max_tokens is None:
+        size = "kv_cache_config.free_gpu_memory_fraction, or lower max_batch_size"
+    if longest < 2:
+        raise ValueError(
+            f"the KV cache has no room for a request: {plan.overshoot} tokens of it are kept "
+            f"for drafts and rounds in flight; raise {size}"
+        )
+    if longest < context:
+        logger.warning(
+            "a request may have %d tokens, prompt and output together: the KV cache has no room "
+            "for the context of %d; raise %s",
+            *(longest, context, size),
+        )
+    if not args.enable_chunked_prefill and args.max_num_tokens < longest - 1:
+        logger.info(
+            "a prompt may have %d tokens, which is max_num_tokens; enable_chunked_prefill: true "
+            "serves longer ones, up to %d",
+            *(args.max_num_tokens, longest - 1),
+        )
+    return longest
 
 
 def _iteration_stats(

@@ -11,10 +11,10 @@ from operator import add, attrgetter, le, sub
 from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.request_limits import Capacity
 from tllm_spec.executor.request_queue import Shares, WaitingRequests
 from tllm_spec.executor.resources.interface import ResourceManager, SeqSlotManager
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, KVCacheManager
+from tllm_spec.request_errors import ContextLengthExceeded
 
 # With `fair_preemption`, rounds between two requests that are given up for another client: what
 # they have computed may have to be computed again.
@@ -50,13 +50,9 @@ class Scheduler:
     ) -> None:
         """resources: every manager that a running request occupies, slots and kv included."""
         self.limits = limits
-        self.capacity = Capacity(
-            num_pages=kv.longest_request,
-            page_size=kv.cache.page_size,
-            overshoot=limits.overshoot,
-            max_num_tokens=limits.max_num_tokens,
-            chunked_prefill=limits.chunked_prefill,
-        )
+        num_tokens = kv.longest_request
+        # Tokens, of prompt and output, that an empty cache has room for; None: any number.
+        self.max_seq_len = None if num_tokens is None else num_tokens - limits.overshoot
         self.waiting = WaitingRequests(self._rank)
         self.running: list[LlmRequest] = []
         self.num_preemptions = 0
@@ -269,8 +265,21 @@ class Scheduler:
         return request.prompt_len + request.max_tokens + self.limits.overshoot
 
     def check_can_ever_run(self, request: LlmRequest) -> None:
-        """Raises ValueError if not even an empty engine could run the request. Thread-safe."""
-        self.capacity.check(request.prompt_len, request.max_tokens)
+        """Raises ValueError if not even an empty engine could run the request: whoever sends it has
+        not heeded `RequestLimits`. Thread-safe."""
+        prompt_len, longest = request.prompt_len, self.max_seq_len
+        if longest is not None and prompt_len + request.max_tokens > longest:
+            raise ContextLengthExceeded(
+                f"prompt and max_tokens together are {prompt_len + request.max_tokens} tokens, and "
+                f"the KV cache has room for {longest}; lower max_tokens or raise "
+                "kv_cache_config.max_tokens"
+            )
+        most = self.limits.max_num_tokens
+        if prompt_len > most and not self.limits.chunked_prefill:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt_len} tokens and max_num_tokens is {most}; raise "
+                "max_num_tokens or set enable_chunked_prefill"
+            )
 
     def _rank(self, request: LlmRequest) -> tuple[float, int]:
         return (-request.priority if self.limits.by_priority else 0.0, request.arrival)

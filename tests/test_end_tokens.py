@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from tllm_spec.executor.request_limits import Capacity, RequestLimits
+from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.grammars import end_ids_of
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.zoo.registry import resolve_model
 
 PROMPT = "def add(a, b):\n    return"
-CAPACITY = Capacity(num_pages=1, page_size=1, overshoot=1, max_num_tokens=1, chunked_prefill=True)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +30,7 @@ CAPACITY = Capacity(num_pages=1, page_size=1, overshoot=1, max_num_tokens=1, chu
 def test_the_end_tokens_are_the_models_and_the_tokenizers_of_the_vocabulary(
     model: tuple[int, ...], tokenizer: int | None, expected: tuple[int, ...]
 ) -> None:
-    limits = RequestLimits(99, model, 64, 0, None, CAPACITY)
+    limits = RequestLimits(99, model, 64, 0, None)
     own: Any = SimpleNamespace(eos_token_id=tokenizer)
     assert end_ids_of(limits, own) == expected
     assert end_ids_of(limits, None) == tuple(each for each in model if 0 <= each < 99)

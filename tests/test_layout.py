@@ -104,8 +104,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("tllm_spec.kernels",),
     ("tllm_spec.sampling_params", "tllm_spec.outputs", "tllm_spec.text.tokenizer"),
-    ("tllm_spec.grammar",),
-    ("tllm_spec.config", "tllm_spec.child_process"),
+    ("tllm_spec.grammar", "tllm_spec.text.gguf_tokenizer"),
+    ("tllm_spec.config", "tllm_spec.child_process", "tllm_spec.models.formats.gguf_file"),
     (
         "tllm_spec.logits_processor",
         "tllm_spec.child_command",

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from tests.short_llm import llm as llm
 from tllm_spec import RequestError, llmapi
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.llm import LLM
-from tllm_spec.prompts import PromptReader
+from tllm_spec.prompts import PromptReader, longest_prompt
 from tllm_spec.sampling_params import GREEDY_BELOW_TEMPERATURE, LARGEST_FACTOR, SamplingParams
 
 THREE = SamplingParams(max_tokens=3)
@@ -27,7 +28,7 @@ THREE = SamplingParams(max_tokens=3)
         ({"prompt_token_ids": "abc"}, "prompt_token_ids = 'abc': a list of token ids is needed"),
         ([1, "a"], r"prompt_token_ids = \[1, 'a'\] must be integers"),
         ("ab\ud800", r"character 2 is U\+D800, one half of a surrogate pair"),
-        ("a " * 6000, "maximum context length is 256 tokens, and the prompt has 12000 characters"),
+        ("a " * 6000, "maximum context length is 191 tokens, and the prompt has 12000 characters"),
     ],
 )
 def test_a_wrong_prompt_is_refused_by_a_sentence(llm: LLM, prompt: Any, sentence: str) -> None:
@@ -66,8 +67,12 @@ def test_an_argument_of_the_wrong_type_is_refused_by_name(
 @pytest.mark.parametrize(
     ("prompt", "params", "sentence"),
     [
-        ([1] * 65, THREE, "the prompt has 65 tokens and max_num_tokens is 64"),
-        ([1] * 10, SamplingParams(max_tokens=240), "the request may need 8 KV pages"),
+        (
+            [1] * 65,
+            THREE,
+            "the prompt has 65 tokens; at most 64 .* max_num_tokens without",
+        ),
+        ([1] * 300, THREE, "maximum context length is 191 tokens, and the prompt has 300 tokens"),
     ],
 )
 def test_a_request_that_can_never_run_is_refused_when_it_is_submitted(
@@ -234,6 +239,7 @@ def test_kv_cache_events_are_refused_by_a_sentence(llm: LLM) -> None:
 
 
 def test_a_prompt_longer_than_max_input_len_is_refused_with_the_options_name() -> None:
-    reader = PromptReader(None, vocab_size=9, max_seq_len=64, max_input_len=5)
+    longest = longest_prompt(LlmArgs(model="m", max_input_len=5, max_num_tokens=8))
+    reader = PromptReader(None, vocab_size=9, max_seq_len=64, longest=longest)
     with pytest.raises(ValueError, match="at most 5 are accepted, which is max_input_len"):
         reader.read([1] * 6, THREE)

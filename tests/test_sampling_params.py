@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tllm_spec.sampling_params import NOT_SERVED, SamplingParams, SpeculationParams
+from tllm_spec.sampling_params import SamplingParams, SpeculationParams
 
 
 def test_nothing_set_is_greedy() -> None:
@@ -171,17 +171,6 @@ def test_speculation_is_taken_as_a_mapping() -> None:
     assert params.speculation == SpeculationParams(max_draft_len=2, enabled=False)
 
 
-@pytest.mark.parametrize("name", sorted(NOT_SERVED))
-def test_an_option_that_is_not_served_is_refused_with_the_reason_unless_off(name: str) -> None:
-    accepted, reason, ignored = NOT_SERVED[name]
-    for off in accepted + ignored:
-        assert SamplingParams.from_dict({name: off}) == SamplingParams()
-    with pytest.raises(ValueError) as refusal:
-        SamplingParams.from_dict({name: "on"})
-    assert name in str(refusal.value)
-    assert reason in str(refusal.value)
-
-
 def test_defaults_of_other_engines_are_taken() -> None:
     defaults = {
         "length_penalty": 1.0,
@@ -217,11 +206,10 @@ def test_a_list_or_mapping_of_the_wrong_type_is_refused_by_name(name: str, value
 
 def test_the_constructor_knows_tensorrt_llms_other_options_too() -> None:
     assert SamplingParams(return_perf_metrics=False, top_p_decay=None) == SamplingParams()  # type: ignore[call-arg] # as TensorRT-LLM's users write
-    where = "times are always in RequestOutput.metrics; an output has no request_perf_metrics"
     assert SamplingParams.from_dict({"return_perf_metrics": True}) == SamplingParams()
-    with pytest.raises(ValueError, match=f"return_perf_metrics = 3 is refused: {where}"):
+    with pytest.raises(ValueError, match=r"= 3 is refused: .*; accepted: None or True"):
         SamplingParams.from_dict({"return_perf_metrics": 3})
-    with pytest.raises(ValueError, match="top_p_decay = 5 is refused: top_p is constant"):
+    with pytest.raises(ValueError, match=r"top_p_decay = 5 is refused: .*; accepted: None or 1\.0"):
         SamplingParams(top_p_decay=5)  # type: ignore[call-arg] # the same
     with pytest.raises(
         ValueError, match="temprature = 1 is not a known option; did you mean temperature"

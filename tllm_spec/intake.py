@@ -7,7 +7,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any, cast
@@ -20,7 +20,7 @@ from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.grammars import end_ids_of
-from tllm_spec.prompts import Prompt, PromptReader, check_salt
+from tllm_spec.prompts import Prompt, PromptReader, check_salt, longest_prompt
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.text.stop_strings import StopStringChecker
@@ -65,13 +65,19 @@ class Intake:
             tokenizer,
             vocab_size=limits.vocab_size,
             max_seq_len=limits.max_seq_len,
-            max_input_len=args.max_input_len,
+            longest=longest_prompt(args),
         )
         self._new_states = new_states
         self._num_ranks = args.tensor_parallel_size
         self._records = args.record_traffic is not None
         self._lock = threading.Lock()
         self._ids = count(1)
+
+    def limit_sequences(self, max_seq_len: int) -> None:
+        """For an engine that runs shorter sequences than the first: tokens of prompt and output."""
+        if max_seq_len < self._limits.max_seq_len:
+            self._limits = replace(self._limits, max_seq_len=max_seq_len)
+            self._prompts.limit_sequences(max_seq_len)
 
     def check_length(self, text: str | Sequence[int]) -> None:
         """Raises ValueError for token ids that are too many, and for a text that has too many
@@ -119,7 +125,6 @@ class Intake:
             )
             for index, (request_id, grammar) in enumerate(zip(ids, grammars, strict=True))
         ]
-        self._limits.capacity.check(requests[0].prompt_len, requests[0].max_tokens)
         for request in requests:
             request.streaming, request.priority = streaming, float(priority)
             request.cache_salt, request.client, request.store = cache_salt, client, store

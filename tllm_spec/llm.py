@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
+from tllm_spec.config.kv_events_config import NO_KV_EVENTS
 from tllm_spec.config.llm_args import LlmArgs
-from tllm_spec.config.not_served import CHAT_NOT_SERVED, GENERATE_NOT_SERVED, NO_KV_EVENTS
-from tllm_spec.config.option_checks import NotServed, refuse_not_served
+from tllm_spec.config.neighbours import CHAT_IGNORED, GENERATE_IGNORED, Ignored
+from tllm_spec.config.option_checks import refusals
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.draft_swap import DraftSwap
 from tllm_spec.executor.request import Response
@@ -92,7 +93,7 @@ class LLM:
         reuse each other's KV cache and n-grams.
 
         TensorRT-LLM's `lora_request`, `disaggregated_params` and so on must be None."""
-        _refuse_not_served(not_served, GENERATE_NOT_SERVED)
+        _refuse_not_served(not_served, GENERATE_IGNORED)
         if is_single(inputs):
             (params,) = _one_each("sampling_params", sampling_params, 1)
             (rank,) = _one_each("priority", priority, 1)
@@ -138,7 +139,7 @@ class LLM:
         text. The rest is as with `generate`.
 
         Raises RequestError for messages that the template does not accept or leaves out."""
-        _refuse_not_served(not_served, CHAT_NOT_SERVED, "chat")
+        _refuse_not_served(not_served, CHAT_IGNORED, "chat")
 
         def prompt(each: Any) -> Conversation:
             return Conversation(each, chat_template_kwargs or {}, add_generation_prompt, tools)
@@ -178,7 +179,7 @@ class LLM:
 
         Raises RequestError, which is a ValueError, for a prompt or parameters that this model
         cannot serve, RuntimeError after shutdown or when the executor has died."""
-        _refuse_not_served(not_served, GENERATE_NOT_SERVED)
+        _refuse_not_served(not_served, GENERATE_IGNORED)
         self._check_alive()
         with _mistakes_as_request_errors():
             submission = self._intake.submission(
@@ -327,7 +328,7 @@ def _end(worker: Worker, queue: RequestQueue, results: Results, communicator: Co
 
 
 def _refuse_not_served(
-    arguments: Mapping[str, Any], known: Mapping[str, NotServed], function: str = "generate"
+    arguments: Mapping[str, Any], known: Ignored, function: str = "generate"
 ) -> None:
     """Raises TypeError for an unknown argument, and ValueError for one that is not served and has a
     value. A list of None, one for each prompt, counts as None."""
@@ -338,7 +339,8 @@ def _refuse_not_served(
         for name, value in arguments.items()
         if not isinstance(value, (list, tuple)) or any(each is not None for each in value)
     }
-    refuse_not_served(given, known)
+    if refused := refusals(given, known):
+        raise ValueError("\n".join(refused.values()))
 
 
 @contextmanager

@@ -11,16 +11,17 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import tllm_spec
-from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
-from tllm_spec.config.not_served import (
-    GENERATE_NOT_SERVED,
-    KV_CACHE_NOT_SERVED,
-    LLM_NOT_SERVED,
-    SCHEDULER_NOT_SERVED,
-    TEXT_ONLY,
+from tllm_spec.config.neighbours import (
+    ABSENT,
+    CHAT_IGNORED,
+    KV_CACHE_IGNORED,
+    LLM_IGNORED,
+    SCHEDULER_IGNORED,
+    Ignored,
 )
+from tllm_spec.config.option_checks import is_ignored
+from tllm_spec.config.option_checks import refusal as refusal_of_option
 from tllm_spec.config.speculative_config import TYPES_NOT_SERVED, type_refusal
-from tllm_spec.sampling_params import NOT_SERVED as SAMPLING_NOT_SERVED
 from tllm_spec.sampling_params import LogitsProcessor as LogitsProcessor
 
 if TYPE_CHECKING:
@@ -120,19 +121,12 @@ WITHOUT_OPTION: Mapping[str, str] = {
     "AsyncLLM": "LLM.generate_async serves asynchronous callers",
     "EncodeCudaGraphConfig": "there are no encoders",
     "EncodeExtraInputSpec": "there are no encoders",
-    "MultimodalEncoder": TEXT_ONLY,
+    "MultimodalEncoder": ABSENT["multimodal"],
     "ThinkingBudgetLogitsProcessor": "there is no thinking budget; write a logits processor",
     "TrtLlmArgs": "there is one backend",
     "add_thinking_budget_logits_processor": "there is no thinking budget",
 }
-_TABLE = {
-    **LLM_NOT_SERVED,
-    **KV_CACHE_NOT_SERVED,
-    **SCHEDULER_NOT_SERVED,
-    **GENERATE_NOT_SERVED,
-    **SAMPLING_NOT_SERVED,
-    **DECODING_NOT_SERVED,
-}
+_TABLE: Ignored = {**LLM_IGNORED, **KV_CACHE_IGNORED, **SCHEDULER_IGNORED, **CHAT_IGNORED}
 _TYPE_OF = {class_name: decoding_type for decoding_type, class_name in TYPES_NOT_SERVED.items()}
 __all__ = sorted(
     {
@@ -153,7 +147,7 @@ def refusal(name: str, use: str) -> str:
         return type_refusal(_TYPE_OF[name])
     if name in WITHOUT_OPTION:
         return f"{use} is refused: {WITHOUT_OPTION[name]}"
-    return _TABLE[OPTION_OF[name]].refusal(OPTION_OF[name], use)
+    return refusal_of_option(OPTION_OF[name], use, _TABLE.get(OPTION_OF[name], ()))
 
 
 class _NotServedClass(type):
@@ -162,10 +156,8 @@ class _NotServedClass(type):
 
     def __call__(cls, *args: object, **kwargs: object) -> dict[str, object]:
         option = OPTION_OF.get(cls.__name__)
-        if option is not None and not args:
-            row = _TABLE[option]
-            if row.accepts(kwargs) or row.ignores(kwargs):
-                return kwargs
+        if option is not None and not args and is_ignored(kwargs, _TABLE.get(option, ())):
+            return kwargs
         given = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
         raise ValueError(refusal(cls.__name__, f"{cls.__name__}({', '.join(given)})"))
 

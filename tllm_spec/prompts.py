@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.config.option_checks import check_text, shown
 from tllm_spec.request_errors import ContextLengthExceeded
 from tllm_spec.sampling_params import SamplingParams
@@ -15,8 +16,33 @@ from tllm_spec.text.tokenizer import Tokenizer
 Prompt = str | Sequence[int] | Mapping[str, Any] | Conversation
 
 
+class PromptLimit(NamedTuple):
+    """Tokens that a prompt may have by an option, and which option that is."""
+
+    num_tokens: int
+    option: str
+
+
+def longest_prompt(args: LlmArgs) -> PromptLimit | None:
+    """None: only the longest sequence limits prompts."""
+    found = []
+    if args.max_input_len is not None:
+        found.append(PromptLimit(args.max_input_len, "max_input_len"))
+    if not args.enable_chunked_prefill:
+        option = "max_num_tokens without enable_chunked_prefill"
+        found.append(PromptLimit(args.max_num_tokens, option))
+    return min(found, default=None)
+
+
+def max_model_len(args: LlmArgs, max_seq_len: int) -> int:
+    """The length that clients may plan with, under vLLM's name: each prompt that is shorter is
+    served."""
+    longest = longest_prompt(args)
+    return max_seq_len if longest is None else min(max_seq_len, longest.num_tokens)
+
+
 class PromptReader:
-    """Turns prompts into token ids that fit one model."""
+    """Turns prompts into token ids that fit one model. longest: of the options."""
 
     def __init__(
         self,
@@ -24,12 +50,18 @@ class PromptReader:
         *,
         vocab_size: int,
         max_seq_len: int,
-        max_input_len: int | None,
+        longest: PromptLimit | None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._longest = longest
+        self.limit_sequences(max_seq_len)
+
+    def limit_sequences(self, max_seq_len: int) -> None:
+        """max_seq_len: tokens of a prompt and its output."""
         self._max_seq_len = max_seq_len
-        self._max_tokens = min(max_seq_len - 1, max_input_len or max_seq_len)
+        own = max_seq_len if self._longest is None else self._longest.num_tokens
+        self._max_tokens = min(max_seq_len - 1, own)
 
     def read(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
         """The prompt's text, if it was given as text, and its tokens, truncated as `params` say.
@@ -92,8 +124,9 @@ class PromptReader:
 
     def _too_long(self, length: str) -> ContextLengthExceeded:
         # Clients such as litellm recognise this error by its first words.
-        is_own = self._max_tokens < self._max_seq_len - 1
-        reason = "which is max_input_len" if is_own else "since an output needs one"
+        reason = "since an output needs one"
+        if self._longest is not None and self._max_tokens < self._max_seq_len - 1:
+            reason = f"which is {self._longest.option}"
         return ContextLengthExceeded(
             f"this model's maximum context length is {self._max_seq_len} tokens, and the prompt "
             f"has {length}; at most {self._max_tokens} are accepted, {reason}"
@@ -107,14 +140,13 @@ def is_single(inputs: object) -> bool:
     return bool(inputs) and isinstance(inputs[0], Integral)
 
 
-def check_salt(salt: str | None) -> str | None:
+def check_salt(salt: str | None) -> None:
     """Raises ValueError for what is no text. The empty text would look like no salt."""
     if salt is not None:
         if not isinstance(salt, str) or not salt:
             needed = "a text that is not empty, or None is needed"
             raise ValueError(f"cache_salt = {shown(salt)}: {needed}")
         check_text(salt, "cache_salt")
-    return salt
 
 
 def _plain(prompt: Prompt) -> object:

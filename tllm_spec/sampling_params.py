@@ -10,7 +10,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property, wraps
 from typing import Any, TypeVar
 
-from tllm_spec.config.option_checks import NotServed, refusals, shown, unknown_options
+from tllm_spec.config.neighbours import Ignored
+from tllm_spec.config.option_checks import refusals, shown, unknown_options
 from tllm_spec.config.value_checks import check_bool, check_integer, check_list, check_number
 from tllm_spec.grammar.guided_decoding import GuidedDecodingParams
 from tllm_spec.logits_processor import AnyLogitsProcessor, LogitsEdit
@@ -23,36 +24,28 @@ GREEDY_BELOW_TEMPERATURE = 1e-5
 LARGEST_FACTOR = 1e20
 MAX_SAMPLES = 16384  # each is a request of its own, and all are made before the first runs
 
-NO_BEAMS = "there is no beam search"
-NO_LOGITS = "logits are not returned; logprobs are"
-
 # Options of TensorRT-LLM that have no effect here. "Off" is an option's neutral value and its
 # default in TensorRT-LLM, trtllm-serve and vLLM, which may differ.
-NOT_SERVED: Mapping[str, NotServed] = {
-    "additional_model_outputs": NotServed((None, []), NO_LOGITS),
-    "apply_batched_logits_processor": NotServed((False,), "use logits_processor"),
-    "beam_search_diversity_rate": NotServed((None, 0.0, 0), NO_BEAMS),
-    "beam_width_array": NotServed((None,), NO_BEAMS),
-    "early_stopping": NotServed((None, False, 1), NO_BEAMS),
-    "embedding_bias": NotServed((None,), "use logit_bias, a mapping of token ids"),
-    "exclude_input_from_output": NotServed((True,), "the prompt is in RequestOutput.prompt"),
-    "length_penalty": NotServed((None, 0.0, 0, 1.0, 1), NO_BEAMS),
-    "lookahead_config": NotServed((None,), "speculation is chosen by LLM's speculative_config"),
-    "no_repeat_ngram_size": NotServed(
-        (None, 0, 1 << 30), "use repetition_penalty or bad_token_ids"
-    ),
-    "prompt_ignore_length": NotServed((None, 0), "penalties count the whole prompt"),
-    "return_context_logits": NotServed((False,), NO_LOGITS),
-    "return_encoder_output": NotServed((False,), "there are no encoders"),
-    "return_generation_logits": NotServed((False,), NO_LOGITS),
-    "return_perf_metrics": NotServed(
-        (True, False),
-        "times are always in RequestOutput.metrics; an output has no request_perf_metrics",
-    ),
-    "top_p_decay": NotServed((None, 1.0, 1), "top_p is constant"),
-    "top_p_min": NotServed((None, 0.0, 0, 1e-6), "top_p is constant"),
-    "top_p_reset_ids": NotServed((None,), "top_p is constant"),
-    "use_beam_search": NotServed((False,), NO_BEAMS),
+IGNORED: Ignored = {
+    "additional_model_outputs": ([],),
+    "apply_batched_logits_processor": (False,),
+    "beam_search_diversity_rate": (0.0, 0),
+    "beam_width_array": (),
+    "early_stopping": (False, 1),
+    "embedding_bias": (),
+    "exclude_input_from_output": (True,),
+    "length_penalty": (0.0, 0, 1.0, 1),
+    "lookahead_config": (),
+    "no_repeat_ngram_size": (0, 1 << 30),
+    "prompt_ignore_length": (0,),
+    "return_context_logits": (False,),
+    "return_encoder_output": (False,),
+    "return_generation_logits": (False,),
+    "return_perf_metrics": (True, False),
+    "top_p_decay": (1.0, 1),
+    "top_p_min": (0.0, 0, 1e-06),
+    "top_p_reset_ids": (),
+    "use_beam_search": (False,),
 }
 # Lowest and highest value of each integer option.
 INTEGERS: Mapping[str, tuple[int, float]] = {
@@ -105,7 +98,7 @@ AnyClass = TypeVar("AnyClass", bound=type)
 
 
 def _explains_refusals(cls: AnyClass) -> AnyClass:
-    """Gives a dataclass a constructor that takes the options of NOT_SERVED at their off values, and
+    """Gives a dataclass a constructor that takes the options of IGNORED at their off values, and
     whose ValueError names all options that are refused or unknown or have wrong values."""
     plain: Any = cls
     make: Callable[..., None] = plain.__init__
@@ -113,11 +106,11 @@ def _explains_refusals(cls: AnyClass) -> AnyClass:
 
     @wraps(make)
     def init(self: Any, /, **options: Any) -> None:
-        lines = list(refusals(options, NOT_SERVED).values())
+        lines = list(refusals(options, IGNORED).values())
         unknown = {
             name: value
             for name, value in options.items()
-            if name not in known and name not in NOT_SERVED
+            if name not in known and name not in IGNORED
         }
         lines += unknown_options(unknown, known)
         try:

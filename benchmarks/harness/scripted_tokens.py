@@ -3,14 +3,14 @@ drafter knows it with noise. The text means nothing."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from unittest import mock
 
 import torch
 
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.kernels.slots import slot_windows
+from tllm_spec.kernels.slots.accept import Accepted, Drafts
 from tllm_spec.kernels.slots.choose_rows import features_of
 
 CONCENTRATION = 2.0  # of Beta(1.2, 0.8), whose mean is 0.6
@@ -76,13 +76,11 @@ class TokenScript:
 @contextmanager
 def scripted_tokens(script: TokenScript) -> Iterator[None]:
     """Inside the block engines accept drafts as the script says. Graphs hold it."""
-    write = SlotState.write_drafts
+    write = SlotState.write
 
-    def write_drafts(
-        slots: SlotState, slot_ids: torch.Tensor, drafts: torch.Tensor, *others: object
-    ) -> None:
-        write(slots, slot_ids, drafts, *others[:1])  # type: ignore[arg-type] # num_drafts
-        said = script.draw(slot_ids, drafts.shape[1])
+    def write_scripted(slots: SlotState, slot_ids: torch.Tensor, drafts: Drafts) -> None:
+        write(slots, slot_ids, replace(drafts, likely=None))
+        said = script.draw(slot_ids, drafts.tokens.shape[1])
         if slots.values is not None:
             slots.values.features[slot_ids, : said.shape[1]] = features_of(said)
 
@@ -91,19 +89,20 @@ def scripted_tokens(script: TokenScript) -> Iterator[None]:
         slot_ids: torch.Tensor,
         kv_lens: torch.Tensor,
         targets: torch.Tensor,
-        synthetic: object,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        *_: object,
+    ) -> Accepted:
         number = targets.shape[1] - 1
         drafts = slots.window.index_select(0, slot_ids)[:, 1 : 1 + number]
         num_drafts = slots.num_drafts.index_select(0, slot_ids).clamp_max(number)
         lens = script.accept(slot_ids, drafts, num_drafts)
         is_draft = torch.arange(number, device=slot_ids.device) < (lens - 1).unsqueeze(1)
         tokens = torch.cat((torch.where(is_draft, drafts, targets[:, :-1]), targets[:, -1:]), 1)
-        slot_windows.advance(slots._tables, slot_ids, kv_lens, tokens, lens)
-        return tokens, lens
+        accepted = Accepted(tokens, lens)
+        slots.advance(slot_ids, kv_lens, accepted)
+        return accepted
 
     with (
-        mock.patch.object(SlotState, "write_drafts", write_drafts),
+        mock.patch.object(SlotState, "write", write_scripted),
         mock.patch.object(SlotState, "accept", accept),
     ):
         yield

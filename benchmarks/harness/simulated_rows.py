@@ -72,9 +72,7 @@ class Simulation:
                 ms += round_ms(shapes.of(tier), batch_size)
         return tokens / ms
 
-    def _values(
-        self, num_drafts: int, budgets: Sequence[tuple[int, float, int]] = ()
-    ) -> DraftValues:
+    def _values(self, num_drafts: int, budgets: Sequence[tuple[int, float]] = ()) -> DraftValues:
         return DraftValues.of_slots(len(self._slots), num_drafts, torch.device("cpu"), budgets)
 
     def _round(self, values: DraftValues, shape: DraftShape) -> Round:
@@ -115,9 +113,8 @@ def round_ms(shape: DraftShape, batch_size: int) -> float:
     """A straight line between the measured numbers of rows, and a time for each draft step."""
     step = DRAFT_MS + DRAFT_MS_PER_ROW * batch_size
     points = [(batch_size * (1 + n), ms - n * step) for n, ms in _measured_ms(batch_size).items()]
-    own_step = DRAFT_MS + DRAFT_MS_PER_ROW * batch_size * shape.topk
     num_rows, right = shape.num_rows(batch_size), 1
     while right + 1 < len(points) and points[right][0] < num_rows:
         right += 1
     (x0, y0), (x1, y1) = points[right - 1], points[right]
-    return y0 + (y1 - y0) * (num_rows - x0) / (x1 - x0) + shape.depth * own_step
+    return y0 + (y1 - y0) * (num_rows - x0) / (x1 - x0) + shape.depth * step

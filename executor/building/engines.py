@@ -37,8 +37,7 @@ from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.resources.host_pages import HostPages
 from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.resources.pages import PageGroup, Snapshots
-from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.executor.resources.pages import BlockTable, PageGroup, Snapshots
 from tllm_spec.executor.speculative.drafting.draft_net import DraftLayers
 from tllm_spec.executor.speculative.drafting.external_nets import (
     ExternalHeadLayers,
@@ -355,7 +354,7 @@ def _draft_layers(plan: BuildPlan, draft: LoadedDraft, memory: list[_Memory]) ->
 
 
 def _backend(plan: BuildPlan, group: LayerGroup, pool: KVPool) -> AttentionBackend:
-    return create_backend(plan.attention, group.geometry, pool, plans_latents=plan.plans_latents)
+    return create_backend(plan.attention, group.geometry, pool)
 
 
 def _manager(

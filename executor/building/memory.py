@@ -31,9 +31,7 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None, groups: Sequence[
     states, their snapshots and what blocks of prompts need; the backlog of a draft network on the
     target's pages; a draft network's distributions for rejection sampling; texts."""
     num_bytes = sum(
-        workspace_bytes(
-            plan.attention, pool.geometry, pool.kv_format, plans_latents=plan.plans_latents
-        )
+        workspace_bytes(plan.attention, pool.geometry, pool.kv_format)
         for group in groups
         for pool in group.pools
     )

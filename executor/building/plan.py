@@ -108,6 +108,8 @@ class BuildPlan:
             logger.info(
                 "linear layers of few rows run as torch's GEMMs, which is slower: %s", reason
             )
+        if self.args.attn_backend == "FLASHINFER" and self.config.mla is not None:
+            logger.info("layers with latent attention (MLA) run TRITON, as with attn_backend: auto")
         if self.why_no_overlap:
             logger.info("rounds do not overlap: %s", self.why_no_overlap)
 
@@ -116,12 +118,6 @@ class BuildPlan:
         """Whether only the device knows how many drafts a round verifies."""
         on_device = self.spec is not None and self.spec.counts_on_device
         return on_device or self.shapes.are_ragged
-
-    @property
-    def plans_latents(self) -> bool:
-        """Whether windows over latents are planned on the host. A target with other attention has
-        CUDA graphs, which its draft network must fit."""
-        return self.args.attn_backend == "FLASHINFER" and self.config.mla is not None
 
     @property
     def recurrent(self) -> RecurrentGeometry | None:

@@ -12,7 +12,7 @@ import torch
 
 from tllm_spec.attention.interface import AttentionMetadata
 from tllm_spec.executor.device.transfer import to_device
-from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.executor.resources.pages import BlockTable
 from tllm_spec.kernels.attention.visible_keys import TreeMask
 from tllm_spec.kernels.slots.round_rows import RoundRows, WindowRows, window_rows
 

@@ -14,8 +14,7 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.resources.pages import SequencePages
-from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.executor.resources.pages import BlockTable, SequencePages
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 
 # While a round is in flight, a request takes and keeps pages for so many rounds ahead.
@@ -97,13 +96,13 @@ class KVCacheManager(ResourceManager):
 
     @property
     def longest_request(self) -> int | None:
-        """Pages of the tokens that a request may have at most; None: any number."""
+        """Tokens that the pages of an empty cache have room for; None: any number."""
         own = [
             group.num_pages - 1
             for group in self.cache.groups
             if group.span is None or group.num_pages - 1 < self._most_pages(group.span)
         ]
-        return min(own, default=None)
+        return min(own) * self._page_size if own else None
 
     def available(self) -> list[int]:
         """Pages of each group that can be taken now."""

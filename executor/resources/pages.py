@@ -1,9 +1,15 @@
-"""What the paged cache keeps of groups, of sequences and of its use."""
+"""What the paged cache keeps of groups, of sequences and of its use, and the pages of slots on the
+device."""
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from tllm_spec.executor.device.transfer import to_device
+from tllm_spec.executor.resources.interface import SeqSlotManager
 from tllm_spec.executor.resources.radix import NO_PAGE, Node, RadixTree
 from tllm_spec.kernels.attention.visible_keys import KeySpan
 
@@ -192,3 +198,52 @@ def _check_sequences(
             f"{users[node]} holders"
         )
     return private
+
+
+class BlockTable:
+    """`[S, P]` int32 page numbers on the device. Changed entries are sent once per round.
+
+    Two neighbours are sent as one 64-bit number, the first in its low half (every host of CUDA is
+    little-endian). Indices and values are then one list of 64-bit numbers, sent in one copy and
+    written by one kernel. P is even for this: `max_pages` or one more.
+
+    The host keeps a copy of the rows: it finds the KV slots of a prompt's tokens in a few numbers,
+    for which the device would need many small kernels."""
+
+    def __init__(self, slots: SeqSlotManager, max_pages: int, device: torch.device) -> None:
+        num_rows = slots.dummy_slot + 1
+        self._pairs_per_row = -(-max_pages // 2)
+        self.device_rows = torch.zeros(
+            (num_rows, 2 * self._pairs_per_row), dtype=torch.int32, device=device
+        )
+        self._pairs = self.device_rows.view(torch.int64)
+        self._host_rows = [array("i", bytes(8 * self._pairs_per_row)) for _ in range(num_rows)]
+        self._changed: dict[int, int] = {}  # index in the flattened pairs -> pair
+
+    def write(self, slot: int, pages: list[int], first_changed: int) -> None:
+        """Sets a slot's row. The pages before index `first_changed` are in it already."""
+        first_pair = first_changed // 2
+        changed = array("i", pages[2 * first_pair :])
+        self._host_rows[slot][2 * first_pair : len(pages)] = changed
+        if len(pages) % 2:
+            changed.append(0)
+        pairs = memoryview(changed).cast("b").cast("q")
+        start = slot * self._pairs_per_row + first_pair
+        self._changed.update(zip(range(start, start + len(pairs)), pairs, strict=True))
+
+    def pages(self, slot: int) -> "array[int]":
+        """The host's copy of a slot's row, with what is not sent yet. Live: do not change it."""
+        return self._host_rows[slot]
+
+    def flush(self) -> None:
+        """Sends the changed entries. Does nothing if there are none, as in most rounds."""
+        if not self._changed:
+            return
+        sent = to_device(array("q", [*self._changed, *self._changed.values()]), self._pairs.device)
+        indices, pairs = sent.chunk(2)
+        self._pairs.put_(indices, pairs)
+        self._changed.clear()
+
+    def rows(self, slot_ids: torch.Tensor, num_pages: int) -> torch.Tensor:
+        """The first `num_pages` pages of each slot, `[B, num_pages]`."""
+        return self.device_rows[:, :num_pages].index_select(0, slot_ids)

@@ -4,24 +4,58 @@ All that the next round needs from the previous one lives here. A round gathers 
 and scatters by slot. The host writes a row when a request starts generating, keeps the block tables
 current, and never reads a row back. The last row is the dummy slot, for padding requests."""
 
-from array import array
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from tllm_spec.config.draft_shape import DraftShape, DraftShapes
-from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import SeqSlotManager
-from tllm_spec.executor.resources.window_tree import SlotTrees, WindowTree
-from tllm_spec.kernels.drafts.draft_beams import DraftTree
 from tllm_spec.kernels.drafts.path_trees import path_ranks
 from tllm_spec.kernels.slots import slot_windows
-from tllm_spec.kernels.slots.accept import Accepted, SlotTables, SyntheticRates, TreeRates
-from tllm_spec.kernels.slots.choose_nodes import choose_nodes, features_of_tree, learn_nodes
+from tllm_spec.kernels.slots.accept import (
+    Accepted,
+    Drafts,
+    DraftTree,
+    SlotTables,
+    SyntheticRates,
+    TreeTables,
+)
 from tllm_spec.kernels.slots.choose_rows import DraftValues, choose_rows, features_of, learn_values
 from tllm_spec.kernels.slots.round_rows import RoundRows
 from tllm_spec.kernels.slots.row_copies import gather_rows
-from tllm_spec.kernels.slots.slot_trees import accept_trees, write_trees
+
+
+@dataclass(frozen=True)
+class WindowTree:
+    """The trees of B windows of W rows. Row 0 is the root, a parent comes before its children.
+    `depth` (D): drafts that may be accepted, at most."""
+
+    depth: int
+    depths: torch.Tensor
+    """`[B, W]` int64, contiguous."""
+    bits: torch.Tensor
+    """`[B, W]` int64, contiguous: which rows each row sees, its own included."""
+
+    def split(self, sizes: Sequence[int]) -> list[WindowTree]:
+        depths, bits = (each.split_with_sizes(list(sizes)) for each in (self.depths, self.bits))
+        return [WindowTree(self.depth, *part) for part in zip(depths, bits, strict=True)]
+
+    def of(self, requests: torch.Tensor | None) -> WindowTree:
+        """The trees of some of the B requests; None: of all."""
+        if requests is None:
+            return self
+        depths, bits = (each.index_select(0, requests) for each in (self.depths, self.bits))
+        return WindowTree(self.depth, depths, bits)
+
+    @property
+    def paths(self) -> torch.Tensor:
+        """`[B, W, W]` bool: whether each row is, or comes after, the draft of each column."""
+        columns = torch.arange(self.bits.shape[1], device=self.bits.device)
+        return ((self.bits.unsqueeze(2) >> columns) & 1).bool() & (columns > 0)
 
 
 class SlotState:
@@ -56,11 +90,12 @@ class SlotState:
         self._draft_limits = torch.zeros(num_rows, dtype=torch.int64, device=device)
         # Kept: to make it would be a launch in every round.
         self._steps = torch.arange(max_draft_len + 1, device=device).unsqueeze(1)
-        # Where drafts are trees: how the rows of each window follow each other.
-        self._trees = (
-            SlotTrees(num_rows, shapes.longest.window, device) if shapes.has_trees else None
-        )
-        self._tables = SlotTables(self.kv_lens, self.window, self.num_drafts, self.previous_token)
+        # Where drafts may be trees: how the rows of each window follow each other.
+        size = shapes.longest.window, device
+        self._trees = _new_trees(num_rows, *size) if shapes.has_trees else None
+        self._chain = _chain_tree(*size) if shapes.has_trees else None
+        own = self.kv_lens, self.window, self.num_drafts, self.previous_token
+        self._tables = SlotTables(*own, self._trees)
         self._expected = torch.zeros(
             (num_rows, len(shapes.budgets)), dtype=torch.int64, device=device
         )
@@ -85,23 +120,15 @@ class SlotState:
         these KV lengths `[B]`."""
         return kv_lens + self._steps[: draft_len + 1]
 
-    def write_drafts(
-        self,
-        slot_ids: torch.Tensor,
-        drafts: torch.Tensor,
-        num_drafts: torch.Tensor | None = None,
-        probs: torch.Tensor | None = None,
-    ) -> None:
-        """Writes drafts `[B, K]` to the next windows of slots `[B]`. num_drafts `[B]`: how many of
-        them are proposed, unless the request's own limit is lower; None: K. probs `[B, K]`: of the
-        drafts, where the drafter knows them."""
-        slot_windows.write_drafts(self._tables, slot_ids, drafts, self._draft_limits, num_drafts)
-        if self.values is not None and probs is not None:
-            self.values.features[slot_ids, : probs.shape[1]] = features_of(probs)
-        if self._trees is not None:
-            self._trees.write_chains(slot_ids, drafts.shape[1])
-            if self.values is not None:
-                self._trees.keep_order(slot_ids)
+    def write(self, slot_ids: torch.Tensor, drafts: Drafts) -> None:
+        """Writes drafts to the next windows of slots `[B]`, up to the length or depth that the
+        request limits them to. Rows after them stay as they are: they are never accepted."""
+        if self.values is not None and drafts.likely is not None:
+            features = features_of(drafts.likely)
+            self.values.features[slot_ids, : features.shape[1]] = features
+        if self._chain is not None and not isinstance(drafts, DraftTree):
+            drafts = _as_tree(drafts, self._chain)
+        slot_windows.write_drafts(self._tables, slot_ids, drafts, self._draft_limits)
 
     def num_verified(self, slot_ids: torch.Tensor, shape: DraftShape) -> torch.Tensor | None:
         """How many real drafts the windows of this shape of slots `[B]` have, `[B]`; None: the host
@@ -122,14 +149,16 @@ class SlotState:
         windows of this shape verify. A tree that was drafted for another shape may be deeper."""
         if self._trees is None:
             return numbers
-        depths = self._trees.tables.depths[slot_ids, numbers]  # nodes are ordered by depth
+        depths = self._trees.depths[slot_ids, numbers]  # nodes are ordered by depth
         return depths.clamp_max(shape.depth)
 
     def tree(self, slot_ids: torch.Tensor, shape: DraftShape) -> WindowTree | None:
         """The trees in windows of this shape of slots `[B]`; None: they are chains."""
         if self._trees is None or not shape.num_nodes:
             return None
-        return self._trees.take(slot_ids, shape)
+        depths = gather_rows(self._trees.depths[:, : shape.window], slot_ids)
+        bits = gather_rows(self._trees.bits[:, : shape.window], slot_ids)
+        return WindowTree(shape.depth, depths, bits)
 
     def parents(self, slot_ids: torch.Tensor, width: int) -> torch.Tensor:
         """`[B, W]`: of the rows of trees in windows of slots `[B]`; -1 for the root and for rows
@@ -138,17 +167,6 @@ class SlotState:
         parents = self._trees.parents.index_select(0, slot_ids)[:, :width]
         last = self.num_drafts.index_select(0, slot_ids).unsqueeze(1)
         return parents.masked_fill(torch.arange(width, device=self.device) > last, -1)
-
-    def write_tree(self, slot_ids: torch.Tensor, tree: DraftTree) -> None:
-        """Writes trees to the next windows of slots `[B]`, up to the depth that the request limits
-        drafts to. Nodes are ordered by depth. Rows after the tree's stay as they are: they are
-        never accepted."""
-        assert self._trees is not None
-        write_trees(self._tables, self._trees.tables, slot_ids, tree, self._draft_limits)
-        if self.values is not None:
-            self._trees.keep_order(slot_ids)
-            own = features_of_tree(tree)
-            self.values.features[slot_ids, : own.shape[1]] = own
 
     def reset_dummy(self) -> None:
         """Padded rounds advance the dummy slot too; it must not grow."""
@@ -173,11 +191,7 @@ class SlotState:
         """The rows of a round's windows of slots `[B]`. Drafts without a row are not verified."""
         assert self.values is not None
         window = shape.window
-        if self._trees is None:
-            chosen = choose_rows(self.values, self.num_drafts, slot_ids, window, num_rows)
-        else:
-            own = self.values, self._tables, self._trees.tables, slot_ids
-            chosen = choose_nodes(*own, window, self.shapes.longest.depth, num_rows)
+        chosen = choose_rows(self.values, self.num_drafts, slot_ids, window, num_rows)
         self.num_drafts[slot_ids] = chosen.num_verified
         if self._expected.shape[1]:
             self._expected[slot_ids] = chosen.expected
@@ -195,122 +209,61 @@ class SlotState:
             return torch.nn.functional.pad(columns, (0, num_budgets))
         return torch.cat((columns, self._expected.index_select(0, slot_ids)), 1)
 
-    def in_order(self, slot_ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Values of the windows of slots `[B]` as they were written, `[B, W]`, in the order of the
-        rows."""
-        if self._trees is None or self.values is None:
-            return values
-        order = self._trees.tables.order.index_select(0, slot_ids)
-        return values.gather(1, order[:, : values.shape[1]])
-
     def learn(
-        self,
-        slot_ids: torch.Tensor,
-        num_verified: torch.Tensor,
-        new_lens: torch.Tensor,
-        rows: torch.Tensor | None,
+        self, slot_ids: torch.Tensor, num_verified: torch.Tensor, new_lens: torch.Tensor
     ) -> None:
-        """A round of slots `[B]` has verified as many drafts and emitted as many tokens, which of
-        trees come after these rows `[B, D+1]`."""
-        if self.values is None:
-            return
-        if rows is None:
+        """A round of slots `[B]` has verified as many drafts and emitted as many tokens."""
+        if self.values is not None:
             learn_values(self.values, num_verified, slot_ids, new_lens)
-        else:
-            assert self._trees is not None
-            learn_nodes(self.values, self._trees.parents, num_verified, slot_ids, rows)
 
     def accept(
         self,
         slot_ids: torch.Tensor,
         kv_lens: torch.Tensor,
         targets: torch.Tensor,
+        tree: WindowTree | None,
         synthetic: SyntheticRates | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `accept_windows`. kv_lens `[B]` and the target's tokens `[B, W]` of slots `[B]`.
-        Device work only."""
-        return slot_windows.accept_windows(self._tables, slot_ids, kv_lens, targets, synthetic)
-
-    def accept_tree(
-        self,
-        slot_ids: torch.Tensor,
-        kv_lens: torch.Tensor,
-        targets: torch.Tensor,
-        depth: int,
-        synthetic: TreeRates | None,
     ) -> Accepted:
-        """See `accept_trees`; otherwise as `accept`."""
-        assert self._trees is not None
-        parents = self._trees.parents
-        return accept_trees(self._tables, parents, slot_ids, kv_lens, targets, depth, synthetic)
+        """See `accept_windows`. kv_lens `[B]`, the target's tokens `[B, W]` and trees, if the
+        windows have any, of slots `[B]`. Device work only."""
+        depth = None if tree is None else tree.depth
+        own = slot_ids, kv_lens, targets, depth, synthetic
+        return slot_windows.accept_windows(self._tables, *own)
 
     def path_ranks(
         self,
         slot_ids: torch.Tensor,
         num_drafts: torch.Tensor,
-        rows: torch.Tensor,
-        lens: torch.Tensor,
+        accepted: Accepted,
         width: int,
     ) -> torch.Tensor:
         """See `kernels.path_ranks`."""
-        assert self._trees is not None
-        return path_ranks(self._trees.parents, slot_ids, num_drafts, rows, lens, width)
+        assert self._trees is not None and accepted.rows is not None
+        rows = accepted.rows, accepted.lens
+        return path_ranks(self._trees.parents, slot_ids, num_drafts, *rows, width)
 
-    def advance(
-        self,
-        slot_ids: torch.Tensor,
-        kv_lens: torch.Tensor,
-        new_tokens: torch.Tensor,
-        new_lens: torch.Tensor,
-    ) -> None:
-        """The rounds of slots `[B]` have emitted new_lens `[B]` of new_tokens `[B, D+1]`."""
-        slot_windows.advance(self._tables, slot_ids, kv_lens, new_tokens, new_lens)
+    def advance(self, slot_ids: torch.Tensor, kv_lens: torch.Tensor, accepted: Accepted) -> None:
+        """The rounds of slots `[B]` have emitted what was accepted by another rule."""
+        slot_windows.advance(self._tables, slot_ids, kv_lens, accepted)
 
 
-class BlockTable:
-    """`[S, P]` int32 page numbers on the device. Changed entries are sent once per round.
+def _as_tree(drafts: Drafts, chain: TreeTables) -> DraftTree:
+    """Chains in slots that may have trees."""
+    batch, length = drafts.tokens.shape
+    rows = {name: row[: 1 + length].expand(batch, -1) for name, row in vars(chain).items()}
+    return DraftTree(drafts.tokens, drafts.num_drafts, **rows)
 
-    Two neighbours are sent as one 64-bit number, the first in its low half (every host of CUDA is
-    little-endian). Indices and values are then one list of 64-bit numbers, sent in one copy and
-    written by one kernel. P is even for this: `max_pages` or one more.
 
-    The host keeps a copy of the rows: it finds the KV slots of a prompt's tokens in a few numbers,
-    for which the device would need many small kernels."""
+def _new_trees(num_slots: int, width: int, device: torch.device) -> TreeTables:
+    """The trees of S slots in windows of W rows, before any was written: each row sees the root and
+    itself."""
+    rows = torch.arange(width, device=device)
+    parents, depths = torch.full_like(rows, -1), (rows > 0).to(torch.int64)
+    bits = (torch.ones_like(rows) << rows) | 1
+    return TreeTables(*(each.repeat(num_slots, 1) for each in (parents, depths, bits)))
 
-    def __init__(self, slots: SeqSlotManager, max_pages: int, device: torch.device) -> None:
-        num_rows = slots.dummy_slot + 1
-        self._pairs_per_row = -(-max_pages // 2)
-        self.device_rows = torch.zeros(
-            (num_rows, 2 * self._pairs_per_row), dtype=torch.int32, device=device
-        )
-        self._pairs = self.device_rows.view(torch.int64)
-        self._host_rows = [array("i", bytes(8 * self._pairs_per_row)) for _ in range(num_rows)]
-        self._changed: dict[int, int] = {}  # index in the flattened pairs -> pair
 
-    def write(self, slot: int, pages: list[int], first_changed: int) -> None:
-        """Sets a slot's row. The pages before index `first_changed` are in it already."""
-        first_pair = first_changed // 2
-        changed = array("i", pages[2 * first_pair :])
-        self._host_rows[slot][2 * first_pair : len(pages)] = changed
-        if len(pages) % 2:
-            changed.append(0)
-        pairs = memoryview(changed).cast("b").cast("q")
-        start = slot * self._pairs_per_row + first_pair
-        self._changed.update(zip(range(start, start + len(pairs)), pairs, strict=True))
-
-    def pages(self, slot: int) -> "array[int]":
-        """The host's copy of a slot's row, with what is not sent yet. Live: do not change it."""
-        return self._host_rows[slot]
-
-    def flush(self) -> None:
-        """Sends the changed entries. Does nothing if there are none, as in most rounds."""
-        if not self._changed:
-            return
-        sent = to_device(array("q", [*self._changed, *self._changed.values()]), self._pairs.device)
-        indices, pairs = sent.chunk(2)
-        self._pairs.put_(indices, pairs)
-        self._changed.clear()
-
-    def rows(self, slot_ids: torch.Tensor, num_pages: int) -> torch.Tensor:
-        """The first `num_pages` pages of each slot, `[B, num_pages]`."""
-        return self.device_rows[:, :num_pages].index_select(0, slot_ids)
+def _chain_tree(width: int, device: torch.device) -> TreeTables:
+    """A chain as a tree, `[W]` each."""
+    rows = torch.arange(width, device=device)
+    return TreeTables(rows - 1, rows, (torch.full_like(rows, 2) << rows) - 1)

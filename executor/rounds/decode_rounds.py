@@ -16,7 +16,7 @@ from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import TreeRows, Windows
 from tllm_spec.executor.graphs.slot_graphs import CudaGraphs, GraphKey, GraphPool, WindowGraphs
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.resources.window_tree import WindowTree
+from tllm_spec.executor.resources.slot_state import WindowTree
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
@@ -25,7 +25,6 @@ from tllm_spec.executor.speculative.drafting.drafter import (
     Drafter,
     When,
     WindowResult,
-    write_drafts,
 )
 from tllm_spec.executor.speculative.drafting.state_recorder import StateRecorder
 from tllm_spec.kernels.attention.visible_keys import TreeMask
@@ -128,7 +127,7 @@ class DecodeRounds:
                 group = self._groups.one_row_each(group)
             drafts = drafter.propose(contexts, windows, group, shape)
             if drafts is not None:
-                write_drafts(self._slots, group.slots, drafts)
+                self._slots.write(group.slots, drafts)
         if self._recorder is not None:
             self._recorder.see(contexts, windows)
 
@@ -298,7 +297,7 @@ class DecodeRounds:
         if sampled.rows is not None:
             self.engine.keep_paths(rows, sampled.rows, sampled.new_lens)
         if num_verified is not None:
-            self._slots.learn(rows.slots, num_verified, sampled.new_lens, sampled.rows)
+            self._slots.learn(rows.slots, num_verified, sampled.new_lens)
             columns = self._slots.reported(rows.slots, num_verified, windows.shape)
             sampled = replace(sampled, num_drafts=columns)
         return WindowResult(rows, sampled, windows.shape, windows.read_rows)

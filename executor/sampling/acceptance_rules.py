@@ -12,7 +12,7 @@ from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.kernels.sampling.choose_token import choose_best
 from tllm_spec.kernels.sampling.gumbel import COIN_DOMAIN, RESIDUAL_DOMAIN, gumbel_noise, uniform
-from tllm_spec.kernels.slots.accept import Accepted, SyntheticRates, TreeRates, descend
+from tllm_spec.kernels.slots.accept import Accepted, SyntheticRates, descend
 
 # Classical speculative sampling: accept a draft with probability min(1, p / q), otherwise draw
 # from the normalised (p - q)+.
@@ -29,8 +29,8 @@ def reject_chain(
     num_drafts: torch.Tensor | None,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Emitted tokens `[N, K+1]` and how many of them are valid `[N]`.
+) -> Accepted:
+    """What N requests emit, of chains.
 
     target_probs `[N, K+1, V]`. draft_probs `[N, K, V]`: the distributions that drafts `[N, K]` were
     drawn from; None: each draft was certain. num_drafts `[N]`: proposed drafts, the rest is
@@ -61,7 +61,7 @@ def reject_chain(
     tokens = torch.cat((drafts, last.unsqueeze(1)), dim=1).scatter_(
         1, accepted.unsqueeze(1), last.unsqueeze(1)
     )
-    return tokens, accepted + 1
+    return Accepted(tokens, accepted + 1)
 
 
 def _was_rejected(
@@ -85,7 +85,8 @@ def _proposal_at(
     return draft_probs.gather(1, index.unsqueeze(2).expand(-1, -1, draft_probs.shape[2])).squeeze(1)
 
 
-# Rejection sampling on a tree of drafts by the target's probabilities alone, as SGLang's: at each
+# Rejection sampling on a tree of drafts by the target's probabilities alone, as SGLang's, which is
+# another rule than that of chains: it asks for no distribution that drafts were drawn from. At each
 # node the children are tried in order with one coin, each with its probability; if none is taken,
 # the token is drawn from the rest of the distribution.
 #
@@ -108,8 +109,7 @@ def reject_tree(
     threshold_single: float = 1.0,
     threshold_acc: float = 1.0,
 ) -> Accepted:
-    """Accepted rows `[B, D+1]`, emitted tokens `[B, D+1]` and their numbers `[B]`, padded as those
-    of `accept_tree`, where tokens, parents, depth and num_drafts are described.
+    """What B requests emit. `accept_path` describes tokens, parents, depth and num_drafts.
 
     probs `[B, W, V]`: the target's distribution after each node. seeds `[B]`; positions `[B]`: of
     the token after the root. A position's coin and noise are keyed by (seed, position): a path has
@@ -137,7 +137,8 @@ def reject_tree(
     noise = gumbel_noise(seeds, positions + lens - 1, final.shape[1], RESIDUAL_DOMAIN)
     last = choose_best(final.log() + noise).unsqueeze(1)
     drafts = torch.cat((tokens.gather(1, rows[:, 1:]), last), dim=1)
-    return rows, torch.where(steps < lens.unsqueeze(1) - 1, drafts, last), lens
+    tokens = torch.where(steps < lens.unsqueeze(1) - 1, drafts, last)
+    return Accepted(tokens, lens, rows)
 
 
 def _own_probs(
@@ -265,19 +266,17 @@ def is_close(logits: torch.Tensor, tokens: torch.Tensor, rule: RelaxedRule) -> t
 Rates = tuple[float, ...] | tuple[tuple[float, ...], ...]
 
 
-def synthetic_acceptance(
-    rates: Rates | None, seeds: torch.Tensor
-) -> tuple[SyntheticRates | None, TreeRates | None]:
-    """The rates on the device: of chains, or else of trees. seeds `[S]`: of the slots."""
+def synthetic_acceptance(rates: Rates | None, seeds: torch.Tensor) -> SyntheticRates | None:
+    """The rates on the device. seeds `[S]`: of the slots."""
     if rates is None:
-        return None, None
-    if not isinstance(rates[0], tuple):
-        return SyntheticRates(_tensor(rates, seeds.device), seeds), None
-    by_depth = [row for row in rates if isinstance(row, tuple)]
+        return None
+    by_depth, before = list[tuple[float, ...]](), 1.0
+    for row in rates:
+        if isinstance(row, tuple):
+            by_depth.append(row)
+        else:  # of a chain: given the drafts before, of which there is one child each
+            by_depth.append((row / before if before else 0.0,))
+            before = row
     width = max(map(len, by_depth))
     bounds = [list(accumulate((*row, *[0.0] * (width - len(row))))) for row in by_depth]
-    return None, TreeRates(_tensor(bounds, seeds.device), seeds)
-
-
-def _tensor(values: object, device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=device)
+    return SyntheticRates(torch.tensor(bounds, dtype=torch.float64, device=seeds.device), seeds)

@@ -85,9 +85,7 @@ class GrammarMasks:
             filled = self._fill(group.requests, group.counts, len(logits))
             numbers = filled.to(logits.device, non_blocking=True)
             of_rows, masks = self._parts(numbers, len(logits))
-            if group.rows.offsets is None:
-                of_rows = self._slots.in_order(group.slots, of_rows.view(len(group.slots), -1))
-            self._mask(logits, of_rows.flatten(), masks)
+            self._mask(logits, of_rows, masks)
 
     def make_room(self, max_rows: int) -> None:
         """Allocates the masks of graphs of at most so many rows. Called before captures."""
@@ -110,8 +108,7 @@ class GrammarMasks:
         if self.is_served:
             size = group.rows.num_requests, group.rows.window
             of_rows, masks = self._parts(self._for_graphs, size[0] * size[1])
-            of_rows = self._slots.in_order(group.slots, of_rows.view(size))
-            self._mask(logits, group.rows.flat(of_rows), masks)
+            self._mask(logits, group.rows.flat(of_rows.view(size)), masks)
 
     def _mask(self, logits: torch.Tensor, of_rows: torch.Tensor, masks: torch.Tensor) -> None:
         first = self._first_token if logits.shape[1] < self._vocab_size else 0

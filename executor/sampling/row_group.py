@@ -14,7 +14,7 @@ import torch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.device.transfer import to_device
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.resources.window_tree import WindowTree
+from tllm_spec.executor.resources.slot_state import WindowTree
 from tllm_spec.executor.sampling.state import RowParameters, SamplingState
 from tllm_spec.kernels.slots.round_rows import RoundRows
 

@@ -11,8 +11,7 @@ import torch
 
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.resources.window_tree import WindowTree
+from tllm_spec.executor.resources.slot_state import SlotState, WindowTree
 from tllm_spec.executor.sampling.acceptance_rules import (
     Rates,
     RelaxedAcceptance,
@@ -63,7 +62,7 @@ class Sampler:
         relaxed: RelaxedAcceptance | None = None,
     ) -> None:
         seeds = RowParameters(state.floats, state.integers).integer("seed")
-        self._synthetic, self._tree_synthetic = synthetic_acceptance(synthetic_rates, seeds)
+        self._synthetic = synthetic_acceptance(synthetic_rates, seeds)
         self._thresholds = thresholds
         self._relaxed = relaxed
         self.slots = slots
@@ -170,39 +169,24 @@ class Sampler:
         draft_probs: torch.Tensor | None,
     ) -> SampledTokens:
         """Chooses tokens, and accepts drafts where the rows are windows."""
-        slots, kv_lens = group.slots, at.kv_lens
-        if at.ahead and at.tree is not None:
-            return self._accept_tree(group, logits, at, at.tree)
+        slots, kv_lens, num_drafts = group.slots, at.kv_lens, None
+        if at.tree is not None and self.slots.shapes.tree_tiers:  # the host learns from ranks
+            num_drafts = gather_rows(self.slots.num_drafts, slots)
         if self.rejection:
-            tokens, lens = self._reject(group, logits, at, draft_probs)
+            accepted = self._reject(group, logits, at, draft_probs)
             if at.ahead:
-                self.slots.advance(slots, kv_lens, tokens, lens)
-            return SampledTokens(tokens, lens)
-        tokens = group.rows.padded(self._choose(group, logits, at))
-        if not at.ahead:
-            return SampledTokens(tokens, torch.ones_like(kv_lens))
-        if self._relaxed is not None:
-            tokens = self._relaxed.relax(group, logits, tokens)
-        return SampledTokens(*self.slots.accept(slots, kv_lens, tokens, self._synthetic))
-
-    def _accept_tree(
-        self, group: RowGroup, logits: torch.Tensor, at: RowPositions, tree: WindowTree
-    ) -> SampledTokens:
-        slots, kv_lens = group.slots, at.kv_lens
-        shows_ranks = bool(self.slots.shapes.tree_tiers)
-        num_drafts = gather_rows(self.slots.num_drafts, slots) if shows_ranks else None
-        if self.rejection:
-            rows, tokens, lens = self._reject_tree(group, logits, kv_lens, tree)
-            self.slots.advance(slots, kv_lens, tokens, lens)
+                self.slots.advance(slots, kv_lens, accepted)
         else:
             targets = group.rows.padded(self._choose(group, logits, at))
-            rows, tokens, lens = self.slots.accept_tree(
-                slots, kv_lens, targets, tree.depth, self._tree_synthetic
-            )
-        if num_drafts is None:
-            return SampledTokens(tokens, lens, rows)
-        ranks = self.slots.path_ranks(slots, num_drafts, rows, lens, group.rows.window)
-        return SampledTokens(tokens, lens, rows, ranks)
+            if not at.ahead:
+                return SampledTokens(targets, torch.ones_like(kv_lens))
+            if self._relaxed is not None:
+                targets = self._relaxed.relax(group, logits, targets)
+            accepted = self.slots.accept(slots, kv_lens, targets, at.tree, self._synthetic)
+        ranks = None
+        if num_drafts is not None:
+            ranks = self.slots.path_ranks(slots, num_drafts, accepted, group.rows.window)
+        return SampledTokens(*accepted, ranks)
 
     def _drafts(self, group: RowGroup) -> torch.Tensor:
         """`[N, W-1]`, until the slots advance."""
@@ -336,36 +320,22 @@ class Sampler:
         logits: torch.Tensor,
         at: RowPositions,
         draft_probs: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Classical rejection sampling."""
-        drafts, num_drafts, rows = self._drafts(group), None, group.rows
+    ) -> Accepted:
+        """Rejection sampling: of chains the classical one, of trees that of SGLang."""
+        rows, num_drafts = group.rows, None
+        probs = rows.padded(self._probs(group, logits))
+        seeds = self.state.integers.index_select(0, group.slots)[:, 0]
+        if at.tree is not None:
+            tokens = self.slots.window.index_select(0, group.slots)[:, : rows.window]
+            parents = self.slots.parents(group.slots, rows.window)
+            own = tokens, parents, at.tree.depth, None, seeds, at.kv_lens + 1
+            return reject_tree(probs, *own, *self._thresholds)
         if rows.window > 1:  # the slots may have more drafts than this round verifies
             num_drafts = self.slots.num_drafts.index_select(0, group.slots).clamp_max(
                 rows.window - 1
             )
-        return reject_chain(
-            rows.padded(self._probs(group, logits)),
-            draft_probs,
-            drafts,
-            num_drafts,
-            self.state.integers.index_select(0, group.slots)[:, 0],
-            rows.padded(at.positions(rows)),
-        )
-
-    def _reject_tree(
-        self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, tree: WindowTree
-    ) -> Accepted:
-        width = group.rows.window
-        return reject_tree(
-            group.rows.padded(self._probs(group, logits)),
-            self.slots.window.index_select(0, group.slots)[:, :width],
-            self.slots.parents(group.slots, width),
-            tree.depth,
-            None,
-            self.state.integers.index_select(0, group.slots)[:, 0],
-            kv_lens + 1,
-            *self._thresholds,
-        )
+        positions = rows.padded(at.positions(rows))
+        return reject_chain(probs, draft_probs, self._drafts(group), num_drafts, seeds, positions)
 
     def _probs(self, group: RowGroup, logits: torch.Tensor) -> torch.Tensor:
         """The distribution of every row, `[T, V]`. A greedy request's has all mass on one

@@ -14,6 +14,7 @@ import torch
 
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
 from tllm_spec.kernels.launch import begin, programmatic_launch
+from tllm_spec.kernels.slots.accept import DraftTree
 
 # The tensors of `draft_beams`: candidates, beams and chosen trees.
 
@@ -67,26 +68,6 @@ class Beams:
     s. Its own bit is set."""
 
 
-@dataclass(frozen=True)
-class DraftTree:
-    """Chosen trees. Node 0 is the root, and nodes are in the order of the pool: by depth, siblings
-    from the most probable on."""
-
-    tokens: torch.Tensor
-    """`[B, W-1]` int64: of nodes 1 to W-1."""
-    parents: torch.Tensor
-    """`[B, W]` int64; -1 for the root."""
-    depths: torch.Tensor
-    """`[B, W]` int64."""
-    bits: torch.Tensor
-    """`[B, W]` int64: bit j of node r: r is j or descends from j."""
-    num_nodes: torch.Tensor | None = None
-    """`[B]` int64: how many nodes after the root are proposed; None: all."""
-    scores: torch.Tensor | None = None
-    """`[B, W-1]` float32: products of probabilities up to each of the nodes 1 to W-1; None: they
-    were not asked for."""
-
-
 @with_kernel("first_beams_triton")
 def first_beams(pool: BeamPool, probs: torch.Tensor, tokens: torch.Tensor) -> Beams:
     """Step 0: the K best tokens `[B, K]` after the root and their probabilities, best first
@@ -137,8 +118,9 @@ def add_last(
 
 @with_kernel("select_triton")
 def select(pool: BeamPool, num_drafts: int, with_scores: bool = False) -> DraftTree:
-    """The best `num_drafts` (W-1, 1 to 63) candidates of a full pool, with their scores or without.
-    Raises nothing: the pool has at least so many candidates (`K + (S-1) K^2`)."""
+    """The best `num_drafts` (W-1, 1 to 63) candidates of a full pool, with their scores or without,
+    in the order of the pool: by depth, siblings from the most probable on. Raises nothing: the pool
+    has at least so many candidates (`K + (S-1) K^2`)."""
     (batch, size), topk, device = pool.scores.shape, pool.topk, pool.scores.device
     chosen = _best(pool.scores, num_drafts).sort(dim=1).values  # node j + 1 is candidate chosen[j]
     nodes = torch.zeros((batch, size), dtype=torch.int64, device=device)
@@ -155,9 +137,9 @@ def select(pool: BeamPool, num_drafts: int, with_scores: bool = False) -> DraftT
     root = torch.zeros((batch, 1), dtype=torch.int64, device=device)
     return DraftTree(
         pool.tokens.gather(1, chosen),
-        torch.cat((root - 1, parents), dim=1),
-        torch.cat((root, depths), dim=1),
-        torch.cat((root + 1, bits), dim=1),
+        parents=torch.cat((root - 1, parents), dim=1),
+        depths=torch.cat((root, depths), dim=1),
+        bits=torch.cat((root + 1, bits), dim=1),
         scores=pool.scores.gather(1, chosen) if with_scores else None,
     )
 
@@ -268,7 +250,7 @@ def select_triton(pool: BeamPool, num_drafts: int, with_scores: bool = False) ->
         **programmatic_launch(tokens.device),
         num_warps=4,
     )
-    return DraftTree(tokens, parents, depths, bits, scores=scores)
+    return DraftTree(tokens, parents=parents, depths=depths, bits=bits, scores=scores)
 
 
 def _pool(pool: BeamPool) -> tuple[torch.Tensor | int, ...]:

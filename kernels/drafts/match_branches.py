@@ -9,9 +9,9 @@ chosen node's parent is always chosen."""
 import torch
 
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
-from tllm_spec.kernels.drafts.draft_beams import DraftTree
 from tllm_spec.kernels.drafts.draft_sources import MATCH, PRIOR, DraftSources
 from tllm_spec.kernels.launch import begin, programmatic_launch
+from tllm_spec.kernels.slots.accept import DraftTree
 
 CERTAIN = 2.0  # above every probability: of a match of the threshold
 
@@ -36,7 +36,7 @@ def add_match(
         lens: `[B]` int64, contiguous: drafts of the match; 0: there is none.
         lengths: `[B]` int64, contiguous: tokens of the match.
         learns: False: a match of the last class is certain, and others are left out."""
-    assert tree.scores is not None and tree.num_nodes is None
+    assert tree.scores is not None and tree.num_drafts is None
     (batch, num_nodes), depth = tree.tokens.shape, match.shape[1]
     last_class = len(sources.takes_match) - 1
     classes = lengths.clamp_max(last_class)
@@ -125,9 +125,9 @@ def _tree_of(
         bits = own_bits | bits.gather(1, own_parents)
     return DraftTree(
         tokens.gather(1, chosen[:, 1:]),
-        own_parents.masked_fill(numbers == 0, -1),
-        depths.gather(1, chosen),
-        bits,
+        parents=own_parents.masked_fill(numbers == 0, -1),
+        depths=depths.gather(1, chosen),
+        bits=bits,
     )
 
 
@@ -142,7 +142,7 @@ def add_match_triton(
 ) -> DraftTree:
     """See `add_match`."""
     rows = (tree.parents, tree.depths, tree.bits)
-    assert tree.scores is not None and tree.num_nodes is None
+    assert tree.scores is not None and tree.num_drafts is None
     assert all(each.is_contiguous() for each in (slots, tree.tokens, tree.scores, match, lens))
     assert all(each.stride() == tree.parents.stride() for each in rows)
     assert tree.parents.stride(1) == 1
@@ -178,7 +178,7 @@ def add_match_triton(
         **programmatic_launch(slots.device),
         num_warps=max(1, block // 8),  # of a table `[block, block]`, up to 32 elements a thread
     )
-    return DraftTree(tokens, *new_rows)
+    return DraftTree(tokens, parents=new_rows[0], depths=new_rows[1], bits=new_rows[2])
 
 
 @triton.jit(do_not_specialize=["num_classes"])  # type: ignore[untyped-decorator]  # triton has no types

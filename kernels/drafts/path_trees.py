@@ -6,8 +6,8 @@ from collections import Counter
 import torch
 
 from tllm_spec.kernels.dispatch import tl, triton, with_kernel
-from tllm_spec.kernels.drafts.draft_beams import DraftTree
 from tllm_spec.kernels.launch import begin, programmatic_launch
+from tllm_spec.kernels.slots.accept import DraftTree
 
 # Makes draft trees of paths: equal beginnings become one. On CUDA a Triton kernel, elsewhere the
 # plain-torch reference.
@@ -32,7 +32,8 @@ def path_trees(paths: torch.Tensor, lens: torch.Tensor, max_nodes: int, topk: in
     paddings = paths[:, 0, 0].tolist()
     trees = [_rows_of(*each, max_nodes) for each in zip(found, paddings, strict=True)]
     tokens, parents, depths, bits = map(torch.tensor, zip(*trees, strict=True))
-    return DraftTree(tokens, parents, depths, bits, torch.tensor(list(map(len, found))))
+    number = torch.tensor(list(map(len, found)))
+    return DraftTree(tokens, number, parents=parents, depths=depths, bits=bits)
 
 
 def _rows_of(nodes: list[Path], padding: int, max_nodes: int) -> tuple[list[int], ...]:
@@ -95,7 +96,7 @@ def path_trees_triton(
         **programmatic_launch(paths.device),
         num_warps=1,
     )
-    return DraftTree(tokens, parents, depths, bits, num_nodes)
+    return DraftTree(tokens, num_nodes, parents=parents, depths=depths, bits=bits)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -176,10 +177,10 @@ def path_ranks(
     lens: torch.Tensor,
     width: int,
 ) -> torch.Tensor:
-    """Ranks of the paths that `accept_trees` has accepted, `[B, D+1]` int64.
+    """Ranks of the paths that `accept_windows` has accepted, `[B, D+1]` int64.
 
     Args:
-        parents: `[S, >= W]` int64 by slot, as in `accept_trees`.
+        parents: `[S, >= W]` int64 by slot, as in `SlotTables.trees`.
         slots: `[B]` int64.
         num_drafts: `[B]` int64: nodes that were proposed, as before acceptance.
         rows, lens: `[B, D+1]` and `[B]`, the accepted rows and their numbers.

@@ -26,15 +26,14 @@ MAX_SLOT_NUMBER = 6.0
 OFFERED = 2.0  # the value of a draft that is verified whatever is predicted
 PRIOR_LOGIT = 0.5  # of drafts without a probability
 EXPECTED_SCALE = 4096
-BRANCH = 64  # more than the depth of any tree
 
 
 @dataclass(frozen=True)
 class DraftValues:
-    """`features` `[S, K]` int32: of the drafts in each slot, of trees by node. `of_feature`
-    `[NUM_FEATURES]` and `of_slot` `[S]` float32: log odds, which are added. `num_idle` `[S]` int32:
-    rounds since a draft of the slot was verified. `budgets` `[C, 3]` float32: of what else a round
-    could verify, the depth, rows of a request on average, and children of a draft at most."""
+    """`features` `[S, K]` int32: of the drafts in each slot. `of_feature` `[NUM_FEATURES]` and
+    `of_slot` `[S]` float32: log odds, which are added. `num_idle` `[S]` int32: rounds since a draft
+    of the slot was verified. `budgets` `[C, 2]` float32: of what else a round could verify, the
+    draft length and the rows of a request on average."""
 
     features: torch.Tensor
     of_feature: torch.Tensor
@@ -48,7 +47,7 @@ class DraftValues:
         num_slots: int,
         num_drafts: int,
         device: torch.device,
-        budgets: Sequence[tuple[int, float, int]] = (),
+        budgets: Sequence[tuple[int, float]] = (),
     ) -> "DraftValues":
         """The values before anything was verified: half of a drafter's log odds, since drafts that
         it thinks unlikely are hardly ever verified, and would keep too low a value. num_drafts:
@@ -61,7 +60,7 @@ class DraftValues:
             torch.cat((middles.logit() / 2, others)),
             torch.zeros(num_slots, device=device),
             torch.zeros(num_slots, dtype=torch.int32, device=device),
-            torch.tensor(budgets, dtype=torch.float32, device=device).view(-1, 3),
+            torch.tensor(budgets, dtype=torch.float32, device=device).view(-1, 2),
         )
 
 
@@ -83,8 +82,8 @@ def features_of(probs: torch.Tensor) -> torch.Tensor:
 
 
 def features_at(positions: torch.Tensor) -> torch.Tensor:
-    """The features of drafts at these positions in their chain or path, from 0 on, int32, whose
-    drafter gives no probabilities."""
+    """The features of drafts at these positions in their chain, from 0 on, int32, whose drafter
+    gives no probabilities."""
     return NUM_PROBABILITIES + positions.clamp_max(NUM_POSITIONS - 1).to(torch.int32)
 
 
@@ -96,41 +95,38 @@ def choose_rows(
     the others to the drafts of the highest values, equal ones in order. num_drafts `[S]` int64: the
     slots' drafts. Rows that are left when all drafts have one go to padding."""
     length, own = window - 1, num_drafts.index_select(0, slots)
-    chances = probabilities(values, slots)
+    chances = _probabilities(values, slots)
     worth = chances.cumprod(1)
-    levels = torch.arange(1, 1 + worth.shape[1], device=slots.device).expand_as(worth)
-    expected = expected_drafts(values, worth, own, levels)
-    worth = offered(values, slots, chances).cumprod(1)
-    chosen = best_drafts(worth, own, length, num_rows - len(slots), pads=True)
+    expected = _expected_drafts(values, worth, own)
+    worth = _offered(values, slots, chances).cumprod(1)
+    chosen = _best_drafts(worth, own, length, num_rows - len(slots), pads=True)
     counts = chosen.sum(1)
     ends = torch.nn.functional.pad((counts + 1).cumsum(0), (1, 0))
     return ChosenRows(ends.to(torch.int32), torch.minimum(own, counts), expected)
 
 
-def expected_drafts(
-    values: DraftValues, worth: torch.Tensor, num_drafts: torch.Tensor, levels: torch.Tensor
+def _expected_drafts(
+    values: DraftValues, worth: torch.Tensor, num_drafts: torch.Tensor
 ) -> torch.Tensor:
-    """`ChosenRows.expected`. worth, levels `[B, K]`: the drafts' values and depths, to which
-    BRANCH is added where a draft on the path is not the first child."""
+    """`ChosenRows.expected`. worth `[B, K]`: the drafts' values."""
     sums = [worth.new_zeros((0, len(worth)))]
-    for depth, mean_rows, topk in values.budgets.tolist():
-        is_open = (levels if topk == 1 else levels % BRANCH) <= depth
+    for length, mean_rows in values.budgets.tolist():
         number = ceil(len(worth) * (mean_rows - 1))
-        chosen = best_drafts(worth * is_open, num_drafts, worth.shape[1], number)
-        sums.append((worth * is_open * chosen).sum(1, keepdim=True).T)
+        chosen = _best_drafts(worth, num_drafts, int(length), number)
+        sums.append((worth[:, : int(length)] * chosen).sum(1, keepdim=True).T)
     return (torch.cat(sums).T * EXPECTED_SCALE).round().to(torch.int64)
 
 
-def best_drafts(
-    worth: torch.Tensor, num_drafts: torch.Tensor, depth: int, number: int, *, pads: bool = False
+def _best_drafts(
+    worth: torch.Tensor, num_drafts: torch.Tensor, length: int, number: int, *, pads: bool = False
 ) -> torch.Tensor:
-    """Which of the first `depth` drafts of each request are the `number` of the highest values
-    `worth` `[B, K]`, as `[B, depth]` bool. pads: others follow, where there are fewer drafts."""
-    depth = min(depth, worth.shape[1])
-    exists = torch.arange(depth, device=worth.device) < num_drafts.unsqueeze(1)
-    ranked = torch.where(exists, worth[:, :depth], -1.0).flatten()
+    """Which of the first `length` drafts of each request are the `number` of the highest values
+    `worth` `[B, K]`, as `[B, length]` bool. pads: others follow, where there are fewer drafts."""
+    length = min(length, worth.shape[1])
+    exists = torch.arange(length, device=worth.device) < num_drafts.unsqueeze(1)
+    ranked = torch.where(exists, worth[:, :length], -1.0).flatten()
     order = ranked.sort(descending=True, stable=True).indices[: max(number, 0)]
-    chosen = torch.zeros_like(ranked, dtype=torch.bool).index_fill_(0, order, True).view(-1, depth)
+    chosen = torch.zeros_like(ranked, dtype=torch.bool).index_fill_(0, order, True).view(-1, length)
     return chosen if pads else chosen & exists
 
 
@@ -144,19 +140,7 @@ def learn_values(
     num_accepted = (new_lens - 1).unsqueeze(1)
     # The first rejected draft is the last one that says anything.
     is_seen = (positions < num_verified.unsqueeze(1)) & (positions <= num_accepted)
-    follow(values, slots, num_verified, is_seen, positions < num_accepted)
-
-
-def follow(
-    values: DraftValues,
-    slots: torch.Tensor,
-    num_verified: torch.Tensor,
-    is_seen: torch.Tensor,
-    is_accepted: torch.Tensor,
-) -> None:
-    """Moves the numbers of slots `[B]` and of the features of the drafts that say anything,
-    `is_seen` `[B, K]`, to what `is_accepted` `[B, K]` shows."""
-    errors = is_accepted.to(torch.float32) - probabilities(values, slots)
+    errors = (positions < num_accepted).to(torch.float32) - _probabilities(values, slots)
     errors = errors.masked_fill(~is_seen, 0.0)
     features = values.features.index_select(0, slots)
     of_each = torch.arange(NUM_FEATURES, device=slots.device)[:, None] == features.flatten()
@@ -169,7 +153,7 @@ def follow(
     values.num_idle[slots] = num_idle.masked_fill(num_verified > 0, 0)
 
 
-def offered(values: DraftValues, slots: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
+def _offered(values: DraftValues, slots: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
     """Probabilities `chances` `[B, K]` of the drafts of slots `[B]`, but OFFERED for the first one
     of a slot that must have a row."""
     is_due = values.num_idle.index_select(0, slots) >= OFFERED_ROUNDS - 1
@@ -177,7 +161,7 @@ def offered(values: DraftValues, slots: torch.Tensor, chances: torch.Tensor) -> 
     return chances.masked_fill(is_due, OFFERED)
 
 
-def probabilities(values: DraftValues, slots: torch.Tensor) -> torch.Tensor:
+def _probabilities(values: DraftValues, slots: torch.Tensor) -> torch.Tensor:
     """The probability that each draft is accepted if those before it are, `[B, K]`."""
     features = values.features.index_select(0, slots)
     numbers = values.of_feature[features.to(torch.int64)]
@@ -199,10 +183,9 @@ def choose_rows_triton(
     offsets = torch.empty(batch + 1, dtype=torch.int32, device=slots.device)
     num_verified = torch.empty_like(slots)
     expected = slots.new_empty((batch, num_budgets))
-    choose_kernel[(1 + num_budgets,)](
+    _choose[(1 + num_budgets,)](
         *(values.features, values.features.stride(0), values.of_feature, values.of_slot),
         *(values.num_idle, values.budgets, num_drafts, slots, offsets, num_verified, expected),
-        *(None, None, None),
         *(batch, num_rows - batch, window - 1, num_budgets),
         length,
         triton.next_power_of_2(batch),
@@ -210,7 +193,6 @@ def choose_rows_triton(
         OFFERED_ROUNDS,
         OFFERED,
         EXPECTED_SCALE,
-        BRANCH,
         **programmatic_launch(slots.device),
         num_warps=NUM_WARPS,
     )
@@ -222,9 +204,9 @@ def learn_values_triton(
 ) -> None:
     """See `learn_values`."""
     batch, length = len(slots), values.features.shape[1]
-    learn_kernel[(1,)](
+    _learn[(1,)](
         *(values.features, values.features.stride(0), values.of_feature, values.of_slot),
-        *(values.num_idle, num_verified, slots, new_lens, None, 0, None, 0, batch),
+        *(values.num_idle, num_verified, slots, new_lens, batch),
         length,
         triton.next_power_of_2(batch),
         triton.next_power_of_2(length),
@@ -238,7 +220,7 @@ def learn_values_triton(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def block_probabilities(
+def _block_probabilities(
     features: tl.tensor,
     stride: tl.tensor,
     of_feature: tl.tensor,
@@ -272,18 +254,16 @@ def _best(key: tl.tensor, number: tl.tensor) -> tl.tensor:
 
 
 @triton.jit(do_not_specialize=["stride", "batch", "num_more", "depth", "num_budgets"])  # type: ignore[untyped-decorator]  # triton has no types
-def choose_kernel(
+def _choose(
     features: tl.tensor, stride: tl.tensor, of_feature: tl.tensor, of_slot: tl.tensor,
     num_idle: tl.tensor, budgets: tl.tensor, all_num_drafts: tl.tensor, slots: tl.tensor,
-    offsets: tl.tensor, num_verified: tl.tensor, expected: tl.tensor, node_values: tl.tensor,
-    levels: tl.tensor, is_chosen: tl.tensor, batch: tl.tensor, num_more: tl.tensor,
-    depth: tl.tensor, num_budgets: tl.tensor, length: tl.constexpr, block_b: tl.constexpr,
-    block_k: tl.constexpr, OFFERED_ROUNDS: tl.constexpr, OFFERED: tl.constexpr,
-    EXPECTED_SCALE: tl.constexpr, BRANCH: tl.constexpr, PDL: tl.constexpr,
+    offsets: tl.tensor, num_verified: tl.tensor, expected: tl.tensor, batch: tl.tensor,
+    num_more: tl.tensor, depth: tl.tensor, num_budgets: tl.tensor, length: tl.constexpr,
+    block_b: tl.constexpr, block_k: tl.constexpr, OFFERED_ROUNDS: tl.constexpr,
+    OFFERED: tl.constexpr, EXPECTED_SCALE: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The first program chooses, each other one adds up what a budget would bring. node_values
-    `[2, B, length]` (the second without OFFERED), levels, is_chosen `[B, length]`: of the nodes of
-    trees; None: of chains, levels also where there are no budgets."""
+    """The first program chooses, each other one adds up what a budget would bring. depth: drafts of
+    a request that may have a row."""
     begin(PDL)
     budget = tl.program_id(0) - 1
     request, column = tl.arange(0, block_b), tl.arange(0, block_k)
@@ -291,31 +271,20 @@ def choose_kernel(
     slot = tl.load(slots + request, mask=is_own, other=0)
     own = tl.load(of_slot + slot, mask=is_own, other=0.0)
     num_drafts = tl.load(all_num_drafts + slot, mask=is_own, other=0).to(tl.int32)
-    is_chain = budget < -1
     if budget >= 0:
-        depth = tl.load(budgets + 3 * budget).to(tl.int32)
-        mean_more = tl.load(budgets + 3 * budget + 1) - 1
-        is_chain = tl.load(budgets + 3 * budget + 2) == 1
+        depth = tl.load(budgets + 2 * budget).to(tl.int32)
+        mean_more = tl.load(budgets + 2 * budget + 1) - 1
         num_more = tl.ceil(mean_more * batch.to(tl.float32)).to(tl.int32)
     is_place = is_own[:, None] & (column < length)[None, :]
-    places = request[:, None] * length + column[None, :]
-    if node_values is None:
-        _, chance = block_probabilities(features, stride, of_feature, own, slot, column, is_place)
-        is_due = tl.load(num_idle + slot, mask=is_own, other=0) >= OFFERED_ROUNDS - 1
-        is_due &= budget < 0
-        chance = tl.where(is_due[:, None] & (column == 0)[None, :], OFFERED, chance)
-        value = tl.cumprod(chance, 1)
-    else:
-        own_values = node_values + tl.where(budget < 0, 0, batch * length)
-        value = tl.load(own_values + places, mask=is_place, other=0.0)
+    _, chance = _block_probabilities(features, stride, of_feature, own, slot, column, is_place)
+    is_due = tl.load(num_idle + slot, mask=is_own, other=0) >= OFFERED_ROUNDS - 1
+    is_due &= budget < 0
+    chance = tl.where(is_due[:, None] & (column == 0)[None, :], OFFERED, chance)
+    value = tl.cumprod(chance, 1)
     # Places without a draft come last, those that are none do not take part.
     exists = column[None, :] < num_drafts[:, None]
     key = tl.where(exists, value.to(tl.int32, bitcast=True) + 1, 0)
-    if levels is None:
-        is_open = is_place & (column < depth)[None, :]
-    else:
-        level = tl.load(levels + places, mask=is_place, other=0)
-        is_open = is_place & (tl.where(is_chain, level, level % BRANCH) <= depth)
+    is_open = is_place & (column < depth)[None, :]
     chosen = _best(tl.where(is_open, key, -1), num_more)
     if budget < 0:
         count = tl.sum(chosen.to(tl.int32), 1)
@@ -323,24 +292,20 @@ def choose_kernel(
         tl.store(num_verified + request, verified, mask=is_own)
         tl.store(offsets, 0)
         tl.store(offsets + 1 + request, tl.cumsum(count + 1, 0), mask=is_own)
-        if is_chosen is not None:
-            tl.store(is_chosen + places, chosen.to(tl.int32), mask=is_place)
     else:
         total = tl.sum(tl.where(chosen & exists, value, 0.0), 1) * EXPECTED_SCALE
         targets = expected + request * num_budgets + budget
         tl.store(targets, (total + 0.5).to(tl.int64), mask=is_own)
 
 
-@triton.jit(do_not_specialize=["stride", "parents_stride", "path", "batch"])  # type: ignore[untyped-decorator]  # triton has no types
-def learn_kernel(
+@triton.jit(do_not_specialize=["stride", "batch"])  # type: ignore[untyped-decorator]  # triton has no types
+def _learn(
     features: tl.tensor, stride: tl.tensor, of_feature: tl.tensor, of_slot: tl.tensor,
     all_num_idle: tl.tensor, all_num_verified: tl.tensor, slots: tl.tensor, new_lens: tl.tensor,
-    parents: tl.tensor, parents_stride: tl.tensor, rows: tl.tensor, path: tl.tensor,
     batch: tl.tensor, length: tl.constexpr, block_b: tl.constexpr, block_k: tl.constexpr,
     NUM_FEATURES: tl.constexpr, SLOT_RATE: tl.constexpr, PRIOR_DRAFTS: tl.constexpr,
     MAX_SLOT_NUMBER: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """rows `[B, path]`: of trees, what was accepted; None: chains."""
     begin(PDL)
     request, column = tl.arange(0, block_b), tl.arange(0, block_k)
     is_own = request < batch
@@ -349,22 +314,11 @@ def learn_kernel(
     num_verified = tl.load(all_num_verified + request, mask=is_own, other=0)
     position = column.to(tl.int64)[None, :]
     is_place = is_own[:, None] & (column < length)[None, :]
-    if rows is None:
-        num_accepted = tl.load(new_lens + request, mask=is_own, other=1) - 1
-        is_seen = (position < num_verified[:, None]) & (position <= num_accepted[:, None])
-        is_accepted = position < num_accepted[:, None]
-    else:
-        node, is_accepted = position + 1, is_place & (position < 0)
-        parent = parents + slot[:, None] * parents_stride + node
-        parent = tl.load(parent, mask=is_place, other=-1)
-        is_seen = is_accepted
-        for step in range(path):
-            row = tl.load(rows + request * path + step, mask=is_own, other=0)[:, None]
-            is_accepted |= node == row
-            is_seen |= parent == row
-        is_seen &= position < num_verified[:, None]
+    num_accepted = tl.load(new_lens + request, mask=is_own, other=1) - 1
+    is_seen = (position < num_verified[:, None]) & (position <= num_accepted[:, None])
+    is_accepted = position < num_accepted[:, None]
     is_seen &= is_place
-    feature, chance = block_probabilities(features, stride, of_feature, own, slot, column, is_seen)
+    feature, chance = _block_probabilities(features, stride, of_feature, own, slot, column, is_seen)
     error = tl.where(is_seen, is_accepted.to(tl.float32) - chance, 0.0)
     own += SLOT_RATE * tl.sum(error, 1)
     own = tl.minimum(tl.maximum(own, -MAX_SLOT_NUMBER), MAX_SLOT_NUMBER)

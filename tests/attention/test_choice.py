@@ -10,10 +10,11 @@ import torch
 
 from tllm_spec.attention.choice import choose_backend, create_backend, workspace_bytes
 from tllm_spec.attention.flashinfer import FlashInferAttention
-from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry, LatentGeometry
 from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.kv_format import KVFormat
 from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.latent import TritonLatent
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.attention.wide_pages import MAX_TOKENS
@@ -205,3 +206,13 @@ def test_layers_with_chunks_run_triton_where_flashinfer_was_chosen(
     assert len(caplog.messages) == is_replaced
     num_bytes = workspace_bytes(kind, geometry, kv_format)
     assert num_bytes == own_kind.workspace_bytes(geometry, kv_format)
+
+
+@pytest.mark.parametrize("kind", [FlashInferAttention, TritonAttention])
+def test_latent_attention_runs_triton_for_flashinfer_too(kind: type[HeadsBackend]) -> None:
+    geometry = LatentGeometry(1, 2, 32, 16, 16, 16, 0.2)
+    kv_format = KVFormat(torch.bfloat16)
+    pool = KVPool(geometry, num_pages=2, page_size=4, kv_format=kv_format, device=CPU)
+    assert type(create_backend(kind, geometry, pool)) is TritonLatent
+    expected = TritonLatent.workspace_bytes(geometry, torch.bfloat16)
+    assert workspace_bytes(kind, geometry, kv_format) == expected

@@ -1,7 +1,6 @@
 """`benchmarks/verify_budget.py`: how much of the possible the choice of drafts reaches, and that a
 running engine counts what it verifies."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from benchmarks import verify_budget
 from benchmarks.harness.models import Models
 from benchmarks.harness.scripted_tokens import MIXED, TokenScript, quantiles, scripted_tokens
 from benchmarks.harness.simulated_rows import Simulation, round_ms
-from benchmarks.harness.simulated_trees import TreeSimulation
 from benchmarks.verify_budget import STEPS, Measurement
 from tllm_spec.config.draft_shape import DraftShape, chain_of
 from tllm_spec.config.verify_budget import with_budgets
@@ -44,27 +42,6 @@ def test_the_choice_beats_the_best_length_or_is_as_good(
     simulation = Simulation(64, means)
     rate = simulation.play(chain_of(best), 30).reached / ms[best]
     assert simulation.chosen_rate(own, SHAPES, 60) > least * rate
-
-
-def test_the_choice_among_trees_and_chains_beats_the_best_chain() -> None:
-    shapes = with_budgets(7, (0, 3, 7), DraftShape(7, 24, 2))
-    tiers = (0, 3, 7, *shapes.budgeted_tiers)
-    ms = {tier: round_ms(shapes.of(tier), 8) for tier in tiers}
-    own = AdaptiveController.from_config(
-        {"candidate_steps": [0, 3, 7]}, round_times=MeasuredRoundTimes({8: ms}), shapes=shapes
-    )
-    rate = Simulation(8, MIXED).play(chain_of(7), 40).reached / ms[7]
-    assert TreeSimulation(8, MIXED).chosen_rate(own, shapes, 40) > 1.06 * rate
-
-
-def test_trees_that_share_rows_beat_chains_with_as_many() -> None:
-    tree, rounds = DraftShape(7, 24, 2), 20
-    shared, whole = (
-        TreeSimulation(8, MIXED).play(shape, rounds) for shape in (replace(tree, mean_rows=8), tree)
-    )
-    assert shared.reached > 0.96 * shared.oracle
-    assert shared.reached > 1.05 * Simulation(8, MIXED).play(chain_of(7), rounds).reached
-    assert whole.reached == pytest.approx(whole.oracle) and whole.reached > shared.oracle
 
 
 def test_round_times_are_those_measured_at_chains() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from tllm_spec.cli.serve import main, read_args, read_flags
+from tllm_spec.cli.llm_flags import LLM_FLAGS, LlmFlags
+from tllm_spec.cli.serve import main, read_args, read_command_line, read_flags
 from tllm_spec.config.llm_args import KvCacheConfig, LlmArgs
 from tllm_spec.server.child import freeze_heap
 
@@ -18,7 +19,11 @@ def serve(*arguments: str) -> Result:
 
 
 def args_of(flags: dict[str, Any], yaml_path: Path | None = None) -> LlmArgs:
-    args = read_args("m", read_flags(flags), None if yaml_path is None else str(yaml_path))
+    args = read_args(
+        "m",
+        read_flags({**flags, LLM_FLAGS: LlmFlags({}, [])}),
+        None if yaml_path is None else str(yaml_path),
+    )
     assert LlmArgs(**args.as_options()) == args, "another process gets the same arguments"
     return args
 
@@ -189,3 +194,12 @@ def test_tls_files_are_checked_before_the_model_is_loaded(
     result = serve("no/such/folder", *flags)
     assert result.exit_code == 1
     assert sentence in result.output
+
+
+def test_the_served_name_is_that_of_the_folder_or_the_file(tmp_path: Path) -> None:
+    (tmp_path / "Some-1.5B.Q4_1.gguf").touch()
+    (tmp_path / "Folder-1.5B").mkdir()
+    for name in ("Some-1.5B.Q4_1.gguf", "Folder-1.5B"):
+        line = read_command_line([str(tmp_path / name)], [])
+        assert line.served_model_name == name.removesuffix(".gguf")
+    assert read_command_line(["zoo:llama"], []).served_model_name == "zoo:llama"

@@ -111,7 +111,10 @@ def test_a_refusal_says_that_sglangs_number_counts_the_root() -> None:
         ({"max_draft_len": 18, "max_total_draft_tokens": 20}, r"\(18 - 1\) \* 4 = 68 .* 64 is the"),
         ({"dynamic_tree_max_topK": 17}, "dynamic_tree_max_topK = 17 is more than 16"),
         ({"dynamic_tree_max_topK": None}, "needs dynamic_tree_max_topK"),
-        ({"max_non_leaves_per_layer": 4}, "is refused: in every step of a dynamic tree the best"),
+        (
+            {"max_non_leaves_per_layer": 4},
+            "layer = 4 is refused: it has no counterpart",
+        ),
         ({"use_dynamic_tree": False}, "dynamic_tree_max_topK = 4 needs use_dynamic_tree: true"),
     ],
 )

@@ -4,8 +4,12 @@ from typing import Any
 
 import pytest
 
-from tllm_spec.config.draft_shape import DraftShape
-from tllm_spec.config.speculative_config import Eagle3DecodingConfig, UserProvidedDecodingConfig
+from tllm_spec.config.speculative_config import (
+    DecodingBaseConfig,
+    Eagle3DecodingConfig,
+    NGramDecodingConfig,
+    UserProvidedDecodingConfig,
+)
 
 
 def config(**options: Any) -> Eagle3DecodingConfig:
@@ -13,6 +17,7 @@ def config(**options: Any) -> Eagle3DecodingConfig:
 
 
 TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2, "max_total_draft_tokens": 24}
+STATIC = {"eagle_choices": [[0], [1], [0, 0], [0, 0, 0]], "max_draft_len": 3}
 
 
 def test_a_round_has_so_many_rows_a_request_on_average() -> None:
@@ -23,28 +28,11 @@ def test_a_round_has_so_many_rows_a_request_on_average() -> None:
     assert not config(verify_budget=8).shapes.are_ragged
 
 
-def test_trees_share_rows_too() -> None:
-    dynamic = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4, "max_draft_len": 3}
-    shapes = config(verify_budget=5.5, **dynamic).shapes
-    assert [shapes.of(length).name for length in (1, 3)] == ["1x4/4", "3x4/12@5.5"]
-    assert [shapes.of(length).num_rows(3) for length in (1, 3)] == [15, 17]
-    static = config(verify_budget=2.5, eagle_choices=[[0], [1], [0, 0]], max_draft_len=2).shapes
-    assert [static.of(length).name for length in (1, 2)] == ["1x2/2@2.5", "2x2/3@2.5"]
-    own = UserProvidedDecodingConfig(
-        drafter="a:B", max_draft_len=2, max_total_draft_tokens=5, verify_budget=3
-    ).shapes
-    assert own.are_ragged and not own.narrows
-
-
-def test_trees_are_compared_with_chains() -> None:
-    shapes = config(enable_adaptive_verification=True, **TREE).shapes
-    assert shapes.longest == DraftShape(7, 24, 2)
-    names = "3@2.5 3x2/10@4 3x2/10@8 5@3.5 7@4.5 7x2/24@4 7x2/24@8 7x2/24@12"
-    assert [shapes.name(tier) for tier in shapes.budgeted_tiers] == names.split()
-    assert shapes.budgets[:5] == [(1, 2, 1), (2, 3, 1), (3, 4, 1), (3, 2.5, 1), (3, 4, 2)]
-    lower = shapes.lower
-    assert lower(shapes.of(10), shapes.of(14)) == 10
-    assert lower(shapes.of(3), shapes.of(14)) == 0, "a chain's drafts do not tell of a tree"
+def test_a_cost_model_has_rounds_that_share_rows_by_length() -> None:
+    shapes = config(enable_adaptive_verification=True).shapes
+    names = [shapes.name(tier) for tier in shapes.budgeted_tiers]
+    assert names == ["3@2.5", "5@3.5", "7@4.5"]
+    assert shapes.budgets[:4] == [(1, 2), (2, 3), (3, 4), (3, 2.5)]
 
 
 def test_a_token_budget_counts_these_rows() -> None:
@@ -70,6 +58,33 @@ def test_it_is_refused_with_a_reason(options: dict[str, Any], message: str) -> N
 
 
 @pytest.mark.parametrize(
+    "sharing", [{"verify_budget": 2.5}, {"enable_adaptive_verification": True}]
+)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Eagle3DecodingConfig, TREE | {"speculative_model": "head", "max_draft_len": 7}),
+        (Eagle3DecodingConfig, STATIC | {"speculative_model": "head"}),
+        (NGramDecodingConfig, TREE | {"max_draft_len": 5}),
+        (
+            UserProvidedDecodingConfig,
+            {"drafter": "a:B", "max_draft_len": 3, "max_total_draft_tokens": 5},
+        ),
+    ],
+)
+def test_trees_are_refused_with_what_to_use_instead(
+    kind: type[DecodingBaseConfig], options: dict[str, Any], sharing: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=r"is refused: .*not of draft trees; use a chain"):
+        kind(**options | sharing)
+
+
+def test_all_reasons_come_in_one_message() -> None:
+    with pytest.raises(ValueError, match=r"adaptive also says.*; use a chain; with use_rej"):
+        config(verify_budget=2.5, adaptive={}, use_rejection_sampling=True, **TREE)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (
@@ -79,8 +94,6 @@ def test_it_is_refused_with_a_reason(options: dict[str, Any], message: str) -> N
         ({"draft_len_schedule": {1: 3}}, "use adaptive's slots"),
         ({"max_draft_len": 2}, "candidate_steps of 3 or more"),
         ({"use_rejection_sampling": True}, "would change the distribution"),
-        ({"eagle_choices": [[0], [1], [0, 0], [0, 0, 0]], "max_draft_len": 3}, "dynamic ones"),
-        (TREE | {"adaptive": {"candidate_trees": []}}, "leave out candidate_trees"),
         ({"adaptive": {"candidate_steps": list(range(20))}, "max_draft_len": 19}, "make 36"),
     ],
 )

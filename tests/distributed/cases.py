@@ -51,7 +51,6 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "eagle3-tree": EAGLE3 | TREE,
     "eagle3-tree-two-model": EAGLE3 | TREE | {"eagle3_one_model": False},
     "eagle3-static-tree": EAGLE3 | {"eagle_choices": CHOICES},
-    "budget-tree": EAGLE3 | TREE | {"verify_budget": 2.5},
     "peagle": EAGLE3 | {"speculative_model": "zoo:llama-peagle"},
     "pard": DRAFT_MODEL | {"decoding_type": "PARD", "mask_token_id": 1},
     "rejection-sampling": DRAFT_MODEL | {"use_rejection_sampling": True},

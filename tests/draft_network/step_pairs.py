@@ -15,7 +15,7 @@ from tllm_spec.draft_network.network import ExternalDraft, Network
 from tllm_spec.executor.engine.attention_groups import AttentionGroups, PagedGroup
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
 from tllm_spec.executor.resources.interface import SeqSlotManager
-from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.executor.resources.pages import BlockTable
 from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, ModelLayers, TorchLayers
 from tllm_spec.executor.speculative.drafting.external_nets import ExternalModelLayers
 from tllm_spec.models.eagle3 import Eagle3Head

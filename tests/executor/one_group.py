@@ -6,8 +6,7 @@ from typing import Any
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.executor.resources.kv_cache import KVCacheManager, KVGroup, SpanRoom
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.resources.pages import PageGroup
-from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.executor.resources.pages import BlockTable, PageGroup
 
 
 def cache_of(

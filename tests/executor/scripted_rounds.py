@@ -27,7 +27,8 @@ from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.request import DraftCounters, LlmRequest, Response
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.resources.interface import SeqSlotManager
-from tllm_spec.executor.resources.slot_state import BlockTable, SlotState
+from tllm_spec.executor.resources.pages import BlockTable
+from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.rounds.round_results import SentResults
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.sampling.logprobs import LogprobRows

@@ -12,7 +12,7 @@ from tests.executor.graph_rounds import num_replays, on_cuda, with_graphs
 from tests.executor.guided_rounds import grammar_of, submit_guided
 from tests.executor.harness import Harness, output_of
 from tests.executor.row_rounds import DRAFT_LEN, PROMPT, rows_and_batches
-from tests.lossless.engines import DYNAMIC_TREE, tiny_engine
+from tests.lossless.engines import tiny_engine
 from tests.models import qwen3_next
 from tests.models.mtp_reference import save_predictable
 from tllm_spec.config.draft_shape import DraftShape
@@ -24,7 +24,6 @@ from tllm_spec.kernels.slots.round_rows import RoundRows
 SIZES, BUDGET = (1, 2, 4, 8), 2.5
 MTP = {"decoding_type": "MTP", "max_draft_len": DRAFT_LEN, "verify_budget": BUDGET}
 SAVED = {"latents": save_predictable, "states": qwen3_next.save_predictable}
-TREES = ("eagle3_tree", "eagle3_static", "latents tree")
 ROWS = {3, 5, 10, 20}  # of these sizes
 
 
@@ -39,7 +38,7 @@ def submit(harness: Harness, *ways: dict[str, Any]) -> list[LlmRequest]:
 
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("attn_backend", ["VANILLA", "TRITON"])
-@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa", *SAVED, *TREES])
+@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa", *SAVED])
 def test_graphs_have_a_budget_of_rows_and_the_text_of_plain_decoding(
     tiny: Path,
     drafts: tuple[Path, Path],
@@ -48,10 +47,9 @@ def test_graphs_have_a_budget_of_rows_and_the_text_of_plain_decoding(
     attn_backend: str,
     eager_graphs: None,
 ) -> None:
-    name, *trees = mode.split()
-    target, options = tiny, {"speculative_config": MTP | (DYNAMIC_TREE if trees else {})}
-    if name in SAVED:
-        SAVED[name](tmp_path)
+    target, options = tiny, {"speculative_config": MTP}
+    if mode in SAVED:
+        SAVED[mode](tmp_path)
         target = tmp_path
     else:
         options = tiny_engine(mode, drafts, DRAFT_LEN, verify_budget=BUDGET)
@@ -71,16 +69,16 @@ def test_graphs_have_a_budget_of_rows_and_the_text_of_plain_decoding(
     assert ROWS >= set(alone) >= {20}
 
 
-def test_graphs_of_trees_and_of_chains_follow_each_other(
+def test_graphs_of_shared_and_of_whole_windows_follow_each_other(
     tiny: Path, drafts: tuple[Path, Path], eager_graphs: None
 ) -> None:
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {}, {"temperature": 0.5}, {}]
     plain = Harness(tiny)
     expected = submit(plain, *ways)
     plain.run()
-    options = tiny_engine("eagle3_tree", drafts, DRAFT_LEN, enable_adaptive_verification=True)
-    names = ("4x4/16@12", "4", "4", "3x4/16@4", "3@2.5", "4x4/16@12", "0")
-    shapes = with_budgets(DRAFT_LEN, range(DRAFT_LEN + 1), DraftShape(DRAFT_LEN, 16, 4))
+    options = tiny_engine("eagle3", drafts, DRAFT_LEN, enable_adaptive_verification=True)
+    names = ("4@3", "4", "4", "3@2.5", "2", "4@3", "0")
+    shapes = with_budgets(DRAFT_LEN, range(DRAFT_LEN + 1))
     tiers = {str(shapes.name(tier)): tier for tier in range(shapes.further_tiers.stop)}
     harness = with_graphs(tiny, SIZES[-1:], {tiers[name] for name in names}, **options)
     coming = cycle(tiers[name] for name in names)
@@ -92,11 +90,11 @@ def test_graphs_of_trees_and_of_chains_follow_each_other(
 
 
 @pytest.mark.parametrize("way", ["whole", "tail"])
-def test_graphs_draft_the_trees_that_eager_rounds_draft(
+def test_graphs_draft_what_eager_rounds_draft(
     tiny: Path, drafts: tuple[Path, Path], way: str, eager_graphs: None
 ) -> None:
     """They begin at the last row that each request has read, whatever rows the others have."""
-    options = tiny_engine("eagle3_tree", drafts, DRAFT_LEN, verify_budget=BUDGET)
+    options = tiny_engine("eagle3", drafts, DRAFT_LEN, verify_budget=BUDGET)
     options["disable_overlap_scheduler"] = True
     windows = []
     for harness in (Harness(tiny, **options), with_graphs(tiny, (4,), {0, DRAFT_LEN}, **options)):
@@ -109,7 +107,7 @@ def test_graphs_draft_the_trees_that_eager_rounds_draft(
     assert windows[:8] == windows[8:]
 
 
-@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa", "eagle3_tree"])
+@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa"])
 def test_a_tail_reads_the_rows_that_its_forward_has_chosen(
     tiny: Path, drafts: tuple[Path, Path], mode: str, eager_graphs: None
 ) -> None:
@@ -162,9 +160,7 @@ def test_a_request_without_drafts_has_one_row_in_a_graph(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "mode", ["eagle3", "eagle3_two_model", "sa", *TREES[:2], "eagle3_tree chooses"]
-)
+@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_model", "sa", "eagle3 chooses"])
 def test_on_a_gpu_graphs_choose_rows_and_have_the_text_of_plain_decoding(
     tiny: Path, drafts: tuple[Path, Path], mode: str
 ) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from tllm_spec.config.adaptive_config import AdaptiveConfig
-from tllm_spec.config.draft_shape import DraftShape
 from tllm_spec.config.verify_budget import with_budgets
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.budget_slot import BudgetEstimate
@@ -43,64 +42,6 @@ def test_budgets_are_for_batches_of_more_than_16_requests() -> None:
     own = controller()
     assert own.tiers_at(16) == {0, 1, 2, 3, 5, 7}
     assert own.tiers_at(BATCH) == {0, *COMPARED}
-
-
-def test_trees_share_rows_in_small_batches_and_chains_in_large_ones() -> None:
-    shapes = with_budgets(7, (0, 3, 7), DraftShape(7, 24, 2))
-    sizes = (8, 16, 32, 64)
-    seconds = {size: dict.fromkeys(range(shapes.further_tiers.stop), 1.0) for size in sizes}
-    own = AdaptiveController.from_config(
-        {"candidate_steps": [0, 3, 7]},
-        graph_batch_sizes=sizes,
-        round_times=MeasuredRoundTimes(seconds),
-        shapes=shapes,
-    )
-    found = {
-        size: [shapes.name(tier) for tier in sorted(own.tiers_at(size)) if tier > 7]
-        for size in sizes
-    }
-    assert found == {
-        8: ["3x2/10@4", "3x2/10@8", "7x2/24@8", "7x2/24@12"],
-        16: ["3x2/10@4", "3x2/10@8", "7x2/24@4", "7x2/24@8"],
-        32: ["3@2.5", "3x2/10@4", "7@4.5", "7x2/24@4"],
-        64: ["3@2.5", "7@4.5"],
-    }
-
-
-def test_a_round_shows_what_is_a_part_of_its_drafts() -> None:
-    shapes = with_budgets(3, (0, 1, 3), DraftShape(3, 10, 2))
-    names = {str(shapes.name(tier)): tier for tier in shapes.compared_tiers}
-    assert list(names) == ["1", "3", "3@2.5", "3x2/10@4", "3x2/10@8"]
-    own = BudgetEstimate(shapes, 0.6, 64)
-    first, true = own.expected[names["3x2/10@8"]], [0.5, 0.8, 0.7, 1.0, 1.4]
-    assert first == 3, "as many as the depth"
-    for tier in ("3@2.5", "3x2/10@4"):
-        for _ in range(500):
-            own.observe(seen([2 * each for each in true]), names[tier])
-        known = [own.expected[each] for each in names.values()]
-        assert known[:3] == pytest.approx(true[:3])
-        assert (known == pytest.approx(true)) == (tier != "3@2.5")
-        if tier == "3@2.5":  # trees are scaled as the first drafts
-            assert known[-1] == pytest.approx(first * 0.5 / 0.6)
-
-
-def test_what_a_round_shows_anyway_is_not_probed() -> None:
-    shapes = with_budgets(7, (0, 3, 7), DraftShape(7, 24, 2))
-    ms = {tier: 5 + shapes.of(tier).rows_each / 4 for tier in range(shapes.further_tiers.stop)}
-    own = AdaptiveController.from_config(
-        {"candidate_steps": [0, 3, 7], "probe_time_share": 1.0},
-        graph_batch_sizes=(8,),
-        round_times=MeasuredRoundTimes({8: ms}),
-        shapes=shapes,
-    )
-    names = [str(shapes.name(tier)) for tier in shapes.compared_tiers]
-    for better, others in (("7x2/24@8", set()), ("3x2/10@8", {"7x2/24@12"})):
-        expected, chosen = [32.0 if name == better else 16.0 for name in names], []
-        for _ in range(400):
-            tier = own.tier_for(8)
-            chosen.append(str(shapes.name(tier)))
-            own.observe(8, [2] * 8, tier, num_drafted=0, expected=expected if tier > 7 else ())
-        assert set(chosen[200:]) == {better, *others}
 
 
 def test_large_batches_have_no_whole_windows_of_many_rows() -> None:

@@ -23,7 +23,7 @@ from tllm_spec.executor.engine.rows import ROW_ALIGNMENT, ContextChunk, RowBuild
 from tllm_spec.executor.graphs.context_graphs import MAX_CHUNKS, capture_contexts
 from tllm_spec.executor.graphs.slot_graphs import GraphPool
 from tllm_spec.executor.resources.interface import SeqSlotManager
-from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.executor.resources.pages import BlockTable
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.kernels.attention.paged_prefill import PrefillRows
 

@@ -292,20 +292,18 @@ def test_a_users_resource_manager_that_raises_fails_the_round_and_not_the_execut
         assert_clean(llm)
 
 
-def test_a_request_that_the_pool_can_never_hold_is_refused_with_the_figures(
+def test_a_request_may_be_as_long_as_an_empty_pool_can_hold_and_no_longer(
     model: Path, expected: list[list[int]], tiny_draft: Path
 ) -> None:
     cache = {"tokens_per_block": 4, "max_tokens": 40}
     with make_llm(model, kv_cache_config=cache, **draft_target(tiny_draft)) as llm:
-        large = SamplingParams(max_tokens=50)
-        first, bad, *others = generate(
-            llm, [GOOD[0], GOOD[0], *GOOD[1:]], [PARAMS, large, PARAMS, PARAMS]
+        long, unlimited = [1] * llm.max_seq_len, SamplingParams(ignore_eos=True)
+        first, bad, full, *others = generate(
+            llm, [GOOD[0], long, GOOD[0], *GOOD[1:]], [PARAMS, PARAMS, unlimited, PARAMS, PARAMS]
         )
-        assert (
-            bad.error is not None
-            and "may need 16 KV pages" in bad.error
-            and "cache has 10" in bad.error
-        )
+        assert bad.error is not None and f"length is {llm.max_seq_len} tokens" in bad.error
+        assert len(GOOD[0]) + full.outputs[0].length == llm.max_seq_len < 40
+        assert full.outputs[0].finish_reason == "length"
         assert tokens_of([first, *others]) == expected
         assert_clean(llm)
 

@@ -80,16 +80,14 @@ def test_recorded_states_are_those_of_the_text_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["eagle3", "eagle3_tree"])
 def test_states_are_recorded_where_requests_share_the_rows_of_a_round(
     deep: Path,
     drafts: tuple[Path, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    mode: str,
 ) -> None:
     draw_budgets(monkeypatch)
-    own = tiny_engine(mode, drafts, 3, verify_budget=2.5)
+    own = tiny_engine("eagle3", drafts, 3, verify_budget=2.5)
     harness = recorder(deep, tmp_path / "traffic", **own)
     for prompt in PROMPTS:
         harness.submit(prompt, 20)

@@ -77,8 +77,8 @@ def expected_drafts(paths: list[list[int]], ready: int, shapes: DraftShapes) -> 
     cut = [path[:ready] for path in paths]
     rows = torch.tensor([[path + [0] * (ready - len(path)) for path in cut]])
     tree = path_trees(rows, torch.tensor([list(map(len, cut))]), shape.num_nodes, shape.topk)
-    assert tree.num_nodes is not None
-    return tree.tokens[0, : int(tree.num_nodes)].tolist()
+    assert tree.num_drafts is not None
+    return tree.tokens[0, : int(tree.num_drafts)].tolist()
 
 
 TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2, "max_total_draft_tokens": 5}

@@ -135,7 +135,7 @@ def test_new_clients_do_not_keep_a_large_request_waiting_for_ever() -> None:
 def test_client_and_salt_reach_another_process() -> None:
     request = LlmRequest(7, [1, 2], RULES, seed=3, client=("A", "u"), cache_salt="s")
     packed = msgpack.unpackb(msgpack.packb(pack_requests([request])), strict_map_key=False)
-    limits = RequestLimits(64, (), 100, 0, None, Bench().scheduler.capacity)
+    limits = RequestLimits(64, (), 100, 0, None)
     (found,) = unpack_requests(packed, [8], limits, [None])
     assert (found.client, found.cache_salt) == (("A", "u"), "s")
 

@@ -16,7 +16,6 @@ from tllm_spec.kernels.attention.rotary_write import HeadWeights, Rotary, rotary
 from tllm_spec.kernels.drafts.draft_beams import (
     BeamPool,
     Beams,
-    DraftTree,
     add_last,
     first_beams,
     grow,
@@ -44,8 +43,13 @@ from tllm_spec.kernels.parallel.two_shot_sum import PART_WORDS, RankParts, two_s
 from tllm_spec.kernels.sampling.choose_token import choose_best, choose_draft, offer_token
 from tllm_spec.kernels.sampling.gumbel import gumbel_noise
 from tllm_spec.kernels.sampling.logit_filters import filter_cut, mask_tokens
-from tllm_spec.kernels.slots.accept import SlotTables, SyntheticRates, TreeRates, TreeTables
-from tllm_spec.kernels.slots.choose_nodes import choose_nodes, learn_nodes
+from tllm_spec.kernels.slots.accept import (
+    Drafts,
+    DraftTree,
+    SlotTables,
+    SyntheticRates,
+    TreeTables,
+)
 from tllm_spec.kernels.slots.choose_rows import DraftValues, choose_rows, learn_values
 from tllm_spec.kernels.slots.round_rows import RoundRows, window_rows
 from tllm_spec.kernels.slots.row_copies import (
@@ -56,7 +60,6 @@ from tllm_spec.kernels.slots.row_copies import (
     send_results,
     store_in_rings,
 )
-from tllm_spec.kernels.slots.slot_trees import accept_trees, write_trees
 from tllm_spec.kernels.slots.slot_windows import accept_windows, write_drafts
 from tllm_spec.kernels.states.delta_blocks import delta_blocks
 from tllm_spec.kernels.states.gated_delta import (
@@ -100,20 +103,15 @@ def trees() -> None:
         add_last(pool, steps - 1, beams, *children)
         for with_scores in (False, True):
             select(pool, drafts, with_scores)
-    tables = SlotTables(int64(64), int64(64, 64), int64(64), int64(64))
+    own = TreeTables(*(int64(64, 64) for _ in range(3)))
+    tables = SlotTables(int64(64), int64(64, 64), int64(64), int64(64), own)
     slots, nodes, path = int64(BATCH), int64(BATCH, 64), int64(BATCH, 6)
-    rates = TreeRates(empty(5, 4, dtype=torch.float64), int64(64))
+    rates = SyntheticRates(empty(5, 4, dtype=torch.float64), int64(64))
     for synthetic in (None, rates):
-        accept_trees(tables, int64(64, 64), slots, slots, nodes, 5, synthetic)
-    own = TreeTables(*(int64(64, 64) for _ in range(4)))
-    for num_nodes in (None, slots):
-        tree = DraftTree(int64(BATCH, 63), nodes, nodes, nodes, num_nodes)
-        write_trees(tables, own, slots, tree, int64(64))
-    for num_budgets in (0, 5):
-        budgets = float32(num_budgets, 3)
-        values = DraftValues(int32(64, 63), float32(32), float32(64), int32(64), budgets)
-        choose_nodes(values, tables, own, slots, 64, 5, 16 * BATCH)
-    learn_nodes(values, int64(64, 64), slots, slots, path)
+        accept_windows(tables, slots, slots, nodes, 5, synthetic)
+    for number in (None, slots):
+        tree = DraftTree(int64(BATCH, 63), number, parents=nodes, depths=nodes, bits=nodes)
+        write_drafts(tables, slots, tree, int64(64))
     path_trees(int64(BATCH, 8, 4), int64(BATCH, 8), 16, 4)
     path_ranks(int64(64, 64), slots, slots, path, slots, 64)
     planes = empty(64, 1024, 32, 1024)
@@ -123,10 +121,12 @@ def trees() -> None:
 def chains() -> None:
     tables = SlotTables(int64(64), int64(64, 8), int64(64), int64(64))
     slots, tokens = int64(BATCH), int64(BATCH, 4)
-    for synthetic in (None, SyntheticRates(float32(3), int64(64))):
-        accept_windows(tables, slots, slots, tokens, synthetic)
-    write_drafts(tables, slots, int64(BATCH, 3), int64(64))
-    values = DraftValues(int32(64, 7), float32(32), float32(64), int32(64), float32(5, 3))
+    rates = SyntheticRates(empty(3, 1, dtype=torch.float64), int64(64))
+    for synthetic in (None, rates):
+        accept_windows(tables, slots, slots, tokens, None, synthetic)
+    for number in (None, slots):
+        write_drafts(tables, slots, Drafts(int64(BATCH, 3), number), int64(64))
+    values = DraftValues(int32(64, 7), float32(32), float32(64), int32(64), float32(5, 2))
     choose_rows(values, int64(64), slots, 8, 4 * BATCH)
     learn_values(values, slots, slots, slots)
     for depths, offset in ((None, 0), (int64(BATCH, 4), 4)):
@@ -140,7 +140,8 @@ def chains() -> None:
     observe_drafts(sources, slots, tokens, slots, True)
     choose_drafts(sources, slots, int64(64, 3), int64(64, 3), slots)
     nodes = int64(BATCH, 64)
-    tree = DraftTree(int64(BATCH, 63), nodes, nodes, nodes, scores=float32(BATCH, 63))
+    scores = float32(BATCH, 63)
+    tree = DraftTree(int64(BATCH, 63), parents=nodes, depths=nodes, bits=nodes, scores=scores)
     for learns in (True, False):
         add_match(sources, slots, tree, int64(BATCH, 3), slots, slots, learns)
 

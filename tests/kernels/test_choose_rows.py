@@ -16,7 +16,7 @@ from tllm_spec.kernels.slots.choose_rows import (
 )
 
 NUM_SLOTS, LENGTH = 9, 5
-BUDGETS = ((1, 1.5, 1), (1, 2.0, 1), (4, 2.5, 1), (5, 6.0, 1))
+BUDGETS = ((1, 1.5), (1, 2.0), (4, 2.5), (5, 6.0))
 
 
 def values_with(probs: torch.Tensor) -> DraftValues:

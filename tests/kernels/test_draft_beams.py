@@ -1,7 +1,6 @@
 """Dynamic draft trees: SGLang's worked examples, random trees against a slow reference in plain
 Python, NaN, and the kernels against their references."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,14 +10,12 @@ from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
 from tests.kernels.tree_growth import Candidates, Draft, Path, grow_tree, random_draft, slow_tree
 from tllm_spec.kernels.drafts.draft_beams import (
     BeamPool,
-    DraftTree,
     add_last,
     first_beams,
     grow,
     select,
 )
-from tllm_spec.kernels.slots.choose_nodes import features_of_tree
-from tllm_spec.kernels.slots.choose_rows import features_at, features_of
+from tllm_spec.kernels.slots.accept import DraftTree
 
 TABLES = ("tokens", "parents", "depths", "bits")  # of a `DraftTree`
 SIZES = [
@@ -84,10 +81,6 @@ def test_the_worked_example() -> None:
     assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 3]]
     rows = ["".join(str(b >> column & 1) for column in range(6)) for b in tree.bits[0].tolist()]
     assert rows == ["100000", "110000", "101000", "110100", "101010", "110101"]
-    chances = torch.tensor([[0.6, 0.3, 0.5, 0.9, 0.8]])
-    assert torch.equal(features_of_tree(tree), features_of(chances))
-    depths = features_at(torch.tensor([[0, 0, 1, 1, 2]]))
-    assert torch.equal(features_of_tree(replace(tree, scores=None)), depths)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tests.kernels.test_slot_trees import NUM_SLOTS, random_parents, tables_for
+from tests.kernels.test_slot_trees import NUM_SLOTS, random_parents, tables_for, with_parents
 from tllm_spec.kernels.drafts.path_trees import END, NOTHING, OFF_CHAIN, path_ranks
-from tllm_spec.kernels.slots.slot_trees import accept_trees
+from tllm_spec.kernels.slots.slot_windows import accept_windows
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,8 @@ def test_the_kernel_shows_what_the_reference_shows(device: str, width: int) -> N
         slots = torch.randperm(NUM_SLOTS, generator=generator)[: 5 + 5 * seed]
         targets = torch.randint(-1, 3, (len(slots), width), generator=generator)
         num_drafts, kv_lens = tables.num_drafts[slots], tables.kv_lens[slots]
-        rows, _, lens = accept_trees.reference(tables, parents, slots, kv_lens, targets, depth)
+        own = with_parents(tables, parents)
+        _, lens, rows = accept_windows.reference(own, slots, kv_lens, targets, depth)
         arguments = parents, slots, num_drafts, rows.contiguous(), lens
         expected = path_ranks.reference(*arguments, width)
         found = path_ranks(*(each.to(device) for each in arguments), width)

@@ -22,7 +22,7 @@ def test_equal_beginnings_of_paths_become_one() -> None:
     assert tree.parents.tolist() == [[-1, 0, 0, 1, 1, 3, 0]]
     assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 3, 1]]
     assert tree.bits.tolist() == [[1, 3, 5, 11, 19, 43, 65]]
-    assert tree.num_nodes is not None and tree.num_nodes.tolist() == [5]
+    assert tree.num_drafts is not None and tree.num_drafts.tolist() == [5]
 
 
 def test_a_path_ends_where_there_is_no_room() -> None:
@@ -44,5 +44,5 @@ def test_the_kernel_makes_the_references_trees(
         paths, lens = (each.to(device) for each in random_paths(seed, 3, number, depth))
         found = path_trees(paths, lens, max_nodes, topk)
         expected = path_trees.reference(paths.cpu(), lens.cpu(), max_nodes, topk)
-        for name in ("tokens", "parents", "depths", "bits", "num_nodes"):
+        for name in ("tokens", "parents", "depths", "bits", "num_drafts"):
             assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name

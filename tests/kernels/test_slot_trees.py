@@ -1,4 +1,4 @@
-"""Accepting paths in slots: a small example, chains like `accept_windows`, and the kernel against
+"""Accepting paths in slots: a small example, chains, and the kernel against
 the reference with every table compared."""
 
 import random
@@ -8,18 +8,19 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tests.kernels.test_slot_windows import assert_equal, moved, one_slot, random_tables
-from tests.kernels.tree_layouts import layout_of
-from tllm_spec.kernels.drafts.draft_beams import DraftTree
-from tllm_spec.kernels.drafts.draft_layout import DraftLayout
-from tllm_spec.kernels.slots.accept import SlotTables, SyntheticRates, TreeRates, TreeTables
-from tllm_spec.kernels.slots.slot_trees import (
-    accept_trees,
-    write_trees,
+from tests.kernels.test_slot_windows import (
+    assert_equal,
+    emitted,
+    moved,
+    one_slot,
+    random_tables,
 )
-from tllm_spec.kernels.slots.slot_windows import accept_windows
+from tests.kernels.tree_layouts import layout_of
+from tllm_spec.kernels.drafts.draft_layout import DraftLayout
+from tllm_spec.kernels.slots.accept import DraftTree, SlotTables, SyntheticRates, TreeTables
+from tllm_spec.kernels.slots.slot_windows import accept_windows, write_drafts
 
-NUM_SLOTS = 17
+NUM_SLOTS, ROWS = 17, ("parents", "depths", "bits")
 
 
 def tables_for(seed: int, width: int) -> SlotTables:
@@ -35,6 +36,10 @@ def random_parents(seed: int, width: int) -> tuple[torch.Tensor, int]:
     ]
     depth = max(layout.max_depth for layout in layouts)
     return torch.tensor([layout.parents for layout in layouts]), depth
+
+
+def with_parents(tables: SlotTables, parents: torch.Tensor) -> SlotTables:
+    return replace(tables, trees=TreeTables(parents, parents, parents))
 
 
 @pytest.mark.parametrize(
@@ -57,34 +62,31 @@ def test_a_slot_advances_along_the_accepted_path(
     tables = one_slot([99, 10, 11, 20, 22, 30], num_drafts)
     parents, slots = torch.tensor([[-1, 0, 0, 1, 2, 3]]), torch.tensor([0])
     kv_lens = tables.kv_lens.clone()
-    found = accept_trees(tables, parents, slots, kv_lens, torch.tensor([targets]), 3)
+    own = with_parents(tables, parents)
+    found = accept_windows(own, slots, kv_lens, torch.tensor([targets]), 3)
     number = len(set(rows))
-    assert [each.tolist() for each in found] == [[rows], [new_tokens], [number]]
+    assert [each.tolist() for each in found] == [[new_tokens], [number], [rows]]
     assert tables.kv_lens.tolist() == [10 + number] and tables.num_drafts.tolist() == [0]
     assert tables.window[0, 0] == window and tables.previous_token.tolist() == [previous]
 
 
+@on_each_kernel_device
 @pytest.mark.parametrize("synthetic", [False, True])
-def test_chains_are_accepted_and_advance_like_windows(synthetic: bool) -> None:
-    length, slots = 4, torch.arange(NUM_SLOTS)
-    tables, expected_tables = tables_for(1, length + 1), tables_for(1, length + 1)
-    parents = torch.tensor(DraftLayout.chain(length).parents).expand(NUM_SLOTS, -1)
+def test_chains_are_accepted_and_advance_like_trees_with_one_child(
+    device: str, synthetic: bool
+) -> None:
+    length, slots = 4, torch.arange(NUM_SLOTS, device=device)
+    tables, expected = (moved(tables_for(1, length + 1), device) for _ in range(2))
+    parents = torch.tensor(DraftLayout.chain(length).parents).expand(NUM_SLOTS, -1).to(device)
     targets = tables.window[:, 1 : length + 2].clone()
     targets[::3, 1] += 1
-    kv_lens, rates = tables.kv_lens.clone(), torch.tensor([0.9, 0.6, 0.6, 0.5], dtype=torch.float64)
-    conditional = (rates / torch.tensor([1.0, 0.9, 0.6, 0.6])).unsqueeze(1)
-    found = accept_trees(
-        tables, parents, slots, kv_lens, targets, length,
-        TreeRates(conditional, slots) if synthetic else None,
-    )  # fmt: skip
-    tokens, lens = accept_windows.reference(
-        expected_tables, slots, kv_lens, targets,
-        SyntheticRates(rates, slots) if synthetic else None,
-    )  # fmt: skip
-    assert torch.equal(found[2], lens) and len(set(lens.tolist())) > 2
-    is_new = torch.arange(length + 1) < lens.unsqueeze(1)
-    assert torch.equal(found[1][is_new], tokens[is_new])
-    assert_equal(tables, expected_tables)
+    rates = torch.tensor([0.9, 0.6, 1.0, 0.8], dtype=torch.float64, device=device)[:, None]
+    chance = SyntheticRates(rates, slots) if synthetic else None
+    own = slots, tables.kv_lens.clone(), targets
+    tree = accept_windows(with_parents(tables, parents), *own, length, chance)
+    chain = accept_windows(expected, *own, None, chance)
+    assert emitted(tree) == emitted(chain) and len(set(chain.lens.tolist())) > 2
+    assert_equal(tables, moved(expected, "cpu"))
 
 
 @on_each_kernel_device
@@ -101,20 +103,21 @@ def test_the_kernel_accepts_and_advances_like_the_reference(
         slots = torch.randperm(NUM_SLOTS, generator=generator)[: 5 + 5 * seed]
         targets = torch.randint(-1, 3, (len(slots), width), generator=generator)
         seeds = torch.randint(-(2**63), 2**63 - 1, (NUM_SLOTS, 2), generator=generator)
-        bounds = torch.tensor([0.5, 0.9, 0.95], dtype=torch.float64).expand(max(depth, 1), 3)
+        bounds = torch.tensor([[0.5, 0.9, 0.95]] * max(depth, 1), dtype=torch.float64)
         rates, rates_there = (
-            TreeRates(bounds.contiguous().to(where), seeds.to(where)[:, 0]) if synthetic else None
+            SyntheticRates(bounds.contiguous().to(where), seeds.to(where)[:, 0])
+            if synthetic
+            else None
             for where in ("cpu", device)
         )
         kv_lens = tables.kv_lens[slots]
-        expected = accept_trees.reference(tables, parents, slots, kv_lens, targets, depth, rates)
-        found = accept_trees(
-            there, parents.to(device), slots.to(device), kv_lens.to(device), targets.to(device),
-            depth, rates_there,
-        )  # fmt: skip
+        own, there_own = with_parents(tables, parents), with_parents(there, parents.to(device))
+        expected = accept_windows.reference(own, slots, kv_lens, targets, depth, rates)
+        given = slots.to(device), kv_lens.to(device), targets.to(device)
+        found = accept_windows(there_own, *given, depth, rates_there)
         assert [each.tolist() for each in found] == [each.tolist() for each in expected]
         assert_equal(there, tables)
-        lengths |= set(expected[2].tolist())
+        lengths |= set(expected.lens.tolist())
     assert len(lengths) >= min(width, 3)
 
 
@@ -125,27 +128,22 @@ def test_one_layout_serves_all_slots(device: str) -> None:
     there, parents = moved(tables, device), torch.tensor(layout.parents)
     targets = torch.randint(0, 3, (NUM_SLOTS, 6), generator=torch.Generator().manual_seed(4))
     kv_lens = tables.kv_lens.clone()
-    expected = accept_trees.reference(
-        tables, parents.expand(NUM_SLOTS, -1), slots, kv_lens, targets, 2
-    )
-    found = accept_trees(
-        there, parents.to(device).expand(NUM_SLOTS, -1), slots.to(device), kv_lens.to(device),
-        targets.to(device), 2,
-    )  # fmt: skip
+    own = with_parents(tables, parents.expand(NUM_SLOTS, -1))
+    expected = accept_windows.reference(own, slots, kv_lens, targets, 2)
+    own = with_parents(there, parents.to(device).expand(NUM_SLOTS, -1))
+    found = accept_windows(own, slots.to(device), kv_lens.to(device), targets.to(device), 2)
     assert [each.tolist() for each in found] == [each.tolist() for each in expected]
     assert_equal(there, tables)
 
 
 def tree_of(layout: DraftLayout, batch: int, device: str = "cpu") -> DraftTree:
     tokens = torch.arange(100, 100 + batch * (layout.num_nodes - 1)).view(batch, -1)
-    rows = (layout.parents, layout.depths, layout.bits)
-    return DraftTree(
-        tokens.to(device), *(torch.tensor(row).repeat(batch, 1).to(device) for row in rows)
-    )
+    rows = {name: torch.tensor(getattr(layout, name)).repeat(batch, 1).to(device) for name in ROWS}
+    return DraftTree(tokens.to(device), **rows)
 
 
 def empty_trees(width: int, device: str) -> TreeTables:
-    return TreeTables(*(torch.full((NUM_SLOTS, width), -7, device=device) for _ in range(4)))
+    return TreeTables(*(torch.full((NUM_SLOTS, width), -7, device=device) for _ in ROWS))
 
 
 def test_drafts_deeper_than_a_requests_limit_do_not_count() -> None:
@@ -154,13 +152,13 @@ def test_drafts_deeper_than_a_requests_limit_do_not_count() -> None:
     slots, limits = torch.tensor([4, 2, 9, 1]), torch.zeros(NUM_SLOTS, dtype=torch.int64)
     limits[slots] = torch.tensor([0, 1, 2, 9])
     roots = tables.window[slots, 0].clone()
-    write_trees(tables, trees, slots, tree_of(layout, 4), limits)
+    write_drafts(replace(tables, trees=trees), slots, tree_of(layout, 4), limits)
     assert tables.num_drafts[slots].tolist() == [0, 2, 4, 5]
     assert tables.window[2, 1:6].tolist() == [105, 106, 107, 108, 109]
     assert torch.equal(tables.window[slots, 0], roots)
-    assert trees.parents[9].tolist() == [-1, 0, 0, 1, 2, 3, -7, -7]
-    assert trees.depths[9, :6].tolist() == list(layout.depths)
-    assert trees.bits[9, :6].tolist() == list(layout.bits)
+    assert trees.parents[9].tolist() == [-7, 0, 0, 1, 2, 3, -7, -7], "the root's row stays"
+    assert trees.depths[9, 1:6].tolist() == list(layout.depths[1:])
+    assert trees.bits[9, 1:6].tolist() == list(layout.bits[1:])
     assert (trees.parents[0] == -7).all()
 
 
@@ -182,16 +180,17 @@ def test_the_kernel_writes_trees_like_the_reference(
     limits = torch.arange(NUM_SLOTS) % 4
     trees, trees_there = empty_trees(width + 1, "cpu"), empty_trees(width + 1, device)
     number = torch.arange(9) % width if says_number else None
-    expected_tree = replace(tree_of(layout, 9), num_nodes=number)
-    write_trees.reference(tables, trees, slots, expected_tree, limits)
+    expected_tree = replace(tree_of(layout, 9), num_drafts=number)
+    write_drafts.reference(replace(tables, trees=trees), slots, expected_tree, limits)
     tree = tree_of(layout, 9, device)
     if is_expanded:
-        rows = (each[:1].expand(9, -1) for each in (tree.parents, tree.depths, tree.bits))
-        tree = DraftTree(tree.tokens, *rows)
+        rows = {name: getattr(tree, name)[:1].expand(9, -1) for name in ROWS}
+        tree = DraftTree(tree.tokens, **rows)
     if number is not None:
-        tree = replace(tree, num_nodes=number.to(device))
+        tree = replace(tree, num_drafts=number.to(device))
         assert (tables.num_drafts[slots] <= number).all()
-    write_trees(there, trees_there, slots.to(device), tree, limits.to(device))
+    own = replace(there, trees=trees_there)
+    write_drafts(own, slots.to(device), tree, limits.to(device))
     assert_equal(there, tables)
     for found, expected in zip(vars(trees_there).values(), vars(trees).values(), strict=True):
         assert torch.equal(found.cpu(), expected)

@@ -1,16 +1,15 @@
 """Accepting and writing drafts in slots: small examples, and the kernels against their references
 with every table compared."""
 
-from dataclasses import fields
-
 import pytest
 import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
-from tllm_spec.kernels.slots.accept import SlotTables, SyntheticRates
+from tllm_spec.kernels.slots.accept import Accepted, Drafts, SlotTables, SyntheticRates
 from tllm_spec.kernels.slots.slot_windows import accept_windows, write_drafts
 
 NUM_SLOTS, MAX_DRAFT_LEN = 23, 6
+NAMES = ("kv_lens", "window", "num_drafts", "previous_token")
 
 
 def random_tables(
@@ -34,13 +33,19 @@ def random_tables(
 
 
 def moved(tables: SlotTables, device: str) -> SlotTables:
-    """A copy on the device."""
-    return SlotTables(*(getattr(tables, each.name).clone().to(device) for each in fields(tables)))
+    """A copy on the device, without trees."""
+    return SlotTables(*(getattr(tables, name).clone().to(device) for name in NAMES))
 
 
 def assert_equal(found: SlotTables, expected: SlotTables) -> None:
-    for each in fields(found):
-        assert torch.equal(getattr(found, each.name).cpu(), getattr(expected, each.name)), each.name
+    for name in NAMES:
+        assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
+
+
+def emitted(accepted: Accepted) -> list[list[int]]:
+    """The tokens that count."""
+    rows = zip(accepted.tokens.tolist(), accepted.lens.tolist(), strict=True)
+    return [tokens[:number] for tokens, number in rows]
 
 
 def one_slot(window: list[int], num_drafts: int) -> SlotTables:
@@ -66,8 +71,8 @@ def test_a_slot_advances_by_the_accepted_tokens(
 ) -> None:
     tables = one_slot([5, 1, 2, 3], num_drafts)
     slots = torch.tensor([0])
-    tokens, lens = accept_windows(tables, slots, tables.kv_lens.clone(), torch.tensor([targets]))
-    assert tokens.tolist() == [targets] and lens.tolist() == [num_new]
+    found = accept_windows(tables, slots, tables.kv_lens.clone(), torch.tensor([targets]))
+    assert emitted(found) == [targets[:num_new]] and found.rows is None
     assert tables.kv_lens.tolist() == [10 + num_new] and tables.num_drafts.tolist() == [0]
     assert tables.window.tolist() == [[window, 1, 2, 3]] and tables.previous_token.tolist() == [
         previous
@@ -76,10 +81,10 @@ def test_a_slot_advances_by_the_accepted_tokens(
 
 def test_drafts_beyond_a_requests_limit_do_not_count() -> None:
     tables = one_slot([5, 0, 0, 0], 0)
-    write_drafts(tables, torch.tensor([0]), torch.tensor([[7, 8]]), torch.tensor([1]))
+    write_drafts(tables, torch.tensor([0]), Drafts(torch.tensor([[7, 8]])), torch.tensor([1]))
     assert tables.window.tolist() == [[5, 7, 8, 0]] and tables.num_drafts.tolist() == [1]
-    fewer = torch.tensor([0])  # than the request's limit
-    write_drafts(tables, torch.tensor([0]), torch.tensor([[7, 8]]), torch.tensor([1]), fewer)
+    fewer = Drafts(torch.tensor([[7, 8]]), torch.tensor([0]))  # than the request's limit
+    write_drafts(tables, torch.tensor([0]), fewer, torch.tensor([1]))
     assert tables.num_drafts.tolist() == [0]
 
 
@@ -98,19 +103,19 @@ def test_the_kernel_accepts_and_advances_like_the_reference(
             agree, tables.window[slots, 1:width], targets[:, : width - 1]
         )
         seeds = torch.randint(-(2**63), 2**63 - 1, (NUM_SLOTS, 2), generator=generator)
-        rates = torch.tensor([0.9, 0.8, 0.5, 0.5, 0.2, 0.1], dtype=torch.float64)
+        rates = torch.tensor([0.9, 0.9, 0.6, 1.0, 0.4, 0.5], dtype=torch.float64)[:, None]
         there = moved(tables, device)
         chance = SyntheticRates(rates, seeds[:, 0]) if synthetic else None
         chance_there = (
             SyntheticRates(rates.to(device), seeds.to(device)[:, 0]) if synthetic else None
         )
         kv_lens = tables.kv_lens[slots]
-        expected = accept_windows.reference(tables, slots, kv_lens, targets, chance)
+        expected = accept_windows.reference(tables, slots, kv_lens, targets, None, chance)
         found = accept_windows(
-            there, slots.to(device), kv_lens.to(device), targets.to(device), chance_there
+            there, slots.to(device), kv_lens.to(device), targets.to(device), None, chance_there
         )
-        assert len(set(expected[1].tolist())) >= min(width, 2)
-        assert [x.tolist() for x in found] == [x.tolist() for x in expected]
+        assert len(set(expected.lens.tolist())) >= min(width, 2)
+        assert emitted(found) == emitted(expected) and found.rows is None
         assert_equal(there, tables)
 
 
@@ -126,9 +131,9 @@ def test_the_kernel_writes_drafts_like_the_reference(
     drafts = torch.randint(0, 1000, (length, 9), generator=generator).T  # strided
     limits = torch.randint(0, 7, (NUM_SLOTS,), generator=generator)
     numbers = torch.randint(0, length + 1, (9,), generator=generator) if counted else None
-    write_drafts.reference(tables, slots, drafts, limits, numbers)
-    own = None if numbers is None else numbers.to(device)
-    write_drafts(there, slots.to(device), drafts.to(device), limits.to(device), own)
+    write_drafts.reference(tables, slots, Drafts(drafts, numbers), limits)
+    own = Drafts(drafts.to(device), None if numbers is None else numbers.to(device))
+    write_drafts(there, slots.to(device), own, limits.to(device))
     assert_equal(there, tables)
 
 
@@ -141,7 +146,7 @@ def test_duplicate_padding_slots_do_not_change_other_slots(device: str) -> None:
     kv_lens = tables.kv_lens[slots]
     accept_windows.reference(tables, slots, kv_lens, targets)
     accept_windows(there, slots.to(device), kv_lens.to(device), targets.to(device))
-    for each in fields(tables):
-        found, expected = getattr(there, each.name).cpu(), getattr(tables, each.name)
-        assert torch.equal(found[:22], expected[:22]), each.name
+    for name in NAMES:
+        found, expected = getattr(there, name).cpu(), getattr(tables, name)
+        assert torch.equal(found[:22], expected[:22]), name
     assert int(kv_lens[1]) < there.kv_lens[22] <= int(kv_lens[1]) + 4

@@ -47,7 +47,6 @@ NAMES = (
     "moe_combine",
     "slot_trees",
     "draft_beams",
-    "choose_nodes",
     "top_tokens",
     "move_kv",
     "path_ranks",

@@ -11,12 +11,12 @@ import torch
 from tllm_spec.kernels.drafts.draft_beams import (
     BeamPool,
     Beams,
-    DraftTree,
     add_last,
     first_beams,
     grow,
     select,
 )
+from tllm_spec.kernels.slots.accept import DraftTree
 
 Path = tuple[int, ...]  # tokens from the root on, without it
 Candidates = list[tuple[float, int]]  # probability and token, best first

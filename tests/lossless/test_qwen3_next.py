@@ -43,10 +43,7 @@ DRAFTERS: dict[str, tuple[dict[str, Any], float]] = {
     "sa": ({"decoding_type": "SA", "max_draft_len": 3}, 1.01),
     "known": (KNOWN, 1.5),
     "known tree": (KNOWN | {"max_total_draft_tokens": 8}, 1.5),
-    "known tree, shared rows": (
-        KNOWN | {"max_total_draft_tokens": 8, "verify_budget": 3.5},
-        1.2,
-    ),
+    "known, shared rows": (KNOWN | {"verify_budget": 3.5}, 1.2),
     "draft model": (MODEL | {"draft_target_one_model": True}, 1.0),
     "draft model tree, two-model": (MODEL | TREES["dynamic"], 1.0),
     "head": (HEAD, 1.0),
@@ -143,7 +140,6 @@ OWN_DRAFTS: dict[str, dict[str, Any]] = {
     "shared rows": {"max_draft_len": 3, "verify_budget": 2},
     "matches": {"max_draft_len": 2, "sa_config": {"threshold": 1}},
     **TREES,
-    **{f"{name}, shared rows": own | {"verify_budget": 2} for name, own in TREES.items()},
 }
 
 

@@ -149,7 +149,10 @@ REFUSED = {
     ),
     "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "rope by layer": ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "layer type"),
-    "layer types": ({"layer_types": ["linear_attention"]}, "linear_attention"),
+    "layer types": (
+        {"layer_types": ["linear_attention"]},
+        "linear_attention'.*; served are 'full_attention' and 'sliding_attention'",
+    ),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.lossless.engines import engine
 from tllm_spec.llm import LLM
@@ -63,6 +63,19 @@ def prompts(file: Path) -> list[list[int]]:
         options = {"add_generation_prompt": True, "return_dict": False}
         found.append(tokenizer.apply_chat_template(chat, **options))
     return found
+
+
+def test_the_tokenizer_is_the_one_that_transformers_makes_of_the_file(file: Path) -> None:
+    ours: Any = load_tokenizer(file)
+    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    texts = [
+        *PROMPTS,
+        *QUESTIONS,
+        "你好 😀 naïve <|im_start|>user\n\n\t  x<end_of_turn>",
+        " 1  22 ",
+    ]
+    assert ours.get_vocab() == theirs.get_vocab() and ours.chat_template == theirs.chat_template
+    assert [ours.encode(text) for text in texts] == [theirs.encode(text) for text in texts]
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ class FakeLLM:
     each token of a stream is an event of its own: it is read before the next one is made."""
 
     def __init__(self, **arguments: Any) -> None:
-        self.args = LlmArgs.from_kwargs("fake", **arguments)
+        self.args = LlmArgs.from_kwargs("fake", **{"enable_chunked_prefill": True} | arguments)
         self.rounds: list[dict[str, Any]] = []
         self.tokenizer = load_tokenizer("zoo:llama")
         self.is_healthy = True

@@ -30,7 +30,7 @@ CHAT = [{"role": "user", "content": "hello"}]
             "-1e+20 to 1e+20",
         ),
         ("/v1/completions", {"prompt": "a", "n": "2"}, "n", "integer"),
-        ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix", "only appended"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix", "accepted: None or ''"),
         (
             "/v1/completions",
             {"prompt": "a", "speculation": {"x": 1}},
@@ -135,7 +135,7 @@ CHAT = [{"role": "user", "content": "hello"}]
             "response_format",
             "json_schema, structural_tag",
         ),
-        ("/v1/completions", {"prompt": "a", "priority": 1}, "priority", "the same priority"),
+        ("/v1/completions", {"prompt": "a", "priority": 1}, "priority", "accepted: None or 0"),
         ("/v1/chat/completions", {"messages": []}, "messages", "at least 1"),
         (
             "/v1/chat/completions",

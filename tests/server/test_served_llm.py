@@ -336,7 +336,7 @@ def test_server_info_and_metrics_count_what_was_served(client: openai.OpenAI, ur
     client.completions.create(
         model=MODEL, prompt="def f(", max_tokens=60, extra_body={"ignore_eos": True}
     )
-    info = httpx.get(f"{url}/get_server_info").json()
+    info = httpx.get(f"{url}/server_info").json()
     state = info["internal_states"][0]
     assert (info["served_model_name"], info["max_batch_size"]) == (MODEL, 4)
     assert state["totals"]["generated_tokens"] == before["totals"]["generated_tokens"] + 60

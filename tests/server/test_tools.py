@@ -170,6 +170,46 @@ def test_a_call_comes_back_as_the_model_has_written_it(
     assert llm.tokenizer.decode(llm.prompts[-1]) == f"user:hello;assistant:C{shown};"
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": None, "reasoning_content": "hmm"},  # a stream that was cut while it reasoned
+        {"tool_calls": None, "name": None, "function_call": None, "refusal": None},
+        {"content": None, "tool_calls": []},
+    ],
+)
+def test_an_answer_without_content_comes_back(
+    post: Callable[..., httpx.Response], llm: FakeLLM, answer: dict[str, Any]
+) -> None:
+    messages = [*CHAT, {"role": "assistant", **answer}, *CHAT]
+    assert post("/v1/chat/completions", messages=messages).status_code == 200
+    assert llm.tokenizer.decode(llm.prompts[-1]) == "user:hello;assistant:;user:hello;"
+
+
+def test_any_number_of_calls_comes_back(post: Callable[..., httpx.Response], llm: FakeLLM) -> None:
+    calls = [{"index": i, "function": {"name": "f", "arguments": "{}"}} for i in range(200)]
+    messages = [*CHAT, {"role": "assistant", "content": None, "tool_calls": calls}]
+    assert post("/v1/chat/completions", messages=messages).status_code == 200
+    assert llm.tokenizer.decode(llm.prompts[-1]).count("C{}") == 200
+
+
+@pytest.mark.parametrize("is_guided", [False, True])
+def test_a_response_has_no_reasoning_streamed_or_not(
+    client: openai.OpenAI, llm: FakeLLM, is_guided: bool
+) -> None:
+    llm.answer = lambda index: "hmm <b</think>\n\nIt is warm."
+    answer = "hmm <b</think>\n\nIt is warm." if is_guided else "It is warm."
+    options: Any = {"text": {"format": {"type": "json_object"}}} if is_guided else {}
+    whole = client.responses.create(model=MODEL, input="hello", **options)
+    with client.responses.stream(model=MODEL, input="hello", **options) as stream:
+        deltas = [each.delta for each in stream if each.type == "response.output_text.delta"]
+        assert stream.get_final_response().output_text == answer
+    assert whole.output_text == "".join(deltas) == answer
+    llm.answer = lambda index: "hmm"
+    cut = client.responses.create(model=MODEL, input="hello")
+    assert cut.output_text == ""
+
+
 def test_guided_text_has_no_reasoning(client: openai.OpenAI, llm: FakeLLM) -> None:
     answer = ask(client, llm, "{}", response_format={"type": "json_object"})
     assert answer.choices[0].message.content == "{}"

@@ -9,7 +9,6 @@ import torch
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.batch_invariant_latent import BatchInvariantLatent
 from tllm_spec.attention.flashinfer import DTYPES, HEAD_DIMS, FlashInferAttention
-from tllm_spec.attention.flashinfer_latent import FlashInferLatent
 from tllm_spec.attention.geometry import AttentionGeometry, Geometry, LatentGeometry
 from tllm_spec.attention.interface import AttentionBackend, HeadsBackend
 from tllm_spec.attention.kv_format import KVFormat
@@ -53,16 +52,13 @@ def backend_name(kind: type[HeadsBackend]) -> str:
     return next(name for name, each in BACKENDS.items() if each is kind)
 
 
-def create_backend(
-    kind: type[HeadsBackend], geometry: Geometry, pool: KVPool, *, plans_latents: bool = False
-) -> AttentionBackend:
+def create_backend(kind: type[HeadsBackend], geometry: Geometry, pool: KVPool) -> AttentionBackend:
     """The backend for one pool: TRITON, with a warning, if FlashInfer has no kernels for its
     heads.
 
-    kind: what `choose_backend` returned. plans_latents: whether windows over latents run
-    FlashInfer's kernels, which plan on the host, instead of TRITON's."""
+    kind: what `choose_backend` returned. Latents (MLA) run TRITON for FLASHINFER, too."""
     if isinstance(geometry, LatentGeometry):
-        return _create_latent(kind, geometry, pool, plans_latents=plans_latents)
+        return _latent_kind(kind)(geometry, pool)
     assert isinstance(geometry, AttentionGeometry)
     if _is_chunked(geometry) and kind is FlashInferAttention:
         logger.warning(
@@ -95,23 +91,6 @@ def create_backend(
     return TritonAttention(geometry, pool)
 
 
-def _create_latent(
-    kind: type[HeadsBackend], geometry: LatentGeometry, pool: KVPool, *, plans_latents: bool
-) -> LatentBackend:
-    if not plans_latents:
-        return _latent_kind(kind)(geometry, pool)
-    reason = FlashInferLatent.why_not(geometry, pool.kv_format)
-    if reason is None:
-        try:
-            return FlashInferLatent(geometry, pool)
-        except (RuntimeError, OSError, ImportError) as error:
-            reason = f"FlashInfer's MLA kernels cannot be compiled: {error}"
-    logger.warning(
-        "the windows of %d layers with latent attention use TRITON: %s", geometry.num_layers, reason
-    )
-    return TritonLatent(geometry, pool)
-
-
 def create_batch_invariant(geometry: Geometry, pool: KVPool) -> AttentionBackend:
     """The backend of `deterministic: true` for one pool."""
     if isinstance(geometry, LatentGeometry):
@@ -120,17 +99,9 @@ def create_batch_invariant(geometry: Geometry, pool: KVPool) -> AttentionBackend
     return BatchInvariantAttention(geometry, pool)
 
 
-def workspace_bytes(
-    kind: type[HeadsBackend],
-    geometry: Geometry,
-    kv_format: KVFormat,
-    *,
-    plans_latents: bool = False,
-) -> int:
+def workspace_bytes(kind: type[HeadsBackend], geometry: Geometry, kv_format: KVFormat) -> int:
     """What `create_backend` allocates besides the pool, for memory planning."""
     if isinstance(geometry, LatentGeometry):
-        if plans_latents and FlashInferLatent.why_not(geometry, kv_format) is None:
-            return FlashInferLatent.workspace_bytes(geometry, kv_format.dtype)
         return _latent_kind(kind).workspace_bytes(geometry, kv_format.dtype)
     assert isinstance(geometry, AttentionGeometry)
     is_triton = _is_chunked(geometry) and kind is FlashInferAttention

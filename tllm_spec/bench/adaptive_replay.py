@@ -104,7 +104,7 @@ def read_controller(
 
 
 def _is_llm_arguments(tree: object) -> bool:
-    names = LlmArgs.model_fields.keys() | LlmArgs.not_served.keys()
+    names = LlmArgs.model_fields.keys() | LlmArgs.ignored.keys()
     return isinstance(tree, dict) and not names.isdisjoint(tree)
 
 

@@ -59,8 +59,8 @@ def drafter_of(spec: Mapping[str, Any]) -> DecodingBaseConfig:
 
 def without_shape(spec: Mapping[str, Any]) -> dict[str, Any]:
     """A drafter's options, for rounds of another shape."""
-    aliases = drafter_of(spec).aliases
-    return {name: value for name, value in spec.items() if aliases.get(name, name) not in SHAPE}
+    named = drafter_of(spec).with_our_names(spec)
+    return {name: value for name, value in named.items() if name not in SHAPE}
 
 
 class FreeDrafts(Drafter):

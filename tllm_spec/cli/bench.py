@@ -20,23 +20,16 @@ from tllm_spec.cli.bench_options import (
     EXISTING_FILE,
     NOT_NEGATIVE,
     POSITIVE,
+    EngineCommand,
     Model,
-    ModelCommand,
     write_bytes,
     write_json,
     write_text,
 )
 from tllm_spec.cli.bench_serve import serve
 from tllm_spec.cli.bench_traffic import erase_traffic, replay, tune
-from tllm_spec.cli.trtllm_options import (
-    BY_NAME,
-    either_spelling,
-    log_level_option,
-    refused_together,
-    split_trtllm_options,
-    trtllm_options,
-    version_option,
-)
+from tllm_spec.cli.llm_flags import LLM_FLAGS, either_spelling, ignored_option, refused_together
+from tllm_spec.cli.version import log_level_option, version_option
 from tllm_spec.zoo.registry import resolve_model
 
 if TYPE_CHECKING:
@@ -92,7 +85,7 @@ class FriendlyGroup(click.Group):
 )
 @log_level_option("warning")
 @version_option("tllm-bench")
-@trtllm_options(BY_NAME["hf_revision"])
+@ignored_option("--hf_revision", "--revision")
 @click.pass_context
 def main(
     context: click.Context,
@@ -100,13 +93,10 @@ def main(
     model: str | None,
     model_path: str | None,
     log_level: str,
-    **options: Any,
 ) -> None:
     """Benchmark a model, and what it gains from speculative decoding."""
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    *_, refusals = split_trtllm_options(options)
-    with refused_together(refusals):
-        context.obj = None if model is None else Model(model, model_path or model)
+    context.obj = None if model is None else Model(model, model_path or model)
 
 
 main.add_command(prepare_dataset)
@@ -139,7 +129,7 @@ def _one_at_a_time(context: click.Context, option: click.Parameter, value: int) 
     return value
 
 
-@main.command(cls=ModelCommand)
+@main.command(cls=EngineCommand)
 @bench_options.workload_options
 @bench_options.max_batch_size_option
 @bench_options.engine_options
@@ -159,7 +149,7 @@ def throughput(model: Model, /, **options: Any) -> None:
     measure(model, **options)
 
 
-@main.command(cls=ModelCommand)
+@main.command(cls=EngineCommand)
 @bench_options.workload_options
 @bench_options.engine_options
 @bench_options.yaml_option
@@ -228,17 +218,17 @@ def read_options(
     from tllm_spec.bench.options import split_options
     from tllm_spec.config.llm_args import LlmArgs
 
-    options, llm_arguments, refusals = split_trtllm_options(options)
-    workload, engine = split_options(options, llm_arguments)
+    flags = options.pop(LLM_FLAGS).over({})
+    workload, engine = split_options(options, flags.arguments)
     engine = engine.sharing_memory(len(yaml_paths))
     arguments = [engine.arguments(path) for path in yaml_paths]
-    with refused_together(refusals):
+    with refused_together(flags.refusals):
         for each in arguments:
             LlmArgs.from_kwargs(model.path, **each)
     return workload, arguments
 
 
-@main.command(cls=ModelCommand)
+@main.command(cls=EngineCommand)
 @click.argument("configs", nargs=-1, required=True, type=EXISTING_FILE)
 @bench_options.workload_options
 @bench_options.max_batch_size_option

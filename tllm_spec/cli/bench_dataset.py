@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,12 +17,7 @@ from tllm_spec.cli.bench_options import (
     ModelCommand,
     write_text,
 )
-from tllm_spec.cli.trtllm_options import (
-    DATASET_OPTIONS,
-    refused_together,
-    split_trtllm_options,
-    trtllm_options,
-)
+from tllm_spec.cli.llm_flags import ignored_option
 
 if TYPE_CHECKING:
     from tllm_spec.bench.dataset import BenchRequest
@@ -43,15 +38,11 @@ class Target:
 @click.group(name="prepare-dataset")
 @click.option("--output", type=OUTPUT_FILE, help="File to write. [default: standard output]")
 @click.option("--random-seed", type=int, default=42, help="Seed of all random choices.")
-@trtllm_options(*DATASET_OPTIONS)
+@ignored_option("--task_id", type=int)
 @click.pass_context
-def prepare_dataset(
-    context: click.Context, /, output: Path | None, random_seed: int, **options: Any
-) -> None:
+def prepare_dataset(context: click.Context, /, output: Path | None, random_seed: int) -> None:
     """Write a data set for the other commands: one JSON object a line."""
-    *_, refusals = split_trtllm_options(options)
-    with refused_together(refusals):
-        context.obj = Target(context.obj, output, random_seed)
+    context.obj = Target(context.obj, output, random_seed)
 
 
 num_requests_option = click.option(

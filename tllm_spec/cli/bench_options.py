@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from tllm_spec.cli.trtllm_options import BENCH_OPTIONS, ENGINE_OPTIONS, trtllm_options
+from tllm_spec.cli.llm_flags import LlmCommand
 
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
@@ -72,6 +72,10 @@ class ModelCommand(click.Command):
         # Shell completion parses the command line, too (resilient_parsing).
         if context.find_object(Model) is None and not context.resilient_parsing:
             raise click.UsageError("Missing option '--model' / '-m'.", context.find_root())
+
+
+class EngineCommand(ModelCommand, LlmCommand):
+    """A command that starts `LLM`."""
 
 
 def upper_case(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
@@ -159,7 +163,6 @@ engine_options = together(
         callback=upper_case,
         help="max_utilization admits more requests and may pause one when KV pages run out.",
     ),
-    trtllm_options(*ENGINE_OPTIONS, *BENCH_OPTIONS),
 )
 max_batch_size_option = click.option(
     "--max_batch_size", type=POSITIVE, help="Maximum number of requests in a batch."

@@ -11,7 +11,7 @@ from click.core import ParameterSource
 from pydantic import BaseModel
 
 from tllm_spec.config.config_base import ConfigModel
-from tllm_spec.config.llm_args import LlmArgs, with_fraction
+from tllm_spec.config.llm_args import LlmArgs
 from tllm_spec.server_info import plain
 
 SECRETS = frozenset({"api_key", "ssl_keyfile_password"})
@@ -35,17 +35,14 @@ def llm_lines(
     """LLM's arguments. flags: those of the command line, which has the model, too; yaml_options:
     those of the file."""
     given = {"model": args.model, **flags}
-    return _lines(args, [("file", with_fraction(yaml_options)), ("command line", given)], indent="")
+    return _lines(args, [("file", yaml_options), ("command line", given)], indent="")
 
 
 def _lines(
     model: BaseModel, sources: list[tuple[str, Mapping[str, Any]]], indent: str
 ) -> Iterator[str]:
-    aliases = model.aliases if isinstance(model, ConfigModel) else {}
-    sources = [
-        (source, {aliases.get(name, name): value for name, value in given.items()})
-        for source, given in sources
-    ]
+    if isinstance(model, ConfigModel):
+        sources = [(source, model.with_our_names(given)) for source, given in sources]
     for name in type(model).model_fields:
         value = getattr(model, name)
         if isinstance(value, BaseModel):

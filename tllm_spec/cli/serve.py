@@ -14,22 +14,18 @@ from typing import Any, NamedTuple
 import click
 from click.core import ParameterSource
 
-from tllm_spec.cli.peer_flags import PEER_FLAGS, ServeCommand
+from tllm_spec.cli.llm_flags import (
+    LLM_FLAGS,
+    LlmCommand,
+    LlmFlags,
+    either_spelling,
+    refused_together,
+)
 from tllm_spec.cli.print_config import llm_lines, server_lines
 from tllm_spec.cli.serve_options import SERVER_NAMES, options_of, server_options, tls_of
-from tllm_spec.cli.trtllm_options import (
-    BY_NAME,
-    ENGINE_OPTIONS,
-    SERVER_OPTIONS,
-    either_spelling,
-    log_level_option,
-    refused_together,
-    split_trtllm_options,
-    trtllm_options,
-    version_option,
-)
+from tllm_spec.cli.version import log_level_option, version_option
 from tllm_spec.config.config_base import ConfigError
-from tllm_spec.config.llm_args import LlmArgs, overlay, with_yaml
+from tllm_spec.config.llm_args import LlmArgs, with_yaml
 from tllm_spec.config.yaml_file import read_yaml
 from tllm_spec.distributed.mpirun import end_mpirun, mpirun_rank, mpirun_size, undo_default_binding
 from tllm_spec.server.child import ChildSettings
@@ -41,7 +37,6 @@ from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
 
-KNOWN_OPTIONS = {**BY_NAME, **{option.name: option for option in PEER_FLAGS}}
 GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 SERVE_NAMES = ("model", "host", "port", "served_model_name", "log_level")
 
@@ -55,7 +50,7 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
 
 
 @click.command(
-    cls=ServeCommand,
+    cls=LlmCommand,
     context_settings={"show_default": True, "token_normalize_func": either_spelling},
     epilog="Options may be spelled with - or _. Other options of TensorRT-LLM, vLLM and SGLang are "
     "accepted where they mean the same here, and refused with the reason otherwise.",
@@ -68,7 +63,7 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
 )
 @click.option(
     "--served_model_name",
-    help="Model name that requests must give. [default: MODEL, or the name of its folder]",
+    help="Model name that requests must give. [default: MODEL, or the name of its folder or file]",
 )
 @click.option("--max_batch_size", type=int, help="Maximum number of requests in a batch.")
 @click.option("--max_num_tokens", type=int, help="Maximum number of tokens in one forward pass.")
@@ -107,7 +102,6 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
     help="YAML file with arguments of LLM, such as speculative_config. "
     "It takes precedence over the options of the command line.",
 )
-@trtllm_options(*ENGINE_OPTIONS, *SERVER_OPTIONS, *PEER_FLAGS)
 @server_options
 @log_level_option("info")
 @version_option("tllm-serve")
@@ -265,25 +259,14 @@ def _bound(host: str, port: int) -> socket.socket:
     return bound
 
 
-class Flags(NamedTuple):
-    """Arguments of LLM that the command line gives, and what it gives that is refused."""
-
-    arguments: dict[str, Any]
-    refusals: list[str]
-
-
-def read_flags(flags: dict[str, Any]) -> Flags:
-    flags, arguments, refusals = split_trtllm_options(flags, KNOWN_OPTIONS)
-    given = {
-        name: value for name, value in flags.items() if value is not None and value is not False
-    }
-    fraction = given.pop("kv_cache_free_gpu_memory_fraction", None)
-    if fraction is not None:
-        given["kv_cache_config"] = {"free_gpu_memory_fraction": fraction}
-    return Flags(overlay(arguments, given), refusals)
+def read_flags(flags: dict[str, Any]) -> LlmFlags:
+    """What the command line says about LLM."""
+    given = {name: each for name, each in flags.items() if each is not None and each is not False}
+    others: LlmFlags = given.pop(LLM_FLAGS)
+    return others.over(given)
 
 
-def read_args(model: str, flags: Flags, yaml_path: str | None) -> LlmArgs:
+def read_args(model: str, flags: LlmFlags, yaml_path: str | None) -> LlmArgs:
     """LLM's arguments; the YAML file takes precedence over the flags. Raises ValueError with every
     flag and key that is refused."""
     given = {"model": model, **flags.arguments}
@@ -299,8 +282,8 @@ def read_args(model: str, flags: Flags, yaml_path: str | None) -> LlmArgs:
 
 
 def _name_of(model: str) -> str:
-    """A folder or file is served under its own name, a zoo model under the name as given."""
-    return Path(model).resolve().name if Path(model).exists() else model
+    """A folder or a GGUF file is served under its own name, a zoo model under the name as given."""
+    return Path(model).resolve().name.removesuffix(".gguf") if Path(model).exists() else model
 
 
 if __name__ == "__main__":

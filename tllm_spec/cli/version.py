@@ -1,18 +1,66 @@
-"""What `--version` prints: the package's version, its commit, and which extras are installed."""
+"""The flags of every command: `--version`, which prints the package's version, its commit and the
+extras that are installed, and `--log_level`."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 from collections import defaultdict
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
+
+import click
 
 from tllm_spec import __version__
 
 PACKAGE = Path(__file__).parents[1]
 # `pyzmq>=25; extra == "events"`, as packages' metadata has it.
 REQUIREMENT = re.compile(r"([\w.-]+)[^;]*;.*extra == ['\"](\w+)['\"]")
+
+Command = Callable[..., Any]
+
+# Python's level for each of TensorRT-LLM's names and for Python's own.
+LOG_LEVELS = {
+    "internal_error": "critical",
+    "critical": "critical",
+    "error": "error",
+    "warning": "warning",
+    "info": "info",
+    "verbose": "debug",
+    "debug": "debug",
+    "trace": "debug",
+}
+
+
+def log_level_option(default: str) -> Callable[[Command], Command]:
+    """`--log_level`; its value is one of Python's levels in lower case."""
+    return click.option(
+        "--log_level",
+        type=click.Choice(list(LOG_LEVELS)),
+        default=default,
+        callback=lambda context, option, value: LOG_LEVELS[value],
+        help="The least severe messages to log. verbose and trace mean debug.",
+    )
+
+
+def version_option(command: str) -> Callable[[Command], Command]:
+    """`--version` of a command."""
+
+    def show(context: click.Context, option: click.Parameter, is_given: bool) -> None:
+        if is_given and not context.resilient_parsing:
+            click.echo(version_line(command))
+            context.exit()
+
+    return click.option(
+        "--version",
+        is_flag=True,
+        expose_value=False,
+        is_eager=True,
+        callback=show,
+        help="Show the version, the commit and the installed extras, and exit.",
+    )
 
 
 def version_line(command: str) -> str:

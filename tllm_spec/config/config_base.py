@@ -10,13 +10,16 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
+from tllm_spec.config.neighbours import Ignored, Renamed
 from tllm_spec.config.option_checks import (
-    NotServed,
+    absent_reason,
     many_unknown,
     refusals,
+    row_of,
     shown,
     unknown_options,
     warn_of_ignored,
+    with_our_names,
 )
 
 PathText = Annotated[
@@ -55,30 +58,35 @@ class ConfigModel(BaseModel):
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
     )
 
-    not_served: ClassVar[Mapping[str, NotServed]] = {}
-    aliases: ClassVar[Mapping[str, str]] = {}  # other names of options that are accepted
-    peers: ClassVar[Mapping[str, str]] = {}  # what to use instead of vLLM's and SGLang's options
+    renamed: ClassVar[Mapping[str, Renamed]] = {}  # the neighbours' names of options
+    ignored: ClassVar[Ignored] = {}  # the neighbours' options without effect
     is_public: ClassVar[bool] = True  # whether users know the name of the class
 
     def __init__(self, /, **options: Any) -> None:
-        if lines := many_unknown(options, {*type(self).model_fields, *self.not_served}):
+        options = self.with_our_names(options)
+        if lines := many_unknown(options, {*type(self).model_fields, *self.ignored}):
             raise ConfigError(lines)
-        refused = refusals(options, self.not_served)
-        without_effect = self.not_served.keys() - type(self).model_fields
-        lines = list(refused.values())
+        own = {name: each for name, each in options.items() if name in type(self).model_fields}
+        others = {name: each for name, each in options.items() if name not in own}
+        lines = list(refusals(others, self.ignored).values())
+        unknown = {name: each for name, each in others.items() if name not in self.ignored}
         try:
-            super().__init__(
-                **{
-                    name: value
-                    for name, value in options.items()
-                    if name not in refused and name not in without_effect
-                }
-            )
+            super().__init__(**own, **unknown)
         except ValidationError as error:
             lines += _sentences(error, type(self))
         if lines:
             raise ConfigError(lines)
-        warn_of_ignored(options, self.not_served)
+        if self.is_public:
+            warn_of_ignored(others, self.ignored)
+
+    @classmethod
+    def with_our_names(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options without the neighbours' names. Raises ConfigError when two names of one
+        option have different values."""
+        try:
+            return with_our_names(options, cls.renamed)
+        except ValueError as error:
+            raise ConfigError(str(error).splitlines()) from None
 
     @model_validator(mode="after")
     def _run_checks(self) -> ConfigModel:
@@ -137,7 +145,9 @@ def _sentences(error: ValidationError, model: type[ConfigModel]) -> list[str]:
         elif isinstance(cause, ValueError):  # from one of our validators
             lines.append(f"{path} = {given}: {cause}" if path else str(cause))
         elif detail["type"] == "extra_forbidden":
-            if owners := " and ".join(_owners(model, path)):
+            if reason := absent_reason(path):
+                lines.append(f"{path} = {given} is refused: {reason}")
+            elif owners := " and ".join(_owners(model, path)):
                 lines.append(f"{path} = {given} is not a known option here; it is one of {owners}")
             else:
                 unknown[path] = detail["input"]
@@ -150,7 +160,7 @@ def _sentences(error: ValidationError, model: type[ConfigModel]) -> list[str]:
         else:
             said = detail["msg"].replace("Input should", "must", 1)
             lines.append(f"{path} = {given}: {said[0].lower()}{said[1:]}")
-    return lines + unknown_options(unknown, model.model_fields, model.peers)
+    return lines + unknown_options(unknown, model.model_fields)
 
 
 def _owners(model: type[BaseModel], name: str) -> list[str]:
@@ -159,7 +169,7 @@ def _owners(model: type[BaseModel], name: str) -> list[str]:
         option
         for option, field in model.model_fields.items()
         if any(
-            name in kind.model_fields or name in kind.aliases
+            name in kind.model_fields or row_of(name, kind.renamed)
             for kind in _models_in(field.annotation)
         )
     ]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import NonNegativeInt, PositiveInt, Strict, field_validator
 
 from tllm_spec.config.config_base import ConfigModel, check
-from tllm_spec.config.not_served import CUDA_GRAPH_NOT_SERVED
-from tllm_spec.config.option_checks import NotServed
+from tllm_spec.config.neighbours import CUDA_GRAPH_IGNORED, CUDA_GRAPH_RENAMED, Ignored, Renamed
 
-OLD_PADDING = "padding_enabled"  # of TensorRT-LLM 0.21
 DEFAULT_LARGEST_GRAPH = 128  # requests, as in TensorRT-LLM
 
 
@@ -27,12 +25,8 @@ class CudaGraphConfig(ConfigModel):
     """A batch between two captured sizes runs as the next larger one. False, TensorRT-LLM's
     default, runs it without a graph."""
 
-    not_served: ClassVar[Mapping[str, NotServed]] = CUDA_GRAPH_NOT_SERVED
-
-    def __init__(self, /, **options: Any) -> None:
-        if OLD_PADDING in options and "enable_padding" not in options:
-            options["enable_padding"] = options.pop(OLD_PADDING)
-        super().__init__(**options)
+    ignored: ClassVar[Ignored] = CUDA_GRAPH_IGNORED
+    renamed: ClassVar[Mapping[str, Renamed]] = CUDA_GRAPH_RENAMED
 
     @field_validator("batch_sizes")
     @classmethod

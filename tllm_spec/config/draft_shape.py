@@ -3,7 +3,7 @@ a round may emit. A chain is a tree without branches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
@@ -99,12 +99,6 @@ def dynamic_tree(depth: int, topk: int, num_nodes: int) -> DraftShape:
     return DraftShape(depth, min(num_nodes, topk + (depth - 1) * topk**2), topk)
 
 
-def sharing_rows(shapes: Iterable[DraftShape], mean_rows: float | None) -> list[DraftShape]:
-    """The shapes, of which those with more rows share so many; None: none does."""
-    shared = [replace(shape, mean_rows=mean_rows or 0.0) for shape in shapes]
-    return [shape if shape.is_ragged else replace(shape, mean_rows=0.0) for shape in shared]
-
-
 class DraftShapes:
     """The shapes that rounds may have, by tier. A tier is a number: up to the longest draft length
     it is that length. The tiers after it are `trees` to choose from, of which `longest` has at
@@ -142,22 +136,21 @@ class DraftShapes:
         self.compared_tiers = sorted((*lengths, *self.budgeted_tiers), key=depths.__getitem__)
 
     @property
-    def budgets(self) -> list[tuple[int, float, int]]:
-        """Depth, mean rows of a request, and children of a draft, for each of
-        `compared_tiers`."""
+    def budgets(self) -> list[tuple[int, float]]:
+        """Draft length and mean rows of a request, for each of `compared_tiers`."""
         compared = [self._all[tier] for tier in self.compared_tiers]
-        return [(shape.depth, shape.rows_each, shape.topk) for shape in compared]
+        return [(shape.depth, shape.rows_each) for shape in compared]
 
     @classmethod
     def chains(cls, max_draft_len: int, mean_rows: float | None = None) -> DraftShapes:
-        """mean_rows: see `sharing_rows`."""
-        return cls(sharing_rows(map(chain_of, range(max_draft_len + 1)), mean_rows))
+        """mean_rows: of a request in rounds of longer chains, which share their rows; None: none
+        do."""
+        chains = map(chain_of, range(max_draft_len + 1))
+        shares = 1 + max_draft_len if mean_rows is None else mean_rows
+        return cls([replace(c, mean_rows=shares) if c.window > shares else c for c in chains])
 
     def lower(self, one: DraftShape, other: DraftShape) -> int:
-        """The lower tier of the two; for chains, that of the shorter one. 0 for a chain and a tree
-        where rows are shared: neither shows the outcome of the other."""
-        if self.budgeted_tiers and one.is_tree != other.is_tree:
-            return 0
+        """The lower tier of the two; for chains, that of the shorter one."""
         tiers = self.tier_of(one), self.tier_of(other)
         return min(tiers, key=lambda tier: (tier in self.tree_tiers, self.of(tier).depth, tier))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ast import literal_eval
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PositiveInt
 
@@ -16,20 +16,13 @@ from tllm_spec.config.draft_shape import (
     DraftShapes,
     chain_of,
     dynamic_tree,
-    sharing_rows,
 )
 from tllm_spec.config.matched_drafts_config import MatchedDraftsConfig
-from tllm_spec.config.verify_budget import with_budgets
+from tllm_spec.config.neighbours import NUM_CHILDREN
 
 MAX_TOPK = 16
 MAX_NODES = 63  # without the root: a row's ancestors are bits of an int64
 MAX_BEAM_KEYS = 64  # of the draft network's forwards of one round, for the same reason
-
-SGLANG_TOPK = "speculative_eagle_topk"
-TREE_ALIASES: Mapping[str, str] = {
-    **MatchedDraftsConfig.aliases,
-    SGLANG_TOPK: "dynamic_tree_max_topK",
-}
 
 Choices = tuple[tuple[int, ...], ...]
 
@@ -86,7 +79,7 @@ def default_trees(largest: DraftShape) -> list[DraftShape]:
 def chain_or_tree(options: Mapping[str, Any], renamed: dict[str, Any]) -> None:
     """Reads SGLang's option for the number of children: more than one means trees, one a chain."""
     topk = renamed.get("dynamic_tree_max_topK")
-    if SGLANG_TOPK in options and type(topk) is int:
+    if NUM_CHILDREN in options and type(topk) is int:
         renamed.setdefault("use_dynamic_tree", topk > 1)
         if topk == 1:
             renamed.pop("dynamic_tree_max_topK")
@@ -108,11 +101,9 @@ class DraftTreeDecodingConfig(MatchedDraftsConfig):
     draft, e.g. `[[0], [1], [0, 0]]`. `max_draft_len` is the length of the longest path, and
     `max_total_draft_tokens` their number."""
 
-    aliases: ClassVar[Mapping[str, str]] = TREE_ALIASES
-
     @classmethod
-    def _without_aliases(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        renamed = super()._without_aliases(options)
+    def with_our_names(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        renamed = super().with_our_names(options)
         if renamed.get("eagle_choices") is not None and renamed.get("max_draft_len") is None:
             # Another check refuses what is no tree; its depth must not be refused first.
             renamed["max_draft_len"] = _measures(renamed["eagle_choices"])[0] or 1
@@ -222,15 +213,13 @@ class DraftTreeDecodingConfig(MatchedDraftsConfig):
     def shapes(self) -> DraftShapes:
         if self.eagle_choices is not None:
             own = [_static(self.eagle_choices, n) for n in range(1, self.max_draft_len + 1)]
-            return DraftShapes([NO_DRAFTS, *sharing_rows(own, self.verify_budget)])
+            return DraftShapes([NO_DRAFTS, *own])
         topk, nodes = self.dynamic_tree_max_topK, self.max_total_draft_tokens
         if not self.drafts_trees or topk is None or nodes is None:
             return super().shapes
         if self.mixes_trees and self.adaptive is not None:
             tree = DraftShape(self.max_draft_len, nodes, topk)
-            if self.enable_adaptive_verification:
-                return with_budgets(self.max_draft_len, self.adaptive.draft_lens, tree)
             chains = [chain_of(length) for length in range(self.max_draft_len + 1)]
             return DraftShapes(chains, self.adaptive.trees or default_trees(tree), tree)
         trees = [dynamic_tree(steps, topk, nodes) for steps in range(1, self.max_draft_len + 1)]
-        return DraftShapes([NO_DRAFTS, *sharing_rows(trees, self.verify_budget)])
+        return DraftShapes([NO_DRAFTS, *trees])

@@ -9,29 +9,11 @@ from typing import Any, ClassVar, Literal
 from pydantic import PositiveInt
 
 from tllm_spec.config.config_base import check
-from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
-from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, DraftShapes, sharing_rows
-from tllm_spec.config.draft_tree_config import MAX_NODES, MAX_TOPK, TREE_ALIASES, chain_or_tree
+from tllm_spec.config.draft_shape import NO_DRAFTS, DraftShape, DraftShapes
+from tllm_spec.config.draft_tree_config import MAX_NODES, MAX_TOPK, chain_or_tree
 from tllm_spec.config.import_path import find_class, make_object
-from tllm_spec.config.option_checks import NotServed
 from tllm_spec.config.speculative_base import DecodingBaseConfig
 from tllm_spec.config.text_search import SHARED_WIDTH, CorpusConfig, TextSearch
-
-NO_DRAFT_MODEL = "this decoding type has no draft model"
-NO_DRAFT_PROBABILITY = (
-    "these drafts have no probabilities to accept against; they are compared with the target's "
-    "tokens"
-)
-
-TEXT_DRAFTS_NOT_SERVED: Mapping[str, NotServed] = {
-    **DECODING_NOT_SERVED,
-    "speculative_model": NotServed((None,), NO_DRAFT_MODEL),
-    "load_format": NotServed((None,), NO_DRAFT_MODEL),
-    "speculative_token_map": NotServed((None,), NO_DRAFT_MODEL),
-    "sa_config": NotServed((None,), "only drafts of a draft network are combined with matches"),
-    "use_rejection_sampling": NotServed((False,), NO_DRAFT_PROBABILITY),
-    "draft_sampling": NotServed(("coupled",), NO_DRAFT_PROBABILITY),
-}
 
 
 class NGramDecodingConfig(CorpusConfig, DecodingBaseConfig):
@@ -60,18 +42,12 @@ class NGramDecodingConfig(CorpusConfig, DecodingBaseConfig):
     dynamic_tree_max_topK: PositiveInt | None = None
     """Children of a node of the tree, at most. SGLang's name is `speculative_eagle_topk`."""
 
-    not_served: ClassVar[Mapping[str, NotServed]] = TEXT_DRAFTS_NOT_SERVED
+    drafts_have_probabilities: ClassVar[bool] = False
     counts_on_device: ClassVar[bool] = True
-    aliases: ClassVar[Mapping[str, str]] = {
-        **TREE_ALIASES,
-        "prompt_lookup_num_tokens": "max_draft_len",
-        "speculative_ngram_external_corpus_path": "external_corpus_path",
-        "speculative_ngram_external_corpus_max_tokens": "external_corpus_max_tokens",
-    }
 
     @classmethod
-    def _without_aliases(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        renamed = super()._without_aliases(options)
+    def with_our_names(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        renamed = super().with_our_names(options)
         chain_or_tree(options, renamed)
         if renamed.get("use_dynamic_tree") is True:
             renamed.setdefault("is_use_oldest", False)
@@ -95,7 +71,7 @@ class NGramDecodingConfig(CorpusConfig, DecodingBaseConfig):
             return super().shapes
         depths = range(1, self.max_draft_len + 1)
         trees = [DraftShape(depth, min(nodes, _most_nodes(topk, depth)), topk) for depth in depths]
-        return DraftShapes([NO_DRAFTS, *sharing_rows(trees, self.verify_budget)])
+        return DraftShapes([NO_DRAFTS, *trees])
 
     def text_search(self, max_batch_size: int) -> TextSearch:
         num_shared = -(-self.max_pool_entries // SHARED_WIDTH) if self.is_public_pool else 0
@@ -160,7 +136,7 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
     """Keyword arguments for a `resource_manager` named by its import path."""
 
     serves_ranks: ClassVar[bool] = False
-    not_served: ClassVar[Mapping[str, NotServed]] = TEXT_DRAFTS_NOT_SERVED
+    drafts_have_probabilities: ClassVar[bool] = False
 
     @property
     def why_no_overlap(self) -> str | None:
@@ -176,8 +152,7 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
         if not self.drafts_trees:
             return super().shapes
         trees = [DraftShape(depth, nodes, nodes) for depth in lengths]
-        trees, narrows = sharing_rows(trees, self.verify_budget), self.verify_budget is None
-        return DraftShapes([NO_DRAFTS, *trees], narrows=narrows)
+        return DraftShapes([NO_DRAFTS, *trees], narrows=True)
 
     @check
     def _check_tree(self) -> Iterator[str]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from tllm_spec.config.config_base import ConfigModel, check
 from tllm_spec.config.kv_events_config import KVEventsConfig
-from tllm_spec.config.not_served import KV_CACHE_NOT_SERVED
-from tllm_spec.config.option_checks import NotServed
+from tllm_spec.config.neighbours import KV_CACHE_IGNORED, Ignored
 
 FRACTION = "free_gpu_memory_fraction"
 KVCacheType = Literal["auto", "fp8", "model"]
@@ -45,7 +44,7 @@ class KvCacheConfig(ConfigModel):
     """Events of the prefix cache for routers, in vLLM's form. null: none. See
     `docs/deploying.md`."""
 
-    not_served: ClassVar[Mapping[str, NotServed]] = KV_CACHE_NOT_SERVED
+    ignored: ClassVar[Ignored] = KV_CACHE_IGNORED
 
     @field_validator("free_gpu_memory_fraction", mode="before")
     @classmethod

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveInt, field_validator
 
 from tllm_spec.config.config_base import ConfigModel
-from tllm_spec.config.option_checks import NotServed
+from tllm_spec.config.neighbours import KV_EVENTS_IGNORED, Ignored
 
+NO_KV_EVENTS = "KV cache events are published by kv_cache_config.kv_events_config"
 OWN_ADDRESS = re.compile(r"tcp://(\*|localhost|127\.[\d.]+|0\.0\.0\.0|\[::1?\]):\d+|ipc://.+")
-QUEUED = "batches are handed over one by one; a slow subscriber asks for what it misses"
 
 
 class KVEventsConfig(ConfigModel):
@@ -35,10 +34,7 @@ class KVEventsConfig(ConfigModel):
     publisher: Literal["zmq", "null"] = "zmq"
     """`null` publishes nothing: events go to the router of `--dp_size` only."""
 
-    not_served: ClassVar[Mapping[str, NotServed]] = {
-        "hwm": NotServed((100_000,), QUEUED),
-        "max_queue_size": NotServed((100_000,), QUEUED),
-    }
+    ignored: ClassVar[Ignored] = KV_EVENTS_IGNORED
 
     @field_validator("endpoint", "replay_endpoint")
     @classmethod

@@ -1,7 +1,7 @@
 """All arguments of `LLM`, named as in TensorRT-LLM: from keywords, from a YAML file, or both.
 
-Only options with an effect are fields. `not_served.py` has TensorRT-LLM's other options. No
-checkpoint and no device is looked at here.
+Only options with an effect are fields. `neighbours.py` has what others call them. No checkpoint and
+no device is looked at here.
 """
 
 from __future__ import annotations
@@ -20,16 +20,11 @@ from pydantic import (
     field_validator,
 )
 
-from tllm_spec.config.config_base import ConfigError, ConfigModel, PathText, check, check_keys
+from tllm_spec.config.config_base import ConfigModel, PathText, check, check_keys
 from tllm_spec.config.cuda_graph_config import CudaGraphConfig as CudaGraphConfig
 from tllm_spec.config.import_path import import_also_from
-from tllm_spec.config.kv_cache_config import FRACTION
 from tllm_spec.config.kv_cache_config import KvCacheConfig as KvCacheConfig
-from tllm_spec.config.not_served import (
-    LLM_NOT_SERVED,
-)
-from tllm_spec.config.option_checks import NotServed, shown
-from tllm_spec.config.peer_options import LLM_PEERS
+from tllm_spec.config.neighbours import LLM_IGNORED, LLM_RENAMED, Ignored, Renamed
 from tllm_spec.config.scheduler_config import SchedulerConfig
 from tllm_spec.config.speculative_config import (
     DecodingBaseConfig,
@@ -41,8 +36,6 @@ from tllm_spec.config.yaml_file import read_yaml
 logger = logging.getLogger(__name__)
 
 MAX_DETERMINISTIC_RANKS = 2  # a sum of two is the same in any order
-# A name of trtllm-serve's flags that is found in its YAML files, too.
-FRACTION_FLAG = "kv_cache_free_gpu_memory_fraction"
 # Options of `speculative_config` that may be import paths.
 CODE = ("drafter", "resource_manager")
 
@@ -73,9 +66,9 @@ class LlmArgs(ConfigModel):
     """`auto`, `cpu`, `cuda` or `cuda:N`. `auto`: CUDA where torch sees a device."""
     attn_backend: Literal["auto", "VANILLA", "TRITON", "FLASHINFER"] = "auto"
     """Attention kernels. `auto`: VANILLA (plain torch) on a CPU; on CUDA FLASHINFER, which is
-    TRITON with FlashInfer's prefill, or TRITON without the package or in float32. With latent
-    attention (MLA) `auto` is TRITON, and FLASHINFER plans on the host. Layers that attend within
-    chunks (Llama 4) run TRITON. `TRTLLM` is taken as `auto`."""
+    TRITON with FlashInfer's prefill, or TRITON without the package or in float32. Layers with
+    latent attention (MLA) and those that attend within chunks (Llama 4) run TRITON. `TRTLLM` is
+    taken as `auto`."""
     deterministic: bool = False
     """Batch-invariant kernels: text and log probabilities do not depend on batch, draft length,
     prompt chunks, prefix hits or preemption. Slower; CUDA only; on two devices at most."""
@@ -143,12 +136,12 @@ class LlmArgs(ConfigModel):
     speculative_config: SpeculativeConfig | None = None
     """How drafts are made. null: plain decoding."""
 
-    not_served: ClassVar[Mapping[str, NotServed]] = LLM_NOT_SERVED
-    peers: ClassVar[Mapping[str, str]] = LLM_PEERS
+    renamed: ClassVar[Mapping[str, Renamed]] = LLM_RENAMED
+    ignored: ClassVar[Ignored] = LLM_IGNORED
 
     def __init__(self, /, **options: Any) -> None:
         check_keys(options)
-        super().__init__(**with_fraction(options))
+        super().__init__(**options)
 
     @field_validator("max_batch_size", "max_num_tokens", mode="before")
     @classmethod
@@ -300,38 +293,17 @@ class LlmArgs(ConfigModel):
 def with_yaml(options: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
     """The options of a YAML file laid over others. Raises ValueError for a file that cannot be
     read."""
-    return overlay(options, read_options(path))
+    return overlay(LlmArgs.with_our_names(options), read_options(path))
 
 
 def read_options(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The options of a YAML file. If they name code by its import path, it may lie next to the
     file. Raises ValueError for a file that cannot be read."""
-    options = with_fraction(read_yaml(path))
+    options = LlmArgs.with_our_names(read_yaml(path))
     spec = options.get("speculative_config")
     if isinstance(spec, Mapping) and any(isinstance(spec.get(name), str) for name in CODE):
         import_also_from(path)
     return options
-
-
-def with_fraction(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Moves `kv_cache_free_gpu_memory_fraction` into `kv_cache_config`. Raises ConfigError when
-    that has another value."""
-    if FRACTION_FLAG not in options:
-        return dict(options)
-    moved = dict(options)
-    fraction, cache = moved.pop(FRACTION_FLAG), moved.get("kv_cache_config") or {}
-    if isinstance(cache, KvCacheConfig):
-        cache = {name: getattr(cache, name) for name in cache.model_fields_set}
-    if not isinstance(cache, Mapping):
-        return moved  # to be refused by its type
-    if (other := cache.get(FRACTION, fraction)) != fraction:
-        raise ConfigError(
-            [
-                f"{FRACTION_FLAG} = {shown(fraction)} and kv_cache_config.{FRACTION} = "
-                f"{shown(other)} contradict each other"
-            ]
-        )
-    return {**moved, "kv_cache_config": {**cache, FRACTION: fraction}}
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,5 @@
-"""Checks for options given by name: which values are not served, which names are not known, and
-which texts are no Unicode.
-
-The tables of options belong to the modules that call these functions.
-"""
+"""Checks for options given by name: which names are the neighbours', which are not known, how
+values are shown, and which texts are no Unicode."""
 
 from __future__ import annotations
 
@@ -11,51 +8,110 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from enum import Enum
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
+
+from tllm_spec.config.neighbours import ABSENT, Ignored, Renamed, Values
 
 logger = logging.getLogger(__name__)
 
 MAX_SHOWN = 200  # characters of a value in an error message
 MAX_UNKNOWN = 10  # unknown options that an error message lists
-NO_PEERS: Mapping[str, str] = {}
 
 
-class NotServed(NamedTuple):
-    """An option of which only some values are taken. They change nothing. Of a mapping among them,
-    a part is taken, too; a type stands for all of its values, a frozenset for any of its members.
+def absent_reason(name: str) -> str | None:
+    """Why there is no option of this name, or None."""
+    words = f"_{name.replace('-', '_')}_"
+    return next((reason for key, reason in ABSENT.items() if f"_{key}_" in words), None)
 
-    accepted: the values that say what is done here anyway. ignored: the values that are taken with
-    a warning, because the text and what a client can ask for are the same without them."""
 
-    accepted: tuple[object, ...]
-    reason: str
-    ignored: tuple[object, ...] = ()
+def row_of(name: object, renamed: Mapping[str, Renamed]) -> Renamed | None:
+    """The row of a name, which may be spelled with - or _."""
+    return renamed.get(name.replace("-", "_")) if isinstance(name, str) else None
 
-    def accepts(self, value: object) -> bool:
-        """Whether `value` is one of the accepted values. `True` is not `1`."""
-        return _is_among(value, self.accepted)
 
-    def ignores(self, value: object) -> bool:
-        """Whether `value` is taken with a warning."""
-        return not self.accepts(value) and _is_among(value, self.ignored)
+def with_our_names(options: Mapping[str, Any], renamed: Mapping[str, Renamed]) -> dict[str, Any]:
+    """The options under the names here; null for a renamed one means that it is not set. Raises
+    ValueError, a line for each option that two names give different values."""
+    named = {name: each for name, each in options.items() if row_of(name, renamed) is None}
+    rows = [(name, row) for name in options if (row := row_of(name, renamed)) is not None]
+    lines: list[str] = []
+    off: set[str] = set()
+    for name, row in sorted(rows, key=lambda each: "." in each[1].path):
+        value = row.value(options[name])
+        head, _, nested = row.path.partition(".")
+        if options[name] is None or value == {} != options[name] or head in off:
+            continue
+        off |= {head} if value is None else set()
+        place, last = named, head
+        if nested:
+            outer = _as_mapping(named.get(head))
+            if outer is None:
+                continue  # to be refused by its type
+            place = named[head] = outer
+            last = nested
+        if place.setdefault(last, value) != value:
+            lines.append(
+                f"{name} = {shown(options[name])} means {row.path} = {shown(value)}, which is "
+                f"given as {shown(place[last])}"
+            )
+    if lines:
+        raise ValueError("\n".join(lines))
+    return named
 
-    def refusal(self, name: str, value: str) -> str:
-        """The sentence that refuses the option `name` with a value shown as `value`."""
-        only = " or ".join(map(_shown_accepted, self.accepted))
-        accepted = f"; accepted: {only}" if self.accepted else ""
-        return f"{name} = {value} is refused: {self.reason}{accepted}"
+
+def _as_mapping(options: object) -> dict[str, Any] | None:
+    """The options that a configuration object or mapping has; None for anything else."""
+    if options is None or isinstance(options, Mapping):
+        return dict(options or {})
+    names = getattr(options, "model_fields_set", None)
+    return None if names is None else {name: getattr(options, name) for name in names}
+
+
+def refusals(options: Mapping[str, Any], ignored: Ignored) -> dict[str, str]:
+    """For each of `options` in the list with a value that asks for something, the sentence that
+    refuses it."""
+    return {
+        name: refusal(name, shown(value), ignored[name])
+        for name, value in options.items()
+        if name in ignored and not is_ignored(value, ignored[name])
+    }
+
+
+def refusal(name: str, value: str, accepted: Values) -> str:
+    """The sentence that refuses an option of the list. value: as it is shown."""
+    reason = absent_reason(name) or "it has no counterpart here"
+    taken = " or ".join(dict.fromkeys(_shown_accepted(each) for each in (None, *accepted)))
+    return f"{name} = {value} is refused: {reason}; accepted: {taken}"
+
+
+def warn_of_ignored(options: Mapping[str, Any], ignored: Ignored) -> None:
+    """Logs one line for each of `options` in the list whose value asks for something."""
+    for name, value in options.items():
+        if name in ignored and _asks(value):
+            logger.warning("%s = %s has no effect: nothing here depends on it", name, shown(value))
+
+
+def _asks(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_asks, value.values()))
+    return value not in (None, False, "", "auto", "AUTO", [])
 
 
 def _shown_accepted(value: object) -> str:
     """The first entry of a mapping stands for all."""
+    if isinstance(value, type):
+        return f"any {value.__name__}"
+    if isinstance(value, frozenset):
+        return " or ".join(map(repr, sorted(value)))
     if not isinstance(value, Mapping) or len(value) < 2:
         return repr(value)
     return f"{repr(dict(islice(value.items(), 1)))[:-1]}, ...}}"
 
 
-def _is_among(value: object, taken: tuple[object, ...]) -> bool:
+def is_ignored(value: object, accepted: Values) -> bool:
+    """Whether a value is one of those that change nothing. `True` is not `1`."""
     plain = value.value if isinstance(value, Enum) else value
-    return any(_asks_for(plain, each) for each in taken)
+    return plain is None or any(_asks_for(plain, each) for each in accepted)
 
 
 def _asks_for(value: object, accepted: object) -> bool:
@@ -70,43 +126,14 @@ def _asks_for(value: object, accepted: object) -> bool:
     return type(value) is type(accepted) and value == accepted
 
 
-def refusals(options: Mapping[str, Any], table: Mapping[str, NotServed]) -> dict[str, str]:
-    """For each of `options` that `table` refuses, the sentence that says why."""
-    return {
-        name: table[name].refusal(name, shown(value))
-        for name, value in options.items()
-        if name in table and not table[name].accepts(value) and not table[name].ignores(value)
-    }
-
-
-def warn_of_ignored(options: Mapping[str, Any], table: Mapping[str, NotServed]) -> None:
-    """Logs one line for each of `options` whose value has no effect."""
-    for name, value in options.items():
-        if name in table and table[name].ignores(value):
-            reason = table[name].reason
-            logger.warning("%s = %s has no effect: %s", name, shown(value), reason)
-
-
-def refuse_not_served(options: Mapping[str, Any], table: Mapping[str, NotServed]) -> None:
-    """Raises ValueError, with one line for each of `options` that `table` refuses."""
-    if refused := refusals(options, table):
-        raise ValueError("\n".join(refused.values()))
-
-
-def unknown_options(
-    options: Mapping[str, object], known: Iterable[str], peers: Mapping[str, str] = NO_PEERS
-) -> list[str]:
+def unknown_options(options: Mapping[str, object], known: Iterable[str]) -> list[str]:
     """For each unknown key a sentence with its value and what may have been meant. The first that
-    is like no other lists the known ones.
-
-    peers: what to use instead of options of vLLM and SGLang."""
+    is like no other lists the known ones."""
     known, lines, has_list = sorted(known), [], False
     for path, value in options.items():
         name = path.rpartition(".")[2]
         sentence = f"{shown_name(path)} = {shown(value)} is not a known option"
-        if peer := peers.get(name.replace("-", "_")):
-            sentence += f"; use {peer}"
-        elif close := get_close_matches(name, known, n=3):
+        if close := get_close_matches(name, known, n=3):
             sentence += f"; did you mean {' or '.join(close)}?"
         elif not has_list:
             sentence += f"; known: {', '.join(known)}"

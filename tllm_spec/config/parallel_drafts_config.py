@@ -3,14 +3,11 @@ tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import NonNegativeInt, Strict
 
-from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
 from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
-from tllm_spec.config.option_checks import NotServed
 from tllm_spec.config.speculative_base import DraftModelDecodingConfig
 
 
@@ -43,11 +40,6 @@ class DFlashDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
     target_layer_ids: Annotated[tuple[NonNegativeInt, ...], Strict(False)] | None = None
     """Target layers, counted from 0, whose outputs the head reads. null: what the head's
     `config.json` says."""
-
-    not_served: ClassVar[Mapping[str, NotServed]] = {
-        **DECODING_NOT_SERVED,
-        "attention_backend": NotServed((None,), "attn_backend says what runs, of the head, too"),
-    }
 
     @property
     def may_pause(self) -> bool:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from enum import Enum
 from typing import ClassVar, Literal
 
 from pydantic import field_validator
 
 from tllm_spec.config.config_base import ConfigModel, check
-from tllm_spec.config.not_served import SCHEDULER_NOT_SERVED
-from tllm_spec.config.option_checks import NotServed
+from tllm_spec.config.neighbours import SCHEDULER_IGNORED, Ignored
 
 
 class SchedulerConfig(ConfigModel):
@@ -28,7 +27,7 @@ class SchedulerConfig(ConfigModel):
     """Whether a client that has more running requests than another gives up its newest one, for one
     of the other's that waits; once in 64 rounds at most. Needs MAX_UTILIZATION."""
 
-    not_served: ClassVar[Mapping[str, NotServed]] = SCHEDULER_NOT_SERVED
+    ignored: ClassVar[Ignored] = SCHEDULER_IGNORED
 
     @check
     def _check_preemption(self) -> Iterator[str]:

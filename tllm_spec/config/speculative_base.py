@@ -17,16 +17,20 @@ from pydantic import (
 
 from tllm_spec.config.adaptive_config import AdaptiveConfig, Probability
 from tllm_spec.config.config_base import ConfigError, ConfigModel, PathText, check
-from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
 from tllm_spec.config.draft_len_schedule import checked, with_lower_bounds
 from tllm_spec.config.draft_shape import MAX_DRAFT_LEN, DraftShapes
-from tllm_spec.config.option_checks import NotServed, shown
-from tllm_spec.config.peer_options import SPECULATIVE_PEERS
+from tllm_spec.config.neighbours import (
+    NUM_NODES,
+    SPECULATIVE_IGNORED,
+    SPECULATIVE_RENAMED,
+    Ignored,
+    Renamed,
+)
+from tllm_spec.config.option_checks import shown
 from tllm_spec.config.synthetic_rates import Rates, rate_problem
 from tllm_spec.config.text_search import TextSearch
 from tllm_spec.config.verify_budget import budget_problem, with_budgets
 
-SGLANG_NODES = "speculative_num_draft_tokens"  # SGLang counts the root, too
 NO_BENCHMARK = "synthetic acceptance is for benchmarks and changes the text"
 
 
@@ -118,22 +122,13 @@ class DecodingBaseConfig(ConfigModel):
     counts_on_device: ClassVar[bool] = False  # only the device knows how many drafts there are
     # Whether every rank of a model comes to the same drafts.
     serves_ranks: ClassVar[bool] = True
-    not_served: ClassVar[Mapping[str, NotServed]] = DECODING_NOT_SERVED
-    peers: ClassVar[Mapping[str, str]] = SPECULATIVE_PEERS
-    # Old names and those of SGLang.
-    aliases: ClassVar[Mapping[str, str]] = {
-        "speculative_model_dir": "speculative_model",
-        "speculative_draft_model_path": "speculative_model",
-        "speculative_draft_window_size": "draft_window_size",
-        "speculative_draft_sink_size": "draft_sink_size",
-        "speculative_num_steps": "max_draft_len",
-        SGLANG_NODES: "max_total_draft_tokens",
-        "speculative_accept_threshold_single": "threshold_single",
-        "speculative_accept_threshold_acc": "threshold_acc",
-    }
+    # Whether a draft comes with the probability that its source gave it.
+    drafts_have_probabilities: ClassVar[bool] = True
+    renamed: ClassVar[Mapping[str, Renamed]] = SPECULATIVE_RENAMED
+    ignored: ClassVar[Ignored] = SPECULATIVE_IGNORED
 
     def __init__(self, /, **options: Any) -> None:
-        named = with_lower_bounds(self._without_aliases(options))
+        named = with_lower_bounds(self.with_our_names(options))
         named = _without_off_values(named)
         if named.get("enable_adaptive_verification") is True and named.get("adaptive") is None:
             named["adaptive"] = {}
@@ -152,21 +147,6 @@ class DecodingBaseConfig(ConfigModel):
         """`max_total_draft_tokens` where it is not given."""
         length = options.get("max_draft_len")
         return length if type(length) is int and length > 0 else None
-
-    @classmethod
-    def _without_aliases(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises ConfigError when two names of one option have different values."""
-        renamed = dict(options)
-        for alias, name in cls.aliases.items():
-            if alias not in renamed:
-                continue
-            given = value = renamed.pop(alias)
-            if alias == SGLANG_NODES and type(given) is int:
-                value = given - 1
-            if renamed.setdefault(name, value) != value:
-                meaning = f"{alias} = {shown(given)} means {name} = {shown(value)}"
-                raise ConfigError([f"{meaning}, which is given as {shown(renamed[name])}"])
-        return renamed
 
     @field_validator("max_draft_len", mode="before")
     @classmethod
@@ -231,7 +211,7 @@ class DecodingBaseConfig(ConfigModel):
             self.adaptive if self.enable_adaptive_verification else None,
             is_adaptive=self.adaptive is not None,
             num_budgets=len(self.shapes.budgets),
-            has_other_trees=self.drafts_trees and not self.mixes_trees,
+            drafts_trees=self.drafts_trees,
             use_rejection_sampling=self.use_rejection_sampling,
             has_schedule=self.draft_len_schedule is not None,
         ):
@@ -245,6 +225,16 @@ class DecodingBaseConfig(ConfigModel):
                 f"max_rejected_rounds = {rounds} is refused: drafts that are made in the target's "
                 "round cost the same for a request that pauses; accepted: null"
             )
+
+    @check
+    def _check_probabilities(self) -> Iterator[str]:
+        for name, only in (("use_rejection_sampling", False), ("draft_sampling", "coupled")):
+            if not self.drafts_have_probabilities and getattr(self, name) != only:
+                yield (
+                    f"{name} = {getattr(self, name)!r} is refused: these drafts have no "
+                    "probabilities to accept against; they are compared with the target's tokens; "
+                    f"accepted: {only!r}"
+                )
 
     @check
     def _check_acceptance(self) -> Iterator[str]:
@@ -367,10 +357,10 @@ class DraftModelDecodingConfig(DecodingBaseConfig):
 
 def _counted_root(options: Mapping[str, Any], lines: list[str]) -> list[str]:
     """What else must be said to a user of SGLang's names, who knows another number."""
-    total = options.get(SGLANG_NODES)
+    total = options.get(NUM_NODES)
     if type(total) is not int or not any("max_total_draft_tokens" in line for line in lines):
         return []
-    return [f"{SGLANG_NODES} = {total} counts the root: it is max_total_draft_tokens = {total - 1}"]
+    return [f"{NUM_NODES} = {total} counts the root: it is max_total_draft_tokens = {total - 1}"]
 
 
 def _without_off_values(options: dict[str, Any]) -> dict[str, Any]:

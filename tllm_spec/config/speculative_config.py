@@ -5,7 +5,7 @@ These are plain settings. `executor/speculative/modes.py` says what runs for eac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -18,18 +18,22 @@ from pydantic import (
 )
 
 from tllm_spec.config.config_base import ConfigError, PathText, check
-from tllm_spec.config.decoding_not_served import DECODING_NOT_SERVED
 from tllm_spec.config.draft_tree_config import DraftTreeDecodingConfig
-from tllm_spec.config.host_draft_config import TEXT_DRAFTS_NOT_SERVED
 from tllm_spec.config.host_draft_config import NGramDecodingConfig as NGramDecodingConfig
 from tllm_spec.config.host_draft_config import (
     UserProvidedDecodingConfig as UserProvidedDecodingConfig,
 )
 from tllm_spec.config.kv_cache_config import KVCacheType
 from tllm_spec.config.matched_drafts_config import SAEnhancerConfig as SAEnhancerConfig
-from tllm_spec.config.option_checks import NotServed, many_unknown, shown, unknown_options
+from tllm_spec.config.option_checks import (
+    absent_reason,
+    many_unknown,
+    row_of,
+    shown,
+    unknown_options,
+    with_our_names,
+)
 from tllm_spec.config.parallel_drafts_config import DFlashDecodingConfig, PARDDecodingConfig
-from tllm_spec.config.peer_options import SPECULATIVE_PEERS, with_our_names
 from tllm_spec.config.speculative_base import DecodingBaseConfig as DecodingBaseConfig
 from tllm_spec.config.speculative_base import DraftModelDecodingConfig as DraftModelDecodingConfig
 from tllm_spec.config.speculative_base import (
@@ -38,32 +42,9 @@ from tllm_spec.config.speculative_base import (
 from tllm_spec.config.text_search import MAX_MATCH, GlobalPoolConfig, TextSearch
 
 DraftBackend = Literal["torch", "tensorrt", "onnxruntime"]
-EAGLE_NOT_SERVED: Mapping[str, NotServed] = {
-    **DECODING_NOT_SERVED,
-    "eagle3_model_arch": NotServed(("llama3",), "only heads with Llama's layer are served"),
-    "max_non_leaves_per_layer": NotServed(
-        (None,),
-        "in every step of a dynamic tree the best dynamic_tree_max_topK paths grow; a static tree "
-        "is what eagle_choices says",
-    ),
-    "num_eagle_layers": NotServed(
-        (None,),
-        "the head has the layers of its checkpoint (TensorRT-LLM has deprecated this option)",
-    ),
-    "greedy_sampling": NotServed(
-        (True,),
-        "SamplingParams say how each request is sampled, draft_sampling how its drafts are drawn",
-    ),
-    "posterior_threshold": NotServed((None,), "drafts are not accepted for being merely likely"),
-}
 RELAXED_OPTIONS = frozenset(
     ("relaxed_topk", "relaxed_delta", "begin_thinking_phase_token", "end_thinking_phase_token")
 )
-MTP_NOT_SERVED: Mapping[str, NotServed] = {
-    **DECODING_NOT_SERVED,
-    "load_format": NotServed((None,), "the module is loaded as the target is"),
-    "speculative_token_map": NotServed((None,), "the module has the target's output layer"),
-}
 
 
 def _backend_mistakes(
@@ -126,8 +107,6 @@ class EagleHeadDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig)
     draft_backend: DraftBackend = "torch"
     """What runs the layers of an EAGLE-3 head with `eagle3_one_model: false`. `tensorrt` builds an
     engine at the first start and keeps it on disk; `onnxruntime` is for CPUs."""
-
-    not_served: ClassVar[Mapping[str, NotServed]] = EAGLE_NOT_SERVED
 
     @field_validator("eagle3_layers_to_capture")
     @classmethod
@@ -197,15 +176,9 @@ class MTPDecodingConfig(DraftTreeDecodingConfig):
     end_thinking_phase_token: NonNegativeInt = 128799
     """Token id that ends it. The default is DeepSeek R1's `</think>`."""
 
-    not_served: ClassVar[Mapping[str, NotServed]] = MTP_NOT_SERVED
-    aliases: ClassVar[Mapping[str, str]] = {
-        **DraftTreeDecodingConfig.aliases,
-        "num_nextn_predict_layers": "max_draft_len",
-    }
-
     @classmethod
-    def _without_aliases(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        renamed = super()._without_aliases(options)
+    def with_our_names(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        renamed = super().with_our_names(options)
         if renamed.get("max_draft_len") is None:  # whose default other options follow
             renamed["max_draft_len"] = cls.model_fields["max_draft_len"].default
         return renamed
@@ -267,7 +240,7 @@ class SADecodingConfig(GlobalPoolConfig, DecodingBaseConfig):
     """Most tokens of the text's end that are looked up, 1 to 64; fewer are tried after it. -1: the
     longest match, as 64."""
 
-    not_served: ClassVar[Mapping[str, NotServed]] = TEXT_DRAFTS_NOT_SERVED
+    drafts_have_probabilities: ClassVar[bool] = False
     counts_on_device: ClassVar[bool] = True
 
     @field_validator("max_matching_ngram_size")
@@ -300,7 +273,10 @@ CONFIG_OF_TYPE: Mapping[str, type[DecodingBaseConfig]] = {
     "User_Provided": UserProvidedDecodingConfig,
     "UserProvided": UserProvidedDecodingConfig,
 }
-VLLM_TYPE = "method"  # its name for `decoding_type`
+# The neighbours' names for `decoding_type`.
+NAMES_OF_TYPE = {
+    name: row for name, row in DecodingBaseConfig.renamed.items() if row.path == "decoding_type"
+}
 TYPES_SERVED = "accepted: NGram, Draft_Target, DFlash, Eagle, Eagle3, MTP, PARD, SA, User_Provided"
 # TensorRT-LLM's other decoding types, with the classes that have them.
 TYPES_NOT_SERVED: Mapping[str, str] = {
@@ -329,9 +305,12 @@ def speculative_config_from(value: object) -> object:
     ConfigError."""
     if not isinstance(value, Mapping):
         return value
-    options = dict(value)
-    if VLLM_TYPE in options and "decoding_type" not in options:
-        options = with_our_names(options)
+    try:
+        options = with_our_names(value, NAMES_OF_TYPE)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
+    if options.get("decoding_type") == "Draft_Target" and options.get("parallel_drafting") is True:
+        options |= {"decoding_type": "PARD", "parallel_drafting": None}  # as vLLM calls it
     if "decoding_type" not in options:
         raise ConfigError([f"decoding_type is required; {TYPES_SERVED}", *_wrong_keys(options)])
     decoding_type = options.pop("decoding_type")
@@ -341,7 +320,7 @@ def speculative_config_from(value: object) -> object:
     lines = [
         f"{name} = {shown(options.pop(name))} is an option of {' and '.join(owners)}, not of "
         f"{decoding_type}"
-        for name, owners in _owners_of(options.keys() - _names_of(kind)).items()
+        for name, owners in _owners_of(options, kind).items()
     ]
     try:
         config = kind(**options)
@@ -354,24 +333,32 @@ def speculative_config_from(value: object) -> object:
 
 def _wrong_keys(options: Mapping[str, Any]) -> list[str]:
     """Sentences about those of `options` that no decoding type has."""
-    known = {name for kind in CONFIG_OF_TYPE.values() for name in _names_of(kind)}
-    unknown = {name: value for name, value in options.items() if name not in known}
-    return many_unknown(unknown, ()) or unknown_options(unknown, known, SPECULATIVE_PEERS)
+    known = {name for kind in CONFIG_OF_TYPE.values() for name in kind.model_fields}
+    taken = known | DecodingBaseConfig.ignored.keys() | DecodingBaseConfig.renamed.keys()
+    unknown = {name: value for name, value in options.items() if name not in taken}
+    reasons = {name: reason for name in unknown if (reason := absent_reason(name))}
+    return [
+        *(
+            f"{name} = {shown(unknown.pop(name))} is refused: {why}"
+            for name, why in reasons.items()
+        ),
+        *(many_unknown(unknown, ()) or unknown_options(unknown, known)),
+    ]
 
 
-def _names_of(kind: type[DecodingBaseConfig]) -> set[str]:
-    return {*kind.model_fields, *kind.not_served, *kind.aliases}
-
-
-def _owners_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """The decoding types that have each of `names`; no entry for a name that none has."""
-    kinds = dict.fromkeys(CONFIG_OF_TYPE.values())
-    owners = {name: [kind for kind in kinds if name in _names_of(kind)] for name in sorted(names)}
-    return {
-        name: [kind.model_fields["decoding_type"].default for kind in found]
-        for name, found in owners.items()
-        if found
-    }
+def _owners_of(options: Mapping[str, Any], kind: type[DecodingBaseConfig]) -> dict[str, list[str]]:
+    """The decoding types that have each of `options` that have a value and that `kind` has not; no
+    entry for a name that none has."""
+    owners = {}
+    for name in sorted(name for name, value in options.items() if value is not None):
+        row = row_of(name, kind.renamed)
+        ours = name if row is None else row.path
+        if ours not in kind.model_fields:
+            kinds = [
+                each for each in dict.fromkeys(CONFIG_OF_TYPE.values()) if ours in each.model_fields
+            ]
+            owners[name] = [each.model_fields["decoding_type"].default for each in kinds]
+    return {name: found for name, found in owners.items() if found}
 
 
 SpeculativeConfig = Annotated[DecodingBaseConfig, BeforeValidator(speculative_config_from)]

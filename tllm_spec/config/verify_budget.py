@@ -1,50 +1,29 @@
 """Rounds whose requests share their rows: which there are, and what refuses them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from tllm_spec.config.adaptive_config import AdaptiveConfig
-from tllm_spec.config.draft_shape import (
-    MAX_BUDGETS,
-    DraftShape,
-    DraftShapes,
-    chain_of,
-    dynamic_tree,
-)
+from tllm_spec.config.draft_shape import MAX_BUDGETS, DraftShape, DraftShapes, chain_of
 
 # Up to this batch size whole windows cost little, since reading the weights takes longer than
 # computing the rows. More than this number of rows take any GPU longer than reading the weights.
 MAX_WHOLE_BATCH, MAX_WHOLE_ROWS = 16, 512
-# Rows of a request on average that share a round's rows in trees, and of the whole round at most:
-# more than these are better used by chains.
-TREE_ROWS, MAX_TREE_ROWS = (12, 8, 4), 128
 
 
-def with_budgets(
-    max_draft_len: int, draft_lens: Sequence[int], tree: DraftShape | None = None
-) -> DraftShapes:
+def with_budgets(max_draft_len: int, draft_lens: Sequence[int]) -> DraftShapes:
     """Chains of every length, and for each of `draft_lens` above 2 a round that verifies the
-    likeliest half of the drafts. With 2 drafts that would be hardly better than a chain of 1. With
-    a tree also, for the first and the last of them, trees of that depth with TREE_ROWS."""
+    likeliest half of the drafts. With 2 drafts that would be hardly better than a chain of 1."""
     lengths = [length for length in draft_lens if length]
     budgeted = [DraftShape(n, n, mean_rows=1 + n / 2) for n in lengths if n > 2]
-    if tree is not None:
-        depths = sorted({shape.depth for shape in (*budgeted[:1], *budgeted[-1:])})
-        trees = [dynamic_tree(depth, tree.topk, tree.num_nodes) for depth in depths]
-        shared = [replace(each, mean_rows=rows) for each in trees for rows in TREE_ROWS]
-        budgeted += [shape for shape in shared if shape.is_ragged]
     chains = [chain_of(length) for length in range(max_draft_len + 1)]
-    return DraftShapes(chains, longest=tree, budgeted=budgeted, lengths=lengths)
+    return DraftShapes(chains, budgeted=budgeted, lengths=lengths)
 
 
 def may_have(batch_size: int, shape: DraftShape) -> bool:
     """Whether the shape is worth comparing in rounds of so many requests."""
     if not shape.is_ragged:
         return shape.num_nodes < max(MAX_WHOLE_ROWS // batch_size, 2)
-    if not shape.is_tree:
-        return batch_size > MAX_WHOLE_BATCH
-    most = min(shape.window - 1, MAX_TREE_ROWS // batch_size)
-    return shape.mean_rows in [rows for rows in TREE_ROWS if rows <= most][:2]
+    return batch_size > MAX_WHOLE_BATCH
 
 
 def budget_problem(
@@ -53,13 +32,13 @@ def budget_problem(
     *,
     is_adaptive: bool,
     num_budgets: int,
-    has_other_trees: bool,
+    drafts_trees: bool,
     use_rejection_sampling: bool,
     has_schedule: bool,
 ) -> str | None:
     """What is wrong with the options that let requests share a round's rows; None: nothing.
-    adaptive: of `enable_adaptive_verification`; None: that is off. num_budgets: of its shapes.
-    has_other_trees: than dynamic ones of draft weights."""
+    adaptive: of `enable_adaptive_verification`; None: that is off. num_budgets: of its
+    shapes."""
     if verify_budget is None and adaptive is None:
         return None
     named, reasons = "enable_adaptive_verification = True", []
@@ -80,10 +59,8 @@ def budget_problem(
             reasons.append("it needs candidate_steps of 3 or more: shorter drafts gain nothing")
         if has_schedule:
             reasons.append("draft_len_schedule also says what is verified; use adaptive's slots")
-        if has_other_trees and adaptive.is_cost_model:
-            reasons.append("its trees are dynamic ones of draft weights; verify_budget serves all")
-        if any(slot.as_options().get("candidate_trees") is not None for _, slot in adaptive.slots):
-            reasons.append("its trees are parts of one tree; leave out candidate_trees")
+    if drafts_trees:
+        reasons.append("requests share the rows of chains only, not of draft trees; use a chain")
     if use_rejection_sampling:
         reasons.append(
             "with use_rejection_sampling = True a choice by the drafts' probabilities would change "

@@ -47,6 +47,11 @@ for _tag, _pattern in {
     )
 
 
+def read_value(text: str) -> Any:
+    """The value that a text stands for in YAML. Raises yaml.YAMLError."""
+    return yaml.load(text, _OptionsLoader)
+
+
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The mapping in a YAML file. Raises ValueError for a file that is missing, broken or too
     large, or has no mapping."""

@@ -376,7 +376,8 @@ def _refuse_unserved(raw: dict[str, Any]) -> None:
         raise ValueError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is served.")
     unknown = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if unknown:
-        raise ValueError(f"layer_types has {sorted(unknown)}; served is 'full_attention'.")
+        served = "'full_attention' and 'sliding_attention'"
+        raise ValueError(f"layer_types has {sorted(unknown)}; served are {served}.")
 
 
 def _qk_norm(raw: dict[str, Any], architecture: str) -> bool:

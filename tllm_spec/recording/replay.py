@@ -268,7 +268,10 @@ def request_of(number: int, record: TrafficRecord, limits: RequestLimits) -> Llm
         logprobs=None,
         prompt_logprobs=None,
     )
-    limits.capacity.check(len(record.prompt), len(record.output))
+    if (length := len(record.prompt) + len(record.output)) > limits.max_seq_len:
+        raise ValueError(
+            f"a record has {length} tokens, and the engine of a replay runs {limits.max_seq_len}"
+        )
     return LlmRequest(
         request_id=number,
         tokens=list(record.prompt),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -19,13 +19,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from tllm_spec import __version__
 from tllm_spec.outputs import RequestOutput
+from tllm_spec.prompts import max_model_len
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.admission import ENGINE_DOWN, SAME, Admission, bad_request, engine_running
-from tllm_spec.server.answer_models import ChatCompletion, Completion, Model, Models, ResponseObject
 from tllm_spec.server.answer_size import AnswerLimit, AnswerSize, size_of
 from tllm_spec.server.callers import Caller, caller_of
-from tllm_spec.server.chat_answer import chat_answer
+from tllm_spec.server.chat_answer import ParsedText, chat_answer, parsed_texts
 from tllm_spec.server.draft_routes import DraftRoutes
 from tllm_spec.server.echo import completion_answer
 from tllm_spec.server.engine import Engine
@@ -34,7 +34,6 @@ from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
 from tllm_spec.server.histograms import Histograms
 from tllm_spec.server.json_parts import render
 from tllm_spec.server.metrics import EngineMetrics
-from tllm_spec.server.openapi import answers, errors, true_schema
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.pages import Pages
 from tllm_spec.server.perf_metrics import PerfMetrics
@@ -46,7 +45,7 @@ from tllm_spec.server.protocol import (
 )
 from tllm_spec.server.refusals import RequestRefused
 from tllm_spec.server.responses import Answer
-from tllm_spec.server.responses_answer import response_answer
+from tllm_spec.server.responses_answer import ResponseAnswer
 from tllm_spec.server.responses_protocol import CHAT_NAMES, ResponsesRequest
 from tllm_spec.server.shares import ClientShares, within_budget
 from tllm_spec.server.streaming import (
@@ -61,7 +60,6 @@ from tllm_spec.server.token_routes import TokenRoutes
 from tllm_spec.server.traces import Traces
 from tllm_spec.text.chat_prompt import ChatPrompts
 
-DOWN = {"description": ENGINE_DOWN, "content": {"text/plain": {"schema": {"type": "string"}}}}
 MAX_TEMPLATE_TOKENS = 1024  # that a chat template adds to what the body has, usually
 DRAINING = "the server is about to end"
 ONE_TOKEN = SamplingParams(max_tokens=1)
@@ -114,34 +112,28 @@ class OpenAIServer:
             redirect_slashes=False,  # the guard takes them away
         )
         app.router.route_class = StrictBodyRoute
-        get, engine = app.add_api_route, errors(401, 403, 503)
-        get("/health", self.health, response_class=Response, responses={503: DOWN})
+        get = app.add_api_route
+        get("/health", self.health, response_class=Response)
         app.add_api_route("/health", self.health, methods=["HEAD"], include_in_schema=False)
-        runs = engine | errors(429, 500, 504)
-        get("/health_generate", self.health_generate, response_class=Response, responses=runs)
-        get("/version", self.version, responses=errors(401, 403))
-        for path in ("/server_info", "/get_server_info"):  # the second is SGLang's older name
-            get(path, self.server_info, responses=engine)
+        get("/health_generate", self.health_generate, response_class=Response)
+        get("/version", self.version)
+        get("/server_info", self.server_info)
         for path in ("/metrics", "/prometheus/metrics"):  # the second is TensorRT-LLM's
-            get(path, self.metrics, response_class=PlainTextResponse, responses=engine)
-        get("/iteration_stats", self.iteration_stats, responses=engine | errors(404))
-        get("/perf_metrics", self.perf_metrics, responses=errors(401, 403))
-        get("/v1/models", self.models, responses=answers(Models))
-        get("/v1/models/{model:path}", self.model, responses=answers(Model))
-        for path, route, answer in (
-            ("/v1/completions", self.completions, Completion),
-            ("/v1/chat/completions", self.chat, ChatCompletion),
-            ("/v1/responses", self.responses, ResponseObject),
+            get(path, self.metrics, response_class=PlainTextResponse)
+        get("/iteration_stats", self.iteration_stats)
+        get("/perf_metrics", self.perf_metrics)
+        get("/v1/models", self.models)
+        get("/v1/models/{model:path}", self.model)
+        for path, route in (
+            ("/v1/completions", self.completions),
+            ("/v1/chat/completions", self.chat),
+            ("/v1/responses", self.responses),
         ):
-            responses = answers(answer, may_stream=True)
-            app.add_api_route(
-                path, route, methods=["POST"], response_model=None, responses=responses
-            )
+            app.add_api_route(path, route, methods=["POST"], response_model=None)
         DraftRoutes(self._llm, self._options).add_to(app)
         TokenRoutes(self._llm, self._admission, self._chat_prompts, self._check_name).add_to(app)
         pages = Pages(self._llm, self._model, self._histograms, self._options.api_key is not None)
         pages.add_to(app)
-        true_schema(app, self._model)
         app.add_middleware(Guard, options=self._options)
         if self._options.allowed_origins:  # around the guard: a preflight has no key
             app.add_middleware(
@@ -218,7 +210,8 @@ class OpenAIServer:
         """The served model, by its name."""
         self._check_name(model)
         described = {"id": model, "object": "model", "created": self._created}
-        return {**described, "owned_by": "tllm_spec", "max_model_len": self._llm.max_seq_len}
+        length = max_model_len(self._llm.args, self._llm.max_seq_len)
+        return {**described, "owned_by": "tllm_spec", "max_model_len": length}
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """`/v1/completions`: continues each prompt of the body."""
@@ -250,12 +243,10 @@ class OpenAIServer:
         params = await self._params_of(body, request)
         answer = chat_answer(
             body,
-            self._options,
-            self._chat_prompts.harmony,
+            self._parsed_texts(body, params),
             self._model,
             self._tokenizer,
             *(params.n, params.logprobs, params.prompt_logprobs),
-            is_guided=params.guided_decoding is not None,
         )
         caller = caller_of(request, body)
         handles = await self._start_chat(body, request, params, caller, body.client_names)
@@ -268,7 +259,8 @@ class OpenAIServer:
         params = await self._params_of(chat, request, CHAT_NAMES)
         caller = caller_of(request, body)
         handles = await self._start_chat(chat, request, params, caller, CHAT_NAMES)
-        answer = response_answer(body, params, self._tokenizer, self._chat_prompts.harmony)
+        new_text = self._parsed_texts(chat, params)
+        answer = ResponseAnswer(body, None if new_text is None else new_text())
         running = self._running(request, handles, body.stream)
         if body.stream:
             return EventStream(answer.events(running))
@@ -276,6 +268,12 @@ class OpenAIServer:
         if results is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return JSONResponse(answer.whole(results[0]))
+
+    def _parsed_texts(
+        self, body: ChatCompletionRequest, params: SamplingParams
+    ) -> Callable[[], ParsedText] | None:
+        is_guided, harmony = params.guided_decoding is not None, self._chat_prompts.harmony
+        return parsed_texts(body, self._options, harmony, self._tokenizer, is_guided=is_guided)
 
     async def _params_of(
         self,

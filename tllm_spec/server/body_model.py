@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, TypeAdapter, WithJsonSchema
+from pydantic import Field, TypeAdapter, WithJsonSchema
 
 from tllm_spec.config.config_base import ConfigModel
-from tllm_spec.prompts import check_salt
 
-CacheSalt = Annotated[str | None, AfterValidator(check_salt)]
+CacheSalt = Annotated[str | None, Field(min_length=1)]
 
 
 class BodyModel(ConfigModel):

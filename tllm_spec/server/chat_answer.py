@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from tllm_spec.outputs import CompletionOutput, RequestOutput
@@ -63,8 +62,9 @@ def parser_of(
 
 
 @dataclass
-class _Choice:
-    """One sample's text as far as it was parsed."""
+class ParsedText:
+    """One sample's text as far as it was parsed. marked: for parsers that read marks of special
+    tokens."""
 
     parser: Parser
     marked: MarkedText | None = None
@@ -73,10 +73,10 @@ class _Choice:
     # What the text that was last read has added: reasoning, content and calls.
     delta: Json = field(default_factory=dict)
 
-    def read(self, text: str, *, is_last: bool, is_parallel: bool) -> Json:
-        """What is new, as a delta of a message."""
-        pieces = self.parser.feed(text)
-        if is_last and not self.has_ended:
+    def read(self, text: str, output: CompletionOutput, *, is_parallel: bool) -> Json:
+        """What is new in the text, as a delta of a message."""
+        pieces = self.parser.feed(text if self.marked is None else self.marked.new(output))
+        if output.finish_reason is not None and not self.has_ended:
             self.has_ended = True
             pieces = [*pieces, *self.parser.finish()]
         self.delta = {}
@@ -116,18 +116,16 @@ class ParsedChatAnswer(ChatAnswer):
 
     def __init__(
         self,
-        new_parser: NewParser,
-        new_marked: Callable[[], MarkedText] | None,
+        new_text: Callable[[], ParsedText],
         *arguments: Any,
         is_parallel: bool,
         is_named: bool,
     ) -> None:
-        """new_marked: for parsers that read marks of special tokens."""
         super().__init__(*arguments)
-        self._new_parser, self._new_marked = new_parser, new_marked
+        self._new_text = new_text
         self._is_parallel = is_parallel
         self._is_named = is_named
-        self._choices: dict[int, _Choice] = {}
+        self._choices: dict[int, ParsedText] = {}
 
     @property
     def has_text_only(self) -> bool:
@@ -165,12 +163,8 @@ class ParsedChatAnswer(ChatAnswer):
     def _read(self, index: int, text: str, output: CompletionOutput) -> Json:
         choice = self._choices.get(index)
         if choice is None:
-            marked = None if self._new_marked is None else self._new_marked()
-            choice = self._choices[index] = _Choice(self._new_parser(), marked)
-        if choice.marked is not None:
-            text = choice.marked.new(output)
-        is_last = output.finish_reason is not None
-        return choice.read(text, is_last=is_last, is_parallel=self._is_parallel)
+            choice = self._choices[index] = self._new_text()
+        return choice.read(text, output, is_parallel=self._is_parallel)
 
 
 def _call(index: int, name: str) -> Json:
@@ -179,25 +173,32 @@ def _call(index: int, name: str) -> Json:
     return {"index": index, "id": call_id, "type": "function", "function": function}
 
 
-def chat_answer(
+def parsed_texts(
     body: ChatCompletionRequest,
     options: ServerOptions,
     harmony: Mapping[int, str],
-    model: str,
     tokenizer: Tokenizer,
-    *arguments: Any,
+    *,
     is_guided: bool,
-) -> ChatAnswer:
-    """harmony: special tokens of a model that writes this format, or empty. The next arguments:
-    of ChatAnswer. Raises RequestRefused for tools without a parser."""
+) -> Callable[[], ParsedText] | None:
+    """Makes what reads a sample's text; None if the text is the answer. harmony: special tokens of
+    a model that writes this format, or empty. Raises RequestRefused for tools without a parser."""
     is_harmony = bool(harmony) and not (options.tool_call_parser or options.reasoning_parser)
     new_parser = parser_of(body, options, is_guided=is_guided, is_harmony=is_harmony)
     if new_parser is None:
-        return ChatAnswer(model, tokenizer, *arguments)
-    return ParsedChatAnswer(
-        new_parser,
-        partial(MarkedText, tokenizer, harmony) if is_harmony and not is_guided else None,
-        *(model, tokenizer, *arguments),
-        is_parallel=body.parallel_tool_calls,
-        is_named=isinstance(body.tool_choice, NamedChoice),
-    )
+        return None
+    is_marked = is_harmony and not is_guided
+    return lambda: ParsedText(new_parser(), MarkedText(tokenizer, harmony) if is_marked else None)
+
+
+def chat_answer(
+    body: ChatCompletionRequest,
+    new_text: Callable[[], ParsedText] | None,
+    *arguments: Any,
+) -> ChatAnswer:
+    """new_text: of `parsed_texts`. The next arguments: of ChatAnswer."""
+    if new_text is None:
+        return ChatAnswer(*arguments)
+    is_named = isinstance(body.tool_choice, NamedChoice)
+    is_parallel = body.parallel_tool_calls
+    return ParsedChatAnswer(new_text, *arguments, is_parallel=is_parallel, is_named=is_named)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict
 
 from tllm_spec.config.config_base import check
-from tllm_spec.config.option_checks import NotServed
+from tllm_spec.config.neighbours import Ignored
 from tllm_spec.server.body_model import BodyModel, as_json_type
 from tllm_spec.server.tool_protocol import ToolCall
 
 OLD_TOOLS = "use tools, which replace it"
 # Other fields of OpenAI's answers: clients send them back with the conversation.
-MESSAGE_NOT_SERVED: Mapping[str, NotServed] = {
+MESSAGE_IGNORED: Ignored = {
     # Older clients and those of /v1/responses send it.
-    "type": NotServed((None, "text", "message"), "a message has a role and a content"),
-    "annotations": NotServed((None, []), "only text is served"),
-    "audio": NotServed((None,), "only text is served"),
-    "function_call": NotServed((None,), OLD_TOOLS),
-    "refusal": NotServed((None,), "the text of a message is in content"),
+    "type": ("text", "message"),
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "refusal": (),
 }
 
 
@@ -48,7 +48,12 @@ class ChatMessage(BodyModel):
     """One message. `name` is passed to the chat template."""
 
     model_config = ConfigDict(
-        json_schema_extra={"anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}]}
+        json_schema_extra={
+            "anyOf": [
+                {"required": ["content"]},
+                {"properties": {"role": {"const": "assistant"}}},
+            ]
+        }
     )
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -62,13 +67,14 @@ class ChatMessage(BodyModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
-    not_served: ClassVar[Mapping[str, NotServed]] = MESSAGE_NOT_SERVED
+    ignored: ClassVar[Ignored] = MESSAGE_IGNORED
 
     @check
     def _check_content(self) -> Iterator[str]:
         if self.tool_calls and self.role != "assistant":
             yield f"role = {self.role!r}: only an assistant's message has tool_calls"
-        if self.content is None and not self.tool_calls:
+        # An answer may have reasoning or calls only, or nothing.
+        if self.content is None and self.role != "assistant":
             yield "content is required"
 
     def for_template(self) -> dict[str, Any]:

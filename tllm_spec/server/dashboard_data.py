@@ -8,6 +8,9 @@ from typing import Any
 
 from tllm_spec.server.histograms import Histogram
 
+MIN_ROUNDS = 30  # timed ones, for a comparison
+SIMILAR = 1.25  # a ratio of mean batch sizes
+
 Json = dict[str, Any]
 
 
@@ -21,7 +24,8 @@ def dashboard_data(state: Mapping[str, Any], histograms: Mapping[str, Histogram]
         "preemptions": state["num_preemptions"],
         "draft_len": state["speculative_num_steps"],
         "shape": shape_name(state),
-        "batch_size": totals.get("latest_round", {}).get("batch_size", 0),
+        "round_draft_len": _latest(state).get("draft_len"),
+        "batch_size": _latest(state).get("batch_size", 0),
         "generated_tokens": totals["generated_tokens"],
         "prompt_tokens": totals["prompt_tokens"],
         "cached_prompt_tokens": totals["cached_prompt_tokens"],
@@ -31,7 +35,7 @@ def dashboard_data(state: Mapping[str, Any], histograms: Mapping[str, Histogram]
         "drafted": speculation["per_position_drafted"],
         "accepted": speculation["per_position_accepted"],
         "kv": {name: state["kv_cache"][name] for name in ("num_pages", "used", "cached", "free")},
-        "why": why(state) + rows_shared(state),
+        "why": why(state) + rows_shared(state) + pauses(state),
         "decisions": [
             _sentence(each) for each in _decisions(state)[:-4:-1] if each is not _explaining(state)
         ],
@@ -71,33 +75,68 @@ def rows_shared(state: Mapping[str, Any]) -> str:
     if "@" not in shape_name(state) and verified >= offered:
         return ""
     accepted = totals["speculation"]["num_accepted_tokens"]
-    return f" Of {offered} drafts {verified} had a row, and {accepted} were accepted."
+    return (
+        f" Rounds had room for {offered} drafts; {verified} were checked, and {accepted} accepted."
+    )
+
+
+def pauses(state: Mapping[str, Any]) -> str:
+    """How many rounds had no drafts, where no decision of the controller explains them."""
+    rows = {int(name): row["rounds"] for name, row in state["totals"]["by_draft_len"].items()}
+    plain, total = rows.get(0, 0), sum(rows.values())
+    if not plain or plain == total or "0" in map(str, state["controller"].get("draft_lens") or ()):
+        return ""
+    return (
+        f" {plain} of {total} rounds had no drafts: a request whose drafts are rejected pauses "
+        "(max_rejected_rounds), and one may ask for none."
+    )
 
 
 def measured(state: Mapping[str, Any]) -> Json | None:
-    """For the explorer: tokens per round at the present draft length or, if that is 0, at the one
-    with the most rounds; and the times of such a round and a plain one at the latest batch size,
-    if the controller has measured them. None without drafts."""
-    drafted = {
-        int(name): row
-        for name, row in state["totals"]["by_draft_len"].items()
-        if int(name) and row["request_rounds"]
-    }
+    """Of the present draft length or, if that is 0, of the one with the most rounds: tokens per
+    round, the times of such a round and of a plain one, and how many times faster than plain rounds
+    it is, for a request. The times are null until both lengths have MIN_ROUNDS of about the same
+    batch size, or the controller has measured them at the latest one. None without drafts."""
+    rows = {int(name): row for name, row in state["totals"]["by_draft_len"].items()}
+    drafted = {length: row for length, row in rows.items() if length and row["request_rounds"]}
     if not drafted:
         return None
     present = state["speculative_num_steps"]
     length = present if present in drafted else max(drafted, key=lambda k: drafted[k]["rounds"])
-    row = drafted[length]
-    batch_size = state["totals"].get("latest_round", {}).get("batch_size", 0)
-    times = (state["controller"].get("round_ms") or {}).get(str(batch_size)) or {}
-    # Round times of trees have the names of their shapes.
-    name = shape_name(state) if length == present else str(length)
+    tokens = drafted[length]["emitted_tokens"] / drafted[length]["request_rounds"]
+    plain_ms, round_ms = _counted_times(rows.get(0), drafted[length]) or (None, None)
+    if plain_ms is None:
+        by_size = state["controller"].get("round_ms") or {}
+        found = by_size.get(str(_latest(state).get("batch_size", 0))) or {}
+        # Round times of trees have the names of their shapes.
+        name = shape_name(state) if length == present else str(length)
+        plain_ms, round_ms = found.get("0"), found.get(name)
     return {
         "draft_len": length,
-        "tokens_per_round": row["emitted_tokens"] / row["request_rounds"],
-        "plain_ms": times.get("0"),
-        "round_ms": times.get(name),
+        "tokens_per_round": tokens,
+        "plain_ms": plain_ms,
+        "round_ms": round_ms,
+        "speed_up": tokens * plain_ms / round_ms if plain_ms and round_ms else None,
     }
+
+
+def _counted_times(
+    plain: Mapping[str, Any] | None, drafted: Mapping[str, Any]
+) -> tuple[float, float] | None:
+    """Milliseconds of a round without and with drafts; None for too few rounds, or for those of
+    other batch sizes."""
+    if plain is None or min(plain["timed_rounds"], drafted["timed_rounds"]) < MIN_ROUNDS:
+        return None
+    sizes = [row["request_rounds"] / row["rounds"] for row in (plain, drafted)]
+    if max(sizes) > SIMILAR * min(sizes):
+        return None
+    first, second = (1000 * row["seconds"] / row["timed_rounds"] for row in (plain, drafted))
+    return first, second
+
+
+def _latest(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = state["totals"].get("latest_round", {})
+    return found
 
 
 def _decisions(state: Mapping[str, Any]) -> list[Json]:

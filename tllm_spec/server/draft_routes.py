@@ -10,7 +10,6 @@ from fastapi import FastAPI, Request
 from tllm_spec.server.admission import bad_request, engine_running
 from tllm_spec.server.body_model import BodyModel
 from tllm_spec.server.engine import Engine
-from tllm_spec.server.openapi import errors
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.refusals import RequestRefused
 
@@ -36,8 +35,7 @@ class DraftRoutes:
 
     def add_to(self, app: FastAPI) -> None:
         if self._is_on:
-            responses = errors(400, 401, 403, 503)
-            app.add_api_route("/v1/draft_model", self.swap, methods=["POST"], responses=responses)
+            app.add_api_route("/v1/draft_model", self.swap, methods=["POST"])
 
     def swap(self, body: DraftModelRequest, request: Request) -> dict[str, Any]:
         """Waits until the weights are served. Not async: it runs in a thread."""

@@ -12,10 +12,11 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, FailFast, Field, SkipValidation
 
 from tllm_spec.config.config_base import check
-from tllm_spec.config.option_checks import NotServed, shown
-from tllm_spec.sampling_params import NOT_SERVED, SamplingParams
+from tllm_spec.config.neighbours import Ignored, Renamed
+from tllm_spec.config.option_checks import shown
+from tllm_spec.sampling_params import IGNORED, SamplingParams
 from tllm_spec.server.body_model import BodyModel, CacheSalt, as_json_type
-from tllm_spec.server.chat_message import OLD_TOOLS, ChatMessage
+from tllm_spec.server.chat_message import ChatMessage
 from tllm_spec.server.guided_options import GUIDED_NAMES, client_names, guided_params
 from tllm_spec.server.tool_protocol import MAX_TOOLS, Choice, Tool, choice_mistakes, forced_schema
 from tllm_spec.text.chat_prompt import Conversation
@@ -29,52 +30,52 @@ MAX_CHOICES = 4096
 MAX_WORDS, MAX_WORD_CHARS, MAX_TOKEN_IDS = 64, 4096, 1024
 NOT_STORED = "nothing is stored"
 
-GENERATION_NOT_SERVED: Mapping[str, NotServed] = {
-    **{
-        name: row if None in row.accepted else row._replace(accepted=(None, *row.accepted))
-        for name, row in NOT_SERVED.items()
-    },
-    "bad_words": NotServed((None, []), "use bad"),
-    "detokenize": NotServed((None, True), "answers are text"),
-    "disaggregated_params": NotServed((None,), "prefill and decoding run in one server"),
-    "ebnf": NotServed((None,), "use guided_grammar"),
-    "json_schema": NotServed((None,), "use guided_json"),
-    "lora_request": NotServed((None,), "LoRA is not served"),
-    "priority": NotServed((None, 0), "requests over HTTP have the same priority"),
-    "no_stop_trim": NotServed((None, False), "use include_stop_str_in_output"),
-    "regex": NotServed((None,), "use guided_regex"),
-    "return_hidden_states": NotServed((None, False), "answers are text"),
-    "return_tokens_as_token_ids": NotServed((None, False), "answers are text"),
-    "return_token_ids": NotServed((None, False), "answers are text"),
-    "spaces_between_special_tokens": NotServed((None, True), "the tokenizer decides on spaces"),
+GENERATION_IGNORED: Ignored = {
+    **IGNORED,
+    "detokenize": (True,),
+    "disaggregated_params": (),
+    "lora_request": (),
+    "priority": (0,),
+    "return_hidden_states": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
 }
-COMPLETION_NOT_SERVED: Mapping[str, NotServed] = {
-    **GENERATION_NOT_SERVED,
-    "suffix": NotServed((None, ""), "text is only appended to the prompt"),
+# SGLang's and TensorRT-LLM's names.
+GENERATION_RENAMED: Mapping[str, Renamed] = {
+    "bad_words": Renamed("bad"),
+    "ebnf": Renamed("guided_grammar"),
+    "json_schema": Renamed("guided_json"),
+    "no_stop_trim": Renamed("include_stop_str_in_output"),
+    "regex": Renamed("guided_regex"),
 }
-CHAT_NOT_SERVED: Mapping[str, NotServed] = {
-    **GENERATION_NOT_SERVED,
+COMPLETION_IGNORED: Ignored = {
+    **GENERATION_IGNORED,
+    "suffix": ("",),
+}
+CHAT_IGNORED: Ignored = {
+    **GENERATION_IGNORED,
     **dict.fromkeys(
         ("include_reasoning", "separate_reasoning", "stream_reasoning"),
-        NotServed((None, True), "--reasoning_parser decides"),
+        (True,),
     ),
-    "add_special_tokens": NotServed((None, False), "the chat template has them"),
-    "audio": NotServed((None,), "only text is served"),
-    "chat_template": NotServed((None,), "the model's own template is used"),
-    "continue_final_message": NotServed((None, False), "an answer is a message of its own"),
-    "documents": NotServed((None, []), "use chat_template_kwargs"),
-    "echo": NotServed((None, False), "the prompt is not returned"),
-    "function_call": NotServed((None, "none"), OLD_TOOLS),
-    "functions": NotServed((None, []), OLD_TOOLS),
-    "mm_processor_kwargs": NotServed((None, {}), "only text is served"),
-    "modalities": NotServed((None, ["text"]), "only text is served"),
-    "moderation": NotServed((None,), "nothing is moderated"),
-    "prediction": NotServed((None,), "speculation is configured at start-up"),
-    "prompt_cache_retention": NotServed((None, "in_memory"), "the prefix cache is in memory"),
-    "reasoning_effort": NotServed((None,), 'use chat_template_kwargs: {"reasoning_effort": "low"}'),
-    "service_tier": NotServed((None, "auto", "default"), "there is one tier"),
-    "verbosity": NotServed((None,), "use chat_template_kwargs"),
-    "web_search_options": NotServed((None,), "the server calls no tools"),
+    "add_special_tokens": (False,),
+    "audio": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "prompt_cache_retention": ("in_memory",),
+    "reasoning_effort": (),
+    "service_tier": ("auto", "default"),
+    "verbosity": (),
+    "web_search_options": (),
 }
 
 
@@ -132,9 +133,7 @@ class StreamOptions(BodyModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
-    not_served: ClassVar[Mapping[str, NotServed]] = {
-        "include_obfuscation": NotServed((None, False), "chunks are not padded")
-    }
+    ignored: ClassVar[Ignored] = {"include_obfuscation": (False,)}
 
 
 class GenerationRequest(BodyModel):
@@ -185,6 +184,8 @@ class GenerationRequest(BodyModel):
     guided_regex: str | None = None
     guided_grammar: str | None = None
     guided_choice: Annotated[list[str] | None, Field(json_schema_extra={"minItems": 1})] = None
+
+    renamed: ClassVar[Mapping[str, Renamed]] = GENERATION_RENAMED
 
     @check
     def _check_stream_options(self) -> Iterator[str]:
@@ -242,7 +243,7 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool | None = None
     echo: bool = False  # the text begins with the prompt
 
-    not_served: ClassVar[Mapping[str, NotServed]] = COMPLETION_NOT_SERVED
+    ignored: ClassVar[Ignored] = COMPLETION_IGNORED
 
     @check
     def _check_number_of_choices(self) -> Iterator[str]:
@@ -283,7 +284,7 @@ class ChatCompletionRequest(GenerationRequest):
     tool_choice: Choice = None
     parallel_tool_calls: bool = True
 
-    not_served: ClassVar[Mapping[str, NotServed]] = CHAT_NOT_SERVED
+    ignored: ClassVar[Ignored] = CHAT_IGNORED
 
     @check
     def _check_pairs(self) -> Iterator[str]:

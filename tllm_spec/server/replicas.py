@@ -177,6 +177,9 @@ class Replicas:
         if not self._clients:
             self.max_seq_len = limits.max_seq_len
             self._intake = new_intake(self.args, self._tokenizer, limits)
+        # Engines on devices with less free memory have smaller caches.
+        self.max_seq_len = min(self.max_seq_len, limits.max_seq_len)
+        self._intake.limit_sequences(self.max_seq_len)
         self._clients[number] = EngineClient(
             self.args,
             self._tokenizer,

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 from tllm_spec.outputs import CompletionOutput, RequestOutput
-from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.server.parsers.harmony import FinalText
+from tllm_spec.server.chat_answer import ParsedText
 from tllm_spec.server.refusals import error_body
 from tllm_spec.server.responses import Json, usage_of
 from tllm_spec.server.responses_protocol import ResponsesRequest
 from tllm_spec.server.streaming import EngineError, Running
-from tllm_spec.text.tokenizer import Tokenizer
 
 INCOMPLETE = {"length": "max_output_tokens"}
 
@@ -24,9 +22,10 @@ INCOMPLETE = {"length": "max_output_tokens"}
 class ResponseAnswer:
     """The answer to one request with one sample."""
 
-    def __init__(self, body: ResponsesRequest, final: FinalText | None = None) -> None:
-        """final: finds the answer in the text; None: the text is the answer."""
-        self._body, self._final, self._text = body, final, ""
+    def __init__(self, body: ResponsesRequest, parsed: ParsedText | None = None) -> None:
+        """parsed: finds the answer in the text, without reasoning; None: the text is the answer."""
+        self._body, self._parsed, self._text = body, parsed, ""
+        self._num_read = 0  # characters of the output
         self._id = f"resp_{uuid.uuid4().hex}"
         self._item_id = f"msg_{uuid.uuid4().hex}"
         self._created = int(time.time())  # noqa: TID251  # a date
@@ -83,10 +82,10 @@ class ResponseAnswer:
 
     def _new_text(self, output: CompletionOutput) -> str:
         """What is new since the last call."""
-        if self._final is None:
-            new = output.text[len(self._text) :]
-        else:
-            new = self._final.new(output)
+        new = output.text[self._num_read :]
+        self._num_read += len(new)
+        if self._parsed is not None:
+            new = self._parsed.read(new, output, is_parallel=True).get("content", "")
         self._text += new
         return new
 
@@ -126,15 +125,6 @@ class ResponseAnswer:
         data = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
-
-
-def response_answer(
-    body: ResponsesRequest, params: SamplingParams, tokenizer: Tokenizer, harmony: Mapping[int, str]
-) -> ResponseAnswer:
-    """harmony: special tokens of a model that writes this format, or empty. Guided text is the
-    answer."""
-    is_marked = harmony and params.guided_decoding is None
-    return ResponseAnswer(body, FinalText(tokenizer, harmony) if is_marked else None)
 
 
 def _part(text: str) -> Json:

@@ -8,11 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
-from tllm_spec.config.option_checks import NotServed, check_text
+from tllm_spec.config.config_base import ConfigError
+from tllm_spec.config.neighbours import Ignored
+from tllm_spec.config.option_checks import MAX_UNKNOWN, check_text, shown
 from tllm_spec.server.body_model import BodyModel, CacheSalt, as_json_type
 from tllm_spec.server.chat_message import ChatMessage
 from tllm_spec.server.protocol import NOT_STORED, ChatCompletionRequest
 
+TEXT_ONLY = "answers have text only"
+NO_TOOLS = "use /v1/chat/completions for tools"
 # Options of a body, by the names that the chat request's messages begin with.
 CHAT_NAMES: Mapping[str, str] = {
     "guided_decoding": "text.format",
@@ -20,6 +24,12 @@ CHAT_NAMES: Mapping[str, str] = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "response_format": "text.format",
+}
+ITEMS_NOT_SERVED: Mapping[str, str] = {
+    "item_reference": f"{NOT_STORED}; send the item itself",
+    "reasoning": "answers here have none",
+    "function_call": NO_TOOLS,
+    "function_call_output": NO_TOOLS,
 }
 TEXT_TYPES = ("input_text", "output_text", "text")
 
@@ -66,6 +76,15 @@ def _as_items(given: object) -> object:
         raise ValueError("a text or a list of messages is needed")
     if not given:
         raise ValueError("at least one item is needed")
+    kinds = {item["type"]: None for item in given if isinstance(item.get("type"), str)}
+    if others := [kind for kind in kinds if kind != "message"]:
+        raise ConfigError(
+            [
+                f"type = {shown(kind)} is refused: {ITEMS_NOT_SERVED.get(kind, TEXT_ONLY)}; "
+                "accepted: 'message'"
+                for kind in others[:MAX_UNKNOWN]
+            ]
+        )
     return [InputItem(**item) for item in given]
 
 
@@ -74,9 +93,7 @@ class TextOptions(BodyModel):
 
     format: Annotated[dict[str, Any] | None, AfterValidator(_check_plain)] = None
 
-    not_served: ClassVar[Mapping[str, NotServed]] = {
-        "verbosity": NotServed((None, "medium"), "it is not an option of the model")
-    }
+    ignored: ClassVar[Ignored] = {"verbosity": ("medium",)}
 
     def response_format(self) -> dict[str, Any] | None:
         """The response format as a chat request has it."""
@@ -106,23 +123,21 @@ class ResponsesRequest(BodyModel):
     cache_salt: CacheSalt = None
     store: bool | None = None
 
-    not_served: ClassVar[Mapping[str, NotServed]] = {
-        "background": NotServed((None, False), NOT_STORED),
-        "conversation": NotServed((None,), NOT_STORED),
-        "include": NotServed((None, []), "answers have text only"),
-        "max_tool_calls": NotServed((None,), "the server calls no tools"),
-        "parallel_tool_calls": NotServed((None, True, False), "use /v1/chat/completions for tools"),
-        "previous_response_id": NotServed((None,), NOT_STORED),
-        "prompt": NotServed((None,), NOT_STORED),
-        "reasoning": NotServed((None, {}), "use chat_template_kwargs of /v1/chat/completions"),
-        "service_tier": NotServed((None, "auto", "default"), "there is one tier"),
-        "stream_options": NotServed(
-            (None, {}, {"include_obfuscation": False}), "the last event has the usage"
-        ),
-        "tool_choice": NotServed((None, "none", "auto"), "use /v1/chat/completions for tools"),
-        "tools": NotServed((None, []), "use /v1/chat/completions for tools"),
-        "top_logprobs": NotServed((None, 0), "use logprobs of /v1/chat/completions"),
-        "truncation": NotServed((None, "disabled"), "a prompt that is too long is refused"),
+    ignored: ClassVar[Ignored] = {
+        "background": (False,),
+        "conversation": (),
+        "include": ([],),
+        "max_tool_calls": (),
+        "parallel_tool_calls": (True, False),
+        "previous_response_id": (),
+        "prompt": (),
+        "reasoning": ({},),
+        "service_tier": ("auto", "default"),
+        "stream_options": ({}, {"include_obfuscation": False}),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
     }
 
     def to_chat(self) -> ChatCompletionRequest:

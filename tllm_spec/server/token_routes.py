@@ -11,12 +11,11 @@ from pydantic import Field
 
 from tllm_spec.config.config_base import check
 from tllm_spec.config.option_checks import check_text
+from tllm_spec.prompts import max_model_len
 from tllm_spec.server.admission import Admission
-from tllm_spec.server.answer_models import Detokenized, Tokenized
 from tllm_spec.server.body_model import BodyModel
 from tllm_spec.server.chat_message import ChatMessage
 from tllm_spec.server.engine import Engine
-from tllm_spec.server.openapi import answers
 from tllm_spec.server.tool_protocol import MAX_TOOLS, Tool
 from tllm_spec.text.chat_prompt import ChatPrompts, Conversation
 
@@ -76,13 +75,8 @@ class TokenRoutes:
         self._chat_prompts = chat_prompts
 
     def add_to(self, app: FastAPI) -> None:
-        for path, route, answer in (
-            ("/tokenize", self.tokenize, Tokenized),
-            ("/detokenize", self.detokenize, Detokenized),
-        ):
-            app.add_api_route(
-                path, route, methods=["POST"], response_model=None, responses=answers(answer)
-            )
+        for path, route in (("/tokenize", self.tokenize), ("/detokenize", self.detokenize)):
+            app.add_api_route(path, route, methods=["POST"], response_model=None)
 
     async def tokenize(self, body: TokenizeRequest, request: Request) -> Json:
         """The token ids of a text or of a conversation."""
@@ -107,7 +101,8 @@ class TokenRoutes:
             check_text(body.prompt)
             self._llm.check_length(body.prompt)
             tokens = self._tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-        answer = {"count": len(tokens), "max_model_len": self._llm.max_seq_len, "tokens": tokens}
+        length = max_model_len(self._llm.args, self._llm.max_seq_len)
+        answer = {"count": len(tokens), "max_model_len": length, "tokens": tokens}
         if body.return_token_strs:
             answer["token_strs"] = self._tokenizer.convert_ids_to_tokens(tokens)
         return answer

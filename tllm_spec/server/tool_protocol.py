@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from tllm_spec.config.option_checks import NotServed
 from tllm_spec.grammar.json_schemas import moved
 from tllm_spec.server.body_model import BodyModel
 from tllm_spec.text.messages import as_object
@@ -59,15 +58,12 @@ class ToolCall(BodyModel):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-
-    not_served: ClassVar[Mapping[str, NotServed]] = {
-        # Clients that join the chunks of a stream keep it.
-        "index": NotServed((None, *range(MAX_TOOLS)), "the order of the list counts")
-    }
+    # Clients that join the chunks of a stream keep it. The order of the list counts.
+    index: Annotated[int, Field(ge=0)] | None = None
 
     def for_template(self) -> Json:
         """The call with its arguments as an object."""
-        plain = self.model_dump(exclude_none=True)
+        plain = self.model_dump(exclude_none=True, exclude={"index"})
         arguments = as_object(self.function.arguments)
         return plain | {"function": {"name": self.function.name, "arguments": arguments}}
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgpack
 
 from tllm_spec.executor.request import LlmRequest, Response
-from tllm_spec.executor.request_limits import Capacity, RequestLimits
+from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.request_wire import pack_requests, unpack_requests
 from tllm_spec.grammar.grammar_state import GrammarState
 from tllm_spec.outputs import Logprob, SpeculativeStats
@@ -44,8 +44,7 @@ def pack_limits(limits: RequestLimits) -> dict[str, Any]:
 
 
 def unpack_limits(packed: dict[str, Any]) -> RequestLimits:
-    capacity, end_ids = Capacity(**packed["capacity"]), tuple(packed["end_ids"])
-    return RequestLimits(**packed | {"capacity": capacity, "end_ids": end_ids})
+    return RequestLimits(**packed | {"end_ids": tuple(packed["end_ids"])})
 
 
 def submission(requests: Sequence[LlmRequest], grammar: tuple[str, str] | None) -> list[Any]:

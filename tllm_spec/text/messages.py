@@ -14,7 +14,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 def checked(messages: Any) -> Messages:
     """The messages, with a text for each list of text parts and an object for the arguments of each
-    call. Raises ValueError for what is not a message."""
+    call; without names that have no value. An answer may have no content. Raises ValueError for
+    what is not a message."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise ValueError(
             f"messages = {shown(messages)}: a list with at least one message is needed"
@@ -26,9 +27,12 @@ def _checked(name: str, message: object) -> Mapping[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         form = 'a mapping like {"role": "user", "content": "..."} is needed'
         raise ValueError(f"{name} = {shown(message)}: {form}")
-    calls = message.get("tool_calls") or ()
-    content = _text(f"{name}['content']", message.get("content"), may_be_none=bool(calls))
-    plain = {**message, "content": content}
+    calls, is_answer = message.get("tool_calls") or (), message["role"] == "assistant"
+    content = _text(f"{name}['content']", message.get("content"), may_be_none=is_answer)
+    # Templates ask for the names: null, and no call, mean that there is nothing.
+    plain = {each: value for each, value in message.items() if value is not None}
+    plain.pop("tool_calls", None)
+    plain["content"] = "" if content is None and not calls else content
     if calls:
         plain["tool_calls"] = [_call(f"{name}['tool_calls']", call) for call in calls]
     return plain
@@ -52,7 +56,7 @@ def _call(name: str, call: object) -> Mapping[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         form = '{"function": {"name": "...", "arguments": {...}}}'
         raise ValueError(f"{name}: a call like {form} is needed")
-    arguments = function.get("arguments")
+    arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         arguments = as_object(arguments)
     return {**call, "function": {**function, "arguments": arguments}}  # type: ignore[dict-item]

@@ -68,13 +68,9 @@ def tokenizer_of(args: LlmArgs) -> Tokenizer | None:
 def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a local folder, a GGUF file or a zoo model. Raises ValueError when there is
     none, and for files that transformers cannot read."""
-    from transformers import AutoTokenizer  # heavy: imported only where it is needed
-
     folder = resolve_model(os.fspath(model))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            trust_remote_code=False, local_files_only=True, **_source(folder)
-        )
+        tokenizer = _of_gguf(folder) or _of_transformers(folder)
         tokenizer.chat_template = tokenizer.chat_template or _template_of_processor(folder)
         # Its own length is no limit here, and it would warn of index errors that cannot occur.
         tokenizer.deprecation_warnings[LONG_TEXT] = True
@@ -98,11 +94,25 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
     return cast(Tokenizer, tokenizer)
 
 
-def _source(model: Path) -> dict[str, Any]:
-    """What AutoTokenizer reads for a folder or a GGUF file."""
-    if is_gguf(model):
-        return {"pretrained_model_name_or_path": model.parent, "gguf_file": model.name}
-    return {"pretrained_model_name_or_path": model, "config": _plain_config(model)}
+def _of_gguf(model: Path) -> Any:
+    """None for a folder, and for a GGUF file whose kind of tokenizer is left to transformers."""
+    if not is_gguf(model):
+        return None
+    from tllm_spec.text.gguf_tokenizer import gguf_tokenizer  # heavy
+
+    return gguf_tokenizer(model)
+
+
+def _of_transformers(model: Path) -> Any:
+    from transformers import AutoTokenizer  # heavy
+
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": model.parent,
+        "gguf_file": model.name,
+    }
+    if not is_gguf(model):
+        source = {"pretrained_model_name_or_path": model, "config": _plain_config(model)}
+    return AutoTokenizer.from_pretrained(trust_remote_code=False, local_files_only=True, **source)
 
 
 def _template_of_processor(folder: Path) -> Any:

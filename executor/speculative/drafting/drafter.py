@@ -18,9 +18,8 @@ from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
-from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
-from tllm_spec.kernels.drafts.draft_beams import DraftTree
+from tllm_spec.kernels.slots.accept import Drafts
 from tllm_spec.kernels.slots.round_rows import RoundRows
 
 
@@ -91,27 +90,6 @@ class WindowResult:
         else:
             return None
         return torch.cat((torch.arange(num_before, device=own.device), own)) if num_before else own
-
-
-@dataclass(frozen=True)
-class DraftChains:
-    """Drafts `tokens` `[N, K]` of N requests. num_drafts `[N]`: how many of them each request
-    really has; None: all. likely `[N, K]`: the drafter's own probabilities; None: not known."""
-
-    tokens: torch.Tensor
-    num_drafts: torch.Tensor | None = None
-    likely: torch.Tensor | None = None
-
-
-Drafts = DraftChains | DraftTree
-
-
-def write_drafts(slots: SlotState, slot_ids: torch.Tensor, drafts: Drafts) -> None:
-    """Writes drafts to the next windows of slots `[N]`."""
-    if isinstance(drafts, DraftTree):
-        slots.write_tree(slot_ids, drafts)
-    else:
-        slots.write_drafts(slot_ids, drafts.tokens, drafts.num_drafts, drafts.likely)
 
 
 class Drafter:

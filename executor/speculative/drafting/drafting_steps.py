@@ -12,17 +12,16 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.draft_net import DraftLayers
-from tllm_spec.executor.speculative.drafting.drafter import DraftChains
 from tllm_spec.kernels.attention.visible_keys import MAX_TREE_KEYS, TreeMask
 from tllm_spec.kernels.drafts.draft_beams import (
     BeamPool,
-    DraftTree,
     add_last,
     first_beams,
     grow,
     select,
 )
 from tllm_spec.kernels.drafts.draft_layout import DraftLayout, StaticStep, static_steps
+from tllm_spec.kernels.slots.accept import Drafts, DraftTree
 from tllm_spec.kernels.slots.row_copies import gather_rows
 from tllm_spec.models.draft_head import Masks
 
@@ -133,7 +132,7 @@ class ChainDrafting:
         kv_lens: torch.Tensor,
         state: torch.Tensor,
         bound: int,
-    ) -> DraftChains:
+    ) -> Drafts:
         """As `TreeDrafting.draft`."""
         net, positions = self._layers.net, self._slots.positions(kv_lens, shape.depth)
         drawn: list[_Drawn] = []
@@ -149,7 +148,7 @@ class ChainDrafting:
 
     def draft_block(
         self, group: RowGroup, shape: DraftShape, kv_lens: torch.Tensor, states: torch.Tensor
-    ) -> DraftChains:
+    ) -> Drafts:
         """states `[K * N, H]`: those of all first drafts, then those of all second ones, and so
         on. Otherwise as `draft`."""
         positions = self._slots.positions(kv_lens, shape.depth)
@@ -180,10 +179,10 @@ class ChainDrafting:
 _Drawn = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def _chains(drawn: list[_Drawn]) -> DraftChains:
+def _chains(drawn: list[_Drawn]) -> Drafts:
     tokens = torch.stack([each for each, _ in drawn], dim=1)
     chances = [chance for _, chance in drawn if chance is not None]
-    return DraftChains(tokens, likely=torch.stack(chances, dim=1) if chances else None)
+    return Drafts(tokens, likely=torch.stack(chances, dim=1) if chances else None)
 
 
 # Drafts trees with a draft network on the target's pages.
@@ -277,7 +276,8 @@ class TreeDrafting:
                 num_read += num_rows
         parents, depths, bits = (each.expand(batch, -1) for each in layout)
         of_nodes, tokens = torch.cat(scores, dim=1) if scores else None, torch.cat(found, dim=1)
-        return DraftTree(tokens, parents, depths, bits, scores=of_nodes)
+        rows = {"parents": parents, "depths": depths, "bits": bits}
+        return DraftTree(tokens, **rows, scores=of_nodes)
 
     def _static_tree(
         self, shape: DraftShape

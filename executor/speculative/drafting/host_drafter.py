@@ -18,8 +18,8 @@ from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.ready_drafts import improve, send_chains
 from tllm_spec.grammar.grammar_state import GrammarState
-from tllm_spec.kernels.drafts.draft_beams import DraftTree
 from tllm_spec.kernels.drafts.draft_layout import MAX_NODES
+from tllm_spec.kernels.slots.accept import DraftTree
 
 # A draft tree that is made on the host.
 
@@ -153,7 +153,7 @@ def _check_number(num_tokens: int) -> None:
         raise ValueError(f"a tree has at most {MAX_NODES - 1} tokens, not {num_tokens}")
 
 
-Drafts = TypeVar("Drafts")
+Draft = TypeVar("Draft")
 
 
 class HostDrafter(Drafter):
@@ -350,7 +350,8 @@ class HostTreeDrafter(HostDrafter):
         sizes = [batch * size for size in (1, 1, width - 1, width, width, width)]
         slots, num_drafts, *rows = sent.split_with_sizes(sizes)
         tokens, parents, depths, bits = (each.view(batch, -1) for each in rows)
-        self._slots.write_tree(slots, DraftTree(tokens, parents, depths, bits, num_drafts))
+        drafts = DraftTree(tokens, num_drafts, parents=parents, depths=depths, bits=bits)
+        self._slots.write(slots, drafts)
 
 
 def _better(grammar: GrammarState, tree: HostTree, limit: int) -> HostTree:

@@ -14,14 +14,11 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.drafter import (
     ContextResult,
-    DraftChains,
     Drafter,
-    Drafts,
     WindowResult,
 )
 from tllm_spec.executor.speculative.drafting.network_drafter import NetworkDrafter
 from tllm_spec.executor.speculative.drafting.suffix_match import SuffixMatch
-from tllm_spec.kernels.drafts.draft_beams import DraftTree
 from tllm_spec.kernels.drafts.draft_sources import (
     MATCH,
     NETWORK,
@@ -31,6 +28,7 @@ from tllm_spec.kernels.drafts.draft_sources import (
     observe_drafts,
 )
 from tllm_spec.kernels.drafts.match_branches import add_match
+from tllm_spec.kernels.slots.accept import Drafts, DraftTree
 
 NETWORK_RATE = 0.6  # of drafts that are right, before any was seen
 NUM_CLASSES = 17  # of match lengths: none, 1 to 15 tokens, and more
@@ -92,7 +90,7 @@ class DraftChoice:
             own = group.slots, drafts, match, lens, found.lengths
             return add_match(sources, *own, self._learns)
         both = drafts.tokens, match, found.lengths
-        return DraftChains(choose_drafts(sources, group.slots, *both))
+        return Drafts(choose_drafts(sources, group.slots, *both))
 
     def state(self) -> Mapping[str, Any]:
         totals = self._sources.totals.sum(dim=0).tolist()

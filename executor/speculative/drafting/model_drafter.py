@@ -30,10 +30,8 @@ from tllm_spec.executor.speculative.drafting.draft_net import ModelLayers
 from tllm_spec.executor.speculative.drafting.drafter import (
     ContextResult,
     Drafter,
-    Drafts,
     When,
     WindowResult,
-    write_drafts,
 )
 from tllm_spec.executor.speculative.drafting.drafting_steps import (
     ChainDrafting,
@@ -41,6 +39,7 @@ from tllm_spec.executor.speculative.drafting.drafting_steps import (
     with_masks,
 )
 from tllm_spec.executor.speculative.drafting.match_or_network import DraftChoice
+from tllm_spec.kernels.slots.accept import Drafts
 from tllm_spec.kernels.slots.row_copies import gather_rows
 
 # The KV cache of a draft model with pages of its own (two-model path).
@@ -155,7 +154,7 @@ class ModelDrafter(Drafter):
         self._max_num_tokens = max_num_tokens
         self._choice = choice
         self._chains = ChainDrafting(layers, slots, sampling)
-        with_scores = choice is not None or slots.values is not None
+        with_scores = choice is not None
         self._trees = TreeDrafting(layers, sampling, slots.device, with_scores=with_scores)
         # Whether accepted tokens may be others than the draft cache has.
         rereads = choice is not None or slots.shapes.has_trees or layers.net.masks is not None
@@ -291,7 +290,7 @@ class ModelDrafter(Drafter):
             drafts = drafting.draft(group, shape, kv_lens, state, longest)
         if self._choice is not None:
             drafts = self._choice.choose(drafts, group, shape)
-        write_drafts(self._slots, group.slots, drafts)
+        self._slots.write(group.slots, drafts)
 
     def _read_with_masks(
         self, slot_ids: torch.Tensor, kv_lens: torch.Tensor, longest: int, num_drafts: int

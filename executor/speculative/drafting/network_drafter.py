@@ -24,7 +24,6 @@ from tllm_spec.executor.speculative.drafting.draft_net import DraftLayers
 from tllm_spec.executor.speculative.drafting.drafter import (
     ContextResult,
     Drafter,
-    Drafts,
     When,
     WindowResult,
 )
@@ -35,6 +34,7 @@ from tllm_spec.executor.speculative.drafting.drafting_steps import (
     read_masks,
     with_masks,
 )
+from tllm_spec.kernels.slots.accept import Drafts
 from tllm_spec.kernels.slots.row_copies import gather_rows
 
 
@@ -59,8 +59,7 @@ class NetworkDrafter(Drafter):
         self._backlog = backlog
         self._slots = slots
         self._chains = ChainDrafting(layers, slots, sampling)
-        with_scores = scores_trees or slots.values is not None
-        self._trees = TreeDrafting(layers, sampling, slots.device, with_scores=with_scores)
+        self._trees = TreeDrafting(layers, sampling, slots.device, with_scores=scores_trees)
         self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
         # Kept, because making them is a launch.
         num_rows = len(slots.kv_lens) * slots.shapes.longest.path

@@ -15,6 +15,7 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.grammar_work import GrammarWork
 from tllm_spec.grammar.grammar_state import GrammarState
+from tllm_spec.kernels.slots.accept import Drafts
 
 _num_ready, _slot = attrgetter("num_drafts_ready"), attrgetter("slot")
 Own = TypeVar("Own")
@@ -57,7 +58,7 @@ def send_chains(
         rows += request.tokens[-1:] * (draft_len - len(draft))
     table = to_device(array("q", rows), slots.device).view(len(requests), -1)
     slot_ids, numbers = table[:, :2].t().contiguous()
-    slots.write_drafts(slot_ids, table[:, 2:].contiguous(), numbers)
+    slots.write(slot_ids, Drafts(table[:, 2:].contiguous(), numbers))
 
 
 def take_ready(

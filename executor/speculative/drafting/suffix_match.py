@@ -20,9 +20,7 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.drafter import (
     ContextResult,
-    DraftChains,
     Drafter,
-    Drafts,
     When,
     WindowResult,
 )
@@ -35,6 +33,7 @@ from tllm_spec.kernels.drafts.suffix_match import (
     append_tokens,
     match_suffixes,
 )
+from tllm_spec.kernels.slots.accept import Drafts
 from tllm_spec.text.tokenizer import Tokenizer
 
 # A file of texts that drafts are copied from, for every request.
@@ -143,7 +142,7 @@ class SuffixMatch(Drafter):
             paths = self.matches(group, shape, MAX_PATHS)
             return path_trees(paths.drafts, paths.num_drafts, shape.num_nodes, shape.topk)
         matches = self.matches(group, shape)
-        return DraftChains(matches.drafts[:, 0], matches.num_drafts[:, 0])
+        return Drafts(matches.drafts[:, 0], matches.num_drafts[:, 0])
 
     def read(
         self, contexts: ContextResult | None, windows: WindowResult | None, group: RowGroup

@@ -23,7 +23,7 @@ def run(
     """target `[K+1, V]`, draft `[K, V]`: the same for all NUM requests, whose seeds are 0, 1, 2,
     ..."""
     length = drafts.shape[1]
-    return reject_chain(
+    found = reject_chain(
         target.expand(NUM, -1, -1),
         None if draft is None else draft.expand(NUM, -1, -1),
         drafts,
@@ -31,6 +31,7 @@ def run(
         torch.arange(NUM),
         torch.arange(5, 6 + length).expand(NUM, -1),
     )
+    return found.tokens, found.lens
 
 
 def drawn(draft: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.executor.harness import Harness, draft_target, output_of
-from tllm_spec.kernels.slots.accept import SlotTables, SyntheticRates
+from tllm_spec.executor.sampling.acceptance_rules import synthetic_acceptance
+from tllm_spec.kernels.slots.accept import SlotTables
 from tllm_spec.kernels.slots.slot_windows import accept_windows
 
 NUM_ROWS = 20_000
@@ -26,10 +27,9 @@ def accept(
     window[:, 1:] = DRAFTS + torch.arange(length)
     counts = torch.zeros_like(slots) if num_drafts is None else num_drafts.clone()
     tables = SlotTables(slots.clone(), window, counts, torch.zeros_like(slots))
-    synthetic = SyntheticRates(
-        torch.tensor(rates, dtype=torch.float64), torch.full((NUM_ROWS,), seed)
-    )
-    return accept_windows.reference(tables, slots, slots - 1, targets, synthetic)
+    synthetic = synthetic_acceptance(rates, torch.full((NUM_ROWS,), seed))
+    found = accept_windows.reference(tables, slots, slots - 1, targets, None, synthetic)
+    return found.tokens, found.lens
 
 
 def assert_rate(num_hits: int, num_trials: int, rate: float) -> None:

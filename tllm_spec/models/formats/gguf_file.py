@@ -5,7 +5,7 @@ an array of its own, which takes seconds. Source of the layout: ggml's `docs/ggu
 
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,12 +110,14 @@ class GgufFile:
         return np.memmap(self.path, np.uint8, "c", place.offset, (num_rows, row_bytes))
 
 
-def read_gguf(path: Path) -> GgufFile:
-    """Raises ValueError for a file that is not GGUF, or of another version or byte order, and for
+def read_gguf(path: Path, arrays: Collection[str] = ()) -> GgufFile:
+    """arrays: the keys of arrays whose elements are kept, as lists.
+
+    Raises ValueError for a file that is not GGUF, or of another version or byte order, and for
     one part of a file that was split."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            found = _Header(data).read(path)
+            found = _Header(data, arrays).read(path)
     except (OSError, ValueError, struct.error) as error:
         raise ValueError(f"{path} is not a readable GGUF file: {error}.") from error
     parts = found.metadata.get("split.count", 0)
@@ -129,8 +131,8 @@ def read_gguf(path: Path) -> GgufFile:
 class _Header:
     """Reads values one after another."""
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.position = data, 0
+    def __init__(self, data: mmap.mmap, arrays: Collection[str]) -> None:
+        self.data, self.position, self.arrays = data, 0, arrays
 
     def read(self, path: Path) -> GgufFile:
         if self.data[:4] != MAGIC:
@@ -143,7 +145,9 @@ class _Header:
         metadata = {}
         for _ in range(num_values):
             key = self.text()
-            metadata[key] = self.value(self.number("I"))
+            kind = self.number("I")
+            is_kept = kind == ARRAY and key in self.arrays
+            metadata[key] = self.elements() if is_kept else self.value(kind)
         places = [self.place() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
@@ -184,6 +188,14 @@ class _Header:
         else:
             raise ValueError(f"an array has elements of type {kind}")
         return ArraySize(size)
+
+    def elements(self) -> list[Any]:
+        kind, size = self.number("I"), self.number("Q")
+        if kind == STRING:
+            return [self.text() for _ in range(size)]
+        start = self.position
+        self.array(kind, size)
+        return list(struct.unpack_from(f"<{size}{_NUMBERS[kind]}", self.data, start))
 
     def place(self) -> tuple[str, tuple[int, ...], int, int]:
         """A tensor's name, shape, type, and offset from the first tensor."""

@@ -60,20 +60,6 @@ class MarkedText:
         return text.translate(_AS_TEXT)
 
 
-class FinalText:
-    """The answer alone, for routes that have no place for reasoning and calls."""
-
-    def __init__(self, tokenizer: Tokenizer, tokens: Mapping[int, str]) -> None:
-        self._marked, self._parser = MarkedText(tokenizer, tokens), HarmonyParser(frozenset())
-
-    def new(self, output: CompletionOutput) -> str:
-        """What is new since the last call."""
-        pieces = self._parser.feed(self._marked.new(output))
-        if output.finish_reason is not None:
-            pieces += self._parser.finish()
-        return "".join(piece.text for piece in pieces if isinstance(piece, Text))
-
-
 class HarmonyParser:
     """Begins in the header of the assistant's message, as prompts end. `functions`: what may be
     called; calls of others than functions are reasoning. A message may have no channel, no end or

@@ -1,5 +1,5 @@
-"""Acceptance along a tree: the worked example, chains, random trees against a walk in plain Python,
-and synthetic acceptance."""
+"""Acceptance along a path: the worked example, chains against a loop, random trees against a walk
+in plain Python, and synthetic acceptance."""
 
 import random
 
@@ -8,12 +8,7 @@ import torch
 
 from tests.kernels.tree_layouts import layout_of
 from tllm_spec.kernels.drafts.draft_layout import DraftLayout
-from tllm_spec.kernels.slots.accept import (
-    accept_by_rates,
-    accept_chain,
-    accept_tree,
-    accept_tree_by_rates,
-)
+from tllm_spec.kernels.slots.accept import accept_by_rates, accept_path
 
 
 def parents_of(layout: DraftLayout, batch: int) -> torch.Tensor:
@@ -44,7 +39,7 @@ def test_the_worked_example() -> None:
     layout = layout_of([-1, 0, 0, 1, 2, 3])
     tokens = torch.tensor([[99, 10, 11, 20, 22, 30]])
     targets = torch.tensor([[11, 55, 22, 55, 77, 55]])
-    rows, new_tokens, lens = accept_tree(targets, tokens, parents_of(layout, 1), 3)
+    new_tokens, lens, rows = accept_path(targets, tokens, parents_of(layout, 1), 3)
     assert rows.tolist() == [[0, 2, 4, 4]] and lens.tolist() == [3]
     assert new_tokens.tolist() == [[11, 22, 77, 77]]
 
@@ -61,54 +56,63 @@ def test_random_trees_are_walked_from_the_root(num_nodes: int, seed: int) -> Non
         [[generator.randrange(-1, 3) for _ in range(num_nodes)] for _ in range(batch)]
     )
     valid = torch.tensor([generator.choice((0, num_nodes // 2, 99)) for _ in range(batch)])
-    found = accept_tree(targets, tokens, parents_of(layout, batch), layout.max_depth, valid)
+    found = accept_path(targets, tokens, parents_of(layout, batch), layout.max_depth, valid)
     for row in range(batch):
         path = walk(layout, targets[row].tolist(), tokens[row].tolist(), int(valid[row]))
         padded = path + path[-1:] * (layout.max_depth + 1 - len(path))
-        assert found[0][row].tolist() == padded and found[2][row] == len(path)
-        assert found[1][row].tolist() == [int(targets[row, node]) for node in padded]
+        assert found.rows is not None
+        assert found.rows[row].tolist() == padded and found.lens[row] == len(path)
+        assert found.tokens[row].tolist() == [int(targets[row, node]) for node in padded]
 
 
 @pytest.mark.parametrize("length", [0, 1, 4])
-def test_a_chain_is_accepted_like_accept_chain(length: int) -> None:
+def test_a_chain_is_a_tree_with_one_child(length: int) -> None:
     generator = torch.Generator().manual_seed(length)
     tokens = torch.randint(0, 2, (64, length + 1), generator=generator)
     targets = torch.randint(-1, 2, (64, length + 1), generator=generator)
     num_drafts = torch.randint(0, length + 2, (64,), generator=generator)
     parents = parents_of(DraftLayout.chain(length), 64)
-    rows, new_tokens, lens = accept_tree(targets, tokens, parents, length, num_drafts)
-    assert torch.equal(lens, accept_chain(targets, tokens[:, 1:], num_drafts))
-    for row, path, emitted, number in zip(targets, rows, new_tokens, lens, strict=True):
-        assert path[:number].tolist() == list(range(number))
-        assert emitted[:number].tolist() == row[:number].tolist()
+    for number in (num_drafts, None):
+        tree, chain = (accept_path(targets, tokens, own, length, number) for own in (parents, None))
+        assert [each.tolist() for each in chain] == [each.tolist() for each in tree]
+        for count, row in enumerate(zip(targets, tokens, chain.lens, strict=True)):
+            most = length if number is None else min(int(number[count]), length)
+            assert row[2] == accepted_by_loop(row[0].tolist(), row[1][1:].tolist(), most)
+
+
+def accepted_by_loop(targets: list[int], drafts: list[int], num_drafts: int) -> int:
+    count = 0
+    while count < num_drafts and targets[count] == drafts[count]:
+        count += 1
+    return count + 1
 
 
 def test_a_target_of_no_number_ends_the_path_and_is_emitted() -> None:
     layout = layout_of([-1, 0, 0, 2])
     targets = torch.tensor([[6, 1, -1, 1], [-1, 1, 1, 1]])
     tokens = torch.tensor([[9, 5, 6, 7], [9, 5, 6, 7]])
-    rows, new_tokens, lens = accept_tree(targets, tokens, parents_of(layout, 2), 2)
+    new_tokens, lens, rows = accept_path(targets, tokens, parents_of(layout, 2), 2)
     assert lens.tolist() == [2, 1] and new_tokens.tolist() == [[6, -1, -1], [-1, -1, -1]]
     assert rows.tolist() == [[0, 2, 2], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("length", [1, 4])
-def test_synthetic_acceptance_of_a_chain_is_that_of_accept_by_rates(length: int) -> None:
+def test_synthetic_acceptance_of_a_chain_is_that_of_a_tree_with_one_child(length: int) -> None:
     generator = torch.Generator().manual_seed(length)
     tokens = torch.randint(0, 99, (500, length + 1), generator=generator)
     targets = torch.randint(0, 99, (500, length + 1), generator=generator)
     num_drafts = torch.randint(0, length + 1, (500,), generator=generator)
     coins = torch.rand(500, generator=generator, dtype=torch.float64)
-    conditional = torch.tensor([[0.8], [0.7], [0.5], [0.9]], dtype=torch.float64)
+    rates = torch.tensor([[0.8], [0.7], [0.5], [0.9]], dtype=torch.float64)
     parents = parents_of(DraftLayout.chain(length), 500)
-    _, new_tokens, lens = accept_tree_by_rates(
-        targets, tokens, parents, length, num_drafts, conditional.cumsum(1), coins
+    tree, chain = (
+        accept_by_rates(targets, tokens, own, length, num_drafts, rates, coins)
+        for own in (parents, None)
     )
-    cumulative = conditional[:, 0].cumprod(0)
-    expected, numbers = accept_by_rates(targets, tokens[:, 1:], num_drafts, cumulative, coins)
-    assert torch.equal(lens, numbers) and len(set(lens.tolist())) == length + 1
-    is_new = torch.arange(length + 1) < lens.unsqueeze(1)
-    assert torch.equal(new_tokens[is_new], expected[is_new])
+    assert [each.tolist() for each in chain] == [each.tolist() for each in tree]
+    wins = (coins.unsqueeze(1) < rates[:length, 0].cumprod(0)).sum(1)
+    assert torch.equal(chain.lens, 1 + torch.minimum(wins, num_drafts))
+    assert len(set(chain.lens.tolist())) == length + 1
 
 
 def test_synthetic_paths_have_the_frequencies_of_their_rates() -> None:
@@ -117,7 +121,7 @@ def test_synthetic_paths_have_the_frequencies_of_their_rates() -> None:
     coins = (torch.arange(number, dtype=torch.float64) + 0.5) / number
     tokens = torch.arange(100, 107).expand(number, 7)
     targets = torch.arange(200, 207).expand(number, 7)
-    rows, new_tokens, lens = accept_tree_by_rates(
+    new_tokens, lens, rows = accept_by_rates(
         targets, tokens, parents_of(layout, number), 3, None, rates.cumsum(1), coins
     )
     ends = rows[:, -1]

@@ -1,0 +1,182 @@
+"""Arguments of `LLM` as flags: under their names here or a neighbour's, dotted for nested ones.
+
+`--max-model-len 128` and `--kv_cache_config.dtype fp8` need no declaration: the tables of
+`config/neighbours.py` and the fields of `LlmArgs` say what there is. Values are written as in YAML.
+`--help` shows only the flags that a command declares itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+import click
+import yaml
+
+from tllm_spec.config.config_base import ConfigError
+from tllm_spec.config.llm_args import LlmArgs, overlay
+from tllm_spec.config.option_checks import absent_reason, refusals, row_of, shown
+from tllm_spec.config.yaml_file import read_value
+
+# What flags without a value begin with, of those that there is nothing for here.
+SWITCHES = ("enable_", "disable_", "allow_", "no_", "use_", "grpc", "speculative_adaptive")
+LLM_FLAGS = "llm_flags"  # what a command gets them as
+
+
+class LlmFlags(NamedTuple):
+    """Arguments of `LLM` as they were given, and what was given that there is nothing for."""
+
+    arguments: dict[str, Any]
+    refusals: list[str]
+
+    def over(self, given: dict[str, Any]) -> LlmFlags:
+        """With the arguments that the command's own flags gave, under the names here."""
+        try:
+            arguments = LlmArgs.with_our_names(overlay(self.arguments, given))
+        except ConfigError as error:
+            return LlmFlags({}, [*self.refusals, *error.lines])
+        return LlmFlags(arguments, self.refusals)
+
+
+class LlmCommand(click.Command):
+    """A command that takes all arguments of `LLM`. It gets them as `llm_flags`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = {name for each in self.get_params(ctx) for name in (*each.opts, *each.secondary_opts)}
+        words, rest, flags = list(args), [], LlmFlags({}, [])
+        unknown: list[str] = []
+        while words:
+            word = words.pop(0)
+            name, equals, text = (
+                either_spelling(word[2:].partition("=")[0]),
+                *word.partition("=")[1:],
+            )
+            if word == "--":
+                rest += [word, *words]
+                break
+            if not word.startswith("--") or f"--{name}" in own:
+                rest.append(word)
+            elif _path_of(name) == "model":
+                rest += [text] if equals else []
+            elif (found := _find(name)) is None:
+                unknown.append(f"--{name} is not a known flag{_similar(name, own)}")
+            else:
+                value = _value(found, words, text if equals else None)
+                if reason := found.refused:
+                    flags.refusals.append(f"--{name} is refused: {reason}; leave it out")
+                else:
+                    given = overlay(flags.arguments, _nested(found.name, value))
+                    flags = flags._replace(arguments=given)
+        if unknown:
+            lines = [*unknown, *flags.refusals, *_mistakes(flags.arguments)]
+            raise click.UsageError("\n".join(lines), ctx)
+        rest = super().parse_args(ctx, rest)
+        ctx.params[LLM_FLAGS] = flags
+        return rest
+
+
+class _Found(NamedTuple):
+    """A flag: the option's name, its value where it is given none, and why it is refused."""
+
+    name: str
+    alone: bool | None
+    refused: str | None = None
+
+
+def _find(name: str) -> _Found | None:
+    """None for an unknown flag."""
+    head = name.partition(".")[0]
+    if head in LlmArgs.model_fields or head in LlmArgs.ignored or row_of(head, LlmArgs.renamed):
+        return _Found(name, True if head != name or _is_switch(name) else None)
+    if name.startswith("no_") and (positive := _find(name[3:])) and positive.alone:
+        return positive._replace(alone=False)
+    if reason := absent_reason(name):
+        return _Found(name, True if name.startswith(SWITCHES) else None, reason)
+    return None
+
+
+def _is_switch(name: str) -> bool:
+    if name in LlmArgs.ignored:
+        values = LlmArgs.ignored[name]
+        return bool(values) and all(isinstance(value, bool) for value in values)
+    row = row_of(name, LlmArgs.renamed)
+    if row is not None and row.value(True) is not True:
+        return True
+    kind: Any = LlmArgs
+    for part in (name if row is None else row.path).split("."):
+        kind = kind.model_fields[part].annotation if part in _fields_of(kind) else None
+    return kind is bool
+
+
+def _fields_of(kind: Any) -> Iterable[str]:
+    return getattr(kind, "model_fields", {})
+
+
+def _path_of(name: str) -> str:
+    row = row_of(name, LlmArgs.renamed)
+    return name if row is None else row.path
+
+
+def _value(flag: _Found, words: list[str], text: str | None) -> object:
+    """The value of a flag; it may be the first of the `words` that follow, which it then leaves."""
+    nested = "." in flag.name
+    if text is None and (flag.alone is None or nested) and words and not words[0].startswith("--"):
+        text = words.pop(0)
+    if text is None:
+        if flag.alone is None:
+            raise click.BadOptionUsage(flag.name, f"Option '--{flag.name}' requires an argument.")
+        return flag.alone
+    try:
+        return read_value(text)
+    except yaml.YAMLError:
+        if text.startswith(("{", "[")):
+            raise click.BadParameter(f"--{flag.name}: {shown(text)} is not JSON or YAML") from None
+        return text
+
+
+def _mistakes(arguments: dict[str, Any]) -> list[str]:
+    """What `LLM` would refuse of them."""
+    try:
+        LlmArgs(**{"model": "", **arguments})
+    except ConfigError as error:
+        return error.lines
+    return []
+
+
+def _nested(path: str, value: object) -> dict[str, Any]:
+    head, _, rest = path.partition(".")
+    return {head: _nested(rest, value) if rest else value}
+
+
+def _similar(name: str, own: Iterable[str]) -> str:
+    known = (*own, *(f"--{each}" for each in LlmArgs.model_fields))
+    close = get_close_matches(f"--{name}", dict.fromkeys(known), n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def either_spelling(name: str) -> str:
+    """For click's `token_normalize_func`: `--max-batch-size` means `--max_batch_size`."""
+    return name.replace("-", "_")
+
+
+def ignored_option(*flags: str, **kind: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A flag of `LlmArgs.ignored` for a command that starts no `LLM`."""
+
+    def check(context: click.Context, option: click.Parameter, value: object) -> None:
+        if refused := refusals({str(option.name): value}, LlmArgs.ignored):
+            raise click.ClickException("\n".join(refused.values()))
+
+    help = "Taken with values that ask for nothing."
+    return click.option(*flags, callback=check, expose_value=False, hidden=True, help=help, **kind)
+
+
+@contextmanager
+def refused_together(refusals: list[str]) -> Iterator[None]:
+    """Raises one ConfigError for `refusals` and for what a ConfigError inside refuses."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([*refusals, *error.lines]) from None
+    if refusals:
+        raise ConfigError(refusals)
